@@ -1,0 +1,1 @@
+"""Generated protobuf messages and gRPC stubs; `make proto` writes them from protos/. Only the wire and the services import them."""

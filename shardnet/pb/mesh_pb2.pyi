@@ -1,0 +1,115 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class PushResult(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Chunk(_message.Message):
+    __slots__ = ("epoch", "group", "sequence", "block", "offset", "crc32c", "control", "data")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    CRC32C_FIELD_NUMBER: _ClassVar[int]
+    CONTROL_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    group: int
+    sequence: int
+    block: int
+    offset: int
+    crc32c: int
+    control: Control
+    data: bytes
+    def __init__(self, epoch: _Optional[int] = ..., group: _Optional[int] = ..., sequence: _Optional[int] = ..., block: _Optional[int] = ..., offset: _Optional[int] = ..., crc32c: _Optional[int] = ..., control: _Optional[_Union[Control, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class Control(_message.Message):
+    __slots__ = ("announcement", "abort", "probe", "probe_reply", "goodbye", "lost")
+    ANNOUNCEMENT_FIELD_NUMBER: _ClassVar[int]
+    ABORT_FIELD_NUMBER: _ClassVar[int]
+    PROBE_FIELD_NUMBER: _ClassVar[int]
+    PROBE_REPLY_FIELD_NUMBER: _ClassVar[int]
+    GOODBYE_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
+    announcement: Announcement
+    abort: Abort
+    probe: Probe
+    probe_reply: ProbeReply
+    goodbye: Goodbye
+    lost: Lost
+    def __init__(self, announcement: _Optional[_Union[Announcement, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ..., probe_reply: _Optional[_Union[ProbeReply, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., lost: _Optional[_Union[Lost, _Mapping]] = ...) -> None: ...
+
+class Announcement(_message.Message):
+    __slots__ = ("signature", "send_bytes", "expect_bytes")
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    SEND_BYTES_FIELD_NUMBER: _ClassVar[int]
+    EXPECT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    signature: str
+    send_bytes: int
+    expect_bytes: int
+    def __init__(self, signature: _Optional[str] = ..., send_bytes: _Optional[int] = ..., expect_bytes: _Optional[int] = ...) -> None: ...
+
+class Abort(_message.Message):
+    __slots__ = ("reason", "detail")
+    class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        REASON_UNSPECIFIED: _ClassVar[Abort.Reason]
+        MISMATCH: _ClassVar[Abort.Reason]
+        TIMEOUT: _ClassVar[Abort.Reason]
+        FAILED: _ClassVar[Abort.Reason]
+    REASON_UNSPECIFIED: Abort.Reason
+    MISMATCH: Abort.Reason
+    TIMEOUT: Abort.Reason
+    FAILED: Abort.Reason
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    reason: Abort.Reason
+    detail: str
+    def __init__(self, reason: _Optional[_Union[Abort.Reason, str]] = ..., detail: _Optional[str] = ...) -> None: ...
+
+class Probe(_message.Message):
+    __slots__ = ("id",)
+    ID_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    def __init__(self, id: _Optional[int] = ...) -> None: ...
+
+class ProbeReply(_message.Message):
+    __slots__ = ("id", "entered", "next_sequence", "last_signature")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    ENTERED_FIELD_NUMBER: _ClassVar[int]
+    NEXT_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    LAST_SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    entered: bool
+    next_sequence: int
+    last_signature: str
+    def __init__(self, id: _Optional[int] = ..., entered: _Optional[bool] = ..., next_sequence: _Optional[int] = ..., last_signature: _Optional[str] = ...) -> None: ...
+
+class Goodbye(_message.Message):
+    __slots__ = ("positions",)
+    class Position(_message.Message):
+        __slots__ = ("group", "next_sequence")
+        GROUP_FIELD_NUMBER: _ClassVar[int]
+        NEXT_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+        group: int
+        next_sequence: int
+        def __init__(self, group: _Optional[int] = ..., next_sequence: _Optional[int] = ...) -> None: ...
+    POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    positions: _containers.RepeatedCompositeFieldContainer[Goodbye.Position]
+    def __init__(self, positions: _Optional[_Iterable[_Union[Goodbye.Position, _Mapping]]] = ...) -> None: ...
+
+class Lost(_message.Message):
+    __slots__ = ("rank", "reason")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    reason: str
+    def __init__(self, rank: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...

@@ -1,0 +1,129 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class JoinRequest(_message.Message):
+    __slots__ = ("protocol", "version", "job", "incarnation", "address", "node", "min_world_size", "max_world_size", "local_rank_hint")
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    MIN_WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MAX_WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_RANK_HINT_FIELD_NUMBER: _ClassVar[int]
+    protocol: int
+    version: str
+    job: str
+    incarnation: str
+    address: str
+    node: str
+    min_world_size: int
+    max_world_size: int
+    local_rank_hint: int
+    def __init__(self, protocol: _Optional[int] = ..., version: _Optional[str] = ..., job: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., node: _Optional[str] = ..., min_world_size: _Optional[int] = ..., max_world_size: _Optional[int] = ..., local_rank_hint: _Optional[int] = ...) -> None: ...
+
+class MembershipEvent(_message.Message):
+    __slots__ = ("waiting", "assignment", "lost")
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    ASSIGNMENT_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
+    waiting: Waiting
+    assignment: Assignment
+    lost: MemberLost
+    def __init__(self, waiting: _Optional[_Union[Waiting, _Mapping]] = ..., assignment: _Optional[_Union[Assignment, _Mapping]] = ..., lost: _Optional[_Union[MemberLost, _Mapping]] = ...) -> None: ...
+
+class Waiting(_message.Message):
+    __slots__ = ("joined", "min_world_size", "max_world_size")
+    JOINED_FIELD_NUMBER: _ClassVar[int]
+    MIN_WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MAX_WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    joined: int
+    min_world_size: int
+    max_world_size: int
+    def __init__(self, joined: _Optional[int] = ..., min_world_size: _Optional[int] = ..., max_world_size: _Optional[int] = ...) -> None: ...
+
+class Assignment(_message.Message):
+    __slots__ = ("epoch", "rank", "members")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    rank: int
+    members: _containers.RepeatedCompositeFieldContainer[Member]
+    def __init__(self, epoch: _Optional[int] = ..., rank: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ...) -> None: ...
+
+class Member(_message.Message):
+    __slots__ = ("rank", "local_rank", "node_group", "address", "node", "incarnation")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_RANK_FIELD_NUMBER: _ClassVar[int]
+    NODE_GROUP_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    local_rank: int
+    node_group: int
+    address: str
+    node: str
+    incarnation: str
+    def __init__(self, rank: _Optional[int] = ..., local_rank: _Optional[int] = ..., node_group: _Optional[int] = ..., address: _Optional[str] = ..., node: _Optional[str] = ..., incarnation: _Optional[str] = ...) -> None: ...
+
+class MemberLost(_message.Message):
+    __slots__ = ("epoch", "rank", "reason", "left")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    LEFT_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    rank: int
+    reason: str
+    left: bool
+    def __init__(self, epoch: _Optional[int] = ..., rank: _Optional[int] = ..., reason: _Optional[str] = ..., left: _Optional[bool] = ...) -> None: ...
+
+class LeaveRequest(_message.Message):
+    __slots__ = ("job", "incarnation")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    incarnation: str
+    def __init__(self, job: _Optional[str] = ..., incarnation: _Optional[str] = ...) -> None: ...
+
+class LeaveReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StatusRequest(_message.Message):
+    __slots__ = ("job",)
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    def __init__(self, job: _Optional[str] = ...) -> None: ...
+
+class StatusReply(_message.Message):
+    __slots__ = ("jobs",)
+    JOBS_FIELD_NUMBER: _ClassVar[int]
+    jobs: _containers.RepeatedCompositeFieldContainer[JobStatus]
+    def __init__(self, jobs: _Optional[_Iterable[_Union[JobStatus, _Mapping]]] = ...) -> None: ...
+
+class JobStatus(_message.Message):
+    __slots__ = ("job", "state", "epoch", "joined", "min_world_size", "max_world_size", "members")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    JOINED_FIELD_NUMBER: _ClassVar[int]
+    MIN_WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MAX_WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    state: str
+    epoch: int
+    joined: int
+    min_world_size: int
+    max_world_size: int
+    members: _containers.RepeatedCompositeFieldContainer[Member]
+    def __init__(self, job: _Optional[str] = ..., state: _Optional[str] = ..., epoch: _Optional[int] = ..., joined: _Optional[int] = ..., min_world_size: _Optional[int] = ..., max_world_size: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ...) -> None: ...

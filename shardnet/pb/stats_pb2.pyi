@@ -1,0 +1,75 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class SnapshotRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SnapshotReply(_message.Message):
+    __slots__ = ("role", "version", "uptime_s", "rank", "world_size", "local_rank", "node_group", "epoch", "addresses", "step", "progress", "collectives", "bytes_sent", "bytes_received", "resident_bytes")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_S_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_RANK_FIELD_NUMBER: _ClassVar[int]
+    NODE_GROUP_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    COLLECTIVES_FIELD_NUMBER: _ClassVar[int]
+    BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
+    BYTES_RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    RESIDENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    role: str
+    version: str
+    uptime_s: float
+    rank: int
+    world_size: int
+    local_rank: int
+    node_group: int
+    epoch: int
+    addresses: _containers.RepeatedScalarFieldContainer[str]
+    step: int
+    progress: Progress
+    collectives: _containers.RepeatedCompositeFieldContainer[CollectiveStats]
+    bytes_sent: int
+    bytes_received: int
+    resident_bytes: int
+    def __init__(self, role: _Optional[str] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., local_rank: _Optional[int] = ..., node_group: _Optional[int] = ..., epoch: _Optional[int] = ..., addresses: _Optional[_Iterable[str]] = ..., step: _Optional[int] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., collectives: _Optional[_Iterable[_Union[CollectiveStats, _Mapping]]] = ..., bytes_sent: _Optional[int] = ..., bytes_received: _Optional[int] = ..., resident_bytes: _Optional[int] = ...) -> None: ...
+
+class Progress(_message.Message):
+    __slots__ = ("step", "total_steps", "loss", "tokens_per_s", "exposed_share", "note")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_STEPS_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    EXPOSED_SHARE_FIELD_NUMBER: _ClassVar[int]
+    NOTE_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    total_steps: int
+    loss: float
+    tokens_per_s: float
+    exposed_share: float
+    note: str
+    def __init__(self, step: _Optional[int] = ..., total_steps: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., exposed_share: _Optional[float] = ..., note: _Optional[str] = ...) -> None: ...
+
+class CollectiveStats(_message.Message):
+    __slots__ = ("op", "count", "bytes", "seconds", "failed")
+    OP_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    op: str
+    count: int
+    bytes: int
+    seconds: float
+    failed: int
+    def __init__(self, op: _Optional[str] = ..., count: _Optional[int] = ..., bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., failed: _Optional[int] = ...) -> None: ...
