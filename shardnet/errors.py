@@ -1,0 +1,145 @@
+"""Every error that shardnet raises.
+
+ShardnetError
+├── UsageError (ValueError)        the call itself is wrong; nothing was sent
+│   ├── InvalidWorldSizeError
+│   ├── InvalidRankError
+│   ├── SelfSendError
+│   ├── SizeMismatchError
+│   ├── DtypeError
+│   ├── AddressError               not host:port
+│   ├── PlaintextRefused           unprotected traffic off this machine
+│   └── StateError (RuntimeError)  right call, wrong moment
+├── CollectiveError                a collective failed; the process goes on
+│   ├── CollectiveMismatch         ranks disagree on what the collective is
+│   ├── CollectiveTimeout          (TimeoutError) ranks did not arrive in time
+│   └── PeerLost                   (ConnectionError) a rank died, froze or left
+├── ListenError (OSError)          this process cannot listen on that address
+├── EndpointUnavailable (ConnectionError)  nobody answers at that address
+├── ProtocolError                  a peer sent what no shardnet worker sends
+├── ClosedError                    the backend or cluster is closed
+└── RendezvousError                joining failed
+    ├── RendezvousUnavailable      (ConnectionError) nobody answers at the address
+    ├── JoinTimeout                (TimeoutError) too few workers came in time
+    ├── JoinRefused                full, duplicate, other version, other wish
+    └── MembershipLost             this worker is no longer a member
+"""
+
+from collections.abc import Sequence
+
+
+class ShardnetError(Exception):
+    """Base of everything that shardnet raises on purpose."""
+
+
+class UsageError(ShardnetError, ValueError):
+    """The call is wrong. Raised before any traffic."""
+
+
+class InvalidWorldSizeError(UsageError):
+    """A group of no ranks, or of another number than is needed."""
+
+    def __init__(self, detail: str = "world size must be at least 1, got 0") -> None:
+        super().__init__(detail)
+
+
+class InvalidRankError(UsageError):
+    """A rank outside [0, world_size)."""
+
+    def __init__(self, rank: int, world_size: int, detail: str = "") -> None:
+        super().__init__(f"rank {rank} is not in [0, {world_size})" + (f": {detail}" if detail else ""))
+        self.rank = rank
+        self.world_size = world_size
+
+
+class SelfSendError(UsageError):
+    """Send to, or receive from, oneself."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(f"rank {rank} cannot send to or receive from itself; copy the tensor instead")
+        self.rank = rank
+
+
+class SizeMismatchError(UsageError):
+    """A buffer or a list has another size than the call needs."""
+
+    def __init__(self, expected: object, got: object, what: str = "elements") -> None:
+        super().__init__(f"expected {expected} {what} but got {got}")
+        self.expected = expected
+        self.got = got
+
+
+class DtypeError(UsageError):
+    """The operation is not defined for this dtype."""
+
+
+class AddressError(UsageError):
+    """A text that should be `host:port` is not."""
+
+
+class PlaintextRefused(UsageError):
+    """Unencrypted traffic would leave this machine, and nobody said that it may."""
+
+
+class StateError(UsageError, RuntimeError):
+    """The call is right but comes at the wrong moment."""
+
+
+class CollectiveError(ShardnetError):
+    """A collective failed on this rank. Sequence numbers keep the next one unaffected."""
+
+
+class CollectiveMismatch(CollectiveError):
+    """Ranks disagree on op, order, dtype, size, root or reduction; names both sides."""
+
+
+class CollectiveTimeout(CollectiveError, TimeoutError):
+    """A collective did not end in time. `missing` are the ranks that had not entered it (empty: all had)."""
+
+    def __init__(self, message: str, missing: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.missing = tuple(missing)
+
+
+class PeerLost(CollectiveError, ConnectionError):
+    """A rank died, froze, was cut off or left. `rank` is its global rank."""
+
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class ListenError(ShardnetError, OSError):
+    """The address is taken, or is none of this machine's."""
+
+
+class EndpointUnavailable(ShardnetError, ConnectionError):
+    """No shardnet process answered at an address in time."""
+
+
+class ProtocolError(ShardnetError):
+    """Bytes arrived that no worker of this version sends: damaged in transit, or a stranger."""
+
+
+class ClosedError(ShardnetError):
+    """The backend or cluster was closed before or during the call."""
+
+
+class RendezvousError(ShardnetError):
+    """Joining the cluster failed."""
+
+
+class RendezvousUnavailable(RendezvousError, ConnectionError):
+    """Nobody answered at the rendezvous address within the connect timeout."""
+
+
+class JoinTimeout(RendezvousError, TimeoutError):
+    """Too few workers joined in time."""
+
+
+class JoinRefused(RendezvousError):
+    """The rendezvous said no: job full or running, duplicate worker, other protocol, contradicting wish."""
+
+
+class MembershipLost(RendezvousError):
+    """The rendezvous no longer counts this worker as a member."""

@@ -1,0 +1,73 @@
+"""The gRPC options of every channel and server, and the failure that returns if one of them goes.
+
+[Note: keepalive] Finding a frozen or cut-off peer takes all of these together. A ping goes out after
+`keepalive_time` of silence, and the connection is dropped when it stays unanswered for `keepalive_timeout`.
+`http2.ping_timeout` must equal it: gRPC's default of 60 s wins otherwise, and a frozen peer is noticed after 61 s.
+Both sides ping, so that either may be the one that freezes: the server's pings end the lease of a frozen worker.
+"""
+
+from shardnet.config import Limits, Timeouts
+from shardnet.credentials import Options
+
+HANDSHAKE_MS = 3000  # a connection that says nothing for this long is closed
+MAX_STREAMS_PER_CONNECTION = 64  # a worker needs a handful: two streams, health, statistics
+
+
+def _keepalive(timeouts: Timeouts) -> list[tuple[str, int]]:
+    suspect_ms = _ms(timeouts.suspect_s)
+    return [
+        ("grpc.keepalive_time_ms", _ping_interval_ms(timeouts)),
+        ("grpc.keepalive_timeout_ms", suspect_ms),
+        ("grpc.http2.ping_timeout_ms", suspect_ms),  # see [Note: keepalive]
+        ("grpc.keepalive_permit_without_calls", 1),  # a connection between two collectives must notice, too
+        ("grpc.http2.max_pings_without_data", 0),  # the default stops pinging after two while no data flows
+    ]
+
+
+def _sizes(limits: Limits) -> list[tuple[str, int]]:
+    return [
+        # the default refuses 4 MiB and more; without any limit a stranger decides how much is allocated
+        ("grpc.max_receive_message_length", limits.max_message_bytes),
+        ("grpc.max_send_message_length", limits.max_message_bytes),
+    ]
+
+
+def channel_options(timeouts: Timeouts, limits: Limits) -> Options:
+    """Options of a channel that this process opens."""
+    return [
+        *_keepalive(timeouts),
+        *_sizes(limits),
+        # A connection of its own for each channel: ranks of one process that call the same address would otherwise
+        # share one TCP connection, and what breaks one rank's would break the others'.
+        ("grpc.use_local_subchannel_pool", 1),
+        # Peers come and go within seconds. The defaults wait up to 120 s between two tries, 20 s for a host that drops
+        # packets and 30 s until a name that was unknown is looked up again.
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 1000),
+        ("grpc.min_reconnect_backoff_ms", HANDSHAKE_MS),
+        ("grpc.dns_min_time_between_resolutions_ms", 1000),
+        ("grpc.enable_retries", 0),  # streams have state: whoever owns one decides; also spares gRPC's copy of what was sent
+        ("grpc.enable_http_proxy", 0),  # an http_proxy variable is meant for the web, not for workers
+    ]
+
+
+def server_options(timeouts: Timeouts, limits: Limits) -> Options:
+    """Options of the one server that a worker or the rendezvous runs."""
+    return [
+        *_keepalive(timeouts),
+        *_sizes(limits),
+        # a default server answers pings this frequent with GOAWAY too_many_pings
+        ("grpc.http2.min_ping_interval_without_data_ms", _ping_interval_ms(timeouts) // 2),
+        ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),  # silent connections stay for ever otherwise
+        ("grpc.so_reuseport", 0),  # a second server binds the same port silently otherwise, and each gets half of the calls
+        ("grpc.max_concurrent_streams", MAX_STREAMS_PER_CONNECTION),
+    ]
+
+
+def _ms(seconds: float) -> int:
+    return max(1, round(seconds * 1000))
+
+
+def _ping_interval_ms(timeouts: Timeouts) -> int:
+    """Half the time after which silence is suspect: a frozen peer is noticed within 1.5 times `suspect_s`."""
+    return max(2, _ms(timeouts.suspect_s) // 2)
