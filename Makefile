@@ -1,0 +1,66 @@
+# The same verbs at the desk and in CI. Every target does all of its own set-up; `make` alone lists them.
+
+# The interpreter to use: `make test PYTHON=python3.13`. Each one gets a virtual environment of its own, so they can live side by side.
+DEFAULT_PYTHON := $(shell command -v python3.11 >/dev/null 2>&1 && echo python3.11 || echo python3)
+PYTHON ?= $(DEFAULT_PYTHON)
+# A package index to take torch from before everything else, for example one with CPU-only builds (200 MB instead of 3 GB).
+TORCH_INDEX ?=
+# Passed on to the program behind the target: `make test ARGS="tests/backend -x"`, `make demo ARGS="--steps 50"`.
+ARGS ?=
+
+VENV := .venv$(if $(filter-out $(DEFAULT_PYTHON),$(PYTHON)),-$(notdir $(PYTHON)))
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+# pyenv's shims run only a version that was chosen; others ignore the variable.
+RUN_PYTHON := PYENV_VERSION=$(patsubst python%,%,$(notdir $(PYTHON))) $(PYTHON)
+UV := $(shell command -v uv 2>/dev/null)
+ifdef UV
+MAKE_VENV = $(UV) venv --quiet --python "$$($(RUN_PYTHON) -c 'import sys; print(sys.executable)')" $(VENV)
+INSTALL = $(UV) pip install --python $(BIN)/python
+else
+MAKE_VENV = $(RUN_PYTHON) -m venv $(VENV)
+INSTALL = $(BIN)/python -m pip install --progress-bar off --disable-pip-version-check
+endif
+
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+.PHONY: help demo test check faults bench proto clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@echo "Variables: PYTHON=$(PYTHON) (environment in $(VENV)), ARGS, TORCH_INDEX"
+
+demo: $(STAMP) ## train a small language model on a local cluster of two workers, in about three minutes
+	$(BIN)/shardnet demo $(ARGS)
+
+test: $(STAMP) ## run the tests
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(STAMP) ## formatting, lint, types, import rules, and whether the generated protobuf code is current
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python protos/generate.py --check
+
+faults: $(STAMP) ## run the long fault tests, which `make test` leaves out
+	$(BIN)/python -m pytest -m faults --timeout 600 $(ARGS)
+
+bench: $(STAMP) ## measure shardnet against torch's gloo and FSDP2; writes benchmarks/latest.json
+	$(BIN)/python -m benchmarks $(ARGS)
+
+proto: $(STAMP) ## generate shardnet/pb from protos/
+	$(BIN)/python protos/generate.py
+
+clean: ## remove everything that the other targets made
+	rm -rf .venv .venv-* .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(MAKE_VENV)
+ifneq ($(TORCH_INDEX),)
+	$(INSTALL) --index-url $(TORCH_INDEX) -c constraints.txt torch
+endif
+	$(INSTALL) -c constraints.txt -e '.[dev]'
+	touch $@
