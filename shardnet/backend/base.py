@@ -1,0 +1,123 @@
+"""`Backend`: what the sharded training above needs from the communication below."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from shardnet.backend.pending import Pending
+from shardnet.collectives.reduction import ReduceOp
+
+if TYPE_CHECKING:
+    from shardnet.telemetry import Telemetry
+
+Tensor = torch.Tensor
+
+
+class Backend(ABC):
+    """One rank's end of a group of ranks.
+
+    Every collective returns at once with a `Pending`; all ranks of the group must call the same collectives in the
+    same order. Wrong arguments raise a `UsageError` from the call itself, before any traffic; everything else comes
+    out of the handle as a `CollectiveError`. Inputs may be read but not written until the handle is done; `out`,
+    where given, belongs to the collective until then. `timeout_s` None means the backend's default.
+    `label` names the collective in errors and traces, and must be equal on all ranks.
+    """
+
+    @property
+    @abstractmethod
+    def rank(self) -> int:
+        """0-based rank in this group."""
+
+    @property
+    @abstractmethod
+    def world_size(self) -> int:
+        """Number of ranks in this group."""
+
+    @property
+    @abstractmethod
+    def telemetry(self) -> "Telemetry":
+        """Spans and counters of this rank."""
+
+    @property
+    @abstractmethod
+    def node_ranks(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of this group by node, nodes in rank order."""
+
+    @abstractmethod
+    def all_reduce(
+        self, tensor: Tensor, op: ReduceOp = ReduceOp.SUM, *, out: Tensor | None = None, timeout_s: float | None = None, label: str = ""
+    ) -> Pending[Tensor]:
+        """Reduce over ranks: S → S on every rank, bit-identical. `out` may be `tensor` itself."""
+
+    @abstractmethod
+    def broadcast(
+        self, tensor: Tensor, root: int, *, out: Tensor | None = None, timeout_s: float | None = None, label: str = ""
+    ) -> Pending[Tensor]:
+        """Root's `tensor`, S → S. On other ranks `tensor` gives shape and dtype; `out` may be `tensor` itself."""
+
+    @abstractmethod
+    def all_gather(
+        self,
+        tensor: Tensor,
+        *,
+        sizes: Sequence[int] | None = None,
+        out: Tensor | None = None,
+        timeout_s: float | None = None,
+        label: str = "",
+    ) -> Pending[Tensor]:
+        """Concatenate over ranks on dim 0: [d0, …] → [d0·ws, …]; 0-dim → [ws].
+
+        `sizes` gives each rank's d0 where they differ; then the result is [sum(sizes), …]. `tensor` may be this
+        rank's own slice of `out`: then it is not copied.
+        """
+
+    @abstractmethod
+    def reduce_scatter(
+        self,
+        tensor: Tensor,
+        op: ReduceOp = ReduceOp.SUM,
+        *,
+        sizes: Sequence[int] | None = None,
+        out: Tensor | None = None,
+        timeout_s: float | None = None,
+        label: str = "",
+    ) -> Pending[Tensor]:
+        """Reduce over ranks and keep this rank's slice of dim 0: [d0, …] → [d0/ws, …], or [sizes[rank], …]."""
+
+    @abstractmethod
+    def all_to_all(
+        self,
+        tensor: Tensor,
+        *,
+        send_sizes: Sequence[int] | None = None,
+        recv_sizes: Sequence[int] | None = None,
+        timeout_s: float | None = None,
+        label: str = "",
+    ) -> Pending[Tensor]:
+        """Slot i of the result comes from rank i: [ws·k, …] → [ws·k, …], or [sum(send)] → [sum(recv)] along dim 0."""
+
+    @abstractmethod
+    def send(self, tensor: Tensor, to: int, *, timeout_s: float | None = None, label: str = "") -> Pending[None]:
+        """Send to one rank; done when the receiver has taken it. Sends and receives of a pair match in order."""
+
+    @abstractmethod
+    def recv(self, into: Tensor, source: int, *, timeout_s: float | None = None, label: str = "") -> Pending[Tensor]:
+        """Receive from one rank into a contiguous tensor of the sender's size and dtype; the result is `into`."""
+
+    @abstractmethod
+    def barrier(self, *, timeout_s: float | None = None, label: str = "") -> Pending[None]:
+        """Done once every rank has called it."""
+
+    @abstractmethod
+    def subgroup(self, members: Sequence[int]) -> "Backend":
+        """The same backend over some of its ranks; see `SubBackend`. Call it on every member, in the same order."""
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """Finish what is under way, tell the peers, free everything. Safe to call twice."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Fail everything that is under way and close at once. Synchronous, safe in `finally` and from any thread."""

@@ -1,0 +1,311 @@
+"""A backend over a mesh: checks the call, makes the result tensor, and hands flat arrays to the collectives."""
+
+from collections.abc import Callable, Sequence
+from math import prod
+
+import torch
+
+from shardnet.backend.base import Backend, Tensor
+from shardnet.backend.pending import Pending
+from shardnet.collectives import plans
+from shardnet.collectives.exchange import Exchange
+from shardnet.collectives.group import Group
+from shardnet.collectives.operation import Algorithm, Call
+from shardnet.collectives.reduction import Reduction, ReduceOp, as_array, check_dtype, dtype_name
+from shardnet.collectives.switchboard import Switchboard
+from shardnet.config import Timeouts
+from shardnet.errors import (
+    CollectiveMismatch,
+    InvalidRankError,
+    InvalidWorldSizeError,
+    SelfSendError,
+    ShardnetError,
+    SizeMismatchError,
+    UsageError,
+)
+from shardnet.telemetry import Telemetry
+
+
+class MeshBackend(Backend):
+    """One group of ranks on a switchboard."""
+
+    def __init__(self, board: Switchboard, group: Group, timeouts: Timeouts) -> None:
+        self._board = board
+        self._group = group
+        self._timeouts = timeouts
+
+    @property
+    def rank(self) -> int:
+        return self._group.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._group.size
+
+    @property
+    def telemetry(self) -> Telemetry:
+        return self._board.telemetry
+
+    # --- collectives
+
+    def all_reduce(
+        self, tensor: Tensor, op: ReduceOp = ReduceOp.SUM, *, out: Tensor | None = None, timeout_s: float | None = None, label: str = ""
+    ) -> Pending[Tensor]:
+        source = _input(tensor, op)
+        result = _output(out, tensor.shape, tensor.dtype)
+        if self.world_size == 1 or not source.numel():
+            return Pending.done_with(_copy(source, result), "all_reduce")
+        call = self._call("all_reduce", f"{_kind(tensor)}, {op}", timeout_s, label)
+        reduction = Reduction(op, tensor.dtype, self.world_size)
+        arrays = as_array(source), as_array(result)
+        if not reduction.widens or source.nbytes <= self._board.limits.eager_bytes:
+            return self._begin(call, plans.all_reduce(self._group, *arrays, reduction), result)
+        bounds = plans.balanced_bounds(source.numel(), self.world_size)
+        own = arrays[1][slice(*bounds[self.rank])]
+        scattered = self._group.begin(call, plans.reduce_scatter(self._group, arrays[0], own, bounds, reduction), own)
+        return self._begin(call, plans.after(scattered, plans.all_gather(self._group, own, arrays[1], bounds)), result)
+
+    def broadcast(
+        self, tensor: Tensor, root: int, *, out: Tensor | None = None, timeout_s: float | None = None, label: str = ""
+    ) -> Pending[Tensor]:
+        self._check_rank(root, "broadcast root")
+        source = _input(tensor)
+        result = _output(out, tensor.shape, tensor.dtype)
+        if self.rank == root or not source.numel():
+            _copy(source, result)
+        if self.world_size == 1 or not source.numel():
+            return Pending.done_with(result, "broadcast")
+        call = self._call("broadcast", f"{_kind(tensor)}, root {root}", timeout_s, label)
+        return self._begin(call, plans.broadcast(self._group, as_array(result), root), result)
+
+    def all_gather(
+        self,
+        tensor: Tensor,
+        *,
+        sizes: Sequence[int] | None = None,
+        out: Tensor | None = None,
+        timeout_s: float | None = None,
+        label: str = "",
+    ) -> Pending[Tensor]:
+        source = _input(tensor)
+        rows = source.shape[0] if source.dim() else 1
+        shape = self._sizes(sizes, rows, own=True)
+        width = prod(source.shape[1:])
+        result = _output(out, (sum(shape), *source.shape[1:]), tensor.dtype)
+        if self.world_size == 1 or not result.numel():
+            return Pending.done_with(_copy(source.reshape(result.shape), result), "all_gather")
+        detail = _kind(tensor) if sizes is None else f"{dtype_name(tensor.dtype)} {list(source.shape[1:])}, sizes {shape}"
+        call = self._call("all_gather", detail, timeout_s, label)
+        bounds = plans.bounds_of([size * width for size in shape])
+        return self._begin(call, plans.all_gather(self._group, as_array(source), as_array(result), bounds), result)
+
+    def reduce_scatter(
+        self,
+        tensor: Tensor,
+        op: ReduceOp = ReduceOp.SUM,
+        *,
+        sizes: Sequence[int] | None = None,
+        out: Tensor | None = None,
+        timeout_s: float | None = None,
+        label: str = "",
+    ) -> Pending[Tensor]:
+        source = _input(tensor, op)
+        if not source.dim():
+            raise SizeMismatchError(f"at least 1 dimension (world size {self.world_size})", "a 0-dim tensor", "in reduce_scatter")
+        rows = source.shape[0]
+        if sizes is None and rows % self.world_size:
+            raise SizeMismatchError(f"a multiple of {self.world_size}", rows, "rows to scatter; pass `sizes` for an uneven split")
+        shape = self._sizes(sizes, rows // self.world_size)
+        if sum(shape) != rows:
+            raise SizeMismatchError(sum(shape), rows, "rows to scatter (the sum of `sizes`)")
+        result = _output(out, (shape[self.rank], *source.shape[1:]), tensor.dtype)
+        if self.world_size == 1 or not source.numel():
+            return Pending.done_with(_copy(source.reshape(result.shape), result), "reduce_scatter")
+        detail = f"{_kind(tensor)}, {op}" + ("" if sizes is None else f", sizes {shape}")
+        call = self._call("reduce_scatter", detail, timeout_s, label)
+        bounds = plans.bounds_of([size * prod(source.shape[1:]) for size in shape])
+        reduction = Reduction(op, tensor.dtype, self.world_size)
+        algorithm = plans.reduce_scatter(self._group, as_array(source), as_array(result), bounds, reduction)
+        return self._begin(call, algorithm, result)
+
+    def all_to_all(
+        self,
+        tensor: Tensor,
+        *,
+        send_sizes: Sequence[int] | None = None,
+        recv_sizes: Sequence[int] | None = None,
+        timeout_s: float | None = None,
+        label: str = "",
+    ) -> Pending[Tensor]:
+        source = _input(tensor)
+        rows = source.shape[0] if source.dim() else 1
+        if (send_sizes is None) != (recv_sizes is None):
+            raise UsageError("all_to_all needs both send_sizes and recv_sizes, or neither")
+        if send_sizes is None and rows % self.world_size:
+            raise SizeMismatchError(f"a multiple of {self.world_size}", rows, "rows to exchange; pass sizes for an uneven split")
+        sends = self._sizes(send_sizes, rows // self.world_size)
+        receives = self._sizes(recv_sizes, rows // self.world_size)
+        if sum(sends) != rows:
+            raise SizeMismatchError(sum(sends), rows, "rows to exchange (the sum of send_sizes)")
+        if sends[self.rank] != receives[self.rank]:
+            raise SizeMismatchError(sends[self.rank], receives[self.rank], "rows from this rank to itself (send and recv sizes)")
+        result = _output(None, (sum(receives), *source.shape[1:]), tensor.dtype)
+        width = prod(source.shape[1:])
+        send_bounds = plans.bounds_of([size * width for size in sends])
+        recv_bounds = plans.bounds_of([size * width for size in receives])
+        outgoing, incoming = as_array(source), as_array(result)
+        incoming[slice(*recv_bounds[self.rank])] = outgoing[slice(*send_bounds[self.rank])]
+        if self.world_size == 1:
+            return Pending.done_with(result, "all_to_all")
+        even = _kind(tensor) if send_sizes is None else f"{dtype_name(tensor.dtype)} {list(source.shape[1:])}, uneven"
+        exchange = Exchange(
+            {peer: outgoing[slice(*send_bounds[peer])] for peer in self._group.peers},
+            {peer: incoming[slice(*recv_bounds[peer])] for peer in self._group.peers},
+            self._group.peers,
+            eager=plans.is_small(self._group, send_bounds, outgoing.itemsize),
+            disagree=self._disagree_all_to_all,
+        )
+        return self._begin(self._call("all_to_all", even, timeout_s, label), exchange.run, result)
+
+    def send(self, tensor: Tensor, to: int, *, timeout_s: float | None = None, label: str = "") -> Pending[None]:
+        source = _input(tensor)
+        channel, peer = self._channel(to, sending=True)
+        exchange = Exchange({peer: as_array(source)}, {}, [peer], disagree=_disagree_send(source))
+        call = self._call("send", dtype_name(tensor.dtype), timeout_s, label, on_the_wire="send/recv")
+        return Pending(channel.begin(call, exchange.run, None), "send")
+
+    def recv(self, into: Tensor, source: int, *, timeout_s: float | None = None, label: str = "") -> Pending[Tensor]:
+        result = _output(into, into.shape, into.dtype)
+        channel, peer = self._channel(source, sending=False)
+        exchange = Exchange({}, {peer: as_array(result)}, [peer], disagree=_disagree_send(into))
+        call = self._call("recv", dtype_name(into.dtype), timeout_s, label, on_the_wire="send/recv")
+        return Pending(channel.begin(call, exchange.run, result), "recv")
+
+    def barrier(self, *, timeout_s: float | None = None, label: str = "") -> Pending[None]:
+        if self.world_size == 1:
+            return Pending.done_with(None, "barrier")
+        call = self._call("barrier", "", timeout_s, label)
+        return Pending(self._group.begin(call, plans.barrier(self._group), None), "barrier")
+
+    # --- groups and the end
+
+    @property
+    def node_ranks(self) -> tuple[tuple[int, ...], ...]:
+        local = {member: index for index, member in enumerate(self._group.members)}
+        nodes = (tuple(local[rank] for rank in node if rank in local) for node in self._board.nodes)
+        return tuple(node for node in nodes if node)
+
+    def subgroup(self, members: Sequence[int]) -> "SubBackend":
+        return SubBackend(self, members)
+
+    async def aclose(self) -> None:
+        await self._board.loop.run_here(self._board.aclose())
+
+    def abort(self) -> None:
+        self._board.abort()
+
+    # --- helpers
+
+    def _call(self, op: str, detail: str, timeout_s: float | None, label: str, *, on_the_wire: str = "") -> Call:
+        return Call(op, label, detail, self._timeouts.collective_s if timeout_s is None else timeout_s, on_the_wire or op)
+
+    def _begin(self, call: Call, algorithm: Algorithm, result: Tensor) -> Pending[Tensor]:
+        return Pending(self._group.begin(call, algorithm, result), call.op)
+
+    def _channel(self, other: int, *, sending: bool) -> tuple[Group, int]:
+        """The two-rank group to or from another rank, and that rank's place in it."""
+        self._check_rank(other, "peer")
+        if other == self.rank:
+            raise SelfSendError(self.rank)
+        me, them = self._group.members[self.rank], self._group.members[other]
+        channel = self._board.channel(*((me, them) if sending else (them, me)))
+        return channel, 1 - channel.rank
+
+    def _check_rank(self, rank: int, what: str) -> None:
+        if not 0 <= rank < self.world_size:
+            raise InvalidRankError(rank, self.world_size, what)
+
+    def _sizes(self, sizes: Sequence[int] | None, default: int, *, own: bool = False) -> list[int]:
+        """A rank-indexed list of rows, checked; `own`: this rank's entry must be `default`."""
+        if sizes is None:
+            return [default] * self.world_size
+        if len(sizes) != self.world_size:
+            raise SizeMismatchError(self.world_size, len(sizes), "entries in the list of sizes")
+        if min(sizes) < 0:
+            raise UsageError(f"sizes must not be negative, got {list(sizes)}")
+        if own and sizes[self.rank] != default:
+            raise SizeMismatchError(sizes[self.rank], default, f"rows on rank {self.rank}")
+        return list(sizes)
+
+    def _disagree_all_to_all(self, expected: int, got: int) -> ShardnetError:
+        return CollectiveMismatch(
+            f"{self._board.where()} all_to_all: a rank expects {expected} bytes where another sends {got}; "
+            "recv_sizes[i] here must equal send_sizes[here] on rank i"
+        )
+
+
+class SubBackend(MeshBackend):
+    """Some ranks of a parent backend. Members are sorted and deduplicated; every collective works on them unchanged.
+
+    Make it on every member, in the same order relative to other sub-groups of the same members.
+    """
+
+    def __init__(self, parent: MeshBackend, members: Sequence[int]) -> None:
+        self.members = tuple(sorted(set(members)))  # ranks of the parent
+        if not self.members:
+            raise InvalidWorldSizeError("a sub-group needs at least one member")
+        for member in self.members:
+            parent._check_rank(member, "sub-group member")
+        if parent.rank not in self.members:
+            raise InvalidRankError(parent.rank, parent.world_size, f"this rank is no member of the sub-group {list(self.members)}")
+        board = parent._board
+        super().__init__(board, board.group(tuple(parent._group.members[member] for member in self.members)), parent._timeouts)
+
+    def to_global(self, local: int) -> int:
+        """The parent's rank of a member."""
+        self._check_rank(local, "member")
+        return self.members[local]
+
+    def to_local(self, rank: int) -> int | None:
+        """The rank in this group of a rank of the parent; None if it is no member."""
+        return self.members.index(rank) if rank in self.members else None
+
+    async def aclose(self) -> None:
+        """Nothing to do: the parent owns the connections."""
+
+
+def _input(tensor: Tensor, op: ReduceOp | None = None) -> Tensor:
+    """The tensor as the collectives take it: on the CPU, detached, contiguous (copied if it is not)."""
+    check_dtype(tensor.dtype, op)
+    if tensor.device.type != "cpu":
+        raise UsageError(f"this backend moves CPU tensors, got one on {tensor.device}; copy it with .cpu() first")
+    return tensor.detach().contiguous()
+
+
+def _output(out: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """`out` if it fits, or a new tensor."""
+    if out is None:
+        return torch.empty(tuple(shape), dtype=dtype)
+    check_dtype(out.dtype, None)
+    if out.dtype != dtype:
+        raise SizeMismatchError(dtype_name(dtype), dtype_name(out.dtype), "as dtype of `out`")
+    if out.numel() != prod(shape):
+        raise SizeMismatchError(prod(shape), out.numel(), "elements in `out`")
+    if not out.is_contiguous() or out.device.type != "cpu":
+        raise UsageError("`out` must be a contiguous CPU tensor")
+    return out.detach()
+
+
+def _copy(source: Tensor, result: Tensor) -> Tensor:
+    if source.data_ptr() != result.data_ptr():
+        as_array(result)[...] = as_array(source)
+    return result
+
+
+def _disagree_send(tensor: Tensor) -> Callable[[int, int], SizeMismatchError]:
+    """The error of a send and a receive that differ, counted in elements."""
+    return lambda expected, got: SizeMismatchError(expected // tensor.itemsize, got // tensor.itemsize, "elements in a receive")
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"

@@ -1,0 +1,95 @@
+"""`Pending`: the awaitable handle of a collective."""
+
+import asyncio
+import concurrent.futures
+import warnings
+from collections.abc import Callable, Generator
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+class Pending(Generic[T]):
+    """The result of a collective that is under way. Await it on any event loop, or `wait()` in any thread.
+
+    The collective started when the handle was made and ends whatever becomes of the handle: cancelling an `await`
+    cancels the waiting, not the collective. Awaiting or waiting again gives the same result or error. Dropping a
+    handle that nobody waited for is a ResourceWarning, since its error, if any, is lost with it.
+
+    The tensors given to the collective belong to it until the handle is done: read them, but do not write.
+    """
+
+    __slots__ = ("__weakref__", "_future", "_retrieved", "op_name")
+
+    def __init__(self, future: "concurrent.futures.Future[T]", op_name: str) -> None:
+        self._future = future
+        self._retrieved = False
+        self.op_name = op_name
+
+    @classmethod
+    def done_with(cls, value: T, op_name: str) -> "Pending[T]":
+        """A handle that is done already."""
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+        future.set_result(value)
+        pending = cls(future, op_name)
+        pending._retrieved = True  # nothing can be lost with it
+        return pending
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def wait(self, timeout_s: float | None = None) -> T:
+        """Block this thread until the result is there. Never call it on shardnet's own loop thread.
+
+        Raises TimeoutError after `timeout_s` (the collective goes on), or the collective's own error.
+        """
+        self._retrieved = True
+        return self._future.result(timeout_s)
+
+    def exception(self) -> BaseException | None:
+        """The error of a finished collective, or None. Blocks until it is done."""
+        self._retrieved = True
+        return self._future.exception()
+
+    def add_done_callback(self, callback: Callable[["Pending[T]"], None]) -> None:
+        """Call `callback(self)` once done, on whichever thread finishes it (at once if it is done)."""
+        self._future.add_done_callback(lambda _: callback(self))
+
+    def map(self, function: Callable[[T], U]) -> "Pending[U]":
+        """A handle for `function(result)`. It runs on the thread that finishes the collective: keep it short."""
+        self._retrieved = True
+        mapped: concurrent.futures.Future[U] = concurrent.futures.Future()
+
+        def finish(done: "concurrent.futures.Future[T]") -> None:
+            try:
+                mapped.set_result(function(done.result()))
+            except BaseException as error:  # noqa: BLE001 - whatever it is belongs to the awaiter
+                mapped.set_exception(error)
+
+        self._future.add_done_callback(finish)
+        return Pending(mapped, self.op_name)
+
+    def __await__(self) -> Generator[Any, None, T]:
+        self._retrieved = True
+        if self._future.done():
+            return self._future.result()
+        loop = asyncio.get_running_loop()
+        arrived: asyncio.Future[None] = loop.create_future()
+
+        def wake(_: object) -> None:
+            try:
+                loop.call_soon_threadsafe(lambda: arrived.done() or arrived.set_result(None))
+            except RuntimeError:  # the awaiting loop was closed: nobody is left to wake
+                return
+
+        self._future.add_done_callback(wake)
+        yield from arrived
+        return self._future.result()
+
+    def __del__(self) -> None:
+        if not self._retrieved:
+            warnings.warn(f"{self.op_name} was never awaited; its result or error is lost", ResourceWarning, stacklevel=2)
+
+    def __repr__(self) -> str:
+        return f"<Pending {self.op_name} {'done' if self.done() else 'under way'}>"

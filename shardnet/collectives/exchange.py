@@ -1,0 +1,92 @@
+"""Direct exchange: every rank sends to every peer what is theirs, in one step.
+
+Used where latency rules (small collectives), where each pair's bytes differ (all_to_all, send and receive), and for
+sums of 16-bit floats, whose contributions must be widened before they are added (reduction.py). For an all-gather or
+reduce-scatter it moves the same number of bytes as a ring.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from shardnet.collectives.operation import Operation
+from shardnet.collectives.reduction import Array
+from shardnet.errors import ProtocolError, ShardnetError
+from shardnet.wire import Buffer, Chunk
+
+
+@dataclass(slots=True)
+class Exchange:
+    """What one rank sends to and receives from each peer; ranks are the group's.
+
+    `sends` maps peer to array, `receives` maps peer to an array of the size that it will send. Every array is whole
+    when the exchange is done. With `eager` nothing waits for the peers' announcements: for exchanges in which each
+    rank waits for all others and that fit into one chunk.
+    """
+
+    sends: dict[int, Array]
+    receives: dict[int, Array]
+    peers: list[int]  # everyone to announce to and to hear from
+    eager: bool = False
+    disagree: Callable[[int, int], ShardnetError] | None = None  # (expected, got) bytes -> error
+    _filled: dict[int, int] = field(default_factory=dict)
+    _missing: int = 0
+    _arrived: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def run(self, op: Operation) -> None:
+        """The algorithm of an exchange operation."""
+        self._missing = sum(array.nbytes for array in self.receives.values())
+        if not self._missing:
+            self._arrived.set()
+        op.sink = partial(self._on_chunk, op)
+        for peer in self.peers:
+            await self._open(op, peer)
+        for peer in self.peers:
+            await op.cleared(peer)
+            self._check_sizes(op, peer)
+        if not self.eager:
+            async with asyncio.TaskGroup() as group:
+                for peer, array in self.sends.items():
+                    group.create_task(self._send(op, peer, _bytes(array)))
+        await self._arrived.wait()
+
+    async def _open(self, op: Operation, peer: int) -> None:
+        sends = self.sends[peer].nbytes if peer in self.sends else 0
+        expects = self.receives[peer].nbytes if peer in self.receives else 0
+        data: Buffer = _bytes(self.sends[peer]) if self.eager and sends else b""
+        await op.send(peer, data=data, announcement=op.announcement(sends=sends, expects=expects))
+
+    def _check_sizes(self, op: Operation, peer: int) -> None:
+        if self.disagree is None:
+            return
+        theirs = op.announcements[peer]
+        mine = self.receives[peer].nbytes if peer in self.receives else 0
+        if theirs.send_bytes != mine:
+            raise self.disagree(mine, theirs.send_bytes)
+        sent = self.sends[peer].nbytes if peer in self.sends else 0
+        if theirs.expect_bytes != sent:
+            raise self.disagree(theirs.expect_bytes, sent)
+
+    async def _send(self, op: Operation, peer: int, data: memoryview) -> None:
+        size = op.group.board.limits.chunk_bytes
+        for offset in range(0, len(data), size):
+            await op.send(peer, offset=offset, data=data[offset : offset + size])
+
+    def _on_chunk(self, op: Operation, source: int, chunk: Chunk) -> None:
+        target = self.receives.get(source)
+        if self.disagree is not None and (target is None or op.announcements[source].send_bytes != target.nbytes):
+            return  # run() says so
+        filled = self._filled.get(source, 0)
+        if target is None or chunk.offset != filled or filled + len(chunk.data) > target.nbytes:
+            raise ProtocolError(f"rank {source} sent {len(chunk.data)} bytes at {chunk.offset}, expected offset {filled}")
+        _bytes(target)[filled : filled + len(chunk.data)] = chunk.data
+        self._filled[source] = filled + len(chunk.data)
+        self._missing -= len(chunk.data)
+        if not self._missing:
+            self._arrived.set()
+
+
+def _bytes(array: Array) -> memoryview:
+    """The bytes of a contiguous array; memoryview cannot cast an empty one."""
+    return memoryview(array).cast("B") if array.size else memoryview(b"")

@@ -1,0 +1,288 @@
+"""A group of ranks on a mesh: numbers its collectives, sorts what arrives, and gives one verdict when one fails.
+
+[Note: the ledger] Every collective of a group has a sequence number, counted on each rank in the order of the calls.
+Before data flows each rank announces to the peers that will send to it what it takes the collective to be; a peer
+that takes it for something else aborts it for everyone, naming both sides. Since the announcements of one collective
+connect all ranks, no two ranks can disagree unnoticed. A failed collective burns its number and nothing else: the
+next one is unaffected, and what arrives late for it is recognised by its number and dropped.
+
+Data goes only to a peer that has announced, except for collectives of at most `Limits.eager_bytes` a peer in which
+every rank waits for every other: those are sent at once and may arrive before the call. So a rank never holds more
+than max_outstanding × eager_bytes a peer for collectives that it has not entered yet.
+"""
+
+import asyncio
+import concurrent.futures
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING, TypeVar
+
+from shardnet.collectives.operation import Algorithm, Call, Operation
+from shardnet.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, PeerLost, ProtocolError, ShardnetError
+from shardnet.pb import mesh_pb2
+from shardnet.telemetry import Track
+from shardnet.wire import Buffer, Chunk
+
+if TYPE_CHECKING:
+    from shardnet.collectives.switchboard import Switchboard
+
+T = TypeVar("T")
+
+PROBE_WAIT_S = 0.4  # a hang must not outlive its timeout by more than 0.5 s
+_REASONS = {
+    mesh_pb2.Abort.MISMATCH: CollectiveMismatch,
+    mesh_pb2.Abort.TIMEOUT: CollectiveTimeout,
+    mesh_pb2.Abort.FAILED: CollectiveError,
+}
+
+
+class Group:
+    """One group of ranks, as one of them sees it; lives as long as its mesh."""
+
+    def __init__(self, board: "Switchboard", group_id: int, members: tuple[int, ...]) -> None:
+        self.board = board
+        self.id = group_id
+        self.members = members  # global ranks, ascending
+        self.rank = members.index(board.mesh.rank)
+        self.size = len(members)
+        self._local = {member: index for index, member in enumerate(members)}
+        self._lock = threading.Lock()
+        self._next = 0  # the next number to give out (any thread, under the lock)
+        self._entered = 0  # the next number to enter (loop thread)
+        self._running: dict[int, Operation] = {}
+        self._queued: deque[Operation] = deque()
+        self._early: dict[int, list[tuple[int, Chunk]]] = {}
+        self._probes: dict[int, tuple[dict[int, mesh_pb2.ProbeReply], asyncio.Event]] = {}
+
+    @property
+    def peers(self) -> list[int]:
+        """The other ranks of the group, beginning behind this one, so that not all send to the same one first."""
+        return [(self.rank + step) % self.size for step in range(1, self.size)]
+
+    # --- calls (any thread)
+
+    def begin(self, call: Call, algorithm: Algorithm, value: T) -> "concurrent.futures.Future[T]":
+        """Number a collective and hand it to the loop thread. The future gives `value` when the algorithm is done."""
+        result: concurrent.futures.Future[T] = concurrent.futures.Future()
+        result.set_running_or_notify_cancel()  # a started collective cannot be cancelled
+        with self._lock:
+            operation = Operation(self, self._next, call, algorithm, value, result)
+            self._next += 1
+            self.board.loop.call(self._submit, operation)
+        return result
+
+    # --- the life of an operation (loop thread)
+
+    def _submit(self, operation: Operation) -> None:
+        if len(self._running) >= self.board.limits.max_outstanding:
+            self._queued.append(operation)
+        else:
+            self._enter(operation)
+
+    def _enter(self, operation: Operation) -> None:
+        self._entered = operation.sequence + 1
+        self._running[operation.sequence] = operation
+        operation.task = self.board.spawn(self._run(operation))
+
+    async def _run(self, operation: Operation) -> None:
+        operation.started = True
+        start = time.perf_counter_ns()
+        try:
+            await self._attempt(operation)
+        except asyncio.CancelledError:  # by fail(), or because the loop ends
+            operation.error = operation.error or self.board.closed_error(operation.name)
+        except Exception as error:  # noqa: BLE001 - whatever it is belongs to the awaiter
+            self._abort(operation, mesh_pb2.Abort.FAILED, str(error))
+            operation.error = operation.error or error
+        finally:
+            self._finish(operation, start)
+
+    async def _attempt(self, operation: Operation) -> None:
+        try:
+            async with asyncio.timeout(operation.call.timeout_s) as limit:
+                self._check(operation)
+                # The algorithm sets its sink before it first waits; only then is what came early handed to it.
+                self.board.loop.loop.call_soon(self._replay, operation)
+                await operation.algorithm(operation)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            error = await self._diagnose(operation)
+            self._abort(operation, mesh_pb2.Abort.TIMEOUT, str(error))
+            raise error from None
+        except CollectiveMismatch as error:
+            self._abort(operation, mesh_pb2.Abort.MISMATCH, str(error))
+            raise
+
+    def _check(self, operation: Operation) -> None:
+        """Raise if the operation cannot end, or was failed before it began."""
+        if operation.error is not None:
+            raise operation.error
+        self.board.check_open()
+        for lost, reason in self.board.lost.items():
+            if lost in self._local:
+                raise self._peer_lost(lost, reason, operation)
+
+    def _replay(self, operation: Operation) -> None:
+        operation.ready = True
+        for source, chunk in self._early.pop(operation.sequence, ()):
+            if operation.sequence in self._running:
+                self._deliver(operation, source, chunk)
+
+    def _finish(self, operation: Operation, start_ns: int) -> None:
+        del self._running[operation.sequence]
+        self._early.pop(operation.sequence, None)
+        end = time.perf_counter_ns()
+        telemetry = self.board.telemetry
+        telemetry.record(operation.name, Track.COMMUNICATION, start_ns, end, operation.bytes_sent)
+        telemetry.count_op(operation.call.op, (end - start_ns) / 1e9, operation.bytes_sent, failed=operation.error is not None)
+        if operation.error is None:
+            operation.result.set_result(operation.value)
+        else:
+            operation.result.set_exception(operation.error)
+        if self._queued and len(self._running) < self.board.limits.max_outstanding:
+            self._enter(self._queued.popleft())
+
+    # --- traffic (loop thread)
+
+    async def send(
+        self, peer: int, sequence: int, block: int, offset: int, data: Buffer, control: mesh_pb2.Control | None, frame: bytes | None
+    ) -> None:
+        chunk = Chunk(self.board.mesh.epoch, self.id, sequence, block, offset, data, control, frame)
+        await self.board.send(self.members[peer], chunk)
+
+    def on_chunk(self, source_global: int, chunk: Chunk) -> None:
+        """Hand a chunk to its operation, keep it for one that is not entered yet, or drop it if that has ended."""
+        source = self._local.get(source_global)
+        if source is None:
+            raise ProtocolError(f"rank {source_global} is no member of group {self.id:#x}")
+        if chunk.control is not None and chunk.control.WhichOneof("kind") in ("probe", "probe_reply"):
+            self._on_probe(source, chunk)
+        elif (operation := self._running.get(chunk.sequence)) is not None:
+            if operation.ready:
+                self._deliver(operation, source, chunk)
+            else:
+                self._keep(source, chunk)
+        elif chunk.sequence >= self._entered:
+            self._keep(source, chunk)
+        else:
+            self.board.stale_chunks += 1
+
+    def _keep(self, source: int, chunk: Chunk) -> None:
+        if chunk.frame is None:
+            chunk.data = bytes(chunk.data)  # a view of the sender's buffer, which is lent for this call only
+        self._early.setdefault(chunk.sequence, []).append((source, chunk))
+
+    def _deliver(self, operation: Operation, source: int, chunk: Chunk) -> None:
+        if chunk.control is not None and chunk.control.HasField("abort"):
+            operation.fail(self._abort_error(operation, source, chunk.control.abort))
+            return
+        try:
+            operation.on_chunk(source, chunk)
+        except ProtocolError as error:
+            self._abort(operation, mesh_pb2.Abort.FAILED, str(error))
+            operation.fail(error)
+
+    # --- failure (loop thread)
+
+    def lose(self, global_rank: int, reason: str) -> None:
+        """A member is gone: whatever is under way cannot end."""
+        if global_rank in self._local:
+            for operation in list(self._running.values()):
+                error = self._peer_lost(global_rank, reason, operation)
+                self._abort(operation, mesh_pb2.Abort.FAILED, str(error))
+                operation.fail(error)
+
+    def leave(self, global_rank: int, next_sequence: int) -> None:
+        """A member said goodbye before it entered `next_sequence`: that one and later ones cannot end."""
+        if global_rank in self._local:
+            for operation in list(self._running.values()):
+                if operation.sequence >= next_sequence:
+                    operation.fail(self._peer_lost(global_rank, "it left the cluster without entering this collective", operation))
+
+    def fail_all(self, error: ShardnetError) -> None:
+        for operation in (*self._running.values(), *self._queued):
+            operation.fail(error)
+        while self._queued:
+            self._queued.popleft().result.set_exception(error)
+
+    def position(self) -> mesh_pb2.Goodbye.Position:
+        return mesh_pb2.Goodbye.Position(group=self.id, next_sequence=self._entered)
+
+    def mismatch(self, operation: Operation, peer: int, theirs: str) -> None:
+        """This rank and a peer disagree on what the collective is: end it for everyone."""
+        detail = (
+            f"rank {self.members[self.rank]} is in {operation.call.signature} but rank {self.members[peer]} is in {theirs} "
+            f"(collective #{operation.sequence} of {self._title()}); call the same collectives in the same order on all ranks"
+        )
+        self._abort(operation, mesh_pb2.Abort.MISMATCH, detail)
+        operation.fail(CollectiveMismatch(f"{self.board.where()} {detail}"))
+
+    def _abort(self, operation: Operation, reason: mesh_pb2.Abort.Reason, detail: str) -> None:
+        if operation.error is None:
+            control = mesh_pb2.Control(abort=mesh_pb2.Abort(reason=reason, detail=detail))
+            for peer in self.peers:
+                chunk = Chunk(self.board.mesh.epoch, self.id, operation.sequence, control=control)
+                self.board.post(self.members[peer], chunk)
+
+    def _abort_error(self, operation: Operation, source: int, abort: mesh_pb2.Abort) -> ShardnetError:
+        kind = _REASONS.get(abort.reason, CollectiveError)
+        return kind(f"{self.board.where()} {operation.name} was aborted by rank {self.members[source]}: {abort.detail}")
+
+    def _peer_lost(self, global_rank: int, reason: str, operation: Operation) -> PeerLost:
+        address = self.board.mesh.address(global_rank)
+        return PeerLost(f"{self.board.where()} rank {global_rank} ({address}) lost during {operation.name}: {reason}", global_rank)
+
+    def _title(self) -> str:
+        return "the world" if self.id == 0 else f"the group of ranks {list(self.members)}"
+
+    # --- diagnosis of a timeout (loop thread)
+
+    async def _diagnose(self, operation: Operation) -> CollectiveTimeout:
+        """Ask every member whether it has entered the collective, and say who has not."""
+        self.board.probe_id += 1
+        probe_id = self.board.probe_id
+        replies: dict[int, mesh_pb2.ProbeReply] = {}
+        complete = asyncio.Event()
+        self._probes[probe_id] = (replies, complete)
+        try:
+            control = mesh_pb2.Control(probe=mesh_pb2.Probe(id=probe_id))
+            for peer in self.peers:
+                self.board.post(self.members[peer], Chunk(self.board.mesh.epoch, self.id, operation.sequence, control=control))
+            async with asyncio.timeout(PROBE_WAIT_S):
+                await complete.wait()
+        except TimeoutError:
+            pass  # who did not answer counts as missing
+        finally:
+            del self._probes[probe_id]
+        missing = [self.members[peer] for peer in sorted(self.peers) if peer not in replies or not replies[peer].entered]
+        places = "; ".join(self._place(peer, replies.get(peer)) for peer in sorted(self.peers) if self.members[peer] in missing)
+        detail = f"{operation.name} of {self._title()} did not end within {operation.call.timeout_s:g} s: " + (
+            f"missing {places}" if missing else "all ranks have entered it, so the network or a rank is too slow"
+        )
+        return CollectiveTimeout(f"{self.board.where()} {detail}", missing)
+
+    def _place(self, peer: int, reply: mesh_pb2.ProbeReply | None) -> str:
+        rank = self.members[peer]
+        if reply is None:
+            return f"rank {rank} ({self.board.mesh.address(rank)}, no answer)"
+        return f"rank {rank} (at #{reply.next_sequence}, last entered {reply.last_signature or 'nothing'})"
+
+    def _on_probe(self, source: int, chunk: Chunk) -> None:
+        assert chunk.control is not None
+        if chunk.control.HasField("probe"):
+            newest = self._running.get(self._entered - 1)
+            reply = mesh_pb2.ProbeReply(
+                id=chunk.control.probe.id,
+                entered=chunk.sequence < self._entered,
+                next_sequence=self._entered,
+                last_signature=newest.call.signature if newest is not None else "",
+            )
+            answer = Chunk(self.board.mesh.epoch, self.id, chunk.sequence, control=mesh_pb2.Control(probe_reply=reply))
+            self.board.post(self.members[source], answer)
+        elif (waiting := self._probes.get(chunk.control.probe_reply.id)) is not None:
+            replies, complete = waiting
+            replies[source] = chunk.control.probe_reply
+            if len(replies) == self.size - 1:
+                complete.set()

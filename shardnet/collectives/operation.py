@@ -1,0 +1,111 @@
+"""One collective on one rank."""
+
+import asyncio
+import concurrent.futures
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from shardnet.errors import ProtocolError, ShardnetError
+from shardnet.pb import mesh_pb2
+from shardnet.wire import Buffer, Chunk
+
+if TYPE_CHECKING:
+    from shardnet.collectives.group import Group
+
+Algorithm = Callable[["Operation"], Coroutine[Any, Any, None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What the caller asked for."""
+
+    op: str  # all_gather, ...
+    label: str  # what it is for, in the caller's words
+    detail: str  # dtype, shape and whatever else must be equal on all ranks
+    timeout_s: float
+    on_the_wire: str  # `op`, but for a send and its receive, which must look alike
+
+    @property
+    def signature(self) -> str:
+        """Equal on all ranks, or the collective is refused: `all_gather(float32 [4, 3]) of layer4.mlp`."""
+        return f"{self.on_the_wire}({self.detail})" + (f" of {self.label}" if self.label else "")
+
+
+@dataclass(slots=True, eq=False)
+class Operation:
+    """One collective on one rank, from the call to its result; ranks here are those of its group."""
+
+    group: "Group"
+    sequence: int
+    call: Call
+    algorithm: Algorithm
+    value: object  # what the handle gives when it is done
+    result: "concurrent.futures.Future[Any]"
+    sink: Callable[[int, Chunk], None] | None = None  # set by the algorithm before it waits for anything
+    bytes_sent: int = 0
+    error: BaseException | None = None
+    task: "asyncio.Task[None] | None" = None
+    started: bool = False  # the task has begun: only then does cancelling it run its cleanup
+    ready: bool = False  # the sink is set and what came early was delivered: chunks may be handed over directly
+    announcements: dict[int, mesh_pb2.Announcement] = field(default_factory=dict)
+    _waiters: dict[int, "asyncio.Future[None]"] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """As errors name it: `all_gather #841 of layer4.mlp`."""
+        return f"{self.call.op} #{self.sequence}" + (f" of {self.call.label}" if self.call.label else "")
+
+    def announcement(self, *, sends: int = 0, expects: int = 0) -> mesh_pb2.Announcement:
+        return mesh_pb2.Announcement(signature=self.call.signature, send_bytes=sends, expect_bytes=expects)
+
+    async def announce(self, peer: int, *, sends: int = 0, expects: int = 0) -> None:
+        """Tell a peer what this is and that its data may come."""
+        await self.send(peer, announcement=self.announcement(sends=sends, expects=expects))
+
+    async def cleared(self, peer: int) -> mesh_pb2.Announcement:
+        """Wait until a peer has announced the same collective: it has room for the data and is at the same place."""
+        if peer not in self.announcements:
+            waiter = self._waiters[peer] = asyncio.get_running_loop().create_future()
+            await waiter
+        return self.announcements[peer]
+
+    async def send(
+        self,
+        peer: int,
+        block: int = 0,
+        offset: int = 0,
+        data: Buffer = b"",
+        *,
+        frame: bytes | None = None,
+        announcement: mesh_pb2.Announcement | None = None,
+    ) -> None:
+        """Send one chunk. `data` must stay as it is until this returns; `frame` is its encoded form where known."""
+        control = None if announcement is None else mesh_pb2.Control(announcement=announcement)
+        self.bytes_sent += len(data)
+        await self.group.send(peer, self.sequence, block, offset, data, control, frame)
+
+    def on_chunk(self, source: int, chunk: Chunk) -> None:
+        """Take what a peer sent for this collective."""
+        if chunk.control is not None and chunk.control.HasField("announcement"):
+            self._on_announcement(source, chunk.control.announcement)
+        if len(chunk.data) and self.error is None:
+            if self.sink is None:
+                raise ProtocolError(f"rank {source} sent data for {self.name} before it may")
+            self.sink(source, chunk)
+
+    def _on_announcement(self, source: int, announcement: mesh_pb2.Announcement) -> None:
+        if announcement.signature != self.call.signature:
+            self.group.mismatch(self, source, announcement.signature)
+            return
+        self.announcements[source] = announcement
+        waiter = self._waiters.pop(source, None)
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    def fail(self, error: ShardnetError) -> None:
+        """End it with an error. The first error stays."""
+        if self.error is None:
+            self.error = error
+            if self.task is not None and self.started:
+                self.task.cancel()

@@ -1,0 +1,102 @@
+"""Which algorithm a collective takes, on flat arrays of one rank.
+
+Up to `Limits.eager_bytes` a peer everything is a direct exchange: one step, one message a peer. Above that, gathers
+and sums go around the ring. Sums of 16-bit floats are exchanged at any size (see [Note: reduction order]). The choice
+depends only on what all ranks know, so they choose alike.
+"""
+
+import asyncio
+import concurrent.futures
+from collections.abc import Sequence
+
+import numpy as np
+
+from shardnet.collectives.exchange import Exchange
+from shardnet.collectives.group import Group
+from shardnet.collectives.operation import Algorithm, Operation
+from shardnet.collectives.reduction import Array, Reduction
+from shardnet.collectives.ring import Bounds, Ring
+
+
+def balanced_bounds(elements: int, ranks: int) -> Bounds:
+    """Cut elements over ranks: the first `elements % ranks` blocks are one longer."""
+    size, longer = divmod(elements, ranks)
+    starts = [rank * size + min(rank, longer) for rank in range(ranks + 1)]
+    return list(zip(starts, starts[1:], strict=False))
+
+
+def bounds_of(sizes: Sequence[int]) -> Bounds:
+    """Blocks of these numbers of elements, one behind the other."""
+    ends = np.cumsum(sizes).tolist()
+    return [(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+
+
+def is_small(group: Group, bounds: Bounds, itemsize: int) -> bool:
+    """Whether each block fits into an eager message."""
+    return max(end - start for start, end in bounds) * itemsize <= group.board.limits.eager_bytes
+
+
+def all_gather(group: Group, source: Array, output: Array, bounds: Bounds) -> Algorithm:
+    """`source` is this rank's block; it may be that part of `output`."""
+    own = output[slice(*bounds[group.rank])]
+    if not np.may_share_memory(own, source):
+        np.copyto(own, source)
+    if is_small(group, bounds, output.itemsize):
+        receives = {peer: output[slice(*bounds[peer])] for peer in group.peers}
+        return Exchange(dict.fromkeys(group.peers, own), receives, group.peers, eager=True).run
+    return Ring(bounds, output, gather=True).run
+
+
+def reduce_scatter(group: Group, source: Array, output: Array, bounds: Bounds, reduction: Reduction) -> Algorithm:
+    """`output` is this rank's block of the reduced `source`."""
+    if is_small(group, bounds, source.itemsize) or reduction.widens:
+        own = source[slice(*bounds[group.rank])]
+        sends = {peer: source[slice(*bounds[peer])] for peer in group.peers}
+        return _reduce_direct(group, sends, own, output, reduction, eager=is_small(group, bounds, source.itemsize))
+    return Ring(bounds, output, gather=False, reduction=reduction, source=source).run
+
+
+def all_reduce(group: Group, source: Array, output: Array, reduction: Reduction) -> Algorithm:
+    """For arrays that are small or need no widening; see `reduce_scatter` and `after` for the others."""
+    if source.nbytes <= group.board.limits.eager_bytes:
+        return _reduce_direct(group, dict.fromkeys(group.peers, source), source, output, reduction, eager=True)
+    bounds = balanced_bounds(source.size, group.size)
+    return Ring(bounds, output, gather=True, reduction=reduction, source=source).run
+
+
+def broadcast(group: Group, output: Array, root: int) -> Algorithm:
+    """`output` holds the data on root and receives it elsewhere."""
+    if output.nbytes <= group.board.limits.eager_bytes:
+        if group.rank == root:
+            return Exchange(dict.fromkeys(group.peers, output), {}, group.peers).run
+        return Exchange({}, {root: output}, [root]).run
+    return Ring(bounds_of([output.size if rank == root else 0 for rank in range(group.size)]), output, gather=True).run
+
+
+def barrier(group: Group) -> Algorithm:
+    return Exchange({}, {}, group.peers, eager=True).run
+
+
+def after(first: "concurrent.futures.Future[Array]", algorithm: Algorithm) -> Algorithm:
+    """Run an algorithm once another operation of the same rank is done; it fails if that one failed."""
+
+    async def run(op: Operation) -> None:
+        await asyncio.wrap_future(first)
+        await algorithm(op)
+
+    return run
+
+
+def _reduce_direct(group: Group, sends: dict[int, Array], own: Array, output: Array, reduction: Reduction, *, eager: bool) -> Algorithm:
+    """Exchange contributions, then add them up in rank order."""
+    receives = {peer: np.empty_like(own) for peer in group.peers}
+
+    async def run(op: Operation) -> None:
+        await Exchange(sends, receives, group.peers, eager=eager).run(op)
+        parts = [own if rank == group.rank else receives[rank] for rank in range(group.size)]
+        total = reduction.combine(reduction.widen(parts[0]), reduction.widen(parts[1]))
+        for part in parts[2:]:
+            reduction.combine(total, reduction.widen(part), out=total)
+        reduction.finish(total, output)
+
+    return run

@@ -1,0 +1,107 @@
+"""Element-wise reductions on raw bytes, in an order that never depends on timing.
+
+[Note: reduction order] A sum of floats depends on its order, so the order is fixed by the algorithm and the ranks
+alone, never by arrival or chunk size. 16-bit floats are widened to float32, summed there in rank order and rounded
+once at the end: a 16-bit running sum stops growing at 256 (bfloat16) or 2048 (float16).
+
+Work runs in numpy rather than torch where it can: torch would start a pool of threads for the loop thread, beside
+the one that computes. Both release the GIL.
+"""
+
+from collections.abc import Callable
+from enum import StrEnum
+
+import numpy as np
+import torch
+
+from shardnet.errors import DtypeError
+
+Array = np.ndarray  # 1-D, elements of the tensor's dtype (bfloat16 as uint16 bits)
+Buffer = bytes | bytearray | memoryview
+
+
+class ReduceOp(StrEnum):
+    """How elements of different ranks become one. MEAN is SUM, then divided by the number of ranks."""
+
+    SUM = "sum"
+    MEAN = "mean"
+    MIN = "min"
+    MAX = "max"
+
+
+_NUMPY: dict[torch.dtype, type[np.generic]] = {
+    torch.float64: np.float64,
+    torch.float32: np.float32,
+    torch.float16: np.float16,
+    torch.bfloat16: np.uint16,
+    torch.int64: np.int64,
+    torch.int32: np.int32,
+    torch.int16: np.int16,
+    torch.int8: np.int8,
+    torch.uint8: np.uint8,
+    torch.bool: np.bool_,
+}
+_HALF = (torch.float16, torch.bfloat16)
+_COMBINE: dict[ReduceOp, Callable[..., Array]] = {
+    ReduceOp.SUM: np.add,
+    ReduceOp.MEAN: np.add,
+    ReduceOp.MIN: np.minimum,
+    ReduceOp.MAX: np.maximum,
+}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def check_dtype(dtype: torch.dtype, op: ReduceOp | None) -> None:
+    """Raise DtypeError unless `op` (None: plain movement) is defined for `dtype`."""
+    if dtype not in _NUMPY:
+        raise DtypeError(f"{dtype_name(dtype)} tensors cannot be sent; supported: {', '.join(map(dtype_name, _NUMPY))}")
+    if op is ReduceOp.MEAN and not dtype.is_floating_point:
+        raise DtypeError(f"mean of {dtype_name(dtype)} is not defined: reduce with SUM, or convert to a float dtype first")
+
+
+def as_array(tensor: torch.Tensor) -> Array:
+    """The tensor's own memory as a 1-D array. The tensor is a contiguous CPU tensor of a checked dtype."""
+    flat = tensor.detach().view(-1) if tensor.dim() else tensor.detach().reshape(1)
+    return (flat.view(torch.uint16) if flat.dtype is torch.bfloat16 else flat).numpy()
+
+
+class Reduction:
+    """A reduce operation for one dtype and a number of ranks."""
+
+    def __init__(self, op: ReduceOp, dtype: torch.dtype, ranks: int) -> None:
+        self.op = op
+        self.dtype = dtype
+        self.ranks = ranks
+        self.widens = dtype in _HALF  # see [Note: reduction order]
+        self._stored = _NUMPY[dtype]
+        self._combine = _COMBINE[op]
+
+    def view(self, data: Buffer) -> Array:
+        """Received bytes as an array, without a copy."""
+        return np.frombuffer(data, dtype=self._stored)
+
+    def widen(self, values: Array) -> Array:
+        """Values as they are summed: float32 for 16-bit floats (a copy), else the very array."""
+        if self.dtype is torch.bfloat16:
+            widened: Array = (values.astype(np.uint32) << 16).view(np.float32)
+            return widened
+        return values.astype(np.float32) if self.widens else values
+
+    def combine(self, left: Array, right: Array, out: Array | None = None) -> Array:
+        """Both sides widened. Floating-point warnings are off: inf − inf is the user's own NaN."""
+        with np.errstate(all="ignore"):
+            return self._combine(left, right) if out is None else self._combine(left, right, out=out)
+
+    def finish(self, total: Array, out: Array) -> None:
+        """Divide if it is a mean, narrow if it was widened, and store. `out` may be `total`."""
+        with np.errstate(all="ignore"):
+            if self.op is ReduceOp.MEAN:
+                total = np.divide(total, self.ranks, out=total if total.flags.writeable else None)
+            if self.dtype is torch.bfloat16:
+                narrowed = torch.from_numpy(np.ascontiguousarray(total)).to(torch.bfloat16)
+                np.copyto(out, narrowed.view(torch.uint16).numpy())
+            elif out is not total:
+                np.copyto(out, total, casting="same_kind")

@@ -1,0 +1,155 @@
+"""Between one mesh and the groups that share it: routes chunks, owns the tasks, keeps who is lost."""
+
+import asyncio
+import hashlib
+from collections.abc import Coroutine
+from typing import Any
+
+from shardnet.collectives.group import Group
+from shardnet.config import Limits
+from shardnet.errors import ClosedError, ProtocolError, ShardnetError
+from shardnet.loop import LoopThread
+from shardnet.pb import mesh_pb2
+from shardnet.telemetry import Telemetry
+from shardnet.transport.base import Mesh
+from shardnet.wire import Chunk
+
+WORLD = 0  # group id of all ranks
+
+
+class Switchboard:
+    """Everything that one rank's groups share; lives as long as the mesh. Runs on the loop thread."""
+
+    def __init__(self, mesh: Mesh, telemetry: Telemetry, limits: Limits, nodes: tuple[tuple[int, ...], ...] = ()) -> None:
+        self.mesh = mesh
+        self.telemetry = telemetry
+        self.limits = limits
+        self.nodes = nodes or (tuple(range(mesh.world_size)),)  # global ranks by node
+        self.loop = LoopThread.shared()
+        self.lost: dict[int, str] = {}  # global rank -> reason
+        self.stale_chunks = 0
+        self.probe_id = 0
+        self._groups: dict[int, Group] = {}
+        self._unknown: dict[int, list[tuple[int, Chunk]]] = {}  # for groups that this rank has not made yet
+        self._made: dict[tuple[int, ...], int] = {}  # how often a group of these members was made
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._closed = False
+        self.world = self._add(Group(self, WORLD, tuple(range(mesh.world_size))))
+
+    # --- groups (any thread)
+
+    def group(self, members: tuple[int, ...], purpose: str = "") -> Group:
+        """A new group of these global ranks. Its id follows from who, what for and how many times before: all agree."""
+        self._made[members] = again = self._made.get(members, 0) + 1
+        return self._add(Group(self, group_id(members, purpose, again), members))
+
+    def channel(self, source: int, target: int) -> Group:
+        """The two-rank group that carries sends from one global rank to another."""
+        members = (source, target) if source < target else (target, source)
+        identity = group_id(members, f"send {source} to {target}", 0)
+        return self._groups.get(identity) or self._add(Group(self, identity, members))
+
+    def _add(self, group: Group) -> Group:
+        self._groups[group.id] = group
+        self.loop.call(self._introduce, group)
+        return group
+
+    def _introduce(self, group: Group) -> None:
+        for source, chunk in self._unknown.pop(group.id, ()):
+            group.on_chunk(source, chunk)
+
+    # --- outgoing
+
+    async def send(self, peer: int, chunk: Chunk) -> None:
+        self.telemetry.count_traffic(sent=len(chunk.data))
+        await self.mesh.send(peer, chunk)
+
+    def post(self, peer: int, chunk: Chunk) -> None:
+        """Send a control message without waiting for it; a peer that is gone need not hear it."""
+        if peer not in self.lost:
+            self.spawn(self._post(peer, chunk))
+
+    async def _post(self, peer: int, chunk: Chunk) -> None:
+        try:
+            await self.mesh.send(peer, chunk)
+        except ShardnetError:
+            return
+
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        """A task that this switchboard owns: it is awaited or cancelled when the switchboard closes."""
+        task = self.loop.loop.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    # --- incoming (shardnet.transport.base.Receiver)
+
+    def on_chunk(self, source: int, chunk: Chunk) -> None:
+        self.telemetry.count_traffic(received=len(chunk.data))
+        if chunk.epoch != self.mesh.epoch:
+            self.stale_chunks += 1
+        elif chunk.control is not None and chunk.control.HasField("goodbye"):
+            self._on_goodbye(source, chunk.control.goodbye)
+        elif (group := self._groups.get(chunk.group)) is not None:
+            group.on_chunk(source, chunk)
+        else:
+            if chunk.frame is None:
+                chunk.data = bytes(chunk.data)
+            self._unknown.setdefault(chunk.group, []).append((source, chunk))
+
+    def on_lost(self, rank: int, reason: str) -> None:
+        if rank not in self.lost and not self._closed:
+            self.lost[rank] = reason
+            for group in list(self._groups.values()):
+                group.lose(rank, reason)
+
+    def goodbye(self) -> mesh_pb2.Goodbye:
+        return mesh_pb2.Goodbye(positions=[group.position() for group in self._groups.values()])
+
+    def _on_goodbye(self, source: int, goodbye: mesh_pb2.Goodbye) -> None:
+        positions = {position.group: position.next_sequence for position in goodbye.positions}
+        self.lost.setdefault(source, "it left the cluster")
+        for group in list(self._groups.values()):
+            group.leave(source, positions.get(group.id, 0))
+
+    # --- the end
+
+    def where(self) -> str:
+        """The prefix of every error and log line."""
+        return f"[rank {self.mesh.rank}/{self.mesh.world_size} epoch {self.mesh.epoch} step {self.telemetry.step}]"
+
+    def check_open(self) -> None:
+        if self._closed:
+            raise ClosedError(f"{self.where()} the backend is closed")
+
+    def closed_error(self, name: str) -> ClosedError:
+        return ClosedError(f"{self.where()} the backend was closed during {name}")
+
+    async def aclose(self) -> None:
+        """Let what is under way end, then tell the peers and close the mesh."""
+        if self._closed:
+            return
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+        self._closed = True
+        await self.mesh.aclose()
+
+    def abort(self) -> None:
+        """Fail what is under way and close the mesh at once. Any thread."""
+        if not self._closed:
+            self._closed = True
+            self.mesh.abort()
+            self.loop.call(self._fail_all)
+
+    def _fail_all(self) -> None:
+        for group in self._groups.values():
+            group.fail_all(ClosedError(f"{self.where()} the backend was aborted"))
+
+
+def group_id(members: tuple[int, ...], purpose: str, again: int) -> int:
+    """A 64-bit id, equal on all members and different for different groups; never WORLD."""
+    digest = hashlib.blake2b(repr((members, purpose, again)).encode(), digest_size=8).digest()
+    value = int.from_bytes(digest)
+    if value == WORLD:
+        raise ProtocolError("a group id collides with the world's")  # one chance in 2^64
+    return value

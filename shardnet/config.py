@@ -1,0 +1,73 @@
+"""Settings, as frozen values that are checked when they are made."""
+
+from dataclasses import dataclass
+
+KIB = 1024
+MIB = 1024 * KIB
+
+
+def _positive(owner: object, **values: float) -> None:
+    for name, value in values.items():
+        if not value > 0:
+            raise ValueError(f"{type(owner).__name__}.{name} must be positive, got {value}")
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """How long to wait, in seconds, before an error says who is missing.
+
+    connect_s     worker to rendezvous and worker to worker, retries included
+    join_s        from joining until the world is complete
+    suspect_s     silence after which a peer counts as lost (keepalive)
+    collective_s  default for one collective, from call to result
+    drain_s       how long closing waits for peers to say goodbye
+    """
+
+    connect_s: float = 30.0
+    join_s: float = 600.0
+    suspect_s: float = 2.0
+    collective_s: float = 60.0
+    drain_s: float = 2.0
+
+    def __post_init__(self) -> None:
+        _positive(
+            self,
+            connect_s=self.connect_s,
+            join_s=self.join_s,
+            suspect_s=self.suspect_s,
+            collective_s=self.collective_s,
+            drain_s=self.drain_s,
+        )
+
+    @classmethod
+    def for_tests(cls) -> "Timeouts":
+        """Short enough that a hang fails a test with our error rather than the runner's."""
+        return cls(connect_s=10.0, join_s=20.0, suspect_s=2.0, collective_s=15.0, drain_s=1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Sizes in bytes that bound memory and messages.
+
+    chunk_bytes        payload of one message (measured best near 1 MiB: benchmarks/README.md)
+    eager_bytes        a collective at most this large per peer is sent without waiting for the receiver
+    max_message_bytes  a received message above this is refused by gRPC before it is allocated
+    max_outstanding    collectives under way per group and rank; more wait their turn. With eager_bytes it
+                       bounds what a peer that runs ahead can make this rank hold
+    """
+
+    chunk_bytes: int = MIB
+    eager_bytes: int = 64 * KIB
+    max_message_bytes: int = 16 * MIB
+    max_outstanding: int = 256
+
+    def __post_init__(self) -> None:
+        _positive(self, chunk_bytes=self.chunk_bytes, max_message_bytes=self.max_message_bytes, max_outstanding=self.max_outstanding)
+        if self.eager_bytes < 0:
+            raise ValueError(f"Limits.eager_bytes must not be negative, got {self.eager_bytes}")
+        if self.chunk_bytes % 8:
+            raise ValueError(f"Limits.chunk_bytes must be a multiple of 8 (whole elements), got {self.chunk_bytes}")
+        if self.chunk_bytes + 64 * KIB > self.max_message_bytes:
+            raise ValueError(f"Limits.max_message_bytes ({self.max_message_bytes}) must exceed chunk_bytes ({self.chunk_bytes}) by 64 KiB")
+        if self.eager_bytes > self.chunk_bytes:
+            raise ValueError(f"Limits.eager_bytes ({self.eager_bytes}) must not exceed chunk_bytes ({self.chunk_bytes})")

@@ -1,0 +1,62 @@
+"""The one event loop of a process, on a thread of its own.
+
+[Note: one loop thread] Collectives, heartbeats and gRPC servers of all ranks in this process run here. The user's
+coroutines and autograd hooks hand work over and get a handle back, so `loss.backward()` in the user's own loop cannot
+stall a heartbeat and a hook that waits cannot deadlock. grpc.aio wants one loop per process: with more they share a
+poller and log errors.
+"""
+
+import asyncio
+import concurrent.futures
+import os
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+import uvloop
+
+T = TypeVar("T")
+
+THREAD_NAME = "shardnet-loop"
+
+
+class LoopThread:
+    """The process's event loop thread; started at first use, ends with the process."""
+
+    _shared: "LoopThread | None" = None
+    _shared_lock = threading.Lock()
+
+    def __init__(self) -> None:
+        self.loop = uvloop.new_event_loop()
+        self._pid = os.getpid()
+        self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def shared(cls) -> "LoopThread":
+        """The loop thread of this process (a forked child gets its own: threads do not survive a fork)."""
+        with cls._shared_lock:
+            if cls._shared is None or cls._shared._pid != os.getpid():
+                cls._shared = cls()
+            return cls._shared
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+
+    def is_current(self) -> bool:
+        return threading.current_thread() is self._thread
+
+    def call(self, function: Callable[..., object], *args: object) -> None:
+        """Run a short function on the loop thread, soon, after everything that was handed over before."""
+        self.loop.call_soon_threadsafe(function, *args)
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> "concurrent.futures.Future[T]":
+        """Start a coroutine on the loop thread. Cancelling the future cancels the coroutine."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    async def run_here(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the loop thread and await it from any loop; cancellation is passed on."""
+        if self.is_current():
+            return await coroutine
+        return await asyncio.wrap_future(self.run(coroutine))

@@ -1,0 +1,110 @@
+"""What one rank did and how long it took: spans for the timeline, counters for the statistics.
+
+All times are `time.perf_counter_ns` of this process; `Telemetry.epoch_offset_ns` turns them into wall-clock time so
+that the ranks of one cluster can be drawn on one axis. Safe to use from any thread.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+MAX_SPANS = 200_000  # per rank, about 40 MB; the oldest go first
+
+
+class Track(StrEnum):
+    """The line of the timeline that a span is drawn on."""
+
+    COMPUTE = "compute"  # forward, backward and optimizer work of the training thread
+    COMMUNICATION = "communication"  # a collective, from call to result
+    EXPOSED = "exposed"  # the training thread waiting for a collective
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    name: str
+    track: Track
+    start_ns: int
+    end_ns: int
+    step: int
+    bytes: int = 0
+
+
+@dataclass(slots=True)
+class OpCounter:
+    """Totals of one kind of collective."""
+
+    count: int = 0
+    failed: int = 0
+    bytes: int = 0  # payload bytes sent by this rank
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class Progress:
+    """The last thing that the training program reported."""
+
+    step: int = 0
+    total_steps: int = 0
+    loss: float = float("nan")
+    tokens_per_s: float = 0.0  # of the whole cluster
+    exposed_share: float = 0.0  # part of wall time in which compute waited for communication
+    note: str = ""
+
+
+@dataclass(slots=True)
+class Telemetry:
+    """One rank's spans and counters; lives as long as the rank's backend."""
+
+    tracing: bool = False  # spans are kept only when somebody will look at them
+    step: int = 0
+    progress: Progress = field(default_factory=Progress)
+    ops: dict[str, OpCounter] = field(default_factory=dict)
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    exposed_ns: int = 0  # total time the training thread waited for communication
+    started_ns: int = field(default_factory=time.perf_counter_ns)
+    epoch_offset_ns: int = field(default_factory=lambda: time.time_ns() - time.perf_counter_ns())
+    _spans: deque[Span] = field(default_factory=lambda: deque(maxlen=MAX_SPANS))
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def uptime_s(self) -> float:
+        return (time.perf_counter_ns() - self.started_ns) / 1e9
+
+    def record(self, name: str, track: Track, start_ns: int, end_ns: int, bytes: int = 0) -> None:
+        """Keep a span that has ended. Exposed time is counted whether or not tracing is on."""
+        if track is Track.EXPOSED:
+            with self._lock:
+                self.exposed_ns += end_ns - start_ns
+        if self.tracing:
+            self._spans.append(Span(name, track, start_ns, end_ns, self.step, bytes))
+
+    @contextmanager
+    def span(self, name: str, track: Track = Track.COMPUTE) -> Iterator[None]:
+        """Record the time that the `with` block takes."""
+        start = time.perf_counter_ns()
+        try:
+            yield
+        finally:
+            self.record(name, track, start, time.perf_counter_ns())
+
+    def count_op(self, op: str, seconds: float, bytes_sent: int, *, failed: bool) -> None:
+        with self._lock:
+            counter = self.ops.setdefault(op, OpCounter())
+            counter.count += 1
+            counter.failed += failed
+            counter.bytes += bytes_sent
+            counter.seconds += seconds
+
+    def count_traffic(self, *, sent: int = 0, received: int = 0) -> None:
+        with self._lock:
+            self.bytes_sent += sent
+            self.bytes_received += received
+
+    def spans(self) -> list[Span]:
+        """A copy of the spans kept so far, in order of their end."""
+        return list(self._spans)

@@ -1,0 +1,57 @@
+"""`Mesh`: ordered, bounded pipes from one rank to every other, for one membership epoch."""
+
+from abc import ABC, abstractmethod
+from typing import Protocol
+
+from shardnet.pb import mesh_pb2
+from shardnet.wire import Chunk
+
+
+class Receiver(Protocol):
+    """Who takes what a mesh receives. Called on the loop thread; must not block."""
+
+    def on_chunk(self, source: int, chunk: Chunk) -> None:
+        """A chunk arrived from rank `source`. Chunks of one source come in the order in which they were sent."""
+
+    def on_lost(self, rank: int, reason: str) -> None:
+        """The rank's pipe broke without a goodbye. Called at most once a rank."""
+
+    def goodbye(self) -> mesh_pb2.Goodbye:
+        """What to tell the peers when this rank closes."""
+
+
+class Mesh(ABC):
+    """One rank's pipes to its peers. All methods run on the loop thread, but for `abort`.
+
+    Memory is bounded by what the caller lends: `send` returns when the chunk's buffer is free again, and a chunk that
+    arrives is handed to the receiver at once, which copies or reduces it where it belongs.
+    """
+
+    def __init__(self, rank: int, world_size: int, epoch: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.epoch = epoch
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        return tuple(rank for rank in range(self.world_size) if rank != self.rank)
+
+    @abstractmethod
+    async def start(self, receiver: Receiver) -> None:
+        """Open the pipes. Raises PeerLost, naming who is missing, if they are not all there in time."""
+
+    @abstractmethod
+    async def send(self, peer: int, chunk: Chunk) -> None:
+        """Send; returns when the chunk's buffer may be used again. Raises PeerLost if the pipe is broken."""
+
+    @abstractmethod
+    def address(self, rank: int) -> str:
+        """Where a rank is, for messages."""
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """Say goodbye, wait a little for the peers' own, close."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Close at once, without a goodbye: the peers see this rank as lost. Safe from any thread."""

@@ -1,0 +1,140 @@
+"""Chunks as bytes: protobuf on the wire, without copying the payload through a protobuf object.
+
+[Note: canonical layout] Fields 1 to 6 of `shardnet.v1.Chunk` are fixed-width, always present and in order, so the
+head of every chunk is the same 42 bytes long; then the optional control message; `data` comes last. So a chunk is
+written by joining three buffers and read by one `struct.unpack` and a view of the rest. The bytes are those that any
+protobuf library writes for the message, and what another library wrote in another order is read through protobuf
+(tests/test_wire.py proves both).
+
+The checksum is CRC-32C over fields 1 to 5 and everything behind field 6: a flipped bit in an offset is as bad as one
+in the data. CRC-32C because processors compute it: 24 GB/s here, where zlib.crc32 makes 3.7.
+"""
+
+import struct
+from dataclasses import dataclass
+from typing import Final
+
+from crc32c import crc32c
+from google.protobuf.message import DecodeError
+
+from shardnet.errors import ProtocolError
+from shardnet.pb import mesh_pb2
+
+Buffer = bytes | bytearray | memoryview
+
+# tag and value of: epoch fixed32, group fixed64, sequence fixed64, block fixed32, offset fixed64, crc32c fixed32
+_HEAD: Final = struct.Struct("<BIBQBQBIBQBI")
+_TAGS: Final = (0x0D, 0x11, 0x19, 0x25, 0x29, 0x35)
+_CONTROL_TAG: Final = 0x3A
+_DATA_TAG: Final = 0x7A
+_CHECKED: Final = struct.Struct("<IQQIQ")
+_EMPTY: Final = memoryview(b"")
+
+
+@dataclass(slots=True)
+class Chunk:
+    """A piece of a collective's data, a control message, or both (a small collective's whole traffic)."""
+
+    epoch: int
+    group: int
+    sequence: int
+    block: int = 0
+    offset: int = 0  # bytes into the block
+    data: Buffer = _EMPTY  # a view of the sender's buffer, or of `frame`
+    control: mesh_pb2.Control | None = None
+    frame: bytes | None = None  # the encoded form, where it is known: a ring passes it on as it came
+
+
+def encode(chunk: Chunk) -> bytes:
+    """The chunk in canonical layout: the payload is copied once, or not at all where `chunk.frame` is known."""
+    if chunk.frame is not None:
+        return chunk.frame
+    data = memoryview(chunk.data).cast("B") if len(chunk.data) else _EMPTY
+    behind = b""
+    if chunk.control is not None:
+        control = chunk.control.SerializeToString()
+        behind = bytes((_CONTROL_TAG, *_varint(len(control)))) + control
+    if data:
+        behind += bytes((_DATA_TAG, *_varint(len(data))))
+    checksum = crc32c(data, crc32c(behind, crc32c(_checked(chunk))))
+    epoch, group, sequence, block, offset, crc = _TAGS
+    head = _HEAD.pack(
+        epoch, chunk.epoch, group, chunk.group, sequence, chunk.sequence, block, chunk.block, offset, chunk.offset, crc, checksum
+    )
+    return b"".join((head, behind, data))
+
+
+def decode(frame: bytes) -> Chunk:
+    """The chunk in these bytes; its data is a view of them. Raises ProtocolError if they are damaged or malformed."""
+    if len(frame) >= _HEAD.size:
+        fields = _HEAD.unpack_from(frame)
+        if fields[::2] == _TAGS:
+            return _decode_canonical(frame, fields)
+    return _decode_any(frame)
+
+
+def _decode_canonical(frame: bytes, fields: tuple[int, ...]) -> Chunk:
+    _, epoch, _, group, _, sequence, _, block, _, offset, _, checksum = fields
+    chunk = Chunk(epoch, group, sequence, block, offset, frame=frame)
+    view = memoryview(frame)
+    if crc32c(view[_HEAD.size :], crc32c(_checked(chunk))) != checksum:
+        raise ProtocolError(f"checksum of a chunk does not match (group {group:#x} #{sequence} block {block} offset {offset})")
+    at = _HEAD.size
+    if at < len(frame) and frame[at] == _CONTROL_TAG:
+        size, at = _read_varint(frame, at + 1)
+        chunk.control = _control(frame[at : at + size])
+        at += size
+    if at < len(frame):
+        if frame[at] != _DATA_TAG:
+            raise ProtocolError(f"unexpected field tag {frame[at]:#x} in a chunk")
+        size, at = _read_varint(frame, at + 1)
+        if at + size != len(frame):
+            raise ProtocolError(f"a chunk says {size} bytes of data but carries {len(frame) - at}")
+        chunk.data = view[at:]
+    return chunk
+
+
+def _decode_any(frame: bytes) -> Chunk:
+    """Read what another protobuf library wrote in another order."""
+    message = mesh_pb2.Chunk()
+    try:
+        message.ParseFromString(frame)
+    except DecodeError as error:
+        raise ProtocolError(f"{len(frame)} bytes arrived that are no chunk") from error
+    control = message.control if message.HasField("control") else None
+    canonical = encode(
+        Chunk(message.epoch, message.group, message.sequence, message.block, message.offset, data=message.data, control=control)
+    )
+    if _HEAD.unpack_from(canonical)[-1] != message.crc32c:
+        raise ProtocolError(f"checksum of a chunk does not match (group {message.group:#x} #{message.sequence})")
+    return decode(canonical)
+
+
+def _checked(chunk: Chunk) -> bytes:
+    return _CHECKED.pack(chunk.epoch, chunk.group, chunk.sequence, chunk.block, chunk.offset)
+
+
+def _control(data: bytes) -> mesh_pb2.Control:
+    try:
+        return mesh_pb2.Control.FromString(data)
+    except DecodeError as error:
+        raise ProtocolError("the control part of a chunk is malformed") from error
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def _read_varint(frame: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    for at in range(at, min(at + 5, len(frame))):  # a length above 2^35 is no length
+        value |= (frame[at] & 0x7F) << shift
+        if frame[at] < 0x80:
+            return value, at + 1
+        shift += 7
+    raise ProtocolError("a length in a chunk is malformed")
