@@ -1,0 +1,79 @@
+"""Guards around every test: what a test opened it must have closed, and nothing may hold up an event loop.
+
+Things die late by nature (a socket whose peer is still closing, a thread on its way out), so a leak is what is still there after
+GRACE_S of looking again. What lives as long as the process by design is started before the first test.
+"""
+
+import asyncio
+import gc
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+import pytest_asyncio
+
+from shardnet.loop import LoopThread
+from tests.loop_watch import LoopWatch
+from tests.resources import Resources
+
+GRACE_S = 2.0
+LOOK_EVERY_S = 0.05
+BLOCK_LIMIT_S = 2.0  # far above a step of any model in the tests
+
+
+async def _thread_id() -> int:
+    return threading.get_ident()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def loop_watch() -> Iterator[LoopWatch]:
+    """The watch over the process's shared loop; tests with a loop of their own add it."""
+    shared = LoopThread.shared()
+    with LoopWatch(BLOCK_LIMIT_S) as watch:
+        watch.add(shared.loop, shared.run(_thread_id()).result())
+        yield watch
+
+
+@pytest.fixture(autouse=True)
+def guard(request: pytest.FixtureRequest, loop_watch: LoopWatch) -> Iterator[None]:
+    """Fails a test that leaks or that holds up a loop. Set up before all other fixtures of the test, torn down after them."""
+    before = Resources()
+    yield
+    stalls = loop_watch.take_stalls()
+    leaks = lasting_leaks(before)
+    if leaks:
+        pytest.fail("the test left behind:\n  " + "\n  ".join(leaks), pytrace=False)
+    if stalls and not request.node.get_closest_marker("blocks_loop"):
+        pytest.fail(f"an event loop was held up for more than {BLOCK_LIMIT_S} s here:\n" + "\n".join(stalls), pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def guard_async(request: pytest.FixtureRequest, guard: None) -> None:
+    """Guards the loop of an async test. Apart from `guard`, because pytest tears down what a fixture asks for by name after it."""
+    if request.node.get_closest_marker("asyncio"):
+        request.getfixturevalue("guard_loop")
+
+
+@pytest_asyncio.fixture
+async def guard_loop(loop_watch: LoopWatch) -> AsyncIterator[None]:
+    """Watches the test's own loop, and fails a test that leaves tasks on it."""
+    loop = asyncio.get_running_loop()
+    before = asyncio.all_tasks()
+    loop_watch.add(loop, threading.get_ident())
+    yield
+    loop_watch.remove(loop)
+    left = asyncio.all_tasks() - before - {asyncio.current_task()}
+    if left:
+        pytest.fail("the test left tasks running:\n  " + "\n  ".join(map(repr, left)), pytrace=False)
+
+
+def lasting_leaks(before: Resources) -> list[str]:
+    """What is held beyond `before`, after it had GRACE_S to go away."""
+    deadline = time.monotonic() + GRACE_S
+    leaks = Resources().beyond(before)
+    while leaks and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(LOOK_EVERY_S)
+        leaks = Resources().beyond(before)
+    return leaks
