@@ -1,0 +1,105 @@
+"""The project's own files say the same thing: versions, pins, generated code, make targets."""
+
+import importlib.metadata
+import re
+import shutil
+import subprocess
+import tomllib
+from importlib import util
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+ROOT = Path(__file__).resolve().parent.parent
+PB = ROOT / "shardnet" / "pb"
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PIN = re.compile(r"([a-z0-9-]+)==([0-9][0-9a-z.]*)")
+
+
+def requirements() -> list[Requirement]:
+    lines = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["test"], *PROJECT["optional-dependencies"]["dev"]]
+    return [requirement for requirement in map(Requirement, lines) if requirement.name != PROJECT["name"]]
+
+
+def pins() -> dict[str, Version]:
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    matches = [PIN.fullmatch(line) for line in lines]
+    assert all(matches), f"only name==version lines: {[line for line, match in zip(lines, matches, strict=True) if not match]}"
+    return {match[1]: Version(match[2]) for match in matches if match}
+
+
+def floor(name: str) -> Version:
+    (requirement,) = (requirement for requirement in requirements() if requirement.name == name)
+    (lowest,) = (Version(each.version) for each in requirement.specifier if each.operator == ">=")
+    return lowest
+
+
+@pytest.mark.parametrize("requirement", requirements(), ids=lambda requirement: requirement.name)
+def test_constraints_pin_every_direct_dependency_within_its_range(requirement: Requirement) -> None:
+    assert requirement.specifier.contains(pins()[requirement.name])
+
+
+def test_protobuf_floor_is_what_the_generated_code_demands() -> None:
+    (demanded,) = {found for path in PB.glob("*_pb2.py") for found in re.findall(r"Protobuf Python Version: (\S+)", path.read_text())}
+    assert floor("protobuf") == Version(demanded)
+
+
+def test_grpc_floor_is_what_the_generated_stubs_demand() -> None:
+    (demanded,) = {
+        found for path in PB.glob("*_pb2_grpc.py") for found in re.findall(r"GRPC_GENERATED_VERSION = '(\S+)'", path.read_text())
+    }
+    assert floor("grpcio") == floor("grpcio-health-checking") == floor("grpcio-tools") == Version(demanded)
+
+
+@pytest.fixture
+def generator() -> ModuleType:
+    """protos/generate.py, which is a script of no package."""
+    pytest.importorskip("grpc_tools", reason="grpcio-tools belongs to the dev extra")
+    spec = util.spec_from_file_location("generate", ROOT / "protos" / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_generated_code_is_what_the_protos_say(generator: ModuleType, tmp_path: Path) -> None:
+    generator.generate(tmp_path)
+    assert generator.drift(tmp_path / "shardnet" / "pb", PB) == []
+
+
+def test_drift_is_noticed(generator: ModuleType, tmp_path: Path) -> None:
+    committed = tmp_path / "pb"
+    shutil.copytree(PB, committed, ignore=shutil.ignore_patterns("__pycache__"))
+    assert generator.drift(PB, committed) == []
+
+    (committed / "mesh_pb2.py").write_text("edited by hand\n")
+    (committed / "stats_pb2.pyi").unlink()
+    (committed / "former_pb2.py").write_text("left over\n")
+    assert generator.drift(PB, committed) == ["former_pb2.py", "mesh_pb2.py", "stats_pb2.pyi"]
+
+
+def test_installed_package_is_this_project() -> None:
+    assert importlib.metadata.version("shardnet") == PROJECT["version"]
+    (command,) = (entry for entry in importlib.metadata.entry_points(group="console_scripts") if entry.name == "shardnet")
+    assert callable(command.load())
+
+
+def make(*arguments: str) -> str:
+    return subprocess.run(["make", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+def test_make_alone_lists_every_target() -> None:
+    phony = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert phony is not None
+    listed = re.findall(r"^  make ([a-z-]+)", make(), re.MULTILINE)
+    assert sorted(listed) == sorted(phony[1].split())
+
+
+@pytest.mark.parametrize(("python", "environment"), [("python3.13", ".venv-python3.13"), ("/opt/py/bin/python3.12", ".venv-python3.12")])
+def test_each_interpreter_has_an_environment_of_its_own(python: str, environment: str) -> None:
+    assert f"{environment}/bin/python -m pytest -x" in make("-n", "test", f"PYTHON={python}", "ARGS=-x")
