@@ -1,0 +1,63 @@
+"""What the commands' arguments have in common: the parser and the types."""
+
+import argparse
+from typing import Any, NoReturn
+
+from shardnet.address import Address
+from shardnet.errors import AddressError
+
+Arguments = argparse.Namespace
+# argparse's own name for what add_subparsers returns is private and generic at type-checking time only.
+Commands = Any
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with whole option names only, epilogs printed as written, and errors of one line."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with status 2."""
+        one_line = " ".join(message.split())
+        self.exit(2, f"{self.prog}: {one_line} (see '{self.prog} --help')\n")
+
+
+def positive(text: str) -> int:
+    """A whole number from 1 on."""
+    if not (text.isascii() and text.isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1 on, not {text!r}")
+    return int(text)
+
+
+def address(text: str) -> str:
+    """`HOST:PORT` to connect to."""
+    if _parsed(text).port == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} has port 0, at which nobody can be called")
+    return text
+
+
+def listen_address(text: str) -> str:
+    """`HOST:PORT` to listen on; port 0 lets the system choose."""
+    _parsed(text)
+    return text
+
+
+def host(text: str) -> str:
+    """A host without a port."""
+    _parsed(f"[{text}]:0" if ":" in text else f"{text}:0")
+    return text
+
+
+def name(text: str) -> str:
+    """A non-empty name without blanks: it stands in messages and tables."""
+    if not text or not text.isprintable() or any(character.isspace() for character in text):
+        raise argparse.ArgumentTypeError(f"must be a name without blanks, not {text!r}")
+    return text
+
+
+def _parsed(text: str) -> Address:
+    try:
+        return Address.parse(text)
+    except AddressError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error

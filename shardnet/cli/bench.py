@@ -1,0 +1,27 @@
+"""`shardnet bench`: measure shardnet against torch's own engines."""
+
+import os
+import subprocess
+import sys
+
+from shardnet.cli import arguments
+from shardnet.cli.programs import CHECKOUT, find
+
+DESCRIPTION = """\
+Measure collectives and training steps against torch's gloo and FSDP2, interleaved in one run.
+All arguments go to benchmarks/; 'shardnet bench --help-benchmarks' lists them.
+"""
+
+
+def add_to(commands: arguments.Commands) -> None:
+    parser = commands.add_parser("bench", help="measure against torch's gloo and FSDP2", description=DESCRIPTION)
+    parser.add_argument("--help-benchmarks", action="store_true", help="the arguments that benchmarks/ takes")
+    parser.set_defaults(execute=execute, passes_on=True)
+
+
+def execute(options: arguments.Arguments) -> int:
+    """Raises UsageError where the benchmarks are not at hand."""
+    find("benchmarks/__main__.py")
+    wanted = ["--help"] if options.help_benchmarks else options.unknown
+    path = os.pathsep.join(filter(None, (str(CHECKOUT), os.environ.get("PYTHONPATH"))))
+    return subprocess.call([sys.executable, "-m", "benchmarks", *wanted], env={**os.environ, "PYTHONPATH": path})

@@ -1,0 +1,89 @@
+"""`Console`: the terminal or files that the launcher writes to, shared by all workers and the progress bar."""
+
+import asyncio
+import contextlib
+import os
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Self, TextIO
+
+from tqdm import tqdm
+
+_COLOURS = (36, 33, 32, 35, 34, 31)  # ANSI: cyan, yellow, green, magenta, blue, red
+
+
+class _Bar(tqdm):  # type: ignore[type-arg]  # it counts and iterates over nothing
+    monitor_interval = 0  # no thread that redraws: every change is drawn by the console's own
+
+
+class Console:
+    """Writes whole lines, in the order in which they were given, above a progress bar at the bottom if there is one.
+
+    A thread of its own does the writing: a terminal that was paused, or a pager that nobody scrolls, must not stop
+    the event loop, which answers the workers' rendezvous and the user's signals.
+
+    A context manager; leaving it writes what was given and takes the bar away.
+    """
+
+    def __init__(self, out: TextIO | None = None, err: TextIO | None = None) -> None:
+        self.out = out or sys.stdout
+        self.err = err or sys.stderr
+        self.interactive = self.err.isatty()  # the bar is drawn on stderr, so that stdout can be redirected
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shardnet-console")
+        self._bar: _Bar | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove_bar()
+        self._thread.shutdown(wait=True)
+
+    def prefix(self, label: str, number: int, stream: TextIO) -> str:
+        """`[label] `, in the colour of `number` where colours are seen and wanted (https://no-color.org)."""
+        if not stream.isatty() or os.environ.get("NO_COLOR"):
+            return f"[{label}] "
+        return f"\x1b[{_COLOURS[number % len(_COLOURS)]}m[{label}]\x1b[0m "
+
+    async def write(self, stream: TextIO, text: str) -> None:
+        """Write `text`, whole lines, to `self.out` or `self.err`; returns when it is written. Raises OSError.
+
+        Cancelling does not take back what was given.
+        """
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._write, stream, text)
+
+    def say(self, text: str) -> None:
+        """Write a line of the launcher's own to stderr, without waiting for it; fit for signal handlers of the loop."""
+        self._thread.submit(self._write, self.err, f"shardnet: {text}\n")
+
+    async def draw_bar(self, step: int, total: int, text: str) -> None:
+        """Draw or redraw the bar. It is there from the first call on."""
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._draw_bar, step, total, text)
+
+    def remove_bar(self) -> None:
+        """Take the bar away, after what was given before; whatever is written later stands last on the screen."""
+        self._thread.submit(self._remove_bar)
+
+    def _write(self, stream: TextIO, text: str) -> None:
+        if self._bar is not None:
+            self._bar.clear()
+            self.err.flush()  # out and err may be one terminal: the bar must be gone before the text comes
+        stream.write(text)
+        stream.flush()
+        if self._bar is not None:
+            self._bar.refresh()
+
+    def _draw_bar(self, step: int, total: int, text: str) -> None:
+        if self._bar is None:
+            tqdm.set_lock(threading.RLock())  # the default lock is one for many processes, which takes a semaphore of the system
+            self._bar = _Bar(file=self.err, dynamic_ncols=True, leave=False, bar_format="{percentage:3.0f}% |{bar:30}| {desc}")
+        self._bar.total = max(total, step, 1)
+        self._bar.n = step
+        self._bar.set_description_str(text)
+
+    def _remove_bar(self) -> None:
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            with contextlib.suppress(OSError):
+                bar.close()

@@ -1,0 +1,52 @@
+"""What a worker learns from its launcher, as environment variables: the whole contract between the two.
+
+SHARDNET_RENDEZVOUS        host:port of the rendezvous
+SHARDNET_JOB               id of the job there
+SHARDNET_WORLD_SIZE        workers on all nodes; the least and the most that the job runs with
+SHARDNET_LOCAL_RANK        0-based number of the worker on this machine
+SHARDNET_LOCAL_WORLD_SIZE  workers on this machine
+SHARDNET_REPORT_FILE       file to which the worker appends one line, "address rank world_size", when it has joined
+SHARDNET_NODE              only if given: what this machine calls itself
+SHARDNET_LISTEN            only if given: host to listen on
+SHARDNET_INSECURE          only if given: 1 allows unencrypted connections to other machines
+SHARDNET_TRACE             only if given: path of the trace
+OMP_NUM_THREADS            this worker's part of the cores, unless the user set it
+"""
+
+import os
+from collections.abc import Mapping
+
+from shardnet.cli.launch.job import Job
+
+
+def worker_environment(job: Job, local_rank: int, rendezvous: str, inherited: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of one worker: `inherited` (default: this process's own) and what the launcher adds."""
+    environment = dict(os.environ if inherited is None else inherited)
+    # Without a limit every worker starts a thread a core, and on a full machine they spend their time waiting for each other.
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // job.nproc)))
+    environment |= {
+        "SHARDNET_RENDEZVOUS": rendezvous,
+        "SHARDNET_JOB": job.name,
+        "SHARDNET_WORLD_SIZE": str(job.world_size),
+        "SHARDNET_LOCAL_RANK": str(local_rank),
+        "SHARDNET_LOCAL_WORLD_SIZE": str(job.nproc),
+    }
+    return environment | _choices(job)
+
+
+def _choices(job: Job) -> dict[str, str]:
+    """The variables that exist only if the user asked for them."""
+    choices = {
+        "SHARDNET_NODE": job.node,
+        "SHARDNET_LISTEN": job.listen,
+        "SHARDNET_INSECURE": "1" if job.insecure else None,
+        "SHARDNET_TRACE": job.trace,
+    }
+    return {name: value for name, value in choices.items() if value is not None}
+
+
+def available_cores() -> int:
+    """Cores that this process may use, which in a container are often fewer than the machine has."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

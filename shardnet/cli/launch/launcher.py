@@ -1,0 +1,110 @@
+"""`launch`: a whole run on this machine, from the rendezvous to the exit status."""
+
+import asyncio
+import contextlib
+import functools
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
+
+from shardnet.cli.launch.console import Console
+from shardnet.cli.launch.environment import worker_environment
+from shardnet.cli.launch.failure import describe
+from shardnet.cli.launch.job import Job
+from shardnet.cli.launch.progress import Ask, ProgressView, follow
+from shardnet.cli.launch.supervisor import Supervisor, Verdict
+from shardnet.cli.launch.worker import Worker
+
+BROKEN_PIPE_STATUS = 128 + signal.SIGPIPE
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Rendezvous(Protocol):
+    """What workers meet at."""
+
+    @property
+    def address(self) -> str: ...
+
+
+OpenRendezvous = Callable[[], AbstractAsyncContextManager[Rendezvous]]
+
+
+async def launch(job: Job, console: Console, open_rendezvous: OpenRendezvous, ask: Ask) -> int:
+    """Run the job's workers on this machine; return the exit status for the process.
+
+    open_rendezvous  makes the rendezvous to use if the job names none; open as long as the workers run
+    ask              how to learn a worker's progress
+
+    The status is that of the worker that failed first, 128 + n if it died of signal n or the user sent n, 141 if nobody
+    reads the output any more, and 0 if all is well. Cancelling kills the workers. Raises RendezvousError or OSError
+    if the rendezvous or a worker cannot be started.
+    """
+    try:
+        async with _meeting_point(job, open_rendezvous) as address:
+            verdict = await _supervise(job, console, address, ask)
+    except BaseExceptionGroup as group:
+        if group.subgroup(BrokenPipeError) is not None:
+            return BROKEN_PIPE_STATUS
+        raise _first_leaf(group) from group
+    console.remove_bar()
+    if verdict.failure is not None:
+        console.say(describe(verdict.failure, verdict.ended_with_it))
+    return verdict.status
+
+
+@contextlib.asynccontextmanager
+async def _meeting_point(job: Job, open_rendezvous: OpenRendezvous) -> AsyncIterator[str]:
+    if job.rendezvous is not None:
+        yield job.rendezvous
+        return
+    async with open_rendezvous() as rendezvous:
+        yield rendezvous.address
+
+
+async def _supervise(job: Job, console: Console, rendezvous: str, ask: Ask) -> Verdict:
+    workers = [Worker(local_rank, console, unique_here=job.nnodes == 1) for local_rank in range(job.nproc)]
+    starts = [functools.partial(worker.run, job.command, worker_environment(job, worker.local_rank, rendezvous)) for worker in workers]
+    supervisor = Supervisor(workers, starts)
+    with _stop_signals(supervisor, console):
+        async with asyncio.TaskGroup() as tasks:
+            progress = tasks.create_task(follow(functools.partial(_lowest_rank, workers), ask, ProgressView(console)))
+            verdict = await supervisor.run()
+            progress.cancel()
+    return verdict
+
+
+@contextlib.contextmanager
+def _stop_signals(supervisor: Supervisor, console: Console) -> Iterator[None]:
+    """Lead the user's signals to the supervisor while the workers run. A signal that is ignored, as by nohup, stays so."""
+
+    def stop(number: int) -> None:
+        name = signal.Signals(number).name
+        if supervisor.stopping:
+            console.say(f"{name}: killing the workers")
+        else:
+            console.say(f"{name}: passed on to the workers, which finish their step; once more kills them")
+        supervisor.stop(number)
+
+    loop = asyncio.get_running_loop()
+    numbers = [number for number in _STOP_SIGNALS if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN]
+    for number in numbers:
+        loop.add_signal_handler(number, stop, number)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+
+
+def _lowest_rank(workers: list[Worker]) -> str | None:
+    """The address of the worker whose progress is shown: the lowest rank of those that have joined and run."""
+    reports = [worker.report for worker in workers if worker.report is not None and worker.running]
+    return min(reports, key=lambda report: report.rank).address if reports else None
+
+
+def _first_leaf(error: BaseException) -> BaseException:
+    """The error itself, out of the task groups' wrapping: the first worker's will do for all."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,75 @@
+"""How far the training is: asked of one worker, shown as a bar or as plain lines."""
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import Awaitable, Callable
+
+from shardnet.cli.launch.console import Console
+from shardnet.cli.units import short_duration, short_number
+from shardnet.errors import ShardnetError
+from shardnet.telemetry import Progress
+
+POLL_S = 0.5
+PLAIN_INTERVAL_S = 5.0  # between two lines where no bar can be drawn
+
+Ask = Callable[[str], Awaitable[Progress]]  # a worker's address -> what its program reported last; ShardnetError if it cannot be had
+
+
+class ProgressView:
+    """Shows progress on the console; lives as long as the launch."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._first: tuple[int, float] | None = None  # step and time of the first report
+        self._plain_step = 0
+        self._plain_after_s = 0.0
+
+    async def show(self, progress: Progress) -> None:
+        """Redraw the bar; where there is none, say a line if the last one is old enough and there is something new."""
+        now_s = time.monotonic()
+        text = describe(progress, self._remaining_s(progress, now_s))
+        if self._console.interactive:
+            await self._console.draw_bar(progress.step, progress.total_steps, text)
+        elif progress.step != self._plain_step and now_s >= self._plain_after_s:
+            self._plain_step, self._plain_after_s = progress.step, now_s + PLAIN_INTERVAL_S
+            self._console.say(text)
+
+    def _remaining_s(self, progress: Progress, now_s: float) -> float | None:
+        """By the mean speed since the first report, which leaves out how long the start took."""
+        if self._first is None:
+            self._first = (progress.step, now_s)
+        step, since_s = self._first
+        if progress.step <= step or not progress.total_steps:
+            return None
+        return (progress.total_steps - progress.step) * (now_s - since_s) / (progress.step - step)
+
+
+async def follow(pick: Callable[[], str | None], ask: Ask, view: ProgressView) -> None:
+    """Show the progress of the worker at `pick()` twice a second until cancelled.
+
+    A worker that does not answer is asked again later: it may have ended, which its exit tells better.
+    """
+    while True:
+        if address := pick():
+            with contextlib.suppress(ShardnetError):
+                progress = await ask(address)
+                if progress.step or progress.total_steps:
+                    await view.show(progress)
+        await asyncio.sleep(POLL_S)
+
+
+def describe(progress: Progress, remaining_s: float | None) -> str:
+    """`step 120/400, loss 2.310, 45.2k tokens/s, comm wait 12 %, eta 1:23`; what is unknown is left out."""
+    total = f"/{progress.total_steps}" if progress.total_steps else ""
+    parts = [f"step {progress.step}{total}"]
+    if not math.isnan(progress.loss):
+        parts.append(f"loss {progress.loss:.3f}")
+    if progress.tokens_per_s > 0:
+        parts += [f"{short_number(progress.tokens_per_s)} tokens/s", f"comm wait {progress.exposed_share:.0%}"]
+    if progress.note:
+        parts.append(progress.note)
+    if remaining_s is not None:
+        parts.append(f"eta {short_duration(remaining_s)}")
+    return ", ".join(parts)

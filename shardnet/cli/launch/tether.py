@@ -1,0 +1,29 @@
+"""Run as a script, `tether.py LAUNCHER_PID COMMAND...`: becomes COMMAND, which the kernel kills when the launcher dies.
+
+A launcher that is killed with SIGKILL cannot end its workers any more, so the kernel has to: PR_SET_PDEATHSIG, which
+outlives the exec below. It must be set by the child itself between fork and exec. `preexec_fn` would do that inside a
+fork of a process with threads (gRPC has some), which may deadlock; a short-lived interpreter without site-packages
+costs 25 ms and cannot. Elsewhere than on Linux there is no such signal and workers outlive a killed launcher until
+they notice that the rendezvous is gone.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
+
+
+def main() -> None:
+    launcher, command = int(sys.argv[1]), sys.argv[2:]
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C that comes now ends the worker without a traceback of this file
+    if sys.platform == "linux" and ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
+        sys.exit("shardnet: prctl(PR_SET_PDEATHSIG) failed; this worker could outlive its launcher")
+    if os.getppid() != launcher:  # it died before prctl: no signal will come
+        sys.exit("shardnet: the launcher has died")
+    os.execv(command[0], command)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""`Worker`: one worker process, from its start to its last byte of output."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self, TextIO
+
+from shardnet.cli.launch import tether
+from shardnet.cli.launch.console import Console
+from shardnet.cli.launch.failure import Exit
+from shardnet.cli.launch.output import Output
+from shardnet.cli.launch.pipe import Pipe
+
+STRAGGLER_S = 1.0  # silence after which a pipe that outlives its worker's whole process group is given up
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a worker tells its launcher when it has joined."""
+
+    address: str
+    rank: int
+    world_size: int
+
+    @classmethod
+    def parse(cls, line: str) -> Self | None:
+        """Read "address rank world_size"; None for anything else."""
+        match line.split():
+            case [address, rank, world_size] if rank.isdecimal() and world_size.isdecimal():
+                return cls(address, int(rank), int(world_size))
+        return None
+
+
+class Worker:
+    """A process in a session of its own, so that a Ctrl-C in the terminal reaches it through the launcher only, and once.
+
+    unique_here  the local rank says all, as on a single node; otherwise it is called local until the rank is known
+    """
+
+    def __init__(self, local_rank: int, console: Console, *, unique_here: bool = True) -> None:
+        self.local_rank = local_rank
+        self.report: Report | None = None
+        self._unique_here = unique_here
+        self._console = console
+        self._process: asyncio.subprocess.Process | None = None
+        self._was_ended = False
+        self._stdout = Output(console, console.out, self._prefix)
+        self._stderr = Output(console, console.err, self._prefix)
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.returncode is None
+
+    @property
+    def label(self) -> str:
+        rank = self._rank
+        return f"local rank {self.local_rank}" if rank is None else f"rank {rank}"
+
+    async def run(self, command: Sequence[str], environment: Mapping[str, str]) -> Exit:
+        """Start it, copy its output, and return when it has ended and everything that it wrote is written.
+
+        Whatever it started in its own session is killed with it. Cancelling kills it. Raises OSError if it cannot be started.
+        """
+        async with Pipe() as out, Pipe() as err, Pipe() as report:
+            process = await self._start(command, environment, out, err, report)
+            async with asyncio.TaskGroup() as tasks:
+                pumps = [tasks.create_task(self._stdout.pump(out)), tasks.create_task(self._stderr.pump(err))]
+                listening = tasks.create_task(self._listen(report))
+                try:
+                    code = await process.wait()
+                    ended_s = time.monotonic()
+                finally:
+                    self._kill_group(process.pid)
+                    await process.wait()
+                    listening.cancel()
+                await _drain(pumps, (out, err))
+        return Exit(self.label, code, ended_s, self._was_ended, self._stderr.tail)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the worker alone: the processes that it started are its own to end."""
+        if self._process is not None and self.running:
+            self._was_ended = True
+            self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """End it and everything that it started in its session, at once."""
+        if self._process is not None and self.running:
+            self._was_ended = True
+            self._kill_group(self._process.pid)
+
+    async def _start(
+        self, command: Sequence[str], environment: Mapping[str, str], out: Pipe, err: Pipe, report: Pipe
+    ) -> asyncio.subprocess.Process:
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-I", "-S", str(Path(tether.__file__)), str(os.getpid())),
+            *command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=out.write_fd,
+            stderr=err.write_fd,
+            pass_fds=(report.write_fd,),
+            # a pipe, not a file: nothing is left on disk however this ends
+            env={**environment, "SHARDNET_REPORT_FILE": f"/dev/fd/{report.write_fd}"},
+            start_new_session=True,
+        )
+        for pipe in (out, err, report):
+            pipe.close_writer()
+        return self._process
+
+    async def _listen(self, pipe: Pipe) -> None:
+        """Keep the newest report. Lines that are none are skipped: they say nothing that could be acted on."""
+        with contextlib.suppress(ValueError):  # a line without end
+            while line := await pipe.readline():
+                self.report = Report.parse(line.decode("utf-8", "replace")) or self.report
+
+    @staticmethod
+    def _kill_group(leader: int) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left; macOS says EPERM for zombies
+            os.killpg(leader, signal.SIGKILL)
+
+    @property
+    def _rank(self) -> int | None:
+        if self.report is not None:
+            return self.report.rank
+        return self.local_rank if self._unique_here else None
+
+    def _prefix(self, stream: TextIO) -> str:
+        rank = self._rank
+        return self._console.prefix(f"local {self.local_rank}" if rank is None else str(rank), self.local_rank, stream)
+
+
+async def _drain(pumps: Sequence[asyncio.Task[None]], pipes: Sequence[Pipe]) -> None:
+    """Wait until the pumps have copied everything.
+
+    A daemon that left the worker's session may keep a pipe open for ever: then it is given up after a silence. Only
+    waiting for bytes counts: the console may be slow, and what a worker wrote before its end must not be lost.
+    """
+    while True:
+        _, unfinished = await asyncio.wait(pumps, timeout=STRAGGLER_S)
+        silent = [pump for pump, pipe in zip(pumps, pipes, strict=True) if pump in unfinished and pipe.silence_s >= STRAGGLER_S]
+        if len(silent) == len(unfinished):
+            break
+    for pump in silent:
+        pump.cancel()

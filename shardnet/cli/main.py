@@ -1,0 +1,89 @@
+"""The `shardnet` command: finds the subcommand, and turns errors into one line and an exit status.
+
+Exit statuses: 0 all is well, 1 it failed, 2 the command line is wrong, 128 + n signal n; `run` gives that of its worker.
+"""
+
+import io
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from shardnet.cli import bench, demo, rendezvous, run, status
+from shardnet.cli.arguments import Arguments, Parser
+from shardnet.errors import ShardnetError, UsageError
+from shardnet.version import VERSION
+
+COMMANDS = (run, demo, rendezvous, status, bench)  # each has add_to(commands) and is listed in this order
+
+DESCRIPTION = "Sharded training of PyTorch models over any network that lets gRPC through."
+EPILOG = """\
+examples:
+  shardnet demo                            train a small language model on this machine
+  shardnet run --nproc 2 train.py          start two workers here
+  shardnet status 127.0.0.1:7000           who is in the cluster
+
+'shardnet COMMAND --help' says more about each.
+"""
+
+
+def build_parser() -> Parser:
+    """The parser of the whole command line. Its result has `execute`, the function to call with it."""
+    parser = Parser(prog="shardnet", description=DESCRIPTION, epilog=EPILOG)
+    parser.set_defaults(passes_on=False)
+    parser.add_argument("--version", action="version", version=f"shardnet {VERSION}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
+    for command in COMMANDS:
+        command.add_to(commands)
+    return parser
+
+
+def parse(argv: Sequence[str] | None = None) -> Arguments:
+    """Read a command line; exits with status 2 if it is wrong.
+
+    `unknown` holds what the command does not know, for the commands that pass it on to a program of their own.
+    """
+    parser = build_parser()
+    arguments, unknown = parser.parse_known_args(argv)
+    arguments.unknown = unknown
+    if unknown and not arguments.passes_on:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line, by default this process's; returns the exit status."""
+    _tolerate_any_text()
+    logging.basicConfig(level=logging.WARNING, format="shardnet: %(message)s")
+    arguments = parse(argv)
+    try:
+        code: int = arguments.execute(arguments)
+        sys.stdout.flush()
+    except UsageError as error:
+        return _complain(arguments.command, error, 2)
+    except BrokenPipeError:
+        return _on_broken_pipe()
+    except (ShardnetError, OSError) as error:
+        return _complain(arguments.command, error, 1)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    return code if code != 128 + signal.SIGPIPE else _on_broken_pipe()
+
+
+def _complain(command: str, error: Exception, code: int) -> int:
+    print(f"shardnet {command}: {error}", file=sys.stderr)
+    return code
+
+
+def _on_broken_pipe() -> int:
+    """Nobody reads stdout any more. Without the redirection Python would complain of that at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 128 + signal.SIGPIPE
+
+
+def _tolerate_any_text() -> None:
+    """A terminal that cannot show a character gets it escaped; a worker's output must not end the launcher."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")

@@ -1,0 +1,129 @@
+"""What `shardnet status` finds out: asked of a rendezvous and all its workers, or of one worker."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+from shardnet.cli.services import read_progress
+from shardnet.credentials import Security
+from shardnet.errors import EndpointUnavailable, ProtocolError
+from shardnet.pb import stats_pb2
+from shardnet.rendezvous import client
+from shardnet.rendezvous.events import JobStatus
+from shardnet.telemetry import OpCounter, Progress
+from shardnet.transport.observe import health, snapshot
+
+RENDEZVOUS = "rendezvous"  # the role that it gives itself
+UNREACHABLE = "unreachable"  # the rendezvous counts it as a member, but it does not answer
+GONE = "gone"  # it was given a rank and is no member any more
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """The snapshot of one process."""
+
+    role: str
+    version: str
+    uptime_s: float
+    rank: int
+    world_size: int
+    local_rank: int
+    epoch: int
+    addresses: tuple[str, ...]  # by rank
+    step: int
+    progress: Progress
+    collectives: dict[str, OpCounter]
+    bytes_sent: int
+    bytes_received: int
+    resident_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerView:
+    """One worker: where it should be, and what it says, if it answers."""
+
+    rank: int
+    node: str  # empty if only the worker itself was asked: it does not say
+    address: str
+    state: str  # what its health says, or UNREACHABLE or GONE
+    stats: Stats | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class JobView:
+    job: str
+    state: str
+    epoch: int
+    joined: int
+    min_world_size: int
+    max_world_size: int
+    workers: tuple[WorkerView, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterView:
+    """What the process at `address` says: of itself, and, if it is a rendezvous, of its jobs."""
+
+    address: str
+    health: str
+    stats: Stats
+    jobs: tuple[JobView, ...] = field(default=())
+
+
+class Observer:
+    """Asks, everyone at once; an answer that does not come in `timeout_s` is none."""
+
+    def __init__(self, security: Security, timeout_s: float) -> None:
+        self._security = security
+        self._timeout_s = timeout_s
+
+    async def look(self, address: str) -> ClusterView:
+        """The process at `address` and all that it leads to. Raises EndpointUnavailable or ProtocolError for that one only."""
+        stats = await self._stats(address)
+        state = await health(address, timeout_s=self._timeout_s, security=self._security)
+        if stats.role != RENDEZVOUS:
+            return ClusterView(address, state, stats)
+        statuses = await client.status(address, timeout_s=self._timeout_s, security=self._security)
+        return ClusterView(address, state, stats, tuple(await asyncio.gather(*map(self._job, statuses))))
+
+    async def _job(self, status: JobStatus) -> JobView:
+        members = await asyncio.gather(*(self._worker(member.rank, member.node, member.address) for member in status.members))
+        workers = sorted([*members, *_gone(members)], key=lambda worker: worker.rank)
+        return JobView(
+            *(status.job, status.state, status.epoch, status.joined, status.min_world_size, status.max_world_size), workers=tuple(workers)
+        )
+
+    async def _worker(self, rank: int, node: str, address: str) -> WorkerView:
+        try:
+            stats, state = await asyncio.gather(self._stats(address), health(address, timeout_s=self._timeout_s, security=self._security))
+        except (EndpointUnavailable, ProtocolError):
+            return WorkerView(rank, node, address, UNREACHABLE)
+        return WorkerView(rank, node, address, state, stats)
+
+    async def _stats(self, address: str) -> Stats:
+        return _read(await snapshot(address, timeout_s=self._timeout_s, security=self._security))
+
+
+def _gone(members: list[WorkerView]) -> list[WorkerView]:
+    """The ranks that the survivors still know and the rendezvous does not."""
+    known = next((member.stats.addresses for member in members if member.stats is not None), ())
+    ranks = {member.rank for member in members}
+    return [WorkerView(rank, "", address, GONE) for rank, address in enumerate(known) if rank not in ranks]
+
+
+def _read(reply: stats_pb2.SnapshotReply) -> Stats:
+    return Stats(
+        role=reply.role,
+        version=reply.version,
+        uptime_s=reply.uptime_s,
+        rank=reply.rank,
+        world_size=reply.world_size,
+        local_rank=reply.local_rank,
+        epoch=reply.epoch,
+        addresses=tuple(reply.addresses),
+        step=reply.step,
+        progress=read_progress(reply.progress),
+        collectives={c.op: OpCounter(c.count, c.failed, c.bytes, c.seconds) for c in reply.collectives},
+        bytes_sent=reply.bytes_sent,
+        bytes_received=reply.bytes_received,
+        resident_bytes=reply.resident_bytes,
+    )

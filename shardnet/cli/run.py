@@ -1,0 +1,88 @@
+"""`shardnet run`: start a program as the workers of this machine."""
+
+import argparse
+import asyncio
+import functools
+import secrets
+from pathlib import Path
+
+from shardnet.cli import arguments
+from shardnet.cli.launch.console import Console
+from shardnet.cli.launch.job import Job
+from shardnet.cli.launch.launcher import launch
+from shardnet.cli.services import local_rendezvous, worker_progress
+from shardnet.errors import UsageError
+
+DESCRIPTION = """\
+Start NPROC workers on this machine, show their output with rank prefixes, and end all of them when one fails.
+
+The first Ctrl-C or SIGTERM is passed on to the workers, which finish their step and leave; the second kills them.
+The exit status is that of the worker that failed first (128 + n if signal n killed it), 130 after Ctrl-C.
+"""
+EPILOG = """\
+examples:
+  shardnet run --nproc 2 train.py --steps 100
+      two workers on this machine; what follows the script is the script's
+  shardnet run --nproc 4 -m my_project.train -- --help
+      a module; '--' is optional
+  shardnet run --nproc 2 --nnodes 3 --rendezvous 10.0.0.1:7000 --listen 10.0.0.2 --insecure train.py
+      one of three machines with two workers each; the rendezvous was started with
+      'shardnet rendezvous --listen 10.0.0.1:7000 --insecure'
+"""
+
+
+def add_to(commands: arguments.Commands) -> None:
+    parser = commands.add_parser(
+        "run",
+        help="start a program as the workers of this machine",
+        usage="shardnet run [options] (SCRIPT | -m MODULE) [--] [ARGS ...]",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+    )
+    parser.add_argument("--nproc", type=arguments.positive, default=1, metavar="N", help="workers on this machine (default: 1)")
+    parser.add_argument("--nnodes", type=arguments.positive, default=1, metavar="M", help="machines that run this command (default: 1)")
+    parser.add_argument(
+        "--rendezvous",
+        type=arguments.address,
+        metavar="HOST:PORT",
+        help="where the machines meet (default: started here, for this run only)",
+    )
+    parser.add_argument(
+        "--job", type=arguments.name, metavar="ID", help="which job of the rendezvous (default: a new one; with --nnodes, 'default')"
+    )
+    parser.add_argument("--node", type=arguments.name, metavar="NAME", help="what this machine is called (default: its own identity)")
+    parser.add_argument("--listen", type=arguments.host, metavar="HOST", help="the workers' address for the others (default: loopback)")
+    parser.add_argument("--insecure", action="store_true", help="allow unencrypted connections to other machines")
+    parser.add_argument("--trace", type=Path, metavar="PATH", help="write a trace of the run there")
+    parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module")
+    parser.add_argument("script", metavar="SCRIPT", help="the program, or with -m a module")
+    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS", help="what the program gets")
+    parser.set_defaults(execute=execute)
+
+
+def execute(options: arguments.Arguments) -> int:
+    """Raises UsageError for a script that is not there."""
+    if not options.module and not Path(options.script).exists():
+        raise UsageError(f"there is no file {options.script!r}; to run a module, put -m before its name")
+    return run_job(
+        Job(
+            target=options.script,
+            arguments=tuple(options.args),
+            is_module=options.module,
+            nproc=options.nproc,
+            nnodes=options.nnodes,
+            rendezvous=options.rendezvous,
+            name=options.job or ("default" if options.nnodes > 1 else f"run-{secrets.token_hex(4)}"),
+            node=options.node,
+            listen=options.listen,
+            insecure=options.insecure,
+            trace=None if options.trace is None else str(options.trace.absolute()),
+        )
+    )
+
+
+def run_job(job: Job) -> int:
+    """Launch in the foreground; returns the exit status."""
+    ask = functools.partial(worker_progress, insecure=job.insecure)
+    with Console() as console:
+        return asyncio.run(launch(job, console, local_rendezvous, ask))

@@ -1,0 +1,86 @@
+"""What `shardnet status` prints: a `ClusterView` as text or JSON."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+
+from shardnet.cli.observation import RENDEZVOUS, ClusterView, JobView, Stats, WorkerView
+from shardnet.cli.units import short_bytes, short_duration, short_number
+
+Row = Sequence[str]
+_WORKER_HEAD = ("rank", "node", "address", "state", "step", "loss", "tokens/s", "wait", "sent", "received", "memory", "collectives")
+_OP_HEAD = ("collective", "count", "failed", "sent", "mean time")
+_NONE = "-"
+
+
+def as_text(view: ClusterView) -> str:
+    head = f"{view.stats.role} {view.address}: {view.health}, up {short_duration(view.stats.uptime_s)}, shardnet {view.stats.version}"
+    if view.stats.role == RENDEZVOUS:
+        jobs = [_job(job) for job in view.jobs] or ["no jobs"]
+        return "\n\n".join([head, *jobs])
+    itself = WorkerView(view.stats.rank, "", view.address, view.health, view.stats)
+    place = f"rank {view.stats.rank} of {view.stats.world_size}, epoch {view.stats.epoch}"
+    return "\n\n".join([f"{head}, {place}", _grid(_WORKER_HEAD, [_worker(itself)]), _collectives(view.stats)])
+
+
+def as_json(view: ClusterView) -> str:
+    """The fields of `ClusterView`; a number that is not known is null."""
+    return json.dumps(_without_nan(dataclasses.asdict(view)), indent=2, allow_nan=False)
+
+
+def _job(job: JobView) -> str:
+    least, most = job.min_world_size, job.max_world_size
+    wish = str(most) if least == most else f"{least} to {most}"
+    head = f"job {job.job}: {job.state}, epoch {job.epoch}, {job.joined} of {wish} workers"
+    return "\n".join([head, _grid(_WORKER_HEAD, [_worker(worker) for worker in job.workers])]) if job.workers else head
+
+
+def _worker(worker: WorkerView) -> Row:
+    place = (str(worker.rank), worker.node or _NONE, worker.address, worker.state)
+    stats = worker.stats
+    if stats is None:
+        return (*place, *[_NONE] * (len(_WORKER_HEAD) - len(place)))
+    progress = stats.progress
+    return (
+        *place,
+        f"{stats.step}/{progress.total_steps}" if progress.total_steps else str(stats.step),
+        _NONE if math.isnan(progress.loss) else f"{progress.loss:.3f}",
+        short_number(progress.tokens_per_s) if progress.tokens_per_s else _NONE,
+        f"{progress.exposed_share:.0%}" if progress.tokens_per_s else _NONE,
+        short_bytes(stats.bytes_sent),
+        short_bytes(stats.bytes_received),
+        short_bytes(stats.resident_bytes),
+        str(sum(op.count for op in stats.collectives.values())),
+    )
+
+
+def _collectives(stats: Stats) -> str:
+    if not stats.collectives:
+        return "no collectives yet"
+    rows = [
+        (name, str(op.count), str(op.failed), short_bytes(op.bytes), f"{1e3 * op.seconds / max(op.count, 1):.2f} ms")
+        for name, op in sorted(stats.collectives.items())
+    ]
+    return _grid(_OP_HEAD, rows)
+
+
+def _grid(head: Row, rows: Sequence[Row]) -> str:
+    """Columns as wide as their widest cell, two blanks apart; numbers stand to the right."""
+    table = [head, *rows]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    left = [any(row[i] != _NONE and not row[i][:1].isdigit() for row in rows) for i in range(len(head))]
+    cells = ([c.ljust(w) if to_left else c.rjust(w) for c, w, to_left in zip(row, widths, left, strict=True)] for row in table)
+    return "\n".join("  ".join(row).rstrip() for row in cells)
+
+
+def _without_nan(value: object) -> object:
+    match value:
+        case float() if math.isnan(value) or math.isinf(value):
+            return None
+        case dict():
+            return {key: _without_nan(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_without_nan(item) for item in value]
+        case _:
+            return value
