@@ -130,9 +130,9 @@ def _varint(value: int) -> bytes:
     return bytes(out)
 
 
-def _read_varint(frame: bytes, at: int) -> tuple[int, int]:
+def _read_varint(frame: bytes, start: int) -> tuple[int, int]:
     value = shift = 0
-    for at in range(at, min(at + 5, len(frame))):  # a length above 2^35 is no length
+    for at in range(start, min(start + 5, len(frame))):  # a length above 2^35 is no length
         value |= (frame[at] & 0x7F) << shift
         if frame[at] < 0x80:
             return value, at + 1

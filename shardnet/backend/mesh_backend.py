@@ -11,7 +11,7 @@ from shardnet.collectives import plans
 from shardnet.collectives.exchange import Exchange
 from shardnet.collectives.group import Group
 from shardnet.collectives.operation import Algorithm, Call
-from shardnet.collectives.reduction import Reduction, ReduceOp, as_array, check_dtype, dtype_name
+from shardnet.collectives.reduction import ReduceOp, Reduction, as_array, check_dtype, dtype_name
 from shardnet.collectives.switchboard import Switchboard
 from shardnet.config import Timeouts
 from shardnet.errors import (

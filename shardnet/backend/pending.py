@@ -77,9 +77,13 @@ class Pending(Generic[T]):
         loop = asyncio.get_running_loop()
         arrived: asyncio.Future[None] = loop.create_future()
 
+        def arrive() -> None:
+            if not arrived.done():  # the await may have been cancelled
+                arrived.set_result(None)
+
         def wake(_: object) -> None:
             try:
-                loop.call_soon_threadsafe(lambda: arrived.done() or arrived.set_result(None))
+                loop.call_soon_threadsafe(arrive)
             except RuntimeError:  # the awaiting loop was closed: nobody is left to wake
                 return
 

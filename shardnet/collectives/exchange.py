@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from shardnet.collectives.operation import Operation
-from shardnet.collectives.reduction import Array
+from shardnet.collectives.reduction import Array, as_bytes
 from shardnet.errors import ProtocolError, ShardnetError
 from shardnet.wire import Buffer, Chunk
 
@@ -48,13 +48,13 @@ class Exchange:
         if not self.eager:
             async with asyncio.TaskGroup() as group:
                 for peer, array in self.sends.items():
-                    group.create_task(self._send(op, peer, _bytes(array)))
+                    group.create_task(self._send(op, peer, as_bytes(array)))
         await self._arrived.wait()
 
     async def _open(self, op: Operation, peer: int) -> None:
         sends = self.sends[peer].nbytes if peer in self.sends else 0
         expects = self.receives[peer].nbytes if peer in self.receives else 0
-        data: Buffer = _bytes(self.sends[peer]) if self.eager and sends else b""
+        data: Buffer = as_bytes(self.sends[peer]) if self.eager and sends else b""
         await op.send(peer, data=data, announcement=op.announcement(sends=sends, expects=expects))
 
     def _check_sizes(self, op: Operation, peer: int) -> None:
@@ -80,13 +80,8 @@ class Exchange:
         filled = self._filled.get(source, 0)
         if target is None or chunk.offset != filled or filled + len(chunk.data) > target.nbytes:
             raise ProtocolError(f"rank {source} sent {len(chunk.data)} bytes at {chunk.offset}, expected offset {filled}")
-        _bytes(target)[filled : filled + len(chunk.data)] = chunk.data
+        as_bytes(target)[filled : filled + len(chunk.data)] = chunk.data
         self._filled[source] = filled + len(chunk.data)
         self._missing -= len(chunk.data)
         if not self._missing:
             self._arrived.set()
-
-
-def _bytes(array: Array) -> memoryview:
-    """The bytes of a contiguous array; memoryview cannot cast an empty one."""
-    return memoryview(array).cast("B") if array.size else memoryview(b"")

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PROBE_WAIT_S = 0.4  # a hang must not outlive its timeout by more than 0.5 s
-_REASONS = {
+_REASONS: dict[int, type[ShardnetError]] = {
     mesh_pb2.Abort.MISMATCH: CollectiveMismatch,
     mesh_pb2.Abort.TIMEOUT: CollectiveTimeout,
     mesh_pb2.Abort.FAILED: CollectiveError,

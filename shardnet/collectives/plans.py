@@ -8,6 +8,7 @@ depends only on what all ranks know, so they choose alike.
 import asyncio
 import concurrent.futures
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -22,7 +23,7 @@ def balanced_bounds(elements: int, ranks: int) -> Bounds:
     """Cut elements over ranks: the first `elements % ranks` blocks are one longer."""
     size, longer = divmod(elements, ranks)
     starts = [rank * size + min(rank, longer) for rank in range(ranks + 1)]
-    return list(zip(starts, starts[1:], strict=False))
+    return list(pairwise(starts))
 
 
 def bounds_of(sizes: Sequence[int]) -> Bounds:

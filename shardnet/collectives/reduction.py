@@ -68,6 +68,11 @@ def as_array(tensor: torch.Tensor) -> Array:
     return (flat.view(torch.uint16) if flat.dtype is torch.bfloat16 else flat).numpy()
 
 
+def as_bytes(array: Array) -> memoryview:
+    """The bytes of a contiguous array (memoryview cannot cast an empty one)."""
+    return array.data.cast("B") if array.size else memoryview(b"")
+
+
 class Reduction:
     """A reduce operation for one dtype and a number of ranks."""
 

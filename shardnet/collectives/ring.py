@@ -15,7 +15,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from shardnet.collectives.operation import Operation
-from shardnet.collectives.reduction import Array, Reduction
+from shardnet.collectives.reduction import Array, Reduction, as_bytes
 from shardnet.errors import ProtocolError
 from shardnet.wire import Chunk
 
@@ -73,7 +73,7 @@ class Ring:
             self._unsent -= item.data.nbytes
             if item.frame is not None:
                 self._held -= len(item.frame)
-            await op.send(right, item.block, item.offset, memoryview(item.data).cast("B"), frame=item.frame)
+            await op.send(right, item.block, item.offset, as_bytes(item.data), frame=item.frame)
 
     def _plan(self, left: int, right: int, chunk_bytes: int) -> None:
         """Count what will come and go, and queue what this rank begins with."""
@@ -129,7 +129,7 @@ class Ring:
 
     def _store(self, chunk: Chunk, owner: int, place: slice) -> None:
         target = self.output[place]
-        memoryview(target).cast("B")[:] = chunk.data
+        as_bytes(target)[:] = chunk.data
         if owner == (self._rank + 1) % self._size:
             return  # it came from there: the lap is over
         keep = chunk.frame is not None and self._held + len(chunk.frame) <= MAX_HELD_BYTES

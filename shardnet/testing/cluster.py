@@ -1,0 +1,49 @@
+"""A cluster in one process: every rank has its own port, streams and backend, as it would have in its own process."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from shardnet.backend.cluster import ClusterBackend
+from shardnet.config import Limits, Timeouts
+from shardnet.credentials import Security
+from shardnet.loop import LoopThread
+from shardnet.pb import stats_pb2
+from shardnet.topology import Member, Topology
+from shardnet.transport.endpoint import Endpoint
+from shardnet.transport.grpc_mesh import GrpcMesh
+from shardnet.transport.mesh_service import MeshService
+
+
+@asynccontextmanager
+async def local_cluster(
+    world_size: int, *, ranks_per_node: int | None = None, timeouts: Timeouts | None = None, limits: Limits | None = None
+) -> AsyncIterator[list[ClusterBackend]]:
+    """Backends over gRPC on loopback ports, by rank. On leaving, those still open are closed."""
+    timeouts, limits = timeouts or Timeouts.for_tests(), limits or Limits()
+    loop = LoopThread.shared()
+    per_node = ranks_per_node or world_size
+    async with AsyncExitStack() as stack:
+        services = [MeshService(timeouts.connect_s) for _ in range(world_size)]
+        members = []
+        for rank, service in enumerate(services):
+            endpoint = Endpoint("127.0.0.1:0", limits=limits, timeouts=timeouts, snapshot=stats_pb2.SnapshotReply)
+            endpoint.add(service.handlers)
+            await loop.run_here(endpoint.start())
+            stack.push_async_callback(_close, loop, endpoint)
+            members.append(Member(rank, rank % per_node, rank // per_node, endpoint.address, f"node{rank // per_node}", f"worker{rank}"))
+        backends = await asyncio.gather(*(_start(rank, tuple(members), service, timeouts, limits) for rank, service in enumerate(services)))
+        try:
+            yield list(backends)
+        finally:
+            await asyncio.gather(*(backend.aclose() for backend in backends))
+
+
+async def _start(rank: int, members: tuple[Member, ...], service: MeshService, timeouts: Timeouts, limits: Limits) -> ClusterBackend:
+    topology = Topology(epoch=1, rank=rank, members=members)
+    mesh = GrpcMesh("test", topology, service, Security(), timeouts, limits)
+    return await ClusterBackend.start(mesh, topology, timeouts=timeouts, limits=limits)
+
+
+async def _close(loop: LoopThread, endpoint: Endpoint) -> None:
+    await loop.run_here(endpoint.aclose(0))

@@ -1,0 +1,165 @@
+"""The mesh over gRPC: one stream a direction a pair of ranks, all to and from one port a worker.
+
+Every rank is connected to every other, not to its ring neighbours alone: so each sees for itself that a peer has
+died, and a direct exchange needs no relay. A connection costs a socket and a ping a second.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from shardnet.config import Limits, Timeouts
+from shardnet.credentials import Security
+from shardnet.errors import PeerLost
+from shardnet.loop import LoopThread
+from shardnet.pb import mesh_pb2
+from shardnet.topology import Topology
+from shardnet.transport.base import Mesh, Receiver
+from shardnet.transport.hello import Hello
+from shardnet.transport.mesh_service import MeshService
+from shardnet.transport.options import channel_options
+from shardnet.transport.outbox import Outbox
+from shardnet.wire import Chunk
+
+
+class GrpcMesh(Mesh):
+    """One rank's streams to and from its peers; thrown away when any member changes."""
+
+    def __init__(self, job: str, topology: Topology, service: MeshService, security: Security, timeouts: Timeouts, limits: Limits) -> None:
+        super().__init__(topology.rank, topology.world_size, topology.epoch)
+        self._job = job
+        self._topology = topology
+        self._service = service
+        self._security = security
+        self._timeouts = timeouts
+        self._limits = limits
+        self._receiver: Receiver | None = None
+        self._outboxes: dict[int, Outbox] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._inbound: set[int] = set()  # peers whose stream to this rank is open
+        self._departed: set[int] = set()  # peers that said goodbye
+        self._lost: dict[int, str] = {}
+        self._changed = asyncio.Event()  # any of the three above did
+        self._closing = False
+        self.where = f"[rank {self.rank}/{self.world_size} epoch {self.epoch}]"
+
+    # --- opening
+
+    async def start(self, receiver: Receiver) -> None:
+        self._receiver = receiver
+        options = channel_options(self._timeouts, self._limits)
+        for peer in self.peers:
+            channel = self._security.channel(self.address(peer), options)
+            hello = Hello(self._job, self.epoch, self.rank, peer, self._topology.me.incarnation)
+            outbox = self._outboxes[peer] = Outbox(peer, channel, hello.metadata(), 2 * self._limits.chunk_bytes)
+            self._spawn(outbox)
+        await self._service.attach(self)
+        try:
+            await self._wait(lambda: bool(self._lost) or not self._absent(), self._timeouts.connect_s)
+        except TimeoutError:
+            for peer in self._absent():
+                self._lost.setdefault(peer, f"no connection within {self._timeouts.connect_s:g} s")
+        if self._lost:
+            names = "; ".join(f"rank {peer} ({self.address(peer)}): {why}" for peer, why in sorted(self._lost.items()))
+            raise PeerLost(f"{self.where} the mesh could not be formed: {names}", min(self._lost))
+
+    def _absent(self) -> list[int]:
+        return [peer for peer in self.peers if peer not in self._inbound or not self._outboxes[peer].accepted]
+
+    def _spawn(self, outbox: Outbox) -> None:
+        for coroutine in (self._write(outbox), self._watch(outbox)):
+            task = asyncio.get_running_loop().create_task(coroutine)
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _write(self, outbox: Outbox) -> None:
+        if (why := await outbox.run(self._changed.set)) is not None:
+            self.lose(outbox.peer, why)
+
+    async def _watch(self, outbox: Outbox) -> None:
+        """Notice that a peer is gone while nothing is being written."""
+        if (why := await outbox.broken()) is not None:
+            self.lose(outbox.peer, why)
+
+    # --- traffic
+
+    async def send(self, peer: int, chunk: Chunk) -> None:
+        await self._outboxes[peer].put(chunk)
+
+    def refuse(self, hello: Hello) -> str | None:
+        """Why a caller may not open a stream to this rank; None if it may."""
+        if hello.job != self._job:
+            return f"this worker belongs to job {self._job!r}, the caller to {hello.job!r}"
+        if hello.epoch != self.epoch or hello.target != self.rank:
+            return f"this worker is rank {self.rank} of epoch {self.epoch}, the caller wants rank {hello.target} of epoch {hello.epoch}"
+        if hello.source not in self.peers or hello.incarnation != self._topology.members[hello.source].incarnation:
+            return f"the caller is not the rank {hello.source} that the rendezvous placed"
+        if hello.source in self._inbound:
+            return f"rank {hello.source} has a stream open already"
+        return None
+
+    @contextmanager
+    def connected(self, peer: int) -> Iterator[None]:
+        """The time for which a peer's stream to this rank is open. Ending without a goodbye means that it is lost."""
+        self._inbound.add(peer)
+        self._changed.set()
+        try:
+            yield
+        finally:
+            self.lose(peer, "its connection broke")
+
+    def receive(self, peer: int, chunk: Chunk) -> None:
+        assert self._receiver is not None
+        if chunk.control is not None and chunk.control.HasField("goodbye"):
+            self._departed.add(peer)
+            self._changed.set()
+        self._receiver.on_chunk(peer, chunk)
+
+    def lose(self, peer: int, why: str) -> None:
+        """A peer's stream broke. Only the first report counts, and none after a goodbye or while closing."""
+        if peer in self._lost or peer in self._departed or self._closing:
+            return
+        self._lost[peer] = why
+        self._changed.set()
+        self._outboxes[peer].fail(why)
+        if self._receiver is not None:
+            self._receiver.on_lost(peer, why)
+
+    def address(self, rank: int) -> str:
+        return self._topology.members[rank].address
+
+    # --- closing
+
+    async def aclose(self) -> None:
+        if self._closing or self._receiver is None:
+            await self._close_streams()
+            return
+        present = [peer for peer in self.peers if peer not in self._lost]
+        goodbye = Chunk(self.epoch, 0, 0, control=mesh_pb2.Control(goodbye=self._receiver.goodbye()))
+        try:
+            async with asyncio.timeout(self._timeouts.drain_s):
+                for peer in present:
+                    await self._outboxes[peer].put(goodbye)
+                    self._outboxes[peer].finish()
+                await self._wait(lambda: all(peer in self._departed or peer in self._lost for peer in present), None)
+        except (TimeoutError, PeerLost):
+            pass  # they were told, or cannot be: this rank need not wait for them
+        await self._close_streams()
+
+    def abort(self) -> None:
+        LoopThread.shared().run(self._close_streams())
+
+    async def _close_streams(self) -> None:
+        self._closing = True
+        if self._service.mesh is self:
+            await self._service.attach(None)
+        for outbox in self._outboxes.values():
+            await outbox.aclose()
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def _wait(self, condition: Callable[[], bool], timeout_s: float | None) -> None:
+        async with asyncio.timeout(timeout_s):
+            while not condition():
+                self._changed.clear()
+                await self._changed.wait()
