@@ -20,8 +20,8 @@ class Address:
     def parse(cls, text: str) -> "Address":
         """Read `10.0.0.1:7001`, `[::1]:7001` or `node-3:7001`; raises AddressError with the form that is wanted.
 
-        Checked here and not by gRPC, which reads `unix:/tmp/x` as a socket, adds port 443 where none is given and
-        takes port 80000 for 14464.
+        Two spellings of one literal or name become equal. Checked here and not by gRPC, which reads `unix:/tmp/x` as a
+        socket, adds port 443 where none is given and takes port 80000 for 14464.
         """
         host, colon, port = text.rpartition(":")
         if host.startswith("[") and host.endswith("]"):
@@ -34,7 +34,7 @@ class Address:
             raise AddressError(f"{text!r} does not end in a port from 0 to {MAX_PORT}; write host:port, as in 10.0.0.1:7001")
         if not host or len(host) > MAX_HOST or any(c.isspace() or not c.isprintable() or c in "/%@,?#" for c in host):
             raise AddressError(f"{text!r} has no usable host name before its port; write host:port, as in 10.0.0.1:7001")
-        return cls(host, int(port))
+        return cls(str(_literal(host) or host.lower()), int(port))
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"

@@ -138,7 +138,14 @@ class JoinTimeout(RendezvousError, TimeoutError):
 
 
 class JoinRefused(RendezvousError):
-    """The rendezvous said no: job full or running, duplicate worker, other protocol, contradicting wish."""
+    """The rendezvous said no: job full or running, duplicate worker, other protocol, contradicting wish.
+
+    `reason` is the same in one word, for programs (shardnet/rendezvous/refusal.py lists them).
+    """
+
+    def __init__(self, message: str, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class MembershipLost(RendezvousError):

@@ -1,13 +1,12 @@
 """`shardnet.v1.Stats`: what this process says of itself when asked."""
 
-import logging
 from collections.abc import Callable
 
 import grpc
+import psutil
 
 from shardnet.pb import stats_pb2
-
-log = logging.getLogger(__name__)
+from shardnet.transport.handlers import Context, unary
 
 SERVICE = "shardnet.v1.Stats"
 SNAPSHOT = "Snapshot"
@@ -16,25 +15,14 @@ Snapshot = Callable[[], stats_pb2.SnapshotReply]  # called on the loop thread: m
 
 
 def stats_handlers(snapshot: Snapshot) -> grpc.GenericRpcHandler:
-    """The service as gRPC handlers. A snapshot that raises is logged here and is only "failed" to the caller."""
+    """The service as gRPC handlers. A snapshot that raises is logged here, and an internal error to the caller."""
 
-    async def answer(
-        request: stats_pb2.SnapshotRequest,
-        context: grpc.aio.ServicerContext[stats_pb2.SnapshotRequest, stats_pb2.SnapshotReply],
-    ) -> stats_pb2.SnapshotReply:
-        try:
-            return snapshot()
-        except Exception:
-            log.exception("taking a statistics snapshot failed")
-            await context.abort(grpc.StatusCode.INTERNAL, "taking the snapshot failed; see the log of this process")
+    async def answer(_: stats_pb2.SnapshotRequest, __: Context[stats_pb2.SnapshotReply]) -> stats_pb2.SnapshotReply:
+        return snapshot()
 
-    return grpc.method_handlers_generic_handler(
-        SERVICE,
-        {
-            SNAPSHOT: grpc.unary_unary_rpc_method_handler(
-                answer,
-                request_deserializer=stats_pb2.SnapshotRequest.FromString,
-                response_serializer=stats_pb2.SnapshotReply.SerializeToString,
-            )
-        },
-    )
+    return grpc.method_handlers_generic_handler(SERVICE, {SNAPSHOT: unary(stats_pb2.SnapshotRequest, answer)})
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in RAM, shared pages included."""
+    return int(psutil.Process().memory_info().rss)

@@ -1,0 +1,173 @@
+"""A worker's side of the rendezvous: join, stay, leave."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+import grpc
+
+from shardnet.config import Limits, Timeouts
+from shardnet.credentials import Security
+from shardnet.errors import ShardnetError, StateError
+from shardnet.pb import rendezvous_pb2 as pb
+from shardnet.rendezvous import messages
+from shardnet.rendezvous.events import JobStatus, Lost
+from shardnet.rendezvous.joining import Joining, OnWaiting
+from shardnet.rendezvous.lease import Lease, LeaseBroken
+from shardnet.rendezvous.request import JoinRequest
+from shardnet.rendezvous.tasks import end_task
+from shardnet.topology import Topology
+from shardnet.transport.observe import ANSWER_S, ask
+from shardnet.transport.options import channel_options
+
+log = logging.getLogger(__name__)
+
+OnLost = Callable[[int, str, bool], None]  # (rank, reason, left): a member is gone; left: it said goodbye
+
+
+def join(
+    address: str,
+    request: JoinRequest,
+    *,
+    timeouts: Timeouts | None = None,
+    on_lost: OnLost | None = None,
+    on_waiting: OnWaiting | None = None,
+    security: Security | None = None,
+) -> "Membership":
+    """A membership to enter: `async with join("10.0.0.1:7000", request) as membership: membership.topology`.
+
+    address     host:port of the rendezvous
+    on_lost     called on the loop for each member that leaves or vanishes once the world is formed; must not block
+    on_waiting  called on the loop while the world forms, at every change; must not block
+
+    Entering waits until the world is complete and raises
+    - RendezvousUnavailable when nobody answers at the address for `connect_s`,
+    - JoinTimeout when too few workers came within `join_s`,
+    - JoinRefused when the rendezvous says no, and why,
+    - ProtocolError when somebody else answers.
+    Cancelling it frees the place.
+    """
+    return Membership(address, request, timeouts or Timeouts(), on_lost, on_waiting, security or Security())
+
+
+class Membership:
+    """One worker's membership of one epoch; an async context manager, made by `join`.
+
+    Leaving the context says goodbye. Leaving it by an exception, or `abort`, does not: the others then see this worker
+    as lost, which is what a failed worker is. If the rendezvous dies the membership stays and the run goes on; only the
+    news about others end, with one warning.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        request: JoinRequest,
+        timeouts: Timeouts,
+        on_lost: OnLost | None,
+        on_waiting: OnWaiting | None,
+        security: Security,
+    ) -> None:
+        self._address = address
+        self._request = request
+        self._timeouts = timeouts
+        self._on_lost = on_lost
+        self._on_waiting = on_waiting
+        self._security = security
+        self._channel: grpc.aio.Channel | None = None
+        self._watch: asyncio.Task[None] | None = None  # owned: awaited by _close
+        self._topology: Topology | None = None
+        self._leaving = False  # whatever happens to the lease from now on is meant
+
+    @property
+    def topology(self) -> Topology:
+        """Everyone's place, and one's own; the members of the epoch as it was formed."""
+        if self._topology is None:
+            raise StateError("the world is not formed yet: enter the membership first (async with join(...))")
+        return self._topology
+
+    async def __aenter__(self) -> Self:
+        if self._channel is not None:
+            raise StateError("a membership is entered once; join again with a new incarnation")
+        self._channel = self._security.channel(self._address, channel_options(self._timeouts, Limits()))
+        try:
+            lease, self._topology = await Joining(self._channel, self._address, self._request, self._timeouts, self._on_waiting).run()
+        except BaseException:
+            await self._channel.close()
+            raise
+        self._watch = asyncio.create_task(self._watch_others(lease), name=f"membership of rank {self._topology.rank}")
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None:
+            self.abort()
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Say goodbye and close. Safe to call twice; cancelling it skips the goodbye."""
+        try:
+            if self._watch is not None and not self._watch.done() and not self._leaving:
+                self._leaving = True
+                await self._say_goodbye()
+        finally:
+            await self._close()
+
+    def abort(self) -> None:
+        """Give the membership up at once, without a goodbye. Synchronous, on the loop; `aclose` must still follow."""
+        self._leaving = True
+        if self._watch is not None:
+            self._watch.cancel()
+
+    async def _watch_others(self, lease: Lease) -> None:
+        """Report who is gone until the lease ends."""
+        try:
+            while True:
+                event = await lease.next_event()
+                if isinstance(event, Lost):
+                    self._report(event)
+        except (LeaseBroken, ShardnetError) as error:
+            if self._leaving:
+                return
+            log.warning(
+                "[rank %d/%d epoch %d] the rendezvous at %s is gone (%s); the run goes on, but nobody can join or reform until it is back",
+                *(self.topology.rank, self.topology.world_size, self.topology.epoch, self._address, error),
+            )
+        finally:
+            lease.end()
+
+    def _report(self, lost: Lost) -> None:
+        if self._on_lost is None or lost.epoch != self.topology.epoch:
+            return
+        try:
+            self._on_lost(lost.rank, lost.reason, lost.left)
+        except Exception:
+            log.exception("on_lost failed for rank %d", lost.rank)
+
+    async def _say_goodbye(self) -> None:
+        assert self._channel is not None
+        leave = self._channel.unary_unary(
+            f"/{messages.SERVICE}/Leave",
+            request_serializer=pb.LeaveRequest.SerializeToString,
+            response_deserializer=pb.LeaveReply.FromString,
+        )
+        try:
+            await leave(pb.LeaveRequest(job=self._request.job, incarnation=self._request.incarnation), timeout=self._timeouts.drain_s)
+        except grpc.aio.AioRpcError as error:
+            log.info("could not say goodbye to the rendezvous at %s: %s", self._address, error.code().name)
+
+    async def _close(self) -> None:
+        watch, self._watch = self._watch, None
+        try:
+            if watch is not None:
+                await end_task(watch)
+        finally:
+            if self._channel is not None:
+                await self._channel.close()
+
+
+async def status(address: str, job: str = "", *, timeout_s: float = ANSWER_S, security: Security | None = None) -> tuple[JobStatus, ...]:
+    """The jobs of the rendezvous at `address`, or only `job`. Raises EndpointUnavailable, or ProtocolError for a stranger."""
+    method = f"/{messages.SERVICE}/Status"
+    reply = await ask(address, method, pb.StatusRequest(job=job), pb.StatusReply.FromString, timeout_s=timeout_s, security=security)
+    return tuple(messages.read_status(j) for j in reply.jobs)

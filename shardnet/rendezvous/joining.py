@@ -1,0 +1,114 @@
+"""`Joining`: from nothing to a place in a complete world."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from itertools import count
+
+import grpc
+
+from shardnet.config import Timeouts
+from shardnet.errors import JoinRefused, JoinTimeout, RendezvousUnavailable, ShardnetError
+from shardnet.rendezvous.backoff import delays
+from shardnet.rendezvous.events import Assigned, Waiting
+from shardnet.rendezvous.lease import Lease, LeaseBroken
+from shardnet.rendezvous.refusal import Refusal
+from shardnet.rendezvous.request import JoinRequest
+from shardnet.topology import Topology
+
+log = logging.getLogger(__name__)
+
+OnWaiting = Callable[[Waiting], None]
+
+
+class Joining:
+    """One worker's tries to join; thrown away once it has a topology.
+
+    The rendezvous may not be up yet, or may go and come back: a broken lease is followed by another try, until the
+    rendezvous has been silent for `connect_s`. `join_s` bounds the whole.
+    """
+
+    def __init__(
+        self, channel: grpc.aio.Channel, address: str, request: JoinRequest, timeouts: Timeouts, on_waiting: OnWaiting | None
+    ) -> None:
+        self._channel = channel
+        self._address = address
+        self._request = request
+        self._timeouts = timeouts
+        self._on_waiting = on_waiting
+        self._clock = asyncio.get_running_loop().time
+        self._silent_since_s = self._clock()
+        self._waiting: Waiting | None = None  # the newest; None until the rendezvous has taken us in
+        self._pauses = delays()
+
+    async def run(self) -> tuple[Lease, Topology]:
+        """Try until there is a place. Raises RendezvousUnavailable, JoinTimeout, JoinRefused or ProtocolError."""
+        try:
+            async with asyncio.timeout(self._timeouts.join_s):
+                return await self._keep_trying()
+        except TimeoutError as error:
+            if isinstance(error, ShardnetError):
+                raise
+            raise self._out_of_time() from None
+
+    async def _keep_trying(self) -> tuple[Lease, Topology]:
+        for tries in count(1):
+            try:
+                return await self._try()
+            except LeaseBroken as broken:
+                trouble = str(broken)
+            except JoinRefused as refusal:
+                # our own last lease may still look alive over there, until its keepalive fails
+                if tries == 1 or refusal.reason != Refusal.DUPLICATE_INCARNATION:
+                    raise
+                trouble = str(refusal)
+            pause_s = next(self._pauses)
+            if self._clock() + pause_s >= self._silent_since_s + self._timeouts.connect_s:
+                raise self._unavailable(trouble)
+            if tries == 1:
+                log.info("the rendezvous at %s does not answer yet (%s); trying for %g s", self._address, trouble, self._timeouts.connect_s)
+            await asyncio.sleep(pause_s)
+        raise AssertionError("unreachable: count() does not end")
+
+    async def _try(self) -> tuple[Lease, Topology]:
+        """One lease, up to the assignment or its break."""
+        lease = Lease(self._channel, self._address, self._request)
+        try:
+            async with asyncio.timeout_at(self._silent_since_s + self._timeouts.connect_s) as silence:
+                while True:
+                    event = await lease.next_event()
+                    silence.reschedule(None)  # it speaks: from now on only join_s counts, and keepalive finds a frozen one
+                    self._heard()
+                    if isinstance(event, Assigned):
+                        return lease, event.topology
+                    if isinstance(event, Waiting):
+                        self._wait_on(event)
+        except BaseException as error:
+            lease.end()
+            if isinstance(error, TimeoutError) and not isinstance(error, ShardnetError):
+                raise LeaseBroken("no answer") from None
+            raise
+
+    def _heard(self) -> None:
+        self._silent_since_s = self._clock()
+        self._pauses = delays()
+
+    def _wait_on(self, waiting: Waiting) -> None:
+        self._waiting = waiting
+        if self._on_waiting is not None:
+            self._on_waiting(waiting)
+
+    def _unavailable(self, trouble: str) -> RendezvousUnavailable:
+        return RendezvousUnavailable(
+            f"no rendezvous answered at {self._address} for {self._timeouts.connect_s:g} s (last: {trouble}); "
+            "start it with `shardnet rendezvous`, or check the address and the network between"
+        )
+
+    def _out_of_time(self) -> JoinTimeout | RendezvousUnavailable:
+        waiting = self._waiting
+        if waiting is None:
+            return self._unavailable(f"no answer within the join timeout of {self._timeouts.join_s:g} s")
+        return JoinTimeout(
+            f"job {self._request.job!r}: only {waiting.joined} of {self._request.wish} workers joined at {self._address} within "
+            f"{self._timeouts.join_s:g} s; start the missing ones, or allow fewer with min_world_size"
+        )

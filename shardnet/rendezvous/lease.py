@@ -1,0 +1,65 @@
+"""`Lease`: one open Join call, the wire's side of a membership."""
+
+import asyncio
+
+import grpc
+
+from shardnet.errors import ProtocolError, ShardnetError
+from shardnet.pb import rendezvous_pb2 as pb
+from shardnet.rendezvous import messages
+from shardnet.rendezvous.events import Event
+from shardnet.rendezvous.request import JoinRequest
+from shardnet.rendezvous.status import refusal_in
+from shardnet.transport.rpc_errors import UNREACHABLE, reason, translate
+
+
+class LeaseBroken(Exception):
+    """The call ended without an answer from the rendezvous; joining again may help."""
+
+
+class Lease:
+    """One Join call from its start to its end; the rendezvous counts the worker as a member for as long."""
+
+    def __init__(self, channel: grpc.aio.Channel, address: str, request: JoinRequest) -> None:
+        """The call starts here. `address` is the rendezvous's, for messages."""
+        self._address = address
+        call = channel.unary_stream(
+            f"/{messages.SERVICE}/Join",
+            request_serializer=pb.JoinRequest.SerializeToString,
+            response_deserializer=pb.MembershipEvent.FromString,
+        )
+        self._call = call(messages.write_request(request))
+
+    async def next_event(self) -> Event:
+        """The next event. Cancelling ends the lease.
+
+        Raises LeaseBroken when the call is over, JoinRefused, or ProtocolError when no rendezvous of ours answers.
+        """
+        try:
+            message = await self._call.read()
+        except grpc.aio.AioRpcError as error:
+            raise self._translate(error) from error
+        except asyncio.CancelledError:
+            # grpc.aio also raises it for a call that the *other* side cancelled, as a server does that is stopped
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise LeaseBroken("the rendezvous cancelled the call") from None
+        if not isinstance(message, pb.MembershipEvent):  # grpc.aio.EOF
+            raise LeaseBroken("the rendezvous ended the call")
+        return messages.read_event(message)
+
+    def end(self) -> None:
+        """Give the membership up at once."""
+        self._call.cancel()
+
+    def _translate(self, error: grpc.aio.AioRpcError) -> ShardnetError | LeaseBroken:
+        if (refusal := refusal_in(error)) is not None:
+            return refusal
+        if error.code() in UNREACHABLE:
+            return LeaseBroken(reason(error))
+        if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+            return ProtocolError(
+                f"the server at {self._address} is no rendezvous (a worker's address?); give the one that `shardnet rendezvous` prints"
+            )
+        return translate(error, self._address, "Join")

@@ -1,0 +1,116 @@
+"""`Registry`: all jobs of one rendezvous, as a pure state machine. No I/O, no clock: time comes in as an argument."""
+
+from dataclasses import dataclass
+
+from shardnet.errors import JoinRefused
+from shardnet.rendezvous.events import JobState, JobStatus, Notice
+from shardnet.rendezvous.job import Job
+from shardnet.rendezvous.refusal import Refusal
+from shardnet.rendezvous.request import JoinRequest
+
+LEFT = "it left"
+VANISHED = "its connection to the rendezvous broke"
+
+
+@dataclass(frozen=True, slots=True)
+class RendezvousLimits:
+    """What bounds the memory of a rendezvous.
+
+    max_jobs     forming, running and finished ones; the oldest finished one makes room for a new one
+    max_members  live workers over all jobs
+    """
+
+    max_jobs: int = 256
+    max_members: int = 4096
+
+    def __post_init__(self) -> None:
+        if self.max_jobs < 1 or self.max_members < 1:
+            raise ValueError(f"RendezvousLimits must be at least 1, got {self}")
+
+
+class Registry:
+    """The jobs by id and the members by incarnation; lives as long as the rendezvous.
+
+    Every change returns the notices to deliver, in order. Time is in seconds of any clock that never goes back.
+    """
+
+    def __init__(self, *, settle_s: float = 2.0, limits: RendezvousLimits | None = None) -> None:
+        """`settle_s`: how long a job that has its minimum of workers waits for one more."""
+        self._settle_s = settle_s
+        self._limits = limits or RendezvousLimits()
+        self._jobs: dict[str, Job] = {}  # the oldest first
+        self._job_of: dict[str, Job] = {}  # of every live member
+        self._forgotten_epoch = 0  # the highest of the jobs that were dropped: epochs grow even for a job id that returns
+
+    def join(self, request: JoinRequest, now: float) -> list[Notice]:
+        """Take a worker into its job. Raises JoinRefused, saying what is wrong and what to do, and changes nothing then."""
+        self._check_new(request)
+        job = self._jobs.get(request.job)
+        if job is None:
+            self._make_room()
+            job = Job(request.job, self._forgotten_epoch, self._settle_s)
+        notices = job.join(request, now)
+        self._jobs[request.job] = self._job_of[request.incarnation] = job
+        return notices
+
+    def is_member(self, incarnation: str) -> bool:
+        return incarnation in self._job_of
+
+    def leave(self, job: str, incarnation: str) -> list[Notice]:
+        """A member says goodbye. Nothing happens if it is none: leaving twice is leaving once."""
+        home = self._job_of.get(incarnation)
+        return self._remove(incarnation, LEFT, left=True) if home is not None and home.name == job else []
+
+    def vanish(self, incarnation: str) -> list[Notice]:
+        """A member's connection broke. Nothing happens if it left before."""
+        return self._remove(incarnation, VANISHED, left=False) if incarnation in self._job_of else []
+
+    def tick(self, now: float) -> list[Notice]:
+        """Form the worlds whose time has come."""
+        return [notice for job in self._jobs.values() for notice in job.tick(now)]
+
+    @property
+    def deadline(self) -> float | None:
+        """When `tick` must be called next, if nothing changes before."""
+        return min((job.deadline for job in self._jobs.values() if job.deadline is not None), default=None)
+
+    def status(self, job: str = "") -> tuple[JobStatus, ...]:
+        """One job (or none, if it is unknown), or all of them, the oldest first."""
+        return tuple(j.status() for name, j in self._jobs.items() if job in ("", name))
+
+    def _remove(self, incarnation: str, reason: str, *, left: bool) -> list[Notice]:
+        job = self._job_of.pop(incarnation)
+        notices = job.remove(incarnation, reason, left=left)
+        if job.state is JobState.FINISHED and not job.ever_ran:
+            del self._jobs[job.name]  # no epoch is used up: nothing is worth remembering
+        return notices
+
+    def _check_new(self, request: JoinRequest) -> None:
+        if request.incarnation in self._job_of:
+            raise JoinRefused(
+                f"incarnation {request.incarnation!r} is a member of job {self._job_of[request.incarnation].name!r} already; "
+                "every start of a worker must make a new one",
+                Refusal.DUPLICATE_INCARNATION,
+            )
+        most = self._limits.max_members
+        if request.max_world_size > most:
+            raise JoinRefused(
+                f"job {request.job!r} asks for {request.wish} workers, but this rendezvous takes at most {most}; ask for fewer",
+                Refusal.FULL,
+            )
+        if len(self._job_of) >= most:
+            raise JoinRefused(
+                f"this rendezvous has {most} workers, as many as it takes; use another one, or wait until a job has ended", Refusal.FULL
+            )
+
+    def _make_room(self) -> None:
+        if len(self._jobs) < self._limits.max_jobs:
+            return
+        finished = next((job for job in self._jobs.values() if job.state is JobState.FINISHED), None)
+        if finished is None:
+            raise JoinRefused(
+                f"this rendezvous has {self._limits.max_jobs} unfinished jobs, as many as it takes; use another, or wait for one to end",
+                Refusal.FULL,
+            )
+        del self._jobs[finished.name]
+        self._forgotten_epoch = max(self._forgotten_epoch, finished.epoch)

@@ -1,0 +1,15 @@
+"""Why the rendezvous says no, in one word each."""
+
+from enum import StrEnum
+
+
+class Refusal(StrEnum):
+    """`JoinRefused.reason`. None of them goes away by asking again at once."""
+
+    MALFORMED = "malformed"  # the request itself makes no sense
+    PROTOCOL = "protocol"  # the worker speaks another version of the messages
+    WISH = "wish"  # it asks for another world size than the job was started with
+    DUPLICATE_INCARNATION = "duplicate-incarnation"  # this very start of a worker is a member already
+    DUPLICATE_ADDRESS = "duplicate-address"  # a live member listens there; it is never overwritten
+    FULL = "full"  # the job has its maximum of workers, or the rendezvous all that it takes
+    RUNNING = "running"  # the world is formed and takes no one in

@@ -1,0 +1,75 @@
+"""What a worker says of itself when it joins."""
+
+from dataclasses import dataclass
+
+from shardnet.address import Address
+from shardnet.errors import JoinRefused, UsageError
+from shardnet.rendezvous.refusal import Refusal
+from shardnet.version import VERSION
+
+PROTOCOL = 1  # raise it when an old worker and a new rendezvous, or the other way, would misunderstand each other
+MAX_TEXT = 256  # characters of a job id, incarnation or node: they are kept, logged and sent to every member
+MAX_WORLD_SIZE = 2**16
+
+
+@dataclass(frozen=True, slots=True)
+class JoinRequest:
+    """One worker's wish to join a job. Raises UsageError or AddressError at construction when it makes no sense.
+
+    address          host:port where peers reach this worker, so neither port 0 nor 0.0.0.0
+    node             identity of the host, equal for the workers of one host and for no others
+    incarnation      new at every start of a worker
+    min_world_size   the job may start with this many workers when no more come for a while
+    max_world_size   the job starts at once with this many; equal for all workers of the job, like the minimum
+    local_rank_hint  order among the workers of one node, as their launcher counted them
+    """
+
+    job: str
+    incarnation: str
+    address: str
+    node: str
+    min_world_size: int
+    max_world_size: int
+    local_rank_hint: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("job", "incarnation", "node"):
+            _check_text(name, getattr(self, name))
+        object.__setattr__(self, "address", _reachable(self.address))
+        if not 1 <= self.min_world_size <= self.max_world_size <= MAX_WORLD_SIZE:
+            raise UsageError(
+                f"asked for {self.wish} workers; the world size needs 1 <= min_world_size <= max_world_size <= {MAX_WORLD_SIZE}"
+            )
+        if self.local_rank_hint < 0:
+            raise UsageError(f"local_rank_hint must not be negative, got {self.local_rank_hint}")
+
+    @property
+    def wish(self) -> str:
+        """The world size asked for, as text for messages."""
+        return f"{self.min_world_size} to {self.max_world_size}"
+
+
+def check_protocol(protocol: int, version: str) -> None:
+    """Raise JoinRefused unless a worker of package `version` speaks our protocol. Comes before any other check."""
+    if protocol != PROTOCOL:
+        raise JoinRefused(
+            f"the worker speaks protocol {protocol} (shardnet {version[:MAX_TEXT] or 'unknown'!r}) and this rendezvous protocol {PROTOCOL} "
+            f"(shardnet {VERSION!r}); install the same version of shardnet on both",
+            Refusal.PROTOCOL,
+        )
+
+
+def _check_text(name: str, text: str) -> None:
+    if not text:
+        raise UsageError(f"{name} must not be empty")
+    if len(text) > MAX_TEXT:
+        raise UsageError(f"{name} has {len(text)} characters; at most {MAX_TEXT} are allowed")
+    if not text.isprintable():  # it goes into log lines
+        raise UsageError(f"{name} {text!r} has characters that cannot be printed")
+
+
+def _reachable(text: str) -> str:
+    address = Address.parse(text)
+    if address.port == 0 or address.is_unspecified:
+        raise UsageError(f"peers cannot call {address}; join with the host and port at which they reach this worker")
+    return str(address)

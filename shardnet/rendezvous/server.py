@@ -1,0 +1,76 @@
+"""`RendezvousServer`: the rendezvous as a process runs it, alone or beside a worker."""
+
+import asyncio
+import time
+from types import TracebackType
+from typing import Self
+
+from shardnet.config import Limits, Timeouts
+from shardnet.credentials import Security
+from shardnet.pb import stats_pb2
+from shardnet.rendezvous.membership import Registry, RendezvousLimits
+from shardnet.rendezvous.service import RendezvousService
+from shardnet.rendezvous.tasks import end_task
+from shardnet.transport.endpoint import Endpoint
+from shardnet.transport.stats_service import resident_bytes
+from shardnet.version import VERSION
+
+ROLE = "rendezvous"
+SETTLE_S = 2.0  # longer than workers started together need to arrive, short enough that nobody minds the wait
+
+
+class RendezvousServer:
+    """The service, its clock and its port; an async context manager. Lives on the loop that enters it.
+
+    Raises AddressError or PlaintextRefused when made, ListenError when entered. Losing it costs a running job nothing:
+    it is asked only when workers come and go.
+    """
+
+    def __init__(
+        self,
+        listen: str,
+        *,
+        timeouts: Timeouts | None = None,
+        settle_s: float = SETTLE_S,
+        limits: RendezvousLimits | None = None,
+        security: Security | None = None,
+    ) -> None:
+        """`settle_s`: how long a job that has its minimum of workers, but not its maximum, waits for one more."""
+        timeouts = timeouts or Timeouts()
+        self._service = RendezvousService(Registry(settle_s=settle_s, limits=limits))
+        self._endpoint = Endpoint(listen, limits=Limits(), timeouts=timeouts, snapshot=self._snapshot, security=security)
+        self._endpoint.add(self._service.handlers())
+        self._clock: asyncio.Task[None] | None = None  # owned: awaited by aclose
+        self._started_s = time.monotonic()
+
+    @property
+    def address(self) -> str:
+        """`host:port` that was bound."""
+        return self._endpoint.address
+
+    async def start(self) -> None:
+        await self._endpoint.start()
+        self._clock = asyncio.create_task(self._service.keep_time(), name="rendezvous clock")
+        await self._endpoint.set_serving(True)
+
+    async def aclose(self) -> None:
+        """End all leases, then the port. Running jobs go on. Safe to call twice."""
+        self._service.close()
+        clock, self._clock = self._clock, None
+        try:
+            await self._endpoint.aclose()
+        finally:
+            if clock is not None:
+                await end_task(clock)
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self.aclose()
+
+    def _snapshot(self) -> stats_pb2.SnapshotReply:
+        return stats_pb2.SnapshotReply(
+            role=ROLE, version=VERSION, uptime_s=time.monotonic() - self._started_s, resident_bytes=resident_bytes()
+        )

@@ -1,0 +1,108 @@
+"""`shardnet.v1.Rendezvous` over a `Registry`.
+
+[Note: the lease] A worker's open Join call is its lease: whatever ends the call (the worker's end, a cut network, a
+missed keepalive) ends the membership, and nothing else has to be sent or timed. A Leave before that makes it a goodbye.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable
+
+import grpc
+
+from shardnet.errors import JoinRefused
+from shardnet.pb import rendezvous_pb2 as pb
+from shardnet.rendezvous import messages
+from shardnet.rendezvous.events import Assigned, Notice
+from shardnet.rendezvous.mailbox import Mailbox
+from shardnet.rendezvous.membership import Registry
+from shardnet.rendezvous.status import refuse
+from shardnet.transport.handlers import Context, stream, unary
+
+log = logging.getLogger(__name__)
+
+Clock = Callable[[], float]
+
+
+class RendezvousService:
+    """The gRPC face of one registry; lives as long as its server. It runs on one loop, so nothing needs a lock."""
+
+    def __init__(self, registry: Registry, clock: Clock = time.monotonic) -> None:
+        self._registry = registry
+        self._clock = clock
+        self._mailboxes: dict[str, Mailbox] = {}  # by incarnation, of every open Join call
+        self._changed = asyncio.Event()  # the registry's deadline may be another one
+        self._closing = False
+
+    def handlers(self) -> grpc.GenericRpcHandler:
+        return grpc.method_handlers_generic_handler(
+            messages.SERVICE,
+            {
+                "Join": stream(pb.JoinRequest, self._join),
+                "Leave": unary(pb.LeaveRequest, self._leave),
+                "Status": unary(pb.StatusRequest, self._status),
+            },
+        )
+
+    async def keep_time(self) -> None:
+        """Tick the registry whenever it has something to do. Runs until it is cancelled."""
+        while True:
+            self._changed.clear()
+            deadline = self._registry.deadline
+            try:
+                async with asyncio.timeout(None if deadline is None else max(0.0, deadline - self._clock())):
+                    await self._changed.wait()
+            except TimeoutError:
+                self._deliver(self._registry.tick(self._clock()))
+
+    def close(self) -> None:
+        """End all leases. Members are not told that others vanish: it is the rendezvous that goes, not they."""
+        self._closing = True
+        for mailbox in self._mailboxes.values():
+            mailbox.close()
+
+    async def _join(self, message: pb.JoinRequest, context: Context[pb.MembershipEvent]) -> None:
+        if self._closing:
+            await _say_closing(context)
+        try:
+            request = messages.read_request(message)
+            notices = self._registry.join(request, self._clock())
+        except JoinRefused as refusal:
+            log.info("refused %s: %s", context.peer(), refusal)
+            await refuse(context, refusal)
+        log.info("job %s: %s joined from node %s", request.job, request.address, request.node)
+        mailbox = self._mailboxes[request.incarnation] = Mailbox()
+        try:
+            self._deliver(notices)
+            while (event := await mailbox.take()) is not None:
+                await context.write(messages.write_event(event))
+        finally:
+            del self._mailboxes[request.incarnation]
+            if self._registry.is_member(request.incarnation) and not self._closing:
+                log.info("job %s: %s vanished", request.job, request.address)
+            self._deliver(self._registry.vanish(request.incarnation))
+        if self._closing:
+            await _say_closing(context)
+
+    async def _leave(self, message: pb.LeaveRequest, _: Context[pb.LeaveReply]) -> pb.LeaveReply:
+        self._deliver(self._registry.leave(message.job, message.incarnation))
+        if (mailbox := self._mailboxes.get(message.incarnation)) is not None:
+            mailbox.close()
+        return pb.LeaveReply()
+
+    async def _status(self, message: pb.StatusRequest, _: Context[pb.StatusReply]) -> pb.StatusReply:
+        return pb.StatusReply(jobs=[messages.write_status(job) for job in self._registry.status(message.job)])
+
+    def _deliver(self, notices: Iterable[Notice]) -> None:
+        for notice in notices:
+            if isinstance(notice.event, Assigned) and notice.event.topology.rank == 0:
+                world = notice.event.topology
+                log.info("epoch %d: a world of %d workers on %d nodes is formed", world.epoch, world.world_size, world.node_count)
+            if (mailbox := self._mailboxes.get(notice.to)) is not None:
+                mailbox.put(notice.event)
+        self._changed.set()
+
+
+async def _say_closing(context: Context[pb.MembershipEvent]) -> None:
+    await context.abort(grpc.StatusCode.UNAVAILABLE, "the rendezvous is shutting down")

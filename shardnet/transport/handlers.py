@@ -1,0 +1,66 @@
+"""gRPC handlers that never show a caller the inside of this process.
+
+grpc.aio answers an exception with its text, and a message that cannot be parsed with a traceback in the log. Here the
+first is logged and called "internal error", and the second is the caller's mistake: INVALID_ARGUMENT.
+"""
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+
+log = logging.getLogger(__name__)
+
+Request = TypeVar("Request", bound=Message)
+Reply = TypeVar("Reply", bound=Message)
+Context = grpc.aio.ServicerContext[bytes, Reply]
+
+
+def unary(kind: type[Request], answer: Callable[[Request, Context[Reply]], Awaitable[Reply]]) -> "grpc.RpcMethodHandler[bytes, Reply]":
+    """One request, one reply."""
+
+    async def handle(data: bytes, context: Context[Reply]) -> Reply:
+        request = await _parse(kind, data, context)
+        return await _guard(answer(request, context), context)
+
+    return grpc.unary_unary_rpc_method_handler(handle, response_serializer=_serialize)
+
+
+def stream(kind: type[Request], answer: Callable[[Request, Context[Reply]], Awaitable[None]]) -> "grpc.RpcMethodHandler[bytes, Reply]":
+    """One request, many replies. `answer` writes them to the context.
+
+    It is a coroutine and no generator: grpc.aio leaves a generator to the garbage collector when the caller is gone,
+    so that its `finally` would run at any time later.
+    """
+
+    async def handle(data: bytes, context: Context[Reply]) -> None:
+        request = await _parse(kind, data, context)
+        await _guard(answer(request, context), context)
+
+    return grpc.unary_stream_rpc_method_handler(handle, response_serializer=_serialize)
+
+
+async def _parse(kind: type[Request], data: bytes, context: Context[Reply]) -> Request:
+    try:
+        return kind.FromString(data)
+    except DecodeError:
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the request is no {kind.__name__}")
+
+
+T = TypeVar("T")
+
+
+async def _guard(answer: Awaitable[T], context: Context[Reply]) -> T:
+    try:
+        return await answer
+    except grpc.aio.AbortError:  # an answer that was meant
+        raise
+    except Exception:
+        log.exception("answering %s failed", context.peer())
+        await context.abort(grpc.StatusCode.INTERNAL, "internal error; see the log of the process that was called")
+
+
+def _serialize(reply: Message) -> bytes:
+    return reply.SerializeToString()

@@ -1,0 +1,69 @@
+"""Questions to any process of a cluster, for people and tools that look at it from outside."""
+
+from collections.abc import Callable
+from enum import StrEnum
+from typing import TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+from grpc_health.v1 import health_pb2
+
+from shardnet.config import Limits, Timeouts
+from shardnet.credentials import Security
+from shardnet.errors import ProtocolError
+from shardnet.pb import stats_pb2
+from shardnet.transport import stats_service
+from shardnet.transport.options import channel_options
+from shardnet.transport.rpc_errors import translate
+
+Reply = TypeVar("Reply")
+
+ANSWER_S = 5.0  # a process that is alive answers in milliseconds; one in another site in less than a second
+
+
+class Health(StrEnum):
+    """What `grpc.health.v1` says of a process."""
+
+    SERVING = "serving"
+    NOT_SERVING = "not serving"  # it starts or ends
+    UNKNOWN = "unknown"
+
+
+async def snapshot(address: str, *, timeout_s: float = ANSWER_S, security: Security | None = None) -> stats_pb2.SnapshotReply:
+    """The statistics of the worker or rendezvous at `address`.
+
+    Raises EndpointUnavailable when nobody answers, ProtocolError when somebody else does.
+    """
+    method = f"/{stats_service.SERVICE}/{stats_service.SNAPSHOT}"
+    request = stats_pb2.SnapshotRequest()
+    return await ask(address, method, request, stats_pb2.SnapshotReply.FromString, timeout_s=timeout_s, security=security)
+
+
+async def health(address: str, *, timeout_s: float = ANSWER_S, security: Security | None = None) -> Health:
+    """The health of the process at `address`; raises like `snapshot`."""
+    request = health_pb2.HealthCheckRequest()
+    parse = health_pb2.HealthCheckResponse.FromString
+    reply = await ask(address, "/grpc.health.v1.Health/Check", request, parse, timeout_s=timeout_s, security=security)
+    match reply.status:
+        case health_pb2.HealthCheckResponse.SERVING:
+            return Health.SERVING
+        case health_pb2.HealthCheckResponse.NOT_SERVING:
+            return Health.NOT_SERVING
+        case _:
+            return Health.UNKNOWN
+
+
+async def ask(
+    address: str, method: str, request: Message, parse: Callable[[bytes], Reply], *, timeout_s: float, security: Security | None = None
+) -> Reply:
+    """One call over a connection of its own; raises EndpointUnavailable or ProtocolError."""
+    channel = (security or Security()).channel(address, channel_options(Timeouts(), Limits()))
+    try:
+        call = channel.unary_unary(method, request_serializer=Message.SerializeToString, response_deserializer=bytes)
+        return parse(await call(request, timeout=timeout_s))
+    except grpc.aio.AioRpcError as error:
+        raise translate(error, address, method) from error
+    except DecodeError as error:
+        raise ProtocolError(f"{address} answered {method} with something else than its reply") from error
+    finally:
+        await channel.close()

@@ -1,0 +1,25 @@
+"""gRPC's errors as ours: the one place that translates those of a call to another process."""
+
+import grpc
+
+from shardnet.errors import EndpointUnavailable, ProtocolError, ShardnetError
+
+UNREACHABLE = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED})
+
+
+def translate(error: grpc.aio.AioRpcError, address: str, what: str) -> ShardnetError:
+    """The error to raise for a failed call of `what` at `address`."""
+    match error.code():
+        case grpc.StatusCode.DEADLINE_EXCEEDED:
+            return EndpointUnavailable(f"{address} did not answer {what} in time; the process may be frozen or the network slow")
+        case code if code in UNREACHABLE:
+            return EndpointUnavailable(f"nobody answers {what} at {address}: {reason(error)}; check the address and that the process runs")
+        case grpc.StatusCode.UNIMPLEMENTED:
+            return ProtocolError(f"the server at {address} does not know {what}: it is no shardnet process of the kind that is asked for")
+        case code:
+            return ProtocolError(f"{address} answered {what} with {code.name}: {reason(error)}")
+
+
+def reason(error: grpc.aio.AioRpcError) -> str:
+    """gRPC's own words in one line."""
+    return " ".join((error.details() or error.code().name).split())
