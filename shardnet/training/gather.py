@@ -1,0 +1,29 @@
+"""`gather_json`: every rank's small value, on every rank."""
+
+import json
+from typing import Any
+
+import torch
+
+from shardnet.backend.base import Backend
+from shardnet.errors import ProtocolError
+
+
+async def gather_json(backend: Backend, value: object, label: str) -> list[Any]:
+    """The values of all ranks in rank order. A collective: every rank calls it, with the same label.
+
+    A value is what JSON can hold: None, bool, numbers, str, lists, and dicts with str keys. Tuples arrive as lists.
+    Raises ProtocolError if a rank sent something else.
+    """
+    encoded = json.dumps(value, separators=(",", ":")).encode()
+    sizes = (await backend.all_gather(torch.tensor([len(encoded)]), label=f"{label} sizes")).tolist()
+    mine = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+    everything = await backend.all_gather(mine, sizes=sizes, label=label)
+    return [_decode(part, rank, label) for rank, part in enumerate(torch.split(everything, sizes))]
+
+
+def _decode(part: torch.Tensor, rank: int, label: str) -> Any:
+    try:
+        return json.loads(part.numpy().tobytes())
+    except ValueError as error:
+        raise ProtocolError(f"rank {rank} sent no JSON for {label}: {error}") from error

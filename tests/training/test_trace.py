@@ -1,0 +1,137 @@
+"""Spans of all ranks, gathered and written in the form that trace viewers read."""
+
+import asyncio
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardnet.backend.loopback import LoopbackBackend
+from shardnet.errors import ProtocolError
+from shardnet.telemetry import Span, Telemetry, Track
+from shardnet.training.gather import gather_json
+from shardnet.training.trace import RankSpans, chrome_trace, gather_spans, lanes, write_trace
+
+
+def communication(start: int, end: int, name: str = "all_gather") -> Span:
+    return Span(name, Track.COMMUNICATION, start, end, step=1, bytes=10)
+
+
+SPANS = st.lists(
+    st.tuples(st.integers(0, 50), st.integers(0, 20), st.sampled_from(Track)).map(lambda t: Span("s", t[2], t[0], t[0] + t[1], 0)),
+    max_size=30,
+)
+
+
+def assert_nests(events: list[tuple[float, float]]) -> None:
+    """Spans (start, end) of one thread lie one after another or one inside the other."""
+    enclosing: list[float] = []
+    for start, end in sorted(events, key=lambda event: (event[0], -event[1])):
+        while enclosing and enclosing[-1] <= start:
+            enclosing.pop()
+        assert not enclosing or end <= enclosing[-1]
+        enclosing.append(end)
+
+
+@given(SPANS)
+def test_lanes_keep_every_span_and_never_overlap(spans: list[Span]) -> None:
+    spread = lanes(spans)
+    assert sorted((s for lane in spread for s in lane), key=repr) == sorted(spans, key=repr)
+    for lane in spread:
+        assert_nests([(s.start_ns, s.end_ns) for s in lane])
+
+
+def test_lanes_are_as_few_as_overlaps_need() -> None:
+    assert len(lanes([communication(0, 5), communication(5, 9), communication(9, 12)])) == 1
+    assert len(lanes([communication(0, 9), communication(2, 4), communication(4, 9)])) == 1
+    assert len(lanes([communication(0, 5), communication(4, 9), communication(8, 12)])) == 2
+    assert lanes([]) == []
+
+
+@given(SPANS, SPANS)
+def test_a_trace_is_what_viewers_read(first: list[Span], second: list[Span]) -> None:
+    """The rules of the Trace Event Format that viewers rely on."""
+    trace = json.loads(json.dumps(chrome_trace([RankSpans(0, "a", tuple(first)), RankSpans(1, "b", tuple(second))])))
+    threads: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    named: set[tuple[int, int]] = set()
+    for event in trace["traceEvents"]:
+        assert {"ph", "pid", "tid", "name", "args"} <= event.keys()
+        thread = (event["pid"], event["tid"])
+        if event["ph"] == "M":
+            assert event["name"] in {"process_name", "process_sort_index", "thread_name", "thread_sort_index"}
+            named.add(thread)
+        else:
+            assert event["ph"] == "X"
+            assert event["ts"] >= 0 <= event["dur"]
+            threads.setdefault(thread, []).append((event["ts"] * 1000, (event["ts"] + event["dur"]) * 1000))
+    assert threads.keys() <= named, "a thread without a name"
+    assert sum(map(len, threads.values())) == len(first) + len(second)
+    for events in threads.values():
+        assert_nests([(round(start), round(end)) for start, end in events])
+
+
+def test_every_rank_is_a_process_and_every_track_a_named_thread(tmp_path: Path) -> None:
+    spans = (Span("forward", Track.COMPUTE, 5_000, 9_000, 1), communication(6_000, 8_000), communication(7_000, 12_000, "reduce_scatter"))
+    write_trace(tmp_path / "new" / "trace.json", [RankSpans(0, "host:1", spans), RankSpans(1, "host:2", spans[:1])])
+    events: list[dict[str, Any]] = json.loads((tmp_path / "new" / "trace.json").read_text())["traceEvents"]
+    processes = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert processes == {0: "rank 0 · host:1", 1: "rank 1 · host:2"}
+    threads = [event["args"]["name"] for event in events if event["name"] == "thread_name" and event["pid"] == 0]
+    assert threads == ["compute", "communication 1", "communication 2"]
+    scatter = next(event for event in events if event["name"] == "reduce_scatter")
+    assert (scatter["ts"], scatter["dur"], scatter["args"]) == (2.0, 5.0, {"step": 1, "bytes": 10})
+
+
+async def gather_all(backends: list[LoopbackBackend]) -> list[list[RankSpans]]:
+    return await asyncio.gather(*(gather_spans(backend, f"place {backend.rank}") for backend in backends))
+
+
+async def test_gathered_spans_are_those_recorded_on_wall_clock_time() -> None:
+    backends = LoopbackBackend.create_group(3)
+    try:
+        for backend in backends:
+            backend.telemetry.tracing = True
+            backend.telemetry.epoch_offset_ns = 1_700_000_000_000_000_000 + backend.rank
+            backend.telemetry.record("forward «ä»", Track.COMPUTE, 100, 200)
+        for gathered in await gather_all(backends):
+            assert [(rank.rank, rank.name) for rank in gathered] == [(0, "place 0"), (1, "place 1"), (2, "place 2")]
+            for rank in gathered:
+                start = 1_700_000_000_000_000_100 + rank.rank
+                assert rank.spans[0] == Span("forward «ä»", Track.COMPUTE, start, start + 100, 0)
+    finally:
+        for backend in backends:
+            await backend.aclose()
+
+
+async def test_values_of_any_length_are_gathered_in_rank_order() -> None:
+    backends = LoopbackBackend.create_group(3)
+    try:
+        gathered = await asyncio.gather(*(gather_json(b, {"rank": b.rank, "text": "x" * 1000 * b.rank}, "test") for b in backends))
+        assert gathered == [[{"rank": rank, "text": "x" * 1000 * rank} for rank in range(3)]] * 3
+    finally:
+        for backend in backends:
+            await backend.aclose()
+
+
+async def test_spans_that_make_no_sense_are_a_protocol_error_naming_the_rank() -> None:
+    left, right = LoopbackBackend.create_group(2)
+    strange = {"name": "x", "spans": [["f", 99, 0, 1, 0, 0]]}
+    try:
+        with pytest.raises(ProtocolError, match="rank 0 sent spans"):
+            await asyncio.gather(gather_spans(right, "y"), gather_json(left, strange, "spans"))
+    finally:
+        await left.aclose()
+        await right.aclose()
+
+
+def test_steps_can_be_picked() -> None:
+    telemetry = Telemetry(tracing=True)
+    for telemetry.step in range(5):
+        telemetry.record("step", Track.COMPUTE, telemetry.step, telemetry.step + 1)
+    picked = RankSpans.of(telemetry, 0, "").during([1, 3])
+    assert [span.step for span in picked.spans] == [1, 3]
+    assert all(a.end_ns <= b.start_ns for a, b in pairwise(picked.spans))
