@@ -11,7 +11,6 @@ from shardnet.address import Address
 from shardnet.config import Limits, Timeouts
 from shardnet.errors import RendezvousUnavailable, UsageError
 
-
 RESOLVE_EVERY_S = 0.5  # a rendezvous that starts later may have no name yet (container networks)
 
 
@@ -76,7 +75,7 @@ class Settings:
         target = Address.parse(self.rendezvous)
         try:
             async with asyncio.timeout(self.timeouts.connect_s):
-                while (found := await _route_to(target)) is None:
+                while (found := await _route_to(target)) is None:  # noqa: ASYNC110 - DNS tells nobody when it changes
                     await asyncio.sleep(RESOLVE_EVERY_S)
         except TimeoutError:
             raise RendezvousUnavailable(
@@ -99,7 +98,7 @@ async def _route_to(target: Address) -> str | None:
 
 
 def _has_port(listen: str) -> bool:
-    return listen.startswith("[") and "]:" in listen or listen.count(":") == 1
+    return (listen.startswith("[") and "]:" in listen) or listen.count(":") == 1
 
 
 def _number(environment: Mapping[str, str], name: str, default: int) -> int:
