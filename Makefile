@@ -25,7 +25,7 @@ endif
 
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test check faults bench proto clean
+.PHONY: help demo test check faults bench proto compose-test clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -52,6 +52,9 @@ bench: $(STAMP) ## measure shardnet against torch's gloo and FSDP2; writes bench
 
 proto: $(STAMP) ## generate shardnet/pb from protos/
 	$(BIN)/python protos/generate.py
+
+compose-test: ## train on two containers (compose.yaml); only checks its syntax where no container engine is up
+	docker/compose-test
 
 clean: ## remove everything that the other targets made
 	rm -rf .venv .venv-* .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist

@@ -49,7 +49,12 @@ def _threads() -> Iterator[str]:
 
 
 def _children() -> Iterator[str]:
-    return (f"process {child.pid}" for child in psutil.Process().children(recursive=True))
+    """Direct children; asking the kernel for them takes a tenth of the time of reading every process's parent."""
+    for thread in os.listdir("/proc/self/task"):  # noqa: PTH208 - as above
+        try:
+            yield from (f"process {pid}" for pid in Path(f"/proc/self/task/{thread}/children").read_text().split())
+        except FileNotFoundError:  # the thread ended meanwhile
+            continue
 
 
 def _shared_memory() -> Iterator[str]:
