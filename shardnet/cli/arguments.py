@@ -1,6 +1,7 @@
 """What the commands' arguments have in common: the parser and the types."""
 
 import argparse
+import math
 from typing import Any, NoReturn
 
 from shardnet.address import Address
@@ -28,6 +29,17 @@ def positive(text: str) -> int:
     if not (text.isascii() and text.isdecimal() and int(text) > 0):
         raise argparse.ArgumentTypeError(f"must be a whole number from 1 on, not {text!r}")
     return int(text)
+
+
+def seconds(text: str) -> float:
+    """A time of 0 s or more."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a time in seconds, not {text!r}")
+    return value
 
 
 def address(text: str) -> str:

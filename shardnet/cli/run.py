@@ -51,8 +51,20 @@ def add_to(commands: arguments.Commands) -> None:
         "--job", type=arguments.name, metavar="ID", help="which job of the rendezvous (default: a new one; with --nnodes, 'default')"
     )
     parser.add_argument("--node", type=arguments.name, metavar="NAME", help="what this machine is called (default: its own identity)")
-    parser.add_argument("--listen", type=arguments.host, metavar="HOST", help="the workers' address for the others (default: loopback)")
+    parser.add_argument(
+        "--listen",
+        type=arguments.host,
+        metavar="HOST",
+        help="this machine's address for the others (default: the one from which it reaches the rendezvous)",
+    )
     parser.add_argument("--insecure", action="store_true", help="allow unencrypted connections to other machines")
+    parser.add_argument(
+        "--grace",
+        type=arguments.seconds,
+        default=5.0,
+        metavar="SECONDS",
+        help="when a worker has failed, how long the others have to leave before they are killed (default: %(default)g)",
+    )
     parser.add_argument("--trace", type=Path, metavar="PATH", help="write a trace of the run there")
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module")
     parser.add_argument("script", metavar="SCRIPT", help="the program, or with -m a module")
@@ -76,6 +88,7 @@ def execute(options: arguments.Arguments) -> int:
             node=options.node,
             listen=options.listen,
             insecure=options.insecure,
+            grace_s=options.grace,
             trace=None if options.trace is None else str(options.trace.absolute()),
         )
     )

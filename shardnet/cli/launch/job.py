@@ -20,6 +20,7 @@ class Job:
     listen      host that the workers listen on; None leaves it to them
     insecure    allow unencrypted connections to and from other machines
     trace       where the workers write a trace; None: nowhere
+    grace_s     how long the other workers have to leave when one has failed, before they are killed
     """
 
     target: str
@@ -33,10 +34,13 @@ class Job:
     listen: str | None = None
     insecure: bool = False
     trace: str | None = None
+    grace_s: float = 5.0
 
     def __post_init__(self) -> None:
         if self.nproc < 1 or self.nnodes < 1:
             raise UsageError(f"a job needs at least one worker and one node, got nproc={self.nproc} and nnodes={self.nnodes}")
+        if self.grace_s < 0:
+            raise UsageError(f"the grace must not be negative, got {self.grace_s} s")
         if self.nnodes > 1 and self.rendezvous is None:
             raise UsageError(f"{self.nnodes} nodes need --rendezvous HOST:PORT to find each other; start one with 'shardnet rendezvous'")
 

@@ -65,7 +65,7 @@ async def _meeting_point(job: Job, open_rendezvous: OpenRendezvous) -> AsyncIter
 async def _supervise(job: Job, console: Console, rendezvous: str, ask: Ask) -> Verdict:
     workers = [Worker(local_rank, console, unique_here=job.nnodes == 1) for local_rank in range(job.nproc)]
     starts = [functools.partial(worker.run, job.command, worker_environment(job, worker.local_rank, rendezvous)) for worker in workers]
-    supervisor = Supervisor(workers, starts)
+    supervisor = Supervisor(workers, starts, grace_s=job.grace_s)
     with _stop_signals(supervisor, console):
         async with asyncio.TaskGroup() as tasks:
             progress = tasks.create_task(follow(functools.partial(_lowest_rank, workers), ask, ProgressView(console)))
@@ -83,7 +83,7 @@ def _stop_signals(supervisor: Supervisor, console: Console) -> Iterator[None]:
         if supervisor.stopping:
             console.say(f"{name}: killing the workers")
         else:
-            console.say(f"{name}: passed on to the workers, which finish their step; once more kills them")
+            console.say(f"{name}: passed on to the workers; once more kills them")
         supervisor.stop(number)
 
     loop = asyncio.get_running_loop()

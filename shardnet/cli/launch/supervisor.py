@@ -14,7 +14,6 @@ from shardnet.cli.launch.failure import Exit, culprit
 from shardnet.cli.launch.worker import Worker
 
 SETTLE_S = 3.0  # how long the culprit may take to print its error after a peer has noticed that it is gone
-TERMINATE_GRACE_S = 5.0  # from SIGTERM to SIGKILL
 
 
 class _Stage(Enum):
@@ -23,9 +22,6 @@ class _Stage(Enum):
     SETTLING = auto()  # a worker failed because it lost a peer, whose own error is still to come. TERMINATING comes next
     TERMINATING = auto()  # a worker failed and the rest got SIGTERM. KILLED comes next
     KILLED = auto()  # the rest got SIGKILL; final
-
-
-_DEADLINES_S = {_Stage.SETTLING: SETTLE_S, _Stage.TERMINATING: TERMINATE_GRACE_S}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +36,16 @@ class Verdict:
 class Supervisor:
     """Runs each worker once.
 
-    starts  for each worker a function that runs it: Worker.run with its command line and environment
+    starts   for each worker a function that runs it: Worker.run with its command line and environment
+    grace_s  when one has failed: from SIGTERM to SIGKILL for the others
     """
 
-    def __init__(self, workers: Sequence[Worker], starts: Sequence[Callable[[], Coroutine[object, object, Exit]]]) -> None:
+    def __init__(
+        self, workers: Sequence[Worker], starts: Sequence[Callable[[], Coroutine[object, object, Exit]]], *, grace_s: float
+    ) -> None:
         self._workers = workers
         self._starts = starts
+        self._limits_s = {_Stage.SETTLING: SETTLE_S, _Stage.TERMINATING: grace_s}
         self._stage = _Stage.RUNNING
         self._deadline_s: float | None = None  # of the event loop's clock, when the next stage begins by itself
         self._stopped_by: int | None = None
@@ -66,7 +66,8 @@ class Supervisor:
         if self._stage is _Stage.RUNNING:
             self._stopped_by = number
             self._enter(_Stage.STOPPING)
-            self._signal_all(number)
+            # a closed terminal (SIGHUP) is a wish to stop, too, but programs seldom take it for one
+            self._signal_all(signal.SIGTERM if number == signal.SIGHUP else number)
         else:
             self._kill_all()
 
@@ -118,7 +119,7 @@ class Supervisor:
 
     def _enter(self, stage: _Stage) -> None:
         self._stage = stage
-        limit_s = _DEADLINES_S.get(stage)
+        limit_s = self._limits_s.get(stage)
         self._deadline_s = None if limit_s is None else asyncio.get_running_loop().time() + limit_s
 
     def _verdict(self) -> Verdict:

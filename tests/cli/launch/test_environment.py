@@ -1,0 +1,47 @@
+"""What a worker learns from its launcher."""
+
+import os
+
+import pytest
+
+from shardnet.cli.launch.environment import available_cores, worker_environment
+from shardnet.cli.launch.job import Job
+from shardnet.errors import UsageError
+
+
+def test_the_least_that_every_worker_gets() -> None:
+    environment = worker_environment(Job("a.py", nproc=2), 1, "127.0.0.1:7000", {"HOME": "/x", "OMP_NUM_THREADS": "3"})
+    assert environment == {
+        "HOME": "/x",
+        "OMP_NUM_THREADS": "3",
+        "SHARDNET_RENDEZVOUS": "127.0.0.1:7000",
+        "SHARDNET_JOB": "default",
+        "SHARDNET_WORLD_SIZE": "2",
+        "SHARDNET_LOCAL_RANK": "1",
+        "SHARDNET_LOCAL_WORLD_SIZE": "2",
+    }
+
+
+def test_what_only_some_get() -> None:
+    job = Job("a.py", nnodes=3, rendezvous="r:1", name="j", node="n", listen="10.0.0.1", insecure=True, trace="/t")
+    environment = worker_environment(job, 0, "r:1", {})
+    added = {"SHARDNET_NODE": "n", "SHARDNET_LISTEN": "10.0.0.1", "SHARDNET_INSECURE": "1", "SHARDNET_TRACE": "/t"}
+    assert added.items() <= environment.items()
+    assert (environment["SHARDNET_JOB"], environment["SHARDNET_WORLD_SIZE"]) == ("j", "3")
+
+
+@pytest.mark.parametrize(("nproc", "threads"), [(1, available_cores()), (available_cores(), 1), (10 * available_cores(), 1)])
+def test_the_cores_are_shared_out(nproc: int, threads: int) -> None:
+    assert worker_environment(Job("a.py", nproc=nproc), 0, "r:1", {})["OMP_NUM_THREADS"] == str(threads)
+
+
+def test_the_launchers_own_environment_is_inherited_and_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/of/the/user")
+    assert worker_environment(Job("a.py"), 0, "r:1")["HOME"] == "/of/the/user"
+    assert "SHARDNET_LOCAL_RANK" not in os.environ
+
+
+@pytest.mark.parametrize("wrong", [{"nproc": 0}, {"nnodes": 0}, {"nnodes": 2}, {"grace_s": -1.0}])
+def test_jobs_that_cannot_be(wrong: dict[str, int]) -> None:
+    with pytest.raises(UsageError):
+        Job("a.py", **wrong)  # type: ignore[arg-type]

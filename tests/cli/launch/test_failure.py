@@ -1,0 +1,65 @@
+"""Who is to blame."""
+
+import pytest
+
+from shardnet.cli.launch.failure import Exit, culprit, describe
+
+
+def end(label: str, code: int, at: float, *, was_ended: bool = False, tail: tuple[str, ...] = ()) -> Exit:
+    return Exit(label, code, at, was_ended, tail)
+
+
+LOST = ("Traceback (most recent call last):", "shardnet.errors.PeerLost: rank 1 is gone; call reform()")
+OWN = ("Traceback (most recent call last):", "ValueError: boom")
+
+
+def test_nobody_when_all_is_well() -> None:
+    assert culprit([end("rank 0", 0, 1.0), end("rank 1", 0, 2.0)]) is None
+
+
+def test_the_first_of_equals() -> None:
+    assert culprit([end("rank 0", 1, 2.0), end("rank 1", 1, 1.0)]) == end("rank 1", 1, 1.0)
+
+
+def test_an_own_error_rather_than_an_earlier_lost_peer() -> None:
+    assert culprit([end("rank 0", 1, 1.0, tail=LOST), end("rank 1", 1, 2.0, tail=OWN)]) == end("rank 1", 1, 2.0, tail=OWN)
+
+
+def test_a_lost_peer_rather_than_what_the_launcher_ended() -> None:
+    assert culprit([end("rank 0", 1, 2.0, tail=LOST), end("rank 1", -15, 1.0, was_ended=True)]) == end("rank 0", 1, 2.0, tail=LOST)
+
+
+@pytest.mark.parametrize(
+    ("tail", "consequence"),
+    [
+        (LOST, True),
+        (("  | shardnet.errors.PeerLost: rank 1 is gone", "  +------------------------------------"), True),
+        (("shardnet.errors.MembershipLost: rank 1 was declared dead",), True),
+        (("PeerLost",), True),
+        (OWN, False),
+        ((*LOST, "", "During handling of the above exception, another exception occurred:", "", *OWN), False),
+        ((*OWN, "", "The above exception was the direct cause of the following exception:", "", *LOST), True),
+        (("the log says PeerLost: twice", *OWN), False),
+        ((), False),
+    ],
+)
+def test_only_the_last_error_counts(tail: tuple[str, ...], consequence: bool) -> None:
+    assert end("rank 0", 1, 1.0, tail=tail).is_consequence is consequence
+
+
+def test_statuses_are_a_shells() -> None:
+    assert [end("", code, 0.0).status for code in (0, 3, -9, -15)] == [0, 3, 137, 143]
+
+
+def test_the_description_ends_with_the_workers_own_error() -> None:
+    assert describe(end("rank 2", 1, 0.0, tail=OWN), 1).splitlines() == [
+        "rank 2 failed: exit code 1; 1 other ended with it. The end of its stderr:",
+        "    Traceback (most recent call last):",
+        "    ValueError: boom",
+    ]
+
+
+def test_a_kill_from_outside_is_explained() -> None:
+    assert describe(end("rank 2", -9, 0.0), 0) == (
+        "rank 2 failed: killed by SIGKILL (the system does this when memory runs out). It wrote nothing to stderr."
+    )

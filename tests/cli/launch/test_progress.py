@@ -1,0 +1,25 @@
+"""How far the training is, in words."""
+
+import pytest
+
+from shardnet.cli.launch.progress import describe
+from shardnet.cli.units import short_bytes, short_duration, short_number
+from shardnet.telemetry import Progress
+
+
+@pytest.mark.parametrize(
+    ("progress", "remaining_s", "text"),
+    [
+        (Progress(120, 400, 2.31, 45_200, 0.124, ""), 83.2, "step 120/400, loss 2.310, 45.2k tokens/s, comm wait 12%, eta 1:23"),
+        (Progress(3), None, "step 3"),
+        (Progress(3, 9, note="evaluating"), None, "step 3/9, evaluating"),
+    ],
+)
+def test_what_is_unknown_is_left_out(progress: Progress, remaining_s: float | None, text: str) -> None:
+    assert describe(progress, remaining_s) == text
+
+
+def test_units() -> None:
+    assert [short_number(v) for v in (0, 950, 45_200, 1.3e6, 2e9)] == ["0", "950", "45.2k", "1.3M", "2.0G"]
+    assert [short_bytes(v) for v in (0, 1023, 1024, 46_285, 5 << 40)] == ["0 B", "1023 B", "1.0 KiB", "45.2 KiB", "5.0 TiB"]
+    assert [short_duration(v) for v in (0, 9.4, 83, 7445)] == ["0:00", "0:09", "1:23", "2:04:05"]

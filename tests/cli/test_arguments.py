@@ -1,0 +1,76 @@
+"""The command line: what is understood, and what a wrong one says."""
+
+import pytest
+
+from shardnet.cli.main import COMMANDS, main, parse
+
+
+@pytest.mark.parametrize(
+    ("given", "script", "args"),
+    [
+        (["a.py"], "a.py", []),
+        (["a.py", "--flag", "-h", "--nproc", "9"], "a.py", ["--flag", "-h", "--nproc", "9"]),
+        (["a.py", "--", "--flag"], "a.py", ["--flag"]),
+        (["a.py", "--", "--", "x"], "a.py", ["--", "x"]),
+        (["a.py", "x", "--", "y"], "a.py", ["x", "--", "y"]),
+        (["--", "a.py", "x"], "a.py", ["x"]),
+        (["-m", "a.b", "-m", "x"], "a.b", ["-m", "x"]),
+    ],
+)
+def test_run_takes_the_first_word_as_the_program_and_leaves_it_the_rest(given: list[str], script: str, args: list[str]) -> None:
+    options = parse(["run", "--nproc", "2", *given])
+    assert (options.nproc, options.script, options.args) == (2, script, args)
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        ([], "shardnet: the following arguments are required: COMMAND"),
+        (["fly"], "shardnet: argument COMMAND: invalid choice: 'fly'"),
+        (["run"], "shardnet run: the following arguments are required: SCRIPT"),
+        (["run", "--nproc", "0", "a.py"], "shardnet run: argument --nproc: must be a whole number from 1 on, not '0'"),
+        (["run", "--nproc", "٢", "a.py"], "shardnet run: argument --nproc: must be a whole number from 1 on"),
+        (["run", "--npro", "2", "a.py"], "shardnet: unrecognized arguments: --npro"),
+        (["run", "--grace", "nan", "a.py"], "shardnet run: argument --grace: must be a time in seconds, not 'nan'"),
+        (["run", "--rendezvous", "10.0.0.1", "a.py"], "shardnet run: argument --rendezvous: '10.0.0.1' does not end in a port"),
+        (["run", "--rendezvous", "10.0.0.1:0", "a.py"], "shardnet run: argument --rendezvous: '10.0.0.1:0' has port 0"),
+        (["run", "--listen", "10.0.0.1:7000", "a.py"], "shardnet run: argument --listen: "),
+        (["run", "--job", "two words", "a.py"], "shardnet run: argument --job: must be a name without blanks"),
+        (["run", "no-such-file.py"], "shardnet run: there is no file 'no-such-file.py'; to run a module, put -m before its name"),
+        (["run", "--nnodes", "2", "-m", "a"], "shardnet run: 2 nodes need --rendezvous HOST:PORT"),
+        (["status"], "shardnet status: the following arguments are required: ADDRESS"),
+        (["status", "10.0.0.1:7000"], "shardnet status: 10.0.0.1:7000 is not on this machine"),
+        (["rendezvous", "--listen", "0.0.0.0:7000"], "shardnet rendezvous: 0.0.0.0:7000 is not on this machine"),
+        (["rendezvous", "extra"], "shardnet: unrecognized arguments: extra"),
+    ],
+)
+def test_a_wrong_command_line_is_told_in_one_line_with_status_2(
+    given: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status = main(given)
+    except SystemExit as exit_:
+        status = exit_.code  # type: ignore[assignment]
+    out, err = capsys.readouterr()
+    assert status == 2
+    assert err.startswith(complaint)
+    assert (out, err.count("\n")) == ("", 1)
+
+
+@pytest.mark.parametrize("command", [module.__name__.rpartition(".")[2] for module in COMMANDS])
+def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main([command, "--help"])
+    assert exit_.value.code == 0
+    assert f"usage: shardnet {command}" in capsys.readouterr().out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out.startswith("shardnet ")
+
+
+def test_demo_and_bench_pass_on_what_they_do_not_know() -> None:
+    assert parse(["demo", "--nproc", "3", "--steps", "50", "--name", "x y"]).unknown == ["--steps", "50", "--name", "x y"]
+    assert parse(["bench", "--quick"]).unknown == ["--quick"]

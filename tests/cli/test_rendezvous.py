@@ -1,0 +1,42 @@
+"""`shardnet rendezvous` and `shardnet status` in processes of their own."""
+
+import json
+import signal
+from pathlib import Path
+
+from tests.cli.launched import Launched, shardnet
+
+
+def test_it_tells_its_address_answers_and_ends_cleanly_on_ctrl_c(tmp_path: Path) -> None:
+    with Launched(tmp_path, "rendezvous", "--listen", "127.0.0.1:0") as rendezvous:
+        first = rendezvous.read_lines(3)[0]
+        address = first.split()[3].rstrip(";")
+        asking = tmp_path / "asking"
+        asking.mkdir()
+        status = shardnet(asking, "status", address)
+        as_json = shardnet(asking, "status", "--json", address)
+        rendezvous.process.send_signal(signal.SIGINT)
+        result = rendezvous.finish()
+    assert status.status == 0
+    assert status.out.startswith(f"rendezvous {address}: serving, up 0:0")
+    assert status.out.endswith("\nno jobs\n")
+    assert json.loads(as_json.out)["stats"]["role"] == "rendezvous"
+    assert (result.status, result.err) == (0, "")
+    assert result.out.endswith("rendezvous: closed\n")
+
+
+def test_a_port_that_is_taken_is_one_line_and_status_1(tmp_path: Path) -> None:
+    with Launched(tmp_path, "rendezvous", "--listen", "127.0.0.1:0") as first:
+        address = first.read_lines(1)[0].split()[3].rstrip(";")
+        second = tmp_path / "second"
+        second.mkdir()
+        result = shardnet(second, "rendezvous", "--listen", address)
+    assert result.status == 1
+    assert result.err.startswith(f"shardnet rendezvous: cannot listen on {address}: another process listens there already")
+    assert result.err.count("\n") == 1
+
+
+def test_status_of_nobody_is_one_line_and_status_1(tmp_path: Path) -> None:
+    result = shardnet(tmp_path, "status", "127.0.0.1:1")
+    assert (result.status, result.out, result.err.count("\n")) == (1, "", 1)
+    assert result.err.startswith("shardnet status: nobody answers")

@@ -1,0 +1,76 @@
+"""`shardnet run` when a worker fails: all end, and the one to blame is told last."""
+
+import os
+from pathlib import Path
+
+from tests.cli.launched import has_ended, script, shardnet
+
+
+def test_one_failing_worker_ends_all_and_its_error_comes_last(tmp_path: Path) -> None:
+    text = """
+print('pid', os.getpid())
+if rank == 1:
+    print('so long', file=sys.stderr)
+    raise ValueError('boom')
+signal.pause()
+"""
+    result = shardnet(tmp_path, "run", "--nproc", "3", script(tmp_path, text))
+    assert result.status == 1
+    lines = result.err.rstrip("\n").split("\n")
+    assert lines[-1] == "    ValueError: boom"
+    head = next(line for line in lines if line.startswith("shardnet:"))
+    assert head == "shardnet: rank 1 failed: exit code 1; 2 others ended with it. The end of its stderr:"
+    assert all(has_ended(int(line.split()[-1])) for line in result.out.splitlines())
+
+
+def test_the_exit_status_is_the_workers_own(tmp_path: Path) -> None:
+    result = shardnet(tmp_path, "run", "--nproc", "2", script(tmp_path, "sys.exit(7) if rank == 0 else signal.pause()"))
+    assert result.status == 7
+    assert result.err == "shardnet: rank 0 failed: exit code 7; 1 other ended with it. It wrote nothing to stderr.\n"
+
+
+def test_a_worker_that_a_signal_killed_is_reported_by_name(tmp_path: Path) -> None:
+    result = shardnet(tmp_path, "run", "--nproc", "2", script(tmp_path, "os.kill(os.getpid(), 11) if rank == 1 else signal.pause()"))
+    assert result.status == 128 + 11
+    assert "rank 1 failed: killed by SIGSEGV" in result.err
+
+
+def test_who_lost_a_peer_is_not_blamed_for_it(tmp_path: Path) -> None:
+    """Rank 1 notices rank 0's failure and ends first; rank 0 prints its error only then."""
+    text = """
+if rank == 1:
+    from shardnet.errors import PeerLost
+    gate = os.open('fifo', os.O_WRONLY)
+    raise PeerLost('rank 0 (127.0.0.1:1) closed its connection; call reform()', 0)
+os.read(os.open('fifo', os.O_RDONLY), 1)  # rank 1 has ended
+raise ValueError('the reason')
+"""
+    os.mkfifo(tmp_path / "fifo")
+    result = shardnet(tmp_path, "run", "--nproc", "2", script(tmp_path, text))
+    assert "PeerLost" in result.err
+    assert "shardnet: rank 0 failed" in result.err
+    assert result.err.endswith("    ValueError: the reason\n")
+
+
+def test_a_worker_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
+    text = """
+if rank == 0:
+    signal.signal(signal.SIGTERM, lambda *_: print('not yet'))
+    print('pid', os.getpid())
+    os.close(os.open('fifo', os.O_WRONLY))
+    while True:
+        signal.pause()
+os.read(os.open('fifo', os.O_RDONLY), 1)
+sys.exit(4)
+"""
+    os.mkfifo(tmp_path / "fifo")
+    result = shardnet(tmp_path, "run", "--nproc", "2", "--grace", "0.3", script(tmp_path, text))
+    assert result.status == 4
+    assert "[0] not yet" in result.out
+    assert has_ended(int(result.out.split()[2]))
+
+
+def test_a_script_with_a_syntax_error_is_told_once_more_at_the_end(tmp_path: Path) -> None:
+    result = shardnet(tmp_path, "run", script(tmp_path, "def"))
+    assert result.status == 1
+    assert result.err.endswith("    SyntaxError: invalid syntax\n")

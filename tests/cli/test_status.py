@@ -1,0 +1,142 @@
+"""What `shardnet status` finds out and prints: a real rendezvous, real endpoints, and a worker that does not answer."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+
+import pytest
+
+from shardnet.cli.observation import GONE, UNREACHABLE, ClusterView, Observer
+from shardnet.cli.table import as_json, as_text
+from shardnet.config import Limits, Timeouts
+from shardnet.credentials import Security
+from shardnet.errors import EndpointUnavailable
+from shardnet.pb import stats_pb2
+from shardnet.rendezvous.client import Membership, join
+from shardnet.rendezvous.request import JoinRequest
+from shardnet.rendezvous.server import RendezvousServer
+from shardnet.transport.endpoint import Endpoint
+from tests.shared_loop import on_shared_loop
+
+TIMEOUTS = Timeouts.for_tests()
+DEAD = "127.0.0.1:1"  # nobody can listen there
+
+
+def snapshot(addresses: list[str]) -> stats_pb2.SnapshotReply:
+    """A worker in the middle of a training."""
+    return stats_pb2.SnapshotReply(
+        role="worker",
+        version="1.2.3",
+        uptime_s=83.0,
+        rank=0,
+        world_size=len(addresses),
+        epoch=1,
+        addresses=addresses,
+        step=120,
+        progress=stats_pb2.Progress(step=120, total_steps=400, loss=2.31, tokens_per_s=45_200, exposed_share=0.12),
+        collectives=[stats_pb2.CollectiveStats(op="all_gather", count=240, bytes=3 << 20, seconds=1.2, failed=1)],
+        bytes_sent=3 << 20,
+        bytes_received=5 << 20,
+        resident_bytes=300 << 20,
+    )
+
+
+@contextlib.asynccontextmanager
+async def worker(addresses: list[str]) -> AsyncIterator[str]:
+    """An endpoint as a worker has it; appends its own address."""
+    endpoint = Endpoint("127.0.0.1:0", limits=Limits(), timeouts=TIMEOUTS, snapshot=lambda: snapshot(addresses), security=Security())
+    async with endpoint:
+        await endpoint.set_serving(True)
+        addresses.append(endpoint.address)
+        yield endpoint.address
+
+
+def member(rendezvous: str, address: str, rank: int) -> Membership:
+    request = JoinRequest(
+        job="demo",
+        incarnation=f"start of {rank}",
+        address=address,
+        node="laptop",
+        min_world_size=2,
+        max_world_size=2,
+        local_rank_hint=rank,
+    )
+    return join(rendezvous, request, timeouts=TIMEOUTS)
+
+
+@contextlib.asynccontextmanager
+async def cluster_with_a_dead_worker() -> AsyncIterator[tuple[str, str, list[Membership]]]:
+    """(rendezvous, address of the live worker, memberships by rank)."""
+    addresses: list[str] = []
+    async with RendezvousServer("127.0.0.1:0", timeouts=TIMEOUTS) as rendezvous, worker(addresses) as alive:
+        addresses.append(DEAD)
+        members = [member(rendezvous.address, address, rank) for rank, address in enumerate(addresses)]
+        async with contextlib.AsyncExitStack() as stack:
+            await asyncio.gather(*(stack.enter_async_context(one) for one in members))
+            yield rendezvous.address, alive, members
+
+
+async def look(address: str) -> ClusterView:
+    return await Observer(Security(), timeout_s=5.0).look(address)
+
+
+@on_shared_loop
+async def test_a_rendezvous_leads_to_its_workers_and_a_dead_one_is_shown_as_unreachable() -> None:
+    async with cluster_with_a_dead_worker() as (rendezvous, alive, _):
+        view = await look(rendezvous)
+    (job,) = view.jobs
+    assert (job.job, job.state, job.epoch, job.joined) == ("demo", "running", 1, 2)
+    assert [(w.rank, w.node, w.address, w.state) for w in job.workers] == [
+        (0, "laptop", alive, "serving"),
+        (1, "laptop", DEAD, UNREACHABLE),
+    ]
+    lines = as_text(view).splitlines()
+    assert lines[2] == "job demo: running, epoch 1, 2 of 2 workers"
+    assert lines[3].split()[:6] == ["rank", "node", "address", "state", "step", "loss"]
+    assert lines[4].split() == f"0 laptop {alive} serving 120/400 2.310 45.2k 12% 3.0 MiB 5.0 MiB 300.0 MiB 240".split()
+    assert lines[5].split() == f"1 laptop {DEAD} unreachable - - - - - - - -".split()
+
+
+@on_shared_loop
+async def test_a_member_that_has_left_is_shown_as_gone() -> None:
+    async with cluster_with_a_dead_worker() as (rendezvous, _, members):
+        await members[1].aclose()
+        view = await look(rendezvous)
+    assert [(w.rank, w.address, w.state) for w in view.jobs[0].workers][1] == (1, DEAD, GONE)
+
+
+@on_shared_loop
+async def test_one_worker_is_shown_with_its_collectives() -> None:
+    addresses: list[str] = []
+    async with worker(addresses) as alive:
+        text = as_text(await look(alive))
+    assert text.splitlines()[0] == f"worker {alive}: serving, up 1:23, shardnet 1.2.3, rank 0 of 1, epoch 1"
+    assert text.splitlines()[-1].split() == ["all_gather", "240", "1", "3.0", "MiB", "5.00", "ms"]
+
+
+@on_shared_loop
+async def test_json_has_the_same_and_null_for_what_is_unknown() -> None:
+    async with cluster_with_a_dead_worker() as (rendezvous, _, _):
+        view = json.loads(as_json(await look(rendezvous)))
+    alive, dead = view["jobs"][0]["workers"]
+    assert alive["stats"]["progress"]["loss"] == pytest.approx(2.31)
+    assert alive["stats"]["collectives"] == {"all_gather": {"count": 240, "failed": 1, "bytes": 3 << 20, "seconds": 1.2}}
+    assert (dead["state"], dead["stats"]) == ("unreachable", None)
+
+
+@on_shared_loop
+async def test_a_loss_that_is_no_number_is_null_and_a_dash() -> None:
+    reply = stats_pb2.SnapshotReply(role="worker", progress=stats_pb2.Progress(loss=float("nan")))
+    endpoint = Endpoint("127.0.0.1:0", limits=Limits(), timeouts=TIMEOUTS, snapshot=lambda: reply, security=Security())
+    async with endpoint:
+        view = await look(endpoint.address)
+    assert json.loads(as_json(view))["stats"]["progress"]["loss"] is None
+    assert "nan" not in as_text(view)
+    assert view.health == "not serving"
+
+
+@on_shared_loop
+async def test_nobody_at_the_address_itself_is_an_error() -> None:
+    with pytest.raises(EndpointUnavailable):
+        await look(DEAD)
