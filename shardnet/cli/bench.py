@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 from shardnet.cli import arguments
-from shardnet.cli.programs import CHECKOUT, find
+from shardnet.cli.programs import find
 
 DESCRIPTION = """\
 Measure collectives and training steps against torch's gloo and FSDP2, interleaved in one run.
@@ -21,7 +21,7 @@ def add_to(commands: arguments.Commands) -> None:
 
 def execute(options: arguments.Arguments) -> int:
     """Raises UsageError where the benchmarks are not at hand."""
-    find("benchmarks/__main__.py")
+    home = find("benchmarks/__main__.py").parents[1]
     wanted = ["--help"] if options.help_benchmarks else options.unknown
-    path = os.pathsep.join(filter(None, (str(CHECKOUT), os.environ.get("PYTHONPATH"))))
+    path = os.pathsep.join(filter(None, (str(home), os.environ.get("PYTHONPATH"))))
     return subprocess.call([sys.executable, "-m", "benchmarks", *wanted], env={**os.environ, "PYTHONPATH": path})

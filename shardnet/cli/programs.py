@@ -8,11 +8,14 @@ CHECKOUT = Path(__file__).resolve().parents[2]  # the directory that holds `shar
 
 
 def find(path: str) -> Path:
-    """The file or directory `path` of the checkout; raises UsageError saying how to get it."""
-    found = CHECKOUT / path
-    if not found.exists():
-        raise UsageError(
-            f"{path} is not here: it comes with shardnet's sources, and this is an installed package ({CHECKOUT}). "
-            "Clone the project and run this command there"
-        )
-    return found
+    """The file `path` of the checkout or, where shardnet was installed apart from it, of the current directory.
+
+    Raises UsageError saying how to get it.
+    """
+    for home in (CHECKOUT, Path.cwd()):
+        if (home / path).is_file():
+            return home / path
+    raise UsageError(
+        f"{path} is neither beside the package ({CHECKOUT}) nor in this directory: it comes with shardnet's sources, not with the "
+        "installed package; clone the project and run this command there"
+    )

@@ -52,6 +52,18 @@ raise ValueError('the reason')
     assert result.err.endswith("    ValueError: the reason\n")
 
 
+def test_who_lost_a_peer_elsewhere_ends_the_others_here(tmp_path: Path) -> None:
+    text = """
+if rank == 1:
+    from shardnet.errors import PeerLost
+    raise PeerLost('rank 5 (10.0.0.2:7001) closed its connection; call reform()', 5)
+signal.pause()
+"""
+    result = shardnet(tmp_path, "run", "--nproc", "2", "--grace", "0.3", script(tmp_path, text))
+    assert result.status == 1
+    assert "shardnet: rank 1 failed: exit code 1; 1 other ended with it." in result.err
+
+
 def test_a_worker_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     text = """
 if rank == 0:

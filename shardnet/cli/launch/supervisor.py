@@ -13,7 +13,7 @@ from enum import Enum, auto
 from shardnet.cli.launch.failure import Exit, culprit
 from shardnet.cli.launch.worker import Worker
 
-SETTLE_S = 3.0  # how long the culprit may take to print its error after a peer has noticed that it is gone
+SETTLE_S = 3.0  # how long the culprit may take to print its error after a peer has noticed that it is gone; at most the grace
 
 
 class _Stage(Enum):
@@ -45,7 +45,7 @@ class Supervisor:
     ) -> None:
         self._workers = workers
         self._starts = starts
-        self._limits_s = {_Stage.SETTLING: SETTLE_S, _Stage.TERMINATING: grace_s}
+        self._limits_s = {_Stage.SETTLING: min(SETTLE_S, grace_s), _Stage.TERMINATING: grace_s}
         self._stage = _Stage.RUNNING
         self._deadline_s: float | None = None  # of the event loop's clock, when the next stage begins by itself
         self._stopped_by: int | None = None

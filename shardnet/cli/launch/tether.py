@@ -3,7 +3,8 @@
 A launcher that is killed with SIGKILL cannot end its workers any more, so the kernel has to: PR_SET_PDEATHSIG, which
 outlives the exec below. It must be set by the child itself between fork and exec. `preexec_fn` would do that inside a
 fork of a process with threads (gRPC has some), which may deadlock; a short-lived interpreter without site-packages
-costs 25 ms and cannot. Elsewhere than on Linux there is no such signal and workers outlive a killed launcher until
+costs 25 ms and cannot. The signal comes when the thread that forked ends, not the process: only the main thread, which
+outlives all others, may start workers. Elsewhere than on Linux there is no such signal and workers outlive a killed launcher until
 they notice that the rendezvous is gone.
 """
 

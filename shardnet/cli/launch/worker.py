@@ -120,6 +120,7 @@ class Worker:
 
     @staticmethod
     def _kill_group(leader: int) -> None:
+        """Kill a session's processes, also when the leader has been reaped: its number is not given away while one lives."""
         with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left; macOS says EPERM for zombies
             os.killpg(leader, signal.SIGKILL)
 
