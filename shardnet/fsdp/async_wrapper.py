@@ -1,0 +1,123 @@
+"""`AsyncFSDP`: a sharded model for async programs."""
+
+import asyncio
+import contextvars
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import nn
+
+from shardnet.backend import Backend
+from shardnet.errors import StateError
+from shardnet.fsdp.placement import UnitChoice
+from shardnet.fsdp.wrapper import FSDP
+from shardnet.sharding import ShardingStrategy
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Tensor = torch.Tensor
+
+
+class AsyncFSDP:
+    """An `FSDP` with a compute thread of its own, so that nothing it does blocks the event loop.
+
+        async with AsyncFSDP(module, backend, units=[Block]) as model:
+            loss = await model(x)
+            await model.backward(loss)
+            await model.step(optimizer)
+
+    `await AsyncFSDP(...)` makes it, too; then `aclose()` ends it. Calls run one after the other in the order in which
+    they were made, with the caller's grad mode and context variables. Cancelling one that has not begun means that it
+    never does; one that runs goes on to its end, since the other ranks take part in it. The backend is not closed.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        backend: Backend,
+        *,
+        units: UnitChoice = None,
+        strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
+        prefetch: int = 1,
+    ) -> None:
+        self._make = lambda: FSDP(module, backend, units=units, strategy=strategy, prefetch=prefetch)
+        self._fsdp: FSDP | None = None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"shardnet-compute-{backend.rank}")
+
+    @property
+    def fsdp(self) -> FSDP:
+        """The wrapped model itself. Use its methods through `run`, so that they come in turn."""
+        if self._fsdp is None:
+            raise StateError("AsyncFSDP is not made yet: `async with AsyncFSDP(...) as model`, or `model = await AsyncFSDP(...)`")
+        return self._fsdp
+
+    async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call a function on the compute thread."""
+        call = contextvars.copy_context().run
+        grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+        def work() -> T:
+            with torch.inference_mode(inference), torch.set_grad_enabled(grad):
+                return call(function, *args, **kwargs)
+
+        return await asyncio.wrap_future(self._thread.submit(work))
+
+    # --- training
+
+    async def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward."""
+        return await self.run(self.fsdp, *args, **kwargs)
+
+    async def backward(self, loss: Tensor, gradient: Tensor | None = None) -> None:
+        """`loss.backward()`; when it returns the gradients are reduced, unless within `no_sync`."""
+        await self.run(loss.backward, gradient)
+
+    async def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """`optimizer.step()`."""
+        await self.run(optimizer.step)
+
+    async def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """See `FSDP.clip_grad_norm_`."""
+        return await self.run(self.fsdp.clip_grad_norm_, max_norm, norm_type)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """See `FSDP.no_sync`. Await the backwards within it before leaving it."""
+        return self.fsdp.no_sync()
+
+    # --- parameters
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """This rank's slices, for an optimizer."""
+        return self.fsdp.parameters()
+
+    async def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
+        """See `FSDP.full_state_dict`."""
+        return await self.run(self.fsdp.full_state_dict, rank0_only=rank0_only)
+
+    # --- beginning and end
+
+    async def _start(self) -> "AsyncFSDP":
+        if self._fsdp is None:
+            self._fsdp = await self.run(self._make)
+        return self
+
+    def __await__(self) -> Generator[Any, None, "AsyncFSDP"]:
+        return self._start().__await__()
+
+    async def __aenter__(self) -> "AsyncFSDP":
+        try:
+            return await self._start()
+        except BaseException:
+            await self.aclose()
+            raise
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Wait for the calls that were made, and end the compute thread. Safe to call twice."""
+        await asyncio.to_thread(self._thread.shutdown)

@@ -1,0 +1,69 @@
+"""`GradientBuffer`: the full-size gradients of one group until they are reduced."""
+
+import torch
+
+from shardnet.fsdp.memory import Gauge
+from shardnet.sharding import FlatLayout
+
+Tensor = torch.Tensor
+
+
+class GradientBuffer:
+    """Collects gradients parameter by parameter into one flat buffer [N] of the group's layout.
+
+    The buffer exists from the first gradient until `take`. Gradients of several backward passes add up (`no_sync`).
+    """
+
+    def __init__(self, layout: FlatLayout, dtype: torch.dtype, device: torch.device, gauge: Gauge) -> None:
+        self._layout = layout
+        self._dtype = dtype
+        self._device = device
+        self._gauge = gauge
+        self._flat: Tensor | None = None
+        self._views: list[Tensor] = []
+        self._filled: set[int] = set()
+
+    @property
+    def empty(self) -> bool:
+        return self._flat is None
+
+    def add(self, index: int, gradient: Tensor) -> None:
+        """Add the gradient of the index-th parameter, in that parameter's shape."""
+        self._allocate()
+        dense = gradient.to_dense() if gradient.is_sparse else gradient
+        if index in self._filled:
+            self._views[index].add_(dense)
+        else:
+            self._views[index].copy_(dense)
+            self._filled.add(index)
+
+    def take(self) -> Tensor:
+        """Hand the buffer over, zeros where no gradient came; the taker calls `returned` once it is done with it."""
+        flat = self._allocate()
+        for index, view in enumerate(self._views):
+            if index not in self._filled:
+                view.zero_()
+        self._forget()
+        return flat
+
+    def returned(self, flat: Tensor) -> None:
+        """Count a buffer that was taken as freed."""
+        self._gauge.remove(flat.nbytes)
+
+    def clear(self) -> None:
+        """Drop whatever was collected."""
+        if self._flat is not None:
+            self._gauge.remove(self._flat.nbytes)
+        self._forget()
+
+    def _allocate(self) -> Tensor:
+        if self._flat is None:
+            self._flat = torch.empty(self._layout.numel, dtype=self._dtype, device=self._device)
+            self._views = self._layout.views(self._flat)
+            self._gauge.add(self._flat.nbytes)
+        return self._flat
+
+    def _forget(self) -> None:
+        self._flat = None
+        self._views = []
+        self._filled = set()

@@ -1,0 +1,77 @@
+"""Counting the bytes that a rank holds. Nothing here is estimated: every figure is the size of tensors that exist."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from shardnet.fsdp.wrapper import FSDP
+
+
+@dataclass(slots=True)
+class Gauge:
+    """Bytes held now, and the most that were held at once."""
+
+    current_bytes: int = 0
+    peak_bytes: int = 0
+
+    def add(self, count: int) -> None:
+        self.current_bytes += count
+        self.peak_bytes = max(self.peak_bytes, self.current_bytes)
+
+    def remove(self, count: int) -> None:
+        self.current_bytes -= count
+
+    def reset_peak(self) -> None:
+        self.peak_bytes = self.current_bytes
+
+
+@dataclass(slots=True)
+class MemoryMeter:
+    """The full-size buffers of one model, told by those who allocate and free them."""
+
+    full_parameters: Gauge = field(default_factory=Gauge)
+    full_gradients: Gauge = field(default_factory=Gauge)
+
+    def reset_peaks(self) -> None:
+        self.full_parameters.reset_peak()
+        self.full_gradients.reset_peak()
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """What one rank holds, in bytes."""
+
+    parameter_shards: int
+    gradient_shards: int
+    optimizer_state: int
+    full_parameters: int  # gathered at this moment
+    full_gradients: int  # full-size gradients waiting for, or in, a reduction
+    peak_full_parameters: int  # the most gathered at once since the start or `reset_peaks()`
+    peak_full_gradients: int
+
+    @property
+    def persistent(self) -> int:
+        """What is held between steps."""
+        return self.parameter_shards + self.gradient_shards + self.optimizer_state
+
+
+def memory_report(model: "FSDP", optimizer: torch.optim.Optimizer | None = None) -> MemoryReport:
+    """Count this rank's bytes: shards of parameters, gradients and optimizer state, and full-size buffers. No traffic."""
+    meter = model.memory
+    state = () if optimizer is None else (value for entry in optimizer.state.values() for value in entry.values())
+    return MemoryReport(
+        parameter_shards=sum(group.shard.nbytes for group in model.groups),
+        gradient_shards=_bytes(parameter.grad for parameter in model.parameters()),
+        optimizer_state=_bytes(state),
+        full_parameters=meter.full_parameters.current_bytes,
+        full_gradients=meter.full_gradients.current_bytes,
+        peak_full_parameters=meter.full_parameters.peak_bytes,
+        peak_full_gradients=meter.full_gradients.peak_bytes,
+    )
+
+
+def _bytes(values: Iterable[object]) -> int:
+    return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))

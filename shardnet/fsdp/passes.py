@@ -1,0 +1,88 @@
+"""What happened in one forward, and what happened so far in one backward."""
+
+from dataclasses import dataclass, field
+
+from shardnet.fsdp.group import FlatGroup
+from shardnet.fsdp.unit import Unit, UnitState
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One forward of one unit. The hooks on its inputs and outputs carry it into backward."""
+
+    unit: Unit
+    forward: "ForwardPass"
+    resumes: str | None = None  # what the thread computed before, and goes on with after it
+    number: int | None = None  # its place in `forward.calls`; None for a recomputation and until it has ended
+
+
+@dataclass(slots=True, eq=False)
+class ForwardPass:
+    """One forward of the outermost unit, from its first hook on. Its outputs carry it into their backward."""
+
+    order: list[Unit] = field(default_factory=list)  # every unit that ran, in order of first use
+    tracked: list[Unit] = field(default_factory=list)  # those that ran with gradients on, in order of first use
+    calls: list[Unit] = field(default_factory=list)  # one entry per call that backward will come back to, in order of end
+    reduced: bool = False  # the gradients of `tracked` have been reduced
+
+    def entered(self, unit: Unit, *, grad: bool) -> None:
+        if unit not in self.order:
+            self.order.append(unit)
+        if grad and unit not in self.tracked:
+            self.tracked.append(unit)
+
+    def left(self, call: Call) -> None:
+        """Note the end of a call that has outputs with gradients."""
+        call.number = len(self.calls)
+        self.calls.append(call.unit)
+
+    def before(self, call: Call, count: int) -> list[Unit]:
+        """The first `count` units, other than that of `call`, that backward reaches after it."""
+        found: list[Unit] = []
+        for unit in reversed(self.calls[: call.number or 0]):
+            if len(found) == count:
+                break
+            if unit is not call.unit and unit not in found:
+                found.append(unit)
+        return found
+
+    def repeats(self, call: Call) -> bool:
+        """Whether backward goes on with the same unit after `call`: a unit used several times in a row."""
+        return call.number is not None and call.number > 0 and self.calls[call.number - 1] is call.unit
+
+
+@dataclass(slots=True, eq=False)
+class BackwardPass:
+    """One call of backward, from its first hook to the engine's final callback."""
+
+    forwards: list[ForwardPass] = field(default_factory=list)  # whose outputs it came through
+    units: dict[Unit, None] = field(default_factory=dict)  # that owe a reduction, in its order; a dict for its order
+    received: bool = False  # any gradient has come; none does in torch.autograd.grad with respect to inputs
+    finished: list[Unit] = field(default_factory=list)  # have all gradients, may still hold full parameters
+    _missing: dict[Unit, set[tuple[FlatGroup, int]]] = field(default_factory=dict)
+
+    def missing(self, unit: Unit) -> set[tuple[FlatGroup, int]]:
+        """The unit's parameters, as group and index, that wait for their gradient."""
+        if unit not in self._missing:
+            self._missing[unit] = {(group, index) for group in unit.groups for index in group.trainable}
+        return self._missing[unit]
+
+    def arrived(self, unit: Unit, group: FlatGroup, index: int) -> bool:
+        """Note a gradient; returns whether it was the unit's last one."""
+        self.received = True
+        missing = self.missing(unit)
+        was_last = missing == {(group, index)}
+        missing.discard((group, index))
+        return was_last
+
+    def owe(self, units: list[Unit]) -> list[Unit]:
+        """Add units to those that owe a reduction; returns the new ones."""
+        new = [unit for unit in units if unit not in self.units]
+        self.units.update(dict.fromkeys(new))
+        return new
+
+    def take_finished(self, now: Unit) -> list[Unit]:
+        """Finished units other than `now` that still hold full parameters; they are forgotten here."""
+        done = [unit for unit in self.finished if unit is not now and unit.state is UnitState.BACKWARD]
+        self.finished = [unit for unit in self.finished if unit is now]
+        return done

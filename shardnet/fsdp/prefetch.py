@@ -1,0 +1,101 @@
+"""`Prefetcher`: gathers the units that come next while the current one computes."""
+
+from collections.abc import Sequence
+
+import torch
+
+from shardnet.backend import Pending, ReduceOp
+from shardnet.errors import StateError
+from shardnet.fsdp.communicators import Communicators
+from shardnet.fsdp.passes import Call, ForwardPass
+from shardnet.fsdp.unit import Unit, UnitState
+
+
+class Prefetcher:
+    """Keeps the gathers under way to a window: the next `depth` units, and nothing else.
+
+    So the memory in flight is bounded whatever the depth of the model, also where a forward takes another way than
+    the one before: a unit that was gathered in vain is freed as soon as the window has moved past it.
+    """
+
+    def __init__(self, units: Sequence[Unit], depth: int, comms: Communicators) -> None:
+        self.depth = depth
+        self._units = units
+        self._comms = comms
+        self._order = list(units)  # of first use: registration order until a forward has shown the real one
+        self._explicit: dict[Unit, list[Pending[None]]] = {}  # asked for by the user, for the next forward
+
+    # --- implicit
+
+    def learn(self, forward: ForwardPass) -> None:
+        """Expect the next forward to go the way of this one."""
+        self._order = list(forward.order)
+
+    def ahead_in_forward(self, unit: Unit) -> None:
+        """Gather what comes after `unit` in forward."""
+        if unit in self._order:
+            position = self._order.index(unit) + 1
+            self._move_to(self._order[position : position + self.depth])
+
+    def ahead_in_backward(self, call: Call) -> None:
+        """Gather what comes after `call` in backward."""
+        if call.number is not None:
+            self._move_to(call.forward.before(call, self.depth))
+
+    def stop(self) -> None:
+        """Free what was gathered ahead and not used, but for an explicit prefetch."""
+        self._move_to([])
+
+    def reset(self) -> None:
+        """Free everything that was gathered ahead."""
+        self._explicit.clear()
+        self.stop()
+
+    def _move_to(self, window: Sequence[Unit]) -> None:
+        for unit in self._units:
+            if unit.state is UnitState.GATHERING and unit not in window and unit not in self._explicit:
+                unit.discard()
+        for unit in window:
+            if unit.state is UnitState.SHARDED:
+                unit.start_gather()
+
+    # --- explicit
+
+    @property
+    def explicit_pending(self) -> bool:
+        return bool(self._explicit)
+
+    def start_explicit(self) -> list[Pending[None]]:
+        """Start gathering what the next forward needs first: its first unit and `depth` more."""
+        if self._explicit:
+            raise StateError("prefetch_forward_params was called twice before forward(); the first prefetch still waits to be used")
+        for unit in self._order[: self.depth + 1]:
+            # The handles give None: the gathered bytes belong to the unit, which frees them.
+            self._explicit[unit] = [pending.map(lambda _: None) for pending in unit.start_gather()]
+        return [pending for pendings in self._explicit.values() for pending in pendings]
+
+    def consume_explicit(self) -> None:
+        """Make sure that what was prefetched is what the shards hold now; a collective if anything was prefetched.
+
+        An optimizer step, `update_shards` or any other change since the prefetch shows as a difference between this
+        rank's shard and its own part of the gathered buffer. One tiny all-reduce makes all ranks gather such a unit
+        anew, whichever of them saw it.
+        """
+        explicit, self._explicit = self._explicit, {}
+        units = [unit for unit in explicit if unit.state is UnitState.GATHERING]  # a backward in between uses them up
+        for unit in units:
+            unit.wait_gathered()
+            for pending in explicit[unit]:
+                pending.exception()  # counts as awaited, should the user not have done so
+        if units:
+            for unit, changed in zip(units, self._changed(units), strict=True):
+                if changed:
+                    unit.discard()
+                    unit.start_gather()
+
+    def _changed(self, units: Sequence[Unit]) -> list[bool]:
+        device = next((group.shard.device for unit in units for group in unit.groups), None)
+        stale = [not all(group.is_fresh() for group in unit.groups) for unit in units]
+        flags = torch.tensor(stale, dtype=torch.int32, device=device)
+        agreed = self._comms.gathers.all_reduce(flags, ReduceOp.MAX, label="whether prefetched parameters changed")
+        return [bool(flag) for flag in self._comms.wait(agreed, "check prefetch").tolist()]

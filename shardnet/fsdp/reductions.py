@@ -1,0 +1,94 @@
+"""`ReductionQueue`: reduces the gradients of units while backward goes on.
+
+[Note: reduction queue] Reductions start in an order that all ranks agree on: backward's, that is, the units of the
+forward in reverse order of first use. A unit whose gradients are complete waits until those before it have started.
+Completion alone would not do as an order: where a parameter is unused on some ranks its unit completes at different
+moments, and the ranks would reduce different units with each other.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from shardnet.backend import Pending, ReduceOp
+from shardnet.fsdp.communicators import Communicators
+from shardnet.fsdp.group import FlatGroup
+from shardnet.fsdp.unit import Unit
+
+
+@dataclass(frozen=True, slots=True)
+class _Reduction:
+    """One group's gradients on their way; both buffers belong to the collective until it is done."""
+
+    group: FlatGroup
+    full: torch.Tensor  # [N]
+    pending: Pending[torch.Tensor]  # gives this rank's part
+
+
+class ReductionQueue:
+    """At most `limit` units' full-size gradients are under way at once: beyond that the oldest is waited for."""
+
+    def __init__(self, comms: Communicators, limit: int) -> None:
+        self._comms = comms
+        self._limit = limit
+        self._planned: deque[Unit] = deque()
+        self._ready: set[Unit] = set()
+        self._in_flight: deque[_Reduction] = deque()
+
+    @property
+    def active(self) -> bool:
+        return bool(self._planned or self._in_flight)
+
+    def plan(self, units: Iterable[Unit]) -> None:
+        """Append units that will be reduced, in the order of their reductions."""
+        self._planned.extend(unit for unit in units if unit.trainable and unit not in self._planned)
+
+    def planned(self) -> list[Unit]:
+        return list(self._planned)
+
+    def ready(self, unit: Unit) -> None:
+        """The unit's gradients are complete: start its reduction, and those that waited for it, as the order allows."""
+        self._ready.add(unit)
+        while self._planned and self._planned[0] in self._ready:
+            self._start(self._planned.popleft())
+
+    def finish(self) -> None:
+        """Reduce what is left of the plan, missing gradients as zeros, and wait for everything."""
+        while self._planned:
+            self._start(self._planned.popleft())
+        while self._in_flight:
+            self._complete_oldest()
+        self._ready.clear()
+
+    def cancel_plan(self) -> None:
+        """Forget what was planned; gradients that were collected stay where they are."""
+        self._planned.clear()
+        self._ready.clear()
+
+    def abandon(self) -> None:
+        """Wait for what is under way, whatever becomes of it, and forget everything."""
+        self.cancel_plan()
+        while self._in_flight:
+            reduction = self._in_flight.popleft()
+            reduction.pending.exception()
+            reduction.group.gradients.returned(reduction.full)
+
+    def _start(self, unit: Unit) -> None:
+        self._ready.discard(unit)
+        for group in unit.groups:
+            if group.trainable:
+                full = group.gradients.take()
+                pending = self._comms.reductions.reduce_scatter(full, ReduceOp.MEAN, sizes=group.layout.sizes, label=group.label)
+                self._in_flight.append(_Reduction(group, full, pending))
+        while len(self._in_flight) > self._limit:
+            self._complete_oldest()
+
+    def _complete_oldest(self) -> None:
+        reduction = self._in_flight.popleft()
+        try:
+            shard_gradient = self._comms.wait(reduction.pending, f"reduce {reduction.group.label}")
+        finally:
+            reduction.group.gradients.returned(reduction.full)
+        reduction.group.accept(shard_gradient)

@@ -1,0 +1,225 @@
+"""`Runtime`: what happens at each hook of a wrapped model.
+
+    before_forward   gather the unit, show the full parameters, start gathering the next units
+    after_forward    show the shards, free the full parameters, hook the outputs
+    before_backward  gather the unit again, start gathering the next ones
+    on_gradient      when the unit's last one is there: start the reduction
+    after_backward   the unit's inputs have their gradients: free the full parameters
+    end_backward     reduce what is left, wait for all reductions, set the parameters' gradients
+
+[Note: recomputation] Activation checkpointing runs forward again within backward. Around a unit that is in its
+backward the forward hooks do nothing, since its parameters are there. Other units are gathered and freed as in any
+forward, but it is no new forward pass: nothing is learnt or prefetched.
+
+[Note: when a unit is freed in backward] A unit whose inputs carry gradients is freed when these are complete. Where
+there are none, or where an input is also used elsewhere (a skip connection) and completes late, a unit that has all
+its parameters' gradients is freed when the next unit's backward begins. What then remains is freed at the end.
+Gradients alone would not do: frozen weights, and a weight used through `detach()`, may be read after the last one.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch.autograd import Variable
+from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
+
+from shardnet.errors import StateError
+from shardnet.fsdp.communicators import Communicators
+from shardnet.fsdp.group import FlatGroup
+from shardnet.fsdp.passes import BackwardPass, Call, ForwardPass
+from shardnet.fsdp.prefetch import Prefetcher
+from shardnet.fsdp.reductions import ReductionQueue
+from shardnet.fsdp.tensors import differentiable, with_bases
+from shardnet.fsdp.unit import Unit, UnitState
+
+
+class Runtime:
+    """The units of one model at work; lives as long as the wrapped model. Used by one thread at a time."""
+
+    def __init__(self, units: Sequence[Unit], comms: Communicators, prefetch: int) -> None:
+        self.units = tuple(units)
+        self.prefetcher = Prefetcher(self.units, prefetch, comms)
+        self.synchronise = True  # reduce gradients in backward; off within `no_sync`
+        self._timeline = comms.timeline
+        self._reductions = ReductionQueue(comms, limit=prefetch + 1)
+        self._calls: list[Call] = []  # under way, outermost first
+        self._forward: ForwardPass | None = None  # the last one with gradients on
+        self._backward: BackwardPass | None = None
+        self._unreduced: dict[Unit, None] = {}  # hold gradients of backwards without synchronisation
+        for unit in self.units:
+            for group in unit.groups:
+                group.on_gradient(partial(self.on_gradient, unit))
+
+    # --- forward
+
+    def before_forward(self, unit: Unit, inputs: object) -> None:
+        if self._backward is not None and not _in_backward():
+            self.reset()  # the last backward raised: its end was never reached
+        if unit.state is UnitState.BACKWARD:
+            return  # see [Note: recomputation]
+        forward = self._calls[0].forward if self._calls else self._begin_forward()
+        call = Call(unit, forward, resumes=self._timeline.computing)
+        self._calls.append(call)
+        if len(self._calls) == 1 and not self._recomputing:
+            self.prefetcher.consume_explicit()
+        self._gather_for_forward(call)
+        if torch.is_grad_enabled() and (tensors := differentiable(inputs)):
+            register_multi_grad_hook(tensors, lambda _: self.after_backward(call), mode="all")
+
+    def after_forward(self, unit: Unit, outputs: object) -> None:
+        """Also runs when forward raised, then with None as `outputs`; and then perhaps without a `before_forward`."""
+        if not self._calls or self._calls[-1].unit is not unit or unit.state is UnitState.BACKWARD:
+            return
+        call = self._calls.pop()
+        if unit.state is UnitState.FORWARD and all(outer.unit is not unit for outer in self._calls):
+            unit.reshard()
+        if torch.is_grad_enabled() and (tensors := differentiable(outputs)):
+            if not self._recomputing:
+                call.forward.left(call)
+            register_multi_grad_hook(with_bases(tensors), lambda _: self.before_backward(call), mode="any")
+        self._timeline.compute(call.resumes)
+        if not self._calls and not self._recomputing:
+            if outputs is not None:
+                self.prefetcher.learn(call.forward)
+            self.prefetcher.stop()
+
+    @property
+    def _recomputing(self) -> bool:
+        return self._backward is not None
+
+    def _begin_forward(self) -> ForwardPass:
+        if self._backward is not None:
+            return self._backward.forwards[-1]
+        forward = ForwardPass()
+        if torch.is_grad_enabled():
+            self._forward = forward
+        return forward
+
+    def _gather_for_forward(self, call: Call) -> None:
+        unit = call.unit
+        if unit.state is not UnitState.FORWARD:  # it is, if the unit calls itself
+            unit.use(UnitState.FORWARD)
+        if not self._recomputing:
+            call.forward.entered(unit, grad=torch.is_grad_enabled())
+            self.prefetcher.ahead_in_forward(unit)
+        self._timeline.compute(f"{unit.name} forward")
+
+    # --- backward
+
+    def before_backward(self, call: Call) -> None:
+        if torch.is_grad_enabled():
+            raise StateError(f"{call.unit.name}: backward(create_graph=True) is not supported, since it reads parameters that were freed")
+        backward = self._enter_backward(call.forward)
+        self._owe(backward, [call.unit])  # new only if it ran first within a reentrant checkpoint
+        for finished in backward.take_finished(call.unit):
+            finished.reshard()
+        if call.unit.state is not UnitState.BACKWARD:
+            call.unit.use(UnitState.BACKWARD)
+        self.prefetcher.ahead_in_backward(call)
+        self._timeline.compute(f"{call.unit.name} backward")
+
+    def on_gradient(self, unit: Unit, group: FlatGroup, index: int) -> None:
+        backward = self._backward or self._enter_backward(self._forward or ForwardPass())
+        if backward.arrived(unit, group, index):
+            if not unit.frozen_in_part:
+                backward.finished.append(unit)
+            if self.synchronise:
+                self._reductions.ready(unit)
+
+    def after_backward(self, call: Call) -> None:
+        backward, unit = self._backward, call.unit
+        if backward is None or unit.state is not UnitState.BACKWARD:
+            return
+        if self.synchronise and backward.received and not any(_will_arrive(*entry) for entry in backward.missing(unit)):
+            self._reductions.ready(unit)  # what is missing is not used in this backward
+        if not call.forward.repeats(call):
+            unit.reshard()
+
+    def end_backward(self) -> None:
+        backward = self._backward
+        if backward is None:
+            return
+        try:
+            if not backward.received:
+                self._reductions.cancel_plan()
+            elif self.synchronise:
+                self._reduce(backward.forwards)
+            else:
+                self._unreduced.update(backward.units)
+        except BaseException:
+            self.reset()
+            raise
+        self._backward = None
+        self._free_all()
+
+    def _enter_backward(self, forward: ForwardPass) -> BackwardPass:
+        if self._backward is None:
+            self._backward = BackwardPass()
+            Variable._execution_engine.queue_callback(self.end_backward)
+        if forward not in self._backward.forwards:
+            self._backward.forwards.append(forward)
+            self._owe(self._backward, list(reversed(forward.tracked)))
+        return self._backward
+
+    def _owe(self, backward: BackwardPass, units: list[Unit]) -> None:
+        new = backward.owe(units)
+        if self.synchronise:
+            self._reductions.plan(new)
+
+    # --- reduction
+
+    def synchronise_gradients(self) -> None:
+        """Reduce what no backward has reduced: gradients of `no_sync`, and zeros for what got none. A collective."""
+        if self._forward is None:
+            raise StateError("there is nothing to synchronise. Was forward() called before backward()?")
+        if self._backward is not None:
+            self.reset()
+        if not self._forward.reduced:
+            self._reductions.plan(reversed(self._forward.tracked))
+        self._reduce([self._forward])
+
+    def _reduce(self, forwards: Sequence[ForwardPass]) -> None:
+        self._reductions.plan(self._unreduced)
+        self._reductions.finish()
+        # A unit used twice under reentrant checkpoints is complete twice.
+        self._reductions.plan(unit for unit in reversed(self.units) if any(not group.gradients.empty for group in unit.groups))
+        self._reductions.finish()
+        self._unreduced.clear()
+        for forward in forwards:
+            forward.reduced = True
+
+    @property
+    def unreduced(self) -> bool:
+        """Whether gradients wait for a reduction."""
+        return bool(self._unreduced)
+
+    # --- the end
+
+    def reset(self) -> None:
+        """After an error: wait for what is under way, drop the iteration's gradients, and shard everything."""
+        self._calls.clear()
+        self._backward = None
+        self._reductions.abandon()
+        self._unreduced.clear()
+        self.prefetcher.reset()
+        for unit in self.units:
+            for group in unit.groups:
+                group.gradients.clear()
+        self._free_all()
+
+    def _free_all(self) -> None:
+        self.prefetcher.stop()
+        for unit in self.units:
+            if unit.state is not UnitState.GATHERING:  # an explicit prefetch stays
+                unit.reset()
+        self._timeline.compute(None)
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _will_arrive(group: FlatGroup, index: int) -> bool:
+    """Whether the backward that runs now will come to this parameter."""
+    return torch._C._will_engine_execute_node(get_gradient_edge(group.leaves[index]).node)

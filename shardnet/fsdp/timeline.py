@@ -1,0 +1,46 @@
+"""`Timeline`: what the training thread is doing, for the trace and the share of exposed communication."""
+
+import time
+from typing import TypeVar
+
+from shardnet.backend import Pending
+from shardnet.telemetry import Telemetry, Track
+
+T = TypeVar("T")
+
+
+class Timeline:
+    """Cuts the training thread's time into computing in one unit, waiting for a collective, and neither.
+
+    Spans do not overlap: while an inner unit computes, and while a collective is waited for, the outer unit does not.
+    """
+
+    def __init__(self, telemetry: Telemetry) -> None:
+        self._telemetry = telemetry
+        self._computing: str | None = None
+        self._since_ns = 0
+
+    @property
+    def computing(self) -> str | None:
+        """What `compute` was last told."""
+        return self._computing
+
+    def compute(self, name: str | None) -> None:
+        """From now on the thread computes in `name`; None: in no unit."""
+        now = time.perf_counter_ns()
+        if self._computing is not None:
+            self._telemetry.record(self._computing, Track.COMPUTE, self._since_ns, now)
+        self._computing, self._since_ns = name, now
+
+    def wait(self, pending: Pending[T], name: str) -> T:
+        """The result of a collective. Time spent blocked here is recorded as exposed."""
+        if pending.done():
+            return pending.wait()
+        computing = self._computing
+        self.compute(None)
+        start = time.perf_counter_ns()
+        try:
+            return pending.wait()
+        finally:
+            self._telemetry.record(name, Track.EXPOSED, start, time.perf_counter_ns())
+            self.compute(computing)

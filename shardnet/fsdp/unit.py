@@ -1,0 +1,116 @@
+"""`Unit`: a submodule whose parameters are gathered, used and freed together."""
+
+from enum import Enum, auto
+
+import torch
+from torch import nn
+
+from shardnet.backend import Pending
+from shardnet.errors import ShardnetError
+from shardnet.fsdp.communicators import Communicators
+from shardnet.fsdp.group import FlatGroup
+from shardnet.fsdp.memory import MemoryMeter
+from shardnet.fsdp.placement import PlacedParameter, UnitPlan
+
+
+class UnitState(Enum):
+    """Who owns the unit's full buffers, and what may come next."""
+
+    SHARDED = auto()  # the buffers have no memory; modules hold the shards. Next: GATHERING
+    GATHERING = auto()  # allocated, owned by the collectives, not readable; modules hold the shards. Next: any other
+    FORWARD = auto()  # complete, read by the running forward; modules hold the full parameters. Next: SHARDED
+    BACKWARD = auto()  # complete, read by autograd and recomputation; modules hold the full parameters. Next: SHARDED
+
+
+class Unit:
+    """One wrapped submodule; lives as long as the wrapped model."""
+
+    def __init__(self, plan: UnitPlan, comms: Communicators, meter: MemoryMeter) -> None:
+        self.name = plan.name
+        self.module: nn.Module = plan.module
+        self.groups = _make_groups(plan, comms, meter)
+        self.state = UnitState.SHARDED
+        self._comms = comms
+        self._pending: list[Pending[torch.Tensor]] = []
+
+    def __repr__(self) -> str:
+        return f"<Unit {self.name} {self.state.name}>"
+
+    @property
+    def trainable(self) -> bool:
+        """Whether any of its parameters gets gradients."""
+        return any(group.trainable for group in self.groups)
+
+    @property
+    def frozen_in_part(self) -> bool:
+        """Whether any of its parameters gets none."""
+        return any(len(group.trainable) < len(group.originals) for group in self.groups)
+
+    def start_gather(self) -> list[Pending[torch.Tensor]]:
+        """SHARDED → GATHERING. The handles are the unit's own to wait for; others may look."""
+        assert self.state is UnitState.SHARDED, self
+        self.state = UnitState.GATHERING
+        for group in self.groups:
+            self._pending.append(group.start_gather())
+        return list(self._pending)
+
+    def wait_gathered(self) -> None:
+        """Block until the full buffers are complete. Still GATHERING, but readable; on an error back to SHARDED."""
+        assert self.state is UnitState.GATHERING, self
+        try:
+            for pending in self._pending:
+                self._comms.wait(pending, f"gather {self.name}")
+        except ShardnetError:
+            self.discard()
+            raise
+
+    def use(self, state: UnitState) -> None:
+        """SHARDED or GATHERING → FORWARD or BACKWARD: gather, wait and show the full parameters to the modules."""
+        if self.state is UnitState.SHARDED:
+            self.start_gather()
+        self.wait_gathered()
+        self._pending.clear()
+        for group in self.groups:
+            group.show_full()
+        self.state = state
+
+    def reshard(self) -> None:
+        """FORWARD or BACKWARD → SHARDED."""
+        assert self.state in (UnitState.FORWARD, UnitState.BACKWARD), self
+        for group in self.groups:
+            group.show_shard()
+            group.free()
+        self.state = UnitState.SHARDED
+
+    def discard(self) -> None:
+        """GATHERING → SHARDED, whatever became of the gather: memory that is still written to is not freed."""
+        assert self.state is UnitState.GATHERING, self
+        for pending in self._pending:
+            pending.exception()
+        self._pending.clear()
+        for group in self.groups:
+            group.free()
+        self.state = UnitState.SHARDED
+
+    def reset(self) -> None:
+        """Any state → SHARDED, after an error."""
+        if self.state is UnitState.GATHERING:
+            self.discard()
+        elif self.state is not UnitState.SHARDED:
+            self.reshard()
+        for group in self.groups:
+            for leaf in group.leaves:
+                leaf.grad = None
+
+
+def _make_groups(plan: UnitPlan, comms: Communicators, meter: MemoryMeter) -> list[FlatGroup]:
+    """One group per dtype, device and requires_grad; normally that is one."""
+    kinds: dict[tuple[torch.dtype, torch.device, bool], list[PlacedParameter]] = {}
+    for placed in plan.parameters:
+        parameter = placed.parameter
+        kinds.setdefault((parameter.dtype, parameter.device, parameter.requires_grad), []).append(placed)
+    return [FlatGroup(_label(plan.name, *kind, alone=len(kinds) == 1), members, comms, meter) for kind, members in kinds.items()]
+
+
+def _label(name: str, dtype: torch.dtype, device: torch.device, trainable: bool, *, alone: bool) -> str:
+    return name if alone else f"{name}[{str(dtype).removeprefix('torch.')}, {device.type}, {'trainable' if trainable else 'frozen'}]"

@@ -1,0 +1,95 @@
+"""`FlatLayout`: where each parameter lies in a flat buffer, and which part of it each rank holds.
+
+[Note: flat layout] The parameters of a group lie end to end, in order, in one flat buffer of N elements, without
+gaps or padding. The buffer is cut into `world_size` contiguous shards of N // world_size elements, the first
+N % world_size of them one longer. So the shards put end to end are the flat buffer, which is what all_gather
+delivers, and a rank's part of a parameter is one contiguous slice: all of it, a piece, or nothing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from shardnet.errors import SizeMismatchError
+from shardnet.sharding.split import shard_bounds, shard_sizes
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSpec:
+    """One parameter in the flat buffer."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int  # of its first element in the flat buffer
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSlice:
+    """The elements [start, stop) of a flattened parameter that one rank holds; empty where start == stop."""
+
+    name: str
+    shape: tuple[int, ...]  # of the whole parameter
+    start: int
+    stop: int
+    offset: int  # of element `start` in the rank's shard
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+class FlatLayout:
+    """The parameters of one flat buffer and its split over ranks. See [Note: flat layout]. Immutable."""
+
+    def __init__(self, named_shapes: Sequence[tuple[str, Sequence[int]]], world_size: int) -> None:
+        specs: list[ParameterSpec] = []
+        offset = 0
+        for name, shape in named_shapes:
+            specs.append(ParameterSpec(name, tuple(shape), offset))
+            offset += specs[-1].numel
+        self.specs = tuple(specs)
+        self.world_size = world_size
+        self.numel = offset  # N
+        self.sizes = shard_sizes(offset, world_size)
+
+    def bounds(self, rank: int) -> tuple[int, int]:
+        """Start and stop of `rank`'s shard in the flat buffer."""
+        return shard_bounds(self.numel, rank, self.world_size)
+
+    def slices(self, rank: int) -> tuple[ParameterSlice, ...]:
+        """One slice per parameter, in order."""
+        return tuple(self._slice(spec, *self.bounds(rank)) for spec in self.specs)
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """A flat buffer [N] as the parameters it holds, each in its shape and sharing the buffer's memory."""
+        self._check(flat, self.numel)
+        return [flat[spec.offset : spec.offset + spec.numel].view(spec.shape) for spec in self.specs]
+
+    def shard(self, flat: Tensor, rank: int) -> Tensor:
+        """`rank`'s part of a flat buffer [N], as a view [sizes[rank]]."""
+        self._check(flat, self.numel)
+        start, stop = self.bounds(rank)
+        return flat[start:stop]
+
+    def shard_views(self, shard: Tensor, rank: int) -> list[Tensor]:
+        """A shard [sizes[rank]] as one 1-D view per parameter, possibly empty."""
+        self._check(shard, self.sizes[rank])
+        return [shard[piece.offset : piece.offset + piece.numel] for piece in self.slices(rank)]
+
+    def _slice(self, spec: ParameterSpec, shard_start: int, shard_stop: int) -> ParameterSlice:
+        start = min(max(shard_start - spec.offset, 0), spec.numel)
+        stop = max(min(shard_stop - spec.offset, spec.numel), start)
+        offset = min(max(spec.offset - shard_start, 0), shard_stop - shard_start)
+        return ParameterSlice(spec.name, spec.shape, start, stop, offset)
+
+    def _check(self, buffer: Tensor, numel: int) -> None:
+        if buffer.dim() != 1 or buffer.numel() != numel:
+            raise SizeMismatchError((numel,), tuple(buffer.shape), "as the flat buffer's shape")

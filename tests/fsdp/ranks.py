@@ -1,0 +1,40 @@
+"""Running one function on every rank of a loopback group, each in a thread of its own."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from shardnet.backend import Backend, LoopbackBackend
+from shardnet.config import Timeouts
+
+T = TypeVar("T")
+
+
+def run_ranks(world_size: int, work: Callable[[Backend], T]) -> list[T]:
+    """`work(backend)` on every rank at once; the results by rank. The first error ends all ranks and is raised."""
+    backends = LoopbackBackend.create_group(world_size, timeouts=Timeouts.for_tests())
+    results: dict[int, T] = {}
+    errors: list[BaseException] = []
+
+    def run(backend: Backend) -> None:
+        try:
+            results[backend.rank] = work(backend)
+        except BaseException as error:  # noqa: BLE001 - raised below, in the test's thread
+            errors.append(error)
+            for other in backends:
+                other.abort()
+
+    threads = [threading.Thread(target=run, args=(backend,), name=f"rank {backend.rank}") for backend in backends]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    asyncio.run(_close(backends))
+    if errors:
+        raise errors[0]
+    return [results[rank] for rank in range(world_size)]
+
+
+async def _close(backends: list[LoopbackBackend]) -> None:
+    await asyncio.gather(*(backend.aclose() for backend in backends))
