@@ -76,6 +76,7 @@ class Membership:
         self._on_waiting = on_waiting
         self._security = security
         self._channel: grpc.aio.Channel | None = None
+        self._lease: Lease | None = None
         self._watch: asyncio.Task[None] | None = None  # owned: awaited by _close
         self._topology: Topology | None = None
         self._leaving = False  # whatever happens to the lease from now on is meant
@@ -92,11 +93,11 @@ class Membership:
             raise StateError("a membership is entered once; join again with a new incarnation")
         self._channel = self._security.channel(self._address, channel_options(self._timeouts, Limits()))
         try:
-            lease, self._topology = await Joining(self._channel, self._address, self._request, self._timeouts, self._on_waiting).run()
+            self._lease, self._topology = await Joining(self._channel, self._address, self._request, self._timeouts, self._on_waiting).run()
         except BaseException:
             await self._channel.close()
             raise
-        self._watch = asyncio.create_task(self._watch_others(lease), name=f"membership of rank {self._topology.rank}")
+        self._watch = asyncio.create_task(self._watch_others(self._lease), name=f"membership of rank {self._topology.rank}")
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -116,8 +117,8 @@ class Membership:
     def abort(self) -> None:
         """Give the membership up at once, without a goodbye. Synchronous, on the loop; `aclose` must still follow."""
         self._leaving = True
-        if self._watch is not None:
-            self._watch.cancel()
+        if self._lease is not None:
+            self._lease.end()
 
     async def _watch_others(self, lease: Lease) -> None:
         """Report who is gone until the lease ends."""
@@ -131,10 +132,8 @@ class Membership:
                 return
             log.warning(
                 "[rank %d/%d epoch %d] the rendezvous at %s is gone (%s); the run goes on, but nobody can join or reform until it is back",
-                *(self.topology.rank, self.topology.world_size, self.topology.epoch, self._address, error),
+                *(self.topology.rank, self.topology.world_size, self.topology.epoch, self._address, str(error)),
             )
-        finally:
-            lease.end()
 
     def _report(self, lost: Lost) -> None:
         if self._on_lost is None or lost.epoch != self.topology.epoch:
@@ -159,6 +158,7 @@ class Membership:
     async def _close(self) -> None:
         watch, self._watch = self._watch, None
         try:
+            self.abort()
             if watch is not None:
                 await end_task(watch)
         finally:

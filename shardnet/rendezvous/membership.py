@@ -69,7 +69,6 @@ class Registry:
         """Form the worlds whose time has come."""
         return [notice for job in self._jobs.values() for notice in job.tick(now)]
 
-    @property
     def deadline(self) -> float | None:
         """When `tick` must be called next, if nothing changes before."""
         return min((job.deadline for job in self._jobs.values() if job.deadline is not None), default=None)

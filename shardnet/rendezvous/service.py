@@ -49,7 +49,7 @@ class RendezvousService:
         """Tick the registry whenever it has something to do. Runs until it is cancelled."""
         while True:
             self._changed.clear()
-            deadline = self._registry.deadline
+            deadline = self._registry.deadline()
             try:
                 async with asyncio.timeout(None if deadline is None else max(0.0, deadline - self._clock())):
                     await self._changed.wait()

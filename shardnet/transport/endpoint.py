@@ -68,6 +68,7 @@ class Endpoint:
         if self._state is not _State.NEW:
             raise StateError(f"the endpoint on {self._listen} was started before; make a new one")
         self._state = _State.CLOSED  # until everything below has worked
+        await _check_free(self._listen)
         await self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
         server = grpc.aio.server(options=self._options, maximum_concurrent_rpcs=MAX_CALLS)
         server.add_generic_rpc_handlers(self._handlers)
@@ -76,7 +77,7 @@ class Endpoint:
             port = self._security.bind(server, str(self._listen))
         except RuntimeError as error:
             await server.stop(0)
-            raise ListenError(await _why_not(self._listen)) from error
+            raise ListenError(f"cannot listen on {self._listen}: another process took it in this moment; try again") from error
         try:
             await server.start()
         except BaseException:
@@ -115,22 +116,31 @@ class Endpoint:
         await self.aclose()
 
 
-async def _why_not(address: Address) -> str:
-    """The reason why `address` cannot be bound, which gRPC only logs, and what to do."""
+async def _check_free(address: Address) -> None:
+    """Raise ListenError, with the reason and what to do, unless `address` can be bound. gRPC would only log the reason."""
     loop = asyncio.get_running_loop()
     try:
         found = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
-        return f"cannot listen on {address}: the name is unknown here ({error.strerror}); use an address of this machine"
-    for family, kind, protocol, _, where in found:
-        with socket.socket(family, kind, protocol) as probe:
+        raise ListenError(f"cannot listen on {address}: the name is unknown here ({error.strerror}); use one of this machine") from error
+    problems = [problem for family, _, _, _, where in found if (problem := _bind_problem(family, where)) is not None]
+    in_use = [problem for problem in problems if problem.errno == errno.EADDRINUSE]
+    # A name may have an IPv6 address on a machine without IPv6: one that can be bound is enough, unless somebody has the other.
+    if in_use or len(problems) == len(found):
+        problem = (in_use or problems)[0]
+        raise ListenError(f"cannot listen on {address}: {_advice(problem)}") from problem
+
+
+def _bind_problem(family: int, where: tuple[str | int | bytes, ...]) -> OSError | None:
+    """Why one resolved address cannot be bound."""
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            # With this option binding fails beside a listener but not beside another probe, so probes never harm each other.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(where)
-                probe.listen()
-            except OSError as error:
-                return f"cannot listen on {address}: {_advice(error)}"
-    return f"cannot listen on {address}, though the port is free now: another process may have held it for a moment; try again"
+            probe.bind(where)
+    except OSError as error:
+        return error
+    return None
 
 
 def _advice(error: OSError) -> str:

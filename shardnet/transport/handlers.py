@@ -4,6 +4,7 @@ grpc.aio answers an exception with its text, and a message that cannot be parsed
 first is logged and called "internal error", and the second is the caller's mistake: INVALID_ARGUMENT.
 """
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
@@ -57,6 +58,8 @@ async def _guard(answer: Awaitable[T], context: Context[Reply]) -> T:
         return await answer
     except grpc.aio.AbortError:  # an answer that was meant
         raise
+    except grpc.aio.InternalError:  # the caller is gone: nothing can be written any more, and nobody is there to read it
+        raise asyncio.CancelledError from None
     except Exception:
         log.exception("answering %s failed", context.peer())
         await context.abort(grpc.StatusCode.INTERNAL, "internal error; see the log of the process that was called")

@@ -59,7 +59,7 @@ async def ask(
     """One call over a connection of its own; raises EndpointUnavailable or ProtocolError."""
     channel = (security or Security()).channel(address, channel_options(Timeouts(), Limits()))
     try:
-        call = channel.unary_unary(method, request_serializer=Message.SerializeToString, response_deserializer=bytes)
+        call = channel.unary_unary(method, request_serializer=_serialize, response_deserializer=bytes)
         return parse(await call(request, timeout=timeout_s))
     except grpc.aio.AioRpcError as error:
         raise translate(error, address, method) from error
@@ -67,3 +67,7 @@ async def ask(
         raise ProtocolError(f"{address} answered {method} with something else than its reply") from error
     finally:
         await channel.close()
+
+
+def _serialize(request: Message) -> bytes:
+    return request.SerializeToString()
