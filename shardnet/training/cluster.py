@@ -63,7 +63,7 @@ class Cluster:
         prefetch: int = 1,
     ) -> AsyncFSDP:
         """Shard a module over the cluster; see `FSDP` for the arguments. All ranks must call it. Closed with the cluster."""
-        model = await AsyncFSDP.create(module, self.backend, units=units, strategy=strategy, prefetch=prefetch)
+        model = await AsyncFSDP(module, self.backend, units=units, strategy=strategy, prefetch=prefetch)
         self._models.append(model)
         return model
 
