@@ -11,9 +11,9 @@ import psutil
 
 from shardnet.loop import THREAD_NAME, LoopThread
 
-# Threads that outlive tests by design, by the beginning of their names: the shared event loop, its executor, and threads that
+# Threads that outlive tests by design, by the beginning of their names: the shared event loop, its executor (named by either kind of loop), and threads that
 # Python did not start (the autograd engine's).
-LASTING_THREADS = (THREAD_NAME, "asyncio_", "Dummy-")
+LASTING_THREADS = (THREAD_NAME, "asyncio_", "uvloop_", "Dummy-")
 GRPC_POLLER = "_poll_wrapper"  # in the name of grpc.aio's thread, which lives as long as any channel of the process
 
 SHARED_MEMORY = Path("/dev/shm")
