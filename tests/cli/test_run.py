@@ -4,6 +4,7 @@ import os
 import signal
 from pathlib import Path
 
+from shardnet.cli.launch.worker import STRAGGLER_S
 from tests.cli.launched import Launched, has_ended, script, shardnet
 
 
@@ -64,6 +65,23 @@ os._exit(0)
     for rank in (0, 1):
         assert _lines_of(rank, result.out) == [str(i) for i in range(0, 10_000, 2)] + ["no end"]
         assert _lines_of(rank, result.err) == [str(i) for i in range(1, 10_000, 2)]
+
+
+def test_nothing_is_lost_when_the_reader_is_slower_than_the_workers_end(tmp_path: Path) -> None:
+    """The worker has ended, its output waits in pipes and buffers, and nobody reads for longer than a daemon is waited for."""
+    text = """
+alive = os.open('fifo', os.O_WRONLY)
+for i in range(2000):
+    os.write(1, b'x' * 99 + b'\\n')
+"""
+    os.mkfifo(tmp_path / "fifo")
+    with Launched(tmp_path, "run", script(tmp_path, text)) as run:
+        assert (tmp_path / "fifo").read_text() == "", "only the worker's end should end this"
+        assert has_ended(run.process.pid, within_s=2 * STRAGGLER_S) is False, (
+            "200 kB should not fit into the pipe: this test proved nothing"
+        )
+        result = run.finish()
+    assert _lines_of(0, result.out) == ["x" * 99] * 2000
 
 
 def test_bytes_that_are_no_text_and_lines_without_end_are_shown(tmp_path: Path) -> None:
