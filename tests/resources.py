@@ -11,8 +11,8 @@ import psutil
 
 from shardnet.loop import THREAD_NAME, LoopThread
 
-# Threads that outlive tests by design, by the beginning of their names: the shared event loop, its executor (named by either kind of loop), and threads that
-# Python did not start (the autograd engine's).
+# Threads that outlive tests by design, by the beginning of their names: the shared event loop, its executor (each kind of loop has
+# its own name for that), and threads that Python did not start (the autograd engine's).
 LASTING_THREADS = (THREAD_NAME, "asyncio_", "uvloop_", "Dummy-")
 GRPC_POLLER = "_poll_wrapper"  # in the name of grpc.aio's thread, which lives as long as any channel of the process
 
