@@ -17,7 +17,7 @@ RUN_PYTHON := PYENV_VERSION=$(patsubst python%,%,$(notdir $(PYTHON))) $(PYTHON)
 UV := $(shell command -v uv 2>/dev/null)
 ifdef UV
 MAKE_VENV = $(UV) venv --quiet --python "$$($(RUN_PYTHON) -c 'import sys; print(sys.executable)')" $(VENV)
-INSTALL = $(UV) pip install --python $(BIN)/python
+INSTALL = $(UV) pip install --compile-bytecode --python $(BIN)/python
 else
 MAKE_VENV = $(RUN_PYTHON) -m venv $(VENV)
 INSTALL = $(BIN)/python -m pip install --progress-bar off --disable-pip-version-check
