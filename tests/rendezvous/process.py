@@ -1,0 +1,46 @@
+"""A rendezvous or a worker as a process, to be killed and frozen: `python -m tests.rendezvous.process rendezvous|worker …`.
+
+Prints one line when it is ready, then stays until its standard input closes, so that none outlives its test.
+"""
+
+import asyncio
+import dataclasses
+import json
+import sys
+
+from shardnet.config import Timeouts
+from shardnet.rendezvous.client import join
+from shardnet.rendezvous.request import JoinRequest
+from shardnet.rendezvous.server import RendezvousServer
+
+TIMEOUTS = Timeouts.for_tests()
+
+
+async def rendezvous() -> None:
+    async with RendezvousServer("127.0.0.1:0", timeouts=TIMEOUTS) as server:
+        print(server.address, flush=True)
+        await _until_input_closes()
+
+
+async def worker(address: str, request: JoinRequest) -> None:
+    membership = join(address, request, timeouts=TIMEOUTS, on_waiting=lambda waiting: print("waiting", waiting.joined, flush=True))
+    async with membership:
+        print("rank", membership.topology.rank, flush=True)
+        await _until_input_closes()
+
+
+async def _until_input_closes() -> None:
+    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+
+
+def command(role: str, address: str = "", request: JoinRequest | None = None) -> list[str]:
+    """The command line of a process of this module."""
+    fields = [json.dumps(dataclasses.asdict(request))] if request else []
+    return [sys.executable, "-m", "tests.rendezvous.process", role, *([address] if address else []), *fields]
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "rendezvous":
+        asyncio.run(rendezvous())
+    else:
+        asyncio.run(worker(sys.argv[2], JoinRequest(**json.loads(sys.argv[3]))))
