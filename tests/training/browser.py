@@ -1,0 +1,115 @@
+"""A headless Chromium that tests talk to over pipes, in the DevTools protocol; nothing is listening on any port.
+
+Protocol: https://chromedevtools.github.io/devtools-protocol/ (messages are JSON, each ended by a zero byte).
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+_OPTIONS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--remote-debugging-pipe")
+# The browser reads commands from descriptor 3 and writes answers to 4. Duplicates come first: our own may have these numbers.
+_LAUNCH = """
+import os, sys
+ends = [os.dup(int(number)) for number in sys.argv[1:3]]
+for end, number in zip(ends, (3, 4)):
+    os.dup2(end, number)
+    os.set_inheritable(number, True)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
+_ERRORS = ("Runtime.exceptionThrown", "Log.entryAdded")
+
+
+class Page:
+    """One page. `errors` are the exceptions and log entries of its scripts, as they came in."""
+
+    def __init__(self, commands: int, answers: int) -> None:
+        self._commands = commands
+        self._answers = os.fdopen(answers, "rb")
+        self._number = 0
+        self._session = ""
+        self.errors: list[str] = []
+        self.loaded = False
+
+    def open(self, url: str) -> None:
+        """Show a page, and return once it has loaded."""
+        target = self.send("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Log"):
+            self.send(f"{domain}.enable")
+        self.loaded = False  # about:blank has, too
+        self.send("Page.navigate", url=url)
+        while not self.loaded:
+            self._receive()
+
+    def evaluate(self, expression: str) -> Any:
+        """The value of a JavaScript expression in the page. A promise is awaited."""
+        answer = self.send("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in answer, answer
+        return answer["result"].get("value")
+
+    def press(self, key: str, *, text: str = "") -> None:
+        self.send("Input.dispatchKeyEvent", type="keyDown", key=key, text=text)
+        self.send("Input.dispatchKeyEvent", type="keyUp", key=key)
+
+    def point(self, x: float, y: float) -> None:
+        self.send("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+
+    def send(self, method: str, **parameters: object) -> dict[str, Any]:
+        """Call a method of the protocol and return its answer; what happens meanwhile is noted."""
+        self._number += 1
+        message: dict[str, object] = {"id": self._number, "method": method, "params": parameters}
+        if self._session:
+            message["sessionId"] = self._session
+        os.write(self._commands, json.dumps(message).encode() + b"\0")
+        while (answer := self._receive()).get("id") != self._number:
+            pass
+        assert "error" not in answer, answer
+        result: dict[str, Any] = answer["result"]
+        return result
+
+    def close(self) -> None:
+        os.close(self._commands)
+        self._answers.close()
+
+    def _receive(self) -> dict[str, Any]:
+        text = bytearray()
+        while (byte := self._answers.read(1)) != b"\0":
+            assert byte, "Chromium ended"
+            text += byte
+        message: dict[str, Any] = json.loads(text)
+        self.loaded |= message.get("method") == "Page.loadEventFired"
+        if message.get("method") in _ERRORS:
+            self.errors.append(json.dumps(message["params"]))
+        return message
+
+
+@contextmanager
+def browser(profile: Path) -> Iterator[Page]:
+    """A browser with one page, and a profile of its own. Ends the browser in any case."""
+    assert CHROMIUM, "the test should have been skipped"
+    from_us, commands = os.pipe()
+    answers, to_us = os.pipe()
+    launch = [sys.executable, "-c", _LAUNCH, str(from_us), str(to_us)]
+    command = [*launch, CHROMIUM, *_OPTIONS, f"--user-data-dir={profile}", "about:blank"]
+    process = subprocess.Popen(command, pass_fds=(from_us, to_us), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    os.close(from_us)
+    os.close(to_us)
+    page = Page(commands, answers)
+    try:
+        yield page
+        page.send("Browser.close")
+    finally:
+        page.close()  # an orderly browser ends when its pipe does
+        try:
+            process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

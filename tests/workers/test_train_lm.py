@@ -1,0 +1,125 @@
+"""The training program, as users start it: real processes, on real sockets."""
+
+import argparse
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import shardnet
+from options import parse_options
+from outputs import count_ranks, write_sample
+from text import read_text
+from train_lm import Trainer, learning_rate, main
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = "workers/train_lm.py"
+TINY = "--dim=32 --layers=2 --heads=2 --context=16 --bigrams=61 --warmup=4 --valid-every=8 --valid-windows=3 --sample-bytes=40"
+
+
+def train(out: Path, *options: str) -> tuple[dict[str, Any], str]:
+    """Train on a local cluster of two, with one compute thread each; the report's data, and what was printed."""
+    command = [sys.executable, "-m", "shardnet.cli", "run", "--nproc", "2", PROGRAM, "--", *TINY.split(), f"--out={out}", *options]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=80)
+    assert done.returncode == 0, done.stdout + done.stderr
+    page = re.search(r'id="run-data" type="application/json">(.*?)</script>', (out / "report.html").read_text(), re.DOTALL)
+    assert page
+    return json.loads(page[1]), done.stdout
+
+
+@pytest.fixture(scope="module")
+def book(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A text of 85 training windows: 21 global batches of four, and one sample that only one rank gets."""
+    path = tmp_path_factory.mktemp("text") / "book.txt"
+    path.write_bytes(b"".join(b"line %d of a short book\n" % number for number in range(100))[:1440])
+    assert len(read_text(path, context=16).train) == 85
+    return path
+
+
+@pytest.mark.timeout(90)  # a cluster, on a machine that may be busy
+@pytest.mark.blocks_loop  # with losses and batches of its own, as the program does: the loop is the program's, not the network's
+async def test_two_ranks_learn_what_one_learns(tmp_path: Path, book: Path) -> None:
+    """Same samples in the same order: the losses agree, also in the last step, where one of two ranks has no sample."""
+    two, printed = train(tmp_path, f"--text={book}", "--epochs=1", "--batch=2")
+    alone = parse_options([*TINY.split(), f"--text={book}", "--epochs=1", "--batch=4"])
+    async with shardnet.connect() as cluster:
+        one = await Trainer.create(cluster, alone, read_text(book, context=16))
+        await one.run()
+        held = (await count_ranks(cluster, one.journal, one.model, one.optimizer))[0].held_bytes
+        sample = await write_sample(cluster, one.model, one.config, alone)
+
+    losses = [step["loss"] for step in two["steps"]]
+    assert len(losses) == 22
+    assert losses[0] == pytest.approx(math.log(256))
+    assert losses == pytest.approx([step.loss for step in one.journal.steps], abs=1e-5)
+    assert [v["loss"] for v in two["validations"]] == pytest.approx([v.loss for v in one.journal.validations], abs=1e-5)
+    assert [step["gradient_norm"] for step in two["steps"]] == pytest.approx([step.gradient_norm for step in one.journal.steps], rel=1e-3)
+    assert losses[-1] < losses[0] - 0.3
+    assert two["sample"] == sample != ""
+
+    assert [rank["rank"] for rank in two["ranks"]] == [0, 1]
+    assert all(rank["held_bytes"] < 0.55 * held and rank["sent_bytes"] > 0 for rank in two["ranks"])
+    assert "of the time spent waiting for communication" in printed
+    assert "[0]   | def main(" in printed
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    for rank in (0, 1):
+        assert {"compute", "communication"} <= {event.get("cat") for event in events if event["pid"] == rank}
+
+
+@pytest.mark.timeout(90)
+def test_time_ends_a_run_on_all_ranks_at_the_same_step(tmp_path: Path, book: Path) -> None:
+    run, _ = train(tmp_path, f"--text={book}", "--steps=100000", "--max-seconds=0.5", "--batch=2")
+    assert 1 <= len(run["steps"]) < 100_000
+    rates = [step["learning_rate"] for step in run["steps"]]
+    assert rates[-1] < 0.5 * max(rates), "the rate must decay with the time that is left"
+    assert run["validations"][-1]["step"] == run["steps"][-1]["step"]
+
+
+async def test_a_text_that_is_not_there_ends_the_program_with_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", [PROGRAM, f"--text={tmp_path}/nowhere.txt"])
+    with pytest.raises(SystemExit, match=f"train_lm: there is no file or folder {tmp_path}/nowhere.txt"):
+        await main()
+
+
+def options(**changes: float) -> argparse.Namespace:
+    return argparse.Namespace(**({"lr": 1.0, "warmup": 10, "decay": 0.1, "max_seconds": None} | changes))
+
+
+def test_the_rate_warms_up_and_decays_along_a_cosine() -> None:
+    rates = [learning_rate(options(), step, 1000, 0.0) for step in range(1, 1001)]
+    assert rates[0] == pytest.approx(0.1)
+    assert rates[4] == pytest.approx(0.5, rel=1e-3)
+    assert rates[500] == pytest.approx(0.55)
+    assert rates[-1] == pytest.approx(0.1, abs=1e-4)
+    assert max(rates) == max(rates[9:11])
+    assert all(later < earlier for earlier, later in pairwise(rates[10:]))
+
+
+@given(st.integers(1, 100), st.integers(1, 100), st.integers(0, 50), st.floats(0, 1), st.floats(0, 200))
+def test_the_rate_stays_between_zero_and_the_peak(step: int, total: int, warmup: int, decay: float, elapsed_s: float) -> None:
+    rate = learning_rate(options(warmup=warmup, decay=decay, max_seconds=100.0), min(step, total), total, elapsed_s)
+    assert 0 <= rate <= 1 + 1e-12
+
+
+def test_a_run_without_a_length_is_limited_in_time() -> None:
+    assert parse_options([]).max_seconds < 180
+    assert parse_options(["--steps", "7"]).max_seconds is None
+    assert parse_options(["--epochs", "2"]).steps is None
+    assert parse_options(["--max-seconds", "9"]).max_seconds == 9
+
+
+@pytest.mark.parametrize("wrong", ["--dim 30 --heads 4", "--steps 0", "--steps 3 --epochs 1", "--decay 2", "--bigrams -1", "--batch x"])
+def test_options_that_make_no_sense_are_refused(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ending:
+        parse_options(wrong.split())
+    assert ending.value.code == 2
+    assert "error: " in capsys.readouterr().err

@@ -1,0 +1,74 @@
+"""`Journal`: follows a training run and tells about it as it goes."""
+
+import time
+from datetime import datetime
+
+from shardnet import Cluster
+from shardnet.training.record import StepRecord, Validation
+from text import Text
+
+RECENT = 20  # steps over which the speed is said
+
+
+class Journal:
+    """One run as one rank saw it. Rank 0 is the one that prints."""
+
+    def __init__(self, cluster: Cluster, total_steps: int) -> None:
+        self._cluster = cluster
+        self._total_steps = total_steps
+        self.parameters = 0
+        self.started = datetime.now().astimezone()
+        self._start_s = self._last_s = time.perf_counter()
+        self._exposed_before_ns = self._last_exposed_ns = cluster.telemetry.exposed_ns
+        self.steps: list[StepRecord] = []
+        self.validations: list[Validation] = []
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.perf_counter() - self._start_s
+
+    @property
+    def exposed_s(self) -> float:
+        """Time in which this rank's compute waited for communication."""
+        return (self._cluster.telemetry.exposed_ns - self._exposed_before_ns) / 1e9
+
+    def say(self, text: str) -> None:
+        if self._cluster.rank == 0:
+            print(text, flush=True)
+
+    def began(self, parameters: int, text: Text, *, tokens_per_step: int) -> None:
+        self.parameters = parameters
+        ranks, files = _count(self._cluster.world_size, "rank"), _count(text.files, "file")
+        self.say(
+            f"{parameters / 1e6:.2f} million parameters over {ranks}, {tokens_per_step:,} tokens a step, "
+            f"{text.size_bytes / 1e6:.1f} MB of text in {files}"
+        )
+
+    def begin_step(self, step: int) -> None:
+        self._cluster.telemetry.step = step
+        self._last_s, self._last_exposed_ns = time.perf_counter(), self._cluster.telemetry.exposed_ns
+
+    def end_step(self, step: int, *, loss: float, tokens: int, learning_rate: float, gradient_norm: float) -> None:
+        """`tokens` of all ranks together."""
+        seconds = time.perf_counter() - self._last_s
+        exposed_share = (self._cluster.telemetry.exposed_ns - self._last_exposed_ns) / 1e9 / seconds
+        record = StepRecord(step, self.elapsed_s, loss, learning_rate, tokens / seconds, gradient_norm, exposed_share)
+        self.steps.append(record)
+        self._cluster.report(
+            step=step, total_steps=self._total_steps, loss=loss, tokens_per_s=record.tokens_per_s, exposed_share=exposed_share
+        )
+
+    def validated(self, step: int, loss: float) -> None:
+        self.validations.append(Validation(step, loss))
+        trained = f", training loss {self.steps[-1].loss:.3f}, {self.tokens_per_s:,.0f} tokens/s" if self.steps else ""
+        self.say(f"step {step} of {self._total_steps}: validation loss {loss:.3f}{trained}, {self.elapsed_s:.0f} s")
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all ranks, the median of the last steps."""
+        recent = sorted(step.tokens_per_s for step in self.steps[-RECENT:])
+        return recent[len(recent) // 2] if recent else 0.0
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

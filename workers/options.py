@@ -1,0 +1,111 @@
+"""The command line of train_lm.py."""
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+STEPS = 400
+MAX_SECONDS = 130.0  # a run that nobody gave a length ends in under three minutes on any machine
+EXAMPLES = """\
+examples:
+  shardnet run --nproc 2 workers/train_lm.py -- --max-seconds 60
+  shardnet run --nproc 4 workers/train_lm.py -- --text book.txt --epochs 3 --out runs/book
+  python workers/train_lm.py --steps 50          alone, without a cluster
+"""
+
+
+def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options, checked. Ends the program with a message where they make no sense."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.steps is None and options.epochs is None:
+        options.steps, options.max_seconds = STEPS, options.max_seconds or MAX_SECONDS
+    if options.dim % (2 * options.heads):
+        parser.error(f"--dim must be a multiple of twice --heads, got {options.dim} and {options.heads}")
+    if not 0 <= options.decay <= 1:
+        parser.error(f"--decay is a share of --lr, from 0 to 1, got {options.decay}")
+    return options
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description="Train a byte-level GPT on text, sharded over the workers of a cluster.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_run(parser.add_argument_group("the run"))
+    _add_model(parser.add_argument_group("the model"))
+    _add_optimizer(parser.add_argument_group("the optimizer"))
+    _add_output(parser.add_argument_group("what it tells"))
+    return parser
+
+
+def _add_run(group: argparse._ArgumentGroup) -> None:
+    length = group.add_mutually_exclusive_group()
+    length.add_argument(
+        "--steps", type=_positive, metavar="N", help=f"optimizer steps (default: {STEPS}, and --max-seconds {MAX_SECONDS:.0f})"
+    )
+    length.add_argument("--epochs", type=_positive, metavar="N", help="passes over the text, instead of --steps")
+    group.add_argument(
+        "--max-seconds", type=float, metavar="S", help="end after this time even if steps are left; the learning rate decays in time for it"
+    )
+    group.add_argument("--batch", type=_positive, default=4, metavar="N", help="sequences of one worker in one step (default: %(default)s)")
+    group.add_argument("--text", type=Path, metavar="PATH", help="file or folder to learn (default: Python's standard library)")
+    group.add_argument(
+        "--seed", type=int, default=1, metavar="N", help="of the parameters, the order and the sample (default: %(default)s)"
+    )
+
+
+def _add_model(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--context", type=_positive, default=256, metavar="N", help="bytes of one sequence (default: %(default)s)")
+    group.add_argument("--dim", type=_positive, default=256, metavar="N", help="width of the residual stream (default: %(default)s)")
+    group.add_argument(
+        "--layers", type=_positive, default=4, metavar="N", help="blocks, each of them a unit of sharding (default: %(default)s)"
+    )
+    group.add_argument("--heads", type=_positive, default=4, metavar="N", help="attention heads (default: %(default)s)")
+    group.add_argument(
+        "--bigrams", type=_not_negative, default=16_384, metavar="N", help="rows of the byte-pair table (default: %(default)s)"
+    )
+    group.add_argument("--prefetch", type=_not_negative, default=1, metavar="N", help="units gathered ahead of time (default: %(default)s)")
+
+
+def _add_optimizer(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--lr", type=float, default=3e-3, metavar="RATE", help="highest learning rate (default: %(default)s)")
+    group.add_argument("--warmup", type=_not_negative, default=30, metavar="N", help="steps until --lr is reached (default: %(default)s)")
+    group.add_argument(
+        "--decay", type=float, default=0.02, metavar="SHARE", help="share of --lr left at the end, along a cosine (default: %(default)s)"
+    )
+    group.add_argument("--clip", type=float, default=1.0, metavar="NORM", help="longest gradient (default: %(default)s)")
+    group.add_argument("--weight-decay", type=float, default=0.1, metavar="RATE", help="of AdamW (default: %(default)s)")
+
+
+def _add_output(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--valid-every", type=_positive, default=50, metavar="N", help="steps between validations (default: %(default)s)")
+    group.add_argument("--valid-windows", type=_positive, default=64, metavar="N", help="sequences of a validation (default: %(default)s)")
+    group.add_argument("--prompt", default="def main(", metavar="TEXT", help="what the sample begins with (default: %(default)r)")
+    group.add_argument(
+        "--sample-bytes", type=_not_negative, default=500, metavar="N", help="length of the sample at the end (default: %(default)s)"
+    )
+    group.add_argument("--out", type=Path, metavar="DIR", help="write report.html there, a page about the run, and trace.json")
+    group.add_argument(
+        "--trace",
+        type=Path,
+        default=os.environ.get("SHARDNET_TRACE") or None,
+        metavar="FILE",
+        help="write a timeline of all workers for https://ui.perfetto.dev",
+    )
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
+
+
+def _not_negative(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"must not be negative, got {number}")
+    return number

@@ -1,0 +1,115 @@
+"""What a run leaves behind: a sample of what the model writes, a report page and a trace."""
+
+import argparse
+import asyncio
+import platform
+import textwrap
+from collections.abc import Sequence
+from importlib.metadata import version
+
+import torch
+
+from gpt import GPT, GPTConfig
+from journal import Journal
+from shardnet import AsyncFSDP, Cluster
+from shardnet.fsdp import memory_report
+from shardnet.training.gather import gather_json
+from shardnet.training.record import RankRecord, RunRecord, StepRecord, Validation
+from shardnet.training.report import write_report
+from shardnet.training.trace import RankSpans, gather_spans, write_trace
+
+TIMELINE_STEPS = 4  # drawn in the report
+REPORT = "report.html"
+TRACE = "trace.json"
+
+
+async def conclude(
+    cluster: Cluster, journal: Journal, model: AsyncFSDP, optimizer: torch.optim.Optimizer, config: GPTConfig, options: argparse.Namespace
+) -> None:
+    """Say how the run went and write what was asked for. A collective; call it right after the last step."""
+    duration_s = journal.elapsed_s
+    ranks = await count_ranks(cluster, journal, model, optimizer)
+    spans = await gather_spans(cluster.backend, cluster.topology.me.address)
+    sample = await write_sample(cluster, model, config, options)
+    if cluster.rank != 0:
+        return
+    run = RunRecord(
+        title="A byte-level GPT, trained on " + (options.text.name if options.text else "Python's standard library"),
+        started=journal.started,
+        duration_s=duration_s,
+        parameters=journal.parameters,
+        unsharded_bytes=sum(rank.held_bytes for rank in ranks),
+        steps=journal.steps,
+        validations=journal.validations,
+        ranks=ranks,
+        timeline=typical_steps(journal.steps, journal.validations, spans),
+        prompt=options.prompt,
+        sample=sample,
+        config={name: value for name, value in vars(options).items() if value is not None},
+        versions=versions(),
+    )
+    print_summary(run)
+    await asyncio.to_thread(write_files, run, spans, options)
+
+
+async def count_ranks(cluster: Cluster, journal: Journal, model: AsyncFSDP, optimizer: torch.optim.Optimizer) -> list[RankRecord]:
+    """The totals of every rank. A collective."""
+    mine = {
+        "address": cluster.topology.me.address,
+        "node": cluster.topology.me.node,
+        "held_bytes": memory_report(model.fsdp, optimizer).persistent,
+        "sent_bytes": cluster.telemetry.bytes_sent,
+        "received_bytes": cluster.telemetry.bytes_received,
+        "exposed_s": journal.exposed_s,
+    }
+    return [RankRecord(rank=rank, **totals) for rank, totals in enumerate(await gather_json(cluster.backend, mine, "totals"))]
+
+
+async def write_sample(cluster: Cluster, model: AsyncFSDP, config: GPTConfig, options: argparse.Namespace) -> str:
+    """What the model writes after the prompt; "" on all ranks but the first. A collective."""
+    state = await model.full_state_dict(rank0_only=True)
+    if cluster.rank != 0 or not options.sample_bytes:
+        return ""
+    whole = GPT(config)
+    whole.load_state_dict(state)
+    prompt: bytes = options.prompt.encode()
+    written = await asyncio.to_thread(whole.generate, prompt, options.sample_bytes, seed=options.seed)
+    return written[len(prompt) :].decode(errors="replace")
+
+
+def typical_steps(steps: Sequence[StepRecord], validations: Sequence[Validation], spans: Sequence[RankSpans]) -> list[RankSpans]:
+    """The spans of a few steps from the middle of the run, without a validation among them if there are such."""
+    validated = {validation.step for validation in validations}
+    later = [record.step for record in steps[len(steps) // 2 :]]
+    quiet = [step for step in later if step not in validated]
+    chosen = (quiet if len(quiet) >= TIMELINE_STEPS else later)[:TIMELINE_STEPS]
+    return [rank.during(chosen) for rank in spans]
+
+
+def print_summary(run: RunRecord) -> None:
+    if run.sample:
+        print(f"what it writes:\n{textwrap.indent(run.prompt + run.sample, '  | ')}")
+    waiting = max(rank.exposed_s for rank in run.ranks) / run.duration_s
+    print(
+        f"trained {len(run.steps):,} steps in {run.duration_s:.0f} s: validation loss {run.validations[-1].loss:.3f}, "
+        f"{100 * waiting:.1f} % of the time spent waiting for communication, "
+        f"{run.ranks[0].held_bytes / 2**20:.0f} MiB held by each rank",
+        flush=True,
+    )
+
+
+def write_files(run: RunRecord, spans: Sequence[RankSpans], options: argparse.Namespace) -> None:
+    """The report page and the trace, where they were asked for."""
+    traces = [options.trace, options.out / TRACE if options.out else None]
+    for path in filter(None, traces):
+        write_trace(path, spans)
+        print(f"timeline for https://ui.perfetto.dev: {path}", flush=True)
+    if options.out:
+        write_report(options.out / REPORT, run)
+        print(f"report: {options.out / REPORT}", flush=True)
+
+
+def versions() -> dict[str, str]:
+    """Of what has a say in a run's numbers and speed."""
+    packages = ("shardnet", "torch", "grpcio", "numpy")
+    return {name: version(name) for name in packages} | {"python": platform.python_version(), "platform": platform.platform()}

@@ -1,0 +1,142 @@
+"""Train a byte-level GPT on text, sharded over the workers of a cluster.
+
+    shardnet run --nproc 2 workers/train_lm.py -- --max-seconds 60
+
+Every rank has the whole text and, in each step, sequences of its own. `--help` lists the options; model, text and
+report have files of their own beside this one.
+"""
+
+import argparse
+import math
+import sys
+
+import torch
+import torch.nn.functional as F
+
+import shardnet
+from gpt import GPT, Block, GPTConfig, parameter_count
+from journal import Journal
+from options import parse_options
+from outputs import conclude
+from shardnet.training.gather import gather_json
+from shardnet.training.sampler import ShardedSampler
+from text import Text, TextError, read_text
+
+
+async def main() -> None:
+    options = parse_options()
+    try:
+        text = read_text(options.text, options.context)
+    except TextError as error:
+        sys.exit(f"train_lm: {error}")
+    async with shardnet.connect() as cluster:
+        cluster.telemetry.tracing = bool(options.out or options.trace)
+        await check_same_text(cluster, text)
+        trainer = await Trainer.create(cluster, options, text)
+        await trainer.run()
+        await conclude(cluster, trainer.journal, trainer.model, trainer.optimizer, trainer.config, options)
+
+
+class Trainer:
+    """One run, as one rank takes part in it. Every coroutine here is a collective."""
+
+    def __init__(
+        self, cluster: shardnet.Cluster, options: argparse.Namespace, text: Text, config: GPTConfig, model: shardnet.AsyncFSDP
+    ) -> None:
+        self.cluster = cluster
+        self.options = options
+        self.text = text
+        self.config = config
+        self.model = model
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=options.weight_decay)
+        self.sampler = self._sampler(len(text.train), seed=options.seed)
+        self.total_steps = options.steps or options.epochs * self.sampler.steps_per_epoch
+        self.journal = Journal(cluster, self.total_steps)
+        self.elapsed_s = 0.0  # the mean over ranks, so that all ranks decide alike
+
+    @classmethod
+    async def create(cls, cluster: shardnet.Cluster, options: argparse.Namespace, text: Text) -> "Trainer":
+        torch.manual_seed(options.seed)
+        config = GPTConfig(options.dim, options.layers, options.heads, options.context, options.bigrams)
+        whole = GPT(config)
+        parameters = parameter_count(whole)
+        model = await cluster.shard(whole, units=(Block,), prefetch=options.prefetch)
+        trainer = cls(cluster, options, text, config, model)
+        trainer.journal.began(parameters, text, tokens_per_step=trainer.sampler.global_batch * options.context)
+        return trainer
+
+    async def run(self) -> None:
+        """All steps, with validation in between and at the end."""
+        for step in range(1, self.total_steps + 1):
+            await self.step(step)
+            last = step == self.total_steps or self.elapsed_s >= (self.options.max_seconds or math.inf)
+            if last or step % self.options.valid_every == 0:
+                self.journal.validated(step, await self.validate())
+            if last:
+                return
+
+    async def step(self, step: int) -> None:
+        """One optimizer step on the whole cluster's batch."""
+        self.journal.begin_step(step)
+        rate = learning_rate(self.options, step, self.total_steps, self.elapsed_s)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        share = self.sampler.share(step - 1)
+        inputs, targets = self.text.train.batch(share.indices)
+        loss = share.weight * cross_entropy(await self.model(inputs), targets)
+        progress = torch.tensor([loss.item(), self.journal.elapsed_s], dtype=torch.float64)
+        agreed = self.cluster.backend.all_reduce(progress, shardnet.ReduceOp.MEAN, label="progress")
+        await self.model.backward(loss)
+        norm = await self.model.clip_grad_norm(self.options.clip)
+        with self.cluster.telemetry.span("optimizer"):
+            await self.model.step(self.optimizer)
+        self.optimizer.zero_grad()
+        mean_loss, self.elapsed_s = (await agreed).tolist()
+        if not math.isfinite(mean_loss):
+            sys.exit(f"train_lm: the loss of step {step} is {mean_loss}; try a lower --lr than {self.options.lr}")
+        self.journal.end_step(
+            step, loss=mean_loss, tokens=share.batch * self.options.context, learning_rate=rate, gradient_norm=float(norm)
+        )
+
+    @torch.no_grad()
+    async def validate(self) -> float:
+        """Mean loss on windows of the held-out text; each rank evaluates a part of them."""
+        windows = self.text.valid.thinned(self.options.valid_windows)
+        total = 0.0
+        samples = 0
+        for share in self._sampler(len(windows)).epoch(0):
+            inputs, targets = self.text.valid.batch([windows[index] for index in share.indices])
+            loss = cross_entropy(await self.model(inputs), targets)
+            total += share.samples * loss.item()
+            samples += share.samples
+        return await self.cluster.mean(total / max(samples, 1), weight=samples)
+
+    def _sampler(self, samples: int, seed: int | None = None) -> ShardedSampler:
+        return ShardedSampler(samples, batch=self.options.batch, rank=self.cluster.rank, world_size=self.cluster.world_size, seed=seed)
+
+
+def learning_rate(options: argparse.Namespace, step: int, total_steps: int, elapsed_s: float) -> float:
+    """Linear warm-up, then a cosine down to `decay` of the peak as steps, or the seconds allowed, run out."""
+    used = max((step - 1) / total_steps, elapsed_s / options.max_seconds if options.max_seconds else 0.0)
+    cosine = 0.5 * (1 + math.cos(math.pi * min(used, 1.0)))
+    warm = min(1.0, step / options.warmup) if options.warmup else 1.0
+    return float(options.lr * warm * (options.decay + (1 - options.decay) * cosine))
+
+
+def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Mean over all positions, in nats per byte: B×T×256 and B×T → 0-dim."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+async def check_same_text(cluster: shardnet.Cluster, text: Text) -> None:
+    """Ranks with different texts would share out different samples, and nobody would notice."""
+    fingerprints = await gather_json(cluster.backend, text.fingerprint, "text")
+    strangers = [rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0]]
+    if strangers:
+        sys.exit(
+            f"train_lm: rank 0 and rank {strangers[0]} read different texts (another Python version, perhaps); give the same --text to all"
+        )
+
+
+if __name__ == "__main__":
+    shardnet.run(main)
