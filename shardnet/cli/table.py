@@ -11,6 +11,7 @@ from shardnet.cli.units import short_bytes, short_duration, short_number
 Row = Sequence[str]
 _WORKER_HEAD = ("rank", "node", "address", "state", "step", "loss", "tokens/s", "wait", "sent", "received", "memory", "collectives")
 _OP_HEAD = ("collective", "count", "failed", "sent", "mean time")
+_WORDS = frozenset({"node", "address", "state", "collective"})  # columns that are no numbers
 _NONE = "-"
 
 
@@ -69,8 +70,7 @@ def _grid(head: Row, rows: Sequence[Row]) -> str:
     """Columns as wide as their widest cell, two blanks apart; numbers stand to the right."""
     table = [head, *rows]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    left = [any(row[i] != _NONE and not row[i][:1].isdigit() for row in rows) for i in range(len(head))]
-    cells = ([c.ljust(w) if to_left else c.rjust(w) for c, w, to_left in zip(row, widths, left, strict=True)] for row in table)
+    cells = ([c.ljust(w) if title in _WORDS else c.rjust(w) for c, w, title in zip(row, widths, head, strict=True)] for row in table)
     return "\n".join("  ".join(row).rstrip() for row in cells)
 
 
