@@ -48,7 +48,7 @@ class Prefetcher:
 
     def reset(self) -> None:
         """Free everything that was gathered ahead."""
-        self._explicit.clear()
+        self._forget_explicit()
         self.stop()
 
     def _move_to(self, window: Sequence[Unit]) -> None:
@@ -70,6 +70,8 @@ class Prefetcher:
         if self._explicit:
             raise StateError("prefetch_forward_params was called twice before forward(); the first prefetch still waits to be used")
         for unit in self._order[: self.depth + 1]:
+            if unit.state is UnitState.HELD:
+                unit.reshard()  # a backward that still comes uses what is gathered now
             # The handles give None: the gathered bytes belong to the unit, which frees them.
             self._explicit[unit] = [pending.map(lambda _: None) for pending in unit.start_gather()]
         return [pending for pendings in self._explicit.values() for pending in pendings]
@@ -81,17 +83,21 @@ class Prefetcher:
         rank's shard and its own part of the gathered buffer. One tiny all-reduce makes all ranks gather such a unit
         anew, whichever of them saw it.
         """
-        explicit, self._explicit = self._explicit, {}
-        units = [unit for unit in explicit if unit.state is UnitState.GATHERING]  # a backward in between uses them up
+        units = [unit for unit in self._explicit if unit.state is UnitState.GATHERING]  # a backward in between uses them up
         for unit in units:
             unit.wait_gathered()
-            for pending in explicit[unit]:
-                pending.exception()  # counts as awaited, should the user not have done so
+        self._forget_explicit()
         if units:
             for unit, changed in zip(units, self._changed(units), strict=True):
                 if changed:
                     unit.discard()
                     unit.start_gather()
+
+    def _forget_explicit(self) -> None:
+        """Wait for the handles that the user may have dropped, so that none is lost with its error unseen."""
+        explicit, self._explicit = self._explicit, {}
+        for pending in (pending for pendings in explicit.values() for pending in pendings):
+            pending.exception()
 
     def _changed(self, units: Sequence[Unit]) -> list[bool]:
         device = next((group.shard.device for unit in units for group in unit.groups), None)

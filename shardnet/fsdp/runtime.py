@@ -1,7 +1,7 @@
 """`Runtime`: what happens at each hook of a wrapped model.
 
     before_forward   gather the unit, show the full parameters, start gathering the next units
-    after_forward    show the shards, free the full parameters, hook the outputs
+    after_forward    show the shards, free the full parameters (the outermost unit's are held), hook the outputs
     before_backward  gather the unit again, start gathering the next ones
     on_gradient      when the unit's last one is there: start the reduction
     after_backward   the unit's inputs have their gradients: free the full parameters
@@ -46,6 +46,7 @@ class Runtime:
         self._calls: list[Call] = []  # under way, outermost first
         self._forward: ForwardPass | None = None  # the last one with gradients on
         self._backward: BackwardPass | None = None
+        self._held: Unit | None = None
         self._unreduced: dict[Unit, None] = {}  # hold gradients of backwards without synchronisation
         for unit in self.units:
             for group in unit.groups:
@@ -63,8 +64,9 @@ class Runtime:
         self._calls.append(call)
         if len(self._calls) == 1 and not self._recomputing:
             self.prefetcher.consume_explicit()
+        within_itself = unit.state is UnitState.FORWARD
         self._gather_for_forward(call)
-        if torch.is_grad_enabled() and (tensors := differentiable(inputs)):
+        if torch.is_grad_enabled() and not within_itself and (tensors := differentiable(inputs)):
             register_multi_grad_hook(tensors, lambda _: self.after_backward(call), mode="all")
 
     def after_forward(self, unit: Unit, outputs: object) -> None:
@@ -72,17 +74,32 @@ class Runtime:
         if not self._calls or self._calls[-1].unit is not unit or unit.state is UnitState.BACKWARD:
             return
         call = self._calls.pop()
-        if unit.state is UnitState.FORWARD and all(outer.unit is not unit for outer in self._calls):
-            unit.reshard()
-        if torch.is_grad_enabled() and (tensors := differentiable(outputs)):
+        tensors = differentiable(outputs) if torch.is_grad_enabled() else []
+        if tensors:
             if not self._recomputing:
                 call.forward.left(call)
             register_multi_grad_hook(with_bases(tensors), lambda _: self.before_backward(call), mode="any")
+        if unit.state is UnitState.FORWARD and all(outer.unit is not unit for outer in self._calls):
+            if tensors and not self._calls:
+                self._hold(unit)
+            else:
+                unit.reshard()
         self._timeline.compute(call.resumes)
         if not self._calls and not self._recomputing:
             if outputs is not None:
                 self.prefetcher.learn(call.forward)
             self.prefetcher.stop()
+
+    def _hold(self, unit: Unit) -> None:
+        """Keep the outermost unit gathered: backward begins with it. Only the last one, also when recomputing several."""
+        self._release_held()
+        unit.hold()
+        self._held = unit
+
+    def _release_held(self) -> None:
+        if self._held is not None and self._held.state is UnitState.HELD:
+            self._held.reshard()
+        self._held = None
 
     @property
     def _recomputing(self) -> bool:
@@ -91,6 +108,7 @@ class Runtime:
     def _begin_forward(self) -> ForwardPass:
         if self._backward is not None:
             return self._backward.forwards[-1]
+        self._release_held()
         forward = ForwardPass()
         if torch.is_grad_enabled():
             self._forward = forward

@@ -18,7 +18,8 @@ class UnitState(Enum):
 
     SHARDED = auto()  # the buffers have no memory; modules hold the shards. Next: GATHERING
     GATHERING = auto()  # allocated, owned by the collectives, not readable; modules hold the shards. Next: any other
-    FORWARD = auto()  # complete, read by the running forward; modules hold the full parameters. Next: SHARDED
+    FORWARD = auto()  # complete, read by the running forward; modules hold the full parameters. Next: SHARDED or HELD
+    HELD = auto()  # complete, kept for the backward that comes next; modules hold the shards. Next: BACKWARD or SHARDED
     BACKWARD = auto()  # complete, read by autograd and recomputation; modules hold the full parameters. Next: SHARDED
 
 
@@ -65,22 +66,32 @@ class Unit:
             raise
 
     def use(self, state: UnitState) -> None:
-        """SHARDED or GATHERING → FORWARD or BACKWARD: gather, wait and show the full parameters to the modules."""
+        """SHARDED, GATHERING or HELD → FORWARD or BACKWARD: gather, wait and show the full parameters to the modules."""
+        if self.state is UnitState.HELD and state is UnitState.FORWARD:
+            self.reshard()  # its backward never came, and the parameters may have changed since
         if self.state is UnitState.SHARDED:
             self.start_gather()
-        self.wait_gathered()
-        self._pending.clear()
+        if self.state is UnitState.GATHERING:
+            self.wait_gathered()
+            self._pending.clear()
         for group in self.groups:
             group.show_full()
         self.state = state
 
     def reshard(self) -> None:
-        """FORWARD or BACKWARD → SHARDED."""
-        assert self.state in (UnitState.FORWARD, UnitState.BACKWARD), self
+        """FORWARD, BACKWARD or HELD → SHARDED."""
+        assert self.state not in (UnitState.SHARDED, UnitState.GATHERING), self
         for group in self.groups:
             group.show_shard()
             group.free()
         self.state = UnitState.SHARDED
+
+    def hold(self) -> None:
+        """FORWARD → HELD."""
+        assert self.state is UnitState.FORWARD, self
+        for group in self.groups:
+            group.show_shard()
+        self.state = UnitState.HELD
 
     def discard(self) -> None:
         """GATHERING → SHARDED, whatever became of the gather: memory that is still written to is not freed."""

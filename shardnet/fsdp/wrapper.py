@@ -146,6 +146,7 @@ class FSDP(nn.Module):
     def unwrap(self) -> nn.Module:
         """Return the inner module with whole parameters, the same objects, and without hooks. A collective, and the end
         of this wrapper."""
+        self._runtime.reset()
         for group in self.groups:
             group.release(group.gather_copy("unwrap"))
         while self._hooks:

@@ -15,7 +15,7 @@ class Weighted(nn.Module):
 
     def __init__(self, *values: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.tensor(values or (1.0, 2.0, 3.0, 4.0)))
+        self.weight = nn.Parameter(torch.tensor(values or (1, 2, 3, 4), dtype=torch.float32))
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.weight.sum()

@@ -1,0 +1,142 @@
+"""Prefetch: same results, bounded memory, and no update is lost."""
+
+import pytest
+import torch
+from torch import nn
+
+from shardnet.backend import Backend
+from shardnet.errors import StateError
+from shardnet.fsdp import FSDP
+from tests.fsdp.models import Block, Weighted, loss_of, make_gpt, token_batches
+from tests.fsdp.ranks import run_ranks
+
+
+class EightEqual(nn.Module):
+    """Eight units of one size: gathers that are mixed up would go unnoticed but for their values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(Weighted(*(float(10 * part + index) for index in range(6))) for part in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([part(x) for part in self.parts])
+
+
+EIGHT_SUMS = [float(60 * part + 15) for part in range(8)]
+
+
+def test_concurrent_gathers_of_equal_size_are_never_mixed_up() -> None:
+    def work(backend: Backend) -> None:
+        model = FSDP(EightEqual(), backend, units=[Weighted], prefetch=7)
+        with torch.no_grad():
+            for _ in range(300):
+                model.prefetch_forward_params()
+                assert model(torch.tensor(1.0)).tolist() == EIGHT_SUMS
+
+    run_ranks(2, work)
+
+
+def test_a_second_prefetch_is_refused_and_forward_uses_the_first() -> None:
+    def work(backend: Backend) -> None:
+        model = FSDP(Weighted(), backend)
+        assert not model.has_pending_prefetch
+        for pending in model.prefetch_forward_params():
+            assert pending.wait() is None
+        assert model.has_pending_prefetch
+        with pytest.raises(StateError, match="called twice"):
+            model.prefetch_forward_params()
+        assert model(torch.tensor(2.0)).item() == 20
+        assert not model.has_pending_prefetch
+        model.prefetch_forward_params()
+        assert model(torch.tensor(3.0)).item() == 30
+
+    run_ranks(2, work)
+
+
+def test_a_prefetch_gathers_no_more_than_the_units_in_flight() -> None:
+    def work(backend: Backend) -> None:
+        model = FSDP(EightEqual(), backend, units=[Weighted], prefetch=2)
+        for pending in model.prefetch_forward_params():
+            pending.wait()
+        assert model.memory.full_parameters.current_bytes == 2 * 6 * 4  # the root holds no parameters of its own
+        model(torch.tensor(1.0))
+        assert model.memory.full_parameters.current_bytes == 0
+
+    run_ranks(2, work)
+
+
+@pytest.mark.parametrize("changing_rank", [0, 1, 2])
+def test_an_update_after_the_prefetch_is_not_lost(changing_rank: int) -> None:
+    """Only one rank's slice changes: all ranks must gather anew."""
+
+    def work(backend: Backend) -> float:
+        model = FSDP(Weighted(1, 2, 3), backend)
+        model.prefetch_forward_params()
+        if backend.rank == changing_rank:
+            model.update_shards(torch.tensor([100.0]))
+        return float(model(torch.tensor(1.0)).item())
+
+    assert run_ranks(3, work) == [6 - (changing_rank + 1) + 100] * 3
+
+
+def test_an_optimizer_step_after_the_prefetch_is_not_lost() -> None:
+    def work(backend: Backend) -> float:
+        model = FSDP(Weighted(), backend)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1)
+        model(torch.tensor(1.0)).backward()
+        model.prefetch_forward_params()
+        optimizer.step()
+        return float(model(torch.tensor(1.0)).item())
+
+    assert run_ranks(2, work) == [6.0, 6.0]
+
+
+def test_a_prefetch_between_forward_and_backward_survives_the_backward() -> None:
+    def work(backend: Backend) -> None:
+        model = FSDP(EightEqual(), backend, units=[Weighted], prefetch=3)
+        output = model(torch.tensor(1.0))
+        model.prefetch_forward_params()
+        output.sum().backward()
+        assert model.has_pending_prefetch
+        assert model(torch.tensor(1.0)).tolist() == EIGHT_SUMS
+        assert model.memory.full_parameters.current_bytes == 0
+
+    run_ranks(2, work)
+
+
+def test_the_depth_does_not_change_a_bit() -> None:
+    def gradients(prefetch: int) -> list[list[torch.Tensor]]:
+        def work(backend: Backend) -> list[torch.Tensor]:
+            model = FSDP(make_gpt(), backend, units=[Block], prefetch=prefetch)
+            loss_of(model, token_batches(1, 4)[0][2 * backend.rank :][:2]).backward()
+            return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+        return run_ranks(2, work)
+
+    expected = gradients(0)
+    for prefetch in (1, 2, 9):
+        for mine, theirs in zip(gradients(prefetch), expected, strict=True):
+            assert len(mine) == len(theirs) > 0
+            assert all(torch.equal(left, right) for left, right in zip(mine, theirs, strict=True))
+
+
+def test_another_way_through_the_model_frees_what_was_prefetched_in_vain() -> None:
+    class Skipping(EightEqual):
+        chosen: tuple[int, ...] = tuple(range(8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.stack([self.parts[index](x) for index in self.chosen])
+
+    def work(backend: Backend) -> None:
+        inner = Skipping()
+        model = FSDP(inner, backend, units=[Weighted], prefetch=2)
+        for chosen in [tuple(range(8)), (7, 1, 4), (0, 0, 5), (3,), tuple(reversed(range(8)))]:
+            inner.chosen = chosen
+            model.memory.reset_peaks()
+            output = model(torch.tensor(1.0))
+            assert output.tolist() == [EIGHT_SUMS[index] for index in chosen]
+            output.sum().backward()
+            assert model.memory.full_parameters.current_bytes == 0
+            assert model.memory.full_parameters.peak_bytes <= 3 * 6 * 4
+
+    run_ranks(2, work)
