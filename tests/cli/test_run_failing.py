@@ -10,17 +10,24 @@ def test_one_failing_worker_ends_all_and_its_error_comes_last(tmp_path: Path) ->
     text = """
 print('pid', os.getpid())
 if rank == 1:
+    gate, others = os.open('fifo', os.O_RDWR), 0
+    while others < 2:
+        others += len(os.read(gate, 2))
     print('so long', file=sys.stderr)
     raise ValueError('boom')
+os.write(os.open('fifo', os.O_WRONLY), b'.')
 signal.pause()
 """
+    os.mkfifo(tmp_path / "fifo")
     result = shardnet(tmp_path, "run", "--nproc", "3", script(tmp_path, text))
     assert result.status == 1
     lines = result.err.rstrip("\n").split("\n")
     assert lines[-1] == "    ValueError: boom"
     head = next(line for line in lines if line.startswith("shardnet:"))
     assert head == "shardnet: rank 1 failed: exit code 1; 2 others ended with it. The end of its stderr:"
-    assert all(has_ended(int(line.split()[-1])) for line in result.out.splitlines())
+    pids = [int(line.split()[-1]) for line in result.out.splitlines()]
+    assert len(pids) == 3
+    assert all(has_ended(pid) for pid in pids)
 
 
 def test_the_exit_status_is_the_workers_own(tmp_path: Path) -> None:
