@@ -73,12 +73,13 @@ class Joining:
     async def _try(self) -> tuple[Lease, Topology]:
         """One lease, up to the assignment or its break."""
         lease = Lease(self._channel, self._address, self._request)
+        spoke = False
         try:
             async with asyncio.timeout_at(self._silent_since_s + self._timeouts.connect_s) as silence:
                 while True:
                     event = await lease.next_event()
-                    silence.reschedule(None)  # it speaks: from now on only join_s counts, and keepalive finds a frozen one
-                    self._heard()
+                    spoke = True
+                    silence.reschedule(None)  # from now on only join_s counts, and keepalive finds a frozen rendezvous
                     if isinstance(event, Assigned):
                         return lease, event.topology
                     if isinstance(event, Waiting):
@@ -88,10 +89,9 @@ class Joining:
             if isinstance(error, TimeoutError) and not isinstance(error, ShardnetError):
                 raise LeaseBroken("no answer") from None
             raise
-
-    def _heard(self) -> None:
-        self._silent_since_s = self._clock()
-        self._pauses = delays()
+        finally:
+            if spoke:  # it was there until this moment
+                self._silent_since_s, self._pauses = self._clock(), delays()
 
     def _wait_on(self, waiting: Waiting) -> None:
         self._waiting = waiting

@@ -69,5 +69,8 @@ def _ms(seconds: float) -> int:
 
 
 def _ping_interval_ms(timeouts: Timeouts) -> int:
-    """Half the time after which silence is suspect: a frozen peer is noticed within 1.5 times `suspect_s`."""
+    """Half the time after which silence is suspect: a frozen peer is noticed within 1.5 times `suspect_s`.
+
+    gRPC itself pings at most once a second, so that below 2 s of `suspect_s` noticing takes up to 1 s + `suspect_s`.
+    """
     return max(2, _ms(timeouts.suspect_s) // 2)

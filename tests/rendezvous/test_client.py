@@ -97,6 +97,27 @@ class TestJoining:
             await patient.leave()
 
     @on_shared_loop
+    async def test_waiting_for_others_is_not_silence(self) -> None:
+        """A world may take longer to form than a rendezvous may take to answer."""
+        timeouts = replace(TIMEOUTS, connect_s=0.3)
+        async with rendezvous(settle_s=0.8) as server, people(server.address, worker(0, least=1), timeouts=timeouts) as (patient,):
+            assert await patient.rank() == 0
+            assert patient.waiting.qsize() == 1  # it has joined once
+
+    @on_shared_loop
+    async def test_silence_counts_from_the_last_word(self) -> None:
+        """A rendezvous that goes after a long wait may take as long to return as one that was not up at first."""
+        timeouts = replace(TIMEOUTS, connect_s=1.5)
+        async with rendezvous() as server:
+            address = server.address
+            patient = Person(address, worker(0), timeouts)
+            await patient.arrived.wait()
+            await asyncio.sleep(timeouts.connect_s)
+        async with rendezvous(address), people(address, worker(1)) as (other,):
+            assert {await patient.rank(), await other.rank()} == {0, 1}
+            await patient.leave()
+
+    @on_shared_loop
     async def test_cancelling_frees_the_place(self) -> None:
         async with rendezvous() as server:
             cancelled = Person(server.address, worker(0))

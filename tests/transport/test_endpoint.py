@@ -16,7 +16,7 @@ from shardnet.pb import stats_pb2
 from shardnet.transport.endpoint import Endpoint
 from shardnet.transport.handlers import Context, stream, unary
 from shardnet.transport.observe import Health, ask, health, snapshot
-from shardnet.transport.options import channel_options, server_options
+from shardnet.transport.options import HANDSHAKE_MS, channel_options, server_options
 from tests.shared_loop import on_shared_loop
 
 TIMEOUTS = Timeouts.for_tests()
@@ -232,6 +232,28 @@ class TestOptions:
         pings = dict(channel_options(timeouts, Limits()))["grpc.keepalive_time_ms"]
         allowed = dict(server_options(timeouts, Limits()))["grpc.http2.min_ping_interval_without_data_ms"]
         assert int(allowed) <= int(pings)
+
+    @on_shared_loop
+    async def test_idle_connection_survives_its_own_pings(self) -> None:
+        """A default server hangs up at the third ping, 3 s after the start."""
+        async with endpoint() as opened, Security().channel(opened.address, channel_options(TIMEOUTS, LIMITS)) as channel:
+            watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+            await watch.read()
+            with pytest.raises(TimeoutError):  # nothing comes, not even the end
+                async with asyncio.timeout(3.5):
+                    await watch.read()
+
+    @on_shared_loop
+    async def test_connection_that_says_nothing_is_closed(self) -> None:
+        """By the handshake timeout and by keepalive: without both it stays for ever."""
+        loop = asyncio.get_running_loop()
+        async with endpoint() as opened:
+            host, _, port = opened.address.rpartition(":")
+            with socket.create_connection((host, int(port))) as silent:
+                silent.setblocking(False)
+                async with asyncio.timeout(HANDSHAKE_MS / 1000 + 2):
+                    while await loop.sock_recv(silent, 4096):  # what the server says first does not matter
+                        pass
 
     def test_message_limit_is_the_configured_one(self) -> None:
         limits = Limits(max_message_bytes=2048 * KIB)
