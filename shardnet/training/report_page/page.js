@@ -39,7 +39,7 @@ function fillTimeline(timeline) {
     byId("timeline-section").hidden = true;
     return;
   }
-  byId("timeline-legend").append(...Object.entries(TRACKS).map(([track, name]) => element("li", {}, element("i", { class: track }), name)));
+  byId("timeline-legend").append(...Object.entries(KINDS).map(([kind, name]) => element("li", {}, element("i", { class: kind }), name)));
   const canvas = byId("timeline");
   canvas.setAttribute("aria-label", `Timeline of ${timeline.ranks.length} ranks; the table below gives the shares of the time in view.`);
   const drawn = new Timeline(canvas, timeline);

@@ -3,6 +3,7 @@
 const ROW = { compute: 28, exposed: 12, communication: 15 };
 const TRACKS = { compute: "computing", exposed: "waiting for communication", communication: "communication" };
 const COLOURS = { compute: "--compute", exposed: "--waiting", communication: "--communication" };
+const KINDS = { compute: "forward and other computing", backward: "backward", exposed: "waiting for communication", communication: "communication" };
 const GUTTER = 92; // left of the rows, for their names
 const AXIS = 40; // above the rows: a line for steps, a line for time
 const [NAME, START, LENGTH, BYTES, STEP] = [0, 1, 2, 3, 4]; // of a span
@@ -93,6 +94,7 @@ class Timeline {
 
   drawRow(paint, row, colour) {
     const fill = colour(COLOURS[row.track]);
+    const backward = colour("--backward");
     paint.textAlign = "left";
     for (const span of row.spans) {
       const left = Math.max(this.x(span[START]), GUTTER - 2);
@@ -100,14 +102,16 @@ class Timeline {
       if (right < GUTTER || left > this.width) continue;
       const width = Math.max(0.7, right - left - (right - left > 4 ? 0.8 : 0));
       paint.globalAlpha = this.hovered === span ? 0.7 : 1;
-      paint.fillStyle = fill;
+      const name = this.data.names[span[NAME]];
+      const isBackward = row.track === "compute" && name.endsWith("backward");
+      paint.fillStyle = isBackward ? backward : fill;
       paint.beginPath();
       paint.roundRect(left, row.y, width, row.height, width > 8 ? 3 : 0);
       paint.fill();
       paint.globalAlpha = 1;
-      if (width > 46 && row.height > 12) {
-        paint.fillStyle = colour("--on-span");
-        paint.fillText(fitted(paint, this.data.names[span[NAME]], width - 10), left + 5, row.y + row.height / 2 + 0.5);
+      if (width > 46 && row.height > 16) {
+        paint.fillStyle = colour(isBackward ? "--on-backward" : "--on-span");
+        paint.fillText(fitted(paint, name, width - 10), left + 5, row.y + row.height / 2 + 0.5);
       }
     }
   }
@@ -239,7 +243,7 @@ class Timeline {
 const axisTime = (time, range) => (range > 4e6 ? `${(time / 1e6).toFixed(1)} s` : `${(time / 1e3).toFixed(range < 4e3 ? 2 : range < 4e4 ? 1 : 0)} ms`);
 
 function fitted(paint, text, width) {
-  let shown = text;
+  let shown = paint.measureText(text).width > width ? text.split(" ")[0] : text; // the unit says more than what it does
   while (shown.length > 1 && paint.measureText(shown).width > width) shown = `${shown.slice(0, shown.endsWith("…") ? -2 : -1)}…`;
   return shown.length > 1 || shown === text ? shown : "";
 }
