@@ -31,7 +31,9 @@ class AsyncFSDP:
             await model.step(optimizer)
 
     `await AsyncFSDP(...)` makes it, too; then `aclose()` ends it. Calls run one after the other in the order in which
-    they were made, with the caller's grad mode and context variables. Cancelling one that has not begun means that it
+    they were made, with the caller's grad mode and context variables. Grad mode is the event loop's thread's, so tasks
+    share it: `with torch.no_grad()` around an await is right only while no other task computes; `evaluate` always is.
+    Cancelling one that has not begun means that it
     never does; one that runs goes on to its end, since the other ranks take part in it. The backend is not closed.
     """
 
@@ -71,6 +73,10 @@ class AsyncFSDP:
     async def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Forward."""
         return await self.run(self.fsdp, *args, **kwargs)
+
+    async def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward without gradients."""
+        return await self.run(_without_gradients, self.fsdp, *args, **kwargs)
 
     async def backward(self, loss: Tensor, gradient: Tensor | None = None) -> None:
         """`loss.backward()`; when it returns the gradients are reduced, unless within `no_sync`."""
@@ -121,3 +127,8 @@ class AsyncFSDP:
     async def aclose(self) -> None:
         """Wait for the calls that were made, and end the compute thread. Safe to call twice."""
         await asyncio.to_thread(self._thread.shutdown)
+
+
+@torch.no_grad()
+def _without_gradients(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)

@@ -39,11 +39,22 @@ class Stack(nn.Module):
         self.layers = nn.ModuleList(Layer(width) for _ in range(3))
         self.head = nn.Linear(width, 2)
 
+    def layer(self, index: int) -> Layer:
+        layer = self.layers[index]
+        assert isinstance(layer, Layer)
+        return layer
+
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = layer(x)
         out: Tensor = self.head(x)
         return out
+
+
+def stack_of(model: nn.Module) -> Stack:
+    inner = model.module if isinstance(model, FSDP) else model
+    assert isinstance(inner, Stack)
+    return inner
 
 
 def seeded(kind: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
@@ -85,7 +96,7 @@ def test_parameters_tied_across_units_belong_to_the_unit_around_both() -> None:
     class Tied(Stack):
         def __init__(self) -> None:
             super().__init__()
-            self.layers[2].linear.weight = self.layers[0].linear.weight
+            self.layer(2).linear.weight = self.layer(0).linear.weight
 
     def work(backend: Backend) -> None:
         model = FSDP(Tied(), backend, units=[Layer])
@@ -111,7 +122,7 @@ def test_frozen_parameters_inside_a_unit_and_a_frozen_unit() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.layers[1].requires_grad_(False)
-            self.layers[2].linear.weight.requires_grad_(False)
+            self.layer(2).linear.weight.requires_grad_(False)
 
     check_against_one_process(2, seeded(Frozen), square_loss, units=[Layer])
 
@@ -129,8 +140,7 @@ def test_freezing_after_wrapping() -> None:
     def work(backend: Backend) -> None:
         model = FSDP(Stack(), backend, units=[Layer])
         for frozen in (True, False):
-            inner = model.module.layers[1]
-            assert isinstance(inner, nn.Module)
+            inner = stack_of(model).layer(1)
             inner.requires_grad_(not frozen)
             model.zero_grad()
             square_loss(model, backend.rank).backward()  # type: ignore[no-untyped-call]
@@ -147,21 +157,6 @@ def test_parameters_unused_everywhere_get_zeros() -> None:
             self.register_parameter("spare", nn.Parameter(torch.ones(3)))
 
     check_against_one_process(2, seeded(Unused), square_loss, units=[Layer])
-
-
-class UsedOnSomeRanks(Stack):
-    """Layer 2's extra weight, the first that backward would complete, is used by rank 0 alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers[2].register_parameter("extra", nn.Parameter(torch.ones(WIDTH)))
-        self.use_extra = True
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x) * layer.extra if self.use_extra and hasattr(layer, "extra") else layer(x)
-        out: Tensor = self.head(x)
-        return out
 
 
 class ExtraLayer(Layer):
@@ -345,8 +340,7 @@ def test_skip_connections_between_units() -> None:
 
 def test_a_part_of_the_model_called_by_itself() -> None:
     def part(model: nn.Module, rank: int) -> Tensor:
-        inner = model.module if isinstance(model, FSDP) else model
-        loss: Tensor = inner.layers[1](data(rank)).square().mean()  # type: ignore[index, union-attr, operator]
+        loss: Tensor = stack_of(model).layer(1)(data(rank)).square().mean()
         return loss
 
     def work(backend: Backend) -> None:
@@ -424,7 +418,8 @@ def test_outputs_that_are_views_changed_in_place() -> None:
 def test_inputs_changed_in_place() -> None:
     class ChangesInput(Layer):
         def forward(self, x: Tensor) -> Tensor:
-            return self.linear(F.relu(x, inplace=True)) * self.scale
+            out: Tensor = self.linear(F.relu(x, inplace=True)) * self.scale
+            return out
 
     class Changing(Stack):
         def __init__(self) -> None:
@@ -461,7 +456,6 @@ class Checkpointed(Stack):
     reentrant = False
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x) if hasattr(self, "stem") else x
         for layer in self.layers:
             x = checkpoint(layer, x, use_reentrant=self.reentrant)
         out: Tensor = self.head(x)
@@ -474,6 +468,9 @@ class ReentrantCheckpointed(Checkpointed):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Linear(WIDTH, WIDTH)  # reentrant checkpoints need an input that requires grad
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.stem(x))
 
 
 class CheckpointedInside(Layer):
@@ -554,7 +551,7 @@ class Failing(Stack):
             if index == 1 and self.fail_in_forward:
                 raise ArithmeticError("forward failed")
             if index == 1 and self.fail_in_backward:
-                x.register_hook(_raise)
+                x.register_hook(_raise)  # type: ignore[no-untyped-call]
         out: Tensor = self.head(x)
         return out
 

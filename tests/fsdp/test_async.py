@@ -1,0 +1,130 @@
+"""The async facade: several ranks in one event loop, which is never blocked."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from shardnet.backend import LoopbackBackend
+from shardnet.config import Timeouts
+from shardnet.errors import StateError
+from shardnet.fsdp import AsyncFSDP
+from tests.fsdp.models import Block, Weighted, loss_of, make_gpt, token_batches
+
+
+@pytest.fixture
+async def backends() -> AsyncIterator[list[LoopbackBackend]]:
+    group = LoopbackBackend.create_group(2, timeouts=Timeouts.for_tests())
+    yield group
+    await asyncio.gather(*(backend.aclose() for backend in group))
+
+
+async def test_ranks_train_in_one_loop(backends: list[LoopbackBackend]) -> None:
+    alone = make_gpt()
+    reference = torch.optim.SGD(alone.parameters(), lr=0.1)
+    batches = token_batches(3, 4)
+    norms = []
+    for batch in batches:
+        loss_of(alone, batch).backward()  # type: ignore[no-untyped-call]
+        norms.append(torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.5).item())
+        reference.step()
+        reference.zero_grad()
+
+    async def train(backend: LoopbackBackend) -> None:
+        async with AsyncFSDP(make_gpt(), backend, units=[Block]) as model:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for batch, norm in zip(batches, norms, strict=True):
+                mine = batch[2 * backend.rank :][:2]
+                logits = await model(mine[:, :-1])
+                await model.backward(F.cross_entropy(logits.flatten(0, 1), mine[:, 1:].flatten()))
+                assert (await model.clip_grad_norm(0.5)).item() == pytest.approx(norm, rel=1e-5)
+                await model.step(optimizer)
+                optimizer.zero_grad()
+            state = await model.full_state_dict()
+        for name, value in alone.state_dict().items():
+            torch.testing.assert_close(state[name], value, rtol=0, atol=1e-5)
+
+    await asyncio.gather(*(train(backend) for backend in backends))
+
+
+async def test_it_can_be_awaited_and_closed_twice(backends: list[LoopbackBackend]) -> None:
+    models = await asyncio.gather(*(_made(backend) for backend in backends))
+    outputs = await asyncio.gather(*(model(torch.tensor(2.0)) for model in models))
+    assert [output.item() for output in outputs] == [20, 20]
+    for model in models:
+        await model.aclose()
+        await model.aclose()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("shardnet-compute")]
+
+
+async def _made(backend: LoopbackBackend) -> AsyncFSDP:
+    return await AsyncFSDP(Weighted(), backend)
+
+
+async def test_the_callers_grad_mode_goes_along(backends: list[LoopbackBackend]) -> None:
+    models = await asyncio.gather(*(_made(backend) for backend in backends))
+
+    async def forward() -> list[torch.Tensor]:
+        return list(await asyncio.gather(*(model(torch.tensor(1.0)) for model in models)))
+
+    assert all(output.requires_grad for output in await forward())
+    with torch.no_grad():
+        assert not any(output.requires_grad for output in await forward())
+    with torch.inference_mode():
+        assert all(output.is_inference() for output in await forward())
+    evaluated = await asyncio.gather(*(model.evaluate(torch.tensor(1.0)) for model in models))
+    assert [(output.item(), output.requires_grad) for output in evaluated] == [(10, False)] * 2
+    await asyncio.gather(*(model.aclose() for model in models))
+
+
+async def test_gradients_accumulate_within_no_sync(backends: list[LoopbackBackend]) -> None:
+    async def work(backend: LoopbackBackend) -> None:
+        async with AsyncFSDP(Weighted(), backend) as model:
+            x = torch.tensor(1.0)
+            with model.no_sync():
+                await model.backward(await model(x))
+            assert all(parameter.grad is None for parameter in model.parameters())
+            await model.backward(await model(x))
+            assert [parameter.grad.tolist() for parameter in model.parameters() if parameter.grad is not None] == [[2, 2]]
+            assert await model.run(threading.get_ident) != threading.get_ident()
+
+    await asyncio.gather(*(work(backend) for backend in backends))
+
+
+async def test_use_before_it_is_made_is_refused(backends: list[LoopbackBackend]) -> None:
+    model = AsyncFSDP(Weighted(), backends[0])
+    with pytest.raises(StateError, match="async with"):
+        await model(torch.tensor(1.0))
+    await model.aclose()
+
+
+async def test_an_error_in_forward_comes_to_the_caller_and_the_model_goes_on(backends: list[LoopbackBackend]) -> None:
+    async def work(backend: LoopbackBackend) -> None:
+        async with AsyncFSDP(Weighted(), backend) as model:
+            with pytest.raises(TypeError):
+                await model("not a tensor", "and too many")
+            assert (await model(torch.tensor(2.0))).item() == 20
+
+    await asyncio.gather(*(work(backend) for backend in backends))
+
+
+async def test_a_call_cancelled_before_it_began_never_runs(backends: list[LoopbackBackend]) -> None:
+    async def work(backend: LoopbackBackend) -> None:
+        async with AsyncFSDP(Weighted(), backend) as model:
+            gate = threading.Event()
+            ran: list[int] = []
+            first = asyncio.create_task(model.run(gate.wait))
+            second = asyncio.create_task(model.run(ran.append, 1))
+            await asyncio.sleep(0)
+            second.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await second
+            gate.set()
+            assert await first
+            await model.run(ran.append, 2)
+            assert ran == [2]
+
+    await asyncio.gather(*(work(backend) for backend in backends))

@@ -1,0 +1,98 @@
+"""Parameters stay the objects they were, and changes made to them from outside count."""
+
+import pytest
+import torch
+from torch import nn
+
+from shardnet.backend import Backend
+from shardnet.errors import SizeMismatchError
+from shardnet.fsdp import FSDP
+from tests.fsdp.models import Block, Weighted, loss_of, make_gpt, token_batches
+from tests.fsdp.ranks import run_ranks
+
+
+def test_parameter_objects_stay_the_same() -> None:
+    def work(backend: Backend) -> None:
+        inner = make_gpt()
+        originals = dict(inner.named_parameters())
+        model = FSDP(inner, backend, units=[Block])
+        optimizer = torch.optim.AdamW(model.parameters())
+        for batch in token_batches(2, 2):
+            loss = loss_of(model, batch)
+            assert all(parameter is originals[name] for name, parameter in model.named_parameters())
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            assert all(parameter is originals[name] for name, parameter in model.named_parameters())
+        assert list(originals) == [name for name, _ in model.named_parameters()]
+        assert all(parameter.requires_grad and parameter.is_leaf for parameter in originals.values())
+        assert inner.head.weight is inner.tokens.weight
+
+    run_ranks(2, work)
+
+
+def test_modules_compute_with_whole_parameters() -> None:
+    class Looking(Weighted):
+        seen: torch.Size | None = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen = self.weight.shape
+            return super().forward(x)
+
+    def work(backend: Backend) -> None:
+        inner = Looking()
+        model = FSDP(inner, backend)
+        model(torch.tensor(1.0))
+        assert inner.seen == (4,)
+        assert inner.weight.shape == (2,)
+
+    run_ranks(2, work)
+
+
+def test_a_shard_whose_data_was_replaced_is_taken_back() -> None:
+    """As vector_to_parameters, stochastic weight averaging and others do."""
+
+    def work(backend: Backend) -> None:
+        model = FSDP(Weighted(), backend)
+        (weight,) = model.parameters()
+        nn.utils.vector_to_parameters(torch.tensor([5.0, 6.0]), [weight])
+        assert model(torch.tensor(1.0)).item() == 22
+        weight.data = weight.data * 2
+        assert model(torch.tensor(1.0)).item() == 44
+        weight.data = torch.zeros(3)
+        with pytest.raises(SizeMismatchError, match="this rank's slice of weight"):
+            model(torch.tensor(1.0))
+
+    run_ranks(2, work)
+
+
+def test_changes_in_place_are_seen_by_the_next_forward() -> None:
+    def work(backend: Backend) -> None:
+        model = FSDP(Weighted(), backend)
+        with torch.no_grad():
+            next(model.parameters()).fill_(backend.rank + 1.0)
+        assert model(torch.tensor(1.0)).item() == 6
+
+    run_ranks(2, work)
+
+
+def test_unwrap_gives_the_module_back() -> None:
+    def work(backend: Backend) -> None:
+        inner = make_gpt()
+        originals = list(inner.parameters())
+        model = FSDP(inner, backend, units=[Block])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        batch = token_batches(1, 2)[0]
+        loss_of(model, batch).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        expected = model.full_state_dict()
+        held = loss_of(model, batch)  # the root is still gathered for a backward that does not come
+        plain = model.unwrap()
+        assert plain is inner
+        assert all(mine is theirs for mine, theirs in zip(plain.parameters(), originals, strict=True))
+        assert all(torch.equal(value, expected[name]) for name, value in plain.state_dict().items())
+        collectives = sum(counter.count for counter in backend.telemetry.ops.values())
+        torch.testing.assert_close(loss_of(plain, batch), held)
+        loss_of(plain, batch).backward()  # type: ignore[no-untyped-call]
+        assert sum(counter.count for counter in backend.telemetry.ops.values()) == collectives
+
+    run_ranks(2, work)
