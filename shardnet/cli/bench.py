@@ -1,7 +1,6 @@
 """`shardnet bench`: measure shardnet against torch's own engines."""
 
 import os
-import subprocess
 import sys
 
 from shardnet.cli import arguments
@@ -20,8 +19,8 @@ def add_to(commands: arguments.Commands) -> None:
 
 
 def execute(options: arguments.Arguments) -> int:
-    """Raises UsageError where the benchmarks are not at hand."""
+    """Becomes the benchmarks, so that a Ctrl-C has one process to end. Raises UsageError where they are not at hand."""
     home = find("benchmarks/__main__.py").parents[1]
     wanted = ["--help"] if options.help_benchmarks else options.unknown
     path = os.pathsep.join(filter(None, (str(home), os.environ.get("PYTHONPATH"))))
-    return subprocess.call([sys.executable, "-m", "benchmarks", *wanted], env={**os.environ, "PYTHONPATH": path})
+    os.execve(sys.executable, [sys.executable, "-m", "benchmarks", *wanted], {**os.environ, "PYTHONPATH": path})

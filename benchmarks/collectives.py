@@ -1,0 +1,63 @@
+"""Collectives: the same case on both engines, with the results compared."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from benchmarks.engines import Engine, Gloo, Shardnet
+from benchmarks.plan import Case, Collectives, Op
+from benchmarks.race import Contender, race
+from benchmarks.row import Row
+from shardnet import Backend
+
+
+class Disagreement(Exception):
+    """The engines have different results, so their speeds are worth nothing."""
+
+
+def measure(session: Collectives, backend: Backend) -> Iterator[Row]:
+    """One row a case, the same on all ranks. A collective."""
+    for case in session.cases:
+        yield _measure(case, backend, session.chunk_bytes)
+
+
+def _measure(case: Case, backend: Backend, chunk_bytes: int) -> Row:
+    tasks = [_Task(engine, case, backend) for engine in (Shardnet(backend), Gloo())]
+    ours, theirs = race([task.contender for task in tasks], case.repeats)
+    if not torch.equal(tasks[0].result, tasks[1].result):
+        raise Disagreement(f"{case.op} of {case.bytes} bytes: shardnet and gloo differ on rank {backend.rank}")
+    return Row.compare(
+        ours,
+        theirs,
+        moved_bytes=case.op.moved_bytes(case.bytes, backend.world_size),
+        kind="collective",
+        op=str(case.op),
+        ranks=backend.world_size,
+        bytes=case.bytes,
+        peer="gloo",
+        chunk_bytes=chunk_bytes,
+    )
+
+
+class _Task:
+    """One engine at one case, with tensors of its own."""
+
+    def __init__(self, engine: Engine, case: Case, backend: Backend) -> None:
+        full = _whole_numbers(case.bytes // 4, seed=backend.rank)
+        shard = full[: len(full) // backend.world_size]
+        if case.op is Op.ALL_GATHER:
+            self.result = torch.empty_like(full)
+            self.contender = Contender(engine.name, lambda: engine.all_gather(shard, self.result))
+        elif case.op is Op.REDUCE_SCATTER:
+            self.result = torch.empty_like(shard)
+            self.contender = Contender(engine.name, lambda: engine.reduce_scatter(full, self.result))
+        else:
+            self.result = torch.empty_like(full)
+            self.contender = Contender(engine.name, lambda: engine.all_reduce(self.result), prepare=lambda: self.result.copy_(full))
+
+
+def _whole_numbers(count: int, seed: int) -> Tensor:
+    """[count] float32 whose sums are exact in any order, so that results of different algorithms are equal."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-1000, 1000, (count,), generator=generator).float()

@@ -1,0 +1,96 @@
+"""The same model trained in three ways: sharded by shardnet, sharded by torch, and by every rank for itself."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from benchmarks.plan import Training
+from gpt import GPT, Block, GPTConfig
+from shardnet import FSDP, Backend
+
+
+class Trainer:
+    """A model, its optimizer and one batch, on one rank.
+
+    The batch stays the same, so that the loss falls fast: a wrong gradient shows in it at once.
+    """
+
+    def __init__(self, name: str, model: nn.Module, batch: Tensor) -> None:
+        self.name = name
+        self.losses: list[float] = []
+        self._model = model
+        self._inputs, self._targets = batch[:, :-1], batch[:, 1:]
+        self._optimizer = torch.optim.AdamW(self.optimized(), lr=1e-3)
+
+    def step(self) -> None:
+        """Forward, backward, optimizer."""
+        logits = self._model(self._inputs)
+        loss = F.cross_entropy(logits.flatten(0, 1), self._targets.flatten())
+        loss.backward()  # type: ignore[no-untyped-call]  # torch has no annotation for it
+        self.update()
+        self.losses.append(loss.item())
+
+    def optimized(self) -> list[nn.Parameter]:
+        return list(self._model.parameters())
+
+    def update(self) -> None:
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+class Alone(Trainer):
+    """The compute of one rank of a sharded model and nothing else: forward and backward of the whole model, and the
+    optimizer on one part in `ranks` of each parameter."""
+
+    def __init__(self, name: str, model: nn.Module, batch: Tensor, ranks: int) -> None:
+        self._whole = list(model.parameters())
+        self._parts = [nn.Parameter(whole.detach().view(-1)[: -(-whole.numel() // ranks)]) for whole in self._whole]
+        super().__init__(name, model, batch)
+
+    def optimized(self) -> list[nn.Parameter]:
+        return self._parts
+
+    def update(self) -> None:
+        for whole, part in zip(self._whole, self._parts, strict=True):
+            assert whole.grad is not None
+            part.grad = whole.grad.view(-1)[: part.numel()]
+        super().update()
+        self._model.zero_grad()
+
+
+def parameter_bytes(session: Training) -> int:
+    """Of the whole model."""
+    with torch.device("meta"):
+        return sum(parameter.nbytes for parameter in GPT(_config(session)).parameters())
+
+
+def trainers(session: Training, backend: Backend) -> tuple[Trainer, Trainer, Trainer]:
+    """Shardnet, FSDP2 over gloo, and alone; equal parameters and data. A collective."""
+    generator = torch.Generator().manual_seed(backend.rank)
+    batch = torch.randint(256, (session.batch, session.context + 1), generator=generator)
+    ours, peer, alone = (_new_model(session) for _ in range(3))
+    return (
+        Trainer("shardnet", FSDP(ours, backend, units=(Block,)), batch),
+        Trainer("fsdp2-gloo", _fully_sharded(peer, backend.world_size), batch),
+        Alone("no communication", alone, batch, backend.world_size),
+    )
+
+
+def _new_model(session: Training) -> GPT:
+    torch.manual_seed(1)
+    return GPT(_config(session))
+
+
+def _config(session: Training) -> GPTConfig:
+    return GPTConfig(session.dim, session.layers, session.heads, session.context, session.bigrams)
+
+
+def _fully_sharded(model: GPT, ranks: int) -> nn.Module:
+    """Sharded in the same units, with torch's defaults otherwise."""
+    mesh = init_device_mesh("cpu", (ranks,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model

@@ -1,0 +1,53 @@
+"""The two engines, with the three collectives under the same names. Every call returns when the result is there."""
+
+from typing import Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+from shardnet import Backend
+
+
+class Engine(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    def all_gather(self, shard: Tensor, out: Tensor) -> None:
+        """[k] → [k · ranks]"""
+
+    def reduce_scatter(self, full: Tensor, out: Tensor) -> None:
+        """[k · ranks] → [k], summed; `full` stays as it is."""
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """[n] → [n], summed in place."""
+
+
+class Shardnet:
+    name = "shardnet"
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    def all_gather(self, shard: Tensor, out: Tensor) -> None:
+        self._backend.all_gather(shard, out=out).wait()
+
+    def reduce_scatter(self, full: Tensor, out: Tensor) -> None:
+        self._backend.reduce_scatter(full, out=out).wait()
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        self._backend.all_reduce(tensor, out=tensor).wait()
+
+
+class Gloo:
+    """Over torch's default process group."""
+
+    name = "gloo"
+
+    def all_gather(self, shard: Tensor, out: Tensor) -> None:
+        dist.all_gather_into_tensor(out, shard)
+
+    def reduce_scatter(self, full: Tensor, out: Tensor) -> None:
+        dist.reduce_scatter_tensor(out, full)
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        dist.all_reduce(tensor)

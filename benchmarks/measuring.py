@@ -1,0 +1,71 @@
+"""What one worker process measures, as one rank of a session."""
+
+import asyncio
+import datetime
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import shardnet
+from benchmarks import collectives, training
+from benchmarks.journal import Journal
+from benchmarks.plan import Collectives, Session, Training
+from benchmarks.row import Row
+from benchmarks.tables import one_line
+
+GLOO_TIMEOUT = datetime.timedelta(seconds=120)  # of one collective; gloo's own is half an hour
+STORE = "store"  # file name in the shared directory
+
+
+async def measure(session: Session, directory: Path) -> None:
+    """Join the cluster, measure, leave. `directory` is shared by the ranks: gloo's meeting point and the journal."""
+    torch.set_num_threads(1)  # for both sides: ranks that share cores must not fight for them with threads as well
+    limits = shardnet.Limits(chunk_bytes=session.chunk_bytes)
+    async with shardnet.connect(limits=limits) as cluster:
+        # In a thread of its own, so that signals find this loop awake. The first one closes the cluster, which ends the thread.
+        await asyncio.to_thread(_measure, session, cluster.backend, directory)
+
+
+def _measure(session: Session, backend: shardnet.Backend, directory: Path) -> None:
+    journal = Journal(directory / Journal.FILE_NAME if backend.rank == 0 else Path(os.devnull))
+    with _gloo(directory / STORE, backend):
+        if isinstance(session, Collectives):
+            _measure_collectives(session, backend, journal)
+        else:
+            _measure_training(session, backend, journal)
+
+
+def _measure_collectives(session: Collectives, backend: shardnet.Backend, journal: Journal) -> None:
+    for done, row in enumerate(collectives.measure(session, backend), start=1):
+        _publish(row, backend, journal)
+        journal.progress(done, len(session.cases), f"{session.ranks} ranks")
+
+
+def _measure_training(session: Training, backend: shardnet.Backend, journal: Journal) -> None:
+    def on_step(done: int) -> None:
+        journal.progress(done, session.steps, f"{session.ranks} ranks, training")
+
+    for row in training.measure(session, backend, on_step):
+        _publish(row, backend, journal)
+
+
+def _publish(row: Row, backend: shardnet.Backend, journal: Journal) -> None:
+    journal.add(row)
+    if backend.rank == 0:
+        print(one_line(row), file=sys.stderr)  # stdout is for the tables at the end
+
+
+@contextmanager
+def _gloo(store: Path, backend: shardnet.Backend) -> Iterator[None]:
+    """Torch's default process group over the loopback interface, with the same ranks as the cluster."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=backend.rank, world_size=backend.world_size, timeout=GLOO_TIMEOUT)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,147 @@
+"""The command line, and the sessions that it asks for."""
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from benchmarks.plan import Case, Collectives, Op, Session, Training, default_repeats
+from shardnet.config import KIB, MIB, Limits
+
+T = TypeVar("T")
+
+LATEST = Path(__file__).resolve().parent / "latest.json"
+ELEMENT_BYTES = 4  # everything is measured in float32
+_UNITS = {"": 1, "b": 1, "k": KIB, "kib": KIB, "m": MIB, "mib": MIB, "g": 1024 * MIB, "gib": 1024 * MIB}
+DESCRIPTION = """\
+Measure collectives against torch's gloo, and training steps against FSDP2 over gloo and against no communication at
+all. Both sides run in the same processes, in turn. Prints tables and writes all numbers as JSON; benchmarks/README.md
+says how to read them. Give it a machine that does nothing else.
+"""
+EPILOG = """\
+examples:
+  python -m benchmarks                                        everything, for the record
+  python -m benchmarks --quick                                whether it works, in half a minute
+  python -m benchmarks --only collectives --ranks 4 --sizes 16MiB,64MiB --ops all_reduce
+  python -m benchmarks --markdown benchmarks/latest.json      the tables of an earlier run, as Markdown
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Preset:
+    """What is measured unless the command line says otherwise."""
+
+    ranks: tuple[int, ...] = (2, 4)
+    step_ranks: tuple[int, ...] = (2,)
+    sizes: tuple[int, ...] = (KIB, 64 * KIB, MIB, 16 * MIB, 64 * MIB)
+    repeats: int | None = None  # by size: default_repeats
+    steps: int = 20
+    dim: int = 256
+    layers: int = 4
+    context: int = 256
+    bigrams: int = 16_384
+    batch: int = 4
+
+
+FULL = _Preset()
+QUICK = _Preset(ranks=(2,), sizes=(KIB, MIB), repeats=5, steps=3, dim=64, layers=2, context=64, bigrams=1024, batch=2)
+
+
+def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options, checked; `sessions` among them is what to measure. Exits with status 2 where they make no sense."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    preset = QUICK if options.quick else FULL
+    for name in _Preset.__dataclass_fields__:
+        if getattr(options, name) is None:
+            setattr(options, name, getattr(preset, name))
+    for size in options.sizes if options.only != "step" else ():
+        if size % (ELEMENT_BYTES * max(options.ranks)):
+            parser.error(f"--sizes must be multiples of {ELEMENT_BYTES} bytes x ranks, got {size} for {max(options.ranks)} ranks")
+    if options.dim % (2 * options.heads):
+        parser.error(f"--dim must be a multiple of twice --heads, got {options.dim} and {options.heads}")
+    try:
+        Limits(chunk_bytes=options.chunk)
+    except ValueError as error:
+        parser.error(f"--chunk: {error}")
+    options.sessions = list(_sessions(options))
+    return options
+
+
+def _sessions(options: argparse.Namespace) -> Iterator[Session]:
+    if options.only != "step":
+        cases = tuple(Case(op, size, options.repeats or default_repeats(size)) for op in options.ops for size in options.sizes)
+        for ranks in options.ranks:
+            yield Collectives(ranks, options.chunk, cases)
+    if options.only != "collectives":
+        model = {name: getattr(options, name) for name in ("steps", "dim", "layers", "heads", "context", "bigrams", "batch")}
+        for ranks in options.step_ranks:
+            yield Training(ranks, options.chunk, **model)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", choices=("collectives", "step"), help="leave out the other half")
+    parser.add_argument("--quick", action="store_true", help="small, few and short: to see that it works, not for the record")
+    parser.add_argument("--chunk", type=_size, default=Limits().chunk_bytes, metavar="SIZE", help="shardnet's chunk (default: 1MiB)")
+    parser.add_argument("--json", type=Path, default=LATEST, metavar="PATH", help="where the numbers go (default: %(default)s)")
+    parser.add_argument(
+        "--markdown", type=Path, nargs="?", const=LATEST, metavar="PATH", help="measure nothing; print a JSON file's tables as Markdown"
+    )
+    _add_collectives(parser.add_argument_group("collectives"))
+    _add_training(parser.add_argument_group("training step"))
+    return parser
+
+
+def _add_collectives(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--ranks", type=_list_of(_ranks), metavar="N,...", help="numbers of processes (default: 2,4)")
+    group.add_argument(
+        "--sizes", type=_list_of(_size), metavar="SIZE,...", help="of the full tensor on a rank (default: 1KiB,64KiB,1MiB,16MiB,64MiB)"
+    )
+    group.add_argument("--ops", type=_list_of(Op), default=tuple(Op), metavar="OP,...", help=f"default: {','.join(Op)}")
+    group.add_argument(
+        "--repeats", type=_positive, metavar="N", help="runs of each engine (default: 60 for small sizes to 9 for large ones)"
+    )
+
+
+def _add_training(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--step-ranks", type=_list_of(_ranks), metavar="N,...", help="numbers of processes (default: 2)")
+    group.add_argument("--steps", type=_positive, metavar="N", help="timed steps of each engine (default: 20)")
+    group.add_argument("--dim", type=_positive, metavar="N", help="width of the model (default: 256)")
+    group.add_argument("--layers", type=_positive, metavar="N", help="blocks, each of them a unit of sharding (default: 4)")
+    group.add_argument("--heads", type=_positive, default=4, metavar="N", help="attention heads (default: 4)")
+    group.add_argument("--context", type=_positive, metavar="N", help="bytes of one sequence (default: 256)")
+    group.add_argument("--bigrams", type=_positive, metavar="N", help="rows of the byte-pair table (default: 16384)")
+    group.add_argument("--batch", type=_positive, metavar="N", help="sequences of one rank in one step (default: 4)")
+
+
+def _list_of(parse: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
+    def parse_list(text: str) -> tuple[T, ...]:
+        return tuple(parse(item.strip()) for item in text.split(","))
+
+    parse_list.__name__ = "list"  # argparse says "invalid list value" of what it cannot read
+    return parse_list
+
+
+def _size(text: str) -> int:
+    """`1024`, `64KiB`, `16M`."""
+    digits = text.rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
+    unit = text[len(digits) :].lower()
+    if unit not in _UNITS or not digits.isdecimal() or not int(digits):
+        raise argparse.ArgumentTypeError(f"a size is a number with KiB or MiB behind it, got {text!r}")
+    return int(digits) * _UNITS[unit]
+
+
+def _ranks(text: str) -> int:
+    if not text.isdecimal() or int(text) < 2:
+        raise argparse.ArgumentTypeError(f"at least 2 ranks are needed to communicate, got {text!r}")
+    return int(text)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text!r}")
+    return int(text)

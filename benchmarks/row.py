@@ -1,0 +1,110 @@
+"""`Row`: one comparison, as it is written to JSON and read by whoever follows the project's speed."""
+
+import dataclasses
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """How long one engine took.
+
+    wall_s  one run each, as seen by the rank that waited longest
+    cpu_s   of one run, all threads of all ranks together; the mean
+    """
+
+    wall_s: tuple[float, ...]
+    cpu_s: float
+
+    def quartiles_ms(self) -> tuple[float, float, float]:
+        """Lower quartile, median, upper quartile."""
+        times_ms = sorted(1e3 * seconds for seconds in self.wall_s)
+        if len(times_ms) == 1:
+            return times_ms[0], times_ms[0], times_ms[0]
+        low, median, high = statistics.quantiles(times_ms, n=4, method="inclusive")
+        return low, median, high
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Two engines at one task.
+
+    kind         "collective" or "step"
+    op           which collective, or "train_step"
+    topology     where the ranks are: "one-node" is all on one machine
+    transport    what shardnet used
+    bytes        collective: the full tensor on a rank (gathered for all_gather, unreduced otherwise); step: all parameters
+    ours_ms      median; q1 and q3 are the quartiles. Each run counts with the time of its slowest rank
+    ratio        peer_ms / ours_ms: above 1 shardnet is ahead
+    *_cpu_s      of one run, all ranks together
+    moved_bytes  what a ring sends in one run, all ranks together: the same amount for both, to compare CPU time by
+    chunk_bytes  shardnet's
+    *_loss       step: mean training loss over ranks at the last step, where the peer trains the same
+    """
+
+    kind: str
+    op: str
+    topology: str
+    transport: str
+    ranks: int
+    bytes: int
+    repeats: int
+    ours_ms: float
+    ours_q1_ms: float
+    ours_q3_ms: float
+    ours_cpu_s: float
+    peer: str
+    peer_ms: float
+    peer_q1_ms: float
+    peer_q3_ms: float
+    peer_cpu_s: float
+    ratio: float
+    moved_bytes: int
+    chunk_bytes: int
+    ours_loss: float | None = None
+    peer_loss: float | None = None
+    machine: str = ""
+    measured_at: str = ""
+
+    @classmethod
+    def compare(cls, ours: Timing, theirs: Timing, **facts: Any) -> Self:
+        """The row for two timings of the same task; `facts` are the remaining fields."""
+        ours_q1, ours_ms, ours_q3 = ours.quartiles_ms()
+        peer_q1, peer_ms, peer_q3 = theirs.quartiles_ms()
+        return cls(
+            topology="one-node",
+            transport="grpc",
+            repeats=len(ours.wall_s),
+            ours_ms=ours_ms,
+            ours_q1_ms=ours_q1,
+            ours_q3_ms=ours_q3,
+            ours_cpu_s=ours.cpu_s,
+            peer_ms=peer_ms,
+            peer_q1_ms=peer_q1,
+            peer_q3_ms=peer_q3,
+            peer_cpu_s=theirs.cpu_s,
+            ratio=peer_ms / ours_ms,
+            **facts,
+        )
+
+    def stamped(self, machine: str, measured_at: str) -> Self:
+        return dataclasses.replace(self, machine=machine, measured_at=measured_at)
+
+    def to_dict(self) -> dict[str, object]:
+        """The fields; those that do not apply to this kind are left out."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Self:
+        """Raises TypeError if fields are missing or unknown."""
+        return cls(**fields)
+
+
+def collectives(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if row.kind == "collective"]
+
+
+def steps(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if row.kind == "step"]

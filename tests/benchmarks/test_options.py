@@ -1,0 +1,75 @@
+"""From the command line to what is measured."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.options import LATEST, parse_options
+from benchmarks.plan import Case, Collectives, Op, Training, default_repeats, from_json, to_json
+from shardnet.config import KIB, MIB
+
+
+def test_by_default_everything_is_measured() -> None:
+    options = parse_options([])
+    two, four, training = options.sessions
+    assert (two.ranks, four.ranks, training.ranks) == (2, 4, 2)
+    assert two.cases == four.cases
+    expected = {(op, size) for op in Op for size in (KIB, 64 * KIB, MIB, 16 * MIB, 64 * MIB)}
+    assert {(case.op, case.bytes) for case in two.cases} == expected
+    assert all(case.repeats == default_repeats(case.bytes) for case in two.cases)
+    assert isinstance(training, Training)
+    assert options.json == LATEST
+
+
+def test_each_half_alone() -> None:
+    (collectives,) = parse_options(
+        ["--only", "collectives", "--ranks", "3", "--sizes", "12KiB", "--ops", "all_reduce", "--repeats", "7"]
+    ).sessions
+    assert collectives == Collectives(3, MIB, (Case(Op.ALL_REDUCE, 12 * KIB, 7),))
+    four, two = parse_options(["--only", "step", "--step-ranks", "4,2", "--steps", "9", "--dim", "16", "--chunk", "64K"]).sessions
+    assert (four.ranks, two.ranks, two.steps, two.dim, two.chunk_bytes) == (4, 2, 9, 16, 64 * KIB)
+
+
+def test_what_is_given_goes_before_quick() -> None:
+    session, training = parse_options(["--quick", "--ranks", "4"]).sessions
+    assert session.ranks == 4
+    assert max(case.bytes for case in session.cases) == MIB
+    assert training.steps < parse_options([]).sessions[-1].steps
+    assert parse_options(["--quick", "--steps", "50"]).sessions[-1].steps == 50
+
+
+def test_markdown_of_the_latest_run_or_of_a_file() -> None:
+    assert parse_options([]).markdown is None
+    assert parse_options(["--markdown"]).markdown == LATEST
+    assert parse_options(["--markdown", "old.json"]).markdown == Path("old.json")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--sizes", "1001"], "multiples of 4 bytes x ranks"),
+        (["--sizes", "12KiB", "--ranks", "2,5"], "12288 for 5 ranks"),
+        (["--sizes", "1 mile"], "KiB or MiB"),
+        (["--sizes", "0"], "KiB or MiB"),
+        (["--ranks", "1"], "at least 2 ranks"),
+        (["--ops", "broadcast"], "broadcast"),
+        (["--repeats", "0"], "above 0"),
+        (["--dim", "30"], "twice --heads"),
+        (["--chunk", "1G"], "--chunk"),
+    ],
+)
+def test_senseless_arguments_are_refused(arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parse_options(arguments)
+    assert complaint in capsys.readouterr().err
+
+
+def test_sessions_reach_the_workers_unchanged() -> None:
+    for session in parse_options([]).sessions:
+        assert from_json(to_json(session)) == session
+
+
+def test_moved_bytes_are_those_of_a_ring() -> None:
+    assert Op.ALL_GATHER.moved_bytes(400, ranks=4) == 1200  # each of 4 shards of 100 bytes is sent 3 times
+    assert Op.REDUCE_SCATTER.moved_bytes(400, ranks=4) == 1200
+    assert Op.ALL_REDUCE.moved_bytes(400, ranks=4) == 2400

@@ -1,0 +1,74 @@
+"""Rows on disk and as tables."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.plan import Op
+from benchmarks.report import markdown_report, read_json, text_report, write_json
+from benchmarks.row import Row
+from benchmarks.tables import size
+from shardnet.config import KIB, MIB
+from tests.benchmarks.rows import complete, row
+
+
+def run() -> list[Row]:
+    collectives = complete({Op.ALL_GATHER: 2.0, Op.REDUCE_SCATTER: 1.5, Op.ALL_REDUCE: 0.5})
+    steps = [
+        row(1.25, kind="step", op="train_step", bytes=4_000_000, peer="fsdp2-gloo", ours_loss=2.5, peer_loss=2.5),
+        row(0.8, kind="step", op="train_step", bytes=4_000_000, peer="no communication", ours_loss=2.5),
+    ]
+    return [each.stamped("a machine", "2024-01-01T00:00:00+00:00") for each in (*collectives, *steps)]
+
+
+def test_json_comes_back(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "latest.json"
+    write_json(run(), path)
+    assert read_json(path) == run()
+
+
+@pytest.mark.parametrize("text", ["no json", "{}, {}", '[{"kind": "collective"}]', '[{"who": 1}]', "[1]"])
+def test_a_foreign_file_is_refused_by_name(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "latest.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"latest\.json was not written by"):
+        read_json(path)
+
+
+def test_text_tables_are_aligned_and_say_whether_targets_are_met() -> None:
+    report = text_report(run())
+    lines = report.splitlines()
+    gather = next(line for line in lines if line.startswith("all_gather  "))
+    assert gather.split() == ["all_gather", "1", "MiB", "10", "10-10", "20", "20-20", "2.00x", "256.00", "512.00"]
+    assert (
+        len({len(line) for line in lines if line.startswith(("all_gather  ", "reduce_scatter  ", "all_reduce  ")) and "MiB" in line}) == 1
+    )
+    verdicts = [line.split()[-1] for line in lines if line.endswith(("met", "missed"))]
+    assert verdicts == ["met", "missed"]
+
+
+def test_a_step_is_told_with_both_peers() -> None:
+    lines = [line.split() for line in text_report(run()).splitlines()]
+    assert ["shardnet", "2", "10", "10-10", "0.25", "2.5000"] in lines
+    assert ["fsdp2-gloo", "2", "12.5", "12.5-12.5", "1.25x", "0.50", "2.5000"] in lines
+    assert ["no", "communication", "2", "8", "8-8", "0.80x", "0.50"] in lines
+
+
+def test_markdown_rows_have_as_many_cells_as_their_heads() -> None:
+    report = markdown_report(run())
+    tables = [block for block in report.split("\n\n") if block.startswith("|")]
+    assert len(tables) == 3
+    for table in tables:
+        assert len({line.count("|") for line in table.splitlines()}) == 1
+    assert "**2 ranks on one machine" in report
+    assert report.endswith("a machine; 2024-01-01T00:00:00+00:00")
+
+
+def test_what_was_not_measured_has_no_table() -> None:
+    report = text_report([row(bytes=KIB)])
+    assert "Geometric" not in report
+    assert "training" not in report
+
+
+def test_sizes_as_people_write_them() -> None:
+    assert [size(count) for count in (KIB, 64 * KIB, 64 * MIB, 3 * MIB // 2, 1000)] == ["1 KiB", "64 KiB", "64 MiB", "1536 KiB", "1000 B"]

@@ -1,0 +1,39 @@
+"""Whether a run reached what shardnet wants to reach."""
+
+import pytest
+
+from benchmarks.plan import Op
+from benchmarks.targets import geometric_mean, judge
+from shardnet.config import KIB, MIB
+from tests.benchmarks.rows import complete, row
+
+
+def test_gathering_and_scattering_are_judged_together() -> None:
+    gathers, reduces = judge(complete({Op.ALL_GATHER: 2.0, Op.REDUCE_SCATTER: 0.5, Op.ALL_REDUCE: 0.59}))
+    assert gathers.mean == pytest.approx(1.0)
+    assert gathers.met
+    assert reduces.mean == pytest.approx(0.59)
+    assert reduces.met is False
+
+
+def test_each_number_of_ranks_has_a_verdict_of_its_own() -> None:
+    fast, slow = {Op.ALL_REDUCE: 0.7}, {Op.ALL_REDUCE: 0.5}
+    assert [(outcome.ranks, outcome.met) for outcome in judge(complete(slow, ranks=4) + complete(fast, ranks=2))] == [(2, True), (4, False)]
+
+
+def test_small_messages_do_not_count() -> None:
+    slow = [row(0.01, op=Op.ALL_REDUCE, bytes=KIB)]
+    (outcome,) = judge(complete({Op.ALL_REDUCE: 0.7}) + slow)
+    assert outcome.mean == pytest.approx(0.7)
+    assert judge(slow) == []
+
+
+def test_a_part_of_the_cases_is_no_verdict() -> None:
+    (outcome,) = judge([row(5.0, op=Op.ALL_REDUCE, bytes=MIB)])
+    assert outcome.met is None
+    assert outcome.cases == 1
+
+
+def test_geometric_mean() -> None:
+    assert geometric_mean([0.25, 4.0]) == pytest.approx(1.0)
+    assert geometric_mean([3.0]) == pytest.approx(3.0)
