@@ -1,5 +1,6 @@
 """`Journal`: follows a training run and tells about it as it goes."""
 
+import math
 import time
 from datetime import datetime
 
@@ -13,9 +14,10 @@ RECENT = 20  # steps over which the speed is said
 class Journal:
     """One run as one rank saw it. Rank 0 is the one that prints."""
 
-    def __init__(self, cluster: Cluster, total_steps: int) -> None:
+    def __init__(self, cluster: Cluster, total_steps: int, max_seconds: float | None) -> None:
         self._cluster = cluster
         self._total_steps = total_steps
+        self._max_seconds = max_seconds
         self.parameters = 0
         self.started = datetime.now().astimezone()
         self._start_s = self._last_s = time.perf_counter()
@@ -54,20 +56,24 @@ class Journal:
         exposed_share = (self._cluster.telemetry.exposed_ns - self._last_exposed_ns) / 1e9 / seconds
         record = StepRecord(step, self.elapsed_s, loss, learning_rate, tokens / seconds, gradient_norm, exposed_share)
         self.steps.append(record)
-        self._cluster.report(
-            step=step, total_steps=self._total_steps, loss=loss, tokens_per_s=record.tokens_per_s, exposed_share=exposed_share
-        )
+        total_steps = self._expected_steps(step)
+        self._cluster.report(step=step, total_steps=total_steps, loss=loss, tokens_per_s=record.tokens_per_s, exposed_share=exposed_share)
 
     def validated(self, step: int, loss: float) -> None:
         self.validations.append(Validation(step, loss))
         trained = f", training loss {self.steps[-1].loss:.3f}, {self.tokens_per_s:,.0f} tokens/s" if self.steps else ""
-        self.say(f"step {step} of {self._total_steps}: validation loss {loss:.3f}{trained}, {self.elapsed_s:.0f} s")
+        self.say(f"step {step} of {self._expected_steps(step)}: validation loss {loss:.3f}{trained}, {self.elapsed_s:.0f} s")
 
     @property
     def tokens_per_s(self) -> float:
         """Of all ranks, the median of the last steps."""
         recent = sorted(step.tokens_per_s for step in self.steps[-RECENT:])
         return recent[len(recent) // 2] if recent else 0.0
+
+    def _expected_steps(self, step: int) -> int:
+        """How many there will be, at the speed so far, before the steps or the time run out."""
+        in_time = math.ceil(step * self._max_seconds / self.elapsed_s) if self._max_seconds else self._total_steps
+        return max(step, min(self._total_steps, in_time))
 
 
 def _count(number: int, noun: str) -> str:

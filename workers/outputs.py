@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import platform
+import sys
 import textwrap
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -21,6 +22,16 @@ from shardnet.training.trace import RankSpans, gather_spans, write_trace
 TIMELINE_STEPS = 4  # drawn in the report
 REPORT = "report.html"
 TRACE = "trace.json"
+
+
+def prepare(options: argparse.Namespace) -> None:
+    """Make the folders that will be written to: at the end of a long run it is too late to learn that one cannot be made."""
+    for folder in (options.out, options.trace and options.trace.parent):
+        if folder:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                sys.exit(f"train_lm: cannot write to {folder}: {error.strerror}")
 
 
 async def conclude(

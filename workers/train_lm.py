@@ -17,7 +17,7 @@ import shardnet
 from gpt import GPT, Block, GPTConfig, parameter_count
 from journal import Journal
 from options import parse_options
-from outputs import conclude
+from outputs import conclude, prepare
 from shardnet.training.gather import gather_json
 from shardnet.training.sampler import ShardedSampler
 from text import Text, TextError, read_text
@@ -30,6 +30,7 @@ async def main() -> None:
     except TextError as error:
         sys.exit(f"train_lm: {error}")
     async with shardnet.connect() as cluster:
+        prepare(options)
         cluster.telemetry.tracing = bool(options.out or options.trace)
         await check_same_text(cluster, text)
         trainer = await Trainer.create(cluster, options, text)
@@ -48,10 +49,12 @@ class Trainer:
         self.text = text
         self.config = config
         self.model = model
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=options.weight_decay)
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=options.weight_decay, fused=True
+        )
         self.sampler = self._sampler(len(text.train), seed=options.seed)
         self.total_steps = options.steps or options.epochs * self.sampler.steps_per_epoch
-        self.journal = Journal(cluster, self.total_steps)
+        self.journal = Journal(cluster, self.total_steps, options.max_seconds)
         self.elapsed_s = 0.0  # the mean over ranks, so that all ranks decide alike
 
     @classmethod
@@ -98,7 +101,6 @@ class Trainer:
             step, loss=mean_loss, tokens=share.batch * self.options.context, learning_rate=rate, gradient_norm=float(norm)
         )
 
-    @torch.no_grad()
     async def validate(self) -> float:
         """Mean loss on windows of the held-out text; each rank evaluates a part of them."""
         windows = self.text.valid.thinned(self.options.valid_windows)
@@ -106,7 +108,8 @@ class Trainer:
         samples = 0
         for share in self._sampler(len(windows)).epoch(0):
             inputs, targets = self.text.valid.batch([windows[index] for index in share.indices])
-            loss = cross_entropy(await self.model(inputs), targets)
+            with torch.no_grad():  # not as a decorator: that would end before the coroutine begins
+                loss = cross_entropy(await self.model(inputs), targets)
             total += share.samples * loss.item()
             samples += share.samples
         return await self.cluster.mean(total / max(samples, 1), weight=samples)

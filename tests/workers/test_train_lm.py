@@ -54,6 +54,10 @@ async def test_two_ranks_learn_what_one_learns(tmp_path: Path, book: Path) -> No
     async with shardnet.connect() as cluster:
         one = await Trainer.create(cluster, alone, read_text(book, context=16))
         await one.run()
+        graphs: list[bool] = []
+        one.model.fsdp.register_forward_hook(lambda module, inputs, logits: graphs.append(logits.requires_grad))
+        await one.validate()
+        assert graphs == [False], "validation must not build a graph: FSDP would wait for its backward"
         held = (await count_ranks(cluster, one.journal, one.model, one.optimizer))[0].held_bytes
         sample = await write_sample(cluster, one.model, one.config, alone)
 
