@@ -1,7 +1,5 @@
 """`Lease`: one open Join call, the wire's side of a membership."""
 
-import asyncio
-
 import grpc
 
 from shardnet.errors import ProtocolError, ShardnetError
@@ -31,7 +29,7 @@ class Lease:
         self._call = call(messages.write_request(request))
 
     async def next_event(self) -> Event:
-        """The next event. Cancelling ends the lease.
+        """The next event. Cancelling ends the lease; ending the lease cancels this.
 
         Raises LeaseBroken when the call is over, JoinRefused, or ProtocolError when no rendezvous of ours answers.
         """
@@ -39,12 +37,6 @@ class Lease:
             message = await self._call.read()
         except grpc.aio.AioRpcError as error:
             raise self._translate(error) from error
-        except asyncio.CancelledError:
-            # grpc.aio also raises it for a call that the *other* side cancelled, as a server does that is stopped
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            raise LeaseBroken("the rendezvous cancelled the call") from None
         if not isinstance(message, pb.MembershipEvent):  # grpc.aio.EOF
             raise LeaseBroken("the rendezvous ended the call")
         return messages.read_event(message)

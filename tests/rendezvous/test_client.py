@@ -6,18 +6,23 @@ import socket
 import time
 from dataclasses import replace
 
+import grpc
 import pytest
 
 from shardnet.config import Limits, Timeouts
 from shardnet.credentials import Security
 from shardnet.errors import JoinRefused, JoinTimeout, PlaintextRefused, ProtocolError, RendezvousUnavailable, StateError
+from shardnet.pb import rendezvous_pb2 as pb
 from shardnet.pb import stats_pb2
+from shardnet.rendezvous import messages
 from shardnet.rendezvous.client import join, status
 from shardnet.rendezvous.events import JobState, Waiting
 from shardnet.rendezvous.refusal import Refusal
 from shardnet.transport.endpoint import Endpoint
+from shardnet.transport.handlers import Context, stream
 from tests.rendezvous.builders import worker
 from tests.rendezvous.people import TIMEOUTS, Person, people, rendezvous
+from tests.rendezvous.relay import relay
 from tests.shared_loop import on_shared_loop
 
 
@@ -118,6 +123,15 @@ class TestJoining:
             await patient.leave()
 
     @on_shared_loop
+    async def test_broken_connection_that_the_rendezvous_has_not_noticed(self) -> None:
+        """Its own last lease stands in the worker's way until keepalive ends it; the worker waits for that."""
+        async with rendezvous() as server, relay(server.address) as between, people(between.address, worker(0)) as (patient,):
+            between.hang_up()
+            assert [(await patient.waiting.get()).joined for _ in range(2)] == [1, 1]
+            async with people(server.address, worker(1)) as (other,):
+                assert [await patient.rank(), await other.rank()] == [0, 1]
+
+    @on_shared_loop
     async def test_cancelling_frees_the_place(self) -> None:
         async with rendezvous() as server:
             cancelled = Person(server.address, worker(0))
@@ -155,6 +169,24 @@ class TestFailures:
                 async with join(address, worker(0), timeouts=replace(TIMEOUTS, connect_s=0.5)):
                     pass
             assert time.monotonic() - started < 2.0
+
+    @on_shared_loop
+    async def test_server_that_cancels_the_call(self) -> None:
+        """A stopping server does; it is no cancellation of the worker."""
+        entered = asyncio.Event()
+
+        async def endless(_: pb.JoinRequest, __: Context[pb.MembershipEvent]) -> None:
+            entered.set()
+            await asyncio.Event().wait()
+
+        other = Endpoint("127.0.0.1:0", limits=Limits(), timeouts=TIMEOUTS, snapshot=stats_pb2.SnapshotReply)
+        other.add(grpc.method_handlers_generic_handler(messages.SERVICE, {"Join": stream(pb.JoinRequest, endless)}))
+        async with other:
+            caller = Person(other.address, worker(0), replace(TIMEOUTS, connect_s=0.5))
+            await entered.wait()
+            await other.aclose(grace_s=0.0)
+        with pytest.raises(RendezvousUnavailable):
+            await caller.joined
 
     @on_shared_loop
     async def test_too_few_in_time(self) -> None:
@@ -279,6 +311,7 @@ class TestStaying:
                 warned.set()
             return True
 
+        caplog.set_level(logging.INFO)
         caplog.handler.addFilter(note)
         async with rendezvous() as server:
             address = server.address
@@ -287,6 +320,7 @@ class TestStaying:
         await warned.wait()
         assert staying.lost.empty()
         await staying.leave()  # without a rendezvous to say goodbye to
+        assert "vanished" not in caplog.text  # in the rendezvous' own log: it is the one who went
         (warning,) = [r for r in caplog.records if r.levelno >= logging.WARNING]
         assert f"[rank 0/1 epoch 1] the rendezvous at {address} is gone" in warning.getMessage()
 
@@ -298,13 +332,14 @@ class TestStaying:
         assert [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING] == []
 
     @on_shared_loop
-    async def test_abort_is_no_goodbye_even_if_closed_after(self) -> None:
+    async def test_abort_is_no_goodbye_even_if_closed_after(self, caplog: pytest.LogCaptureFixture) -> None:
         async with rendezvous() as server, people(server.address, worker(0)) as (first,):
             async with join(server.address, worker(1), timeouts=TIMEOUTS) as membership:
                 await first.joined
                 membership.abort()
                 assert await first.lost.get() == (1, "its connection to the rendezvous broke", False)
             await membership.aclose()  # closing twice is closing once
+        assert [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING] == []
 
 
 def test_defaults_allow_a_slow_start() -> None:

@@ -95,6 +95,20 @@ async def test_leaving_as_nobody_is_nothing() -> None:
 
 
 @on_shared_loop
+async def test_goodbye_ends_the_lease() -> None:
+    async with stranger() as channel:
+        join = channel.unary_stream(f"/{messages.SERVICE}/Join", request_serializer=_same, response_deserializer=_same)
+        leave = channel.unary_unary(f"/{messages.SERVICE}/Leave", request_serializer=_same, response_deserializer=_same)
+        lease = join(join_message())
+        first = await lease.read()
+        assert isinstance(first, bytes)
+        assert pb.MembershipEvent.FromString(first).waiting.joined == 1
+        await leave(pb.LeaveRequest(job="job", incarnation="w0").SerializeToString())
+        assert await lease.read() is grpc.aio.EOF
+        assert await lease.code() is grpc.StatusCode.OK
+
+
+@on_shared_loop
 async def test_message_beyond_the_limit_is_refused_unread() -> None:
     async with stranger() as channel:
         call = channel.unary_stream(f"/{messages.SERVICE}/Join", request_serializer=_same, response_deserializer=_same)
