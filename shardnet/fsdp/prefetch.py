@@ -12,11 +12,14 @@ from shardnet.fsdp.unit import Unit, UnitState
 
 
 class Prefetcher:
-    """Keeps the gathers under way to a window: the next `depth` units, and nothing else.
+    """Keeps the gathers under way to a window: the unit that is needed now and the `depth` next ones.
 
     So the memory in flight is bounded whatever the depth of the model, also where a forward takes another way than
     the one before: a unit that was gathered in vain is freed as soon as the window has moved past it.
     """
+
+    # The next gathers are started before the current one is waited for: where the network is the bottleneck it never
+    # idles between two gathers.
 
     def __init__(self, units: Sequence[Unit], depth: int, comms: Communicators) -> None:
         self.depth = depth
@@ -31,29 +34,45 @@ class Prefetcher:
         """Expect the next forward to go the way of this one."""
         self._order = list(forward.order)
 
-    def ahead_in_forward(self, unit: Unit) -> None:
-        """Gather what comes after `unit` in forward."""
-        if unit in self._order:
-            position = self._order.index(unit) + 1
-            self._move_to(self._order[position : position + self.depth])
+    def in_forward(self, unit: Unit) -> None:
+        """Start gathering `unit`, and what comes after it in forward."""
+        position = self._order.index(unit) + 1 if unit in self._order else len(self._order)
+        self._move_to(unit, self._order[position : position + self.depth])
 
-    def ahead_in_backward(self, call: Call) -> None:
-        """Gather what comes after `call` in backward."""
-        if call.number is not None:
-            self._move_to(call.forward.before(call, self.depth))
+    def in_backward(self, call: Call) -> None:
+        """Start gathering the unit of `call`, and what comes after it in backward."""
+        self._move_to(call.unit, call.forward.before(call, self.depth))
+
+    def in_recomputation(self, unit: Unit) -> None:
+        """Start gathering `unit` alone; what is gathered for backward stays."""
+        if unit.state is UnitState.SHARDED:
+            unit.start_gather()
+
+    @property
+    def has_room(self) -> bool:
+        """Whether fewer than `depth` units are gathered ahead or held."""
+        return sum(unit.state in (UnitState.GATHERING, UnitState.HELD) for unit in self._units) < self.depth
 
     def stop(self) -> None:
         """Free what was gathered ahead and not used, but for an explicit prefetch."""
-        self._move_to([])
+        for unit in self._units:
+            if unit.state is UnitState.GATHERING and unit not in self._explicit:
+                unit.discard()
 
     def reset(self) -> None:
         """Free everything that was gathered ahead."""
         self._forget_explicit()
         self.stop()
 
-    def _move_to(self, window: Sequence[Unit]) -> None:
+    def _move_to(self, now: Unit, following: Sequence[Unit]) -> None:
+        window = (now, *following)
+        room = self.depth - len(following)  # for units that are held
         for unit in self._units:
-            if unit.state is UnitState.GATHERING and unit not in window and unit not in self._explicit:
+            if unit not in window and unit.state is UnitState.HELD:
+                room -= 1
+                if room < 0:
+                    unit.reshard()
+            elif unit not in window and unit.state is UnitState.GATHERING and unit not in self._explicit:
                 unit.discard()
         for unit in window:
             if unit.state is UnitState.SHARDED:

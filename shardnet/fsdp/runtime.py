@@ -1,7 +1,7 @@
 """`Runtime`: what happens at each hook of a wrapped model.
 
     before_forward   gather the unit, show the full parameters, start gathering the next units
-    after_forward    show the shards, free the full parameters (the outermost unit's are held), hook the outputs
+    after_forward    show the shards, free the full parameters or hold them, hook the outputs
     before_backward  gather the unit again, start gathering the next ones
     on_gradient      when the unit's last one is there: start the reduction
     after_backward   the unit's inputs have their gradients: free the full parameters
@@ -10,6 +10,10 @@
 [Note: recomputation] Activation checkpointing runs forward again within backward. Around a unit that is in its
 backward the forward hooks do nothing, since its parameters are there. Other units are gathered and freed as in any
 forward, but it is no new forward pass: nothing is learnt or prefetched.
+
+[Note: what is held for backward] Backward begins where forward ends. So the outermost unit, and as many of the last
+ones as there is room for in the prefetch window, which is empty then, are not freed after forward but held: gathering
+them again at once would be for nothing. A forward without gradients holds nothing.
 
 [Note: when a unit is freed in backward] A unit whose inputs carry gradients is freed when these are complete. Where
 there are none, or where an input is also used elsewhere (a skip connection) and completes late, a unit that has all
@@ -46,7 +50,6 @@ class Runtime:
         self._calls: list[Call] = []  # under way, outermost first
         self._forward: ForwardPass | None = None  # the last one with gradients on
         self._backward: BackwardPass | None = None
-        self._held: Unit | None = None
         self._unreduced: dict[Unit, None] = {}  # hold gradients of backwards without synchronisation
         for unit in self.units:
             for group in unit.groups:
@@ -80,26 +83,13 @@ class Runtime:
                 call.forward.left(call)
             register_multi_grad_hook(with_bases(tensors), lambda _: self.before_backward(call), mode="any")
         if unit.state is UnitState.FORWARD and all(outer.unit is not unit for outer in self._calls):
-            if tensors and not self._calls:
-                self._hold(unit)
+            if tensors and self._worth_holding():
+                unit.hold()
             else:
                 unit.reshard()
         self._timeline.compute(call.resumes)
         if not self._calls and not self._recomputing:
-            if outputs is not None:
-                self.prefetcher.learn(call.forward)
-            self.prefetcher.stop()
-
-    def _hold(self, unit: Unit) -> None:
-        """Keep the outermost unit gathered: backward begins with it. Only the last one, also when recomputing several."""
-        self._release_held()
-        unit.hold()
-        self._held = unit
-
-    def _release_held(self) -> None:
-        if self._held is not None and self._held.state is UnitState.HELD:
-            self._held.reshard()
-        self._held = None
+            self._end_forward(call.forward, completed=outputs is not None, backward_follows=bool(tensors))
 
     @property
     def _recomputing(self) -> bool:
@@ -108,20 +98,41 @@ class Runtime:
     def _begin_forward(self) -> ForwardPass:
         if self._backward is not None:
             return self._backward.forwards[-1]
-        self._release_held()
+        self._release_held()  # their backward never came, and the parameters may have changed since
         forward = ForwardPass()
         if torch.is_grad_enabled():
             self._forward = forward
         return forward
 
+    def _end_forward(self, forward: ForwardPass, *, completed: bool, backward_follows: bool) -> None:
+        if completed:
+            self.prefetcher.learn(forward)
+        self.prefetcher.stop()
+        if not backward_follows:
+            self._release_held()
+
     def _gather_for_forward(self, call: Call) -> None:
         unit = call.unit
         if unit.state is not UnitState.FORWARD:  # it is, if the unit calls itself
+            if self._recomputing:
+                self.prefetcher.in_recomputation(unit)
+            else:
+                self.prefetcher.in_forward(unit)
             unit.use(UnitState.FORWARD)
         if not self._recomputing:
             call.forward.entered(unit, grad=torch.is_grad_enabled())
-            self.prefetcher.ahead_in_forward(unit)
         self._timeline.compute(f"{unit.name} forward")
+
+    def _worth_holding(self) -> bool:
+        """See [Note: what is held for backward]; asked once a call has ended."""
+        if self._recomputing:
+            return all(unit.state is not UnitState.HELD for unit in self.units)
+        return not self._calls or self.prefetcher.has_room
+
+    def _release_held(self) -> None:
+        for unit in self.units:
+            if unit.state is UnitState.HELD:
+                unit.reshard()
 
     # --- backward
 
@@ -132,9 +143,9 @@ class Runtime:
         self._owe(backward, [call.unit])  # new only if it ran first within a reentrant checkpoint
         for finished in backward.take_finished(call.unit):
             finished.reshard()
+        self.prefetcher.in_backward(call)
         if call.unit.state is not UnitState.BACKWARD:
             call.unit.use(UnitState.BACKWARD)
-        self.prefetcher.ahead_in_backward(call)
         self._timeline.compute(f"{call.unit.name} backward")
 
     def on_gradient(self, unit: Unit, group: FlatGroup, index: int) -> None:

@@ -19,7 +19,9 @@ class UnitState(Enum):
     SHARDED = auto()  # the buffers have no memory; modules hold the shards. Next: GATHERING
     GATHERING = auto()  # allocated, owned by the collectives, not readable; modules hold the shards. Next: any other
     FORWARD = auto()  # complete, read by the running forward; modules hold the full parameters. Next: SHARDED or HELD
-    HELD = auto()  # complete, kept for the backward that comes next; modules hold the shards. Next: BACKWARD or SHARDED
+    HELD = (
+        auto()
+    )  # complete, kept for the backward that comes next; modules hold the shards. Next: BACKWARD, FORWARD if used again, SHARDED
     BACKWARD = auto()  # complete, read by autograd and recomputation; modules hold the full parameters. Next: SHARDED
 
 
@@ -66,11 +68,7 @@ class Unit:
             raise
 
     def use(self, state: UnitState) -> None:
-        """SHARDED, GATHERING or HELD → FORWARD or BACKWARD: gather, wait and show the full parameters to the modules."""
-        if self.state is UnitState.HELD and state is UnitState.FORWARD:
-            self.reshard()  # its backward never came, and the parameters may have changed since
-        if self.state is UnitState.SHARDED:
-            self.start_gather()
+        """GATHERING or HELD → FORWARD or BACKWARD: wait, and show the full parameters to the modules."""
         if self.state is UnitState.GATHERING:
             self.wait_gathered()
             self._pending.clear()

@@ -57,14 +57,18 @@ def test_what_is_in_flight_does_not_grow_with_depth() -> None:
     assert deep.parameter_shards > 2 * shallow.parameter_shards
 
 
-def test_between_forward_and_backward_only_the_root_is_held() -> None:
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_between_forward_and_backward_the_root_and_the_last_units_are_held(prefetch: int) -> None:
     def work(backend: Backend) -> None:
-        model = FSDP(make_gpt(**SIZES), backend, units=[Block])
-        root_bytes = sum(group.full_bytes for group in model.units[0].groups)
+        model = FSDP(make_gpt(**SIZES), backend, units=[Block], prefetch=prefetch)
+        root, *blocks = (sum(group.full_bytes for group in unit.groups) for unit in model.units)
         loss = loss_of(model, token_batches(1, 2)[0])
-        assert memory_report(model).full_parameters == root_bytes
+        assert memory_report(model).full_parameters == root + prefetch * blocks[0]
+        gathers = backend.telemetry.ops["all_gather"].count
+        assert gathers == 1 + len(blocks)
         assert all(parameter.dim() == 1 for parameter in model.parameters())
         loss.backward()  # type: ignore[no-untyped-call]
         assert memory_report(model).full_parameters == 0
+        assert backend.telemetry.ops["all_gather"].count - gathers == len(blocks) - prefetch
 
     run_ranks(2, work)

@@ -1,64 +1,9 @@
 """Training on several ranks is training in one process on the combined batch."""
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 
-from shardnet.backend import Backend
-from shardnet.fsdp import FSDP
-from tests.fsdp.models import Block, loss_of, make_gpt, token_batches
-from tests.fsdp.ranks import run_ranks
-
-Tensor = torch.Tensor
-STEPS = 20
-SAMPLES = 12  # divisible by every world size below, so that the mean over ranks is the mean over samples
-
-
-@dataclass
-class Run:
-    losses: list[float]  # of the combined batch
-    state: dict[str, Tensor]
-
-
-def optimizer_for(parameters: object) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=3e-3)  # type: ignore[arg-type]
-
-
-def train_alone() -> Run:
-    model = make_gpt()
-    optimizer = optimizer_for(model.parameters())
-    losses = []
-    for batch in token_batches(STEPS, SAMPLES):
-        loss = loss_of(model, batch)
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return Run(losses, model.state_dict())
-
-
-def train_sharded(world_size: int, *, prefetch: int = 1, explicit: bool = False, optimizer_first: bool = False) -> list[Run]:
-    def work(backend: Backend) -> Run:
-        inner = make_gpt(seed=backend.rank)  # only rank 0's counts
-        before = optimizer_for(inner.parameters()) if optimizer_first else None
-        model = FSDP(inner, backend, units=[Block], prefetch=prefetch)
-        optimizer = before or optimizer_for(model.parameters())
-        share = SAMPLES // world_size
-        losses = []
-        for batch in token_batches(STEPS, SAMPLES):
-            loss = loss_of(model, batch[backend.rank * share :][:share])
-            loss.backward()  # type: ignore[no-untyped-call]
-            if explicit:
-                model.prefetch_forward_params()  # and then a step: it must not be lost
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        return Run(losses, model.full_state_dict())
-
-    runs = run_ranks(world_size, work)
-    combined = [sum(losses) / world_size for losses in zip(*(run.losses for run in runs), strict=True)]
-    return [Run(combined, run.state) for run in runs]
+from tests.fsdp.training import Run, train_alone, train_sharded
 
 
 def check_equal(left: Run, right: Run, *, tolerance: float) -> None:
