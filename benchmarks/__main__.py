@@ -15,14 +15,9 @@ from benchmarks.row import Row
 def main() -> int:
     options = parse_options()
     try:
-        if options.markdown is not None:
-            print(markdown_report(read_json(options.markdown)))
-        else:
-            rows = measure(options)
-            write_json(rows, options.json)
-            print(f"\n{text_report(rows)}\n\nAll numbers: {options.json}")
-    except SessionFailed as failure:
-        return failure.status  # the launcher has told why; an earlier run's JSON is left as it is
+        if options.markdown is None:
+            return measure(options)
+        print(markdown_report(read_json(options.markdown)))
     except (OSError, ValueError) as error:
         print(f"benchmarks: {error}", file=sys.stderr)
         return 1
@@ -31,10 +26,20 @@ def main() -> int:
     return 0
 
 
-def measure(options: argparse.Namespace) -> list[Row]:
-    """All sessions, one after the other."""
+def measure(options: argparse.Namespace) -> int:
+    """All sessions, one after the other, and the report."""
     machine, now = describe_machine(), datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    return [row.stamped(machine, now) for session in options.sessions for row in run_session(session)]
+    rows: list[Row] = []
+    try:
+        for session in options.sessions:
+            rows += (row.stamped(machine, now) for row in run_session(session))
+    except SessionFailed as failure:  # the launcher has told why
+        if rows:
+            print(f"{text_report(rows)}\n\nIncomplete: {options.json} is left as it was.")
+        return failure.status
+    write_json(rows, options.json)
+    print(f"{text_report(rows)}\n\nAll numbers: {options.json}")
+    return 0
 
 
 if __name__ == "__main__":
