@@ -1,6 +1,6 @@
 """The public loop: join a cluster, shard a model, train, leave."""
 
 from shardnet.training.cluster import Cluster, connect
-from shardnet.training.run import run
+from shardnet.training.program import run
 
 __all__ = ["Cluster", "connect", "run"]

@@ -1,8 +1,10 @@
 """`connect()`: from a process to a member of a cluster, and back."""
 
+import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,6 +26,8 @@ from shardnet.training.snapshot import worker_snapshot
 from shardnet.transport.endpoint import Endpoint
 from shardnet.transport.grpc_mesh import GrpcMesh
 from shardnet.transport.mesh_service import MeshService
+
+log = logging.getLogger(__name__)
 
 
 class Cluster:
@@ -88,14 +92,14 @@ class Cluster:
 
 
 @asynccontextmanager
-async def connect(**settings: object) -> AsyncIterator[Cluster]:
+async def connect(**settings: Any) -> AsyncIterator[Cluster]:
     """Join the cluster that the environment names (`shardnet run` sets it), or be a world of one where there is none.
 
     Any field of `Settings` may be given instead: `connect(rendezvous="10.0.0.1:29400", min_world_size=4, …)`.
     Entering waits until the world is complete; raises a `RendezvousError` if that fails and `PeerLost` if a peer cannot
     be reached. Leaving says goodbye to the peers; leaving by an exception does not, so that they fail at once, too.
     """
-    chosen = Settings.from_environment(**settings)
+    chosen = Settings.from_environment(None, **settings)
     process.tune()
     async with AsyncExitStack() as stack:
         enter = _join_cluster if chosen.rendezvous else _alone
@@ -124,7 +128,6 @@ async def _join_cluster(settings: Settings, stack: AsyncExitStack) -> tuple[Back
     loop, telemetry = LoopThread.shared(), Telemetry(tracing=settings.tracing)
     security = Security(insecure=settings.insecure)
     topology: Topology | None = None
-    mesh: GrpcMesh | None = None
     endpoint = Endpoint(
         await settings.listen_address(),
         limits=settings.limits,
@@ -138,8 +141,8 @@ async def _join_cluster(settings: Settings, stack: AsyncExitStack) -> tuple[Back
     stack.push_async_callback(lambda: loop.run_here(endpoint.aclose()))
 
     def on_lost(rank: int, reason: str, left: bool) -> None:
-        if mesh is not None and not left:
-            mesh.lose(rank, f"the rendezvous says: {reason}")
+        # Only a hint: the rendezvous may have lost a worker whose peers still reach it. The mesh sees for itself.
+        log.info("[rank %d] the rendezvous says that rank %d is gone (%s)", topology.rank if topology else -1, rank, reason)
 
     request = JoinRequest(
         job=settings.job,

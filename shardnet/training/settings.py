@@ -39,8 +39,9 @@ class Settings:
     limits: Limits = field(default_factory=Limits)
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str] = os.environ, **given: object) -> Self:
+    def from_environment(cls, environment: Mapping[str, str] | None = None, **given: object) -> Self:
         """Settings from SHARDNET_* variables; what is `given` wins. Raises UsageError for a value that makes no sense."""
+        environment = os.environ if environment is None else environment
         world_size = _number(environment, "SHARDNET_WORLD_SIZE", 1)
         found: dict[str, object] = {
             "rendezvous": environment.get("SHARDNET_RENDEZVOUS", ""),

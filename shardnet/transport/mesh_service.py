@@ -30,7 +30,7 @@ class MeshService:
     @property
     def handlers(self) -> grpc.GenericRpcHandler:
         # No deserializer: a ProtocolError should end the stream with our words, not gRPC's.
-        push = grpc.stream_unary_rpc_method_handler(self._push)
+        push: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_unary_rpc_method_handler(self._push)
         return grpc.method_handlers_generic_handler("shardnet.v1.Mesh", {"Push": push})
 
     async def attach(self, mesh: "GrpcMesh | None") -> None:

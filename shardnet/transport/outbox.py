@@ -24,7 +24,8 @@ class Outbox:
         self.accepted = False
         self._channel = channel
         # None for the serializers: frames are bytes already (shardnet/wire.py)
-        self._call = channel.stream_unary(PUSH)(metadata=metadata, wait_for_ready=True)
+        push: grpc.aio.StreamUnaryMultiCallable[bytes, bytes] = channel.stream_unary(PUSH)
+        self._call = push(metadata=metadata, wait_for_ready=True)
         self._window_bytes = window_bytes  # what may wait here; with it a slow link holds up its senders, not the memory
         self._frames: deque[bytes] = deque()
         self._queued_bytes = 0
