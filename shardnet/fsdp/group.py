@@ -57,6 +57,10 @@ class FlatGroup:
     def full_bytes(self) -> int:
         return self.layout.numel * self.shard.element_size()
 
+    @property
+    def full_is_allocated(self) -> bool:
+        return self._full.allocated
+
     def flatten(self) -> Tensor:
         """The parameters as they were before sharding, end to end [N]."""
         return torch.cat([parameter.detach().reshape(-1) for parameter in self.originals])

@@ -59,7 +59,16 @@ class BackwardPass:
     units: dict[Unit, None] = field(default_factory=dict)  # that owe a reduction, in its order; a dict for its order
     received: bool = False  # any gradient has come; none does in torch.autograd.grad with respect to inputs
     finished: list[Unit] = field(default_factory=list)  # have all gradients, may still hold full parameters
+    _reached: dict[ForwardPass, int] = field(default_factory=dict)  # the earliest call that backward has come to
     _missing: dict[Unit, set[tuple[FlatGroup, int]]] = field(default_factory=dict)
+
+    def advances(self, call: Call) -> bool:
+        """Whether backward has come further than before. It has not where an outer unit returns an inner one's output as
+        it is: then the inner one's hook runs first."""
+        if call.number is None or call.number >= self._reached.get(call.forward, len(call.forward.calls)):
+            return False
+        self._reached[call.forward] = call.number
+        return True
 
     def missing(self, unit: Unit) -> set[tuple[FlatGroup, int]]:
         """The unit's parameters, as group and index, that wait for their gradient."""

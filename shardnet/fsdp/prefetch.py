@@ -43,8 +43,8 @@ class Prefetcher:
         """Start gathering the unit of `call`, and what comes after it in backward."""
         self._move_to(call.unit, call.forward.before(call, self.depth))
 
-    def in_recomputation(self, unit: Unit) -> None:
-        """Start gathering `unit` alone; what is gathered for backward stays."""
+    def only(self, unit: Unit) -> None:
+        """Start gathering `unit`; what is gathered ahead stays as it is."""
         if unit.state is UnitState.SHARDED:
             unit.start_gather()
 

@@ -79,11 +79,18 @@ class ReductionQueue:
         self._ready.discard(unit)
         for group in unit.groups:
             if group.trainable:
-                full = group.gradients.take()
-                pending = self._comms.reductions.reduce_scatter(full, ReduceOp.MEAN, sizes=group.layout.sizes, label=group.label)
-                self._in_flight.append(_Reduction(group, full, pending))
+                self._in_flight.append(self._reduce(group))
         while len(self._in_flight) > self._limit:
             self._complete_oldest()
+
+    def _reduce(self, group: FlatGroup) -> _Reduction:
+        full = group.gradients.take()
+        try:
+            pending = self._comms.reductions.reduce_scatter(full, ReduceOp.MEAN, sizes=group.layout.sizes, label=group.label)
+        except BaseException:
+            group.gradients.returned(full)
+            raise
+        return _Reduction(group, full, pending)
 
     def _complete_oldest(self) -> None:
         reduction = self._in_flight.popleft()

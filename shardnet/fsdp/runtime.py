@@ -115,7 +115,7 @@ class Runtime:
         unit = call.unit
         if unit.state is not UnitState.FORWARD:  # it is, if the unit calls itself
             if self._recomputing:
-                self.prefetcher.in_recomputation(unit)
+                self.prefetcher.only(unit)
             else:
                 self.prefetcher.in_forward(unit)
             unit.use(UnitState.FORWARD)
@@ -143,7 +143,10 @@ class Runtime:
         self._owe(backward, [call.unit])  # new only if it ran first within a reentrant checkpoint
         for finished in backward.take_finished(call.unit):
             finished.reshard()
-        self.prefetcher.in_backward(call)
+        if backward.advances(call):
+            self.prefetcher.in_backward(call)
+        else:
+            self.prefetcher.only(call.unit)
         if call.unit.state is not UnitState.BACKWARD:
             call.unit.use(UnitState.BACKWARD)
         self._timeline.compute(f"{call.unit.name} backward")
