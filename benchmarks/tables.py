@@ -83,30 +83,15 @@ def _steps(parameter_bytes: int, rows: Sequence[Row]) -> Table:
 def _step_lines(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     """Ours once, then each of its peers."""
     one = rows[0]
-    ours = (
-        "shardnet",
-        str(one.ranks),
-        _ms(one.ours_ms),
-        _spread(one.ours_q1_ms, one.ours_q3_ms),
-        "",
-        f"{one.ours_cpu_s:.2f}",
-        _loss(one.ours_loss),
-    )
-    return [
-        ours,
-        *(
-            (
-                row.peer,
-                str(row.ranks),
-                _ms(row.peer_ms),
-                _spread(row.peer_q1_ms, row.peer_q3_ms),
-                _ratio(row.ratio),
-                f"{row.peer_cpu_s:.2f}",
-                _loss(row.peer_loss),
-            )
-            for row in rows
-        ),
+    spread = _spread(one.ours_q1_ms, one.ours_q3_ms)
+    lines: list[tuple[str, ...]] = [
+        ("shardnet", str(one.ranks), _ms(one.ours_ms), spread, "", f"{one.ours_cpu_s:.2f}", _loss(one.ours_loss))
     ]
+    for row in rows:
+        spread = _spread(row.peer_q1_ms, row.peer_q3_ms)
+        cpu_s = f"{row.peer_cpu_s:.2f}"
+        lines.append((row.peer, str(row.ranks), _ms(row.peer_ms), spread, _ratio(row.ratio), cpu_s, _loss(row.peer_loss)))
+    return lines
 
 
 def _cpu_per_gib(row: Row, cpu_s: float) -> str:
