@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TINY = "--quick --sizes 1KiB,16KiB --repeats 2 --steps 1 --layers 1 --dim 16 --heads 2 --context 16 --bigrams 16 --batch 1"
 
 
-@pytest.mark.timeout(180)  # five processes import torch; seconds, unless the machine is busy with other things
+@pytest.mark.timeout(180)  # four workers import torch; seconds, unless the machine is busy with other things
 def test_a_run_measures_everything_it_was_asked_for(tmp_path: Path) -> None:
     path = tmp_path / "latest.json"
     command = [sys.executable, "-m", "benchmarks", "--json", str(path), *TINY.split()]
