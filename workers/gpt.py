@@ -1,9 +1,10 @@
-"""A byte-level GPT: RMSNorm, rotary positions, normalised queries and keys, SwiGLU, and hashed bigrams.
+"""A byte-level GPT: RMSNorm, rotary positions, normalised queries and keys, SwiGLU, and bigrams.
 
 Shapes: B sequences, T bytes, D = dim, H = heads, E = D / H.
 
-[Note: bigrams] A byte says little; most of what a small model learns first is which byte follows which pair. A table
-of vectors for hashed pairs of bytes gives it that for one look-up, at almost no compute.
+[Note: bigrams] A byte says little, and the first thing a model learns is which byte follows which two. A table of
+vectors for pairs of bytes gives it that by one look-up, at almost no compute. The pair is of the lower seven bits of
+both bytes: exact for ASCII, and where other bytes collide their own embeddings still tell them apart.
 
 [Note: zero outputs] The layers that write into the residual stream, and the head, start at zero: every block begins
 as the identity and the untrained loss is exactly ln 256 = 5.545.
@@ -29,7 +30,7 @@ class GPTConfig:
     layers: int = 4
     heads: int = 4
     context: int = 256
-    bigrams: int = 16_384  # rows of the table of hashed byte pairs; 0: none
+    bigrams: int = 128  # width of the vectors of byte pairs, see [Note: bigrams]; 0: none
 
     def __post_init__(self) -> None:
         if min(self.dim, self.layers, self.heads, self.context) < 1 or self.bigrams < 0:
@@ -117,6 +118,22 @@ class Block(nn.Module):
         return x + fed
 
 
+class Bigrams(nn.Module):
+    """A vector for each byte and the one before it, B×T → B×T×D. A unit of sharding of its own: its table is large."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.table = nn.Embedding(128 * 128, config.bigrams)
+        self.out = nn.Linear(config.bigrams, config.dim, bias=False)
+        nn.init.normal_(self.table.weight, std=0.5)
+        _initialise(self.out)
+
+    def forward(self, text: Tensor) -> Tensor:
+        before = F.pad(text, (1, 0))[:, :-1]
+        vectors: Tensor = self.out(self.table(before % 128 * 128 + text % 128))
+        return vectors
+
+
 class GPT(nn.Module):
     """Bytes to the logits of the byte that follows each."""
 
@@ -124,13 +141,11 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(VOCABULARY, config.dim)
-        self.bigrams = nn.Embedding(config.bigrams, config.dim) if config.bigrams else None
+        self.bigrams = Bigrams(config) if config.bigrams else None
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.dim)
         self.head = nn.Linear(config.dim, VOCABULARY, bias=False)
-        for table in (self.embedding, self.bigrams):
-            if table is not None:
-                nn.init.normal_(table.weight, std=0.5)
+        nn.init.normal_(self.embedding.weight, std=0.5)
         nn.init.zeros_(self.head.weight)  # [Note: zero outputs]
 
     def forward(self, text: Tensor) -> Tensor:
@@ -165,10 +180,7 @@ class GPT(nn.Module):
 
     def _embed(self, text: Tensor) -> Tensor:
         x: Tensor = self.embedding(text)
-        if self.bigrams is not None:  # [Note: bigrams]
-            before = F.pad(text, (1, 0))[:, :-1]
-            x = x + self.bigrams((before * 36_313 + text * 27_191) % self.config.bigrams)
-        return x
+        return x if self.bigrams is None else x + self.bigrams(text)
 
     def _rotary(self, start: int, length: int) -> Rotary:
         size = self.config.dim // self.config.heads

@@ -23,8 +23,9 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         options.steps, options.max_seconds = STEPS, options.max_seconds or MAX_SECONDS
     if options.dim % (2 * options.heads):
         parser.error(f"--dim must be a multiple of twice --heads, got {options.dim} and {options.heads}")
-    if not 0 <= options.decay <= 1:
-        parser.error(f"--decay is a share of --lr, from 0 to 1, got {options.decay}")
+    for name in ("warmup", "decay"):
+        if not 0 <= vars(options)[name] <= 1:
+            parser.error(f"--{name} is a share, from 0 to 1, got {vars(options)[name]}")
     return options
 
 
@@ -65,14 +66,16 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--heads", type=_positive, default=4, metavar="N", help="attention heads (default: %(default)s)")
     group.add_argument(
-        "--bigrams", type=_not_negative, default=16_384, metavar="N", help="rows of the byte-pair table (default: %(default)s)"
+        "--bigrams", type=_not_negative, default=128, metavar="N", help="width of byte-pair vectors, 0: none (default: %(default)s)"
     )
     group.add_argument("--prefetch", type=_not_negative, default=1, metavar="N", help="units gathered ahead of time (default: %(default)s)")
 
 
 def _add_optimizer(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--lr", type=float, default=3e-3, metavar="RATE", help="highest learning rate (default: %(default)s)")
-    group.add_argument("--warmup", type=_not_negative, default=30, metavar="N", help="steps until --lr is reached (default: %(default)s)")
+    group.add_argument("--lr", type=float, default=6e-3, metavar="RATE", help="highest learning rate (default: %(default)s)")
+    group.add_argument(
+        "--warmup", type=float, default=0.08, metavar="SHARE", help="share of the run until --lr is reached (default: %(default)s)"
+    )
     group.add_argument(
         "--decay", type=float, default=0.02, metavar="SHARE", help="share of --lr left at the end, along a cosine (default: %(default)s)"
     )

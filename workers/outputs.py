@@ -99,7 +99,7 @@ def typical_steps(steps: Sequence[StepRecord], validations: Sequence[Validation]
 
 def print_summary(run: RunRecord) -> None:
     if run.sample:
-        print(f"what it writes:\n{textwrap.indent(run.prompt + run.sample, '  | ')}")
+        print(f"what it writes:\n{textwrap.indent(run.prompt + run.sample, '  | ', lambda line: True)}")
     waiting = max(rank.exposed_s for rank in run.ranks) / run.duration_s
     print(
         f"trained {len(run.steps):,} steps in {run.duration_s:.0f} s: validation loss {run.validations[-1].loss:.3f}, "

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 import shardnet
-from gpt import GPT, Block, GPTConfig, parameter_count
+from gpt import GPT, Bigrams, Block, GPTConfig, parameter_count
 from journal import Journal
 from options import parse_options
 from outputs import conclude, prepare
@@ -63,7 +63,7 @@ class Trainer:
         config = GPTConfig(options.dim, options.layers, options.heads, options.context, options.bigrams)
         whole = GPT(config)
         parameters = parameter_count(whole)
-        model = await cluster.shard(whole, units=(Block,), prefetch=options.prefetch)
+        model = await cluster.shard(whole, units=(Block, Bigrams), prefetch=options.prefetch)
         trainer = cls(cluster, options, text, config, model)
         trainer.journal.began(parameters, text, tokens_per_step=trainer.sampler.global_batch * options.context)
         return trainer
@@ -119,10 +119,10 @@ class Trainer:
 
 
 def learning_rate(options: argparse.Namespace, step: int, total_steps: int, elapsed_s: float) -> float:
-    """Linear warm-up, then a cosine down to `decay` of the peak as steps, or the seconds allowed, run out."""
-    used = max((step - 1) / total_steps, elapsed_s / options.max_seconds if options.max_seconds else 0.0)
+    """Linear warm-up, then a cosine down to `decay` of the peak, as steps or the seconds allowed are used up."""
+    used = max(step / total_steps, elapsed_s / options.max_seconds if options.max_seconds else 0.0)
     cosine = 0.5 * (1 + math.cos(math.pi * min(used, 1.0)))
-    warm = min(1.0, step / options.warmup) if options.warmup else 1.0
+    warm = min(1.0, used / options.warmup) if options.warmup else 1.0
     return float(options.lr * warm * (options.decay + (1 - options.decay) * cosine))
 
 
