@@ -27,12 +27,12 @@ def write_report(path: Path, run: RunRecord) -> None:
     page = files("shardnet.training") / "report_page"
     parts = {
         "TITLE": html.escape(run.title),
-        "STYLE": (page / "style.css").read_text(),
+        "STYLE": (page / "style.css").read_text(encoding="utf-8"),
         "DATA": _embed(page_data(run)),
-        "SCRIPT": "\n".join((page / name).read_text() for name in _SCRIPTS),
+        "SCRIPT": "\n".join((page / name).read_text(encoding="utf-8") for name in _SCRIPTS),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(_fill((page / "page.html").read_text(), parts), encoding="utf-8")
+    path.write_text(_fill((page / "page.html").read_text(encoding="utf-8"), parts), encoding="utf-8")
 
 
 def page_data(run: RunRecord) -> dict[str, Any]:

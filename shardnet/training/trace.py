@@ -52,7 +52,7 @@ async def gather_spans(backend: Backend, name: str) -> list[RankSpans]:
 def write_trace(path: Path, ranks: Sequence[RankSpans]) -> None:
     """Write a file for https://ui.perfetto.dev or chrome://tracing: a process for each rank, a thread for each lane."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(chrome_trace(ranks), separators=(",", ":")))
+    path.write_text(json.dumps(chrome_trace(ranks), separators=(",", ":")), encoding="utf-8")
 
 
 def chrome_trace(ranks: Sequence[RankSpans]) -> dict[str, Any]:

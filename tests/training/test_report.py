@@ -61,7 +61,7 @@ def run_record(**changes: Any) -> RunRecord:
 
 def written(path: Path, **changes: Any) -> str:
     write_report(path / "report.html", run_record(**changes))
-    return (path / "report.html").read_text()
+    return (path / "report.html").read_text(encoding="utf-8")
 
 
 def embedded(page: str) -> Any:

@@ -77,7 +77,7 @@ def test_a_trace_is_what_viewers_read(first: list[Span], second: list[Span]) -> 
 def test_every_rank_is_a_process_and_every_track_a_named_thread(tmp_path: Path) -> None:
     spans = (Span("forward", Track.COMPUTE, 5_000, 9_000, 1), communication(6_000, 8_000), communication(7_000, 12_000, "reduce_scatter"))
     write_trace(tmp_path / "new" / "trace.json", [RankSpans(0, "host:1", spans), RankSpans(1, "host:2", spans[:1])])
-    events: list[dict[str, Any]] = json.loads((tmp_path / "new" / "trace.json").read_text())["traceEvents"]
+    events: list[dict[str, Any]] = json.loads((tmp_path / "new" / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
     processes = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert processes == {0: "rank 0 · host:1", 1: "rank 1 · host:2"}
     threads = [event["args"]["name"] for event in events if event["name"] == "thread_name" and event["pid"] == 0]

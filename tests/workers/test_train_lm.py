@@ -31,7 +31,7 @@ def train(out: Path, *options: str) -> tuple[dict[str, Any], str]:
     command = [sys.executable, "-m", "shardnet.cli", "run", "--nproc", "2", PROGRAM, "--", *TINY.split(), f"--out={out}", *options]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=80)
     assert done.returncode == 0, done.stdout + done.stderr
-    page = re.search(r'id="run-data" type="application/json">(.*?)</script>', (out / "report.html").read_text(), re.DOTALL)
+    page = re.search(r'id="run-data" type="application/json">(.*?)</script>', (out / "report.html").read_text(encoding="utf-8"), re.DOTALL)
     assert page
     return json.loads(page[1]), done.stdout
 
@@ -74,7 +74,7 @@ async def test_two_ranks_learn_what_one_learns(tmp_path: Path, book: Path) -> No
     assert all(rank["held_bytes"] < 0.55 * held and rank["sent_bytes"] > 0 for rank in two["ranks"])
     assert "of the time spent waiting for communication" in printed
     assert "[0]   | def main(" in printed
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    events = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
     for rank in (0, 1):
         assert {"compute", "communication"} <= {event.get("cat") for event in events if event["pid"] == rank}
 
