@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from shardnet.errors import InvalidRankError, InvalidWorldSizeError
+
 
 @dataclass(frozen=True, slots=True)
 class Member:
@@ -17,11 +19,17 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """The members of one epoch by rank, as seen by one of them."""
+    """The members of one epoch by rank, as seen by one of them. Raises InvalidWorldSizeError or InvalidRankError."""
 
     epoch: int
     rank: int
     members: tuple[Member, ...]
+
+    def __post_init__(self) -> None:
+        if not self.members:
+            raise InvalidWorldSizeError
+        if not 0 <= self.rank < len(self.members):
+            raise InvalidRankError(self.rank, len(self.members))
 
     @property
     def world_size(self) -> int:

@@ -69,19 +69,21 @@ def decode(frame: bytes) -> Chunk:
     if len(frame) >= _HEAD.size:
         fields = _HEAD.unpack_from(frame)
         if fields[::2] == _TAGS:
-            return _decode_canonical(frame, fields)
+            _, epoch, _, group, _, sequence, _, block, _, offset, _, checksum = fields
+            chunk = Chunk(epoch, group, sequence, block, offset, frame=frame)
+            if crc32c(memoryview(frame)[_HEAD.size :], crc32c(_checked(chunk))) == checksum:
+                _read_behind(frame, chunk)
+                return chunk
     return _decode_any(frame)
 
 
-def _decode_canonical(frame: bytes, fields: tuple[int, ...]) -> Chunk:
-    _, epoch, _, group, _, sequence, _, block, _, offset, _, checksum = fields
-    chunk = Chunk(epoch, group, sequence, block, offset, frame=frame)
-    view = memoryview(frame)
-    if crc32c(view[_HEAD.size :], crc32c(_checked(chunk))) != checksum:
-        raise ProtocolError(f"checksum of a chunk does not match (group {group:#x} #{sequence} block {block} offset {offset})")
+def _read_behind(frame: bytes, chunk: Chunk) -> None:
+    """Read what follows the head of a canonical frame."""
     at = _HEAD.size
     if at < len(frame) and frame[at] == _CONTROL_TAG:
         size, at = _read_varint(frame, at + 1)
+        if at + size > len(frame):
+            raise ProtocolError(f"a chunk says {size} bytes of control but carries {len(frame) - at}")
         chunk.control = _control(frame[at : at + size])
         at += size
     if at < len(frame):
@@ -90,12 +92,11 @@ def _decode_canonical(frame: bytes, fields: tuple[int, ...]) -> Chunk:
         size, at = _read_varint(frame, at + 1)
         if at + size != len(frame):
             raise ProtocolError(f"a chunk says {size} bytes of data but carries {len(frame) - at}")
-        chunk.data = view[at:]
-    return chunk
+        chunk.data = memoryview(frame)[at:]
 
 
 def _decode_any(frame: bytes) -> Chunk:
-    """Read what another protobuf library wrote in another order."""
+    """Read what another protobuf library wrote in another order, or find out that it is damaged."""
     message = mesh_pb2.Chunk()
     try:
         message.ParseFromString(frame)
@@ -106,7 +107,8 @@ def _decode_any(frame: bytes) -> Chunk:
         Chunk(message.epoch, message.group, message.sequence, message.block, message.offset, data=message.data, control=control)
     )
     if _HEAD.unpack_from(canonical)[-1] != message.crc32c:
-        raise ProtocolError(f"checksum of a chunk does not match (group {message.group:#x} #{message.sequence})")
+        place = f"group {message.group:#x} #{message.sequence} block {message.block} offset {message.offset}"
+        raise ProtocolError(f"checksum of a chunk of {len(frame)} bytes does not match ({place})")
     return decode(canonical)
 
 

@@ -100,7 +100,7 @@ class Backend(ABC):
 
     @abstractmethod
     def send(self, tensor: Tensor, to: int, *, timeout_s: float | None = None, label: str = "") -> Pending[None]:
-        """Send to one rank; done when the receiver has taken it. Sends and receives of a pair match in order."""
+        """Send to one rank; done when the receiver takes it and `tensor` may be written again. Those of a pair match in order."""
 
     @abstractmethod
     def recv(self, into: Tensor, source: int, *, timeout_s: float | None = None, label: str = "") -> Pending[Tensor]:

@@ -1,16 +1,17 @@
 """A backend over a mesh: checks the call, makes the result tensor, and hands flat arrays to the collectives."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import prod
+from typing import TypeVar
 
 import torch
 
 from shardnet.backend.base import Backend, Tensor
 from shardnet.backend.pending import Pending
 from shardnet.collectives import plans
-from shardnet.collectives.exchange import Exchange
+from shardnet.collectives.exchange import Disagreement, Exchange
 from shardnet.collectives.group import Group
-from shardnet.collectives.operation import Algorithm, Call
+from shardnet.collectives.operation import Algorithm, Call, Operation
 from shardnet.collectives.reduction import ReduceOp, Reduction, as_array, check_dtype, dtype_name
 from shardnet.collectives.switchboard import Switchboard
 from shardnet.config import Timeouts
@@ -19,11 +20,12 @@ from shardnet.errors import (
     InvalidRankError,
     InvalidWorldSizeError,
     SelfSendError,
-    ShardnetError,
     SizeMismatchError,
     UsageError,
 )
 from shardnet.telemetry import Telemetry
+
+T = TypeVar("T")
 
 
 class MeshBackend(Backend):
@@ -54,16 +56,10 @@ class MeshBackend(Backend):
         source = _input(tensor, op)
         result = _output(out, tensor.shape, tensor.dtype)
         if self.world_size == 1 or not source.numel():
-            return Pending.done_with(_copy(source, result), "all_reduce")
+            return self._at_once("all_reduce", _copy(source, result))
         call = self._call("all_reduce", f"{_kind(tensor)}, {op}", timeout_s, label)
         reduction = Reduction(op, tensor.dtype, self.world_size)
-        arrays = as_array(source), as_array(result)
-        if not reduction.widens or source.nbytes <= self._board.limits.eager_bytes:
-            return self._begin(call, plans.all_reduce(self._group, *arrays, reduction), result)
-        bounds = plans.balanced_bounds(source.numel(), self.world_size)
-        own = arrays[1][slice(*bounds[self.rank])]
-        scattered = self._group.begin(call, plans.reduce_scatter(self._group, arrays[0], own, bounds, reduction), own)
-        return self._begin(call, plans.after(scattered, plans.all_gather(self._group, own, arrays[1], bounds)), result)
+        return self._begin(call, plans.all_reduce(self._group, as_array(source), as_array(result), reduction), result)
 
     def broadcast(
         self, tensor: Tensor, root: int, *, out: Tensor | None = None, timeout_s: float | None = None, label: str = ""
@@ -74,7 +70,7 @@ class MeshBackend(Backend):
         if self.rank == root or not source.numel():
             _copy(source, result)
         if self.world_size == 1 or not source.numel():
-            return Pending.done_with(result, "broadcast")
+            return self._at_once("broadcast", result)
         call = self._call("broadcast", f"{_kind(tensor)}, root {root}", timeout_s, label)
         return self._begin(call, plans.broadcast(self._group, as_array(result), root), result)
 
@@ -93,7 +89,7 @@ class MeshBackend(Backend):
         width = prod(source.shape[1:])
         result = _output(out, (sum(shape), *source.shape[1:]), tensor.dtype)
         if self.world_size == 1 or not result.numel():
-            return Pending.done_with(_copy(source.reshape(result.shape), result), "all_gather")
+            return self._at_once("all_gather", _copy(source, result))
         detail = _kind(tensor) if sizes is None else f"{dtype_name(tensor.dtype)} {list(source.shape[1:])}, sizes {shape}"
         call = self._call("all_gather", detail, timeout_s, label)
         bounds = plans.bounds_of([size * width for size in shape])
@@ -120,7 +116,7 @@ class MeshBackend(Backend):
             raise SizeMismatchError(sum(shape), rows, "rows to scatter (the sum of `sizes`)")
         result = _output(out, (shape[self.rank], *source.shape[1:]), tensor.dtype)
         if self.world_size == 1 or not source.numel():
-            return Pending.done_with(_copy(source.reshape(result.shape), result), "reduce_scatter")
+            return self._at_once("reduce_scatter", _copy(source, result))
         detail = f"{_kind(tensor)}, {op}" + ("" if sizes is None else f", sizes {shape}")
         call = self._call("reduce_scatter", detail, timeout_s, label)
         bounds = plans.bounds_of([size * prod(source.shape[1:]) for size in shape])
@@ -156,14 +152,14 @@ class MeshBackend(Backend):
         outgoing, incoming = as_array(source), as_array(result)
         incoming[slice(*recv_bounds[self.rank])] = outgoing[slice(*send_bounds[self.rank])]
         if self.world_size == 1:
-            return Pending.done_with(result, "all_to_all")
+            return self._at_once("all_to_all", result)
         even = _kind(tensor) if send_sizes is None else f"{dtype_name(tensor.dtype)} {list(source.shape[1:])}, uneven"
         exchange = Exchange(
             {peer: outgoing[slice(*send_bounds[peer])] for peer in self._group.peers},
             {peer: incoming[slice(*recv_bounds[peer])] for peer in self._group.peers},
             self._group.peers,
             eager=plans.is_small(self._group, send_bounds, outgoing.itemsize),
-            disagree=self._disagree_all_to_all,
+            disagree=_disagree_all_to_all,
         )
         return self._begin(self._call("all_to_all", even, timeout_s, label), exchange.run, result)
 
@@ -183,7 +179,7 @@ class MeshBackend(Backend):
 
     def barrier(self, *, timeout_s: float | None = None, label: str = "") -> Pending[None]:
         if self.world_size == 1:
-            return Pending.done_with(None, "barrier")
+            return self._at_once("barrier", None)
         call = self._call("barrier", "", timeout_s, label)
         return Pending(self._group.begin(call, plans.barrier(self._group), None), "barrier")
 
@@ -208,6 +204,11 @@ class MeshBackend(Backend):
 
     def _call(self, op: str, detail: str, timeout_s: float | None, label: str, *, on_the_wire: str = "") -> Call:
         return Call(op, label, detail, self._timeouts.collective_s if timeout_s is None else timeout_s, on_the_wire or op)
+
+    def _at_once(self, op: str, result: T) -> Pending[T]:
+        """A collective that needs no traffic."""
+        self._board.check_open()
+        return Pending.done_with(result, op)
 
     def _begin(self, call: Call, algorithm: Algorithm, result: Tensor) -> Pending[Tensor]:
         return Pending(self._group.begin(call, algorithm, result), call.op)
@@ -236,12 +237,6 @@ class MeshBackend(Backend):
         if own and sizes[self.rank] != default:
             raise SizeMismatchError(sizes[self.rank], default, f"rows on rank {self.rank}")
         return list(sizes)
-
-    def _disagree_all_to_all(self, expected: int, got: int) -> ShardnetError:
-        return CollectiveMismatch(
-            f"{self._board.where()} all_to_all: a rank expects {expected} bytes where another sends {got}; "
-            "recv_sizes[i] here must equal send_sizes[here] on rank i"
-        )
 
 
 class SubBackend(MeshBackend):
@@ -302,9 +297,19 @@ def _copy(source: Tensor, result: Tensor) -> Tensor:
     return result
 
 
-def _disagree_send(tensor: Tensor) -> Callable[[int, int], SizeMismatchError]:
+def _disagree_send(tensor: Tensor) -> Disagreement:
     """The error of a send and a receive that differ, counted in elements."""
-    return lambda expected, got: SizeMismatchError(expected // tensor.itemsize, got // tensor.itemsize, "elements in a receive")
+    return lambda _op, _sender, _receiver, sent, expected: SizeMismatchError(
+        expected // tensor.itemsize, sent // tensor.itemsize, "elements in a receive"
+    )
+
+
+def _disagree_all_to_all(op: Operation, sender: int, receiver: int, sent: int, expected: int) -> CollectiveMismatch:
+    sender, receiver = op.group.members[sender], op.group.members[receiver]
+    return CollectiveMismatch(
+        f"{op.group.board.where()} {op.name}: rank {sender} sends {sent} bytes to rank {receiver}, which expects {expected}; "
+        "recv_sizes[i] on rank j must equal send_sizes[j] on rank i"
+    )
 
 
 def _kind(tensor: Tensor) -> str:

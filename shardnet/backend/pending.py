@@ -6,6 +6,9 @@ import warnings
 from collections.abc import Callable, Generator
 from typing import Any, Generic, TypeVar
 
+from shardnet.errors import StateError
+from shardnet.loop import LoopThread
+
 T = TypeVar("T")
 U = TypeVar("U")
 
@@ -40,16 +43,17 @@ class Pending(Generic[T]):
         return self._future.done()
 
     def wait(self, timeout_s: float | None = None) -> T:
-        """Block this thread until the result is there. Never call it on shardnet's own loop thread.
+        """Block this thread until the result is there.
 
-        Raises TimeoutError after `timeout_s` (the collective goes on), or the collective's own error.
+        Raises TimeoutError after `timeout_s` (the collective goes on), or the collective's own error; StateError on
+        shardnet's loop thread, which it would block for ever.
         """
-        self._retrieved = True
+        self._may_block()
         return self._future.result(timeout_s)
 
     def exception(self) -> BaseException | None:
-        """The error of a finished collective, or None. Blocks until it is done."""
-        self._retrieved = True
+        """The error of the collective, or None. Blocks until it is done, as `wait` does."""
+        self._may_block()
         return self._future.exception()
 
     def add_done_callback(self, callback: Callable[["Pending[T]"], None]) -> None:
@@ -90,6 +94,11 @@ class Pending(Generic[T]):
         self._future.add_done_callback(wake)
         yield from arrived
         return self._future.result()
+
+    def _may_block(self) -> None:
+        self._retrieved = True
+        if not self._future.done() and LoopThread.shared().is_current():
+            raise StateError(f"waiting for {self.op_name} on the loop thread, which has to finish it; await it instead")
 
     def __del__(self) -> None:
         if not self._retrieved:

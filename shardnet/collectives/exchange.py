@@ -8,12 +8,15 @@ reduce-scatter it moves the same number of bytes as a ring.
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 
 from shardnet.collectives.operation import Operation
 from shardnet.collectives.reduction import Array, as_bytes
 from shardnet.errors import ProtocolError, ShardnetError
+from shardnet.pb.mesh_pb2 import Announcement
 from shardnet.wire import Buffer, Chunk
+
+# (operation, sender, receiver, bytes sent, bytes expected): the error for two ranks that count differently
+Disagreement = Callable[[Operation, int, int, int, int], ShardnetError]
 
 
 @dataclass(slots=True)
@@ -29,7 +32,7 @@ class Exchange:
     receives: dict[int, Array]
     peers: list[int]  # everyone to announce to and to hear from
     eager: bool = False
-    disagree: Callable[[int, int], ShardnetError] | None = None  # (expected, got) bytes -> error
+    disagree: Disagreement | None = None  # where the signature does not settle the sizes
     _filled: dict[int, int] = field(default_factory=dict)
     _missing: int = 0
     _arrived: asyncio.Event = field(default_factory=asyncio.Event)
@@ -39,16 +42,13 @@ class Exchange:
         self._missing = sum(array.nbytes for array in self.receives.values())
         if not self._missing:
             self._arrived.set()
-        op.sink = partial(self._on_chunk, op)
+        op.sink = self._on_chunk
         for peer in self.peers:
             await self._open(op, peer)
         for peer in self.peers:
-            await op.cleared(peer)
-            self._check_sizes(op, peer)
+            self._check_sizes(op, peer, await op.cleared(peer))
         if not self.eager:
-            async with asyncio.TaskGroup() as group:
-                for peer, array in self.sends.items():
-                    group.create_task(self._send(op, peer, as_bytes(array)))
+            await self._send_all(op)
         await self._arrived.wait()
 
     async def _open(self, op: Operation, peer: int) -> None:
@@ -57,26 +57,34 @@ class Exchange:
         data: Buffer = as_bytes(self.sends[peer]) if self.eager and sends else b""
         await op.send(peer, data=data, announcement=op.announcement(sends=sends, expects=expects))
 
-    def _check_sizes(self, op: Operation, peer: int) -> None:
+    def _check_sizes(self, op: Operation, peer: int, theirs: Announcement) -> None:
         if self.disagree is None:
             return
-        theirs = op.announcements[peer]
-        mine = self.receives[peer].nbytes if peer in self.receives else 0
-        if theirs.send_bytes != mine:
-            raise self.disagree(mine, theirs.send_bytes)
+        expected = self.receives[peer].nbytes if peer in self.receives else 0
+        if theirs.send_bytes != expected:
+            raise self.disagree(op, peer, op.group.rank, theirs.send_bytes, expected)
         sent = self.sends[peer].nbytes if peer in self.sends else 0
         if theirs.expect_bytes != sent:
-            raise self.disagree(theirs.expect_bytes, sent)
+            raise self.disagree(op, op.group.rank, peer, sent, theirs.expect_bytes)
+
+    async def _send_all(self, op: Operation) -> None:
+        """Send to all peers side by side, so that a slow one does not hold up the others."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                for peer, array in self.sends.items():
+                    group.create_task(self._send(op, peer, as_bytes(array)))
+        except ExceptionGroup as several:
+            raise several.exceptions[0] from None  # each is the loss of a peer, and the first is the cause
 
     async def _send(self, op: Operation, peer: int, data: memoryview) -> None:
         size = op.group.board.limits.chunk_bytes
         for offset in range(0, len(data), size):
             await op.send(peer, offset=offset, data=data[offset : offset + size])
 
-    def _on_chunk(self, op: Operation, source: int, chunk: Chunk) -> None:
+    def _on_chunk(self, source: int, chunk: Chunk) -> None:
         target = self.receives.get(source)
-        if self.disagree is not None and (target is None or op.announcements[source].send_bytes != target.nbytes):
-            return  # run() says so
+        if self.disagree is not None and chunk.control is not None and len(chunk.data) != (0 if target is None else target.nbytes):
+            return  # sent with its announcement, before anyone could compare the sizes: run() does
         filled = self._filled.get(source, 0)
         if target is None or chunk.offset != filled or filled + len(chunk.data) > target.nbytes:
             raise ProtocolError(f"rank {source} sent {len(chunk.data)} bytes at {chunk.offset}, expected offset {filled}")

@@ -18,11 +18,12 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, TypeVar
 
+from shardnet.collectives import verdict
 from shardnet.collectives.operation import Algorithm, Call, Operation
-from shardnet.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, PeerLost, ProtocolError, ShardnetError
+from shardnet.errors import CollectiveMismatch, CollectiveTimeout, PeerLost, ProtocolError, ShardnetError
 from shardnet.pb import mesh_pb2
 from shardnet.telemetry import Track
-from shardnet.wire import Buffer, Chunk
+from shardnet.wire import Chunk
 
 if TYPE_CHECKING:
     from shardnet.collectives.switchboard import Switchboard
@@ -30,11 +31,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PROBE_WAIT_S = 0.4  # a hang must not outlive its timeout by more than 0.5 s
-_REASONS: dict[int, type[ShardnetError]] = {
-    mesh_pb2.Abort.MISMATCH: CollectiveMismatch,
-    mesh_pb2.Abort.TIMEOUT: CollectiveTimeout,
-    mesh_pb2.Abort.FAILED: CollectiveError,
-}
 
 
 class Group:
@@ -50,10 +46,15 @@ class Group:
         self._lock = threading.Lock()
         self._next = 0  # the next number to give out (any thread, under the lock)
         self._entered = 0  # the next number to enter (loop thread)
+        self._last_signature = ""  # of the one entered last
         self._running: dict[int, Operation] = {}
         self._queued: deque[Operation] = deque()
         self._early: dict[int, list[tuple[int, Chunk]]] = {}
         self._probes: dict[int, tuple[dict[int, mesh_pb2.ProbeReply], asyncio.Event]] = {}
+
+    @property
+    def epoch(self) -> int:
+        return self.board.mesh.epoch
 
     @property
     def peers(self) -> list[int]:
@@ -82,6 +83,7 @@ class Group:
 
     def _enter(self, operation: Operation) -> None:
         self._entered = operation.sequence + 1
+        self._last_signature = operation.call.signature
         self._running[operation.sequence] = operation
         operation.task = self.board.spawn(self._run(operation))
 
@@ -90,17 +92,17 @@ class Group:
         start = time.perf_counter_ns()
         try:
             await self._attempt(operation)
-        except asyncio.CancelledError:  # by fail(), or because the loop ends
-            operation.error = operation.error or self.board.closed_error(operation.name)
         except Exception as error:  # noqa: BLE001 - whatever it is belongs to the awaiter
-            self._abort(operation, mesh_pb2.Abort.FAILED, str(error))
-            operation.error = operation.error or error
+            self._fail(operation, error)
+        except BaseException:  # noqa: BLE001 - cancelled by fail(), whose error stays, or the process ends
+            operation.fail(self.board.closed_error(operation.name))
         finally:
             self._finish(operation, start)
 
     async def _attempt(self, operation: Operation) -> None:
         try:
-            async with asyncio.timeout(operation.call.timeout_s) as limit:
+            # what a collective waited for its turn counts, too, or a queue of them would time out one by one
+            async with asyncio.timeout(operation.deadline - time.monotonic()) as limit:
                 self._check(operation)
                 # The algorithm sets its sink before it first waits; only then is what came early handed to it.
                 self.board.loop.loop.call_soon(self._replay, operation)
@@ -108,12 +110,7 @@ class Group:
         except TimeoutError:
             if not limit.expired():
                 raise
-            error = await self._diagnose(operation)
-            self._abort(operation, mesh_pb2.Abort.TIMEOUT, str(error))
-            raise error from None
-        except CollectiveMismatch as error:
-            self._abort(operation, mesh_pb2.Abort.MISMATCH, str(error))
-            raise
+            raise await self._diagnose(operation) from None
 
     def _check(self, operation: Operation) -> None:
         """Raise if the operation cannot end, or was failed before it began."""
@@ -146,11 +143,12 @@ class Group:
 
     # --- traffic (loop thread)
 
-    async def send(
-        self, peer: int, sequence: int, block: int, offset: int, data: Buffer, control: mesh_pb2.Control | None, frame: bytes | None
-    ) -> None:
-        chunk = Chunk(self.board.mesh.epoch, self.id, sequence, block, offset, data, control, frame)
-        await self.board.send(self.members[peer], chunk)
+    async def send(self, operation: Operation, peer: int, chunk: Chunk) -> None:
+        """Send a chunk of an operation. Raises PeerLost naming the collective."""
+        try:
+            await self.board.send(self.members[peer], chunk)
+        except PeerLost as error:  # the mesh knows who it is, but not what this rank was doing
+            raise self._peer_lost(error.rank, self.board.lost.get(error.rank, str(error)), operation) from error
 
     def on_chunk(self, source_global: int, chunk: Chunk) -> None:
         """Hand a chunk to its operation, keep it for one that is not entered yet, or drop it if that has ended."""
@@ -176,13 +174,13 @@ class Group:
 
     def _deliver(self, operation: Operation, source: int, chunk: Chunk) -> None:
         if chunk.control is not None and chunk.control.HasField("abort"):
-            operation.fail(self._abort_error(operation, source, chunk.control.abort))
+            where = f"{self.board.where()} {operation.name} was aborted by rank {self.members[source]}"
+            operation.fail(verdict.unpack(chunk.control.abort, where))
             return
         try:
             operation.on_chunk(source, chunk)
         except ProtocolError as error:
-            self._abort(operation, mesh_pb2.Abort.FAILED, str(error))
-            operation.fail(error)
+            self._fail(operation, error)
 
     # --- failure (loop thread)
 
@@ -190,9 +188,7 @@ class Group:
         """A member is gone: whatever is under way cannot end."""
         if global_rank in self._local:
             for operation in list(self._running.values()):
-                error = self._peer_lost(global_rank, reason, operation)
-                self._abort(operation, mesh_pb2.Abort.FAILED, str(error))
-                operation.fail(error)
+                self._fail(operation, self._peer_lost(global_rank, reason, operation))
 
     def leave(self, global_rank: int, next_sequence: int) -> None:
         """A member said goodbye before it entered `next_sequence`: that one and later ones cannot end."""
@@ -216,19 +212,15 @@ class Group:
             f"rank {self.members[self.rank]} is in {operation.call.signature} but rank {self.members[peer]} is in {theirs} "
             f"(collective #{operation.sequence} of {self._title()}); call the same collectives in the same order on all ranks"
         )
-        self._abort(operation, mesh_pb2.Abort.MISMATCH, detail)
-        operation.fail(CollectiveMismatch(f"{self.board.where()} {detail}"))
+        self._fail(operation, CollectiveMismatch(f"{self.board.where()} {detail}"))
 
-    def _abort(self, operation: Operation, reason: mesh_pb2.Abort.Reason, detail: str) -> None:
+    def _fail(self, operation: Operation, error: BaseException) -> None:
+        """End an operation on every rank. If it has failed already, the others know."""
         if operation.error is None:
-            control = mesh_pb2.Control(abort=mesh_pb2.Abort(reason=reason, detail=detail))
+            operation.fail(error)
+            control = mesh_pb2.Control(abort=verdict.pack(error))
             for peer in self.peers:
-                chunk = Chunk(self.board.mesh.epoch, self.id, operation.sequence, control=control)
-                self.board.post(self.members[peer], chunk)
-
-    def _abort_error(self, operation: Operation, source: int, abort: mesh_pb2.Abort) -> ShardnetError:
-        kind = _REASONS.get(abort.reason, CollectiveError)
-        return kind(f"{self.board.where()} {operation.name} was aborted by rank {self.members[source]}: {abort.detail}")
+                self.board.post(self.members[peer], Chunk(self.epoch, self.id, operation.sequence, control=control))
 
     def _peer_lost(self, global_rank: int, reason: str, operation: Operation) -> PeerLost:
         address = self.board.mesh.address(global_rank)
@@ -249,7 +241,7 @@ class Group:
         try:
             control = mesh_pb2.Control(probe=mesh_pb2.Probe(id=probe_id))
             for peer in self.peers:
-                self.board.post(self.members[peer], Chunk(self.board.mesh.epoch, self.id, operation.sequence, control=control))
+                self.board.post(self.members[peer], Chunk(self.epoch, self.id, operation.sequence, control=control))
             async with asyncio.timeout(PROBE_WAIT_S):
                 await complete.wait()
         except TimeoutError:
@@ -272,14 +264,13 @@ class Group:
     def _on_probe(self, source: int, chunk: Chunk) -> None:
         assert chunk.control is not None
         if chunk.control.HasField("probe"):
-            newest = self._running.get(self._entered - 1)
             reply = mesh_pb2.ProbeReply(
                 id=chunk.control.probe.id,
                 entered=chunk.sequence < self._entered,
                 next_sequence=self._entered,
-                last_signature=newest.call.signature if newest is not None else "",
+                last_signature=self._last_signature,
             )
-            answer = Chunk(self.board.mesh.epoch, self.id, chunk.sequence, control=mesh_pb2.Control(probe_reply=reply))
+            answer = Chunk(self.epoch, self.id, chunk.sequence, control=mesh_pb2.Control(probe_reply=reply))
             self.board.post(self.members[source], answer)
         elif (waiting := self._probes.get(chunk.control.probe_reply.id)) is not None:
             replies, complete = waiting

@@ -2,11 +2,13 @@
 
 import asyncio
 import concurrent.futures
+import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from shardnet.errors import ProtocolError, ShardnetError
+from shardnet.errors import ProtocolError
 from shardnet.pb import mesh_pb2
 from shardnet.wire import Buffer, Chunk
 
@@ -42,14 +44,18 @@ class Operation:
     algorithm: Algorithm
     value: object  # what the handle gives when it is done
     result: "concurrent.futures.Future[Any]"
+    deadline: float = 0.0  # by time.monotonic
     sink: Callable[[int, Chunk], None] | None = None  # set by the algorithm before it waits for anything
     bytes_sent: int = 0
     error: BaseException | None = None
     task: "asyncio.Task[None] | None" = None
     started: bool = False  # the task has begun: only then does cancelling it run its cleanup
     ready: bool = False  # the sink is set and what came early was delivered: chunks may be handed over directly
-    announcements: dict[int, mesh_pb2.Announcement] = field(default_factory=dict)
+    _announced: defaultdict[int, deque[mesh_pb2.Announcement]] = field(default_factory=lambda: defaultdict(deque))
     _waiters: dict[int, "asyncio.Future[None]"] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.deadline = time.monotonic() + self.call.timeout_s
 
     @property
     def name(self) -> str:
@@ -64,11 +70,14 @@ class Operation:
         await self.send(peer, announcement=self.announcement(sends=sends, expects=expects))
 
     async def cleared(self, peer: int) -> mesh_pb2.Announcement:
-        """Wait until a peer has announced the same collective: it has room for the data and is at the same place."""
-        if peer not in self.announcements:
+        """Wait until a peer has announced the same collective: it is at the same place and takes the data now.
+
+        An announcement counts once: an algorithm of two phases waits twice, and its peers announce twice.
+        """
+        if not self._announced[peer]:
             waiter = self._waiters[peer] = asyncio.get_running_loop().create_future()
             await waiter
-        return self.announcements[peer]
+        return self._announced[peer].popleft()
 
     async def send(
         self,
@@ -83,7 +92,7 @@ class Operation:
         """Send one chunk. `data` must stay as it is until this returns; `frame` is its encoded form where known."""
         control = None if announcement is None else mesh_pb2.Control(announcement=announcement)
         self.bytes_sent += len(data)
-        await self.group.send(peer, self.sequence, block, offset, data, control, frame)
+        await self.group.send(self, peer, Chunk(self.group.epoch, self.group.id, self.sequence, block, offset, data, control, frame))
 
     def on_chunk(self, source: int, chunk: Chunk) -> None:
         """Take what a peer sent for this collective."""
@@ -98,14 +107,14 @@ class Operation:
         if announcement.signature != self.call.signature:
             self.group.mismatch(self, source, announcement.signature)
             return
-        self.announcements[source] = announcement
+        self._announced[source].append(announcement)
         waiter = self._waiters.pop(source, None)
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
-    def fail(self, error: ShardnetError) -> None:
-        """End it with an error. The first error stays."""
+    def fail(self, error: BaseException) -> None:
+        """End it with an error on this rank. The first error stays."""
         if self.error is None:
             self.error = error
-            if self.task is not None and self.started:
+            if self.task is not None and self.started and self.task is not asyncio.current_task():
                 self.task.cancel()

@@ -2,11 +2,14 @@
 
 Up to `Limits.eager_bytes` a peer everything is a direct exchange: one step, one message a peer. Above that, gathers
 and sums go around the ring. Sums of 16-bit floats are exchanged at any size (see [Note: reduction order]). The choice
-depends only on what all ranks know, so they choose alike.
+depends only on what all ranks know, so they choose alike. (Exception: an uneven all_to_all, in which each rank may
+choose for itself whether what it sends goes with its announcement or after the others' ones.)
+
+[Note: no rank ends before all have entered] Whichever algorithm: what lets a rank end depends on every rank's
+announcement. So no rank reports success for a collective that others refuse, and a rank that leaves after its last
+collective takes nothing along that others still need.
 """
 
-import asyncio
-import concurrent.futures
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -40,12 +43,12 @@ def is_small(group: Group, bounds: Bounds, itemsize: int) -> bool:
 def all_gather(group: Group, source: Array, output: Array, bounds: Bounds) -> Algorithm:
     """`source` is this rank's block; it may be that part of `output`."""
     own = output[slice(*bounds[group.rank])]
-    if not np.may_share_memory(own, source):
+    if own.ctypes.data != source.ctypes.data:
         np.copyto(own, source)
     if is_small(group, bounds, output.itemsize):
         receives = {peer: output[slice(*bounds[peer])] for peer in group.peers}
         return Exchange(dict.fromkeys(group.peers, own), receives, group.peers, eager=True).run
-    return Ring(bounds, output, gather=True).run
+    return _around(Ring(bounds, output, gather=True))
 
 
 def reduce_scatter(group: Group, source: Array, output: Array, bounds: Bounds, reduction: Reduction) -> Algorithm:
@@ -54,15 +57,19 @@ def reduce_scatter(group: Group, source: Array, output: Array, bounds: Bounds, r
         own = source[slice(*bounds[group.rank])]
         sends = {peer: source[slice(*bounds[peer])] for peer in group.peers}
         return _reduce_direct(group, sends, own, output, reduction, eager=is_small(group, bounds, source.itemsize))
-    return Ring(bounds, output, gather=False, reduction=reduction, source=source).run
+    return _around(Ring(bounds, output, gather=False, reduction=reduction, source=source))
 
 
 def all_reduce(group: Group, source: Array, output: Array, reduction: Reduction) -> Algorithm:
-    """For arrays that are small or need no widening; see `reduce_scatter` and `after` for the others."""
+    """`output` may be `source` itself."""
     if source.nbytes <= group.board.limits.eager_bytes:
         return _reduce_direct(group, dict.fromkeys(group.peers, source), source, output, reduction, eager=True)
     bounds = balanced_bounds(source.size, group.size)
-    return Ring(bounds, output, gather=True, reduction=reduction, source=source).run
+    if reduction.widens:
+        own = output[slice(*bounds[group.rank])]
+        scatter = reduce_scatter(group, source, own, bounds, reduction)
+        return _both(scatter, Ring(bounds, output, gather=True).run)
+    return _around(Ring(bounds, output, gather=True, reduction=reduction, source=source))
 
 
 def broadcast(group: Group, output: Array, root: int) -> Algorithm:
@@ -71,19 +78,39 @@ def broadcast(group: Group, output: Array, root: int) -> Algorithm:
         if group.rank == root:
             return Exchange(dict.fromkeys(group.peers, output), {}, group.peers).run
         return Exchange({}, {root: output}, [root]).run
-    return Ring(bounds_of([output.size if rank == root else 0 for rank in range(group.size)]), output, gather=True).run
+    return _around(Ring(bounds_of([output.size if rank == root else 0 for rank in range(group.size)]), output, gather=True))
 
 
 def barrier(group: Group) -> Algorithm:
     return Exchange({}, {}, group.peers, eager=True).run
 
 
-def after(first: "concurrent.futures.Future[Array]", algorithm: Algorithm) -> Algorithm:
-    """Run an algorithm once another operation of the same rank is done; it fails if that one failed."""
+def _around(ring: Ring) -> Algorithm:
+    """The ring, and before it what [Note: no rank ends before all have entered] asks for.
+
+    A rank that has received something of every rank knows that all are there. Where a block is empty (in a broadcast
+    all but one are) it would not, so then everyone announces to everyone; the ring itself does so between neighbours.
+    """
+    if all(end > start for start, end in ring.bounds):
+        return ring.run
 
     async def run(op: Operation) -> None:
-        await asyncio.wrap_future(first)
-        await algorithm(op)
+        peers = op.group.peers
+        for peer in peers[:-1]:  # the last one is the left neighbour
+            await op.announce(peer)
+        for peer in peers[1:]:  # the first one is the right neighbour
+            await op.cleared(peer)
+        await ring.run(op)
+
+    return run
+
+
+def _both(first: Algorithm, second: Algorithm) -> Algorithm:
+    """Two phases of one collective."""
+
+    async def run(op: Operation) -> None:
+        await first(op)
+        await second(op)
 
     return run
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import threading
 from collections.abc import Coroutine
 from typing import Any
 
@@ -29,32 +30,39 @@ class Switchboard:
         self.lost: dict[int, str] = {}  # global rank -> reason
         self.stale_chunks = 0
         self.probe_id = 0
-        self._groups: dict[int, Group] = {}
-        self._unknown: dict[int, list[tuple[int, Chunk]]] = {}  # for groups that this rank has not made yet
+        self._lock = threading.Lock()  # over the next two: groups are made on any thread
         self._made: dict[tuple[int, ...], int] = {}  # how often a group of these members was made
+        self._channels: dict[tuple[int, int], Group] = {}
+        self._groups: dict[int, Group] = {}  # by id; on the loop thread only, as all that follows
+        self._unknown: dict[int, list[tuple[int, Chunk]]] = {}  # for groups that this rank has not made yet
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closed = False
+        self._closing = asyncio.Lock()
         self.world = self._add(Group(self, WORLD, tuple(range(mesh.world_size))))
 
     # --- groups (any thread)
 
     def group(self, members: tuple[int, ...], purpose: str = "") -> Group:
         """A new group of these global ranks. Its id follows from who, what for and how many times before: all agree."""
-        self._made[members] = again = self._made.get(members, 0) + 1
+        with self._lock:
+            self._made[members] = again = self._made.get(members, 0) + 1
         return self._add(Group(self, group_id(members, purpose, again), members))
 
     def channel(self, source: int, target: int) -> Group:
         """The two-rank group that carries sends from one global rank to another."""
-        members = (source, target) if source < target else (target, source)
-        identity = group_id(members, f"send {source} to {target}", 0)
-        return self._groups.get(identity) or self._add(Group(self, identity, members))
+        with self._lock:
+            if (found := self._channels.get((source, target))) is None:
+                members = (source, target) if source < target else (target, source)
+                found = self._add(Group(self, group_id(members, f"send {source} to {target}", 0), members))
+                self._channels[source, target] = found
+            return found
 
     def _add(self, group: Group) -> Group:
-        self._groups[group.id] = group
-        self.loop.call(self._introduce, group)
+        self.loop.call(self._introduce, group)  # before anything that is called on the group
         return group
 
     def _introduce(self, group: Group) -> None:
+        self._groups[group.id] = group
         for source, chunk in self._unknown.pop(group.id, ()):
             group.on_chunk(source, chunk)
 
@@ -126,13 +134,12 @@ class Switchboard:
         return ClosedError(f"{self.where()} the backend was closed during {name}")
 
     async def aclose(self) -> None:
-        """Let what is under way end, then tell the peers and close the mesh."""
-        if self._closed:
-            return
-        while self._tasks:
-            await asyncio.wait(self._tasks)
-        self._closed = True
-        await self.mesh.aclose()
+        """Let what is under way end, then tell the peers and close the mesh; after `abort`, wait until that is done."""
+        async with self._closing:
+            while self._tasks:
+                await asyncio.wait(self._tasks)
+            self._closed = True
+            await self.mesh.aclose()
 
     def abort(self) -> None:
         """Fail what is under way and close the mesh at once. Any thread."""

@@ -56,22 +56,26 @@ class Announcement(_message.Message):
     def __init__(self, signature: _Optional[str] = ..., send_bytes: _Optional[int] = ..., expect_bytes: _Optional[int] = ...) -> None: ...
 
 class Abort(_message.Message):
-    __slots__ = ("reason", "detail")
+    __slots__ = ("reason", "detail", "ranks")
     class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         REASON_UNSPECIFIED: _ClassVar[Abort.Reason]
         MISMATCH: _ClassVar[Abort.Reason]
         TIMEOUT: _ClassVar[Abort.Reason]
         FAILED: _ClassVar[Abort.Reason]
+        LOST: _ClassVar[Abort.Reason]
     REASON_UNSPECIFIED: Abort.Reason
     MISMATCH: Abort.Reason
     TIMEOUT: Abort.Reason
     FAILED: Abort.Reason
+    LOST: Abort.Reason
     REASON_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
     reason: Abort.Reason
     detail: str
-    def __init__(self, reason: _Optional[_Union[Abort.Reason, str]] = ..., detail: _Optional[str] = ...) -> None: ...
+    ranks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, reason: _Optional[_Union[Abort.Reason, str]] = ..., detail: _Optional[str] = ..., ranks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Probe(_message.Message):
     __slots__ = ("id",)

@@ -5,12 +5,13 @@ died, and a direct exchange needs no relay. A connection costs a socket and a pi
 """
 
 import asyncio
+import concurrent.futures
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from shardnet.config import Limits, Timeouts
 from shardnet.credentials import Security
-from shardnet.errors import PeerLost
+from shardnet.errors import PeerLost, ProtocolError
 from shardnet.loop import LoopThread
 from shardnet.pb import mesh_pb2
 from shardnet.topology import Topology
@@ -41,6 +42,7 @@ class GrpcMesh(Mesh):
         self._lost: dict[int, str] = {}
         self._changed = asyncio.Event()  # any of the three above did
         self._closing = False
+        self._aborting: concurrent.futures.Future[None] | None = None
         self.where = f"[rank {self.rank}/{self.world_size} epoch {self.epoch}]"
 
     # --- opening
@@ -74,12 +76,16 @@ class GrpcMesh(Mesh):
 
     async def _write(self, outbox: Outbox) -> None:
         if (why := await outbox.run(self._changed.set)) is not None:
-            self.lose(outbox.peer, why)
+            self._end(outbox, why)
 
     async def _watch(self, outbox: Outbox) -> None:
         """Notice that a peer is gone while nothing is being written."""
         if (why := await outbox.broken()) is not None:
-            self.lose(outbox.peer, why)
+            self._end(outbox, why)
+
+    def _end(self, outbox: Outbox, why: str) -> None:
+        outbox.fail(why)  # after a goodbye, too: what waits for room in it would wait for ever
+        self.lose(outbox.peer, why)
 
     # --- traffic
 
@@ -103,10 +109,14 @@ class GrpcMesh(Mesh):
         """The time for which a peer's stream to this rank is open. Ending without a goodbye means that it is lost."""
         self._inbound.add(peer)
         self._changed.set()
+        why = "its connection broke"
         try:
             yield
+        except ProtocolError as error:
+            why = str(error)
+            raise
         finally:
-            self.lose(peer, "its connection broke")
+            self.lose(peer, why)
 
     def receive(self, peer: int, chunk: Chunk) -> None:
         assert self._receiver is not None
@@ -121,7 +131,8 @@ class GrpcMesh(Mesh):
             return
         self._lost[peer] = why
         self._changed.set()
-        self._outboxes[peer].fail(why)
+        if peer in self._outboxes:  # not yet, where the rendezvous knows it before the streams are opened
+            self._outboxes[peer].fail(why)
         if self._receiver is not None:
             self._receiver.on_lost(peer, why)
 
@@ -131,23 +142,27 @@ class GrpcMesh(Mesh):
     # --- closing
 
     async def aclose(self) -> None:
-        if self._closing or self._receiver is None:
-            await self._close_streams()
-            return
-        present = [peer for peer in self.peers if peer not in self._lost]
-        goodbye = Chunk(self.epoch, 0, 0, control=mesh_pb2.Control(goodbye=self._receiver.goodbye()))
-        try:
-            async with asyncio.timeout(self._timeouts.drain_s):
-                for peer in present:
-                    await self._outboxes[peer].put(goodbye)
-                    self._outboxes[peer].finish()
-                await self._wait(lambda: all(peer in self._departed or peer in self._lost for peer in present), None)
-        except (TimeoutError, PeerLost):
-            pass  # they were told, or cannot be: this rank need not wait for them
+        if not self._closing and self._receiver is not None:
+            goodbye = Chunk(self.epoch, 0, 0, control=mesh_pb2.Control(goodbye=self._receiver.goodbye()))
+            with suppress(TimeoutError):  # they were told, or cannot be: this rank need not wait for them
+                async with asyncio.timeout(self._timeouts.drain_s), asyncio.TaskGroup() as group:
+                    for peer in self.peers:
+                        group.create_task(self._take_leave(peer, goodbye))
         await self._close_streams()
+        if self._aborting is not None:
+            await asyncio.wrap_future(self._aborting)
+
+    async def _take_leave(self, peer: int, goodbye: Chunk) -> None:
+        """Say goodbye to one peer, and wait until it has said so, too, or is lost."""
+        outbox = self._outboxes[peer]
+        with suppress(PeerLost):
+            await outbox.put(goodbye)
+            outbox.finish()
+            await self._wait(lambda: peer in self._departed or peer in self._lost, None)
 
     def abort(self) -> None:
-        LoopThread.shared().run(self._close_streams())
+        self._closing = True  # at once: no goodbye may follow
+        self._aborting = LoopThread.shared().run(self._close_streams())
 
     async def _close_streams(self) -> None:
         self._closing = True

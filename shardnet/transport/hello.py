@@ -1,8 +1,12 @@
-"""What a worker says of itself when it opens a stream to a peer: gRPC metadata, checked before any chunk is read."""
+"""What a worker says of itself when it opens a stream to a peer: gRPC metadata, checked before any chunk is read.
+
+Metadata is ASCII, and a job's name need not be: values are percent-encoded.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Self
+from urllib.parse import quote, unquote
 
 from shardnet.errors import ProtocolError
 
@@ -21,7 +25,7 @@ class Hello:
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
         values = {"job": self.job, "epoch": self.epoch, "source": self.source, "target": self.target, "incarnation": self.incarnation}
-        return tuple((_PREFIX + key, str(value)) for key, value in values.items())
+        return tuple((_PREFIX + key, quote(str(value))) for key, value in values.items())
 
     @classmethod
     def read(cls, metadata: Iterable[tuple[str, str | bytes]]) -> Self:
@@ -40,4 +44,4 @@ class Hello:
 
 
 def _text(value: str | bytes) -> str:
-    return value if isinstance(value, str) else value.decode("ascii")
+    return unquote(value if isinstance(value, str) else value.decode("ascii"), errors="strict")

@@ -48,14 +48,13 @@ class MeshService:
         if (refusal := mesh.refuse(hello)) is not None:
             log.warning("refused a stream from %s: %s", context.peer(), refusal)
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, refusal)
-        await context.send_initial_metadata(())
         try:
-            with mesh.connected(hello.source):
+            with mesh.connected(hello.source):  # before anything is awaited, or two streams could pass the check at once
+                await context.send_initial_metadata(())
                 async for frame in frames:
                     mesh.receive(hello.source, decode(frame))
         except ProtocolError as error:
             log.error("%s stream from rank %d ended: %s", mesh.where, hello.source, error)
-            mesh.lose(hello.source, str(error))
             await context.abort(grpc.StatusCode.DATA_LOSS, str(error))
         return _RESULT
 

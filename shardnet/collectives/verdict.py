@@ -1,0 +1,33 @@
+"""How the error that ends a collective on one rank reaches the others: as the same kind of error, with the same ranks in it."""
+
+from shardnet.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, PeerLost
+from shardnet.pb.mesh_pb2 import Abort
+
+
+def pack(error: BaseException) -> Abort:
+    """The message to the other ranks."""
+    # what is no text in UTF-8 (a file name in the error of a caller's code) cannot be sent
+    detail = str(error).encode(errors="replace").decode()
+    match error:
+        case CollectiveMismatch():
+            return Abort(reason=Abort.MISMATCH, detail=detail)
+        case CollectiveTimeout():
+            return Abort(reason=Abort.TIMEOUT, detail=detail, ranks=error.missing)
+        case PeerLost():
+            return Abort(reason=Abort.LOST, detail=detail, ranks=[error.rank])
+        case _:
+            return Abort(reason=Abort.FAILED, detail=detail)
+
+
+def unpack(abort: Abort, where: str) -> CollectiveError:
+    """The error for this rank; `where` says which collective was aborted by whom."""
+    text = f"{where}: {abort.detail}"
+    match abort.reason:
+        case Abort.MISMATCH:
+            return CollectiveMismatch(text)
+        case Abort.TIMEOUT:
+            return CollectiveTimeout(text, abort.ranks)
+        case Abort.LOST if abort.ranks:
+            return PeerLost(text, abort.ranks[0])
+        case _:
+            return CollectiveError(text)
