@@ -1,5 +1,8 @@
 """Helpers for testing what is built on shardnet; the project's own tests use them, too."""
 
-from shardnet.testing.cluster import local_cluster
+from shardnet.testing import reference
+from shardnet.testing.bits import bits, same_bits
+from shardnet.testing.cluster import local_cluster, loopback_cluster
+from shardnet.testing.ranks import each_error, each_rank
 
-__all__ = ["local_cluster"]
+__all__ = ["bits", "each_error", "each_rank", "local_cluster", "loopback_cluster", "reference", "same_bits"]

@@ -3,8 +3,11 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TypeVar
 
+from shardnet.backend.base import Backend
 from shardnet.backend.cluster import ClusterBackend
+from shardnet.backend.loopback import LoopbackBackend
 from shardnet.config import Limits, Timeouts
 from shardnet.credentials import Security
 from shardnet.loop import LoopThread
@@ -14,12 +17,14 @@ from shardnet.transport.endpoint import Endpoint
 from shardnet.transport.grpc_mesh import GrpcMesh
 from shardnet.transport.mesh_service import MeshService
 
+B = TypeVar("B", bound=Backend)
+
 
 @asynccontextmanager
 async def local_cluster(
     world_size: int, *, ranks_per_node: int | None = None, timeouts: Timeouts | None = None, limits: Limits | None = None
 ) -> AsyncIterator[list[ClusterBackend]]:
-    """Backends over gRPC on loopback ports, by rank. On leaving, those still open are closed."""
+    """Backends over gRPC on loopback ports, by rank. They are closed on leaving, or aborted where an error is the reason."""
     timeouts, limits = timeouts or Timeouts.for_tests(), limits or Limits()
     loop = LoopThread.shared()
     per_node = ranks_per_node or world_size
@@ -33,10 +38,29 @@ async def local_cluster(
             stack.push_async_callback(_close, loop, endpoint)
             members.append(Member(rank, rank % per_node, rank // per_node, endpoint.address, f"node{rank // per_node}", f"worker{rank}"))
         backends = await asyncio.gather(*(_start(rank, tuple(members), service, timeouts, limits) for rank, service in enumerate(services)))
-        try:
-            yield list(backends)
-        finally:
-            await asyncio.gather(*(backend.aclose() for backend in backends))
+        async with _open(backends):
+            yield backends
+
+
+@asynccontextmanager
+async def loopback_cluster(
+    world_size: int, *, timeouts: Timeouts | None = None, limits: Limits | None = None
+) -> AsyncIterator[list[LoopbackBackend]]:
+    """The same without a network: see `LoopbackBackend`."""
+    async with _open(LoopbackBackend.create_group(world_size, timeouts=timeouts or Timeouts.for_tests(), limits=limits)) as backends:
+        yield backends
+
+
+@asynccontextmanager
+async def _open(backends: list[B]) -> AsyncIterator[list[B]]:
+    try:
+        yield backends
+    except BaseException:
+        for backend in backends:
+            backend.abort()  # closing would wait for collectives that cannot end any more
+        raise
+    finally:
+        await asyncio.gather(*(backend.aclose() for backend in backends))
 
 
 async def _start(rank: int, members: tuple[Member, ...], service: MeshService, timeouts: Timeouts, limits: Limits) -> ClusterBackend:

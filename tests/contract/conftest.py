@@ -1,0 +1,66 @@
+"""One suite for every backend: each test here runs over loopback and over gRPC.
+
+`world` is shared by tests, because forming a mesh costs more than most of them: they leave it as they found it. A test that
+breaks something takes `fresh`. Limits are tiny, so that a few hundred bytes make many chunks of a ring.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from typing import Any
+
+import pytest
+
+from shardnet.backend import Backend
+from shardnet.config import Limits, Timeouts
+from shardnet.loop import LoopThread
+from shardnet.testing import local_cluster, loopback_cluster
+
+KINDS = ("loopback", "grpc")
+LIMITS = Limits(chunk_bytes=64, eager_bytes=32)  # in elements of float32: 16 a chunk, 8 eagerly a peer
+TIMEOUTS = Timeouts.for_tests()
+
+MakeCluster = Callable[..., AbstractAsyncContextManager[Sequence[Backend]]]
+
+
+def cluster(kind: str, world_size: int, *, limits: Limits = LIMITS, **options: Any) -> AbstractAsyncContextManager[Sequence[Backend]]:
+    make: MakeCluster = local_cluster if kind == "grpc" else loopback_cluster
+    return make(world_size, limits=limits, **{"timeouts": TIMEOUTS, **options})
+
+
+WORLDS = [("loopback", size) for size in (1, 2, 3, 4, 5)] + [("grpc", size) for size in (1, 2, 3, 4)]
+
+
+def name_of(value: object) -> str:
+    """Of a parameter, for the name of its test."""
+    return "-".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+@pytest.fixture(scope="session", params=WORLDS, ids=name_of)
+def world(request: pytest.FixtureRequest) -> Iterator[Sequence[Backend]]:
+    """The backends of 1 to 5 ranks, by rank."""
+    yield from shared_cluster(*request.param)
+
+
+@pytest.fixture(scope="session", params=KINDS)
+def pair(request: pytest.FixtureRequest) -> Iterator[Sequence[Backend]]:
+    """Two ranks."""
+    yield from shared_cluster(request.param, 2)
+
+
+@pytest.fixture(scope="session", params=KINDS)
+def four(request: pytest.FixtureRequest) -> Iterator[Sequence[Backend]]:
+    """Four ranks."""
+    yield from shared_cluster(request.param, 4)
+
+
+@pytest.fixture(params=KINDS)
+def fresh(request: pytest.FixtureRequest) -> MakeCluster:
+    """Makes a cluster of its own for a test: `async with fresh(3, timeouts=...) as ranks`."""
+    return lambda world_size, **options: cluster(request.param, world_size, **options)
+
+
+def shared_cluster(kind: str, world_size: int) -> Iterator[Sequence[Backend]]:
+    """A cluster that outlives a test's event loop: it is opened and closed on shardnet's own."""
+    loop, stack = LoopThread.shared(), AsyncExitStack()
+    yield loop.run(stack.enter_async_context(cluster(kind, world_size))).result(TIMEOUTS.connect_s)
+    loop.run(stack.aclose()).result(TIMEOUTS.collective_s)

@@ -1,0 +1,109 @@
+"""Bits that arithmetic would lose survive, and every rank, every run and every backend ends with the same ones."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from shardnet.backend import Backend, ReduceOp
+from shardnet.testing import bits, each_rank, same_bits
+from tests.contract.conftest import KINDS, LIMITS, cluster
+
+Ranks = Sequence[Backend]
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+AS_INTEGER = {8: torch.int64, 4: torch.int32, 2: torch.int16}
+
+
+def strange(dtype: torch.dtype, elements: int) -> torch.Tensor:
+    """Quiet and signalling NaNs with payloads, infinities, both zeros, the smallest and the largest numbers; as many as asked for."""
+    info, whole = torch.finfo(dtype), AS_INTEGER[dtype.itemsize]
+    values = torch.tensor(
+        [torch.nan, -torch.nan, torch.inf, -torch.inf, 0.0, -0.0, info.tiny, info.smallest_normal / 2, info.max, info.min]
+    )
+    infinity = torch.tensor([torch.inf, -torch.inf], dtype=dtype).view(whole)
+    payloads = torch.cat([infinity + 1, infinity + 5]).view(dtype)
+    every = torch.cat([values.double().to(dtype), payloads])
+    return every.repeat(elements // len(every) + 1)[:elements]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+async def test_strange_floats_arrive_bit_for_bit(four: Ranks, dtype: torch.dtype) -> None:
+    """Directly, and chunk by chunk around the ring."""
+    for elements in (3, 14, 2 * LIMITS.chunk_bytes // dtype.itemsize + 3):
+        mine = strange(dtype, elements)
+
+        async def work(rank: Backend, mine: torch.Tensor = mine) -> None:
+            assert same_bits(await rank.all_gather(mine), mine.repeat(4))
+            assert same_bits(await rank.broadcast(mine if rank.rank == 2 else torch.zeros_like(mine), 2), mine)
+            assert same_bits(await rank.all_to_all(mine.repeat(4)), mine.repeat(4))
+            if rank.rank == 0:
+                await rank.send(mine, 3)
+            if rank.rank == 3:
+                assert same_bits(await rank.recv(torch.zeros_like(mine), 0), mine)
+
+        await each_rank(four, work)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+async def test_sums_of_strange_floats_are_what_arithmetic_says(four: Ranks, dtype: torch.dtype) -> None:
+    for elements in (1, 8, 4 * LIMITS.chunk_bytes // dtype.itemsize):
+        value = torch.tensor([1.0, torch.inf, torch.nan, -0.0], dtype=dtype)
+        mine = [value[rank].repeat(elements) for rank in range(4)]
+
+        async def work(rank: Backend, mine: list[torch.Tensor] = mine) -> None:
+            assert (await rank.all_reduce(mine[rank.rank])).isnan().all()
+            finite = [mine[0], mine[1], mine[0], mine[3]][rank.rank]
+            assert (await rank.all_reduce(finite)).isposinf().all()
+            assert (await rank.all_reduce(finite, ReduceOp.MIN)).abs().sum() == 0
+            assert (await rank.reduce_scatter(finite.repeat(4), ReduceOp.MAX)).isposinf().all()
+            negative = await rank.all_reduce(mine[3])
+            assert same_bits(negative, mine[3])  # −0.0 + −0.0
+
+        await each_rank(four, work)
+
+
+async def test_every_rank_has_the_same_bits(world: Ranks) -> None:
+    """Random floats, whose sum depends on its order; strange ones among them."""
+    for dtype in FLOATS:
+        for elements in (7, 129, 1000):
+            random = torch.Generator().manual_seed(elements)
+            whole = torch.randn(len(world), elements, generator=random).to(dtype)
+            whole[-1, : elements // 4] = strange(dtype, elements // 4)
+
+            async def work(rank: Backend, whole: torch.Tensor = whole) -> bytes:
+                mine = whole[rank.rank]
+                return b"".join([bits(await rank.all_reduce(mine, op)) for op in ReduceOp])
+
+            assert len(set(await each_rank(world, work))) == 1
+
+
+async def sums(ranks: Ranks, dtype: torch.dtype, elements: int) -> list[bytes]:
+    """The bits of a reduction of random floats, by rank."""
+    whole = torch.randn(len(ranks), elements * len(ranks), generator=torch.Generator().manual_seed(3)).to(dtype)
+
+    async def work(rank: Backend) -> bytes:
+        mine = whole[rank.rank]
+        results = [rank.all_reduce(mine, ReduceOp.MEAN), rank.reduce_scatter(mine)]
+        return b"".join([bits(await result) for result in results])
+
+    return await each_rank(ranks, work)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+async def test_the_same_bits_every_time_and_on_every_backend(dtype: torch.dtype) -> None:
+    """The order of a sum follows from the number of ranks alone: not from timing, transport or the size of chunks."""
+    for ranks, elements in ((2, 5), (3, 100), (4, 333)):
+        seen = set()
+        for kind in KINDS:
+            async with cluster(kind, ranks) as backends:
+                seen |= {tuple(await sums(backends, dtype, elements)) for _ in range(5)}
+        assert len(seen) == 1
+
+
+def test_16_bit_floats_are_summed_in_32(four: Ranks) -> None:
+    """A running sum in bfloat16 would stay at 256, one in float16 at 2048."""
+    for dtype, large in ((torch.bfloat16, 256.0), (torch.float16, 2048.0)):
+        for elements in (1, 200):
+            mine = [torch.full((elements,), value, dtype=dtype) for value in (large, 1.0, 1.0, 2.0)]
+            handles = [rank.all_reduce(mine[rank.rank]) for rank in four]
+            assert all((handle.wait() == large + 4).all() for handle in handles)

@@ -1,0 +1,140 @@
+"""Whose memory a collective reads and writes, and until when."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import pytest
+import torch
+
+from shardnet.backend import Backend, ReduceOp
+from shardnet.testing import each_rank, reference, same_bits
+
+Ranks = Sequence[Backend]
+DTYPES = (torch.float32, torch.bfloat16, torch.int64)
+SIZES = (1, 5, 150)  # elements a rank: directly, directly or in parts, by many chunks
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", SIZES)
+async def test_into_a_given_tensor(world: Ranks, dtype: torch.dtype, size: int) -> None:
+    ranks = len(world)
+    flat = [torch.arange(size).to(dtype) % 5 + rank for rank in range(ranks)]
+    whole = [torch.arange(size * ranks).to(dtype) % 5 + rank for rank in range(ranks)]
+
+    async def work(rank: Backend) -> None:
+        r = rank.rank
+        for start, expected in (
+            (partial(rank.all_reduce, flat[r]), reference.all_reduce(flat)[r]),
+            (partial(rank.broadcast, flat[r], 0), flat[0]),
+            (partial(rank.all_gather, flat[r]), reference.all_gather(flat)[r]),
+            (partial(rank.reduce_scatter, whole[r]), reference.reduce_scatter(whole)[r]),
+        ):
+            out = torch.full_like(expected, 77)
+            got = await start(out=out)
+            assert got.data_ptr() == out.data_ptr()
+            assert same_bits(out, expected)
+
+    before = [each.clone() for each in (*flat, *whole)]
+    await each_rank(world, work)
+    assert all(map(same_bits, (*flat, *whole), before))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", SIZES)
+async def test_in_place(world: Ranks, dtype: torch.dtype, size: int) -> None:
+    ranks = len(world)
+    flat = [torch.arange(size).to(dtype) % 5 + rank for rank in range(ranks)]
+
+    async def work(rank: Backend) -> None:
+        for op in (ReduceOp.SUM, ReduceOp.MAX):
+            mine = flat[rank.rank].clone()
+            await rank.all_reduce(mine, op, out=mine)
+            assert same_bits(mine, reference.all_reduce(flat, op)[0])
+        mine = flat[rank.rank].clone()
+        await rank.broadcast(mine, ranks - 1, out=mine)
+        assert same_bits(mine, flat[-1])
+
+    await each_rank(world, work)
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_gathering_ones_own_slice(world: Ranks, size: int) -> None:
+    """The input is already where it belongs, also when the shares differ."""
+    for sizes in ([size] * len(world), [size + rank for rank in range(len(world))]):
+        shares = [torch.full((rows, 2), float(rank)) for rank, rows in enumerate(sizes)]
+
+        async def work(rank: Backend, sizes: list[int] = sizes, shares: list[torch.Tensor] = shares) -> None:
+            out = torch.full((sum(sizes), 2), -1.0)
+            mine = torch.split(out, sizes)[rank.rank]
+            mine.copy_(shares[rank.rank])
+            got = await rank.all_gather(mine, sizes=sizes, out=out)
+            assert got.data_ptr() == out.data_ptr()
+            assert same_bits(out, torch.cat(shares))
+
+        await each_rank(world, work)
+
+
+async def test_gathering_from_elsewhere_in_the_result(four: Ranks) -> None:
+    """An input that overlaps its place, but is not there, is moved."""
+    for size in SIZES:
+
+        async def work(rank: Backend, size: int = size) -> None:
+            out = torch.full((4 * size,), -1.0)
+            start = rank.rank * size + (1 if rank.rank == 0 else -1)
+            mine = out[start : start + size]
+            mine.copy_(torch.arange(size) + rank.rank * 1000.0)
+            await rank.all_gather(mine, out=out)
+            assert same_bits(out, torch.cat([torch.arange(size) + r * 1000.0 for r in range(4)]))
+
+        await each_rank(four, work)
+
+
+async def test_reducing_into_ones_own_slice(world: Ranks) -> None:
+    for size in SIZES:
+        whole = [torch.arange(size * len(world)) % 7 + rank for rank in range(len(world))]
+
+        async def work(rank: Backend, size: int = size, whole: list[torch.Tensor] = whole) -> None:
+            mine = whole[rank.rank].clone()
+            place = mine[rank.rank * size : (rank.rank + 1) * size]
+            await rank.reduce_scatter(mine, out=place)
+            assert same_bits(place, reference.reduce_scatter(whole)[rank.rank])
+
+        await each_rank(world, work)
+
+
+async def test_results_are_independent(world: Ranks) -> None:
+    """A result is nobody else's memory: writing into it changes neither the input nor another result."""
+
+    async def work(rank: Backend) -> None:
+        mine = torch.ones(3)
+        first, second = await rank.all_reduce(mine), await rank.all_reduce(mine)
+        gathered, shared = await rank.all_gather(mine), await rank.broadcast(mine, 0)
+        for result in (first, gathered, shared):
+            result.fill_(9.0)
+        assert same_bits(mine, torch.ones(3))
+        assert same_bits(second, torch.full((3,), float(len(world))))
+
+    await each_rank(world, work)
+
+
+async def test_out_of_another_shape_keeps_it(pair: Ranks) -> None:
+    """Only the number of elements counts: a flat buffer takes a matrix."""
+
+    async def work(rank: Backend) -> None:
+        out = torch.zeros(6)
+        assert (await rank.all_reduce(torch.ones(2, 3), out=out)).shape == (6,)
+        assert out.tolist() == [2] * 6
+
+    await each_rank(pair, work)
+
+
+async def test_a_parameter_as_out(pair: Ranks) -> None:
+    """Filled in place, without autograd taking notice."""
+
+    async def work(rank: Backend) -> None:
+        out = torch.nn.Parameter(torch.zeros(3))
+        await rank.broadcast(torch.full((3,), float(rank.rank)), 1, out=out)
+        assert out.tolist() == [1, 1, 1]
+        assert out.requires_grad
+
+    await each_rank(pair, work)

@@ -1,0 +1,131 @@
+"""Sub-groups: every collective works on them unchanged, beside the parent's and each other's."""
+
+import asyncio
+from collections.abc import Sequence
+from itertools import combinations
+
+import pytest
+import torch
+
+from shardnet.backend import Backend, ReduceOp, SubBackend
+from shardnet.errors import CollectiveMismatch, InvalidRankError
+from shardnet.testing import each_error, each_rank, reference, same_bits
+
+Ranks = Sequence[Backend]
+
+
+def groups_of(ranks: Ranks, members: Sequence[int]) -> list[Backend]:
+    """The sub-group as each of its members sees it."""
+    return [ranks[member].subgroup(members) for member in sorted(set(members))]
+
+
+@pytest.mark.parametrize("members", [[0, 1, 2, 3], [1, 3], [0, 2, 3], [2]], ids=str)
+async def test_every_collective(four: Ranks, members: list[int]) -> None:
+    for elements in (1, 40):
+        whole = [torch.arange(elements * len(members)) + member * 100 for member in members]
+        mine = [each[:elements] for each in whole]
+
+        async def work(rank: Backend, mine: list[torch.Tensor] = mine, whole: list[torch.Tensor] = whole) -> None:
+            r, last = rank.rank, rank.world_size - 1
+            assert same_bits(await rank.all_reduce(mine[r]), reference.all_reduce(mine)[r])
+            assert same_bits(await rank.all_reduce(mine[r], ReduceOp.MAX), reference.all_reduce(mine, ReduceOp.MAX)[r])
+            assert same_bits(await rank.broadcast(mine[r], last), mine[last])
+            assert same_bits(await rank.all_gather(mine[r]), reference.all_gather(mine)[r])
+            assert same_bits(await rank.reduce_scatter(whole[r]), reference.reduce_scatter(whole)[r])
+            assert same_bits(await rank.all_to_all(whole[r]), reference.all_to_all(whole)[r])
+            await rank.barrier()
+            if last and r == 0:
+                await rank.send(mine[0], last)
+            if last and r == last:
+                assert same_bits(await rank.recv(torch.empty_like(mine[0]), 0), mine[0])
+
+        await each_rank(groups_of(four, members), work)
+
+
+async def test_beside_the_parent_and_each_other(four: Ranks) -> None:
+    """All groups of four ranks at once, interleaved with the parent's collectives, in another order on every rank."""
+    every = [list(members) for size in (2, 3, 4) for members in combinations(range(4), size)]
+
+    async def work(rank: Backend) -> None:
+        mine = [members for members in every if rank.rank in members]
+        groups = {tuple(members): rank.subgroup(members) for members in (mine if rank.rank % 2 else reversed(mine))}
+        results = []
+        for number in range(10):
+            for members, group in groups.items():
+                results.append((group.all_reduce(torch.tensor([number * 10 + rank.rank])), sum(number * 10 + m for m in members)))
+            results.append((rank.all_reduce(torch.tensor([number])), 4 * number))
+        for handle, expected in reversed(results):
+            assert (await handle).item() == expected
+
+    await each_rank(four, work)
+
+
+async def test_nested(four: Ranks) -> None:
+    outer = groups_of(four, [1, 2, 3])
+    inner = groups_of(outer, [0, 2])  # ranks 1 and 3 of the four
+    assert [(group.rank, group.world_size) for group in inner] == [(0, 2), (1, 2)]
+    assert isinstance(inner[1], SubBackend)
+    assert inner[1].to_global(1) == 2  # a rank of the parent, which is itself a sub-group
+    sums = await each_rank(inner, lambda rank: rank.all_reduce(torch.tensor([rank.rank + 1.0])))
+    assert [each.tolist() for each in sums] == [[3.0], [3.0]]
+    with pytest.raises(InvalidRankError):
+        outer[0].subgroup([0, 3])
+
+
+async def test_two_groups_of_the_same_ranks_are_two(pair: Ranks) -> None:
+    """Awaited on one rank in the opposite order: neither waits for the other."""
+    first, second = groups_of(pair, [0, 1]), groups_of(pair, [0, 1])
+    zero = [first[0].all_reduce(torch.tensor([1])), second[0].all_reduce(torch.tensor([10]))]
+    one = [second[1].all_reduce(torch.tensor([20])), first[1].all_reduce(torch.tensor([2]))]
+    assert [(await handle).item() for handle in zero + one] == [3, 30, 30, 3]
+
+
+async def test_a_group_that_one_member_makes_late(pair: Ranks) -> None:
+    """What arrives for it before is kept, in order."""
+    early = pair[0].subgroup([0, 1])
+    handles = [early.all_reduce(torch.full((size,), 1.0)) for size in (1, 50, 3)]
+    await each_rank(pair, lambda rank: rank.barrier())  # so the first messages of the group have arrived at rank 1
+    late = pair[1].subgroup([0, 1])
+    for size, handle in zip((1, 50, 3), handles, strict=True):
+        assert (await late.all_reduce(torch.full((size,), 2.0))).tolist() == [3.0] * size
+        assert (await handle).tolist() == [3.0] * size
+
+
+async def test_channels_made_by_two_threads_at_once(pair: Ranks) -> None:
+    """The first sends of a pair, started by many threads: all of them use one and the same channel."""
+
+    def exchange(number: int) -> int:
+        group = [rank.subgroup([0, 1]) for rank in pair]
+        del group
+        sent = pair[0].send(torch.tensor([number]), 1)
+        received = pair[1].recv(torch.empty(1, dtype=torch.int64), 0)
+        sent.wait(10.0)
+        return int(received.wait(10.0).item())
+
+    got = await asyncio.gather(*(asyncio.to_thread(exchange, number) for number in range(40)))
+    assert sorted(got) == list(range(40))
+
+
+async def test_an_error_in_a_group_is_the_groups_alone(four: Ranks) -> None:
+    """It names the cluster's ranks; the parent and the next collective of the group are unaffected."""
+    groups = groups_of(four, [1, 3])
+    beside = [rank.all_reduce(torch.ones(50)) for rank in four[:3]]
+    errors = await each_error(groups, lambda rank: rank.barrier() if rank.rank else rank.all_reduce(torch.ones(1)))
+    for error in errors:
+        assert isinstance(error, CollectiveMismatch)
+        for text in ("rank 1 is in all_reduce(float32 [1], sum)", "rank 3 is in barrier()", "the group of ranks [1, 3]"):
+            assert text in str(error)
+    beside.append(four[3].all_reduce(torch.ones(50)))
+    assert [(await handle).tolist() for handle in beside] == [[4.0] * 50] * 4
+    await each_rank(groups, lambda rank: rank.barrier())
+
+
+async def test_nodes_of_a_group(four: Ranks) -> None:
+    assert four[0].node_ranks == ((0, 1, 2, 3),)
+    assert groups_of(four, [1, 3])[0].node_ranks == ((0, 1),)
+
+
+async def test_closing_a_group_closes_nothing_else(pair: Ranks) -> None:
+    for group in groups_of(pair, [0, 1]):
+        await group.aclose()
+    await each_rank(pair, lambda rank: rank.barrier())

@@ -1,0 +1,151 @@
+"""Every collective with every dtype, at the sizes where the algorithm changes, against plain torch.
+
+The values are small whole numbers, so that sums are exact in every dtype and any order.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from shardnet.backend import Backend, Pending, ReduceOp
+from shardnet.testing import each_rank, reference, same_bits
+from tests.contract.conftest import LIMITS, name_of
+
+DTYPES = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+)
+# Of gRPC, which knows bytes only, one dtype of each way of summing.
+MATRIX = [(("loopback", ranks), dtype) for ranks in (1, 2, 3, 4, 5) for dtype in DTYPES]
+MATRIX += [(("grpc", ranks), dtype) for ranks in (2, 3, 4) for dtype in (torch.float32, torch.bfloat16, torch.int8)]
+Tensor = torch.Tensor
+
+
+@dataclass
+class Case:
+    """One collective: the call, its inputs and the results that must come, by rank."""
+
+    op: str
+    inputs: list[Tensor]
+    expected: list[Tensor]
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    def start(self, backend: Backend, mine: Tensor) -> Pending[Tensor]:
+        arguments = self.arguments
+        if "table" in arguments:  # rows from each rank to each other one
+            table, rank = arguments["table"], backend.rank
+            arguments = {"send_sizes": table[rank], "recv_sizes": [row[rank] for row in table]}
+        pending: Pending[Tensor] = getattr(backend, self.op)(mine, **arguments)
+        return pending
+
+
+def sample(dtype: torch.dtype, shape: Sequence[int], rank: int) -> Tensor:
+    numbers = torch.arange(torch.Size(shape).numel()) * 7 + rank * 3
+    return (numbers % (2 if dtype is torch.bool else 11)).to(dtype).reshape(tuple(shape))
+
+
+def block_sizes(dtype: torch.dtype) -> list[int]:
+    """Elements a rank sends to each other one: around the eager limit, the chunk, and with some chunks more."""
+    eager, chunk = LIMITS.eager_bytes // dtype.itemsize, LIMITS.chunk_bytes // dtype.itemsize
+    return [0, 1, eager - 1, eager, eager + 1, chunk, 2 * chunk + 1]
+
+
+def whole_sizes(dtype: torch.dtype, ranks: int) -> list[int]:
+    """Elements of data that is cut over the ranks, or not cut at all."""
+    eager, chunk = LIMITS.eager_bytes // dtype.itemsize, LIMITS.chunk_bytes // dtype.itemsize
+    return sorted({0, 1, ranks - 1, ranks, ranks + 1, eager - 1, eager, eager + 1, 2 * chunk * ranks + 1})
+
+
+def cases(dtype: torch.dtype, ranks: int) -> list[Case]:
+    ops = [op for op in ReduceOp if op is not ReduceOp.MEAN or dtype.is_floating_point]
+    found = [case for seed in range(4) for case in uneven(dtype, ranks, seed)]
+    for size in whole_sizes(dtype, ranks):
+        flat = [sample(dtype, (size,), rank) for rank in range(ranks)]
+        root = size % ranks
+        found.append(Case("broadcast", flat, reference.broadcast(flat, root), {"root": root}))
+        found += [Case("all_reduce", flat, reference.all_reduce(flat, op), {"op": op}) for op in ops]
+    for shape in [(size,) for size in block_sizes(dtype)] + [(0, 3), (2, 3, 2)]:
+        mine = [sample(dtype, shape, rank) for rank in range(ranks)]
+        whole = [sample(dtype, (shape[0] * ranks, *shape[1:]), rank) for rank in range(ranks)]
+        found.append(Case("all_gather", mine, reference.all_gather(mine)))
+        found.append(Case("all_to_all", whole, reference.all_to_all(whole)))
+        found += [Case("reduce_scatter", whole, reference.reduce_scatter(whole, op), {"op": op}) for op in ops]
+    return found
+
+
+def uneven(dtype: torch.dtype, ranks: int, seed: int) -> list[Case]:
+    """The uneven forms, with sizes that a seed chooses; some ranks have nothing."""
+    choose = random.Random(seed)
+    most = 3 * LIMITS.chunk_bytes // dtype.itemsize if seed % 2 else 5
+    sizes = [choose.choice((0, 1, choose.randint(0, most))) for _ in range(ranks)]
+    own = [sample(dtype, (size, 2), rank) for rank, size in enumerate(sizes)]
+    whole = [sample(dtype, (sum(sizes), 2), rank) for rank in range(ranks)]
+    table = [[choose.choice((0, 1, choose.randint(0, most))) for _ in range(ranks)] for _ in range(ranks)]
+    rows = [sample(dtype, (sum(table[rank]),), rank) for rank in range(ranks)]
+    return [
+        Case("all_gather", own, reference.all_gather(own), {"sizes": sizes}),
+        Case("reduce_scatter", whole, reference.reduce_scatter(whole, ReduceOp.SUM, sizes), {"sizes": sizes}),
+        Case("all_to_all", rows, reference.all_to_all(rows, table), {"table": table}),
+    ]
+
+
+@pytest.mark.parametrize(("world", "dtype"), MATRIX, indirect=["world"], ids=name_of)
+async def test_everything(world: Sequence[Backend], dtype: torch.dtype) -> None:
+    """All of them under way at once."""
+    wanted = cases(dtype, len(world))
+    inputs = [[each.clone() for each in case.inputs] for case in wanted]
+
+    async def work(rank: Backend) -> None:
+        handles = [case.start(rank, given[rank.rank]) for case, given in zip(wanted, inputs, strict=True)]
+        for case, handle in zip(wanted, handles, strict=True):
+            got = await handle
+            assert same_bits(got, case.expected[rank.rank]), f"{case} on rank {rank.rank}: got {got}"
+
+    await each_rank(world, work)
+    for case, given in zip(wanted, inputs, strict=True):
+        assert all(map(same_bits, given, case.inputs)), f"{case} changed its input"
+
+
+async def test_zero_dimensions(world: Sequence[Backend]) -> None:
+    ranks = len(world)
+
+    async def work(rank: Backend) -> None:
+        mine = torch.tensor(float(rank.rank))
+        assert same_bits(await rank.all_reduce(mine), torch.tensor(float(sum(range(ranks)))))
+        assert same_bits(await rank.broadcast(mine, ranks - 1), torch.tensor(ranks - 1.0))
+        assert same_bits(await rank.all_gather(mine), torch.arange(ranks, dtype=torch.float32))
+
+    await each_rank(world, work)
+
+
+async def test_inputs_that_are_not_contiguous(world: Sequence[Backend]) -> None:
+    """Transposed, strided and expanded."""
+    ranks = len(world)
+    square = [sample(torch.float32, (4 * ranks, 4 * ranks), rank) for rank in range(ranks)]
+
+    async def work(rank: Backend) -> None:
+        turned = square[rank.rank].t()
+        assert same_bits(await rank.all_reduce(turned), reference.all_reduce([each.t() for each in square])[0])
+        assert same_bits(await rank.all_gather(turned), reference.all_gather([each.t() for each in square])[0])
+        assert same_bits(await rank.reduce_scatter(turned), reference.reduce_scatter([each.t() for each in square])[rank.rank])
+        assert same_bits(await rank.broadcast(turned, 0), square[0].t())
+        assert same_bits(await rank.all_to_all(turned[:, ::3]), reference.all_to_all([each.t()[:, ::3] for each in square])[rank.rank])
+        spread = torch.tensor([rank.rank + 1.0]).expand(100)
+        assert same_bits(await rank.all_reduce(spread), torch.full((100,), ranks * (ranks + 1) / 2))
+
+    await each_rank(world, work)
+
+
+async def test_parameters_can_be_given(world: Sequence[Backend]) -> None:
+    """What requires grad is taken by value; results have no history."""
+
+    async def work(rank: Backend) -> None:
+        got = await rank.all_reduce(torch.nn.Parameter(torch.ones(3)))
+        assert same_bits(got, torch.full((3,), float(len(world))))
+        assert not got.requires_grad
+
+    await each_rank(world, work)

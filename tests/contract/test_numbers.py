@@ -1,0 +1,238 @@
+"""The numbers of the reference, literally."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import pytest
+import torch
+
+from shardnet.backend import Backend, LoopbackBackend, ReduceOp, SubBackend
+from shardnet.errors import (
+    DtypeError,
+    InvalidRankError,
+    InvalidWorldSizeError,
+    SelfSendError,
+    SizeMismatchError,
+    UsageError,
+)
+from shardnet.testing import each_rank
+from tests.contract.conftest import MakeCluster
+
+Ranks = Sequence[Backend]
+T = torch.tensor
+
+
+async def test_sum_and_mean_of_four(four: Ranks) -> None:
+    async def work(rank: Backend) -> list[list[float]]:
+        mine = torch.full((3,), float(rank.rank))
+        return [(await rank.all_reduce(mine)).tolist(), (await rank.all_reduce(mine, ReduceOp.MEAN)).tolist()]
+
+    assert await each_rank(four, work) == [[[6, 6, 6], [1.5, 1.5, 1.5]]] * 4
+
+
+async def test_sum_and_mean_of_two(pair: Ranks) -> None:
+    inputs = [T([1.0, 2.0, 3.0]), T([4.0, 5.0, 6.0])]
+
+    async def work(rank: Backend) -> list[list[float]]:
+        mine = inputs[rank.rank]
+        return [(await rank.all_reduce(mine, op)).tolist() for op in ReduceOp]
+
+    assert await each_rank(pair, work) == [[[5, 7, 9], [2.5, 3.5, 4.5], [1, 2, 3], [4, 5, 6]]] * 2
+
+
+async def test_all_gather(four: Ranks, pair: Ranks) -> None:
+    gathered = await each_rank(four, lambda rank: rank.all_gather(T([10 * rank.rank, 10 * rank.rank + 1])))
+    assert [each.tolist() for each in gathered] == [[0, 1, 10, 11, 20, 21, 30, 31]] * 4
+    gathered = await each_rank(pair, lambda rank: rank.all_gather(torch.full((2, 3), rank.rank)))
+    assert [each.tolist() for each in gathered] == [[[0] * 3] * 2 + [[1] * 3] * 2] * 2
+
+
+async def test_reduce_scatter(four: Ranks, pair: Ranks) -> None:
+    scattered = await each_rank(four, lambda rank: rank.reduce_scatter(T([1.0, 2.0, 3.0, 4.0])))
+    assert [each.tolist() for each in scattered] == [[4.0], [8.0], [12.0], [16.0]]
+    inputs = [T([1, 2, 3, 4]), T([5, 6, 7, 8])]
+    scattered = await each_rank(pair, lambda rank: rank.reduce_scatter(inputs[rank.rank]))
+    assert [each.tolist() for each in scattered] == [[6, 8], [10, 12]]
+    scattered = await each_rank(pair, lambda rank: rank.reduce_scatter(torch.full((4,), float(rank.rank)), ReduceOp.MEAN))
+    assert [each.tolist() for each in scattered] == [[0.5, 0.5], [0.5, 0.5]]
+
+
+async def test_all_to_all(pair: Ranks) -> None:
+    inputs = [T([10, 20, 30, 40]), T([50, 60, 70, 80])]
+    exchanged = await each_rank(pair, lambda rank: rank.all_to_all(inputs[rank.rank]))
+    assert [each.tolist() for each in exchanged] == [[10, 20, 50, 60], [30, 40, 70, 80]]
+
+
+async def test_uneven_all_to_all(pair: Ranks) -> None:
+    inputs = [T([10, 20, 21, 22]), T([30, 31, 40, 41])]
+    sends, receives = [[1, 3], [2, 2]], [[1, 2], [3, 2]]
+    exchanged = await each_rank(
+        pair,
+        lambda rank: rank.all_to_all(inputs[rank.rank], send_sizes=sends[rank.rank], recv_sizes=receives[rank.rank]),
+    )
+    assert [each.tolist() for each in exchanged] == [[10, 30, 31], [20, 21, 22, 40, 41]]
+
+
+async def test_mean_of_unit_vectors_is_a_third(fresh: MakeCluster) -> None:
+    async with fresh(3) as ranks:
+        means = await each_rank(ranks, lambda rank: rank.all_reduce(torch.eye(3)[rank.rank], ReduceOp.MEAN))
+        assert all(torch.equal(mean, torch.full((3,), 1 / 3)) for mean in means)
+
+
+async def test_send_and_receive(pair: Ranks) -> None:
+    async def work(rank: Backend) -> list[int]:
+        other = 1 - rank.rank
+        sent, received = rank.send(T([rank.rank, 7]), other), rank.recv(torch.empty(2, dtype=torch.int64), other)
+        await sent
+        return (await received).tolist()
+
+    assert await each_rank(pair, work) == [[1, 7], [0, 7]]
+
+
+async def test_size_of_a_receive(pair: Ranks) -> None:
+    """Both ends are told, and the next message between them arrives."""
+
+    async def work(rank: Backend) -> list[int]:
+        if rank.rank == 0:
+            with pytest.raises(SizeMismatchError, match="expected 4 elements in a receive but got 3"):
+                await rank.send(torch.zeros(3), 1)
+            await rank.send(T([1, 2]), 1)
+            return []
+        with pytest.raises(SizeMismatchError, match="expected 4 elements in a receive but got 3") as caught:
+            await rank.recv(torch.zeros(4), 0)
+        assert (caught.value.expected, caught.value.got) == (4, 3)
+        return (await rank.recv(torch.zeros(2, dtype=torch.int64), 0)).tolist()
+
+    assert (await each_rank(pair, work))[1] == [1, 2]
+
+
+def test_world_size_of_a_loopback_group() -> None:
+    for size in (0, -1):
+        with pytest.raises(InvalidWorldSizeError, match=f"got {size}"):
+            LoopbackBackend.create_group(size)
+
+
+async def test_ranks_out_of_range(world: Ranks) -> None:
+    size = len(world)
+    for rank in world:
+        assert (rank.rank, rank.world_size) == (world.index(rank), size)
+        for wrong in (-1, size, size + 5):
+            x = torch.zeros(1)
+            calls: list[Callable[[], object]] = [partial(rank.broadcast, x, wrong), partial(rank.subgroup, [rank.rank, wrong])]
+            calls += [partial(rank.send, x, wrong), partial(rank.recv, x, wrong)]
+            for call in calls:
+                with pytest.raises(InvalidRankError, match=f"rank {wrong} is not in") as caught:
+                    call()
+                assert (caught.value.rank, caught.value.world_size) == (wrong, size)
+
+
+async def test_no_sending_to_oneself(world: Ranks) -> None:
+    for rank in world:
+        for send in (True, False):
+            call = rank.send if send else rank.recv
+            with pytest.raises(SelfSendError, match=f"rank {rank.rank} cannot send") as caught:
+                call(torch.zeros(1), rank.rank)
+            assert caught.value.rank == rank.rank
+
+
+async def test_wrong_sizes_are_refused_before_any_traffic(world: Ranks) -> None:
+    """Each rank may call alone: nothing is sent, no number is used up, and the next collective is right."""
+    size, rank = len(world), world[0]
+    before = rank.telemetry.bytes_sent
+    wrong: list[tuple[Callable[[], object], str]] = [
+        (
+            lambda: rank.all_gather(torch.zeros(2), sizes=[2] * (size + 1)),
+            f"expected {size} entries in the list of sizes but got {size + 1}",
+        ),
+        (lambda: rank.all_gather(torch.zeros(2), sizes=[3] * size), "expected 3 rows on rank 0 but got 2"),
+        (lambda: rank.reduce_scatter(torch.zeros(size), sizes=[2] * size), f"expected {2 * size} rows to scatter"),
+        (lambda: rank.reduce_scatter(torch.tensor(1.0)), "at least 1 dimension"),
+        (lambda: rank.all_to_all(torch.zeros(size), send_sizes=[1] * size, recv_sizes=[1] * (size - 1)), f"expected {size} entries"),
+        (lambda: rank.all_to_all(torch.zeros(size + 1), send_sizes=[1] * size, recv_sizes=[1] * size), f"expected {size} rows to exchange"),
+        (
+            lambda: rank.all_to_all(torch.zeros(size), send_sizes=[1] * size, recv_sizes=[2] * size),
+            "expected 1 rows from this rank to itself",
+        ),
+        (lambda: rank.all_reduce(torch.zeros(3), out=torch.zeros(2)), "expected 3 elements in `out` but got 2"),
+        (lambda: rank.all_reduce(torch.zeros(3), out=torch.zeros(3).double()), "expected float32 as dtype of `out` but got float64"),
+        (lambda: rank.all_gather(torch.zeros(2), out=torch.zeros(2 * size + 1)), f"expected {2 * size} elements in `out`"),
+    ]
+    if size > 1:
+        wrong += [
+            (lambda: rank.reduce_scatter(torch.zeros(size + 1)), f"expected a multiple of {size} rows to scatter"),
+            (lambda: rank.all_to_all(torch.zeros(size + 1)), f"expected a multiple of {size} rows to exchange"),
+        ]
+    for call, text in wrong:
+        with pytest.raises(SizeMismatchError, match=text):
+            call()
+    with pytest.raises(UsageError, match="must not be negative"):
+        rank.all_gather(torch.zeros(0), sizes=[0] * (size - 1) + [-1])
+    with pytest.raises(UsageError, match="both send_sizes and recv_sizes"):
+        rank.all_to_all(torch.zeros(size), send_sizes=[1] * size)
+    with pytest.raises(UsageError, match="contiguous"):
+        rank.all_reduce(torch.zeros(2, 2), out=torch.zeros(2, 2).t())
+    assert rank.telemetry.bytes_sent == before
+    await each_rank(world, lambda each: each.barrier())
+
+
+async def test_dtypes_that_cannot_be(world: Ranks) -> None:
+    with pytest.raises(DtypeError, match="complex64 tensors cannot be sent; supported: float64, float32"):
+        world[0].all_gather(torch.zeros(1, dtype=torch.complex64))
+    for dtype in (torch.int64, torch.uint8, torch.bool):
+        with pytest.raises(DtypeError, match=r"mean of .* is not defined: reduce with SUM"):
+            world[0].all_reduce(torch.zeros(1, dtype=dtype), ReduceOp.MEAN)
+
+
+async def test_alone(fresh: MakeCluster) -> None:
+    async with fresh(1) as (rank,):
+        assert (await rank.all_reduce(T([1.0, 2.0]), ReduceOp.MEAN)).tolist() == [1, 2]
+        assert (await rank.broadcast(T([3]), 0)).tolist() == [3]
+        assert (await rank.all_gather(T([[1, 2]]))).tolist() == [[1, 2]]
+        assert (await rank.reduce_scatter(T([5.0, 6.0]))).tolist() == [5, 6]
+        assert (await rank.all_to_all(T([7, 8]))).tolist() == [7, 8]
+        await rank.barrier()
+        assert rank.subgroup([0]).world_size == 1
+        assert rank.telemetry.bytes_sent == 0
+
+
+async def test_empty_rows_are_gathered_without_traffic(world: Ranks) -> None:
+    before = [rank.telemetry.bytes_sent for rank in world]
+    gathered = await each_rank(world, lambda rank: rank.all_gather(torch.zeros(0, 3)))
+    assert [each.shape for each in gathered] == [(0, 3)] * len(world)
+    assert [rank.telemetry.bytes_sent for rank in world] == before
+
+
+async def test_subgroup_of_four(four: Ranks) -> None:
+    one, three = four[1].subgroup([1, 3]), four[3].subgroup([3, 1])
+    assert isinstance(one, SubBackend)
+    assert isinstance(three, SubBackend)
+    assert (one.rank, three.rank, one.world_size) == (0, 1, 2)
+    assert [one.to_local(rank) for rank in range(4)] == [None, 0, None, 1]
+    with pytest.raises(InvalidRankError, match="this rank is no member of the sub-group"):
+        four[0].subgroup([1, 3])
+    with pytest.raises(InvalidWorldSizeError, match="at least one member"):
+        four[0].subgroup([])
+    sums = await each_rank([one, three], lambda rank: rank.all_reduce(T([rank.rank + 1])))
+    assert [each.tolist() for each in sums] == [[3], [3]]
+
+
+async def test_members_are_sorted_and_counted_once(four: Ranks) -> None:
+    group = four[2].subgroup([3, 2, 0, 2, 3])
+    assert isinstance(group, SubBackend)
+    assert (group.members, group.rank, group.world_size) == ((0, 2, 3), 1, 3)
+
+
+async def test_translation_of_ranks(four: Ranks) -> None:
+    group = four[1].subgroup([1, 2, 3])
+    assert isinstance(group, SubBackend)
+    assert [group.to_global(local) for local in range(3)] == [1, 2, 3]
+    assert group.to_local(0) is None
+    for wrong in (-1, 3):
+        with pytest.raises(InvalidRankError):
+            group.to_global(wrong)
+
+
+async def test_barrier_of_every_second_rank(fresh: MakeCluster) -> None:
+    async with fresh(6) as ranks:
+        groups = [ranks[rank].subgroup([0, 2, 4]) for rank in (0, 2, 4)]
+        await each_rank(groups, lambda rank: rank.barrier())

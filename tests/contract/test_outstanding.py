@@ -1,0 +1,127 @@
+"""Many collectives under way at once: none takes another's bytes, whatever the order of waiting."""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shardnet.backend import Backend, Pending
+from shardnet.config import Limits
+from shardnet.testing import each_rank
+from tests.contract.conftest import MakeCluster
+
+Ranks = Sequence[Backend]
+Started = list[tuple[Pending[torch.Tensor], torch.Tensor]]  # a handle and what it must give
+
+
+def start(rank: Backend, kind: int, number: int, elements: int) -> tuple[Pending[torch.Tensor], torch.Tensor]:
+    """A collective that no other one of the same program can be taken for."""
+    ranks, mine = rank.world_size, torch.full((elements,), number * 10 + rank.rank)
+    total = sum(number * 10 + r for r in range(ranks))
+    match kind:
+        case 0:
+            return rank.all_reduce(mine), torch.full((elements,), total)
+        case 1:
+            return rank.all_gather(mine), torch.cat([torch.full((elements,), number * 10 + r) for r in range(ranks)])
+        case 2:
+            return rank.broadcast(mine, number % ranks), torch.full((elements,), number * 10 + number % ranks)
+        case 3:
+            return rank.reduce_scatter(mine.repeat(ranks)), torch.full((elements,), total)
+        case _:
+            return rank.all_to_all(mine.repeat(ranks)), torch.cat([torch.full((elements,), number * 10 + r) for r in range(ranks)])
+
+
+async def finish(started: Started, seed: int) -> None:
+    """Wait in an order that differs from rank to rank."""
+    random.Random(seed).shuffle(started)
+    for handle, expected in started:
+        assert torch.equal(await handle, expected)
+
+
+async def test_hundreds_of_all_kinds(four: Ranks) -> None:
+    async def work(rank: Backend) -> None:
+        choose = random.Random(1)
+        await finish([start(rank, choose.randrange(5), number, choose.choice((1, 2, 5, 30))) for number in range(400)], rank.rank)
+
+    await each_rank(four, work)
+
+
+async def test_more_than_may_be_outstanding(fresh: MakeCluster) -> None:
+    """The rest waits for its turn; also when ranks start them in bursts at different times."""
+    async with fresh(3, limits=Limits(chunk_bytes=64, eager_bytes=32, max_outstanding=4)) as ranks:
+
+        async def work(rank: Backend) -> None:
+            choose = random.Random(2)
+            numbers = [(choose.randrange(5), choose.choice((1, 5, 30))) for _ in range(100)]
+            started: Started = []
+            for number, (kind, elements) in enumerate(numbers):
+                started.append(start(rank, kind, number, elements))
+                if number % 17 == rank.rank * 5:
+                    await started[random.Random(number).randrange(len(started))][0]
+            await finish(started, rank.rank)
+
+        await each_rank(ranks, work)
+
+
+async def test_eight_equal_gathers_are_never_mixed_up(pair: Ranks) -> None:
+    """Eight parameters of equal size, gathered at once and awaited backwards, 300 times (reference: regression 1)."""
+
+    async def work(rank: Backend) -> None:
+        for run in range(300):
+            handles = [rank.all_gather(torch.full((2,), float(run * 100 + index * 10 + rank.rank))) for index in range(8)]
+            for index in reversed(range(8)):
+                first, second = float(run * 100 + index * 10), float(run * 100 + index * 10 + 1)
+                assert (await handles[index]).tolist() == [first, first, second, second]
+
+    await each_rank(pair, work)
+
+
+async def test_sends_and_receives_of_a_pair_match_in_order(pair: Ranks) -> None:
+    """Both ways at once, among collectives, with as many as 60 under way."""
+
+    async def work(rank: Backend) -> None:
+        other = 1 - rank.rank
+        handles: list[Pending[Any]] = []
+        received: list[Pending[torch.Tensor]] = []
+        for number in range(60):
+            elements = 1 + number % 40
+            received.append(rank.recv(torch.empty(elements, dtype=torch.int64), other))
+            handles.append(rank.send(torch.full((elements,), number * 10 + rank.rank), other))
+            handles.append(rank.all_reduce(torch.ones(number)))
+        for number, message in reversed(list(enumerate(received))):
+            assert (await message).tolist() == [number * 10 + other] * (1 + number % 40)
+        for handle in handles:
+            await handle
+
+    await each_rank(pair, work)
+
+
+async def test_large_chunks_both_ways_at_once(fresh: MakeCluster) -> None:
+    """Each sends before it reads: with blocking writes a ring locks up at 4 MiB (reference: regression 13)."""
+    mib = 2**20
+    async with fresh(2, limits=Limits(chunk_bytes=4 * mib, max_message_bytes=8 * mib)) as ranks:
+
+        async def work(rank: Backend) -> None:
+            mine = torch.arange(2 * mib, dtype=torch.int32) * (rank.rank + 1)  # 8 MiB: two chunks each way
+            other = torch.arange(2 * mib, dtype=torch.int32) * (2 - rank.rank)
+            sent, received = rank.send(mine, 1 - rank.rank), rank.recv(torch.empty_like(mine), 1 - rank.rank)
+            summed = rank.all_reduce(mine)
+            await sent
+            assert torch.equal(await received, other)
+            assert torch.equal(await summed, mine + other)
+
+        await each_rank(ranks, work)
+
+
+async def test_a_rank_that_runs_ahead(four: Ranks) -> None:
+    """Rank 0 has started, and where it may finished, everything before the others begin: what it sent was kept."""
+
+    def program(rank: Backend) -> Started:
+        return [start(rank, number % 5, number, 1 + number % 12) for number in range(50)]
+
+    ahead = program(four[0])
+    await finish([(four[1].subgroup([1]).all_reduce(torch.ones(1)), torch.ones(1))], 0)  # let the loop turn
+    others = [program(rank) for rank in four[1:]]
+    for rank, started in enumerate([ahead, *others]):
+        await finish(started, rank)
