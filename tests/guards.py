@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 
+import grpc
 import pytest
 import pytest_asyncio
 
@@ -35,8 +36,25 @@ def loop_watch() -> Iterator[LoopWatch]:
         yield watch
 
 
+@pytest.fixture(scope="session", autouse=True)
+def grpc_poller() -> Iterator[None]:
+    """Keeps gRPC's poller, which all channels and servers of the process share, from starting and ending with the tests.
+
+    It ends when the last of them is freed, and that may be later than the test: a captured log record can hold an error, the error a
+    frame, and the frame a server. An idle channel holds it for the session.
+    """
+    shared = LoopThread.shared()
+    channel = shared.run(_idle_channel()).result()
+    yield
+    shared.run(channel.close()).result()
+
+
+async def _idle_channel() -> grpc.aio.Channel:
+    return grpc.aio.insecure_channel("127.0.0.1:1")  # connects at its first call, of which there is none
+
+
 @pytest.fixture(autouse=True)
-def guard(request: pytest.FixtureRequest, loop_watch: LoopWatch) -> Iterator[None]:
+def guard(request: pytest.FixtureRequest, loop_watch: LoopWatch, grpc_poller: None) -> Iterator[None]:
     """Fails a test that leaks or that holds up a loop. Set up before all other fixtures of the test, torn down after them."""
     before = Resources()
     yield
