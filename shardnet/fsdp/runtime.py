@@ -236,15 +236,15 @@ class Runtime:
         self._unreduced.clear()
         self.prefetcher.reset()
         for unit in self.units:
-            for group in unit.groups:
-                group.gradients.clear()
+            unit.drop_gradients()
         self._free_all()
 
     def _free_all(self) -> None:
+        """Back to SHARDED with every unit, but for an explicit prefetch, which stays."""
         self.prefetcher.stop()
         for unit in self.units:
-            if unit.state is not UnitState.GATHERING:  # an explicit prefetch stays
-                unit.reset()
+            if unit.state not in (UnitState.SHARDED, UnitState.GATHERING):
+                unit.reshard()
         self._timeline.compute(None)
 
 

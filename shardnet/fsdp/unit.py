@@ -101,13 +101,10 @@ class Unit:
             group.free()
         self.state = UnitState.SHARDED
 
-    def reset(self) -> None:
-        """Any state → SHARDED, after an error."""
-        if self.state is UnitState.GATHERING:
-            self.discard()
-        elif self.state is not UnitState.SHARDED:
-            self.reshard()
+    def drop_gradients(self) -> None:
+        """Forget gradients that no reduction has taken, after an error."""
         for group in self.groups:
+            group.gradients.clear()
             for leaf in group.leaves:
                 leaf.grad = None
 

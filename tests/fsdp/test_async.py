@@ -22,21 +22,29 @@ async def backends() -> AsyncIterator[list[LoopbackBackend]]:
     await asyncio.gather(*(backend.aclose() for backend in group))
 
 
-async def test_ranks_train_in_one_loop(backends: list[LoopbackBackend]) -> None:
-    alone = make_gpt()
-    reference = torch.optim.SGD(alone.parameters(), lr=0.1)
-    batches = token_batches(3, 4)
+BATCHES = token_batches(3, 4)
+
+
+def train_alone() -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Parameters after the last step, and the gradient norm of each."""
+    model = make_gpt()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     norms = []
-    for batch in batches:
-        loss_of(alone, batch).backward()  # type: ignore[no-untyped-call]
-        norms.append(torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.5).item())
-        reference.step()
-        reference.zero_grad()
+    for batch in BATCHES:
+        loss_of(model, batch).backward()  # type: ignore[no-untyped-call]
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict(), norms
+
+
+async def test_ranks_train_in_one_loop(backends: list[LoopbackBackend]) -> None:
+    expected, norms = await asyncio.to_thread(train_alone)
 
     async def train(backend: LoopbackBackend) -> None:
         async with AsyncFSDP(make_gpt(), backend, units=[Block]) as model:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            for batch, norm in zip(batches, norms, strict=True):
+            for batch, norm in zip(BATCHES, norms, strict=True):
                 mine = batch[2 * backend.rank :][:2]
                 logits = await model(mine[:, :-1])
                 await model.backward(F.cross_entropy(logits.flatten(0, 1), mine[:, 1:].flatten()))
@@ -44,7 +52,7 @@ async def test_ranks_train_in_one_loop(backends: list[LoopbackBackend]) -> None:
                 await model.step(optimizer)
                 optimizer.zero_grad()
             state = await model.full_state_dict()
-        for name, value in alone.state_dict().items():
+        for name, value in expected.items():
             torch.testing.assert_close(state[name], value, rtol=0, atol=1e-5)
 
     await asyncio.gather(*(train(backend) for backend in backends))

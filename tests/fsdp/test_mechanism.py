@@ -1,6 +1,7 @@
 """Everything that autograd and users do to a model between forward and step: gradients equal those of one process."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -127,6 +128,22 @@ def test_frozen_parameters_inside_a_unit_and_a_frozen_unit() -> None:
     check_against_one_process(2, seeded(Frozen), square_loss, units=[Layer])
 
 
+def test_frozen_weights_are_there_when_the_trainable_ones_of_their_unit_are_done() -> None:
+    """The root's head has its gradients long before backward comes to the root's frozen bridge."""
+
+    class Bridged(Stack):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bridge = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.layers[0](x) * self.bridge
+            out: Tensor = self.head(self.layers[2](self.layers[1](x)))
+            return out
+
+    check_against_one_process(2, seeded(Bridged), square_loss, units=[Layer])
+
+
 def test_a_frozen_first_unit_gets_no_backward() -> None:
     class FrozenFirst(Stack):
         def __init__(self) -> None:
@@ -184,8 +201,17 @@ def test_a_parameter_used_on_some_ranks_only() -> None:
                 module.use_extra = rank == 0
         return square_loss(model, rank)
 
+    class UnevenWithSkip(Uneven):
+        """Layer 2's input is also layer 1's, so where it has an unused parameter it is known to be done after layer 1."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.layers[0](x)
+            out: Tensor = self.head(self.layers[1](x) + self.layers[2](x))
+            return out
+
     check_against_one_process(3, seeded(Uneven), uneven_loss, units=[Layer], prefetch=0)
     check_against_one_process(2, seeded(Uneven), uneven_loss, units=[Layer], prefetch=2)
+    check_against_one_process(2, seeded(UnevenWithSkip), uneven_loss, units=[Layer])
 
 
 def test_several_dtypes_in_a_unit() -> None:
@@ -217,6 +243,25 @@ def test_modules_that_keep_their_own_list_of_parameters() -> None:
 
     check_against_one_process(2, seeded(Recurrent), square_loss, units=[nn.LSTM])
 
+    class Remembering(Layer):
+        """Sees every assignment of a parameter, as modules do that keep a list beside."""
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name == "scale":
+                self.__dict__["remembered"] = value
+            super().__setattr__(name, value)
+
+        def forward(self, x: Tensor) -> Tensor:
+            remembered: Tensor = self.__dict__["remembered"]
+            return x + torch.tanh(self.linear(x)) * remembered
+
+    class RememberingStack(Stack):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Remembering() for _ in range(3))
+
+    check_against_one_process(2, seeded(RememberingStack), square_loss, units=[Layer])
+
 
 def test_a_module_without_parameters() -> None:
     def work(backend: Backend) -> None:
@@ -239,6 +284,13 @@ def test_a_unit_used_twice_in_one_forward() -> None:
             return out
 
     check_against_one_process(2, seeded(Twice), square_loss, units=[Layer])
+
+    def work(backend: Backend) -> None:
+        model = FSDP(Twice(), backend, units=[Layer])
+        square_loss(model, backend.rank).backward()  # type: ignore[no-untyped-call]
+        assert backend.telemetry.ops["reduce_scatter"].count == len(model.units)  # each once, however often it was used
+
+    run_ranks(2, work)
 
 
 def test_a_unit_that_calls_itself() -> None:
