@@ -29,6 +29,7 @@ IDLE_FILES = (selectors.__file__, shardnet.loop.__file__)
 class _Watched:
     loop: asyncio.AbstractEventLoop
     thread_id: int
+    limit_s: float
     busy_looks: int = 0
     silent_looks: int = 0
     ping: threading.Event | None = None  # sent and not known to be answered
@@ -39,10 +40,9 @@ class _Watched:
 
 
 class LoopWatch:
-    """A thread that watches event loops; lives for one test session. `limit_s` is how long a callback may take."""
+    """A thread that watches event loops; lives for one test session."""
 
-    def __init__(self, limit_s: float) -> None:
-        self._limit_looks = round(limit_s / LOOK_EVERY_S)
+    def __init__(self) -> None:
         self._watched: dict[int, _Watched] = {}
         self._stalls: list[str] = []
         self._lock = threading.Lock()
@@ -57,10 +57,10 @@ class LoopWatch:
         self._stop.set()
         self._thread.join()
 
-    def add(self, loop: asyncio.AbstractEventLoop, thread_id: int) -> None:
-        """Watch `loop`, which runs in the thread `thread_id`, until `remove`."""
+    def add(self, loop: asyncio.AbstractEventLoop, thread_id: int, limit_s: float) -> None:
+        """Watch `loop`, which runs in the thread `thread_id`, until `remove`. No callback of it may take longer than `limit_s`."""
         with self._lock:
-            self._watched[id(loop)] = _Watched(loop, thread_id)
+            self._watched[id(loop)] = _Watched(loop, thread_id, limit_s)
 
     def remove(self, loop: asyncio.AbstractEventLoop) -> None:
         with self._lock:
@@ -87,9 +87,9 @@ class LoopWatch:
             watched.calm()
         else:
             watched.silent_looks += 1
-            if watched.silent_looks >= self._limit_looks and not watched.reported:
+            if watched.silent_looks * LOOK_EVERY_S >= watched.limit_s and not watched.reported:
                 watched.reported = True
-                self._stalls.append("".join(traceback.format_stack(frame)))
+                self._stalls.append(f"for more than {watched.limit_s} s:\n" + "".join(traceback.format_stack(frame)))
 
     def _look_for_work(self, watched: _Watched, frame: FrameType | None) -> None:
         if frame is None or frame.f_code.co_filename in IDLE_FILES:

@@ -17,7 +17,7 @@ import pytest
 from shardnet.loop import LoopThread
 from tests import guards
 
-guards.GRACE_S = guards.BLOCK_LIMIT_S = 0.5
+guards.GRACE_S = guards.SHARED_LOOP_LIMIT_S = guards.TEST_LOOP_LIMIT_S = 0.5
 
 kept = []
 
