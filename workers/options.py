@@ -5,8 +5,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-STEPS = 400
-MAX_SECONDS = 130.0  # a run that nobody gave a length ends in under three minutes on any machine
+STEPS = 600
+MAX_SECONDS = 120.0  # a run that nobody gave a length ends in under three minutes, start and sample included, on any machine
 EXAMPLES = """\
 examples:
   shardnet run --nproc 2 workers/train_lm.py -- --max-seconds 60
@@ -59,7 +59,7 @@ def _add_run(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_model(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--context", type=_positive, default=256, metavar="N", help="bytes of one sequence (default: %(default)s)")
+    group.add_argument("--context", type=_positive, default=128, metavar="N", help="bytes of one sequence (default: %(default)s)")
     group.add_argument("--dim", type=_positive, default=256, metavar="N", help="width of the residual stream (default: %(default)s)")
     group.add_argument(
         "--layers", type=_positive, default=4, metavar="N", help="blocks, each of them a unit of sharding (default: %(default)s)"
@@ -85,7 +85,7 @@ def _add_optimizer(group: argparse._ArgumentGroup) -> None:
 
 def _add_output(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--valid-every", type=_positive, default=50, metavar="N", help="steps between validations (default: %(default)s)")
-    group.add_argument("--valid-windows", type=_positive, default=64, metavar="N", help="sequences of a validation (default: %(default)s)")
+    group.add_argument("--valid-windows", type=_positive, default=128, metavar="N", help="sequences of a validation (default: %(default)s)")
     group.add_argument("--prompt", default="def main(", metavar="TEXT", help="what the sample begins with (default: %(default)r)")
     group.add_argument(
         "--sample-bytes", type=_not_negative, default=500, metavar="N", help="length of the sample at the end (default: %(default)s)"
