@@ -1,9 +1,10 @@
-"""`FullBuffer`: a flat tensor whose bytes come and go while the tensor stays.
+"""`FullBuffer`: a flat tensor whose memory comes and goes while the tensor stays.
 
 [Note: one storage for life] Autograd saves views of the gathered parameters in forward and reads them in backward. In
-between the bytes are freed. So the tensors stay the same all the time, and their storage is resized: to nothing when
-the unit is done, and back when it is gathered again, so that what autograd saved finds its bytes. PyTorch's own FSDP2
-does the same.
+between their memory serves other units. So the tensors and their storage stay the same all the time, and the storage's
+memory is exchanged: for none when the unit is done, and for some when it is gathered again, so that what autograd saved
+finds its bytes. Reading a tensor whose storage has none raises; with a torch before 2.12, which cannot exchange memory
+and can only resize the storage, it may crash the process.
 
 [Note: aliases] Bytes are written through an alias: another tensor over the same memory, with a version counter of its
 own. Writing through the tensor itself would tell autograd that what it saved has changed. The alias also keeps numpy
@@ -13,8 +14,10 @@ away from the storage: `Tensor.numpy()` marks a storage as not resizable for eve
 import torch
 
 from shardnet.fsdp.memory import Gauge
+from shardnet.fsdp.pool import BufferPool
 
 Tensor = torch.Tensor
+EXCHANGES = hasattr(torch.UntypedStorage, "_swap_data_ptr_")  # see [Note: one storage for life]
 
 
 class FullBuffer:
@@ -23,30 +26,50 @@ class FullBuffer:
     Made with memory, because views can only be taken while there is some: take them, then `free` it.
     """
 
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, gauge: Gauge) -> None:
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, *, owner: str, gauge: Gauge, pool: BufferPool) -> None:
         self.tensor = torch.empty(numel, dtype=dtype, device=device)
+        self.allocated = True
         self._gauge = gauge
+        self._pool = pool
         self._storage = self.tensor.untyped_storage()
         self._bytes = self._storage.nbytes()
+        # What the storage is exchanged with when it is freed.
+        self._vacant = torch.UntypedStorage(0, device=device)  # type: ignore[no-untyped-call]
+        self._complaint = f"the full parameters of {owner} are freed: they can be read only while it computes, in forward or backward"
+        _forbid_reading(self._vacant, self._complaint)
         self._gauge.add(self._bytes)
-        self.allocated = True
 
     def allocate(self) -> None:
         """Give the tensor memory of undefined content."""
-        if not self.allocated:
+        if self.allocated or not self._bytes:
+            return
+        if EXCHANGES:
+            self._vacant = self._pool.take(self._bytes, self.tensor.device)
+            self._storage._swap_data_ptr_(self._vacant)  # type: ignore[attr-defined]
+        else:
             self._storage.resize_(self._bytes)
-            self._gauge.add(self._bytes)
-            self.allocated = True
+        self._gauge.add(self._bytes)
+        self.allocated = True
 
     def free(self) -> None:
-        """Take the memory away. Nobody may read the tensor or its views until it is allocated again."""
-        if self.allocated:
+        """Take the memory away. Reading the tensor or its views raises until it is allocated again."""
+        if not self.allocated or not self._bytes:
+            return
+        self._gauge.remove(self._bytes)
+        self.allocated = False
+        if EXCHANGES:
+            self._storage._swap_data_ptr_(self._vacant)  # type: ignore[attr-defined]
+            _forbid_reading(self._storage, self._complaint)
+            self._pool.give(self._vacant)
+        else:
             self._storage.resize_(0)
-            self._gauge.remove(self._bytes)
-            self.allocated = False
 
     def alias(self) -> Tensor:
         """A tensor [numel] to write through, valid until `free`. See [Note: aliases]."""
-        assert self.allocated, "the buffer has no memory"
         aliased: Tensor = torch.from_dlpack(self.tensor)  # type: ignore[attr-defined]
         return aliased
+
+
+def _forbid_reading(storage: torch.UntypedStorage, complaint: str) -> None:
+    if EXCHANGES:
+        torch._C._set_storage_data_ptr_access_error_msg(storage._cdata, complaint)

@@ -3,6 +3,7 @@
 import torch
 
 from shardnet.fsdp.memory import Gauge
+from shardnet.fsdp.pool import BufferPool
 from shardnet.sharding import FlatLayout
 
 Tensor = torch.Tensor
@@ -14,11 +15,12 @@ class GradientBuffer:
     The buffer exists from the first gradient until `take`. Gradients of several backward passes add up (`no_sync`).
     """
 
-    def __init__(self, layout: FlatLayout, dtype: torch.dtype, device: torch.device, gauge: Gauge) -> None:
+    def __init__(self, layout: FlatLayout, dtype: torch.dtype, device: torch.device, *, gauge: Gauge, pool: BufferPool) -> None:
         self._layout = layout
         self._dtype = dtype
         self._device = device
         self._gauge = gauge
+        self._pool = pool
         self._flat: Tensor | None = None
         self._views: list[Tensor] = []
         self._filled: set[int] = set()
@@ -47,18 +49,21 @@ class GradientBuffer:
         return flat
 
     def returned(self, flat: Tensor) -> None:
-        """Count a buffer that was taken as freed."""
+        """Free a buffer that was taken. Nobody may use it after this."""
         self._gauge.remove(flat.nbytes)
+        self._pool.give(flat.untyped_storage())
 
     def clear(self) -> None:
         """Drop whatever was collected."""
-        if self._flat is not None:
-            self._gauge.remove(self._flat.nbytes)
+        flat = self._flat
         self._forget()
+        if flat is not None:
+            self.returned(flat)
 
     def _allocate(self) -> Tensor:
         if self._flat is None:
-            self._flat = torch.empty(self._layout.numel, dtype=self._dtype, device=self._device)
+            memory = self._pool.take(self._layout.numel * self._dtype.itemsize, self._device)
+            self._flat = torch.empty(0, dtype=self._dtype, device=self._device).set_(memory, 0, (self._layout.numel,), (1,))
             self._views = self._layout.views(self._flat)
             self._gauge.add(self._flat.nbytes)
         return self._flat

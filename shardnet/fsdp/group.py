@@ -18,6 +18,7 @@ from shardnet.fsdp.full_buffer import FullBuffer
 from shardnet.fsdp.gradients import GradientBuffer
 from shardnet.fsdp.memory import MemoryMeter
 from shardnet.fsdp.placement import PlacedParameter
+from shardnet.fsdp.pool import BufferPool
 from shardnet.sharding import FlatLayout
 
 Tensor = torch.Tensor
@@ -30,7 +31,7 @@ class FlatGroup:
     See [Note: two sets of parameters] and [Note: flat layout].
     """
 
-    def __init__(self, label: str, placed: Sequence[PlacedParameter], comms: Communicators, meter: MemoryMeter) -> None:
+    def __init__(self, label: str, placed: Sequence[PlacedParameter], comms: Communicators, meter: MemoryMeter, pool: BufferPool) -> None:
         self.label = label  # equal on all ranks: names the collectives
         self.placed = tuple(placed)
         self.originals = tuple(entry.parameter for entry in placed)
@@ -39,10 +40,10 @@ class FlatGroup:
         self.layout = FlatLayout([(entry.name, entry.parameter.shape) for entry in placed], comms.world_size)
         self.shard = torch.empty(self.layout.sizes[comms.rank], dtype=dtype, device=device)  # 1-D, this rank's part
         self._slices = self.layout.shard_views(self.shard, comms.rank)
-        self._full = FullBuffer(self.layout.numel, dtype, device, meter.full_parameters)
+        self._full = FullBuffer(self.layout.numel, dtype, device, owner=label, gauge=meter.full_parameters, pool=pool)
         self.leaves = [nn.Parameter(view, requires_grad=False) for view in self.layout.views(self._full.tensor)]
         self._full.free()
-        self.gradients = GradientBuffer(self.layout, dtype, device, meter.full_gradients)
+        self.gradients = GradientBuffer(self.layout, dtype, device, gauge=meter.full_gradients, pool=pool)
         self._on_gradient: OnGradient = lambda group, index: None
         self._watched: set[int] = set()  # leaves with a gradient hook
 

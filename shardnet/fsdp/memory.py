@@ -34,6 +34,13 @@ class MemoryMeter:
 
     full_parameters: Gauge = field(default_factory=Gauge)
     full_gradients: Gauge = field(default_factory=Gauge)
+    pooled_bytes: int = 0  # memory of freed buffers that waits for the next one
+
+    @property
+    def unused_bytes(self) -> int:
+        """How much less is in use now than was at once before."""
+        gauges = (self.full_parameters, self.full_gradients)
+        return sum(gauge.peak_bytes - gauge.current_bytes for gauge in gauges)
 
     def reset_peaks(self) -> None:
         self.full_parameters.reset_peak()
@@ -49,6 +56,7 @@ class MemoryReport:
     optimizer_state: int
     full_parameters: int  # gathered at this moment
     full_gradients: int  # full-size gradients waiting for, or in, a reduction
+    pooled: int  # memory of freed full-size buffers that waits for the next one
     peak_full_parameters: int  # the most gathered at once since the start or `reset_peaks()`
     peak_full_gradients: int
 
@@ -68,6 +76,7 @@ def memory_report(model: "FSDP", optimizer: torch.optim.Optimizer | None = None)
         optimizer_state=_bytes(state),
         full_parameters=meter.full_parameters.current_bytes,
         full_gradients=meter.full_gradients.current_bytes,
+        pooled=meter.pooled_bytes,
         peak_full_parameters=meter.full_parameters.peak_bytes,
         peak_full_gradients=meter.full_gradients.peak_bytes,
     )

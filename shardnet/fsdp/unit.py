@@ -11,6 +11,7 @@ from shardnet.fsdp.communicators import Communicators
 from shardnet.fsdp.group import FlatGroup
 from shardnet.fsdp.memory import MemoryMeter
 from shardnet.fsdp.placement import PlacedParameter, UnitPlan
+from shardnet.fsdp.pool import BufferPool
 
 
 class UnitState(Enum):
@@ -28,10 +29,10 @@ class UnitState(Enum):
 class Unit:
     """One wrapped submodule; lives as long as the wrapped model."""
 
-    def __init__(self, plan: UnitPlan, comms: Communicators, meter: MemoryMeter) -> None:
+    def __init__(self, plan: UnitPlan, comms: Communicators, meter: MemoryMeter, pool: BufferPool) -> None:
         self.name = plan.name
         self.module: nn.Module = plan.module
-        self.groups = _make_groups(plan, comms, meter)
+        self.groups = _make_groups(plan, comms, meter, pool)
         self.state = UnitState.SHARDED
         self._comms = comms
         self._pending: list[Pending[torch.Tensor]] = []
@@ -109,13 +110,13 @@ class Unit:
                 leaf.grad = None
 
 
-def _make_groups(plan: UnitPlan, comms: Communicators, meter: MemoryMeter) -> list[FlatGroup]:
+def _make_groups(plan: UnitPlan, comms: Communicators, meter: MemoryMeter, pool: BufferPool) -> list[FlatGroup]:
     """One group per dtype, device and requires_grad; normally that is one."""
     kinds: dict[tuple[torch.dtype, torch.device, bool], list[PlacedParameter]] = {}
     for placed in plan.parameters:
         parameter = placed.parameter
         kinds.setdefault((parameter.dtype, parameter.device, parameter.requires_grad), []).append(placed)
-    return [FlatGroup(_label(plan.name, *kind, alone=len(kinds) == 1), members, comms, meter) for kind, members in kinds.items()]
+    return [FlatGroup(_label(plan.name, *kind, alone=len(kinds) == 1), members, comms, meter, pool) for kind, members in kinds.items()]
 
 
 def _label(name: str, dtype: torch.dtype, device: torch.device, trainable: bool, *, alone: bool) -> str:

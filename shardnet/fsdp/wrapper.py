@@ -17,6 +17,7 @@ from shardnet.fsdp.hooks import attach
 from shardnet.fsdp.initial import copy_buffers_from_root, shard_from_root
 from shardnet.fsdp.memory import MemoryMeter
 from shardnet.fsdp.placement import UnitChoice, plan_units
+from shardnet.fsdp.pool import BufferPool
 from shardnet.fsdp.runtime import Runtime
 from shardnet.fsdp.unit import Unit
 from shardnet.sharding import ShardingStrategy
@@ -60,7 +61,8 @@ class FSDP(nn.Module):
         self.strategy = ShardingStrategy(strategy)
         self.memory = MemoryMeter()
         self._comms = Communicators(backend)
-        self.units = tuple(Unit(plan, self._comms, self.memory) for plan in plan_units(module, units))
+        pool = BufferPool(self.memory)
+        self.units = tuple(Unit(plan, self._comms, self.memory, pool) for plan in plan_units(module, units))
         shard_from_root(self.groups, self._comms)
         copy_buffers_from_root(module, self._comms)
         self._runtime = Runtime(self.units, self._comms, prefetch)

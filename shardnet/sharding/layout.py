@@ -59,6 +59,7 @@ class FlatLayout:
         self.world_size = world_size
         self.numel = offset  # N
         self.sizes = shard_sizes(offset, world_size)
+        self._slices: dict[int, tuple[ParameterSlice, ...]] = {}  # by rank, made when first asked for
 
     def bounds(self, rank: int) -> tuple[int, int]:
         """Start and stop of `rank`'s shard in the flat buffer."""
@@ -66,12 +67,15 @@ class FlatLayout:
 
     def slices(self, rank: int) -> tuple[ParameterSlice, ...]:
         """One slice per parameter, in order."""
-        return tuple(self._slice(spec, *self.bounds(rank)) for spec in self.specs)
+        if rank not in self._slices:
+            self._slices[rank] = tuple(self._slice(spec, *self.bounds(rank)) for spec in self.specs)
+        return self._slices[rank]
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """A flat buffer [N] as the parameters it holds, each in its shape and sharing the buffer's memory."""
         self._check(flat, self.numel)
-        return [flat[spec.offset : spec.offset + spec.numel].view(spec.shape) for spec in self.specs]
+        pieces = flat.split_with_sizes([spec.numel for spec in self.specs])
+        return [piece.view(spec.shape) for spec, piece in zip(self.specs, pieces, strict=True)]
 
     def shard(self, flat: Tensor, rank: int) -> Tensor:
         """`rank`'s part of a flat buffer [N], as a view [sizes[rank]]."""
@@ -82,7 +86,7 @@ class FlatLayout:
     def shard_views(self, shard: Tensor, rank: int) -> list[Tensor]:
         """A shard [sizes[rank]] as one 1-D view per parameter, possibly empty."""
         self._check(shard, self.sizes[rank])
-        return [shard[piece.offset : piece.offset + piece.numel] for piece in self.slices(rank)]
+        return list(shard.split_with_sizes([piece.numel for piece in self.slices(rank)]))
 
     def _slice(self, spec: ParameterSpec, shard_start: int, shard_stop: int) -> ParameterSlice:
         start = min(max(shard_start - spec.offset, 0), spec.numel)

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from shardnet.backend import Backend
 from shardnet.errors import StateError
 from shardnet.fsdp import FSDP
+from shardnet.fsdp.full_buffer import EXCHANGES
 from tests.fsdp.models import Block, loss_of, make_gpt, token_batches
 from tests.fsdp.parity import check_against_one_process, check_at_rest
 from tests.fsdp.ranks import run_ranks
@@ -658,6 +659,25 @@ def test_an_interrupted_forward_is_cleaned_up() -> None:
         model(data(0)).sum().backward()
         check_at_rest(model)
 
+    run_ranks(1, work)
+
+
+def test_reading_freed_parameters_raises_and_names_the_unit() -> None:
+    class Keeping(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            self.__dict__["kept"] = self.scale
+            return super().forward(x)
+
+    def work(backend: Backend) -> None:
+        model = FSDP(nn.Sequential(Keeping(), nn.Linear(WIDTH, 1)), backend, units=[Layer], prefetch=0)
+        model(data(0))
+        kept = model.module[0].__dict__["kept"]  # type: ignore[index]
+        for use in (lambda: kept * 1, lambda: kept.sum(), lambda: data(0).mul(kept), kept.tolist):
+            with pytest.raises(RuntimeError, match="the full parameters of 0 are freed"):
+                use()
+
+    if not EXCHANGES:
+        pytest.skip("this torch can only resize storages")
     run_ranks(1, work)
 
 

@@ -48,6 +48,7 @@ def test_a_rank_holds_a_quarter_and_the_units_in_flight(prefetch: int) -> None:
         assert root + block <= report.peak_full_parameters <= root + (1 + prefetch) * block
         assert report.peak_full_gradients <= root + (2 + prefetch) * block
         assert report.full_parameters == report.full_gradients == 0
+        assert report.pooled <= report.peak_full_parameters + report.peak_full_gradients
 
 
 def test_what_is_in_flight_does_not_grow_with_depth() -> None:
