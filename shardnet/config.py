@@ -57,9 +57,9 @@ class Limits:
     """
 
     chunk_bytes: int = MIB
-    eager_bytes: int = 64 * KIB
+    eager_bytes: int = MIB
     max_message_bytes: int = 16 * MIB
-    max_outstanding: int = 256
+    max_outstanding: int = 32
 
     def __post_init__(self) -> None:
         _positive(self, chunk_bytes=self.chunk_bytes, max_message_bytes=self.max_message_bytes, max_outstanding=self.max_outstanding)

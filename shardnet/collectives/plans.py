@@ -1,6 +1,6 @@
 """Which algorithm a collective takes, on flat arrays of one rank.
 
-Up to `Limits.eager_bytes` a peer everything is a direct exchange: one step, one message a peer. Above that, gathers
+Up to about `Limits.eager_bytes` a peer everything is a direct exchange: one step, one message a peer. Above that, gathers
 and sums go around the ring. Sums of 16-bit floats are exchanged at any size (see [Note: reduction order]). The choice
 depends only on what all ranks know, so they choose alike. (Exception: an uneven all_to_all, in which each rank may
 choose for itself whether what it sends goes with its announcement or after the others' ones.)
@@ -61,8 +61,8 @@ def reduce_scatter(group: Group, source: Array, output: Array, bounds: Bounds, r
 
 
 def all_reduce(group: Group, source: Array, output: Array, reduction: Reduction) -> Algorithm:
-    """`output` may be `source` itself."""
-    if source.nbytes <= group.board.limits.eager_bytes:
+    """`output` may be `source` itself. Exchanged directly, a rank sends N / 2 times the bytes of a ring, but in one step."""
+    if source.nbytes * group.size <= 2 * group.board.limits.eager_bytes:
         return _reduce_direct(group, dict.fromkeys(group.peers, source), source, output, reduction, eager=True)
     bounds = balanced_bounds(source.size, group.size)
     if reduction.widens:

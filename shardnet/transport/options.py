@@ -4,6 +4,12 @@
 `keepalive_time` of silence, and the connection is dropped when it stays unanswered for `keepalive_timeout`.
 `http2.ping_timeout` must equal it: gRPC's default of 60 s wins otherwise, and a frozen peer is noticed after 61 s.
 Both sides ping, so that either may be the one that freezes: the server's pings end the lease of a frozen worker.
+
+[Note: flow control] A sender may be this far ahead of the window updates that its receiver sends. By default the window
+starts at 64 KiB and grows as gRPC estimates the link, and a stream of large messages stalls on it: an all-gather of
+16 MiB between two ranks took 47 ms, of which 13 were work. With a fixed window of 16 MiB and frames of 4 MiB instead of
+16 KiB it takes 17. It is no memory that a slow reader could make us hold: what arrives is taken at once
+(transport/base.py), and a sender queues two chunks (transport/outbox.py).
 """
 
 from shardnet.config import Limits, Timeouts
@@ -32,11 +38,25 @@ def _sizes(limits: Limits) -> list[tuple[str, int]]:
     ]
 
 
+# See [Note: flow control].
+_FRAME_BYTES = 4 * 1024 * 1024
+_WINDOW_BYTES = 16 * 1024 * 1024
+
+
+def _flow_control() -> list[tuple[str, int]]:
+    return [
+        ("grpc.http2.max_frame_size", _FRAME_BYTES),
+        ("grpc.http2.lookahead_bytes", _WINDOW_BYTES),
+        ("grpc.http2.bdp_probe", 0),
+    ]
+
+
 def channel_options(timeouts: Timeouts, limits: Limits) -> Options:
     """Options of a channel that this process opens."""
     return [
         *_keepalive(timeouts),
         *_sizes(limits),
+        *_flow_control(),
         # A connection of its own for each channel: ranks of one process that call the same address would otherwise
         # share one TCP connection, and what breaks one rank's would break the others'.
         ("grpc.use_local_subchannel_pool", 1),
@@ -56,6 +76,7 @@ def server_options(timeouts: Timeouts, limits: Limits) -> Options:
     return [
         *_keepalive(timeouts),
         *_sizes(limits),
+        *_flow_control(),
         # a default server answers pings this frequent with GOAWAY too_many_pings
         ("grpc.http2.min_ping_interval_without_data_ms", _ping_interval_ms(timeouts) // 2),
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),  # silent connections stay for ever otherwise
