@@ -14,13 +14,15 @@ class Communicators:
     [Note: two streams] Gathers and reductions are numbered separately, each in a group of its own. Gathers follow the
     order in which units are used, reductions the order of [Note: reduction queue]. So a gradient that comes earlier
     on one rank than on another, as where a parameter is unused on some ranks, cannot put a reduction before a gather
-    on one rank and after it on another.
+    on one rank and after it on another. And the user's own collectives, which may come from another thread meanwhile,
+    are numbered apart from both.
     """
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
-        self.gathers = backend
-        self.reductions = backend.subgroup(range(backend.world_size))
+        everyone = range(backend.world_size)
+        self.gathers = backend.subgroup(everyone)
+        self.reductions = backend.subgroup(everyone)
         self.timeline = Timeline(backend.telemetry)
 
     @property

@@ -78,6 +78,25 @@ def test_a_peer_lost_before_backward() -> None:
     run_ranks(2, work)
 
 
+def test_the_users_collectives_may_come_at_any_time() -> None:
+    """Each rank reduces something of its own at another place between the gathers."""
+
+    def work(backend: Backend) -> list[float]:
+        inner = make_gpt()
+        results = []
+
+        def meanwhile(*_: object) -> None:
+            results.append(backend.all_reduce(torch.tensor([backend.rank + 1.0])))
+
+        inner.blocks[2 * backend.rank].register_forward_pre_hook(meanwhile)
+        model = FSDP(inner, backend, units=[Block])
+        for _ in range(3):
+            loss_of(model, BATCH).backward()  # type: ignore[no-untyped-call]
+        return [pending.wait().item() for pending in results]
+
+    assert run_ranks(2, work) == [[3.0] * 3] * 2
+
+
 def test_a_closed_backend_leaves_nothing_gathered() -> None:
     wrapped = threading.Barrier(2)
 
