@@ -69,5 +69,8 @@ class Limits:
             raise ValueError(f"Limits.chunk_bytes must be a multiple of 8 (whole elements), got {self.chunk_bytes}")
         if self.chunk_bytes + 64 * KIB > self.max_message_bytes:
             raise ValueError(f"Limits.max_message_bytes ({self.max_message_bytes}) must exceed chunk_bytes ({self.chunk_bytes}) by 64 KiB")
-        if self.eager_bytes > self.chunk_bytes:
-            raise ValueError(f"Limits.eager_bytes ({self.eager_bytes}) must not exceed chunk_bytes ({self.chunk_bytes})")
+
+    @property
+    def direct_bytes(self) -> int:
+        """What one eager message may carry: `eager_bytes`, or a chunk where that is smaller."""
+        return min(self.eager_bytes, self.chunk_bytes)

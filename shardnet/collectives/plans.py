@@ -37,7 +37,7 @@ def bounds_of(sizes: Sequence[int]) -> Bounds:
 
 def is_small(group: Group, bounds: Bounds, itemsize: int) -> bool:
     """Whether each block fits into an eager message."""
-    return max(end - start for start, end in bounds) * itemsize <= group.board.limits.eager_bytes
+    return max(end - start for start, end in bounds) * itemsize <= group.board.limits.direct_bytes
 
 
 def all_gather(group: Group, source: Array, output: Array, bounds: Bounds) -> Algorithm:
@@ -62,7 +62,7 @@ def reduce_scatter(group: Group, source: Array, output: Array, bounds: Bounds, r
 
 def all_reduce(group: Group, source: Array, output: Array, reduction: Reduction) -> Algorithm:
     """`output` may be `source` itself. Exchanged directly, a rank sends N / 2 times the bytes of a ring, but in one step."""
-    if source.nbytes * group.size <= 2 * group.board.limits.eager_bytes:
+    if source.nbytes * group.size <= 2 * group.board.limits.direct_bytes:
         return _reduce_direct(group, dict.fromkeys(group.peers, source), source, output, reduction, eager=True)
     bounds = balanced_bounds(source.size, group.size)
     if reduction.widens:
@@ -74,7 +74,7 @@ def all_reduce(group: Group, source: Array, output: Array, reduction: Reduction)
 
 def broadcast(group: Group, output: Array, root: int) -> Algorithm:
     """`output` holds the data on root and receives it elsewhere."""
-    if output.nbytes <= group.board.limits.eager_bytes:
+    if output.nbytes <= group.board.limits.direct_bytes:
         if group.rank == root:
             return Exchange(dict.fromkeys(group.peers, output), {}, group.peers).run
         return Exchange({}, {root: output}, [root]).run
