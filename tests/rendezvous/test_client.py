@@ -191,13 +191,13 @@ class TestFailures:
     @on_shared_loop
     async def test_too_few_in_time(self) -> None:
         timeouts = replace(TIMEOUTS, join_s=0.4)
-        async with rendezvous() as server, people(server.address, worker(0, least=3, most=4)):
+        async with rendezvous() as server, people(server.address, worker(0, least=3, most=4)) as (first,):
             with pytest.raises(
                 JoinTimeout, match=rf"job 'job': only 2 of 3 to 4 workers joined at {server.address} within 0\.4 s; start the missing"
             ):
                 async with join(server.address, worker(1, least=3, most=4), timeouts=timeouts):
                     pass
-            assert (await status(server.address))[0].joined == 1
+            assert [(await first.waiting.get()).joined for _ in range(3)] == [1, 2, 1]  # and its place is free again
 
     @pytest.mark.parametrize(
         ("number", "change", "reason", "text"),
