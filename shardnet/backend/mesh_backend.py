@@ -158,7 +158,8 @@ class MeshBackend(Backend):
             {peer: outgoing[slice(*send_bounds[peer])] for peer in self._group.peers},
             {peer: incoming[slice(*recv_bounds[peer])] for peer in self._group.peers},
             self._group.peers,
-            eager=plans.is_small(self._group, send_bounds, outgoing.itemsize),
+            # An uneven one waits until every pair has compared sizes: who got its data early could not be told that others failed.
+            eager=send_sizes is None and plans.is_small(self._group, send_bounds, outgoing.itemsize),
             disagree=_disagree_all_to_all,
         )
         return self._begin(self._call("all_to_all", even, timeout_s, label), exchange.run, result)

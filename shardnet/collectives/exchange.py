@@ -32,7 +32,7 @@ class Exchange:
     receives: dict[int, Array]
     peers: list[int]  # everyone to announce to and to hear from
     eager: bool = False
-    disagree: Disagreement | None = None  # where the signature does not settle the sizes
+    disagree: Disagreement | None = None  # where the signature does not settle the sizes; never with `eager`
     _filled: dict[int, int] = field(default_factory=dict)
     _missing: int = 0
     _arrived: asyncio.Event = field(default_factory=asyncio.Event)
@@ -83,8 +83,6 @@ class Exchange:
 
     def _on_chunk(self, source: int, chunk: Chunk) -> None:
         target = self.receives.get(source)
-        if self.disagree is not None and chunk.control is not None and len(chunk.data) != (0 if target is None else target.nbytes):
-            return  # sent with its announcement, before anyone could compare the sizes: run() does
         filled = self._filled.get(source, 0)
         if target is None or chunk.offset != filled or filled + len(chunk.data) > target.nbytes:
             raise ProtocolError(f"rank {source} sent {len(chunk.data)} bytes at {chunk.offset}, expected offset {filled}")

@@ -2,8 +2,7 @@
 
 Up to about `Limits.eager_bytes` a peer everything is a direct exchange: one step, one message a peer. Above that, gathers
 and sums go around the ring. Sums of 16-bit floats are exchanged at any size (see [Note: reduction order]). The choice
-depends only on what all ranks know, so they choose alike. (Exception: an uneven all_to_all, in which each rank may
-choose for itself whether what it sends goes with its announcement or after the others' ones.)
+depends only on what all ranks know, so they choose alike.
 
 [Note: no rank ends before all have entered] Whichever algorithm: what lets a rank end depends on every rank's
 announcement. So no rank reports success for a collective that others refuse, and a rank that leaves after its last

@@ -102,7 +102,10 @@ class Ring:
         filled = self._filled.get(chunk.block, 0)
         itemsize = self.output.itemsize
         reducing = chunk.block < self._size
-        welcome = (self.source is not None) if reducing else (self.gather and chunk.block < 2 * self._size)
+        if reducing:  # all blocks but the one that begins here
+            welcome = self.source is not None and owner != (self._rank - 1) % self._size
+        else:  # all blocks but this rank's own
+            welcome = self.gather and chunk.block < 2 * self._size and owner != self._rank
         if not welcome or chunk.offset != filled or filled + size > (end - start) * itemsize or size % itemsize:
             raise ProtocolError(f"rank {source} sent {size} bytes of block {chunk.block} at {chunk.offset}, expected offset {filled}")
         self._filled[chunk.block] = filled + size

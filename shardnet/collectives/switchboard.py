@@ -145,8 +145,8 @@ class Switchboard:
         """Fail what is under way and close the mesh at once. Any thread."""
         if not self._closed:
             self._closed = True
+            self.loop.call(self._fail_all)  # first, or what is under way would take the closed mesh for a lost peer
             self.mesh.abort()
-            self.loop.call(self._fail_all)
 
     def _fail_all(self) -> None:
         for group in self._groups.values():

@@ -56,12 +56,13 @@ class GrpcMesh(Mesh):
             outbox = self._outboxes[peer] = Outbox(peer, channel, hello.metadata(), 2 * self._limits.chunk_bytes)
             self._spawn(outbox)
         await self._service.attach(self)
+        why = "not connected yet"  # a peer that gave up first is lost, but those that it waited for are the cause
         try:
             await self._wait(lambda: bool(self._lost) or not self._absent(), self._timeouts.connect_s)
         except TimeoutError:
-            for peer in self._absent():
-                self._lost.setdefault(peer, f"no connection within {self._timeouts.connect_s:g} s")
-        if self._lost:
+            why = f"no connection within {self._timeouts.connect_s:g} s"
+        if (absent := self._absent()) or self._lost:
+            self._lost = {**dict.fromkeys(absent, why), **self._lost}
             names = "; ".join(f"rank {peer} ({self.address(peer)}): {why}" for peer, why in sorted(self._lost.items()))
             raise PeerLost(f"{self.where} the mesh could not be formed: {names}", min(self._lost))
 

@@ -12,6 +12,8 @@ from shardnet.errors import ProtocolError
 
 _PREFIX = "shardnet-"
 
+ACCEPTED = ("shardnet-accepted", "1")  # what the callee answers when it takes the stream
+
 
 @dataclass(frozen=True, slots=True)
 class Hello:

@@ -1,6 +1,7 @@
 """A mesh inside one process: ranks hand each other chunks on the shared loop thread."""
 
 import asyncio
+from typing import Self
 
 from shardnet.errors import PeerLost
 from shardnet.loop import LoopThread
@@ -19,11 +20,11 @@ class MemoryMesh(Mesh):
         self._open = True
 
     @classmethod
-    def connect(cls, world_size: int) -> list["MemoryMesh"]:
+    def connect(cls, world_size: int) -> list[Self]:
         """The ends of a new mesh, by rank."""
         ends = [cls(rank, world_size) for rank in range(world_size)]
         for end in ends:
-            end._ends = ends
+            end._ends = list[MemoryMesh](ends)
         return ends
 
     async def start(self, receiver: Receiver) -> None:
@@ -56,11 +57,13 @@ class MemoryMesh(Mesh):
         self._open = False
 
     def abort(self) -> None:
+        LoopThread.shared().call(self._abort)
+
+    def _abort(self) -> None:
         if not self._open:
             return
         self._open = False
-        loop = LoopThread.shared()
         for peer in self.peers:
             receiver = self._ends[peer]._receiver
             if self._ends[peer]._open and receiver is not None:
-                loop.call(receiver.on_lost, self.rank, "it aborted")
+                receiver.on_lost(self.rank, "it aborted")

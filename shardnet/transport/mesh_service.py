@@ -9,7 +9,7 @@ import grpc
 
 from shardnet.errors import ProtocolError
 from shardnet.pb import mesh_pb2
-from shardnet.transport.hello import Hello
+from shardnet.transport.hello import ACCEPTED, Hello
 from shardnet.wire import decode
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class MeshService:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, refusal)
         try:
             with mesh.connected(hello.source):  # before anything is awaited, or two streams could pass the check at once
-                await context.send_initial_metadata(())
+                await context.send_initial_metadata((ACCEPTED,))
                 async for frame in frames:
                     mesh.receive(hello.source, decode(frame))
         except ProtocolError as error:

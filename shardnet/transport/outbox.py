@@ -7,6 +7,7 @@ from collections.abc import Callable
 import grpc
 
 from shardnet.errors import PeerLost
+from shardnet.transport.hello import ACCEPTED
 from shardnet.wire import Chunk, encode
 
 PUSH = "/shardnet.v1.Mesh/Push"
@@ -49,9 +50,8 @@ class Outbox:
     async def run(self, on_accepted: Callable[[], None]) -> str | None:
         """Write until the outbox is finished or the stream breaks; returns why it broke, None if it did not."""
         try:
-            await self._call.initial_metadata()
-            # A refusal also brings metadata, so ask whether the call is still open.
-            self.accepted = not self._call.done()
+            # A refusal brings metadata, too, and its status only later.
+            self.accepted = ACCEPTED in tuple(await self._call.initial_metadata() or ())
             on_accepted()
             while frame := await self._next():
                 await self._call.write(frame)
