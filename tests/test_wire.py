@@ -65,11 +65,13 @@ def sample(data: Buffer = b"0123456789", control: mesh_pb2.Control | None = ANNO
     return Chunk(epoch=7, group=0xABCDEF0123456789, sequence=841, block=3, offset=1 << 33, data=data, control=control)
 
 
+@settings(deadline=None)
 @given(chunks)
 def test_bytes_are_those_that_protobuf_writes(chunk: Chunk) -> None:
     assert encode(chunk) == message_of(chunk).SerializeToString()
 
 
+@settings(deadline=None)
 @given(chunks)
 def test_round_trip(chunk: Chunk) -> None:
     assert_equal(decode(encode(chunk)), chunk)
@@ -142,6 +144,7 @@ def test_flipped_bits_among_zeros_are_noticed() -> None:
         assert_equal(got, chunk)
 
 
+@settings(deadline=None)
 @given(chunks, st.data())
 def test_truncated_frames_are_refused(chunk: Chunk, data: st.DataObject) -> None:
     frame = encode(chunk)
@@ -154,13 +157,13 @@ def test_truncated_frames_are_refused(chunk: Chunk, data: st.DataObject) -> None
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 def test_garbage_raises_nothing_but_protocol_errors(frame: bytes) -> None:
     decode_or_refuse(frame)
 
 
 @given(st.binary(max_size=60), st.integers(0, U32))
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 def test_garbage_behind_a_good_head_raises_nothing_but_protocol_errors(behind: bytes, epoch: int) -> None:
     """With a checksum that fits: what a sender writes that is broken, or hostile."""
     decode_or_refuse(forged(behind, epoch))

@@ -8,10 +8,13 @@ from typing import TypeVar
 from shardnet.backend.base import Backend
 from shardnet.backend.cluster import ClusterBackend
 from shardnet.backend.loopback import LoopbackBackend
+from shardnet.collectives.switchboard import Switchboard
 from shardnet.config import Limits, Timeouts
 from shardnet.credentials import Security
 from shardnet.loop import LoopThread
 from shardnet.pb import stats_pb2
+from shardnet.telemetry import Telemetry
+from shardnet.testing.jitter import JitterMesh
 from shardnet.topology import Member, Topology
 from shardnet.transport.endpoint import Endpoint
 from shardnet.transport.grpc_mesh import GrpcMesh
@@ -48,6 +51,21 @@ async def loopback_cluster(
 ) -> AsyncIterator[list[LoopbackBackend]]:
     """The same without a network: see `LoopbackBackend`."""
     async with _open(LoopbackBackend.create_group(world_size, timeouts=timeouts or Timeouts.for_tests(), limits=limits)) as backends:
+        yield backends
+
+
+@asynccontextmanager
+async def jitter_cluster(
+    world_size: int, seed: int, *, timeouts: Timeouts | None = None, limits: Limits | None = None
+) -> AsyncIterator[list[LoopbackBackend]]:
+    """Loopback with random delays, which follow from the seed and the order of what is sent: see `JitterMesh`."""
+    backends = []
+    for mesh in JitterMesh.connect(world_size):
+        mesh.random.seed(seed * world_size + mesh.rank)
+        board = Switchboard(mesh, Telemetry(), limits or Limits())
+        mesh.attach(board)
+        backends.append(LoopbackBackend(board, board.world, timeouts or Timeouts.for_tests()))
+    async with _open(backends):
         yield backends
 
 

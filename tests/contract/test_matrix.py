@@ -57,7 +57,8 @@ def block_sizes(dtype: torch.dtype) -> list[int]:
 def whole_sizes(dtype: torch.dtype, ranks: int) -> list[int]:
     """Elements of data that is cut over the ranks, or not cut at all."""
     eager, chunk = LIMITS.eager_bytes // dtype.itemsize, LIMITS.chunk_bytes // dtype.itemsize
-    return sorted({0, 1, ranks - 1, ranks, ranks + 1, eager - 1, eager, eager + 1, 2 * chunk * ranks + 1})
+    direct = 2 * eager // ranks  # the largest all_reduce in one step
+    return sorted({0, 1, ranks - 1, ranks + 1, direct, direct + 1, eager, eager + 1, eager * ranks + 1, 2 * chunk * ranks + 1})
 
 
 def cases(dtype: torch.dtype, ranks: int) -> list[Case]:

@@ -1,0 +1,92 @@
+"""How data is cut into blocks, which algorithm takes it, and how much of it travels."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardnet.backend import Backend, Pending
+from shardnet.collectives.plans import balanced_bounds, bounds_of
+from shardnet.config import Limits
+from shardnet.testing import each_rank, loopback_cluster
+
+LIMITS = Limits(chunk_bytes=64, eager_bytes=32)
+
+
+def test_seven_over_three() -> None:
+    assert balanced_bounds(7, 3) == [(0, 3), (3, 5), (5, 7)]
+
+
+@settings(deadline=None)
+@given(st.integers(0, 10_000), st.integers(1, 64))
+def test_balanced_bounds_are_those_of_the_reference(elements: int, ranks: int) -> None:
+    """Chunk i starts at i·q + min(i, m) and has length q + (i < m), with q, m = divmod(D, N)."""
+    q, m = divmod(elements, ranks)
+    bounds = balanced_bounds(elements, ranks)
+    assert bounds == [(i * q + min(i, m), i * q + min(i, m) + q + (i < m)) for i in range(ranks)]
+    assert [start for start, _ in bounds[1:]] == [end for _, end in bounds[:-1]]
+    assert (bounds[0][0], bounds[-1][1]) == (0, elements)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 1000), min_size=1, max_size=64))
+def test_blocks_of_given_sizes(sizes: list[int]) -> None:
+    bounds = bounds_of(sizes)
+    assert [end - start for start, end in bounds] == sizes
+    assert [start for start, _ in bounds[1:]] == [end for _, end in bounds[:-1]]
+    assert bounds[0][0] == 0
+
+
+async def traffic(ranks: Sequence[Backend], op: str, tensor: torch.Tensor, **arguments: int) -> list[int]:
+    """Bytes of data that each rank sends in one collective."""
+
+    async def work(rank: Backend) -> int:
+        before = rank.telemetry.bytes_sent
+        handle: Pending[torch.Tensor] = getattr(rank, op)(tensor, **arguments)
+        await handle
+        return rank.telemetry.bytes_sent - before
+
+    return await each_rank(ranks, work)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+async def test_bytes_sent_are_the_least_possible(ranks: int, dtype: torch.dtype) -> None:
+    """2(N−1)/N·D·itemsize for an all_reduce, half of it for either of its halves, and no rank does more than another."""
+    elements = 200 * ranks
+    whole = torch.ones(elements, dtype=dtype)
+    share = (ranks - 1) * elements // ranks * dtype.itemsize
+    async with loopback_cluster(ranks, limits=LIMITS) as backends:
+        assert await traffic(backends, "all_reduce", whole) == [2 * share] * ranks
+        assert await traffic(backends, "reduce_scatter", whole) == [share] * ranks
+        assert await traffic(backends, "all_gather", whole[: elements // ranks]) == [share] * ranks
+        assert await traffic(backends, "all_to_all", whole) == [share] * ranks
+
+
+async def test_a_broadcast_passes_each_link_once() -> None:
+    async with loopback_cluster(4, limits=LIMITS) as backends:
+        x = torch.ones(100)
+        assert await traffic(backends, "broadcast", x, root=1) == [0, 400, 400, 400]
+        assert await traffic(backends, "broadcast", x[:8], root=1) == [0, 96, 0, 0]  # small: root sends to each
+
+
+async def test_small_ones_take_one_step() -> None:
+    """Up to the eager limit, everyone sends to everyone; an all_reduce with one element more goes around the ring, which sends less."""
+    async with loopback_cluster(4, limits=LIMITS) as backends:
+        assert await traffic(backends, "all_gather", torch.ones(8)) == [3 * 32] * 4
+        assert await traffic(backends, "all_reduce", torch.ones(4)) == [3 * 16] * 4
+        assert sum(await traffic(backends, "all_reduce", torch.ones(5))) == 2 * 3 * 20
+
+
+async def test_the_largest_share_of_all_decides() -> None:
+    """All ranks must choose alike: one large share sends everyone around the ring."""
+    async with loopback_cluster(3, limits=LIMITS) as backends:
+        sizes = [1, 9, 1]
+
+        async def work(rank: Backend) -> list[float]:
+            gathered = await rank.all_gather(torch.full((sizes[rank.rank],), float(rank.rank)), sizes=sizes)
+            return gathered.tolist()
+
+        assert await each_rank(backends, work) == [[0.0, *[1.0] * 9, 2.0]] * 3
