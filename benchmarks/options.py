@@ -40,12 +40,12 @@ class _Preset:
     dim: int = 256
     layers: int = 4
     context: int = 256
-    bigrams: int = 16_384
+    bigrams: int = 128
     batch: int = 4
 
 
 FULL = _Preset()
-QUICK = _Preset(ranks=(2,), sizes=(KIB, MIB), repeats=5, steps=3, dim=64, layers=2, context=64, bigrams=1024, batch=2)
+QUICK = _Preset(ranks=(2,), sizes=(KIB, MIB), repeats=5, steps=3, dim=64, layers=2, context=64, bigrams=16, batch=2)
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -114,7 +114,7 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--layers", type=_positive, metavar="N", help="blocks, each of them a unit of sharding (default: 4)")
     group.add_argument("--heads", type=_positive, default=4, metavar="N", help="attention heads (default: 4)")
     group.add_argument("--context", type=_positive, metavar="N", help="bytes of one sequence (default: 256)")
-    group.add_argument("--bigrams", type=_positive, metavar="N", help="rows of the byte-pair table (default: 16384)")
+    group.add_argument("--bigrams", type=_positive, metavar="N", help="width of byte-pair vectors (default: 128)")
     group.add_argument("--batch", type=_positive, metavar="N", help="sequences of one rank in one step (default: 4)")
 
 
