@@ -86,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--only", choices=("collectives", "step"), help="leave out the other half")
     parser.add_argument("--quick", action="store_true", help="small, few and short: to see that it works, not for the record")
-    parser.add_argument("--chunk", type=_size, default=Limits().chunk_bytes, metavar="SIZE", help="shardnet's chunk (default: 1MiB)")
+    parser.add_argument("--chunk", type=_size, default=Limits().chunk_bytes, metavar="SIZE", help="shardnet's chunk (default: 2MiB)")
     parser.add_argument("--json", type=Path, default=LATEST, metavar="PATH", help="where the numbers go (default: %(default)s)")
     parser.add_argument(
         "--markdown", type=Path, nargs="?", const=LATEST, metavar="PATH", help="measure nothing; print a JSON file's tables as Markdown"

@@ -49,14 +49,14 @@ class Timeouts:
 class Limits:
     """Sizes in bytes that bound memory and messages.
 
-    chunk_bytes        payload of one message (measured best near 1 MiB: benchmarks/README.md)
+    chunk_bytes        payload of one message (measured best at 2 to 4 MiB: benchmarks/README.md)
     eager_bytes        a collective at most this large per peer is sent without waiting for the receiver
     max_message_bytes  a received message above this is refused by gRPC before it is allocated
     max_outstanding    collectives under way per group and rank; more wait their turn. With eager_bytes it
                        bounds what a peer that runs ahead can make this rank hold
     """
 
-    chunk_bytes: int = MIB
+    chunk_bytes: int = 2 * MIB
     eager_bytes: int = MIB
     max_message_bytes: int = 16 * MIB
     max_outstanding: int = 32

@@ -1,8 +1,9 @@
 """Which algorithm a collective takes, on flat arrays of one rank.
 
-Up to about `Limits.eager_bytes` a peer everything is a direct exchange: one step, one message a peer. Above that, gathers
-and sums go around the ring. Sums of 16-bit floats are exchanged at any size (see [Note: reduction order]). The choice
-depends only on what all ranks know, so they choose alike.
+Up to about `Limits.eager_bytes` a peer everything is a direct exchange: one step, one message a peer, or two steps for an
+all-reduce that is too large to send to everyone whole. Above that, gathers and sums go around the ring. Sums of 16-bit
+floats are exchanged at any size (see [Note: reduction order]). The choice depends only on what all ranks know, so they
+choose alike.
 
 [Note: no rank ends before all have entered] Whichever algorithm: what lets a rank end depends on every rank's
 announcement. So no rank reports success for a collective that others refuse, and a rank that leaves after its last
@@ -19,6 +20,7 @@ from shardnet.collectives.group import Group
 from shardnet.collectives.operation import Algorithm, Operation
 from shardnet.collectives.reduction import Array, Reduction
 from shardnet.collectives.ring import Bounds, Ring
+from shardnet.collectives.two_shot import TwoShot
 
 
 def balanced_bounds(elements: int, ranks: int) -> Bounds:
@@ -64,6 +66,8 @@ def all_reduce(group: Group, source: Array, output: Array, reduction: Reduction)
     if source.nbytes * group.size <= 2 * group.board.limits.direct_bytes:
         return _reduce_direct(group, dict.fromkeys(group.peers, source), source, output, reduction, eager=True)
     bounds = balanced_bounds(source.size, group.size)
+    if is_small(group, bounds, source.itemsize):
+        return TwoShot(bounds, source, output, reduction).run
     if reduction.widens:
         own = output[slice(*bounds[group.rank])]
         scatter = reduce_scatter(group, source, own, bounds, reduction)
@@ -120,10 +124,6 @@ def _reduce_direct(group: Group, sends: dict[int, Array], own: Array, output: Ar
 
     async def run(op: Operation) -> None:
         await Exchange(sends, receives, group.peers, eager=eager).run(op)
-        parts = [own if rank == group.rank else receives[rank] for rank in range(group.size)]
-        total = reduction.combine(reduction.widen(parts[0]), reduction.widen(parts[1]))
-        for part in parts[2:]:
-            reduction.combine(total, reduction.widen(part), out=total)
-        reduction.finish(total, output)
+        reduction.reduce([own if rank == group.rank else receives[rank] for rank in range(group.size)], output)
 
     return run

@@ -8,7 +8,7 @@ Work runs in numpy rather than torch where it can: torch would start a pool of t
 the one that computes. Both release the GIL.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 
 import numpy as np
@@ -99,6 +99,13 @@ class Reduction:
         """Both sides widened. Floating-point warnings are off: inf − inf is the user's own NaN."""
         with np.errstate(all="ignore"):
             return self._combine(left, right) if out is None else self._combine(left, right, out=out)
+
+    def reduce(self, parts: Sequence[Array], out: Array) -> None:
+        """Combine everyone's part, in the order given, and store the result. `out` may be one of the parts."""
+        total = self.combine(self.widen(parts[0]), self.widen(parts[1]))
+        for part in parts[2:]:
+            self.combine(total, self.widen(part), out=total)
+        self.finish(total, out)
 
     def finish(self, total: Array, out: Array) -> None:
         """Divide if it is a mean, narrow if it was widened, and store. `out` may be `total`."""

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16shardnet/pb/mesh.proto\x12\x0bshardnet.v1\"\x0c\n\nPushResult\"\x99\x02\n\x05\x43hunk\x12\x12\n\x05\x65poch\x18\x01 \x01(\x07H\x00\x88\x01\x01\x12\x12\n\x05group\x18\x02 \x01(\x06H\x01\x88\x01\x01\x12\x15\n\x08sequence\x18\x03 \x01(\x06H\x02\x88\x01\x01\x12\x12\n\x05\x62lock\x18\x04 \x01(\x07H\x03\x88\x01\x01\x12\x13\n\x06offset\x18\x05 \x01(\x06H\x04\x88\x01\x01\x12\x13\n\x06\x63rc32c\x18\x06 \x01(\x07H\x05\x88\x01\x01\x12*\n\x07\x63ontrol\x18\x07 \x01(\x0b\x32\x14.shardnet.v1.ControlH\x06\x88\x01\x01\x12\x11\n\x04\x64\x61ta\x18\x0f \x01(\x0cH\x07\x88\x01\x01\x42\x08\n\x06_epochB\x08\n\x06_groupB\x0b\n\t_sequenceB\x08\n\x06_blockB\t\n\x07_offsetB\t\n\x07_crc32cB\n\n\x08_controlB\x07\n\x05_data\"\xe7\x01\n\x07\x43ontrol\x12\x31\n\x0c\x61nnouncement\x18\x01 \x01(\x0b\x32\x19.shardnet.v1.AnnouncementH\x00\x12#\n\x05\x61\x62ort\x18\x02 \x01(\x0b\x32\x12.shardnet.v1.AbortH\x00\x12#\n\x05probe\x18\x03 \x01(\x0b\x32\x12.shardnet.v1.ProbeH\x00\x12.\n\x0bprobe_reply\x18\x04 \x01(\x0b\x32\x17.shardnet.v1.ProbeReplyH\x00\x12\'\n\x07goodbye\x18\x05 \x01(\x0b\x32\x14.shardnet.v1.GoodbyeH\x00\x42\x06\n\x04kind\"K\n\x0c\x41nnouncement\x12\x11\n\tsignature\x18\x01 \x01(\t\x12\x12\n\nsend_bytes\x18\x02 \x01(\x04\x12\x14\n\x0c\x65xpect_bytes\x18\x03 \x01(\x04\"\xa4\x01\n\x05\x41\x62ort\x12)\n\x06reason\x18\x01 \x01(\x0e\x32\x19.shardnet.v1.Abort.Reason\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\x12\r\n\x05ranks\x18\x03 \x03(\r\"Q\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x0c\n\x08MISMATCH\x10\x01\x12\x0b\n\x07TIMEOUT\x10\x02\x12\n\n\x06\x46\x41ILED\x10\x03\x12\x08\n\x04LOST\x10\x04\"\x13\n\x05Probe\x12\n\n\x02id\x18\x01 \x01(\x04\"X\n\nProbeReply\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0f\n\x07\x65ntered\x18\x02 \x01(\x08\x12\x15\n\rnext_sequence\x18\x03 \x01(\x04\x12\x16\n\x0elast_signature\x18\x04 \x01(\t\"m\n\x07Goodbye\x12\x30\n\tpositions\x18\x01 \x03(\x0b\x32\x1d.shardnet.v1.Goodbye.Position\x1a\x30\n\x08Position\x12\r\n\x05group\x18\x01 \x01(\x04\x12\x15\n\rnext_sequence\x18\x02 \x01(\x04\x32=\n\x04Mesh\x12\x35\n\x04Push\x12\x12.shardnet.v1.Chunk\x1a\x17.shardnet.v1.PushResult(\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16shardnet/pb/mesh.proto\x12\x0bshardnet.v1\"\x0c\n\nPushResult\"\xbb\x02\n\x05\x43hunk\x12\x12\n\x05\x65poch\x18\x01 \x01(\x07H\x00\x88\x01\x01\x12\x12\n\x05group\x18\x02 \x01(\x06H\x01\x88\x01\x01\x12\x15\n\x08sequence\x18\x03 \x01(\x06H\x02\x88\x01\x01\x12\x12\n\x05\x62lock\x18\x04 \x01(\x07H\x03\x88\x01\x01\x12\x13\n\x06offset\x18\x05 \x01(\x06H\x04\x88\x01\x01\x12\x13\n\x06\x63rc32c\x18\x06 \x01(\x07H\x05\x88\x01\x01\x12*\n\x07\x63ontrol\x18\x07 \x01(\x0b\x32\x14.shardnet.v1.ControlH\x06\x88\x01\x01\x12\x14\n\x07padding\x18\x08 \x01(\x0cH\x07\x88\x01\x01\x12\x11\n\x04\x64\x61ta\x18\x0f \x01(\x0cH\x08\x88\x01\x01\x42\x08\n\x06_epochB\x08\n\x06_groupB\x0b\n\t_sequenceB\x08\n\x06_blockB\t\n\x07_offsetB\t\n\x07_crc32cB\n\n\x08_controlB\n\n\x08_paddingB\x07\n\x05_data\"\xe7\x01\n\x07\x43ontrol\x12\x31\n\x0c\x61nnouncement\x18\x01 \x01(\x0b\x32\x19.shardnet.v1.AnnouncementH\x00\x12#\n\x05\x61\x62ort\x18\x02 \x01(\x0b\x32\x12.shardnet.v1.AbortH\x00\x12#\n\x05probe\x18\x03 \x01(\x0b\x32\x12.shardnet.v1.ProbeH\x00\x12.\n\x0bprobe_reply\x18\x04 \x01(\x0b\x32\x17.shardnet.v1.ProbeReplyH\x00\x12\'\n\x07goodbye\x18\x05 \x01(\x0b\x32\x14.shardnet.v1.GoodbyeH\x00\x42\x06\n\x04kind\"K\n\x0c\x41nnouncement\x12\x11\n\tsignature\x18\x01 \x01(\t\x12\x12\n\nsend_bytes\x18\x02 \x01(\x04\x12\x14\n\x0c\x65xpect_bytes\x18\x03 \x01(\x04\"\xa4\x01\n\x05\x41\x62ort\x12)\n\x06reason\x18\x01 \x01(\x0e\x32\x19.shardnet.v1.Abort.Reason\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\x12\r\n\x05ranks\x18\x03 \x03(\r\"Q\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x0c\n\x08MISMATCH\x10\x01\x12\x0b\n\x07TIMEOUT\x10\x02\x12\n\n\x06\x46\x41ILED\x10\x03\x12\x08\n\x04LOST\x10\x04\"\x13\n\x05Probe\x12\n\n\x02id\x18\x01 \x01(\x04\"X\n\nProbeReply\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0f\n\x07\x65ntered\x18\x02 \x01(\x08\x12\x15\n\rnext_sequence\x18\x03 \x01(\x04\x12\x16\n\x0elast_signature\x18\x04 \x01(\t\"m\n\x07Goodbye\x12\x30\n\tpositions\x18\x01 \x03(\x0b\x32\x1d.shardnet.v1.Goodbye.Position\x1a\x30\n\x08Position\x12\r\n\x05group\x18\x01 \x01(\x04\x12\x15\n\rnext_sequence\x18\x02 \x01(\x04\x32=\n\x04Mesh\x12\x35\n\x04Push\x12\x12.shardnet.v1.Chunk\x1a\x17.shardnet.v1.PushResult(\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,23 +34,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PUSHRESULT']._serialized_start=39
   _globals['_PUSHRESULT']._serialized_end=51
   _globals['_CHUNK']._serialized_start=54
-  _globals['_CHUNK']._serialized_end=335
-  _globals['_CONTROL']._serialized_start=338
-  _globals['_CONTROL']._serialized_end=569
-  _globals['_ANNOUNCEMENT']._serialized_start=571
-  _globals['_ANNOUNCEMENT']._serialized_end=646
-  _globals['_ABORT']._serialized_start=649
-  _globals['_ABORT']._serialized_end=813
-  _globals['_ABORT_REASON']._serialized_start=732
-  _globals['_ABORT_REASON']._serialized_end=813
-  _globals['_PROBE']._serialized_start=815
-  _globals['_PROBE']._serialized_end=834
-  _globals['_PROBEREPLY']._serialized_start=836
-  _globals['_PROBEREPLY']._serialized_end=924
-  _globals['_GOODBYE']._serialized_start=926
-  _globals['_GOODBYE']._serialized_end=1035
-  _globals['_GOODBYE_POSITION']._serialized_start=987
-  _globals['_GOODBYE_POSITION']._serialized_end=1035
-  _globals['_MESH']._serialized_start=1037
-  _globals['_MESH']._serialized_end=1098
+  _globals['_CHUNK']._serialized_end=369
+  _globals['_CONTROL']._serialized_start=372
+  _globals['_CONTROL']._serialized_end=603
+  _globals['_ANNOUNCEMENT']._serialized_start=605
+  _globals['_ANNOUNCEMENT']._serialized_end=680
+  _globals['_ABORT']._serialized_start=683
+  _globals['_ABORT']._serialized_end=847
+  _globals['_ABORT_REASON']._serialized_start=766
+  _globals['_ABORT_REASON']._serialized_end=847
+  _globals['_PROBE']._serialized_start=849
+  _globals['_PROBE']._serialized_end=868
+  _globals['_PROBEREPLY']._serialized_start=870
+  _globals['_PROBEREPLY']._serialized_end=958
+  _globals['_GOODBYE']._serialized_start=960
+  _globals['_GOODBYE']._serialized_end=1069
+  _globals['_GOODBYE_POSITION']._serialized_start=1021
+  _globals['_GOODBYE_POSITION']._serialized_end=1069
+  _globals['_MESH']._serialized_start=1071
+  _globals['_MESH']._serialized_end=1132
 # @@protoc_insertion_point(module_scope)

@@ -12,7 +12,7 @@ class PushResult(_message.Message):
     def __init__(self) -> None: ...
 
 class Chunk(_message.Message):
-    __slots__ = ("epoch", "group", "sequence", "block", "offset", "crc32c", "control", "data")
+    __slots__ = ("epoch", "group", "sequence", "block", "offset", "crc32c", "control", "padding", "data")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
@@ -20,6 +20,7 @@ class Chunk(_message.Message):
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     CRC32C_FIELD_NUMBER: _ClassVar[int]
     CONTROL_FIELD_NUMBER: _ClassVar[int]
+    PADDING_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     group: int
@@ -28,8 +29,9 @@ class Chunk(_message.Message):
     offset: int
     crc32c: int
     control: Control
+    padding: bytes
     data: bytes
-    def __init__(self, epoch: _Optional[int] = ..., group: _Optional[int] = ..., sequence: _Optional[int] = ..., block: _Optional[int] = ..., offset: _Optional[int] = ..., crc32c: _Optional[int] = ..., control: _Optional[_Union[Control, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, epoch: _Optional[int] = ..., group: _Optional[int] = ..., sequence: _Optional[int] = ..., block: _Optional[int] = ..., offset: _Optional[int] = ..., crc32c: _Optional[int] = ..., control: _Optional[_Union[Control, _Mapping]] = ..., padding: _Optional[bytes] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class Control(_message.Message):
     __slots__ = ("announcement", "abort", "probe", "probe_reply", "goodbye")

@@ -25,7 +25,7 @@ def test_each_half_alone() -> None:
     (collectives,) = parse_options(
         ["--only", "collectives", "--ranks", "3", "--sizes", "12KiB", "--ops", "all_reduce", "--repeats", "7"]
     ).sessions
-    assert collectives == Collectives(3, MIB, (Case(Op.ALL_REDUCE, 12 * KIB, 7),))
+    assert collectives == Collectives(3, 2 * MIB, (Case(Op.ALL_REDUCE, 12 * KIB, 7),))
     four, two = parse_options(["--only", "step", "--step-ranks", "4,2", "--steps", "9", "--dim", "16", "--chunk", "64K"]).sessions
     assert (four.ranks, two.ranks, two.steps, two.dim, two.chunk_bytes) == (4, 2, 9, 16, 64 * KIB)
 

@@ -73,11 +73,12 @@ async def test_a_broadcast_passes_each_link_once() -> None:
 
 
 async def test_small_ones_take_one_step() -> None:
-    """Up to the eager limit, everyone sends to everyone; an all_reduce with one element more goes around the ring, which sends less."""
+    """Up to the eager limit everyone sends to everyone; an all_reduce with one element more takes two steps, which send less."""
     async with loopback_cluster(4, limits=LIMITS) as backends:
         assert await traffic(backends, "all_gather", torch.ones(8)) == [3 * 32] * 4
         assert await traffic(backends, "all_reduce", torch.ones(4)) == [3 * 16] * 4
         assert sum(await traffic(backends, "all_reduce", torch.ones(5))) == 2 * 3 * 20
+        assert await traffic(backends, "all_reduce", torch.ones(32)) == [2 * 3 * 32] * 4
 
 
 async def test_the_largest_share_of_all_decides() -> None:

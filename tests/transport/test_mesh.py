@@ -165,6 +165,39 @@ class TestFrames:
 
         run()
 
+    @pytest.mark.parametrize(
+        ("block", "offset", "size"),
+        [(0, 4, 24), (0, 0, 20), (0, 0, 28), (1, 0, 24), (2, 0, 24), (3, 8, 24), (7, 0, 24)],
+        ids=["gap", "too little", "too much", "its own block", "my own sum", "part of a sum", "no block"],
+    )
+    def test_a_chunk_that_does_not_fit_two_shots(self, block: int, offset: int, size: int) -> None:
+        """Of an all_reduce of 6 + 6 elements, in which rank 0 gets block 0, to add, and then block 2 + 1, complete."""
+
+        @on_shared_loop
+        async def run() -> None:
+            async with theatre() as stage:
+                handle = stage.backend.all_reduce(torch.ones(12))
+                announced = await stage.heard.get()
+                await stage.announce_like(announced)
+                await stage.send(Chunk(1, announced.group, announced.sequence, block, offset, bytes(size)))
+                with pytest.raises(ProtocolError, match=f"rank 1 sent {size} bytes of block {block} at {offset}, expected 24 of "):
+                    await handle
+                await still_works_after(stage)
+
+        run()
+
+    @on_shared_loop
+    async def test_a_contribution_that_comes_twice(self) -> None:
+        async with theatre() as stage:
+            handle = stage.backend.all_reduce(torch.ones(12))
+            announced = await stage.heard.get()
+            await stage.announce_like(announced)
+            for _ in range(2):
+                await stage.send(Chunk(1, announced.group, announced.sequence, 0, 0, bytes(24)))
+            with pytest.raises(ProtocolError, match="rank 1 sent 24 bytes of block 0 at 0, which it had sent already"):
+                await handle
+            await still_works_after(stage)
+
     @on_shared_loop
     async def test_data_before_the_announcement(self) -> None:
         """Eager data comes with its announcement. Alone it is refused, where nobody has asked for it."""

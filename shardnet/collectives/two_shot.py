@@ -1,0 +1,75 @@
+"""An all-reduce in two direct steps: each block's contributions go to its owner, then the owner's sum to everyone.
+
+As many bytes as around the ring and as many messages, but 2 steps instead of 2(N − 1): for data that is too large to send
+to everyone whole, and too small for a ring to pipeline. With one message a block there is nothing to wait for: a
+contribution is sent eagerly, and who sends a sum knows by then that every rank has entered.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from shardnet.collectives.operation import Operation
+from shardnet.collectives.reduction import Array, Reduction, as_bytes
+from shardnet.collectives.ring import Bounds
+from shardnet.errors import ProtocolError
+from shardnet.wire import Buffer, Chunk
+
+
+@dataclass(slots=True)
+class TwoShot:
+    """Both steps for one rank. `bounds` cuts `source` into a block a rank, in elements; `output` may be `source` itself."""
+
+    bounds: Bounds
+    source: Array
+    output: Array
+    reduction: Reduction
+    _rank: int = 0
+    _contributions: dict[int, Buffer] = field(default_factory=dict)  # by rank, to this rank's block
+    _sums: set[int] = field(default_factory=set)  # ranks whose block is complete in `output`
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def run(self, op: Operation) -> None:
+        """The algorithm of an all-reduce operation."""
+        self._rank, peers = op.group.rank, op.group.peers
+        op.sink = self._on_chunk
+        for peer in peers:
+            await op.send(peer, peer, data=as_bytes(self._block(self.source, peer)), announcement=op.announcement())
+        for peer in peers:
+            await op.cleared(peer)
+        mine = self._block(self.output, self._rank)
+        if mine.size:
+            await self._until(lambda: len(self._contributions) == len(peers))
+            own = self._block(self.source, self._rank)
+            parts = [own if rank == self._rank else self._contribution(rank) for rank in range(op.group.size)]
+            self.reduction.reduce(parts, mine)
+            for peer in peers:
+                await op.send(peer, op.group.size + self._rank, data=as_bytes(mine))
+        expected = {peer for peer in peers if self._block(self.output, peer).size}
+        await self._until(lambda: self._sums == expected)
+
+    def _block(self, whole: Array, rank: int) -> Array:
+        return whole[slice(*self.bounds[rank])]
+
+    def _contribution(self, rank: int) -> Array:
+        return self.reduction.view(self._contributions[rank])
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _on_chunk(self, source: int, chunk: Chunk) -> None:
+        summed = chunk.block == len(self.bounds) + source
+        target = self._block(self.output, source if summed else self._rank)
+        sent = f"rank {source} sent {len(chunk.data)} bytes of block {chunk.block} at {chunk.offset}"
+        if not (summed or chunk.block == self._rank) or chunk.offset or len(chunk.data) != target.nbytes:
+            raise ProtocolError(f"{sent}, expected {target.nbytes} of block {self._rank} or of its own sum")
+        if source in (self._sums if summed else self._contributions):
+            raise ProtocolError(f"{sent}, which it had sent already")
+        if summed:
+            as_bytes(target)[:] = chunk.data
+            self._sums.add(source)
+        else:  # without a frame it is the sender's own buffer, lent for this call
+            self._contributions[source] = chunk.data if chunk.frame is not None else bytes(chunk.data)
+        self._changed.set()
