@@ -1,7 +1,6 @@
 """The command line of train_lm.py."""
 
 import argparse
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -90,13 +89,8 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--sample-bytes", type=_not_negative, default=500, metavar="N", help="length of the sample at the end (default: %(default)s)"
     )
-    group.add_argument("--out", type=Path, metavar="DIR", help="write report.html there, a page about the run, and trace.json")
     group.add_argument(
-        "--trace",
-        type=Path,
-        default=os.environ.get("SHARDNET_TRACE") or None,
-        metavar="FILE",
-        help="write a timeline of all workers for https://ui.perfetto.dev",
+        "--out", type=Path, metavar="DIR", help="write report.html there, a page about the run, and trace.json, its timeline"
     )
 
 

@@ -7,6 +7,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from importlib.metadata import version
+from pathlib import Path
 
 import torch
 
@@ -25,13 +26,12 @@ TRACE = "trace.json"
 
 
 def prepare(options: argparse.Namespace) -> None:
-    """Make the folders that will be written to: at the end of a long run it is too late to learn that one cannot be made."""
-    for folder in (options.out, options.trace and options.trace.parent):
-        if folder:
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                sys.exit(f"train_lm: cannot write to {folder}: {error.strerror}")
+    """Make the folder that will be written to: at the end of a long run it is too late to learn that one cannot be made."""
+    if options.out:
+        try:
+            options.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            sys.exit(f"train_lm: cannot write to {options.out}: {error.strerror}")
 
 
 async def conclude(
@@ -60,7 +60,8 @@ async def conclude(
         versions=versions(),
     )
     print_summary(run)
-    await asyncio.to_thread(write_files, run, spans, options)
+    if options.out:
+        await asyncio.to_thread(write_files, run, spans, options.out)
 
 
 async def count_ranks(cluster: Cluster, journal: Journal, model: AsyncFSDP, optimizer: torch.optim.Optimizer) -> list[RankRecord]:
@@ -109,15 +110,12 @@ def print_summary(run: RunRecord) -> None:
     )
 
 
-def write_files(run: RunRecord, spans: Sequence[RankSpans], options: argparse.Namespace) -> None:
-    """The report page and the trace, where they were asked for."""
-    traces = [options.trace, options.out / TRACE if options.out else None]
-    for path in filter(None, traces):
-        write_trace(path, spans)
-        print(f"timeline for https://ui.perfetto.dev: {path}", flush=True)
-    if options.out:
-        write_report(options.out / REPORT, run)
-        print(f"report: {options.out / REPORT}", flush=True)
+def write_files(run: RunRecord, spans: Sequence[RankSpans], folder: Path) -> None:
+    """The report page and the trace."""
+    write_trace(folder / TRACE, spans)
+    print(f"timeline for https://ui.perfetto.dev: {folder / TRACE}", flush=True)
+    write_report(folder / REPORT, run)
+    print(f"report: {folder / REPORT}", flush=True)
 
 
 def versions() -> dict[str, str]:

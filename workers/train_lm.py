@@ -31,7 +31,7 @@ async def main() -> None:
         sys.exit(f"train_lm: {error}")
     async with shardnet.connect() as cluster:
         prepare(options)
-        cluster.telemetry.tracing = bool(options.out or options.trace)
+        cluster.telemetry.tracing |= options.out is not None
         await check_same_text(cluster, text)
         trainer = await Trainer.create(cluster, options, text)
         await trainer.run()

@@ -65,7 +65,12 @@ def add_to(commands: arguments.Commands) -> None:
         metavar="SECONDS",
         help="when a worker has failed, how long the others have to leave before they are killed (default: %(default)g)",
     )
-    parser.add_argument("--trace", type=Path, metavar="PATH", help="write a trace of the run there")
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="PATH",
+        help="write a timeline of all workers there, for https://ui.perfetto.dev (with --nnodes: give it on all of them)",
+    )
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module")
     parser.add_argument("script", metavar="SCRIPT", help="the program, or with -m a module")
     parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS", help="what the program gets")

@@ -14,6 +14,7 @@ from shardnet.backend.base import Backend
 from shardnet.backend.cluster import ClusterBackend
 from shardnet.backend.loopback import LoopbackBackend
 from shardnet.credentials import Security
+from shardnet.errors import UsageError
 from shardnet.fsdp import AsyncFSDP, ShardingStrategy
 from shardnet.loop import LoopThread
 from shardnet.rendezvous.client import join
@@ -23,6 +24,7 @@ from shardnet.telemetry import Progress, Telemetry
 from shardnet.topology import Member, Topology
 from shardnet.training.settings import Settings
 from shardnet.training.snapshot import worker_snapshot
+from shardnet.training.trace import gather_spans, write_trace
 from shardnet.transport.endpoint import Endpoint
 from shardnet.transport.grpc_mesh import GrpcMesh
 from shardnet.transport.mesh_service import MeshService
@@ -100,6 +102,7 @@ async def connect(**settings: Any) -> AsyncIterator[Cluster]:
     be reached. Leaving says goodbye to the peers; leaving by an exception does not, so that they fail at once, too.
     """
     chosen = Settings.from_environment(None, **settings)
+    trace = _trace_file(chosen)
     process.tune()
     async with AsyncExitStack() as stack:
         enter = _join_cluster if chosen.rendezvous else _alone
@@ -107,6 +110,8 @@ async def connect(**settings: Any) -> AsyncIterator[Cluster]:
         cluster = Cluster(backend, topology)
         try:
             yield cluster
+            if trace is not None:
+                await _write_trace(cluster, trace)
         except BaseException:
             backend.abort()  # first, so that no compute thread waits for a collective any more
             raise
@@ -115,17 +120,36 @@ async def connect(**settings: Any) -> AsyncIterator[Cluster]:
             await backend.aclose()
 
 
+def _trace_file(settings: Settings) -> Path | None:
+    """Where the trace goes. Its folder is made now: at the end of a long run it is too late to learn that it cannot be."""
+    if not settings.trace:
+        return None
+    path = Path(settings.trace)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot write a trace to {path}: {error.strerror}; choose another place for --trace (SHARDNET_TRACE)") from error
+    return path
+
+
+async def _write_trace(cluster: Cluster, path: Path) -> None:
+    spans = await gather_spans(cluster.backend, cluster.topology.me.address)
+    if cluster.rank == 0:
+        write_trace(path, spans)
+        log.info("timeline of %d ranks for https://ui.perfetto.dev: %s", len(spans), path)
+
+
 async def _alone(settings: Settings, stack: AsyncExitStack) -> tuple[Backend, Topology]:
     """A world of one: no network, the same API."""
     backend = LoopbackBackend.create_group(1, timeouts=settings.timeouts, limits=settings.limits)[0]
-    backend.telemetry.tracing = settings.tracing
+    backend.telemetry.tracing = bool(settings.trace)
     member = Member(0, 0, 0, "127.0.0.1:0", node_identity(settings.node), new_incarnation())
     return backend, Topology(epoch=1, rank=0, members=(member,))
 
 
 async def _join_cluster(settings: Settings, stack: AsyncExitStack) -> tuple[Backend, Topology]:
     """Listen, join, connect to every peer. What is opened is closed by `stack`, in the opposite order."""
-    loop, telemetry = LoopThread.shared(), Telemetry(tracing=settings.tracing)
+    loop, telemetry = LoopThread.shared(), Telemetry(tracing=bool(settings.trace))
     security = Security(insecure=settings.insecure)
     topology: Topology | None = None
     endpoint = Endpoint(

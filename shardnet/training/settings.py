@@ -23,6 +23,7 @@ class Settings:
                     this machine from which the rendezvous is reached
     node            identity of this machine; empty: found (host name and boot id)
     report_file     where the launcher wants to read this worker's address and rank; empty: nowhere
+    trace           where rank 0 writes a timeline of all ranks at the end; empty: none is kept. Alike on all ranks
     """
 
     rendezvous: str = ""
@@ -34,7 +35,7 @@ class Settings:
     listen: str = ""
     insecure: bool = False
     report_file: str = ""
-    tracing: bool = False
+    trace: str = ""
     timeouts: Timeouts = field(default_factory=Timeouts)
     limits: Limits = field(default_factory=Limits)
 
@@ -53,7 +54,7 @@ class Settings:
             "listen": environment.get("SHARDNET_LISTEN", ""),
             "insecure": environment.get("SHARDNET_INSECURE", "") == "1",
             "report_file": environment.get("SHARDNET_REPORT_FILE", ""),
-            "tracing": bool(environment.get("SHARDNET_TRACE", "")),
+            "trace": environment.get("SHARDNET_TRACE", ""),
         }
         unknown = given.keys() - cls.__dataclass_fields__.keys()
         if unknown:
