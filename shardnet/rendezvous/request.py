@@ -34,7 +34,7 @@ class JoinRequest:
 
     def __post_init__(self) -> None:
         for name in ("job", "incarnation", "node"):
-            _check_text(name, getattr(self, name))
+            check_text(name, getattr(self, name))
         object.__setattr__(self, "address", _reachable(self.address))
         if not 1 <= self.min_world_size <= self.max_world_size <= MAX_WORLD_SIZE:
             raise UsageError(
@@ -59,7 +59,8 @@ def check_protocol(protocol: int, version: str) -> None:
         )
 
 
-def _check_text(name: str, text: str) -> None:
+def check_text(name: str, text: str) -> None:
+    """Raise UsageError, calling it `name`, unless it can stand in logs and messages to all members."""
     if not text:
         raise UsageError(f"{name} must not be empty")
     if len(text) > MAX_TEXT:

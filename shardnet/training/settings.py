@@ -3,13 +3,14 @@
 import asyncio
 import os
 import socket
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Self
 
 from shardnet.address import Address
 from shardnet.config import Limits, Timeouts
-from shardnet.errors import RendezvousUnavailable, UsageError
+from shardnet.errors import AddressError, RendezvousUnavailable, UsageError
+from shardnet.rendezvous.request import MAX_WORLD_SIZE, check_text
 
 RESOLVE_EVERY_S = 0.5  # a rendezvous that starts later may have no name yet (container networks)
 
@@ -41,31 +42,70 @@ class Settings:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None, **given: object) -> Self:
-        """Settings from SHARDNET_* variables; what is `given` wins. Raises UsageError for a value that makes no sense."""
+        """Settings from SHARDNET_* variables; what is `given` wins. An empty variable is one that is not set.
+
+        Raises UsageError or AddressError for a value that makes no sense, naming where it came from.
+        """
+        unknown = given.keys() - cls.__dataclass_fields__.keys()
+        if unknown:
+            raise UsageError(f"connect() has no setting {', '.join(sorted(unknown))}; there are: {', '.join(cls.__dataclass_fields__)}")
         environment = os.environ if environment is None else environment
         world_size = _number(environment, "SHARDNET_WORLD_SIZE", 1)
         found: dict[str, object] = {
             "rendezvous": environment.get("SHARDNET_RENDEZVOUS", ""),
-            "job": environment.get("SHARDNET_JOB", "default"),
+            "job": environment.get("SHARDNET_JOB", "") or "default",
             "min_world_size": _number(environment, "SHARDNET_MIN_WORLD_SIZE", world_size),
             "max_world_size": _number(environment, "SHARDNET_MAX_WORLD_SIZE", world_size),
             "local_rank": _number(environment, "SHARDNET_LOCAL_RANK", 0),
             "node": environment.get("SHARDNET_NODE", ""),
             "listen": environment.get("SHARDNET_LISTEN", ""),
-            "insecure": environment.get("SHARDNET_INSECURE", "") == "1",
+            "insecure": _flag(environment, "SHARDNET_INSECURE"),
             "report_file": environment.get("SHARDNET_REPORT_FILE", ""),
             "trace": environment.get("SHARDNET_TRACE", ""),
         }
-        unknown = given.keys() - cls.__dataclass_fields__.keys()
-        if unknown:
-            raise UsageError(f"connect() has no setting {', '.join(sorted(unknown))}; there are: {', '.join(cls.__dataclass_fields__)}")
-        return cls(**{**found, **given})  # type: ignore[arg-type]  # the fields' own types; checked where they are used
+        settings = cls(**{**found, **given})  # type: ignore[arg-type]  # checked in the next line
+        settings._check(given.keys(), environment)
+        return settings
+
+    def _check(self, given: Collection[str], environment: Mapping[str, str]) -> None:
+        """Raise for what cannot work, before anything is opened."""
+
+        def source(name: str) -> str:
+            if name in given:
+                return f"{name} of connect()"
+            variable = f"SHARDNET_{name.upper()}"
+            return variable if environment.get(variable) or not name.endswith("_world_size") else "SHARDNET_WORLD_SIZE"
+
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if not isinstance(value, each.type) or isinstance(value, bool) is not (each.type is bool):  # type: ignore[arg-type]
+                raise UsageError(f"{source(each.name)} must be of type {each.type.__name__}, got {value!r}")  # type: ignore[union-attr]
+        check_text(source("job"), self.job)
+        if self.node:
+            check_text(source("node"), self.node)
+        if self.rendezvous and not _parse(source("rendezvous"), self.rendezvous).port:
+            raise AddressError(f"{source('rendezvous')}: {self.rendezvous!r} has port 0, at which nobody can be called")
+        if self.listen:
+            _parse(source("listen"), _with_port(self.listen))
+        if self.local_rank < 0:
+            raise UsageError(f"{source('local_rank')} must not be negative, got {self.local_rank}")
+        least, most = source("min_world_size"), source("max_world_size")
+        if not 1 <= self.min_world_size <= self.max_world_size <= MAX_WORLD_SIZE:
+            raise UsageError(
+                f"the least world size is {self.min_world_size} ({least}) and the greatest {self.max_world_size} ({most}); "
+                f"choose 1 <= least <= greatest <= {MAX_WORLD_SIZE}"
+            )
+        if self.min_world_size > 1 and not self.rendezvous:  # each worker would silently train alone
+            raise UsageError(
+                f"{least} asks for {self.min_world_size} workers, but without {source('rendezvous')} they cannot meet; "
+                "start the program with `shardnet run`, or give the host:port of a rendezvous"
+            )
 
     async def listen_address(self) -> str:
         """host:port to bind; port 0 where the system shall choose. Waits until the rendezvous' name is known, up to `connect_s`."""
         if not self.listen:
             return str(Address(await self._local_address(), 0))
-        return self.listen if _has_port(self.listen) else str(Address(self.listen, 0))
+        return _with_port(self.listen)
 
     async def public_address(self, bound: str) -> str:
         """Where peers reach what was bound: the same, unless that was 'all addresses'."""
@@ -99,8 +139,24 @@ async def _route_to(target: Address) -> str | None:
         return None
 
 
-def _has_port(listen: str) -> bool:
-    return (listen.startswith("[") and "]:" in listen) or listen.count(":") == 1
+def _with_port(listen: str) -> str:
+    """host:port of a host or host:port; port 0 where there is none."""
+    has_port = (listen.startswith("[") and "]:" in listen) or listen.count(":") == 1
+    return listen if has_port else str(Address(listen, 0))
+
+
+def _parse(source: str, text: str) -> Address:
+    try:
+        return Address.parse(text)
+    except AddressError as error:
+        raise AddressError(f"{source}: {error}") from None
+
+
+def _flag(environment: Mapping[str, str], name: str) -> bool:
+    text = environment.get(name, "")
+    if text not in ("", "0", "1"):  # "no" would otherwise mean one thing to its writer and another to us
+        raise UsageError(f"{name} must be 0 or 1, got {text!r}")
+    return text == "1"
 
 
 def _number(environment: Mapping[str, str], name: str, default: int) -> int:

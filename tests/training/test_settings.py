@@ -1,0 +1,144 @@
+"""Settings of `connect()`: where each comes from, and what is said of one that makes no sense."""
+
+import pytest
+
+from shardnet.config import Limits, Timeouts
+from shardnet.errors import AddressError, RendezvousUnavailable, UsageError
+from shardnet.training.settings import Settings
+
+LAUNCHED = {
+    "SHARDNET_RENDEZVOUS": "127.0.0.1:7000",
+    "SHARDNET_JOB": "j",
+    "SHARDNET_WORLD_SIZE": "4",
+    "SHARDNET_LOCAL_RANK": "1",
+    "SHARDNET_LOCAL_WORLD_SIZE": "2",
+    "SHARDNET_REPORT_FILE": "/dev/fd/3",
+    "SHARDNET_NODE": "left",
+    "SHARDNET_LISTEN": "::1",
+    "SHARDNET_INSECURE": "1",
+    "SHARDNET_TRACE": "trace.json",
+}
+
+
+def test_without_variables_it_is_a_world_of_one() -> None:
+    assert Settings.from_environment({}) == Settings()
+    assert (Settings().rendezvous, Settings().min_world_size, Settings().max_world_size) == ("", 1, 1)
+
+
+def test_every_variable_of_the_launcher_is_read() -> None:
+    assert Settings.from_environment(LAUNCHED) == Settings("127.0.0.1:7000", "j", 4, 4, 1, "left", "::1", True, "/dev/fd/3", True)
+
+
+def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARDNET_JOB", "from the process")
+    assert Settings.from_environment().job == "from the process"
+
+
+def test_least_and_greatest_world_size_win_over_the_common_one() -> None:
+    found = Settings.from_environment(LAUNCHED | {"SHARDNET_MIN_WORLD_SIZE": "2", "SHARDNET_MAX_WORLD_SIZE": "8"})
+    assert (found.min_world_size, found.max_world_size) == (2, 8)
+
+
+def test_an_empty_variable_is_one_that_is_not_set() -> None:
+    assert Settings.from_environment(dict.fromkeys(LAUNCHED, "")) == Settings()
+
+
+def test_what_is_given_wins() -> None:
+    timeouts, limits = Timeouts.for_tests(), Limits(chunk_bytes=8)
+    found = Settings.from_environment(LAUNCHED, job="k", insecure=False, min_world_size=1, timeouts=timeouts, limits=limits)
+    assert (found.job, found.insecure, found.min_world_size, found.max_world_size) == ("k", False, 1, 4)
+    assert (found.timeouts, found.limits) == (timeouts, limits)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"WORLD_SIZE": "two"}, "SHARDNET_WORLD_SIZE must be a whole number, got 'two'"),
+        ({"MIN_WORLD_SIZE": "1.5"}, "SHARDNET_MIN_WORLD_SIZE must be a whole number, got '1.5'"),
+        ({"MAX_WORLD_SIZE": "-"}, "SHARDNET_MAX_WORLD_SIZE must be a whole number, got '-'"),
+        ({"LOCAL_RANK": "first"}, "SHARDNET_LOCAL_RANK must be a whole number, got 'first'"),
+        ({"LOCAL_RANK": "-1"}, "SHARDNET_LOCAL_RANK must not be negative, got -1"),
+        (
+            {"WORLD_SIZE": "0"},
+            "the least world size is 0 (SHARDNET_WORLD_SIZE) and the greatest 0 (SHARDNET_WORLD_SIZE); choose 1 <= least <=",
+        ),
+        ({"WORLD_SIZE": "65537"}, "the greatest 65537 (SHARDNET_WORLD_SIZE); choose 1 <= least <= greatest <= 65536"),
+        ({"MIN_WORLD_SIZE": "5"}, "the least world size is 5 (SHARDNET_MIN_WORLD_SIZE) and the greatest 4 (SHARDNET_WORLD_SIZE)"),
+        (
+            {"RENDEZVOUS": ""},
+            "SHARDNET_WORLD_SIZE asks for 4 workers, but without SHARDNET_RENDEZVOUS they cannot meet; start the program with",
+        ),
+        ({"INSECURE": "true"}, "SHARDNET_INSECURE must be 0 or 1, got 'true'"),
+        ({"JOB": "two\nlines"}, r"SHARDNET_JOB 'two\nlines' has characters that cannot be printed"),
+        ({"JOB": "j" * 257}, "SHARDNET_JOB has 257 characters; at most 256 are allowed"),
+        ({"NODE": "\x1b[2J"}, r"SHARDNET_NODE '\x1b[2J' has characters that cannot be printed"),
+    ],
+)
+def test_a_variable_that_makes_no_sense_is_named(changes: dict[str, str], complaint: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        Settings.from_environment(LAUNCHED | {f"SHARDNET_{name}": value for name, value in changes.items()})
+    assert complaint in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "complaint"),
+    [
+        ("rendezvous", "10.0.0.1", "'10.0.0.1' does not end in a port from 0 to 65535; write host:port, as in 10.0.0.1:7001"),
+        ("rendezvous", "::1:7000", "'::1:7000' is not host:port; write an IPv6 address in brackets"),
+        ("rendezvous", "unix:/tmp/socket", "'unix:/tmp/socket' does not end in a port"),
+        ("rendezvous", "127.0.0.1:0", "'127.0.0.1:0' has port 0, at which nobody can be called"),
+        ("listen", "10.0.0.1:http", "'10.0.0.1:http' does not end in a port"),
+        ("listen", "two words", "'two words:0' has no usable host name"),
+    ],
+)
+def test_an_address_that_is_none_is_named_by_where_it_came_from(name: str, value: str, complaint: str) -> None:
+    with pytest.raises(AddressError) as from_variable:
+        Settings.from_environment(LAUNCHED | {f"SHARDNET_{name.upper()}": value})
+    assert str(from_variable.value).startswith(f"SHARDNET_{name.upper()}: {complaint}")
+    with pytest.raises(AddressError) as from_call:
+        Settings.from_environment(LAUNCHED, **{name: value})
+    assert str(from_call.value).startswith(f"{name} of connect(): {complaint}")
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        ({"min_world_size": "2"}, "min_world_size of connect() must be of type int, got '2'"),
+        ({"local_rank": True}, "local_rank of connect() must be of type int, got True"),
+        ({"insecure": 1}, "insecure of connect() must be of type bool, got 1"),
+        ({"rendezvous": None}, "rendezvous of connect() must be of type str, got None"),
+        ({"timeouts": 5.0}, "timeouts of connect() must be of type Timeouts, got 5.0"),
+        ({"job": ""}, "job of connect() must not be empty"),
+        ({"min_world_size": 9}, "the least world size is 9 (min_world_size of connect()) and the greatest 4 (SHARDNET_WORLD_SIZE)"),
+        ({"rendezvous": ""}, "SHARDNET_WORLD_SIZE asks for 4 workers, but without rendezvous of connect() they cannot meet"),
+        (
+            {"world_size": 2, "rank": 1},
+            "connect() has no setting rank, world_size; there are: rendezvous, job, min_world_size, max_world_size,",
+        ),
+    ],
+)
+def test_an_argument_that_makes_no_sense_is_named(given: dict[str, object], complaint: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        Settings.from_environment(LAUNCHED, **given)
+    assert str(refused.value).startswith(complaint)
+
+
+@pytest.mark.parametrize(
+    ("listen", "bound"),
+    [("", "127.0.0.1:0"), ("10.0.0.1", "10.0.0.1:0"), ("10.0.0.1:7001", "10.0.0.1:7001"), ("::1", "[::1]:0"), ("[::1]:7001", "[::1]:7001")],
+)
+async def test_what_to_listen_on(listen: str, bound: str) -> None:
+    """By default the address of this machine from which it reaches the rendezvous."""
+    assert await Settings.from_environment(LAUNCHED, listen=listen).listen_address() == bound
+
+
+async def test_peers_are_told_an_address_that_they_can_call() -> None:
+    settings = Settings.from_environment(LAUNCHED)
+    assert await settings.public_address("0.0.0.0:7001") == "127.0.0.1:7001"
+    assert await settings.public_address("10.0.0.1:7001") == "10.0.0.1:7001"
+
+
+async def test_a_rendezvous_whose_name_stays_unknown_is_unavailable() -> None:
+    settings = Settings.from_environment(LAUNCHED, rendezvous="nowhere.invalid:7000", listen="", timeouts=Timeouts(connect_s=0.2))
+    with pytest.raises(RendezvousUnavailable, match=r"the name 'nowhere\.invalid' of the rendezvous was not known within 0\.2 s; check it"):
+        await settings.listen_address()
