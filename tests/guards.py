@@ -45,12 +45,12 @@ def grpc_poller() -> Iterator[None]:
     frame, and the frame a server. An idle channel holds it for the session.
     """
     shared = LoopThread.shared()
-    channel = shared.run(_idle_channel()).result()
+    channel = shared.run(idle_channel()).result()
     yield
     shared.run(channel.close()).result()
 
 
-async def _idle_channel() -> grpc.aio.Channel:
+async def idle_channel() -> grpc.aio.Channel:
     return grpc.aio.insecure_channel("127.0.0.1:1")  # connects at its first call, of which there is none
 
 

@@ -98,8 +98,9 @@ async def connect(**settings: Any) -> AsyncIterator[Cluster]:
     """Join the cluster that the environment names (`shardnet run` sets it), or be a world of one where there is none.
 
     Any field of `Settings` may be given instead: `connect(rendezvous="10.0.0.1:29400", min_world_size=4, …)`.
-    Entering waits until the world is complete; raises a `RendezvousError` if that fails and `PeerLost` if a peer cannot
-    be reached. Leaving says goodbye to the peers; leaving by an exception does not, so that they fail at once, too.
+    Entering waits until the world is complete; raises `UsageError` for a setting that makes no sense, a `RendezvousError`
+    if joining fails and `PeerLost` if a peer cannot be reached. Leaving says goodbye to the peers; leaving by an exception
+    does not, so that they fail at once, too. A second connect in a process is a member of its own, with a port of its own.
     """
     chosen = Settings.from_environment(None, **settings)
     trace = _trace_file(chosen)
@@ -117,7 +118,13 @@ async def connect(**settings: Any) -> AsyncIterator[Cluster]:
             raise
         finally:
             await cluster._close_models()
-            await backend.aclose()
+
+
+async def _end(backend: Backend, error: BaseException | None) -> None:
+    """Say goodbye and close; after an error without a goodbye."""
+    if error is not None:
+        backend.abort()
+    await backend.aclose()
 
 
 def _trace_file(settings: Settings) -> Path | None:
@@ -142,6 +149,7 @@ async def _write_trace(cluster: Cluster, path: Path) -> None:
 async def _alone(settings: Settings, stack: AsyncExitStack) -> tuple[Backend, Topology]:
     """A world of one: no network, the same API."""
     backend = LoopbackBackend.create_group(1, timeouts=settings.timeouts, limits=settings.limits)[0]
+    stack.push_async_exit(lambda kind, error, trace: _end(backend, error))
     backend.telemetry.tracing = bool(settings.trace)
     member = Member(0, 0, 0, "127.0.0.1:0", node_identity(settings.node), new_incarnation())
     return backend, Topology(epoch=1, rank=0, members=(member,))
@@ -183,6 +191,7 @@ async def _join_cluster(settings: Settings, stack: AsyncExitStack) -> tuple[Back
     topology = membership.topology
     mesh = GrpcMesh(settings.job, topology, service, security, settings.timeouts, settings.limits)
     backend = await ClusterBackend.start(mesh, topology, timeouts=settings.timeouts, limits=settings.limits, telemetry=telemetry)
+    stack.push_async_exit(lambda kind, error, trace: _end(backend, error))  # at once: what follows may fail
     await loop.run_here(endpoint.set_serving(True))
     if settings.report_file:
         with Path(settings.report_file).open("a") as report:  # noqa: ASYNC230 - one line to a local file

@@ -2,33 +2,15 @@
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardnet.backend import Backend, Pending, ReduceOp
-from shardnet.testing import reference, same_bits
+from shardnet.backend import Backend
+from shardnet.testing import same_bits
+from tests.contract.programs import DTYPES, GROUPS, OPS, Step, expected, inputs_of, reductions, start
 
-DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool)
 PATIENCE_S = 20.0
-GROUPS: tuple[tuple[int, ...], ...] = ((0, 1, 2, 3), (0, 2), (1, 2, 3), (3,))
-
-
-@dataclass(frozen=True)
-class Step:
-    """One collective of a group; `cuts` are rows from each member to each other one."""
-
-    members: tuple[int, ...]
-    op: str
-    dtype: torch.dtype
-    rows: int
-    width: int
-    reduce: ReduceOp
-    root: int
-    cuts: tuple[tuple[int, ...], ...]
 
 
 @st.composite
@@ -36,67 +18,16 @@ def steps(draw: st.DrawFn) -> Step:
     members = draw(st.sampled_from(GROUPS))
     ranks = len(members)
     dtype = draw(st.sampled_from(DTYPES))
-    ops = [op for op in ReduceOp if op is not ReduceOp.MEAN or dtype.is_floating_point]
     return Step(
         members,
-        draw(st.sampled_from(["all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "uneven", "send", "barrier"])),
+        draw(st.sampled_from(OPS)),
         dtype,
         draw(st.one_of(st.integers(0, 10), st.integers(0, 70))),
         draw(st.integers(1, 3)),
-        draw(st.sampled_from(ops)),
+        draw(st.sampled_from(reductions(dtype))),
         draw(st.integers(0, ranks - 1)),
         tuple(tuple(draw(st.lists(st.integers(0, 12), min_size=ranks, max_size=ranks))) for _ in range(ranks)),
     )
-
-
-def inputs_of(step: Step, salt: int) -> list[torch.Tensor]:
-    """What each member gives to it: small whole numbers, whose sums are exact in any order."""
-    ranks = len(step.members)
-    rows = {"reduce_scatter": step.rows * ranks, "all_to_all": step.rows * ranks}.get(step.op, step.rows)
-    tensors = []
-    for rank in range(ranks):
-        mine = sum(step.cuts[rank]) if step.op == "uneven" else rows
-        values = (torch.arange(mine * step.width) * 5 + rank * 3 + salt) % (2 if step.dtype is torch.bool else 9)
-        tensors.append(values.to(step.dtype).reshape(mine, step.width))
-    return tensors
-
-
-def expected(step: Step, inputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
-    match step.op:
-        case "all_reduce":
-            return [*reference.all_reduce(inputs, step.reduce)]
-        case "broadcast":
-            return [*reference.broadcast(inputs, step.root)]
-        case "all_gather":
-            return [*reference.all_gather(inputs)]
-        case "reduce_scatter":
-            return [*reference.reduce_scatter(inputs, step.reduce)]
-        case "all_to_all":
-            return [*reference.all_to_all(inputs)]
-        case "uneven":
-            return [*reference.all_to_all(inputs, step.cuts)]
-        case "send":  # everyone to the next one
-            return [inputs[rank - 1] if len(inputs) > 1 else None for rank in range(len(inputs))]
-        case _:
-            return [None for _ in inputs]
-
-
-def start(step: Step, group: Backend, mine: torch.Tensor) -> list[Pending[Any]]:
-    """The handles of a step on one rank; the last one gives its result."""
-    ranks, rank = group.world_size, group.rank
-    match step.op:
-        case "all_reduce" | "reduce_scatter":
-            return [getattr(group, step.op)(mine, step.reduce)]
-        case "broadcast":
-            return [group.broadcast(mine, step.root)]
-        case "all_gather" | "all_to_all":
-            return [getattr(group, step.op)(mine)]
-        case "uneven":
-            return [group.all_to_all(mine, send_sizes=step.cuts[rank], recv_sizes=[cut[rank] for cut in step.cuts])]
-        case "send" if ranks > 1:
-            return [group.send(mine, (rank + 1) % ranks), group.recv(torch.empty_like(mine), (rank - 1) % ranks)]
-        case _:
-            return [group.barrier()]
 
 
 class Runner:

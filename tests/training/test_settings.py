@@ -26,7 +26,7 @@ def test_without_variables_it_is_a_world_of_one() -> None:
 
 
 def test_every_variable_of_the_launcher_is_read() -> None:
-    assert Settings.from_environment(LAUNCHED) == Settings("127.0.0.1:7000", "j", 4, 4, 1, "left", "::1", True, "/dev/fd/3", True)
+    assert Settings.from_environment(LAUNCHED) == Settings("127.0.0.1:7000", "j", 4, 4, 1, "left", "::1", True, "/dev/fd/3", "trace.json")
 
 
 def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,226 @@
+"""`connect()`: worlds of one in this process, members of a real cluster, and what becomes of a cluster when a worker dies or freezes."""
+
+import asyncio
+import os
+import re
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardnet
+from shardnet.backend import Backend
+from shardnet.config import Timeouts
+from shardnet.errors import ClosedError, JoinTimeout, ListenError, PeerLost, PlaintextRefused, UsageError
+from shardnet.loop import LoopThread
+from shardnet.transport.observe import Health, health, snapshot
+from tests.training.workers import PATIENCE_S, Message, Nursery, Worker, rendezvous, streaming
+
+KILLED_WITHIN_S = 5.0  # about 0.1 s where nothing else runs
+FROZEN_WITHIN_S = 8.0  # 1.5 x suspect_s, and time for a crowded machine
+SUSPECT_S = 2.0
+TIMEOUTS = Timeouts.for_tests()
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests' own launcher, if there is one, does not count."""
+    for name in [name for name in os.environ if name.startswith("SHARDNET_")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def meeting() -> Iterator[str]:
+    with rendezvous() as address:
+        yield address
+
+
+async def total(backend: Backend) -> float:
+    return float((await backend.all_reduce(torch.tensor([backend.rank + 1.0])))[0])
+
+
+# --- a world of one
+
+
+async def test_without_a_launcher_it_is_a_world_of_one() -> None:
+    async with shardnet.connect() as cluster:
+        assert (cluster.rank, cluster.world_size, cluster.local_rank, cluster.topology.epoch) == (0, 1, 0, 1)
+        assert await total(cluster.backend) == 1.0
+        assert await cluster.mean(3.0, weight=2.0) == 3.0
+        model = await cluster.shard(torch.nn.Linear(3, 1))
+        await model.backward((await model(torch.ones(2, 3))).sum())
+        cluster.report(step=4, total_steps=9, loss=0.5)
+    assert (cluster.telemetry.step, cluster.telemetry.progress.total_steps) == (4, 9)
+    with pytest.raises(ClosedError, match=r"\[rank 0/1 epoch 1 step 4\] the backend is closed"):
+        cluster.backend.barrier()
+
+
+async def test_an_error_in_the_block_comes_out_as_it_is_and_the_backend_is_closed() -> None:
+    error = ValueError("the program's own")
+    with pytest.raises(ValueError, match="the program's own") as caught:
+        async with shardnet.connect() as cluster:
+            raise error
+    assert caught.value is error
+    with pytest.raises(ClosedError):
+        cluster.backend.barrier()
+
+
+async def test_an_inner_connect_is_a_world_of_its_own() -> None:
+    async with shardnet.connect() as outer:
+        async with shardnet.connect(job="inner") as inner:
+            assert inner.backend is not outer.backend
+            assert await total(inner.backend) == 1.0
+        with pytest.raises(ClosedError):
+            inner.backend.barrier()
+        assert await total(outer.backend) == 1.0
+    async with shardnet.connect() as again:
+        assert await total(again.backend) == 1.0
+
+
+async def test_a_wrong_setting_is_refused_before_anything_is_opened() -> None:
+    with pytest.raises(UsageError, match=r"connect\(\) has no setting world_size"):
+        async with shardnet.connect(world_size=2):
+            pass
+    with pytest.raises(UsageError, match="min_world_size of connect\\(\\) asks for 2 workers, but without SHARDNET_RENDEZVOUS"):
+        async with shardnet.connect(min_world_size=2, max_world_size=2):
+            pass
+
+
+# --- a cluster
+
+
+def two(address: str) -> dict[str, Any]:
+    """The settings of each of two members."""
+    return {"rendezvous": address, "min_world_size": 2, "max_world_size": 2, "timeouts": TIMEOUTS}
+
+
+async def test_members_of_one_process_meet_and_may_meet_again(meeting: str) -> None:
+    backends: list[Backend] = []
+
+    async def member(job: str) -> None:
+        async with shardnet.connect(**two(meeting), job=job) as cluster:
+            backends.append(cluster.backend)
+            assert (cluster.world_size, cluster.local_rank) == (2, cluster.rank)
+            assert await cluster.mean(float(cluster.rank)) == 0.5
+
+    for job in ("first", "second"):
+        await asyncio.gather(member(job), member(job))
+    assert sorted(backend.rank for backend in backends) == [0, 0, 1, 1]
+    for backend in backends:
+        with pytest.raises(ClosedError):
+            await backend.barrier()
+
+
+async def test_a_cancelled_block_ends_at_once_and_the_others_are_told(meeting: str) -> None:
+    waiting = asyncio.Event()
+
+    async def impatient() -> None:
+        async with shardnet.connect(**two(meeting)) as cluster:
+            barrier = cluster.backend.barrier()  # the other one never comes
+            waiting.set()
+            await barrier
+
+    async def patient() -> None:
+        async with shardnet.connect(**two(meeting)) as cluster:
+            receiving = cluster.backend.recv(torch.empty(1), 1 - cluster.rank)
+            await waiting.wait()
+            leaving.cancel()
+            with pytest.raises(PeerLost, match=rf"rank {1 - cluster.rank} \(127\.0\.0\.1:\d+\) lost during recv"):
+                await receiving
+
+    leaving, staying = asyncio.create_task(impatient()), asyncio.create_task(patient())
+    async with asyncio.timeout(TIMEOUTS.collective_s / 2):  # far less than the barrier would have taken to fail by itself
+        await asyncio.wait([leaving, staying])
+    assert leaving.cancelled()
+    staying.result()
+
+
+async def test_a_report_that_cannot_be_written_closes_what_was_opened(meeting: str, tmp_path: Path) -> None:
+    """All is connected by then. The peer hears of it at once, not when the port's time to drain is over."""
+    slow = replace(TIMEOUTS, drain_s=10.0)
+
+    async def mute() -> None:
+        with pytest.raises(FileNotFoundError):
+            async with shardnet.connect(**two(meeting) | {"timeouts": slow}, report_file=str(tmp_path / "nowhere" / "report")):
+                pass
+
+    async def member() -> None:
+        async with shardnet.connect(**two(meeting)) as cluster:
+            with pytest.raises(PeerLost):
+                await cluster.backend.barrier(timeout_s=slow.drain_s / 2)
+
+    await asyncio.gather(mute(), member())
+
+
+async def test_a_member_that_stays_alone_leaves_nothing_open(meeting: str) -> None:
+    with pytest.raises(JoinTimeout, match="only 1 of 2 to 2 workers joined"):
+        async with shardnet.connect(**two(meeting) | {"timeouts": Timeouts(join_s=0.2)}):
+            pass
+
+
+async def test_a_port_that_is_taken_or_open_to_others_is_refused(meeting: str) -> None:
+    with pytest.raises(ListenError, match=f"cannot listen on {meeting}: another process listens there already"):
+        async with shardnet.connect(rendezvous=meeting, listen=meeting):
+            pass
+    with pytest.raises(PlaintextRefused, match=r"0\.0\.0\.0:0 is not on this machine"):
+        async with shardnet.connect(rendezvous=meeting, listen="0.0.0.0"):
+            pass
+
+
+# --- clusters of processes
+
+
+def check_survivor(said: Message, lost: Worker) -> None:
+    assert (said["error"], said["lost"]) == ("PeerLost", lost.rank), said
+    assert re.search(rf"\[rank \d/3 epoch 1 step \d+\] rank {lost.rank} \({re.escape(lost.address)}\) lost during ", said["message"]), said
+    assert said["leaks"] == []
+
+
+@pytest.mark.timeout(120)  # three interpreters that import torch, on whatever machine
+@pytest.mark.parametrize("victim", [0, 2])
+def test_survivors_of_a_killed_worker_name_it_within_moments_and_end_clean(nursery: Nursery, victim: int) -> None:
+    with streaming(nursery, 3) as workers:
+        lost = workers.pop(victim)
+        killed_s = lost.signal(signal.SIGKILL)
+        for survivor in workers:
+            said = survivor.hear("left")
+            check_survivor(said, lost)
+            assert said["failed_s"] - killed_s < KILLED_WITHIN_S
+        assert [survivor.end() for survivor in workers] == [0, 0]
+
+
+@pytest.mark.timeout(120)
+def test_a_frozen_worker_is_lost_after_a_while_and_when_thawed_ends_with_an_error(nursery: Nursery) -> None:
+    with streaming(nursery, 3, suspect_s=SUSPECT_S) as workers:
+        frozen = workers.pop(1)
+        frozen_s = frozen.signal(signal.SIGSTOP)
+        for survivor in workers:
+            said = survivor.hear("left")
+            check_survivor(said, frozen)
+            assert said["failed_s"] - frozen_s < FROZEN_WITHIN_S
+        frozen.signal(signal.SIGCONT)
+        said = frozen.hear("left", within_s=10.0)
+        assert said["error"] == "PeerLost"
+        assert said["lost"] in {survivor.rank for survivor in workers}
+        assert said["leaks"] == []
+        assert [worker.end() for worker in (*workers, frozen)] == [0, 0, 0]
+
+
+@pytest.mark.timeout(120)
+def test_a_worker_that_trains_tells_how_far_it_is_on_its_one_port(nursery: Nursery) -> None:
+    loop = LoopThread.shared()
+    with streaming(nursery, 2) as workers:
+        for worker in workers:
+            assert loop.run(health(worker.address)).result(PATIENCE_S) is Health.SERVING
+            first = loop.run(snapshot(worker.address)).result(PATIENCE_S)
+            assert (first.role, first.rank, first.world_size, first.epoch) == ("worker", worker.rank, 2, 1)
+            assert list(first.addresses) == [worker.address for worker in workers]
+            assert first.progress.step == first.step > 0
+            assert {op.op: op.failed for op in first.collectives}["all_reduce"] == 0
+            assert min(first.bytes_sent, first.bytes_received, first.resident_bytes) > 0
+        workers[0].tell(stop=True)
+        assert [worker.hear("left")["error"] for worker in workers] == [None, None]

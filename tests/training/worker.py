@@ -1,0 +1,179 @@
+"""Workers as processes, to be killed and frozen: `python -m tests.training.worker FD`, FD that of a socket.
+
+Importing torch takes seconds, so one process imports everything, starts no thread, and then forks a worker for each address of a
+rendezvous that comes through the socket, with the descriptors that the worker shall have for its standard input and output.
+
+Each line that a worker reads is a job to join, as JSON: {"job", "world_size", "work", ...}; WORK below has the kinds of work. It says when
+it has joined, and when it has left: by which error, when, and what it still holds then. It ends when its standard input does.
+"""
+
+import asyncio
+import gc
+import json
+import os
+import random
+import socket
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from itertools import count
+from typing import Any
+
+import psutil
+import torch
+
+import shardnet
+from shardnet.backend import ReduceOp
+from shardnet.config import Timeouts
+from shardnet.loop import LoopThread
+from shardnet.testing import same_bits
+from tests.contract.programs import GROUPS, expected, inputs_of, random_step, start
+from tests.fsdp.models import Block, loss_of, make_gpt, token_batches
+from tests.guards import idle_channel, lasting_leaks
+from tests.resources import Resources
+
+Command = dict[str, Any]
+STREAMING_AFTER = 3  # rounds: from then on a kill hits it between or within collectives, wherever it is
+
+
+def say(what: str, **facts: object) -> None:
+    print(json.dumps({"what": what, "at_s": time.monotonic(), **facts}), flush=True)
+
+
+class Worker:
+    """This process, as a member of one job after the other."""
+
+    def __init__(self, rendezvous: str) -> None:
+        self._rendezvous = rendezvous
+        self._lines: asyncio.Queue[str] = asyncio.Queue()
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+
+        def read() -> None:
+            while line := sys.stdin.readline():
+                loop.call_soon_threadsafe(self._lines.put_nowait, line)
+            loop.call_soon_threadsafe(self._lines.put_nowait, "")
+
+        # a daemon: whoever is blocked in reading cannot be told to end
+        threading.Thread(target=read, name="standard input", daemon=True).start()
+        poller = await LoopThread.shared().run_here(idle_channel())
+        while line := await self._lines.get():
+            await self.join(json.loads(line))
+        await LoopThread.shared().run_here(poller.close())
+
+    async def join(self, command: Command) -> None:
+        before = Resources()
+        timeouts = Timeouts(connect_s=10.0, join_s=20.0, suspect_s=command.get("suspect_s", 2.0), collective_s=20.0, drain_s=1.0)
+        size = command["world_size"]
+        error: Exception | None = None
+        failed_s = 0.0
+        try:
+            async with shardnet.connect(
+                rendezvous=self._rendezvous, job=command["job"], min_world_size=size, max_world_size=size, timeouts=timeouts
+            ) as cluster:
+                say("joined", rank=cluster.rank, address=cluster.topology.me.address)
+                try:
+                    await WORK[command["work"]](self, cluster, command)
+                except Exception:
+                    failed_s = time.monotonic()
+                    raise
+        except Exception as caught:  # noqa: BLE001 - told to the test, which knows what to expect
+            error = caught
+        facts = {"error": type(error).__name__, "lost": getattr(error, "rank", None), "message": str(error)} if error else {"error": None}
+        error = None  # its traceback holds the frames, and they the backend
+        say("left", failed_s=failed_s, leaks=await asyncio.to_thread(lasting_leaks, before), **facts)
+
+    # --- kinds of work
+
+    async def stream(self, cluster: shardnet.Cluster, command: Command) -> None:
+        """Random collectives of the world and of its groups, results checked, until somebody is told to stop."""
+        backend, seed = cluster.backend, command.get("seed", 0)
+        groups = {members: backend.subgroup(members) for members in groups_of(cluster.world_size) if cluster.rank in members}
+        rng = random.Random(seed)
+        for number in count():
+            program = [random_step(rng, groups_of(cluster.world_size), rows=command.get("rows", 60_000)) for _ in range(8)]
+            mine = [step for step in program if cluster.rank in step.members]
+            inputs = [inputs_of(step, number) for step in mine]
+            ranks = [step.members.index(cluster.rank) for step in mine]
+            handles = [start(s, groups[s.members], each[rank]) for s, each, rank in zip(mine, inputs, ranks, strict=True)]
+            told = backend.all_reduce(torch.tensor([self._lines.qsize()]), ReduceOp.MAX)
+            for outcome in await asyncio.gather(told, *(handle for some in handles for handle in some), return_exceptions=True):
+                if isinstance(outcome, BaseException):
+                    raise outcome
+            for step, each, rank, some in zip(mine, inputs, ranks, handles, strict=True):
+                wanted = expected(step, each)[rank]
+                assert wanted is None or same_bits(await some[-1], wanted), f"{step} in round {number}"
+            cluster.report(step=number + 1, total_steps=0, loss=1.0)
+            if number == STREAMING_AFTER:
+                say("streaming")
+            if (await told).item():
+                return
+
+    async def train(self, cluster: shardnet.Cluster, command: Command) -> None:
+        """Train a small GPT; say after each tenth of the steps what this process holds."""
+        steps, samples = command["steps"], 2
+        model = await cluster.shard(make_gpt(width=96, layers=4), units=(Block,))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        batches = token_batches(16, samples * cluster.world_size)
+        for step in range(1, steps + 1):
+            batch = batches[step % len(batches)][cluster.rank * samples :][:samples]
+            loss = await model.run(loss_of, model.fsdp, batch)
+            await model.backward(loss)
+            await model.clip_grad_norm(1.0)
+            await model.step(optimizer)
+            optimizer.zero_grad()
+            mean = await cluster.mean(loss.item())
+            cluster.report(step=step, total_steps=steps, loss=mean)
+            if step % (steps // 10) == 0:
+                say("holds", step=step, loss=mean, **holdings())
+
+
+def groups_of(world_size: int) -> tuple[tuple[int, ...], ...]:
+    """The groups of random programs, as far as a world of this size has them."""
+    found = {tuple(rank for rank in members if rank < world_size) for members in GROUPS}
+    return tuple(sorted(found - {()}))
+
+
+def holdings() -> dict[str, int]:
+    me = psutil.Process()
+    running = LoopThread.shared().loop
+    return {
+        "rss": me.memory_info().rss,
+        "descriptors": me.num_fds(),
+        "threads": me.num_threads(),
+        "tasks": len(asyncio.all_tasks(running)) + len(asyncio.all_tasks()),
+    }
+
+
+WORK: dict[str, Callable[[Worker, shardnet.Cluster, Command], Awaitable[None]]] = {"stream": Worker.stream, "train": Worker.train}
+
+
+def nursery(control: socket.socket) -> str | None:
+    """Fork and reap as told, until the socket closes. In each child: returns the address of its rendezvous."""
+    assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose the other threads, and what they hold locked"  # noqa: PTH208
+    gc.freeze()  # or each child's first collection copies all that it shares with the others
+    while True:
+        request, descriptors, _, _ = socket.recv_fds(control, 256, 2)
+        if not request:
+            return None
+        match request.decode().split():
+            case ["fork", address]:
+                if not (pid := os.fork()):
+                    control.close()
+                    for number, descriptor in enumerate(descriptors):
+                        os.dup2(descriptor, number)
+                        os.close(descriptor)
+                    return address
+                for descriptor in descriptors:
+                    os.close(descriptor)
+                control.send(b"%d" % pid)
+            case ["wait", pid]:
+                control.send(b"%d" % os.waitstatus_to_exitcode(os.waitpid(int(pid), 0)[1]))
+
+
+if __name__ == "__main__":
+    if (rendezvous := nursery(socket.socket(fileno=int(sys.argv[1])))) is not None:
+        torch.set_num_threads(1)
+        shardnet.run(Worker(rendezvous).run)

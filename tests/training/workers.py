@@ -1,0 +1,159 @@
+"""`Worker`: the test's end of a worker process (tests/training/worker.py); and a rendezvous for some of them."""
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import pytest
+
+from shardnet.config import Timeouts
+from shardnet.loop import LoopThread
+from shardnet.rendezvous.server import RendezvousServer
+
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE_S = 45.0  # far above what anything here takes; only a hang reaches it
+
+Message = dict[str, Any]
+
+
+class Nursery:
+    """The process that forks workers; costs some seconds, so a test session has one."""
+
+    def __init__(self) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control.settimeout(PATIENCE_S)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.training.worker", str(theirs.fileno())],
+                cwd=ROOT,
+                env=os.environ | dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+            )
+
+    def fork(self, rendezvous: str, stdin: int, stdout: int) -> int:
+        """The pid of a new worker."""
+        socket.send_fds(self._control, [f"fork {rendezvous}".encode()], [stdin, stdout])
+        return int(self._control.recv(64))
+
+    def wait(self, pid: int) -> int:
+        """Wait until a worker has ended; its exit status. Until then nobody else can get its pid."""
+        self._control.send(b"wait %d" % pid)
+        return int(self._control.recv(64))
+
+    def close(self) -> None:
+        self._control.close()
+        self._process.wait(PATIENCE_S)
+
+
+class Worker:
+    """A running worker process; killed if a test leaves before it has ended."""
+
+    def __init__(self, nursery: Nursery, rendezvous: str) -> None:
+        self.rank = -1
+        self.address = ""
+        self._nursery = nursery
+        self._seen = b""
+        stdin, self._stdin = os.pipe()
+        self._stdout, stdout = os.pipe()
+        self._status: int | None = None
+        try:
+            self.pid = nursery.fork(rendezvous, stdin, stdout)
+        finally:
+            os.close(stdin)
+            os.close(stdout)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._status is None:
+            os.kill(self.pid, signal.SIGKILL)
+            self._nursery.wait(self.pid)
+            os.close(self._stdin)
+        os.close(self._stdout)
+
+    def tell(self, **command: object) -> None:
+        """Give it a job, or anything while it streams: then all stop."""
+        os.write(self._stdin, json.dumps(command).encode() + b"\n")
+
+    def hear(self, what: str, within_s: float = PATIENCE_S) -> Message:
+        """Its next message, which must be of this kind."""
+        deadline = time.monotonic() + within_s
+        while b"\n" not in self._seen:
+            self._read(deadline, what)
+        line, self._seen = self._seen.split(b"\n", 1)
+        message: Message = json.loads(line)
+        assert message["what"] == what, message
+        if what == "joined":
+            self.rank, self.address = message["rank"], message["address"]
+        return message
+
+    def signal(self, number: signal.Signals) -> float:
+        """Send it a signal; time.monotonic() of the moment before."""
+        now_s = time.monotonic()
+        os.kill(self.pid, number)
+        return now_s
+
+    def end(self) -> int:
+        """Close its input, which ends it, if it has not ended yet; its exit status."""
+        if self._status is None:
+            os.close(self._stdin)
+            self._status = self._nursery.wait(self.pid)
+        return self._status
+
+    def _read(self, deadline: float, what: str) -> None:
+        ready, _, _ = select.select([self._stdout], [], [], max(0.0, deadline - time.monotonic()))
+        assert ready, f"rank {self.rank} did not say {what!r} in time"
+        data = os.read(self._stdout, 65536)
+        assert data, f"rank {self.rank} ended and did not say {what!r}"
+        self._seen += data
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Nursery]:
+    """Where the workers of all tests come from."""
+    nursery = Nursery()
+    yield nursery
+    nursery.close()
+
+
+@contextmanager
+def rendezvous() -> Iterator[str]:
+    """The address of a rendezvous that runs on this process's loop thread."""
+    loop = LoopThread.shared()
+    server = RendezvousServer("127.0.0.1:0", timeouts=Timeouts.for_tests())
+    loop.run(server.start()).result()
+    try:
+        yield server.address
+    finally:
+        loop.run(server.aclose()).result()
+
+
+@contextmanager
+def streaming(nursery: Nursery, world_size: int, **command: Any) -> Iterator[list[Worker]]:
+    """Workers, by rank, in the middle of a stream of collectives."""
+    with rendezvous() as address, ExitStack() as stack:
+        workers = [stack.enter_context(Worker(nursery, address)) for _ in range(world_size)]
+        begin(workers, work="stream", **command)
+        for worker in workers:
+            worker.hear("streaming")
+        yield sorted(workers, key=lambda worker: worker.rank)
+
+
+def begin(workers: list[Worker], job: str = "test", **command: Any) -> None:
+    """Let them join a job together."""
+    for worker in workers:
+        worker.tell(job=job, world_size=len(workers), **command)
+    for worker in workers:
+        worker.hear("joined")
