@@ -4,6 +4,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from shardnet import ShardingStrategy
+
 STEPS = 600
 MAX_SECONDS = 120.0  # a run that nobody gave a length ends in under three minutes, start and sample included, on any machine
 EXAMPLES = """\
@@ -66,6 +68,12 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--heads", type=_positive, default=4, metavar="N", help="attention heads (default: %(default)s)")
     group.add_argument(
         "--bigrams", type=_not_negative, default=128, metavar="N", help="width of byte-pair vectors, 0: none (default: %(default)s)"
+    )
+    group.add_argument(
+        "--strategy",
+        choices=[strategy.value for strategy in ShardingStrategy],
+        default=ShardingStrategy.FULL_SHARD.value,
+        help="what is sharded, and over which ranks (default: %(default)s)",
     )
     group.add_argument("--prefetch", type=_not_negative, default=1, metavar="N", help="units gathered ahead of time (default: %(default)s)")
 

@@ -63,7 +63,8 @@ class Trainer:
         config = GPTConfig(options.dim, options.layers, options.heads, options.context, options.bigrams)
         whole = GPT(config)
         parameters = parameter_count(whole)
-        model = await cluster.shard(whole, units=(Block, Bigrams), prefetch=options.prefetch)
+        strategy = shardnet.ShardingStrategy(options.strategy)
+        model = await cluster.shard(whole, units=(Block, Bigrams), strategy=strategy, prefetch=options.prefetch)
         trainer = cls(cluster, options, text, config, model)
         trainer.journal.began(parameters, text, tokens_per_step=trainer.sampler.global_batch * options.context)
         return trainer

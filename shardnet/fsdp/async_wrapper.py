@@ -44,9 +44,10 @@ class AsyncFSDP:
         *,
         units: UnitChoice = None,
         strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
+        intra_node_size: int | None = None,
         prefetch: int = 1,
     ) -> None:
-        self._make = lambda: FSDP(module, backend, units=units, strategy=strategy, prefetch=prefetch)
+        self._make = lambda: FSDP(module, backend, units=units, strategy=strategy, intra_node_size=intra_node_size, prefetch=prefetch)
         self._fsdp: FSDP | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"shardnet-compute-{backend.rank}")
 

@@ -4,6 +4,7 @@ from typing import TypeVar
 
 from shardnet.backend import Backend, Pending
 from shardnet.fsdp.timeline import Timeline
+from shardnet.sharding import ShardingRanks
 
 T = TypeVar("T")
 
@@ -11,27 +12,34 @@ T = TypeVar("T")
 class Communicators:
     """Who holds the shards of one model. Lives as long as the wrapped model; the backend belongs to the caller.
 
-    [Note: two streams] Gathers and reductions are numbered separately, each in a group of its own. Gathers follow the
-    order in which units are used, reductions the order of [Note: reduction queue]. So a gradient that comes earlier
-    on one rank than on another, as where a parameter is unused on some ranks, cannot put a reduction before a gather
-    on one rank and after it on another. And the user's own collectives, which may come from another thread meanwhile,
-    are numbered apart from both.
+    [Note: streams] Gathers, reductions and averages over replicas are numbered separately, each in a group of its own.
+    Gathers follow the order in which units are used, the others the order of [Note: reduction queue]. So a gradient that
+    comes earlier on one rank than on another, as where a parameter is unused on some ranks, cannot put a reduction before
+    a gather on one rank and after it on another. And the user's own collectives, which may come from another thread
+    meanwhile, are numbered apart from all of them.
     """
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, ranks: ShardingRanks) -> None:
         self.backend = backend
-        everyone = range(backend.world_size)
-        self.gathers = backend.subgroup(everyone)
-        self.reductions = backend.subgroup(everyone)
+        self.everyone = backend.subgroup(range(backend.world_size))
+        self.gathers = backend.subgroup(ranks.shards)
+        self.reductions = backend.subgroup(ranks.shards)
+        self.averages = backend.subgroup(ranks.replicas)
         self.timeline = Timeline(backend.telemetry)
 
     @property
-    def rank(self) -> int:
-        return self.backend.rank
+    def shard_rank(self) -> int:
+        """Which shard this rank holds."""
+        return self.gathers.rank
 
     @property
-    def world_size(self) -> int:
-        return self.backend.world_size
+    def shard_count(self) -> int:
+        return self.gathers.world_size
+
+    @property
+    def replica_count(self) -> int:
+        """How many ranks hold the same shard."""
+        return self.averages.world_size
 
     def wait(self, pending: Pending[T], name: str) -> T:
         """The result of a collective; the time spent blocked counts as exposed."""

@@ -70,6 +70,18 @@ class FullBuffer:
         return aliased
 
 
+class WholeShard:
+    """In place of a `FullBuffer` where one rank holds all of a group: the shard is the full buffer, and always there."""
+
+    allocated = True
+
+    def __init__(self, shard: Tensor) -> None:
+        self.tensor = shard
+
+    def free(self) -> None:
+        """Nothing to free: it is the shard's memory."""
+
+
 def _forbid_reading(storage: torch.UntypedStorage, complaint: str) -> None:
     if EXCHANGES:
         torch._C._set_storage_data_ptr_access_error_msg(storage._cdata, complaint)

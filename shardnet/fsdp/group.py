@@ -14,7 +14,7 @@ from torch import nn
 from shardnet.backend import Pending
 from shardnet.errors import SizeMismatchError, UsageError
 from shardnet.fsdp.communicators import Communicators
-from shardnet.fsdp.full_buffer import FullBuffer
+from shardnet.fsdp.full_buffer import FullBuffer, WholeShard
 from shardnet.fsdp.gradients import GradientBuffer
 from shardnet.fsdp.memory import MemoryMeter
 from shardnet.fsdp.placement import PlacedParameter
@@ -37,10 +37,14 @@ class FlatGroup:
         self.originals = tuple(entry.parameter for entry in placed)
         self._comms = comms
         dtype, device = self.originals[0].dtype, self.originals[0].device
-        self.layout = FlatLayout([(entry.name, entry.parameter.shape) for entry in placed], comms.world_size)
-        self.shard = torch.empty(self.layout.sizes[comms.rank], dtype=dtype, device=device)  # 1-D, this rank's part
-        self._slices = self.layout.shard_views(self.shard, comms.rank)
-        self._full = FullBuffer(self.layout.numel, dtype, device, owner=label, gauge=meter.full_parameters, pool=pool)
+        self.layout = FlatLayout([(entry.name, entry.parameter.shape) for entry in placed], comms.shard_count)
+        self.shard = torch.empty(self.layout.sizes[comms.shard_rank], dtype=dtype, device=device)  # 1-D, this rank's part
+        self._slices = self.layout.shard_views(self.shard, comms.shard_rank)
+        self._full: FullBuffer | WholeShard
+        if comms.shard_count == 1:
+            self._full = WholeShard(self.shard)
+        else:
+            self._full = FullBuffer(self.layout.numel, dtype, device, owner=label, gauge=meter.full_parameters, pool=pool)
         self.leaves = [nn.Parameter(view, requires_grad=False) for view in self.layout.views(self._full.tensor)]
         self._full.free()
         self.gradients = GradientBuffer(self.layout, dtype, device, gauge=meter.full_gradients, pool=pool)
@@ -68,7 +72,7 @@ class FlatGroup:
 
     def adopt(self, flat: Tensor) -> None:
         """Take this rank's part of `flat` [N], and make the parameters views of it: from now on they are sharded."""
-        self.shard.copy_(self.layout.shard(flat, self._comms.rank))
+        self.shard.copy_(self.layout.shard(flat, self._comms.shard_rank))
         for parameter, piece in zip(self.originals, self._slices, strict=True):
             parameter.data = piece
             parameter.grad = None
@@ -90,10 +94,12 @@ class FlatGroup:
     def start_gather(self) -> Pending[Tensor]:
         """Allocate the full buffer and start filling it. The shard may change meanwhile: a copy of it is sent."""
         self._reattach()
+        if isinstance(self._full, WholeShard):
+            return Pending.done_with(self.shard, f"all_gather of {self.label}")
         self._full.allocate()
         try:
             full = self._full.alias()
-            own = self.layout.shard(full, self._comms.rank)
+            own = self.layout.shard(full, self._comms.shard_rank)
             own.copy_(self.shard)
             return self._comms.gathers.all_gather(own, sizes=self.layout.sizes, out=full, label=self.label)
         except BaseException:
@@ -103,7 +109,7 @@ class FlatGroup:
     def is_fresh(self) -> bool:
         """Whether the full buffer holds what the shard holds now, bit for bit, on this rank. Needs a finished gather."""
         self._reattach()
-        gathered = self.layout.shard(self._full.tensor.detach(), self._comms.rank)
+        gathered = self.layout.shard(self._full.tensor.detach(), self._comms.shard_rank)
         return torch.equal(gathered.view(torch.uint8), self.shard.view(torch.uint8))
 
     def show_full(self) -> None:
@@ -134,7 +140,7 @@ class FlatGroup:
 
     def accept(self, shard_gradient: Tensor) -> None:
         """Set, or add to, the gradients of this rank's parameters. `shard_gradient` [shard] belongs to the group then."""
-        pieces = self.layout.shard_views(shard_gradient, self._comms.rank)
+        pieces = self.layout.shard_views(shard_gradient, self._comms.shard_rank)
         for parameter, piece in zip(self.originals, pieces, strict=True):
             if not parameter.requires_grad:
                 continue

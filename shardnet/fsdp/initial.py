@@ -16,13 +16,13 @@ def shard_from_root(groups: Iterable[FlatGroup], comms: Communicators) -> None:
     """Spread rank 0's parameters and keep this rank's part of each; one group at a time, to bound memory. A collective."""
     for group in groups:
         flat = group.flatten()
-        pending = comms.gathers.broadcast(flat, ROOT, out=flat, label=f"{group.label} (initial)")
+        pending = comms.everyone.broadcast(flat, ROOT, out=flat, label=f"{group.label} (initial)")
         group.adopt(comms.wait(pending, f"initial {group.label}"))
 
 
 def copy_buffers_from_root(module: nn.Module, comms: Communicators) -> None:
     """Overwrite every buffer with rank 0's, also those that are not in the state_dict. A collective."""
     for name, buffer in module.named_buffers():
-        pending = comms.gathers.broadcast(buffer.contiguous(), ROOT, label=f"buffer {name} (initial)")
+        pending = comms.everyone.broadcast(buffer.contiguous(), ROOT, label=f"buffer {name} (initial)")
         with torch.no_grad():
             buffer.copy_(comms.wait(pending, f"initial {name}"))

@@ -21,8 +21,9 @@ class Prefetcher:
     # The next gathers are started before the current one is waited for: where the network is the bottleneck it never
     # idles between two gathers.
 
-    def __init__(self, units: Sequence[Unit], depth: int, comms: Communicators) -> None:
+    def __init__(self, units: Sequence[Unit], depth: int, comms: Communicators, *, keep: bool = False) -> None:
         self.depth = depth
+        self.keep = keep  # every unit stays gathered until its backward is done
         self._units = units
         self._comms = comms
         self._order = list(units)  # of first use: registration order until a forward has shown the real one
@@ -50,8 +51,8 @@ class Prefetcher:
 
     @property
     def has_room(self) -> bool:
-        """Whether fewer than `depth` units are gathered ahead or held."""
-        return sum(unit.state in (UnitState.GATHERING, UnitState.HELD) for unit in self._units) < self.depth
+        """Whether one more unit may be held: fewer than `depth` are gathered ahead or held."""
+        return self.keep or sum(unit.state in (UnitState.GATHERING, UnitState.HELD) for unit in self._units) < self.depth
 
     def stop(self) -> None:
         """Free what was gathered ahead and not used, but for an explicit prefetch."""
@@ -68,7 +69,7 @@ class Prefetcher:
         window = (now, *following)
         room = self.depth - len(following)  # for units that are held
         for unit in self._units:
-            if unit not in window and unit.state is UnitState.HELD:
+            if unit not in window and unit.state is UnitState.HELD and not self.keep:
                 room -= 1
                 if room < 0:
                     unit.reshard()
@@ -88,7 +89,16 @@ class Prefetcher:
         """Start gathering what the next forward needs first: its first unit and `depth` more."""
         if self._explicit:
             raise StateError("prefetch_forward_params was called twice before forward(); the first prefetch still waits to be used")
-        for unit in self._order[: self.depth + 1]:
+        return self._start_explicit(self._order[: self.depth + 1])
+
+    def gather_all(self) -> None:
+        """Gather every unit anew, for the next forward, and wait."""
+        self.reset()
+        for pending in self._start_explicit(self._units):
+            self._comms.wait(pending, "gather updated parameters")
+
+    def _start_explicit(self, units: Sequence[Unit]) -> list[Pending[None]]:
+        for unit in units:
             if unit.state is UnitState.HELD:
                 unit.reshard()  # a backward that still comes uses what is gathered now
             # The handles give None: the gathered bytes belong to the unit, which frees them.

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from shardnet.backend import Pending, ReduceOp
+from shardnet.fsdp.averages import ReplicaAverages
 from shardnet.fsdp.communicators import Communicators
 from shardnet.fsdp.group import FlatGroup
 from shardnet.fsdp.unit import Unit
@@ -32,6 +33,7 @@ class ReductionQueue:
 
     def __init__(self, comms: Communicators, limit: int) -> None:
         self._comms = comms
+        self._averages = ReplicaAverages(comms)
         self._limit = limit
         self._planned: deque[Unit] = deque()
         self._ready: set[Unit] = set()
@@ -86,11 +88,18 @@ class ReductionQueue:
     def _reduce(self, group: FlatGroup) -> _Reduction:
         full = group.gradients.take()
         try:
-            pending = self._comms.reductions.reduce_scatter(full, ReduceOp.MEAN, sizes=group.layout.sizes, label=group.label)
+            pending = self._mean(full, group)
         except BaseException:
             group.gradients.returned(full)
             raise
         return _Reduction(group, full, pending)
+
+    def _mean(self, full: torch.Tensor, group: FlatGroup) -> Pending[torch.Tensor]:
+        """Start what turns full gradients [N] into this rank's part of their mean over all ranks."""
+        if self._comms.shard_count == 1:
+            return self._comms.averages.all_reduce(full, ReduceOp.MEAN, label=group.label)
+        part = self._comms.reductions.reduce_scatter(full, ReduceOp.MEAN, sizes=group.layout.sizes, label=group.label)
+        return part if self._comms.replica_count == 1 else self._averages.follow(part, group.label)
 
     def _complete_oldest(self) -> None:
         reduction = self._in_flight.popleft()

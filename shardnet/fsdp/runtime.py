@@ -13,7 +13,7 @@ forward, but it is no new forward pass: nothing is learnt or prefetched.
 
 [Note: what is held for backward] Backward begins where forward ends. So the outermost unit, and as many of the last
 ones as there is room for in the prefetch window, which is empty then, are not freed after forward but held: gathering
-them again at once would be for nothing. A forward without gradients holds nothing.
+them again at once would be for nothing. With `keep` (SHARD_GRAD_OP) all are. A forward without gradients holds nothing.
 
 [Note: when a unit is freed in backward] A unit whose inputs carry gradients is freed when these are complete. Where
 there are none, or where an input is also used elsewhere (a skip connection) and completes late, a unit that has all
@@ -41,9 +41,9 @@ from shardnet.fsdp.unit import Unit, UnitState
 class Runtime:
     """The units of one model at work; lives as long as the wrapped model. Used by one thread at a time."""
 
-    def __init__(self, units: Sequence[Unit], comms: Communicators, prefetch: int) -> None:
+    def __init__(self, units: Sequence[Unit], comms: Communicators, prefetch: int, *, keep: bool = False) -> None:
         self.units = tuple(units)
-        self.prefetcher = Prefetcher(self.units, prefetch, comms)
+        self.prefetcher = Prefetcher(self.units, prefetch, comms, keep=keep)
         self.synchronise = True  # reduce gradients in backward; off within `no_sync`
         self._timeline = comms.timeline
         self._reductions = ReductionQueue(comms, limit=prefetch + 1)

@@ -20,7 +20,7 @@ from shardnet.fsdp.placement import UnitChoice, plan_units
 from shardnet.fsdp.pool import BufferPool
 from shardnet.fsdp.runtime import Runtime
 from shardnet.fsdp.unit import Unit
-from shardnet.sharding import ShardingStrategy
+from shardnet.sharding import ShardingStrategy, sharding_ranks
 
 Tensor = torch.Tensor
 
@@ -30,8 +30,10 @@ class FSDP(nn.Module):
 
     `units` names the submodules that are gathered and freed one by one: module classes, or a predicate
     `(name, module) -> bool`. What is in none of them belongs to the root unit, gathered during the whole forward.
-    `prefetch` is how many units are gathered ahead of the one that computes, in forward and backward; with 0 nothing
-    overlaps, and each more costs the memory of one more unit.
+    `strategy` says what is spread over which ranks (`ShardingStrategy`); HYBRID_SHARD's nodes have `intra_node_size`
+    ranks each, and are those that the rendezvous found if it is left out. `prefetch` is how many units are gathered ahead
+    of the one that computes, in forward and backward; with 0 nothing overlaps, and each more costs the memory of one more
+    unit.
 
     Making it is a collective: rank 0's parameters and buffers reach every rank, and afterwards each parameter, still
     the same object, is 1-D and holds this rank's slice, possibly empty. Optimizers may be made before or after.
@@ -50,22 +52,26 @@ class FSDP(nn.Module):
         *,
         units: UnitChoice = None,
         strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
+        intra_node_size: int | None = None,
         prefetch: int = 1,
     ) -> None:
         super().__init__()
         if prefetch < 0:
             raise UsageError(f"prefetch must not be negative, got {prefetch}")
+        if intra_node_size is not None and strategy != ShardingStrategy.HYBRID_SHARD:
+            raise UsageError(f"intra_node_size is for HYBRID_SHARD; {ShardingStrategy(strategy).name} has no nodes")
         if any(isinstance(inner, FSDP) for inner in module.modules()):
             raise UsageError("the module contains an FSDP module already; name its parts in `units` instead of wrapping twice")
         self.module = module
         self.strategy = ShardingStrategy(strategy)
         self.memory = MemoryMeter()
-        self._comms = Communicators(backend)
+        ranks = sharding_ranks(self.strategy, backend.rank, backend.world_size, backend.node_ranks, intra_node_size)
+        self._comms = Communicators(backend, ranks)
         pool = BufferPool(self.memory)
         self.units = tuple(Unit(plan, self._comms, self.memory, pool) for plan in plan_units(module, units))
         shard_from_root(self.groups, self._comms)
         copy_buffers_from_root(module, self._comms)
-        self._runtime = Runtime(self.units, self._comms, prefetch)
+        self._runtime = Runtime(self.units, self._comms, prefetch, keep=not self.strategy.frees_after_forward)
         self._hooks = [handle for unit in self.units for handle in attach(unit, self._runtime)]
 
     @property
@@ -123,8 +129,11 @@ class FSDP(nn.Module):
         """Start gathering what the next forward needs first, and return at once. A collective.
 
         Awaiting the handles is optional: forward does. Changing parameters in between is allowed and never lost.
-        Raises StateError if an earlier prefetch has not been used yet.
+        Raises StateError if an earlier prefetch has not been used yet, and UsageError for a strategy that has nothing to
+        prefetch because full parameters are there already.
         """
+        if not self.strategy.frees_after_forward:
+            raise UsageError(f"prefetch_forward_params is for strategies FullShard and HybridShard; this model has {self.strategy.name}")
         return self._runtime.prefetcher.start_explicit()
 
     @property
@@ -143,7 +152,12 @@ class FSDP(nn.Module):
                 parameter.copy_(piece)
 
     def broadcast_updated_params(self) -> None:
-        """Nothing to do for FULL_SHARD: forward gathers what is there then."""
+        """SHARD_GRAD_OP: gather every parameter as it is now, and wait; the next forward finds it there. A collective.
+
+        Optional, since forward gathers what is not there. For the other strategies there is nothing to do.
+        """
+        if self.strategy is ShardingStrategy.SHARD_GRAD_OP:
+            self._runtime.prefetcher.gather_all()
 
     def unwrap(self) -> nn.Module:
         """Return the inner module with whole parameters, the same objects, and without hooks. A collective, and the end
@@ -166,18 +180,18 @@ class FSDP(nn.Module):
 
     def sharded_state_dict(self) -> state.ShardedState:
         """This rank's slices and what says where they belong; no traffic."""
-        return state.sharded_state(self.module, self.groups, self.backend.rank)
+        return state.sharded_state(self.module, self.groups, self._comms.shard_rank)
 
     def load_full_state_dict(self, full: Mapping[str, Any], *, strict: bool = True) -> Any:
         """Load whole parameters, from `full_state_dict` of any world size or from an unwrapped module; no traffic.
 
         Every rank must be given the same.
         """
-        return state.load_full_state(self.module, self.groups, self.backend.rank, full, strict=strict)
+        return state.load_full_state(self.module, self.groups, self._comms.shard_rank, full, strict=strict)
 
     def load_sharded_state_dict(self, sharded: state.ShardedState) -> None:
         """Load what `sharded_state_dict` gave on the same rank of as many ranks; no traffic."""
-        state.load_sharded_state(self.module, self.groups, self.backend.rank, sharded)
+        state.load_sharded_state(self.module, self.groups, self._comms.shard_rank, sharded)
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """The same as `full_state_dict()`; a collective."""

@@ -1,7 +1,17 @@
 """How flat buffers are cut into shards: pure arithmetic over torch shapes, no communication."""
 
 from shardnet.sharding.layout import FlatLayout, ParameterSlice, ParameterSpec
+from shardnet.sharding.ranks import ShardingRanks, sharding_ranks
 from shardnet.sharding.split import shard_bounds, shard_sizes
 from shardnet.sharding.strategy import ShardingStrategy
 
-__all__ = ["FlatLayout", "ParameterSlice", "ParameterSpec", "ShardingStrategy", "shard_bounds", "shard_sizes"]
+__all__ = [
+    "FlatLayout",
+    "ParameterSlice",
+    "ParameterSpec",
+    "ShardingRanks",
+    "ShardingStrategy",
+    "shard_bounds",
+    "shard_sizes",
+    "sharding_ranks",
+]

@@ -6,4 +6,12 @@ from enum import StrEnum
 class ShardingStrategy(StrEnum):
     """Which of parameters, gradients and optimizer state a rank holds only its share of."""
 
-    FULL_SHARD = "full_shard"  # all three (ZeRO-3)
+    FULL_SHARD = "full_shard"  # all three (ZeRO-3): parameters are gathered for forward and again for backward
+    SHARD_GRAD_OP = "shard_grad_op"  # all three between steps (ZeRO-2): gathered for forward, kept until backward is done
+    NO_SHARD = "no_shard"  # nothing: every rank holds everything, and gradients are averaged (DDP)
+    HYBRID_SHARD = "hybrid_shard"  # as FULL_SHARD within a node; nodes hold the same and average their gradients
+
+    @property
+    def frees_after_forward(self) -> bool:
+        """Whether a unit's full parameters go after its forward, so that there is something to prefetch."""
+        return self in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)

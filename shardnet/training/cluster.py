@@ -62,10 +62,11 @@ class Cluster:
         units: Sequence[type[nn.Module]] | Callable[[str, nn.Module], bool] | None = None,
         *,
         strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
+        intra_node_size: int | None = None,
         prefetch: int = 1,
     ) -> AsyncFSDP:
         """Shard a module over the cluster; see `FSDP` for the arguments. All ranks must call it. Closed with the cluster."""
-        model = await AsyncFSDP(module, self.backend, units=units, strategy=strategy, prefetch=prefetch)
+        model = await AsyncFSDP(module, self.backend, units=units, strategy=strategy, intra_node_size=intra_node_size, prefetch=prefetch)
         self._models.append(model)
         return model
 

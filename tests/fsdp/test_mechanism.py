@@ -678,7 +678,7 @@ def test_reading_freed_parameters_raises_and_names_the_unit() -> None:
 
     if not EXCHANGES:
         pytest.skip("this torch can only resize storages")
-    run_ranks(1, work)
+    run_ranks(2, work)
 
 
 def test_double_backward_is_refused() -> None:

@@ -20,15 +20,17 @@ class Run:
     state: dict[str, Tensor]
 
 
-def optimizer_for(parameters: object) -> torch.optim.Optimizer:
+def optimizer_for(parameters: object, kind: str = "adamw") -> torch.optim.Optimizer:
+    if kind == "sgd":
+        return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)  # type: ignore[arg-type]
     return torch.optim.AdamW(parameters, lr=3e-3)  # type: ignore[arg-type]
 
 
-def train_alone() -> Run:
+def train_alone(*, steps: int = STEPS, optimizer_kind: str = "adamw") -> Run:
     model = make_gpt()
-    optimizer = optimizer_for(model.parameters())
+    optimizer = optimizer_for(model.parameters(), optimizer_kind)
     losses = []
-    for batch in token_batches(STEPS, SAMPLES):
+    for batch in token_batches(steps, SAMPLES):
         loss = loss_of(model, batch)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardnet.errors import InvalidRankError, InvalidWorldSizeError, SizeMismatchError
-from shardnet.sharding import FlatLayout, ShardingStrategy, shard_bounds, shard_sizes
+from shardnet.sharding import FlatLayout, shard_bounds, shard_sizes
 
 SHAPES = st.lists(st.lists(st.integers(0, 4), max_size=3).map(tuple), max_size=6)
 
@@ -74,7 +74,3 @@ def test_a_buffer_of_another_size_is_refused() -> None:
             layout.views(wrong)
     with pytest.raises(SizeMismatchError):
         layout.shard_views(torch.zeros(3), 0)
-
-
-def test_full_shard_is_the_strategy_so_far() -> None:
-    assert [strategy.value for strategy in ShardingStrategy] == ["full_shard"]

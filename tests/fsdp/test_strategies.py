@@ -1,0 +1,326 @@
+"""Every sharding strategy trains as one process does, and holds and sends what it promises."""
+
+import asyncio
+import time
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardnet.backend import Backend
+from shardnet.errors import CollectiveError, UsageError
+from shardnet.fsdp import FSDP, memory_report
+from shardnet.sharding import ShardingStrategy
+from shardnet.telemetry import Track
+from shardnet.testing import each_rank, local_cluster
+from tests.fsdp.models import Block, Weighted, loss_of, make_gpt, token_batches
+from tests.fsdp.ranks import run_ranks
+from tests.fsdp.training import SAMPLES, Run, optimizer_for, train_alone
+
+STEPS = 6
+FULL, GRAD, NONE, HYBRID = ShardingStrategy
+PLACES = [
+    *((strategy, world_size, None) for strategy in (FULL, GRAD, NONE) for world_size in (1, 2, 3, 4)),
+    (HYBRID, 4, 2),  # 2 x 2
+    (HYBRID, 4, 1),
+    (HYBRID, 4, 4),
+    (HYBRID, 6, 2),
+    (HYBRID, 6, 3),
+]
+
+
+class Dot(nn.Module):
+    """y = w . c with c = [1, 2, 3, 4], so that the gradient of w is c."""
+
+    def __init__(self, *values: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(values))
+
+    def forward(self, scale: float) -> torch.Tensor:
+        return scale * (self.weight * torch.tensor([1.0, 2.0, 3.0, 4.0])).sum()
+
+
+def gradient(model: FSDP) -> list[float]:
+    (weight,) = model.parameters()
+    assert weight.grad is not None
+    return weight.grad.tolist()
+
+
+# --- parity
+
+
+@cache
+def alone(optimizer_kind: str) -> Run:
+    return train_alone(steps=STEPS, optimizer_kind=optimizer_kind)
+
+
+def train(backend: Backend, strategy: ShardingStrategy, node: int | None, optimizer_kind: str, micro_batches: int) -> Run:
+    model = FSDP(make_gpt(seed=backend.rank), backend, units=[Block], strategy=strategy, intra_node_size=node)
+    optimizer = optimizer_for(model.parameters(), optimizer_kind)
+    share = SAMPLES // backend.world_size
+    losses = []
+    for batch in token_batches(STEPS, SAMPLES):
+        parts = batch[backend.rank * share :][:share].tensor_split(min(micro_batches, share))
+        with model.no_sync():
+            total = sum(_accumulate(model, part, len(part) / share) for part in parts[:-1])
+        losses.append(total + _accumulate(model, parts[-1], len(parts[-1]) / share))
+        optimizer.step()
+        optimizer.zero_grad()
+    return Run(losses, model.full_state_dict())
+
+
+def _accumulate(model: nn.Module, part: torch.Tensor, weight: float) -> float:
+    loss = weight * loss_of(model, part)
+    loss.backward()  # type: ignore[no-untyped-call]
+    return loss.item()
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("optimizer_kind", ["adamw", "sgd"])
+@pytest.mark.parametrize(("strategy", "world_size", "node"), PLACES)
+def test_training_equals_one_process(
+    strategy: ShardingStrategy, world_size: int, node: int | None, optimizer_kind: str, micro_batches: int
+) -> None:
+    runs = run_ranks(world_size, lambda backend: train(backend, strategy, node, optimizer_kind, micro_batches))
+    expected = alone(optimizer_kind)
+    losses = [sum(values) / world_size for values in zip(*(run.losses for run in runs), strict=True)]
+    assert losses == pytest.approx(expected.losses, rel=0, abs=1e-5)
+    for run in runs:
+        for name, value in expected.state.items():
+            torch.testing.assert_close(run.state[name], value, rtol=0, atol=1e-5, msg=name)
+            assert torch.equal(run.state[name], runs[0].state[name])  # no two ranks differ in a bit
+
+
+@pytest.mark.parametrize(("strategy", "node"), [(FULL, None), (GRAD, None), (NONE, None), (HYBRID, 2)])
+async def test_the_transport_changes_no_bit(strategy: ShardingStrategy, node: int | None) -> None:
+    in_memory = (await asyncio.to_thread(run_ranks, 4, lambda backend: train(backend, strategy, node, "adamw", 1)))[0]
+
+    async def work(backend: Backend) -> Run:
+        return await asyncio.to_thread(train, backend, strategy, None, "adamw", 1)  # with the nodes that the cluster has
+
+    async with local_cluster(4, ranks_per_node=2) as backends:
+        for run in await each_rank(backends, work):
+            assert all(torch.equal(value, in_memory.state[name]) for name, value in run.state.items())
+
+
+# --- numbers
+
+
+def test_shard_grad_op_keeps_its_slice_of_the_gradient_and_spreads_updates() -> None:
+    def work(backend: Backend) -> tuple[list[float], list[float], int, int]:
+        model = FSDP(Dot(1.0, 2.0, 3.0, 4.0), backend, strategy=GRAD)
+        model(1.0).backward()
+        (weight,) = model.parameters()
+        with torch.no_grad():
+            weight.add_(10.0 * (backend.rank + 1))
+        model.broadcast_updated_params()
+        before = backend.telemetry.ops["all_gather"].count
+        result = model(1.0).item()
+        gathers = backend.telemetry.ops["all_gather"].count - before
+        return gradient(model), model.full_state_dict()["weight"].tolist(), result, gathers
+
+    whole, result = [11, 12, 23, 24], 11 + 24 + 69 + 96
+    assert run_ranks(2, work) == [([1, 2], whole, result, 0), ([3, 4], whole, result, 0)]
+
+
+def test_an_update_after_the_broadcast_is_not_lost() -> None:
+    def work(backend: Backend) -> float:
+        model = FSDP(Dot(1.0, 2.0, 3.0, 4.0), backend, strategy=GRAD)
+        model.broadcast_updated_params()
+        if backend.rank == 1:
+            model.update_shards(torch.tensor([0.0, 0.0]))
+        model.broadcast_updated_params()  # again, before any forward
+        if backend.rank == 0:
+            model.update_shards(torch.tensor([5.0, 0.0]))
+        return float(model(1.0).item())
+
+    assert run_ranks(2, work) == [5, 5]
+
+
+def test_hybrid_shards_within_nodes_and_averages_across() -> None:
+    def work(backend: Backend) -> tuple[list[float], list[float]]:
+        model = FSDP(Dot(10.0, 20.0, 30.0, 40.0), backend, strategy=HYBRID, intra_node_size=2)
+        held = next(model.parameters()).tolist()
+        model([2.0, 10.0][backend.rank // 2]).backward()
+        return held, gradient(model)
+
+    even, odd = ([10, 20], [6, 12]), ([30, 40], [18, 24])
+    assert run_ranks(4, work) == [even, odd, even, odd]
+
+
+def test_hybrid_prefetches_and_loses_no_update() -> None:
+    def work(backend: Backend) -> float:
+        model = FSDP(Weighted(), backend, strategy=HYBRID, intra_node_size=2)
+        model.prefetch_forward_params()
+        assert model.has_pending_prefetch
+        model.update_shards(torch.full((2,), 1.0 + backend.rank % 2))
+        return float(model(torch.tensor(1.0)).item())
+
+    assert run_ranks(4, work) == [6] * 4
+
+
+@pytest.mark.parametrize("size", [3, 0, -2, 8])
+def test_nodes_of_impossible_size(size: int) -> None:
+    def work(backend: Backend) -> None:
+        with pytest.raises(ValueError, match=f"HybridShard: world_size=4 must be a positive multiple of intra_node_size={size}"):
+            FSDP(Weighted(), backend, strategy=HYBRID, intra_node_size=size)
+
+    run_ranks(4, work)
+
+
+def test_a_size_of_nodes_needs_nodes() -> None:
+    def work(backend: Backend) -> None:
+        with pytest.raises(UsageError, match="intra_node_size is for HYBRID_SHARD; FULL_SHARD has no nodes"):
+            FSDP(Weighted(), backend, intra_node_size=1)
+
+    run_ranks(1, work)
+
+
+def test_no_shard_holds_everything_and_averages() -> None:
+    def work(backend: Backend) -> tuple[list[float], list[float]]:
+        model = FSDP(Weighted(), backend, strategy=NONE)
+        model(torch.tensor(1.0 + backend.rank)).backward()
+        return next(model.parameters()).tolist(), gradient(model)
+
+    assert run_ranks(3, work) == [([1, 2, 3, 4], [2, 2, 2, 2])] * 3
+
+
+@pytest.mark.parametrize("strategy", [GRAD, NONE])
+def test_what_is_there_cannot_be_prefetched(strategy: ShardingStrategy) -> None:
+    def work(backend: Backend) -> None:
+        model = FSDP(Weighted(), backend, strategy=strategy)
+        with pytest.raises(UsageError, match=f"FullShard and HybridShard; this model has {strategy.name}"):
+            model.prefetch_forward_params()
+
+    run_ranks(2, work)
+
+
+# --- memory and traffic
+
+
+def test_bytes_held_and_gathers_of_each_strategy() -> None:
+    """ZeRO's table: what is sharded is held to 1 / shards, and nothing full-size stays behind a step."""
+    layers, ranks = 6, 4
+    whole = sum(parameter.nbytes for parameter in make_gpt(layers=layers).parameters())
+    rounding = 4 * (layers + 1)
+
+    def work(backend: Backend, strategy: ShardingStrategy, node: int | None) -> int:
+        model = FSDP(make_gpt(layers=layers), backend, units=[Block], strategy=strategy, intra_node_size=node)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for batch in token_batches(2, ranks):
+            before = backend.telemetry.ops["all_gather"].count if "all_gather" in backend.telemetry.ops else 0
+            optimizer.zero_grad()
+            loss_of(model, batch[backend.rank :][:1]).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        held = memory_report(model, optimizer)
+        share = whole / (node or {NONE: 1}.get(strategy, ranks))
+        for count in (held.parameter_shards, held.gradient_shards, held.optimizer_state):
+            assert abs(count - share) <= rounding
+        assert held.full_parameters == held.full_gradients == 0
+        if strategy is GRAD:
+            assert held.peak_full_parameters == whole  # kept from forward to backward
+        elif strategy is NONE:
+            assert held.peak_full_parameters == 0  # the shard is all there is
+        else:
+            assert held.peak_full_parameters < whole
+        assert held.peak_full_gradients < whole
+        return backend.telemetry.ops["all_gather"].count - before if "all_gather" in backend.telemetry.ops else 0
+
+    units = layers + 1
+    kept = 2  # of FULL_SHARD: the root and the last block are held for backward
+    assert run_ranks(ranks, lambda backend: work(backend, FULL, None)) == [2 * units - kept] * ranks
+    assert run_ranks(ranks, lambda backend: work(backend, HYBRID, 2)) == [2 * units - kept] * ranks
+    assert run_ranks(ranks, lambda backend: work(backend, GRAD, None)) == [units] * ranks
+    assert run_ranks(ranks, lambda backend: work(backend, NONE, None)) == [0] * ranks
+
+
+def test_an_evaluation_keeps_nothing() -> None:
+    def work(backend: Backend) -> None:
+        model = FSDP(make_gpt(), backend, units=[Block], strategy=GRAD)
+        with torch.no_grad():
+            loss_of(model, token_batches(1, 2)[0])
+        assert memory_report(model).full_parameters == 0
+
+    run_ranks(2, work)
+
+
+# --- overlap and failure
+
+
+def test_a_unit_is_averaged_across_nodes_while_others_compute() -> None:
+    """The backward of the first layer does not go on before the last layer's average over nodes is done."""
+
+    class Gate(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: torch.Tensor, backend: Backend) -> torch.Tensor:
+            ctx.backend = backend  # type: ignore[attr-defined]
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: object, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+            telemetry = ctx.backend.telemetry  # type: ignore[attr-defined]
+            deadline = time.monotonic() + 20
+            while not any(span.name.startswith("all_reduce") and span.name.endswith("layers.2") for span in telemetry.spans()):
+                assert time.monotonic() < deadline, "the last layer was not averaged during backward"
+                time.sleep(0.001)
+            return gradient, None
+
+    class Gated(nn.Module):
+        def __init__(self, backend: Backend) -> None:
+            super().__init__()
+            self.backend = backend
+            self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            gated: torch.Tensor = Gate.apply(self.layers[0](x), self.backend)
+            for layer in self.layers[1:]:
+                gated = layer(gated)
+            return gated
+
+    def work(backend: Backend) -> None:
+        backend.telemetry.tracing = True
+        model = FSDP(Gated(backend), backend, units=[nn.Linear], strategy=HYBRID, intra_node_size=2)
+        for _ in range(2):
+            model(torch.ones(2, 5)).sum().backward()
+            spans = [span for span in backend.telemetry.spans() if span.track is Track.COMMUNICATION and span.name.startswith("all_reduce")]
+            assert len(spans) == 3
+            assert all(left.start_ns <= right.start_ns for left, right in pairwise(spans))
+            backend.telemetry._spans.clear()
+
+    run_ranks(4, work)
+
+
+def test_what_fails_within_a_node_fails_everywhere_at_once() -> None:
+    """Rank 0 takes one reduction for another. The other node, whose half goes well, does not wait; and training can go on."""
+
+    def work(backend: Backend) -> float:
+        model = FSDP(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)), backend, units=[nn.Linear], strategy=HYBRID, intra_node_size=2)
+        loss = model(torch.ones(2, 3)).sum()
+        if backend.rank == 0:
+            mislabel_next(model._comms.reductions)
+        start = time.monotonic()
+        with pytest.raises(CollectiveError):
+            loss.backward()
+        took = time.monotonic() - start
+        assert memory_report(model).full_parameters == memory_report(model).full_gradients == 0
+        model.zero_grad()
+        model(torch.full((1, 3), float(backend.rank))).sum().backward()
+        bias = dict(model.named_parameters())["1.bias"].grad
+        assert bias is None or bias.tolist() in ([1.0], [])
+        return took
+
+    assert max(run_ranks(4, work)) < 5.0  # a collective's time-out is 15 s here
+
+
+def mislabel_next(group: Backend) -> None:
+    """The next reduce_scatter of this rank is not what the others are in."""
+    real = group.reduce_scatter
+
+    def mistaken(*args: Any, label: str, **options: Any) -> Any:
+        vars(group).pop("reduce_scatter")
+        return real(*args, label=f"not {label}", **options)
+
+    vars(group)["reduce_scatter"] = mistaken
