@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from shardnet.collectives import verdict
 from shardnet.collectives.operation import Algorithm, Call, Operation
-from shardnet.errors import CollectiveMismatch, CollectiveTimeout, PeerLost, ProtocolError, ShardnetError
+from shardnet.errors import ClosedError, CollectiveMismatch, CollectiveTimeout, PeerLost, ProtocolError, ShardnetError
 from shardnet.pb import mesh_pb2
 from shardnet.telemetry import Track
 from shardnet.wire import Chunk
@@ -218,13 +218,18 @@ class Group:
         """End an operation on every rank. If it has failed already, the others know."""
         if operation.error is None:
             operation.fail(error)
+            if isinstance(error, ClosedError):  # the others lose this rank, and that is what their errors shall say
+                return
             control = mesh_pb2.Control(abort=verdict.pack(error))
             for peer in self.peers:
                 self.board.post(self.members[peer], Chunk(self.epoch, self.id, operation.sequence, control=control))
 
     def _peer_lost(self, global_rank: int, reason: str, operation: Operation) -> PeerLost:
-        address = self.board.mesh.address(global_rank)
-        return PeerLost(f"{self.board.where()} rank {global_rank} ({address}) lost during {operation.name}: {reason}", global_rank)
+        cause = self.board.cause(global_rank)
+        if cause != global_rank:
+            reason = f"rank {global_rank} lost it, and left"
+        address = self.board.mesh.address(cause)
+        return PeerLost(f"{self.board.where()} rank {cause} ({address}) lost during {operation.name}: {reason}", cause)
 
     def _title(self) -> str:
         return "the world" if self.id == 0 else f"the group of ranks {list(self.members)}"

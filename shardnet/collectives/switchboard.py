@@ -1,4 +1,10 @@
-"""Between one mesh and the groups that share it: routes chunks, owns the tasks, keeps who is lost."""
+"""Between one mesh and the groups that share it: routes chunks, owns the tasks, keeps who is lost.
+
+[Note: the cause] When a rank dies, each survivor sees it for itself, but not all in the same moment, and the first one that does
+may be gone itself before the last one does, which would then take it for the dead one. So a rank that loses another tells all
+others at once whom, and whoever loses a rank that has said so names that one instead. What is said changes no state: whether a
+rank is lost each one decides by its own connection.
+"""
 
 import asyncio
 import hashlib
@@ -16,6 +22,7 @@ from shardnet.transport.base import Mesh
 from shardnet.wire import Chunk
 
 WORLD = 0  # group id of all ranks
+CAUSE = 2**64 - 1  # the sequence number of no collective: an Abort with it tells whom its sender has lost
 
 
 class Switchboard:
@@ -28,6 +35,7 @@ class Switchboard:
         self.nodes = nodes or (tuple(range(mesh.world_size)),)  # global ranks by node
         self.loop = LoopThread.shared()
         self.lost: dict[int, str] = {}  # global rank -> reason
+        self._causes: dict[int, int] = {}  # global rank -> the one that it lost first; see [Note: the cause]
         self.stale_chunks = 0
         self.probe_id = 0
         self._lock = threading.Lock()  # over the next two: groups are made on any thread
@@ -96,6 +104,8 @@ class Switchboard:
         self.telemetry.count_traffic(received=len(chunk.data))
         if chunk.epoch != self.mesh.epoch:
             self.stale_chunks += 1
+        elif chunk.control is not None and chunk.control.HasField("abort") and chunk.sequence == CAUSE:
+            self._causes.setdefault(source, next(iter(chunk.control.abort.ranks), source))
         elif chunk.control is not None and chunk.control.HasField("goodbye"):
             self._on_goodbye(source, chunk.control.goodbye)
         elif (group := self._groups.get(chunk.group)) is not None:
@@ -107,9 +117,21 @@ class Switchboard:
 
     def on_lost(self, rank: int, reason: str) -> None:
         if rank not in self.lost and not self._closed:
+            self._tell(rank, reason)
             self.lost[rank] = reason
             for group in list(self._groups.values()):
                 group.lose(rank, reason)
+
+    def _tell(self, rank: int, reason: str) -> None:
+        abort = mesh_pb2.Abort(reason=mesh_pb2.Abort.LOST, detail=reason, ranks=[self.cause(rank)])
+        for peer in self.mesh.peers:
+            if peer != rank:
+                self.post(peer, Chunk(self.mesh.epoch, WORLD, CAUSE, control=mesh_pb2.Control(abort=abort)))
+
+    def cause(self, rank: int) -> int:
+        """Who is to blame for the loss of a rank: itself, or the one that it lost before."""
+        cause = self._causes.get(rank, rank)
+        return cause if cause in self.mesh.peers else rank
 
     def goodbye(self) -> mesh_pb2.Goodbye:
         return mesh_pb2.Goodbye(positions=[group.position() for group in self._groups.values()])

@@ -22,6 +22,8 @@ from shardnet.transport.options import channel_options
 from shardnet.transport.outbox import Outbox
 from shardnet.wire import Chunk
 
+FLUSH_S = 0.2  # how long an abort waits for the peers to take what was sent; those that live take it in milliseconds
+
 
 class GrpcMesh(Mesh):
     """One rank's streams to and from its peers; thrown away when any member changes."""
@@ -149,9 +151,11 @@ class GrpcMesh(Mesh):
                 async with asyncio.timeout(self._timeouts.drain_s), asyncio.TaskGroup() as group:
                     for peer in self.peers:
                         group.create_task(self._take_leave(peer, goodbye))
-        await self._close_streams()
-        if self._aborting is not None:
-            await asyncio.wrap_future(self._aborting)
+        try:
+            if self._aborting is not None:
+                await asyncio.wrap_future(self._aborting)  # first: it lets out why
+        finally:
+            await self._close_streams()
 
     async def _take_leave(self, peer: int, goodbye: Chunk) -> None:
         """Say goodbye to one peer, and wait until it has said so, too, or is lost."""
@@ -163,7 +167,12 @@ class GrpcMesh(Mesh):
 
     def abort(self) -> None:
         self._closing = True  # at once: no goodbye may follow
-        self._aborting = LoopThread.shared().run(self._close_streams())
+        self._aborting = LoopThread.shared().run(self._abort())
+
+    async def _abort(self) -> None:
+        """Close, but let go out what is queued already: it tells the peers why."""
+        await asyncio.gather(*(outbox.flush(FLUSH_S) for outbox in self._outboxes.values()))
+        await self._close_streams()
 
     async def _close_streams(self) -> None:
         self._closing = True

@@ -36,8 +36,9 @@ class Outbox:
         self._room = asyncio.Event()
 
     async def put(self, chunk: Chunk) -> None:
-        """Queue a chunk; its buffer is free when this returns. Waits while the window is full."""
-        while self._queued_bytes >= self._window_bytes and self._failure is None:
+        """Queue a chunk; its buffer is free when this returns. Waits while the window is full, but with a control message: it
+        is small, and why this rank aborts must be queued before it has closed."""
+        while chunk.control is None and self._queued_bytes >= self._window_bytes and self._failure is None:
             self._room.clear()
             await self._room.wait()
         if self._failure is not None or self._finishing:
@@ -82,6 +83,12 @@ class Outbox:
         """Write what is queued, then end the stream."""
         self._finishing = True
         self._wake_writer.set()
+
+    async def flush(self, timeout_s: float) -> None:
+        """Finish, and wait until the peer has taken everything, the stream breaks, or the time is over."""
+        self.finish()
+        if self.accepted:
+            await asyncio.wait([asyncio.ensure_future(self._call.code())], timeout=timeout_s)
 
     async def aclose(self) -> None:
         self.fail("this rank has closed")

@@ -13,7 +13,7 @@ from shardnet.backend import Backend, Pending
 from shardnet.config import Limits, Timeouts
 from shardnet.errors import ClosedError, CollectiveTimeout, PeerLost, ShardnetError
 from shardnet.loop import LoopThread
-from shardnet.testing import each_error, each_rank
+from shardnet.testing import each_error, each_rank, local_cluster
 from tests.contract.conftest import MakeCluster
 
 Ranks = Sequence[Backend]
@@ -332,3 +332,21 @@ async def _wait_all(handles: Sequence[Pending[Any]]) -> int:
     for handle in handles:
         await handle
     return len(handles)
+
+
+async def test_who_left_because_it_lost_another_is_not_blamed() -> None:
+    """Rank 1 loses rank 2 and leaves before rank 0 has noticed anything: rank 0 is told whom rank 1 had lost."""
+    async with local_cluster(3) as ranks:
+        barrier = ranks[0].barrier()
+        board = ranks[1]._board
+
+        async def lose() -> None:
+            board.on_lost(2, "its connection broke")
+
+        await board.loop.run_here(lose())
+        ranks[1].abort()
+        with pytest.raises(PeerLost, match=r"rank 2 \(127\.0\.0\.1:\d+\) lost during barrier #0: rank 1 lost it, and left") as caught:
+            await barrier
+        assert caught.value.rank == 2
+        for rank in ranks:
+            rank.abort()
