@@ -1,4 +1,4 @@
-"""Steps of random programs of collectives: what each is, what goes in, what must come out."""
+"""Random programs of collectives: what each step is, what goes in, what must come out; and their execution."""
 
 import random
 from collections.abc import Sequence
@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from shardnet.backend import Backend, Pending, ReduceOp
-from shardnet.testing import reference
+from shardnet.testing import reference, same_bits
 
+PATIENCE_S = 20.0
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool)
 OPS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "uneven", "send", "barrier")
 GROUPS: tuple[tuple[int, ...], ...] = ((0, 1, 2, 3), (0, 2), (1, 2, 3), (3,))
@@ -92,3 +93,27 @@ def start(step: Step, group: Backend, mine: torch.Tensor) -> list[Pending[Any]]:
             return [group.send(mine, (rank + 1) % ranks), group.recv(torch.empty_like(mine), (rank - 1) % ranks)]
         case _:
             return [group.barrier()]
+
+
+class Runner:
+    """Four ranks and their groups, for many programs."""
+
+    def __init__(self, ranks: Sequence[Backend]) -> None:
+        self._groups = {(members, rank): ranks[rank].subgroup(members) for members in GROUPS for rank in members}
+
+    def run(self, program: list[Step], seed: int) -> None:
+        """Start all steps rank by rank, then wait for them in an order of its own."""
+        data = [inputs_of(step, number) for number, step in enumerate(program)]
+        started = []
+        for rank in random.Random(seed).sample(range(4), 4):
+            for number, step in enumerate(program):
+                if rank in step.members:
+                    local = step.members.index(rank)
+                    handles = start(step, self._groups[step.members, rank], data[number][local])
+                    started.append((number, local, handles))
+        random.Random(seed).shuffle(started)
+        for number, local, handles in started:
+            results = [handle.wait(PATIENCE_S) for handle in handles]
+            wanted = expected(program[number], data[number])[local]
+            if wanted is not None:
+                assert same_bits(results[-1], wanted), f"step {number} on rank {local} of {program[number].members}"

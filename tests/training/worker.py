@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from itertools import count
 from typing import Any
 
@@ -54,7 +55,8 @@ class Worker:
         def read() -> None:
             while line := sys.stdin.readline():
                 loop.call_soon_threadsafe(self._lines.put_nowait, line)
-            loop.call_soon_threadsafe(self._lines.put_nowait, "")
+            with suppress(RuntimeError):  # the loop is closed: a signal has ended it before
+                loop.call_soon_threadsafe(self._lines.put_nowait, "")
 
         # a daemon: whoever is blocked in reading cannot be told to end
         threading.Thread(target=read, name="standard input", daemon=True).start()
@@ -137,6 +139,7 @@ def groups_of(world_size: int) -> tuple[tuple[int, ...], ...]:
 
 
 def holdings() -> dict[str, int]:
+    gc.collect()  # or what waits for the collector counts, too, and that goes up and down
     me = psutil.Process()
     running = LoopThread.shared().loop
     return {

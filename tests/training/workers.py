@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import psutil
 import pytest
 
 from shardnet.config import Timeouts
@@ -51,6 +52,11 @@ class Nursery:
         self._control.send(b"wait %d" % pid)
         return int(self._control.recv(64))
 
+    @property
+    def alive(self) -> list[psutil.Process]:
+        """Workers that nobody has waited for, and what they have started."""
+        return psutil.Process(self._process.pid).children(recursive=True)
+
     def close(self) -> None:
         self._control.close()
         self._process.wait(PATIENCE_S)
@@ -87,13 +93,11 @@ class Worker:
         """Give it a job, or anything while it streams: then all stop."""
         os.write(self._stdin, json.dumps(command).encode() + b"\n")
 
-    def hear(self, what: str, within_s: float = PATIENCE_S) -> Message:
-        """Its next message, which must be of this kind."""
+    def hear(self, what: str, *, skip: str = "", within_s: float = PATIENCE_S) -> Message:
+        """Its next message that is not of the kind `skip`; it must be of this one."""
         deadline = time.monotonic() + within_s
-        while b"\n" not in self._seen:
-            self._read(deadline, what)
-        line, self._seen = self._seen.split(b"\n", 1)
-        message: Message = json.loads(line)
+        while (message := self._next(deadline, what))["what"] == skip:
+            pass
         assert message["what"] == what, message
         if what == "joined":
             self.rank, self.address = message["rank"], message["address"]
@@ -111,6 +115,13 @@ class Worker:
             os.close(self._stdin)
             self._status = self._nursery.wait(self.pid)
         return self._status
+
+    def _next(self, deadline: float, what: str) -> Message:
+        while b"\n" not in self._seen:
+            self._read(deadline, what)
+        line, self._seen = self._seen.split(b"\n", 1)
+        message: Message = json.loads(line)
+        return message
 
     def _read(self, deadline: float, what: str) -> None:
         ready, _, _ = select.select([self._stdout], [], [], max(0.0, deadline - time.monotonic()))

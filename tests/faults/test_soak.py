@@ -1,0 +1,120 @@
+"""Minutes of real trouble: `make faults`. With ARGS=-s each test tells how far it is; everything follows from SEED."""
+
+import asyncio
+import random
+import signal
+import time
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+from shardnet.backend import Backend
+from shardnet.config import Limits
+from shardnet.testing import local_cluster
+from tests.contract.programs import Runner, random_step
+from tests.training.workers import Nursery, Worker, begin, rendezvous
+
+pytestmark = pytest.mark.faults
+
+SEED = 20_240_501
+ROUNDS = 60
+HEARD_WITHIN_S = 10.0
+KIB = 1024
+MIB = 1024 * KIB
+
+
+def test_every_survivor_of_every_killed_worker_names_it(nursery: Nursery) -> None:
+    """The survivors go on to the next round in the same process: what one round breaks, the next one meets."""
+    rng = random.Random(SEED)
+    with rendezvous() as address, ExitStack() as stack:
+        workers = [stack.enter_context(Worker(nursery, address)) for _ in range(3)]
+        for number in range(ROUNDS):
+            begin(workers, job=f"round {number}", work="stream", seed=rng.randrange(10**6), rows=rng.choice((100, 10_000, 100_000)))
+            victim = rng.choice(workers)
+            how = rng.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGTERM))  # at once, or by way of its own clean-up
+            wait_s = rng.uniform(0.0, 0.5)
+            time.sleep(wait_s)  # no synchronisation: any moment will do
+            killed_s = victim.signal(how)
+            workers.remove(victim)
+            said = [survivor.hear("left", skip="streaming", within_s=HEARD_WITHIN_S) for survivor in workers]
+            context = f"round {number}: {how.name} to rank {victim.rank}: {said}"
+            assert all(each["error"] == "PeerLost" and each["leaks"] == [] for each in said), context
+            assert all(each["lost"] == victim.rank for each in said), context  # nobody blames the other survivor
+            noticed_s = max(each["failed_s"] for each in said) - killed_s
+            assert victim.end() == (-how if how is signal.SIGKILL else 128 + how)
+            workers.append(stack.enter_context(Worker(nursery, address)))
+            print(f"round {number}: {how.name} to rank {victim.rank} after {wait_s:.2f} s, noticed after {noticed_s:.3f} s", flush=True)
+        assert [worker.end() for worker in workers] == [0, 0, 0]
+    assert nursery.alive == []
+
+
+@pytest.mark.parametrize(
+    ("limits", "rows"),
+    [(Limits(), 60_000), (Limits(chunk_bytes=4 * KIB, eager_bytes=KIB, max_outstanding=4), 3000)],
+    ids=["usual", "tiny chunks"],
+)
+async def test_thousands_of_collectives_give_what_torch_gives(limits: Limits, rows: int) -> None:
+    rng = random.Random(SEED)
+    async with local_cluster(4, limits=limits) as backends:
+        runner = Runner(backends)
+        for number in range(100):
+            started = time.monotonic()
+            await asyncio.to_thread(runner.run, [random_step(rng, rows=rows) for _ in range(25)], rng.randrange(10**6))
+            print(f"program {number}: 25 collectives, {time.monotonic() - started:.2f} s", flush=True)
+
+
+async def test_a_large_gradient_does_not_hold_up_a_small_group() -> None:
+    """128 MiB over all ranks, and one element after the other between two of them meanwhile."""
+    elements = 128 * MIB // 4
+    pattern = torch.arange(elements, dtype=torch.float32).remainder_(251)
+    waits_s: list[float] = []
+
+    async def small(group: Backend, large: list[asyncio.Task[torch.Tensor]]) -> None:
+        for number in range(10**6):
+            # one of the two says when to stop, so that both do the same number
+            going = 0.0 if group.rank == 0 and all(task.done() for task in large) else 1.0
+            started = time.monotonic()
+            total = await group.all_reduce(torch.tensor([float(number), going]))
+            waits_s.append(time.monotonic() - started)
+            assert total[0] == 2 * number
+            if total[1] < 2:
+                return
+
+    async def reduce(backend: Backend, gradient: torch.Tensor) -> torch.Tensor:
+        return await backend.all_reduce(gradient, out=gradient)
+
+    async with local_cluster(3) as backends:
+        groups = [backends[rank].subgroup((0, 2)) for rank in (0, 2)]
+        for number in range(3):
+            waits_s.clear()
+            gradients = [pattern * (backend.rank + 1) for backend in backends]
+            started = time.monotonic()
+            large = [asyncio.create_task(reduce(*each)) for each in zip(backends, gradients, strict=True)]
+            await asyncio.gather(*(small(group, large) for group in groups), *large)
+            took_s = time.monotonic() - started
+            print(f"all-reduce {number}: {took_s:.2f} s, {len(waits_s)} small ones beside it, longest {max(waits_s):.3f} s", flush=True)
+            wanted = pattern * 6
+            assert all(torch.equal(task.result(), wanted) for task in large)
+            assert len(waits_s) >= 6, "they waited for the large one to end"
+
+
+def test_long_training_does_not_grow(nursery: Nursery) -> None:
+    steps = 400
+    with rendezvous() as address, ExitStack() as stack:
+        workers = [stack.enter_context(Worker(nursery, address)) for _ in range(2)]
+        begin(workers, work="train", steps=steps)
+        for worker in workers:
+            held = [worker.hear("holds", within_s=120.0) for _ in range(10)]
+            for each in held:
+                numbers = {name: each[name] for name in ("step", "loss", "rss", "descriptors", "threads", "tasks")}
+                print(f"rank {worker.rank}: {numbers}", flush=True)
+            left = worker.hear("left")
+            assert (left["error"], left["leaks"]) == (None, [])
+            assert held[-1]["loss"] < held[0]["loss"]
+            early, late = held[2], held[-1]  # by then caches are full and pools as large as they get
+            assert late["rss"] < early["rss"] + 4 * MIB
+            assert late["descriptors"] <= early["descriptors"]
+            assert late["threads"] <= early["threads"]
+            assert late["tasks"] <= early["tasks"] + 8  # what is under way at the moment
+        assert [worker.end() for worker in workers] == [0, 0]
