@@ -115,6 +115,6 @@ def test_long_training_does_not_grow(nursery: Nursery) -> None:
             early, late = held[2], held[-1]  # by then caches are full and pools as large as they get
             assert late["rss"] < early["rss"] + 4 * MIB
             assert late["descriptors"] <= early["descriptors"]
-            assert late["threads"] <= early["threads"]
+            assert late["threads"] <= early["threads"] + 4  # gRPC's pool has more threads when the machine is busy
             assert late["tasks"] <= early["tasks"] + 8  # what is under way at the moment
         assert [worker.end() for worker in workers] == [0, 0]
