@@ -22,7 +22,6 @@ from shardnet.transport.base import Mesh
 from shardnet.wire import Chunk
 
 WORLD = 0  # group id of all ranks
-CAUSE = 2**64 - 1  # the sequence number of no collective: an Abort with it tells whom its sender has lost
 
 
 class Switchboard:
@@ -104,8 +103,8 @@ class Switchboard:
         self.telemetry.count_traffic(received=len(chunk.data))
         if chunk.epoch != self.mesh.epoch:
             self.stale_chunks += 1
-        elif chunk.control is not None and chunk.control.HasField("abort") and chunk.sequence == CAUSE:
-            self._causes.setdefault(source, next(iter(chunk.control.abort.ranks), source))
+        elif chunk.control is not None and chunk.control.HasField("loss"):
+            self._causes.setdefault(source, chunk.control.loss.rank)
         elif chunk.control is not None and chunk.control.HasField("goodbye"):
             self._on_goodbye(source, chunk.control.goodbye)
         elif (group := self._groups.get(chunk.group)) is not None:
@@ -117,16 +116,16 @@ class Switchboard:
 
     def on_lost(self, rank: int, reason: str) -> None:
         if rank not in self.lost and not self._closed:
-            self._tell(rank, reason)
+            self._tell(rank)
             self.lost[rank] = reason
             for group in list(self._groups.values()):
                 group.lose(rank, reason)
 
-    def _tell(self, rank: int, reason: str) -> None:
-        abort = mesh_pb2.Abort(reason=mesh_pb2.Abort.LOST, detail=reason, ranks=[self.cause(rank)])
+    def _tell(self, rank: int) -> None:
+        loss = mesh_pb2.Control(loss=mesh_pb2.Loss(rank=self.cause(rank)))
         for peer in self.mesh.peers:
             if peer != rank:
-                self.post(peer, Chunk(self.mesh.epoch, WORLD, CAUSE, control=mesh_pb2.Control(abort=abort)))
+                self.post(peer, Chunk(self.mesh.epoch, WORLD, 0, control=loss))
 
     def cause(self, rank: int) -> int:
         """Who is to blame for the loss of a rank: itself, or the one that it lost before."""

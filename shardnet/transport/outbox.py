@@ -36,9 +36,9 @@ class Outbox:
         self._room = asyncio.Event()
 
     async def put(self, chunk: Chunk) -> None:
-        """Queue a chunk; its buffer is free when this returns. Waits while the window is full, but with a control message: it
-        is small, and why this rank aborts must be queued before it has closed."""
-        while chunk.control is None and self._queued_bytes >= self._window_bytes and self._failure is None:
+        """Queue a chunk; its buffer is free when this returns. One with data waits while the window is full; one without is
+        small, and why this rank aborts must be queued before it has closed."""
+        while len(chunk.data) and self._queued_bytes >= self._window_bytes and self._failure is None:
             self._room.clear()
             await self._room.wait()
         if self._failure is not None or self._finishing:

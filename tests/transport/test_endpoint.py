@@ -256,9 +256,9 @@ class TestOptions:
                         pass
 
     def test_message_limit_is_the_configured_one(self) -> None:
-        limits = Limits(max_message_bytes=2048 * KIB)
+        limits = Limits(max_message_bytes=4096 * KIB)
         for options in (dict(channel_options(Timeouts(), limits)), dict(server_options(Timeouts(), limits))):
-            assert options["grpc.max_receive_message_length"] == options["grpc.max_send_message_length"] == 2048 * KIB
+            assert options["grpc.max_receive_message_length"] == options["grpc.max_send_message_length"] == 4096 * KIB
 
 
 def test_nothing_is_logged_above_info_in_an_ordinary_life(caplog: pytest.LogCaptureFixture) -> None:
