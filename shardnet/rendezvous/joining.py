@@ -19,6 +19,7 @@ from shardnet.topology import Topology
 log = logging.getLogger(__name__)
 
 OnWaiting = Callable[[Waiting], None]
+PATIENCE_S = 10.0  # after so long people wonder; the workers of one machine differ by less
 
 
 class Joining:
@@ -43,6 +44,7 @@ class Joining:
 
     async def run(self) -> tuple[Lease, Topology]:
         """Try until there is a place. Raises RendezvousUnavailable, JoinTimeout, JoinRefused or ProtocolError."""
+        notice = asyncio.get_running_loop().call_later(PATIENCE_S, self._say_what_is_missing)
         try:
             async with asyncio.timeout(self._timeouts.join_s):
                 return await self._keep_trying()
@@ -50,6 +52,8 @@ class Joining:
             if isinstance(error, ShardnetError):
                 raise
             raise self._out_of_time() from None
+        finally:
+            notice.cancel()
 
     async def _keep_trying(self) -> tuple[Lease, Topology]:
         for tries in count(1):
@@ -97,6 +101,18 @@ class Joining:
         self._waiting = waiting
         if self._on_waiting is not None:
             self._on_waiting(waiting)
+
+    def _say_what_is_missing(self) -> None:
+        """Once, and by one worker of a machine: otherwise a terminal without news looks like a hang."""
+        if self._request.local_rank_hint:
+            return
+        if self._waiting is None:
+            log.warning("no rendezvous answers at %s yet; trying for %g s", self._address, self._timeouts.connect_s)
+        else:
+            log.warning(
+                "job %r: %d of %s workers have joined at %s; waiting up to %g s for the others",
+                *(self._request.job, self._waiting.joined, self._request.wish, self._address, self._timeouts.join_s),
+            )
 
     def _unavailable(self, trouble: str) -> RendezvousUnavailable:
         return RendezvousUnavailable(

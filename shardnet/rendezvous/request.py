@@ -46,7 +46,8 @@ class JoinRequest:
     @property
     def wish(self) -> str:
         """The world size asked for, as text for messages."""
-        return f"{self.min_world_size} to {self.max_world_size}"
+        least, most = self.min_world_size, self.max_world_size
+        return str(most) if least == most else f"{least} to {most}"
 
 
 def check_protocol(protocol: int, version: str) -> None:

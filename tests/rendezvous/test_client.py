@@ -14,7 +14,7 @@ from shardnet.credentials import Security
 from shardnet.errors import JoinRefused, JoinTimeout, PlaintextRefused, ProtocolError, RendezvousUnavailable, StateError
 from shardnet.pb import rendezvous_pb2 as pb
 from shardnet.pb import stats_pb2
-from shardnet.rendezvous import messages
+from shardnet.rendezvous import joining, messages
 from shardnet.rendezvous.client import join, status
 from shardnet.rendezvous.events import JobState, Waiting
 from shardnet.rendezvous.refusal import Refusal
@@ -199,12 +199,36 @@ class TestFailures:
                     pass
             assert [(await first.waiting.get()).joined for _ in range(3)] == [1, 2, 1]  # and its place is free again
 
+    @pytest.mark.parametrize("hint", [0, 1])
+    @on_shared_loop
+    async def test_waiting_long_is_told_once_a_machine(
+        self, hint: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr(joining, "PATIENCE_S", 0.1)
+        async with rendezvous() as server:
+            with caplog.at_level(logging.WARNING), pytest.raises(JoinTimeout):
+                async with join(server.address, worker(0, hint=hint), timeouts=replace(TIMEOUTS, join_s=0.4)):
+                    pass
+            told = f"job 'job': 1 of 2 workers have joined at {server.address}; waiting up to 0.4 s for the others"
+            assert [record.getMessage() for record in caplog.records] == ([told] if hint == 0 else [])
+
+    @on_shared_loop
+    async def test_silence_of_the_rendezvous_is_told_before_it_is_an_error(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr(joining, "PATIENCE_S", 0.1)
+        address = f"127.0.0.1:{free_port()}"
+        with caplog.at_level(logging.WARNING), pytest.raises(RendezvousUnavailable):
+            async with join(address, worker(0), timeouts=replace(TIMEOUTS, connect_s=0.5)):
+                pass
+        assert [record.getMessage() for record in caplog.records] == [f"no rendezvous answers at {address} yet; trying for 0.5 s"]
+
     @pytest.mark.parametrize(
         ("number", "change", "reason", "text"),
         [
             (0, {"address": "10.0.0.9:9"}, Refusal.DUPLICATE_INCARNATION, "every start of a worker must make a new one"),
             (1, {"address": "10.0.0.1:7000"}, Refusal.DUPLICATE_ADDRESS, "belongs to a live worker"),
-            (1, {"most": 5}, Refusal.WISH, "was started with 2 to 2"),
+            (1, {"most": 5}, Refusal.WISH, "was started with 2 by"),
         ],
     )
     @on_shared_loop

@@ -187,12 +187,12 @@ class TestRefusals:
         registry.join(worker(1), 0.0)
         assert refusal(registry, 2, address="10.0.0.1:7001").reason == Refusal.DUPLICATE_ADDRESS
 
-    @pytest.mark.parametrize(("least", "most"), [(1, 2), (2, 3), (3, 3)])
-    def test_contradicting_wish(self, registry: Registry, least: int, most: int) -> None:
+    @pytest.mark.parametrize(("least", "most", "wish"), [(1, 2, "1 to 2"), (2, 3, "2 to 3"), (3, 3, "3")])
+    def test_contradicting_wish(self, registry: Registry, least: int, most: int, wish: str) -> None:
         registry.join(worker(0), 0.0)
         error = refusal(registry, 1, least=least, most=most)
         assert error.reason == Refusal.WISH
-        assert f"10.0.0.1:7001 asks for {least} to {most} workers, but job 'job' was started with 2 to 2 by 10.0.0.1:7000" in str(error)
+        assert f"10.0.0.1:7001 asks for {wish} workers, but job 'job' was started with 2 by 10.0.0.1:7000" in str(error)
 
     def test_full(self, registry: Registry) -> None:
         registry.join(worker(0), 0.0)
