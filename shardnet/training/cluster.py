@@ -1,6 +1,8 @@
 """`connect()`: from a process to a member of a cluster, and back."""
 
+import errno
 import logging
+import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -98,7 +100,7 @@ class Cluster:
 async def connect(**settings: Any) -> AsyncIterator[Cluster]:
     """Join the cluster that the environment names (`shardnet run` sets it), or be a world of one where there is none.
 
-    Any field of `Settings` may be given instead: `connect(rendezvous="10.0.0.1:29400", min_world_size=4, …)`.
+    Any field of `Settings` may be given instead: `connect(rendezvous="10.0.0.1:7000", min_world_size=4, …)`.
     Entering waits until the world is complete; raises `UsageError` for a setting that makes no sense, a `RendezvousError`
     if joining fails and `PeerLost` if a peer cannot be reached. Leaving says goodbye to the peers; leaving by an exception
     does not, so that they fail at once, too. A second connect in a process is a member of its own, with a port of its own.
@@ -135,6 +137,8 @@ def _trace_file(settings: Settings) -> Path | None:
     path = Path(settings.trace)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     except OSError as error:
         raise UsageError(f"cannot write a trace to {path}: {error.strerror}; choose another place for --trace (SHARDNET_TRACE)") from error
     return path

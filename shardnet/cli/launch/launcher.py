@@ -71,6 +71,8 @@ async def _supervise(job: Job, console: Console, rendezvous: str, ask: Ask) -> V
             progress = tasks.create_task(follow(functools.partial(_lowest_rank, workers), ask, ProgressView(console)))
             verdict = await supervisor.run()
             progress.cancel()
+    if job.trace is not None and verdict.status == 0 and any(worker.report is not None and worker.report.rank == 0 for worker in workers):
+        console.say(f"timeline of all ranks, for https://ui.perfetto.dev: {job.trace}")  # the machine with rank 0 has it
     return verdict
 
 
