@@ -46,7 +46,7 @@ def check_plaintext(address: str, *, insecure: bool) -> None:
         return
     if not insecure:
         raise PlaintextRefused(
-            f"{parsed} is not on this machine and the connection would be neither encrypted nor authenticated; "
+            f"{parsed} is no loopback address, and the connection would be neither encrypted nor authenticated; "
             "use a loopback address such as 127.0.0.1, or allow it with insecure=True (--insecure) on a network that you trust"
         )
     if parsed.host not in _warned:

@@ -17,7 +17,7 @@ def test_loopback_is_allowed(address: str) -> None:
 @pytest.mark.parametrize("address", ["0.0.0.0:1", "[::]:1", "10.0.0.1:1", "example.org:1"])
 def test_elsewhere_is_refused_with_what_to_do(address: str) -> None:
     with pytest.raises(
-        PlaintextRefused, match=r"not on this machine.*use a loopback address such as 127\.0\.0\.1, or allow it with insecure=True"
+        PlaintextRefused, match=r"is no loopback address.*use a loopback address such as 127\.0\.0\.1, or allow it with insecure=True"
     ):
         check_plaintext(address, insecure=False)
 

@@ -11,17 +11,24 @@ PROGRAM = "workers/train_lm.py"
 REPORT = "report.html"
 DESCRIPTION = """\
 Train a small byte-level language model, sharded over NPROC workers of this machine, on the text of Python's standard
-library. It takes about three minutes on two cores, prints a sample of generated text, and writes a report page.
+library. It trains for about two minutes, prints a sample of generated text, and writes a report page.
 """
 EPILOG = """\
 examples:
   shardnet demo
-  shardnet demo --nproc 4 --steps 50       what the demo does not know goes to workers/train_lm.py
+  shardnet demo --nproc 4 --steps 50       what the demo does not know goes to workers/train_lm.py;
+                                           'shardnet run workers/train_lm.py --help' lists it
 """
 
 
 def add_to(commands: arguments.Commands) -> None:
-    parser = commands.add_parser("demo", help="train a small language model on this machine", description=DESCRIPTION, epilog=EPILOG)
+    parser = commands.add_parser(
+        "demo",
+        help="train a small language model on this machine",
+        usage="shardnet demo [--nproc N] [--out DIR] [OPTIONS OF workers/train_lm.py]",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+    )
     parser.add_argument("--nproc", type=arguments.positive, default=2, metavar="N", help="workers (default: %(default)s)")
     parser.add_argument(
         "--out", type=Path, default=Path("runs/demo"), metavar="DIR", help="where the report and the trace go (default: %(default)s)"

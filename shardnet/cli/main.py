@@ -48,6 +48,7 @@ def parse(argv: Sequence[str] | None = None) -> Arguments:
     arguments, unknown = parser.parse_known_args(argv)
     arguments.unknown = unknown
     if unknown and not arguments.passes_on:
+        parser.prog += f" {arguments.command}"  # what is wrong, and whose help says what is right
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     return arguments
 

@@ -6,11 +6,13 @@ import functools
 import secrets
 from pathlib import Path
 
+from shardnet.address import Address
 from shardnet.cli import arguments
 from shardnet.cli.launch.console import Console
 from shardnet.cli.launch.job import Job
 from shardnet.cli.launch.launcher import launch
 from shardnet.cli.services import local_rendezvous, worker_progress
+from shardnet.credentials import check_plaintext
 from shardnet.errors import UsageError
 
 DESCRIPTION = """\
@@ -73,14 +75,19 @@ def add_to(commands: arguments.Commands) -> None:
     )
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module")
     parser.add_argument("script", metavar="SCRIPT", help="the program, or with -m a module")
-    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS", help="what the program gets")
+    rest = parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS", help="what the program gets")
+    rest.required = False  # argparse would name it as missing, beside SCRIPT
     parser.set_defaults(execute=execute)
 
 
 def execute(options: arguments.Arguments) -> int:
-    """Raises UsageError for a script that is not there."""
+    """Raises UsageError for a script that is not there, or for addresses off this machine without --insecure."""
     if not options.module and not Path(options.script).exists():
         raise UsageError(f"there is no file {options.script!r}; to run a module, put -m before its name")
+    if not options.insecure:  # here, where it is one line: the workers would all tell it, each with a traceback
+        for given in (options.rendezvous, options.listen and str(Address(options.listen, 0))):
+            if given:
+                check_plaintext(given, insecure=False)
     return run_job(
         Job(
             target=options.script,

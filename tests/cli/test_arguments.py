@@ -27,10 +27,10 @@ def test_run_takes_the_first_word_as_the_program_and_leaves_it_the_rest(given: l
     [
         ([], "shardnet: the following arguments are required: COMMAND"),
         (["fly"], "shardnet: argument COMMAND: invalid choice: 'fly'"),
-        (["run"], "shardnet run: the following arguments are required: SCRIPT"),
+        (["run"], "shardnet run: the following arguments are required: SCRIPT (see"),
         (["run", "--nproc", "0", "a.py"], "shardnet run: argument --nproc: must be a whole number from 1 on, not '0'"),
         (["run", "--nproc", "٢", "a.py"], "shardnet run: argument --nproc: must be a whole number from 1 on"),
-        (["run", "--npro", "2", "a.py"], "shardnet: unrecognized arguments: --npro"),
+        (["run", "--npro", "2", "a.py"], "shardnet run: unrecognized arguments: --npro (see 'shardnet run --help')"),
         (["run", "--grace", "nan", "a.py"], "shardnet run: argument --grace: must be a time in seconds, not 'nan'"),
         (["run", "--rendezvous", "10.0.0.1", "a.py"], "shardnet run: argument --rendezvous: '10.0.0.1' does not end in a port"),
         (["run", "--rendezvous", "10.0.0.1:0", "a.py"], "shardnet run: argument --rendezvous: '10.0.0.1:0' has port 0"),
@@ -38,10 +38,12 @@ def test_run_takes_the_first_word_as_the_program_and_leaves_it_the_rest(given: l
         (["run", "--job", "two words", "a.py"], "shardnet run: argument --job: must be a name without blanks"),
         (["run", "no-such-file.py"], "shardnet run: there is no file 'no-such-file.py'; to run a module, put -m before its name"),
         (["run", "--nnodes", "2", "-m", "a"], "shardnet run: 2 nodes need --rendezvous HOST:PORT"),
+        (["run", "--rendezvous", "10.0.0.1:7000", "-m", "a"], "shardnet run: 10.0.0.1:7000 is no loopback address"),
+        (["run", "--listen", "::", "-m", "a"], "shardnet run: [::]:0 is no loopback address"),
         (["status"], "shardnet status: the following arguments are required: ADDRESS"),
-        (["status", "10.0.0.1:7000"], "shardnet status: 10.0.0.1:7000 is not on this machine"),
-        (["rendezvous", "--listen", "0.0.0.0:7000"], "shardnet rendezvous: 0.0.0.0:7000 is not on this machine"),
-        (["rendezvous", "extra"], "shardnet: unrecognized arguments: extra"),
+        (["status", "10.0.0.1:7000"], "shardnet status: 10.0.0.1:7000 is no loopback address"),
+        (["rendezvous", "--listen", "0.0.0.0:7000"], "shardnet rendezvous: 0.0.0.0:7000 is no loopback address"),
+        (["rendezvous", "extra"], "shardnet rendezvous: unrecognized arguments: extra"),
     ],
 )
 def test_a_wrong_command_line_is_told_in_one_line_with_status_2(
