@@ -91,7 +91,11 @@ def _figures(run: RunRecord) -> list[dict[str, str]]:
         ("validation loss", _loss(run.validations[-1].loss if run.validations else math.nan), "nats per byte, on text held out"),
         ("training loss", _loss(run.steps[-1].loss if run.steps else math.nan), _from_to(run)),
         ("speed", f"{_median(tokens_per_s):,.0f}", "tokens per second, all ranks, median"),
-        ("waiting", f"{100 * max(exposed, default=0.0):.1f} %", "of the time compute waited for communication"),
+        (
+            "waiting",
+            f"{100 * max(exposed, default=0.0):.1f} %",
+            "of the time compute waited for communication, on the rank that waited most",
+        ),
         ("steps", f"{len(run.steps):,}", f"in {_duration(run.duration_s)}"),
         ("world", _count(world_size, "rank"), f"on {_count(nodes, 'node')}"),
         ("parameters", f"{run.parameters / 1e6:.2f} M", "in the whole model"),

@@ -103,7 +103,7 @@ def test_the_headline_says_how_it_went() -> None:
     assert figures["validation loss"][0] == "1.234"
     assert figures["training loss"] == ("0.275", "in the last step; 5.500 in the first")
     assert figures["speed"][0] == "1,011"
-    assert figures["waiting"][0] == "20.0 %"
+    assert figures["waiting"] == ("20.0 %", "of the time compute waited for communication, on the rank that waited most")
     assert figures["world"] == ("2 ranks", "on 1 node")
     assert figures["parameters"][0] == "1.23 M"
     assert figures["held per rank"] == ("10.0 MiB", "of 20.0 MiB unsharded, optimizer included")
@@ -184,4 +184,15 @@ def test_pointing_at_a_span_or_a_curve_tells_what_it_is(page: Page) -> None:
         )
         page.point(box[0] + share_x * box[2], box[1] + (60 if share_y is None else share_y * box[3]))
         assert expected in page.evaluate(tooltip)
+    assert page.errors == []
+
+
+def test_text_of_a_chart_keeps_its_size_on_a_narrow_screen(page: Page) -> None:
+    page.evaluate(
+        "document.body.style.width = '400px'; byId('loss-chart').replaceChildren(); fillCharts(JSON.parse(byId('run-data').textContent))"
+    )
+    scale = page.evaluate(
+        "(() => { const svg = document.querySelector('#loss-chart svg'); return svg.clientWidth / svg.viewBox.baseVal.width; })()"
+    )
+    assert 0.95 < scale < 1.05
     assert page.errors == []

@@ -6,6 +6,7 @@ const SIZE = { left: 52, right: 14, top: 10, bottom: 26 };
 // `options`: width and height in CSS pixels, format(y) for the axis and formatExact(y) for the tooltip, label for those who
 // cannot see it, zero (the axis begins at 0), legend (show it).
 function lineChart(container, series, options) {
+  options = { ...options, width: Math.min(options.width, Math.max(container.clientWidth, 280)) };  // text keeps its size on a narrow screen
   const { width, height, format, label } = options;
   const points = series.flatMap((one) => one.points);
   if (!points.length) {
