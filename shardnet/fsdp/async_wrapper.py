@@ -76,7 +76,7 @@ class AsyncFSDP:
         return await self.run(self.fsdp, *args, **kwargs)
 
     async def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """Forward without gradients."""
+        """Forward without gradients, in the mode that the module is in: `model.fsdp.eval()` switches dropout off."""
         return await self.run(_without_gradients, self.fsdp, *args, **kwargs)
 
     async def backward(self, loss: Tensor, gradient: Tensor | None = None) -> None:

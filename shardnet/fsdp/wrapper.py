@@ -113,7 +113,7 @@ class FSDP(nn.Module):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients by their norm over all ranks, and return that norm: 0-dim float64, equal on all ranks.
-        A collective."""
+        A collective. `torch.nn.utils.clip_grad_norm_` would take each rank's slices for the whole."""
         if self._runtime.unreduced:
             raise StateError("gradients of no_sync() are not reduced yet; call sync_gradients() before clipping")
         gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
