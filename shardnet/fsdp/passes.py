@@ -14,6 +14,7 @@ class Call:
     forward: "ForwardPass"
     resumes: str | None = None  # what the thread computed before, and goes on with after it
     number: int | None = None  # its place in `forward.calls`; None for a recomputation and until it has ended
+    inner: bool = False  # within another call of the same unit, which outlasts it
 
 
 @dataclass(slots=True, eq=False)
@@ -59,6 +60,7 @@ class BackwardPass:
     units: dict[Unit, None] = field(default_factory=dict)  # that owe a reduction, in its order; a dict for its order
     received: bool = False  # any gradient has come; none does in torch.autograd.grad with respect to inputs
     finished: list[Unit] = field(default_factory=list)  # have all gradients, may still hold full parameters
+    _open: dict[Unit, set[Call]] = field(default_factory=dict)  # calls that backward has come to and is not through
     _reached: dict[ForwardPass, int] = field(default_factory=dict)  # the earliest call that backward has come to
     _missing: dict[Unit, set[tuple[FlatGroup, int]]] = field(default_factory=dict)
 
@@ -69,6 +71,18 @@ class BackwardPass:
             return False
         self._reached[call.forward] = call.number
         return True
+
+    def opened(self, call: Call) -> None:
+        """Backward has come to a call."""
+        if not call.inner:
+            self._open.setdefault(call.unit, set()).add(call)
+
+    def closed(self, call: Call) -> bool:
+        """Backward is through a call; returns whether it needs the unit no more. It does where another call of it is open:
+        what one call returned may be what the next one got, and then backward comes to that one first."""
+        still_open = self._open.get(call.unit, set())
+        still_open.discard(call)
+        return not still_open
 
     def missing(self, unit: Unit) -> set[tuple[FlatGroup, int]]:
         """The unit's parameters, as group and index, that wait for their gradient."""

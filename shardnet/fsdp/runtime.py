@@ -67,9 +67,9 @@ class Runtime:
         self._calls.append(call)
         if len(self._calls) == 1 and not self._recomputing:
             self.prefetcher.consume_explicit()
-        within_itself = unit.state is UnitState.FORWARD
+        call.inner = unit.state is UnitState.FORWARD
         self._gather_for_forward(call)
-        if torch.is_grad_enabled() and not within_itself and (tensors := differentiable(inputs)):
+        if torch.is_grad_enabled() and not call.inner and (tensors := differentiable(inputs)):
             register_multi_grad_hook(tensors, lambda _: self.after_backward(call), mode="all")
 
     def after_forward(self, unit: Unit, outputs: object) -> None:
@@ -143,6 +143,7 @@ class Runtime:
         self._owe(backward, [call.unit])  # new only if it ran first within a reentrant checkpoint
         for finished in backward.take_finished(call.unit):
             finished.reshard()
+        backward.opened(call)
         if backward.advances(call):
             self.prefetcher.in_backward(call)
         else:
@@ -161,11 +162,14 @@ class Runtime:
 
     def after_backward(self, call: Call) -> None:
         backward, unit = self._backward, call.unit
-        if backward is None or unit.state is not UnitState.BACKWARD:
+        if backward is None:
+            return
+        through = backward.closed(call)
+        if unit.state is not UnitState.BACKWARD:
             return
         if self.synchronise and backward.received and not any(_will_arrive(*entry) for entry in backward.missing(unit)):
             self._reductions.ready(unit)  # what is missing is not used in this backward
-        if not call.forward.repeats(call):
+        if through and not call.forward.repeats(call):
             unit.reshard()
 
     def end_backward(self) -> None:

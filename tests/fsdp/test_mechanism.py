@@ -294,6 +294,20 @@ def test_a_unit_used_twice_in_one_forward() -> None:
     run_ranks(2, work)
 
 
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_a_unit_with_units_inside_used_twice_in_a_row(prefetch: int) -> None:
+    """What the first call returns is what the second one gets, so backward begins with the one before it ends the other."""
+
+    class Twice(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            for index in (0, 0, 1, 1, 2):
+                x = self.layers[index](x)
+            out: Tensor = self.head(x)
+            return out
+
+    check_against_one_process(2, seeded(Twice), square_loss, units=[Layer, nn.Linear], prefetch=prefetch)
+
+
 def test_a_unit_that_calls_itself() -> None:
     class Recursive(Layer):
         def forward(self, x: Tensor, depth: int = 2) -> Tensor:
