@@ -151,7 +151,8 @@ class FlatGroup:
 
     def _watch(self, index: int) -> None:
         def collect(leaf: Tensor) -> None:
-            assert leaf.grad is not None
+            if leaf.grad is None:
+                return  # frozen since forward
             self.gradients.add(index, leaf.grad)
             leaf.grad = None
             self._on_gradient(self, index)

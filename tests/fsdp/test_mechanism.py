@@ -167,6 +167,27 @@ def test_freezing_after_wrapping() -> None:
     run_ranks(2, work)
 
 
+def test_freezing_between_forward_and_backward() -> None:
+    """As when a discriminator is frozen for the generator's backward. In one process, too, the gradients are dropped then."""
+
+    def work(backend: Backend) -> None:
+        model = FSDP(Stack(), backend, units=[Layer])
+        inner, outer = stack_of(model).layer(1), stack_of(model).layer(0)
+        loss = square_loss(model, backend.rank)
+        inner.requires_grad_(False)
+        loss.backward()  # type: ignore[no-untyped-call]
+        assert all(parameter.grad is None for parameter in inner.parameters())
+        assert all(parameter.grad is not None for parameter in outer.parameters())
+        check_at_rest(model)
+        loss = square_loss(model, backend.rank)
+        inner.requires_grad_(True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        assert not any(parameter.grad.any() for parameter in inner.parameters() if parameter.grad is not None)
+        check_at_rest(model)
+
+    run_ranks(2, work)
+
+
 def test_parameters_unused_everywhere_get_zeros() -> None:
     class Unused(Stack):
         def __init__(self) -> None:
