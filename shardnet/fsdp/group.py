@@ -23,6 +23,12 @@ from shardnet.sharding import FlatLayout
 
 Tensor = torch.Tensor
 OnGradient = Callable[["FlatGroup", int], None]
+_MARK = "_shardnet_unit"  # attribute of a parameter that is sharded: the label of its group
+
+
+def sharded_by(parameter: nn.Parameter) -> str | None:
+    """The group whose slice this parameter is; None for one that is whole."""
+    return getattr(parameter, _MARK, None)
 
 
 class FlatGroup:
@@ -76,12 +82,14 @@ class FlatGroup:
         for parameter, piece in zip(self.originals, self._slices, strict=True):
             parameter.data = piece
             parameter.grad = None
+            setattr(parameter, _MARK, self.label)
 
     def release(self, flat: Tensor) -> None:
         """Make the parameters whole again, with memory of their own: the end of sharding."""
         for parameter, view in zip(self.originals, self.layout.views(flat), strict=True):
             parameter.data = view.clone()
             parameter.grad = None
+            delattr(parameter, _MARK)
 
     def gather_copy(self, purpose: str) -> Tensor:
         """All parameters end to end [N], in new memory; a collective."""

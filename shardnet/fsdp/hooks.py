@@ -5,6 +5,7 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from shardnet.errors import StateError
 from shardnet.fsdp.runtime import Runtime
 from shardnet.fsdp.unit import Unit
 
@@ -12,7 +13,9 @@ from shardnet.fsdp.unit import Unit
 def attach(unit: Unit, runtime: Runtime) -> list[RemovableHandle]:
     """Call the runtime around every forward of the unit's module. Autograd's hooks are set there, forward by forward."""
 
-    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if module is not unit.module:
+            raise StateError(f"{unit.name}: a copy of a sharded module has only slices of parameters; make one from full_state_dict()")
         runtime.before_forward(unit, (args, kwargs))
 
     def after(_: nn.Module, __: tuple[Any, ...], outputs: object) -> None:

@@ -16,7 +16,8 @@ def shard_from_root(groups: Iterable[FlatGroup], comms: Communicators) -> None:
     """Spread rank 0's parameters and keep this rank's part of each; one group at a time, to bound memory. A collective."""
     for group in groups:
         flat = group.flatten()
-        pending = comms.everyone.broadcast(flat, ROOT, out=flat, label=f"{group.label} (initial)")
+        # with the digest ranks whose models differ are told so, also where the number of elements is the same
+        pending = comms.everyone.broadcast(flat, ROOT, out=flat, label=f"{group.label} (initial, layout {group.layout.digest})")
         group.adopt(comms.wait(pending, f"initial {group.label}"))
 
 

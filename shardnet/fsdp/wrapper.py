@@ -12,7 +12,7 @@ from shardnet.errors import StateError, UsageError
 from shardnet.fsdp import state
 from shardnet.fsdp.clipping import global_norm, scale_to_norm
 from shardnet.fsdp.communicators import Communicators
-from shardnet.fsdp.group import FlatGroup
+from shardnet.fsdp.group import FlatGroup, sharded_by
 from shardnet.fsdp.hooks import attach
 from shardnet.fsdp.initial import copy_buffers_from_root, shard_from_root
 from shardnet.fsdp.memory import MemoryMeter
@@ -62,6 +62,9 @@ class FSDP(nn.Module):
             raise UsageError(f"intra_node_size is for HYBRID_SHARD; {ShardingStrategy(strategy).name} has no nodes")
         if any(isinstance(inner, FSDP) for inner in module.modules()):
             raise UsageError("the module contains an FSDP module already; name its parts in `units` instead of wrapping twice")
+        for name, parameter in module.named_parameters():
+            if (unit := sharded_by(parameter)) is not None:
+                raise UsageError(f"{name} is sharded already, in {unit} of another FSDP model; models cannot share parameters")
         self.module = module
         self.strategy = ShardingStrategy(strategy)
         self.memory = MemoryMeter()
@@ -210,6 +213,9 @@ class FSDP(nn.Module):
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """Buffers under the inner module's names."""
         return self.module.named_buffers(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise StateError("a sharded model cannot be copied or pickled, since others hold its parts; take its full_state_dict()")
 
     def _apply(self, *args: Any, **kwargs: Any) -> "FSDP":
         raise StateError("a sharded model cannot be moved or converted: call .to(), .half() and the like before wrapping it")

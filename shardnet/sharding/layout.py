@@ -8,6 +8,7 @@ delivers, and a rank's part of a parameter is one contiguous slice: all of it, a
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from math import prod
 
 import torch
@@ -60,6 +61,11 @@ class FlatLayout:
         self.numel = offset  # N
         self.sizes = shard_sizes(offset, world_size)
         self._slices: dict[int, tuple[ParameterSlice, ...]] = {}  # by rank, made when first asked for
+
+    @property
+    def digest(self) -> str:
+        """Equal for layouts of the same names and shapes."""
+        return blake2b(repr(self.specs).encode(), digest_size=4).hexdigest()
 
     def bounds(self, rank: int) -> tuple[int, int]:
         """Start and stop of `rank`'s shard in the flat buffer."""

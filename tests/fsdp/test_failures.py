@@ -24,7 +24,17 @@ def test_ranks_that_wrap_differently_are_told_so() -> None:
     for message in run_ranks(2, work):
         assert "rank 0" in message
         assert "rank 1" in message
-        assert "GPT (initial)" in message
+        assert "GPT (initial, layout " in message
+
+
+def test_ranks_whose_parameters_differ_in_shape_alone_are_told_so() -> None:
+    def work(backend: Backend) -> str:
+        with pytest.raises(CollectiveMismatch) as refused:
+            FSDP(torch.nn.Linear(*((3, 4) if backend.rank else (4, 3)), bias=False), backend)
+        return str(refused.value)
+
+    for message in run_ranks(2, work):
+        assert message.count("Linear (initial, layout ") >= 2
 
 
 def test_ranks_that_use_units_in_another_order_are_told_so() -> None:

@@ -1,5 +1,9 @@
 """Small cases whose numbers are known by hand."""
 
+import copy
+import pickle
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -166,10 +170,33 @@ def test_wrong_arguments_are_refused_before_any_traffic() -> None:
 
 def test_wrapping_twice_and_converting_later_are_refused() -> None:
     def work(backend: Backend) -> None:
-        model = FSDP(flat(), backend)
+        inner = flat()
+        model = FSDP(inner, backend)
         with pytest.raises(UsageError, match="already"):
             FSDP(nn.Sequential(model), backend)
+        with pytest.raises(UsageError, match=f"0.weight is sharded already, in {type(inner).__name__} of another"):
+            FSDP(nn.Sequential(inner), backend)
         with pytest.raises(StateError, match="before wrapping"):
             model.double()
+        FSDP(model.unwrap(), backend)
+
+    run_ranks(1, work)
+
+
+@pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_copying_is_refused(make: Callable[[FSDP], object]) -> None:
+    def work(backend: Backend) -> None:
+        with pytest.raises(StateError, match="full_state_dict"):
+            make(FSDP(flat(), backend))
+
+    run_ranks(1, work)
+
+
+def test_a_copy_of_the_inner_module_is_refused_when_it_computes() -> None:
+    def work(backend: Backend) -> None:
+        model = FSDP(flat(), backend)
+        with pytest.raises(StateError, match="a copy of a sharded module"):
+            copy.deepcopy(model.module)(torch.ones(()))
+        model(torch.ones(()))
 
     run_ranks(1, work)
