@@ -4,6 +4,8 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
+
 from shardnet.cli.launch.worker import STRAGGLER_S
 from tests.cli.launched import Launched, has_ended, script, shardnet
 
@@ -106,14 +108,15 @@ print('child', child.pid)
     assert has_ended(int(result.out.split()[-1]))
 
 
-def test_a_daemon_that_keeps_the_output_open_does_not_hold_up_the_end(tmp_path: Path) -> None:
-    text = """
+@pytest.mark.parametrize("daemon", ["exec sleep 1000", "trap '' PIPE; while sleep 0.2; do echo still here; done"])
+def test_a_daemon_that_keeps_the_output_open_does_not_hold_up_the_end(tmp_path: Path, daemon: str) -> None:
+    text = f"""
 import subprocess
-child = subprocess.Popen(['sleep', '1000'], start_new_session=True)
-print('child', child.pid)
+child = subprocess.Popen(['sh', '-c', {daemon!r}], start_new_session=True)
+print('child', child.pid, 'runs')
 """
     with Launched(tmp_path, "run", script(tmp_path, text)) as run:
-        pid = int(run.read_until("\n").split()[-1])
+        pid = int(run.read_until("child", "runs").split("child")[1].split()[0])
         try:
             assert run.finish().status == 0
             assert not has_ended(pid, within_s=0), "the daemon was meant to outlive the run: this test proved nothing"

@@ -23,6 +23,7 @@ class Pipe:
         self._reader = asyncio.StreamReader(limit=READ_BYTES)  # the child waits when twice this much is unread
         self._transport: asyncio.ReadTransport | None = None
         self._waiting_since_s: float | None = None
+        self._waited_s = 0.0
 
     async def __aenter__(self) -> Self:
         loop = asyncio.get_running_loop()
@@ -46,12 +47,13 @@ class Pipe:
         try:
             return await self._reader.read(READ_BYTES)
         finally:
+            self._waited_s = self.waited_s
             self._waiting_since_s = None
 
     @property
-    def silence_s(self) -> float:
-        """How long `read` has been waiting for bytes; 0 while the reader is busy with what it got."""
-        return 0.0 if self._waiting_since_s is None else time.monotonic() - self._waiting_since_s
+    def waited_s(self) -> float:
+        """How long `read` has been waiting for bytes, all in all; what the reader does with them does not count."""
+        return self._waited_s if self._waiting_since_s is None else self._waited_s + time.monotonic() - self._waiting_since_s
 
     async def readline(self) -> bytes:
         """The next line with its end; empty when every writer has closed. ValueError for one above 64 KiB."""

@@ -17,7 +17,7 @@ from shardnet.cli.launch.failure import Exit
 from shardnet.cli.launch.output import Output
 from shardnet.cli.launch.pipe import Pipe
 
-STRAGGLER_S = 1.0  # silence after which a pipe that outlives its worker's whole process group is given up
+STRAGGLER_S = 1.0  # waiting for bytes after which a pipe that outlives its worker's whole process group is given up
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,13 +138,15 @@ class Worker:
 async def _drain(pumps: Sequence[asyncio.Task[None]], pipes: Sequence[Pipe]) -> None:
     """Wait until the pumps have copied everything.
 
-    A daemon that left the worker's session may keep a pipe open for ever: then it is given up after a silence. Only
-    waiting for bytes counts: the console may be slow, and what a worker wrote before its end must not be lost.
+    A daemon that left the worker's session may keep a pipe open, and write to it, for ever. So a pipe is given up that
+    was waited for too long: what the worker wrote before its end is there without waiting, however slow the console is.
     """
+    before_s = [pipe.waited_s for pipe in pipes]
     while True:
         _, unfinished = await asyncio.wait(pumps, timeout=STRAGGLER_S)
-        silent = [pump for pump, pipe in zip(pumps, pipes, strict=True) if pump in unfinished and pipe.silence_s >= STRAGGLER_S]
-        if len(silent) == len(unfinished):
+        waited_s = [pipe.waited_s - before for pipe, before in zip(pipes, before_s, strict=True)]
+        given_up = [pump for pump, waited in zip(pumps, waited_s, strict=True) if pump in unfinished and waited >= STRAGGLER_S]
+        if len(given_up) == len(unfinished):
             break
-    for pump in silent:
+    for pump in given_up:
         pump.cancel()
