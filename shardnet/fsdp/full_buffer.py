@@ -3,12 +3,11 @@
 [Note: one storage for life] Autograd saves views of the gathered parameters in forward and reads them in backward. In
 between their memory serves other units. So the tensors and their storage stay the same all the time, and the storage's
 memory is exchanged: for none when the unit is done, and for some when it is gathered again, so that what autograd saved
-finds its bytes. Reading a tensor whose storage has none raises; with a torch before 2.12, which cannot exchange memory
-and can only resize the storage, it may crash the process.
+finds its bytes. Reading a tensor whose storage has none raises. (Resizing the storage would serve as well, but reading
+one of no size may crash the process.)
 
 [Note: aliases] Bytes are written through an alias: another tensor over the same memory, with a version counter of its
-own. Writing through the tensor itself would tell autograd that what it saved has changed. The alias also keeps numpy
-away from the storage: `Tensor.numpy()` marks a storage as not resizable for ever.
+own. Writing through the tensor itself would tell autograd that what it saved has changed.
 """
 
 import torch
@@ -17,7 +16,6 @@ from shardnet.fsdp.memory import Gauge
 from shardnet.fsdp.pool import BufferPool
 
 Tensor = torch.Tensor
-EXCHANGES = hasattr(torch.UntypedStorage, "_swap_data_ptr_")  # see [Note: one storage for life]
 
 
 class FullBuffer:
@@ -43,11 +41,8 @@ class FullBuffer:
         """Give the tensor memory of undefined content."""
         if self.allocated or not self._bytes:
             return
-        if EXCHANGES:
-            self._vacant = self._pool.take(self._bytes, self.tensor.device)
-            self._storage._swap_data_ptr_(self._vacant)  # type: ignore[attr-defined]
-        else:
-            self._storage.resize_(self._bytes)
+        self._vacant = self._pool.take(self._bytes, self.tensor.device)
+        self._storage._swap_data_ptr_(self._vacant)  # type: ignore[attr-defined]
         self._gauge.add(self._bytes)
         self.allocated = True
 
@@ -57,12 +52,9 @@ class FullBuffer:
             return
         self._gauge.remove(self._bytes)
         self.allocated = False
-        if EXCHANGES:
-            self._storage._swap_data_ptr_(self._vacant)  # type: ignore[attr-defined]
-            _forbid_reading(self._storage, self._complaint)
-            self._pool.give(self._vacant)
-        else:
-            self._storage.resize_(0)
+        self._storage._swap_data_ptr_(self._vacant)  # type: ignore[attr-defined]
+        _forbid_reading(self._storage, self._complaint)
+        self._pool.give(self._vacant)
 
     def alias(self) -> Tensor:
         """A tensor [numel] to write through, valid until `free`. See [Note: aliases]."""
@@ -83,5 +75,4 @@ class WholeShard:
 
 
 def _forbid_reading(storage: torch.UntypedStorage, complaint: str) -> None:
-    if EXCHANGES:
-        torch._C._set_storage_data_ptr_access_error_msg(storage._cdata, complaint)
+    torch._C._set_storage_data_ptr_access_error_msg(storage._cdata, complaint)

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from shardnet.fsdp import full_buffer
 from shardnet.fsdp.full_buffer import FullBuffer
 from shardnet.fsdp.memory import MemoryMeter
 from shardnet.fsdp.pool import BufferPool
@@ -25,12 +24,7 @@ def make(numel: int, meter: MemoryMeter, pool: BufferPool) -> FullBuffer:
     return FullBuffer(numel, torch.float32, CPU, owner="layer", gauge=meter.full_parameters, pool=pool)
 
 
-@pytest.mark.parametrize("exchanges", sorted({False, full_buffer.EXCHANGES}))
-def test_what_autograd_saved_finds_its_bytes_again(
-    exchanges: bool, meter: MemoryMeter, pool: BufferPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both with exchanged and with resized storages, whichever this torch would take."""
-    monkeypatch.setattr(full_buffer, "EXCHANGES", exchanges)
+def test_what_autograd_saved_finds_its_bytes_again(meter: MemoryMeter, pool: BufferPool) -> None:
     buffer = make(3, meter, pool)
     weight = torch.nn.Parameter(buffer.tensor.view(3))
     buffer.alias().copy_(torch.tensor([1.0, 2.0, 3.0]))
@@ -58,16 +52,6 @@ def test_freeing_and_allocating_twice_counts_once(meter: MemoryMeter, pool: Buff
         assert meter.full_parameters.current_bytes == 20
 
 
-def test_numpy_does_not_pin_the_storage(meter: MemoryMeter, pool: BufferPool) -> None:
-    buffer = make(4, meter, pool)
-    array = buffer.alias().numpy()
-    array[:] = 7
-    assert buffer.tensor.tolist() == [7] * 4
-    buffer.free()
-    buffer.allocate()
-
-
-@pytest.mark.skipif(not full_buffer.EXCHANGES, reason="this torch can only resize storages")
 def test_memory_goes_from_one_buffer_to_the_next(meter: MemoryMeter, pool: BufferPool) -> None:
     first, second = make(1000, meter, pool), make(1000, meter, pool)
     second.free()

@@ -3,7 +3,6 @@
 import asyncio
 import time
 from functools import cache
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -286,8 +285,8 @@ def test_a_unit_is_averaged_across_nodes_while_others_compute() -> None:
         for _ in range(2):
             model(torch.ones(2, 5)).sum().backward()
             spans = [span for span in backend.telemetry.spans() if span.track is Track.COMMUNICATION and span.name.startswith("all_reduce")]
-            assert len(spans) == 3
-            assert all(left.start_ns <= right.start_ns for left, right in pairwise(spans))
+            begun = sorted(spans, key=lambda span: span.start_ns)  # they may end in another order
+            assert [span.name.split()[-1] for span in begun] == ["layers.2", "layers.1", "layers.0"]
             backend.telemetry._spans.clear()
 
     run_ranks(4, work)
