@@ -70,20 +70,23 @@ os._exit(0)
 
 
 def test_nothing_is_lost_when_the_reader_is_slower_than_the_workers_end(tmp_path: Path) -> None:
-    """The worker has ended, its output waits in pipes and buffers, and nobody reads for longer than a daemon is waited for."""
+    """The worker has ended, its output waits in pipes and buffers, and nobody reads for longer than a daemon is waited for.
+
+    100 kB: more than a pipe of 64 KiB holds, and less than the launcher buffers, for pipes have 8 KiB for a user who has many.
+    """
     text = """
 alive = os.open('fifo', os.O_WRONLY)
-for i in range(2000):
+for i in range(1000):
     os.write(1, b'x' * 99 + b'\\n')
 """
     os.mkfifo(tmp_path / "fifo")
     with Launched(tmp_path, "run", script(tmp_path, text)) as run:
         assert (tmp_path / "fifo").read_text() == "", "only the worker's end should end this"
         assert has_ended(run.process.pid, within_s=2 * STRAGGLER_S) is False, (
-            "200 kB should not fit into the pipe: this test proved nothing"
+            "100 kB should not fit into the pipe: this test proved nothing"
         )
         result = run.finish()
-    assert _lines_of(0, result.out) == ["x" * 99] * 2000
+    assert _lines_of(0, result.out) == ["x" * 99] * 1000
 
 
 def test_bytes_that_are_no_text_and_lines_without_end_are_shown(tmp_path: Path) -> None:
