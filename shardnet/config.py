@@ -18,14 +18,16 @@ class Timeouts:
 
     connect_s     worker to rendezvous and worker to worker, retries included
     join_s        from joining until the world is complete
-    suspect_s     silence after which a peer counts as lost (keepalive)
+    suspect_s     silence after which a peer counts as lost, if the rendezvous cannot reach it either
+    lost_s        silence after which a peer counts as lost in any case
     collective_s  default for one collective, from call to result
-    drain_s       how long closing waits for peers to say goodbye
+    drain_s       how long closing waits for peers to say goodbye, once they take nothing any more of what was sent
     """
 
     connect_s: float = 30.0
     join_s: float = 600.0
     suspect_s: float = 2.0
+    lost_s: float = 10.0
     collective_s: float = 60.0
     drain_s: float = 2.0
 
@@ -35,6 +37,7 @@ class Timeouts:
             connect_s=self.connect_s,
             join_s=self.join_s,
             suspect_s=self.suspect_s,
+            lost_s=self.lost_s,
             collective_s=self.collective_s,
             drain_s=self.drain_s,
         )
@@ -42,14 +45,14 @@ class Timeouts:
     @classmethod
     def for_tests(cls) -> "Timeouts":
         """Short enough that a hang fails a test with our error rather than the runner's."""
-        return cls(connect_s=10.0, join_s=20.0, suspect_s=2.0, collective_s=15.0, drain_s=1.0)
+        return cls(connect_s=10.0, join_s=20.0, suspect_s=2.0, lost_s=4.0, collective_s=15.0, drain_s=1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Sizes in bytes that bound memory and messages.
 
-    chunk_bytes        payload of one message (measured best at 2 to 4 MiB: benchmarks/README.md)
+    chunk_bytes        payload of one message (benchmarks/README.md)
     eager_bytes        a collective at most this large per peer is sent without waiting for the receiver
     max_message_bytes  a received message above this is refused by gRPC before it is allocated
     max_outstanding    collectives under way per group and rank; more wait their turn. With eager_bytes it

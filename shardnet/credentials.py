@@ -25,6 +25,10 @@ class Security:
 
     insecure: bool = False
 
+    def check(self, address: str) -> None:
+        """Whether a connection to `address` may be opened. Raises AddressError or PlaintextRefused."""
+        check_plaintext(address, insecure=self.insecure)
+
     def channel(self, address: str, options: Options) -> grpc.aio.Channel:
         """A channel to `address`; connecting starts with the first call. The caller closes it."""
         check_plaintext(address, insecure=self.insecure)

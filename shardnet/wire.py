@@ -2,9 +2,9 @@
 
 [Note: canonical layout] Fields 1 to 6 of `shardnet.v1.Chunk` are fixed-width, always present and in order, so the
 head of every chunk is the same 42 bytes long; then the optional control message; `data` comes last, behind as much
-padding as puts it at a multiple of 16: sums of unaligned floats take 1.4 times as long. So a chunk is written by joining
-three buffers and read by one `struct.unpack` and a view of the rest. The bytes are those that any
-protobuf library writes for the message, and what another library wrote in another order is read through protobuf
+padding as puts it at a multiple of 16: sums of unaligned floats take 1.4 times as long. So a chunk is written as its
+head and, from where it lies, its data, and read by one `struct.unpack` and a view of the rest. The bytes are those that
+any protobuf library writes for the message, and what another library wrote in another order is read through protobuf
 (tests/test_wire.py proves both).
 
 The checksum is CRC-32C over fields 1 to 5 and everything behind field 6: a flipped bit in an offset is as bad as one
@@ -45,13 +45,13 @@ class Chunk:
     offset: int = 0  # bytes into the block
     data: Buffer = _EMPTY  # a view of the sender's buffer, or of `frame`
     control: mesh_pb2.Control | None = None
-    frame: bytes | None = None  # the encoded form, where it is known: a ring passes it on as it came
+    frame: Buffer | None = None  # the encoded form, where it is known: a ring passes it on as it came
 
 
-def encode(chunk: Chunk) -> bytes:
-    """The chunk in canonical layout: the payload is copied once, or not at all where `chunk.frame` is known."""
+def encode(chunk: Chunk) -> tuple[Buffer, ...]:
+    """The chunk in canonical layout, as buffers that are to be sent one behind the other; the payload is not copied."""
     if chunk.frame is not None:
-        return chunk.frame
+        return (chunk.frame,)
     behind = b"" if chunk.control is None else _field(_CONTROL_TAG, chunk.control.SerializeToString())
     data = memoryview(chunk.data).cast("B") if len(chunk.data) else _EMPTY
     if data:
@@ -61,17 +61,17 @@ def encode(chunk: Chunk) -> bytes:
     return _seal(chunk, behind, data)
 
 
-def _seal(chunk: Chunk, behind: bytes, data: memoryview) -> bytes:
-    """Put the head, with the checksum, before what follows it."""
+def _seal(chunk: Chunk, behind: bytes, data: memoryview) -> tuple[bytes, memoryview]:
+    """Head, with the checksum, and what follows it, then the data."""
     checksum = crc32c(data, crc32c(behind, crc32c(_checked(chunk))))
     epoch, group, sequence, block, offset, crc = _TAGS
     head = _HEAD.pack(
         epoch, chunk.epoch, group, chunk.group, sequence, chunk.sequence, block, chunk.block, offset, chunk.offset, crc, checksum
     )
-    return b"".join((head, behind, data))
+    return head + behind, data
 
 
-def decode(frame: bytes) -> Chunk:
+def decode(frame: Buffer) -> Chunk:
     """The chunk in these bytes; its data is a view of them. Raises ProtocolError if they are damaged or malformed."""
     if len(frame) >= _HEAD.size:
         fields = _HEAD.unpack_from(frame)
@@ -84,14 +84,14 @@ def decode(frame: bytes) -> Chunk:
     return _decode_any(frame)
 
 
-def _read_behind(frame: bytes, chunk: Chunk) -> None:
+def _read_behind(frame: Buffer, chunk: Chunk) -> None:
     """Read what follows the head of a canonical frame."""
     at = _HEAD.size
     if at < len(frame) and frame[at] == _CONTROL_TAG:
         size, at = _read_varint(frame, at + 1)
         if at + size > len(frame):
             raise ProtocolError(f"a chunk says {size} bytes of control but carries {len(frame) - at}")
-        chunk.control = _control(frame[at : at + size])
+        chunk.control = _control(bytes(frame[at : at + size]))
         at += size
     if at < len(frame) and frame[at] == _PADDING_TAG:
         size, at = _read_varint(frame, at + 1)
@@ -107,11 +107,11 @@ def _read_behind(frame: bytes, chunk: Chunk) -> None:
         chunk.data = memoryview(frame)[at:]
 
 
-def _decode_any(frame: bytes) -> Chunk:
+def _decode_any(frame: Buffer) -> Chunk:
     """Read what another protobuf library wrote in another order, or find out that it is damaged."""
     message = mesh_pb2.Chunk()
     try:
-        message.ParseFromString(frame)
+        message.ParseFromString(bytes(frame))
     except DecodeError as error:
         raise ProtocolError(f"{len(frame)} bytes arrived that are no chunk") from error
     chunk = Chunk(message.epoch, message.group, message.sequence, message.block, message.offset)
@@ -119,7 +119,7 @@ def _decode_any(frame: bytes) -> Chunk:
     behind = _field(_CONTROL_TAG, message.control.SerializeToString()) if message.HasField("control") else b""
     if message.HasField("padding"):
         behind += _field(_PADDING_TAG, message.padding)
-    canonical = _seal(chunk, behind + _data_start(data) if data else behind, data)
+    canonical = b"".join(_seal(chunk, behind + _data_start(data) if data else behind, data))
     if _HEAD.unpack_from(canonical)[-1] != message.crc32c:
         place = f"group {message.group:#x} #{message.sequence} block {message.block} offset {message.offset}"
         raise ProtocolError(f"checksum of a chunk of {len(frame)} bytes does not match ({place})")
@@ -154,7 +154,7 @@ def _varint(value: int) -> bytes:
     return bytes(out)
 
 
-def _read_varint(frame: bytes, start: int) -> tuple[int, int]:
+def _read_varint(frame: Buffer, start: int) -> tuple[int, int]:
     value = shift = 0
     for at in range(start, min(start + 5, len(frame))):  # a length above 2^35 is no length
         value |= (frame[at] & 0x7F) << shift

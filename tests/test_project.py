@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import tomllib
 from importlib import util
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,7 +23,7 @@ PIN = re.compile(r"([a-z0-9-]+)==([0-9][0-9a-z.]*)")
 
 
 def requirements() -> list[Requirement]:
-    lines = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["test"], *PROJECT["optional-dependencies"]["dev"]]
+    lines = [*PROJECT["dependencies"], *chain.from_iterable(PROJECT["optional-dependencies"].values())]
     return [requirement for requirement in map(Requirement, lines) if requirement.name != PROJECT["name"]]
 
 

@@ -133,7 +133,8 @@ class Group:
         end = time.perf_counter_ns()
         telemetry = self.board.telemetry
         telemetry.record(operation.name, Track.COMMUNICATION, start_ns, end, operation.bytes_sent)
-        telemetry.count_op(operation.call.op, (end - start_ns) / 1e9, operation.bytes_sent, failed=operation.error is not None)
+        call, failed = operation.call, operation.error is not None
+        telemetry.count_op(call.op, call.label, start_ns, end, operation.bytes_sent, failed=failed)
         if operation.error is None:
             operation.result.set_result(operation.value)
         else:

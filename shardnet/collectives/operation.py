@@ -86,7 +86,7 @@ class Operation:
         offset: int = 0,
         data: Buffer = b"",
         *,
-        frame: bytes | None = None,
+        frame: Buffer | None = None,
         announcement: mesh_pb2.Announcement | None = None,
     ) -> None:
         """Send one chunk. `data` must stay as it is until this returns; `frame` is its encoded form where known."""

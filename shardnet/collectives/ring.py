@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from shardnet.collectives.operation import Operation
 from shardnet.collectives.reduction import Array, Reduction, as_bytes
 from shardnet.errors import ProtocolError
-from shardnet.wire import Chunk
+from shardnet.wire import Buffer, Chunk
 
 Bounds = list[tuple[int, int]]  # first element and the one after the last, by rank
 
-# A forwarded chunk is passed on as the bytes that came, which saves a copy and a checksum; but at most this many bytes
+# A forwarded chunk is passed on as the bytes that came, which saves a checksum; but at most this many bytes
 # of them are kept for that, the rest is read again from the output.
 MAX_HELD_BYTES = 8 * 1024 * 1024
 
@@ -31,7 +31,7 @@ class _Outgoing:
     block: int
     offset: int  # bytes
     data: Array
-    frame: bytes | None = None
+    frame: Buffer | None = None
 
 
 @dataclass(slots=True)

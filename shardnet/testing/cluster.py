@@ -32,11 +32,11 @@ async def local_cluster(
     loop = LoopThread.shared()
     per_node = ranks_per_node or world_size
     async with AsyncExitStack() as stack:
-        services = [MeshService(timeouts.connect_s) for _ in range(world_size)]
+        services = [MeshService(timeouts, limits) for _ in range(world_size)]
         members = []
         for rank, service in enumerate(services):
             endpoint = Endpoint("127.0.0.1:0", limits=limits, timeouts=timeouts, snapshot=stats_pb2.SnapshotReply)
-            endpoint.add(service.handlers)
+            endpoint.add_mesh(service)
             await loop.run_here(endpoint.start())
             stack.push_async_callback(_close, loop, endpoint)
             members.append(Member(rank, rank % per_node, rank // per_node, endpoint.address, f"node{rank // per_node}", f"worker{rank}"))

@@ -2,8 +2,8 @@
 
 import asyncio
 import contextlib
-import errno
-import socket
+import sys
+import uuid
 from enum import Enum, auto
 from types import TracebackType
 from typing import Self
@@ -15,6 +15,9 @@ from shardnet.address import Address
 from shardnet.config import Limits, Timeouts
 from shardnet.credentials import Security, check_plaintext
 from shardnet.errors import ListenError, StateError
+from shardnet.transport.front_door import Behind, FrontDoor
+from shardnet.transport.listening import check_free, listening_sockets
+from shardnet.transport.mesh_service import MeshService
 from shardnet.transport.options import server_options
 from shardnet.transport.stats_service import Snapshot, stats_handlers
 
@@ -49,6 +52,13 @@ class Endpoint:
         self._state = _State.NEW
         self._server: grpc.aio.Server | None = None
         self._bound: Address | None = None
+        self._mesh: MeshService | None = None
+        self._door: FrontDoor | None = None
+
+    def add_mesh(self, service: MeshService) -> None:
+        """Take the streams of peers; only before `start`."""
+        self.add(service.handlers)
+        self._mesh = service
 
     def add(self, *handlers: grpc.GenericRpcHandler) -> None:
         """Add services; only before `start`."""
@@ -68,22 +78,43 @@ class Endpoint:
         if self._state is not _State.NEW:
             raise StateError(f"the endpoint on {self._listen} was started before; make a new one")
         self._state = _State.CLOSED  # until everything below has worked
-        await _check_free(self._listen)
         await self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
         server = grpc.aio.server(options=self._options, maximum_concurrent_rpcs=MAX_CALLS)
         server.add_generic_rpc_handlers(self._handlers)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         try:
-            port = self._security.bind(server, str(self._listen))
-        except RuntimeError as error:
-            await server.stop(0)
-            raise ListenError(f"cannot listen on {self._listen}: another process took it in this moment; try again") from error
-        try:
+            port = await (self._bind_alone(server) if self._mesh is None else self._bind_behind(server, self._mesh))
             await server.start()
         except BaseException:
             await server.stop(0)
+            await self._close_door()
             raise
         self._server, self._bound, self._state = server, self._listen.with_port(port), _State.OPEN
+
+    async def _bind_alone(self, server: grpc.aio.Server) -> int:
+        """Give the port to grpcio."""
+        await check_free(self._listen)
+        try:
+            return self._security.bind(server, str(self._listen))
+        except RuntimeError as error:
+            raise ListenError(f"cannot listen on {self._listen}: another process took it in this moment; try again") from error
+
+    async def _bind_behind(self, server: grpc.aio.Server, mesh: MeshService) -> int:
+        """Give the port to a front door, and grpcio a place behind it that only this machine reaches."""
+        sockets = await listening_sockets(self._listen)  # first: grpcio keeps what it has bound, where this fails
+        try:
+            behind = _bind_unseen(server)
+        except BaseException:
+            for sock in sockets:
+                sock.close()
+            raise
+        self._door = FrontDoor(sockets, mesh.take, behind)
+        port: int = sockets[0].getsockname()[1]
+        return port
+
+    async def _close_door(self) -> None:
+        if self._door is not None:
+            await self._door.aclose()
 
     async def set_serving(self, serving: bool) -> None:
         """What `grpc.health.v1` answers from now on; watchers are told. Ignored once closing has begun."""
@@ -99,6 +130,8 @@ class Endpoint:
         if server is None:
             return
         grace_s = self._drain_s if grace_s is None else grace_s
+        if self._door is not None:
+            self._door.close_listeners()
         try:
             # a watcher that does not read its stream holds the servicer's lock: it must not hold up closing
             with contextlib.suppress(TimeoutError):
@@ -107,6 +140,8 @@ class Endpoint:
         except asyncio.CancelledError:
             await server.stop(0)
             raise
+        finally:
+            await self._close_door()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -116,40 +151,10 @@ class Endpoint:
         await self.aclose()
 
 
-async def _check_free(address: Address) -> None:
-    """Raise ListenError, with the reason and what to do, unless `address` can be bound. gRPC would only log the reason."""
-    loop = asyncio.get_running_loop()
-    try:
-        found = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except OSError as error:
-        raise ListenError(f"cannot listen on {address}: the name is unknown here ({error.strerror}); use one of this machine") from error
-    problems = [problem for family, _, _, _, where in found if (problem := _bind_problem(family, where)) is not None]
-    in_use = [problem for problem in problems if problem.errno == errno.EADDRINUSE]
-    # A name may have an IPv6 address on a machine without IPv6: one that can be bound is enough, unless somebody has the other.
-    if in_use or len(problems) == len(found):
-        problem = (in_use or problems)[0]
-        raise ListenError(f"cannot listen on {address}: {_advice(problem)}") from problem
-
-
-def _bind_problem(family: int, where: tuple[str | int | bytes, ...]) -> OSError | None:
-    """Why one resolved address cannot be bound."""
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            # With this option binding fails beside a listener but not beside another probe, so probes never harm each other.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(where)
-    except OSError as error:
-        return error
-    return None
-
-
-def _advice(error: OSError) -> str:
-    match error.errno:
-        case errno.EADDRINUSE:
-            return "another process listens there already; end it, choose another port, or give port 0 to let the system choose"
-        case errno.EADDRNOTAVAIL:
-            return "it is no address of this machine; use one of its own, or 0.0.0.0 for all of them"
-        case errno.EACCES:
-            return "this user may not open the port; choose one above 1023"
-        case _:
-            return f"{error.strerror}; choose another address"
+def _bind_unseen(server: grpc.aio.Server) -> Behind:
+    """Have grpcio listen where only this machine reaches it. Raises RuntimeError."""
+    if sys.platform != "linux":
+        return "127.0.0.1", server.add_insecure_port("127.0.0.1:0")
+    name = f"shardnet-{uuid.uuid4()}"
+    server.add_insecure_port(f"unix-abstract:{name}")  # a socket without a file: nothing is left of it
+    return "\0" + name

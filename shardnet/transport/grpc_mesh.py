@@ -1,4 +1,4 @@
-"""The mesh over gRPC: one stream a direction a pair of ranks, all to and from one port a worker.
+"""The mesh over gRPC: one stream a direction a pair of ranks, each on a connection of its own, to one port a worker.
 
 Every rank is connected to every other, not to its ring neighbours alone: so each sees for itself that a peer has
 died, and a direct exchange needs no relay. A connection costs a socket and a ping a second.
@@ -6,19 +6,20 @@ died, and a direct exchange needs no relay. A connection costs a socket and a pi
 
 import asyncio
 import concurrent.futures
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from shardnet.config import Limits, Timeouts
 from shardnet.credentials import Security
-from shardnet.errors import PeerLost, ProtocolError
+from shardnet.errors import PeerLost
 from shardnet.loop import LoopThread
 from shardnet.pb import mesh_pb2
 from shardnet.topology import Topology
 from shardnet.transport.base import Mesh, Receiver
 from shardnet.transport.hello import Hello
+from shardnet.transport.http2 import CallBroken
 from shardnet.transport.mesh_service import MeshService
-from shardnet.transport.options import channel_options
 from shardnet.transport.outbox import Outbox
 from shardnet.wire import Chunk
 
@@ -51,11 +52,9 @@ class GrpcMesh(Mesh):
 
     async def start(self, receiver: Receiver) -> None:
         self._receiver = receiver
-        options = channel_options(self._timeouts, self._limits)
         for peer in self.peers:
-            channel = self._security.channel(self.address(peer), options)
             hello = Hello(self._job, self.epoch, self.rank, peer, self._topology.me.incarnation)
-            outbox = self._outboxes[peer] = Outbox(peer, channel, hello.metadata(), 2 * self._limits.chunk_bytes)
+            outbox = self._outboxes[peer] = Outbox(peer, self.address(peer), hello, self._security, self._timeouts, self._limits)
             self._spawn(outbox)
         await self._service.attach(self)
         why = "not connected yet"  # a peer that gave up first is lost, but those that it waited for are the cause
@@ -72,23 +71,19 @@ class GrpcMesh(Mesh):
         return [peer for peer in self.peers if peer not in self._inbound or not self._outboxes[peer].accepted]
 
     def _spawn(self, outbox: Outbox) -> None:
-        for coroutine in (self._write(outbox), self._watch(outbox)):
-            task = asyncio.get_running_loop().create_task(coroutine)
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+        task = asyncio.get_running_loop().create_task(self._run(outbox))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
-    async def _write(self, outbox: Outbox) -> None:
+    async def _run(self, outbox: Outbox) -> None:
         if (why := await outbox.run(self._changed.set)) is not None:
-            self._end(outbox, why)
+            outbox.fail(why)  # after a goodbye, too: what waits for room in it would wait for ever
+            self.lose(outbox.peer, why)
 
-    async def _watch(self, outbox: Outbox) -> None:
-        """Notice that a peer is gone while nothing is being written."""
-        if (why := await outbox.broken()) is not None:
-            self._end(outbox, why)
-
-    def _end(self, outbox: Outbox, why: str) -> None:
-        outbox.fail(why)  # after a goodbye, too: what waits for room in it would wait for ever
-        self.lose(outbox.peer, why)
+    def suspect(self, rank: int) -> None:
+        """The rendezvous takes a peer for gone: [Note: two witnesses] in pulse.py."""
+        if rank in self._outboxes:
+            self._outboxes[rank].suspect()
 
     # --- traffic
 
@@ -115,7 +110,7 @@ class GrpcMesh(Mesh):
         why = "its connection broke"
         try:
             yield
-        except ProtocolError as error:
+        except CallBroken as error:
             why = str(error)
             raise
         finally:
@@ -147,10 +142,9 @@ class GrpcMesh(Mesh):
     async def aclose(self) -> None:
         if not self._closing and self._receiver is not None:
             goodbye = Chunk(self.epoch, 0, 0, control=mesh_pb2.Control(goodbye=self._receiver.goodbye()))
-            with suppress(TimeoutError):  # they were told, or cannot be: this rank need not wait for them
-                async with asyncio.timeout(self._timeouts.drain_s), asyncio.TaskGroup() as group:
-                    for peer in self.peers:
-                        group.create_task(self._take_leave(peer, goodbye))
+            async with asyncio.TaskGroup() as group:
+                for peer in self.peers:
+                    group.create_task(self._take_leave(peer, goodbye))
         try:
             if self._aborting is not None:
                 await asyncio.wrap_future(self._aborting)  # first: it lets out why
@@ -158,7 +152,24 @@ class GrpcMesh(Mesh):
             await self._close_streams()
 
     async def _take_leave(self, peer: int, goodbye: Chunk) -> None:
-        """Say goodbye to one peer, and wait until it has said so, too, or is lost."""
+        """Exchange goodbyes with one peer, or leave without: when it has not said so for drain_s.
+
+        But not before it has what was sent, as long as it takes some of it: over a slow link the last collective may end here
+        long before it can end there.
+        """
+        leaving = asyncio.ensure_future(self._exchange_goodbyes(peer, goodbye))
+        try:
+            left, before = self._outboxes[peer].outgoing_bytes, math.inf
+            while left < before and not leaving.done():
+                await asyncio.wait({leaving}, timeout=self._timeouts.drain_s)
+                left, before = self._outboxes[peer].outgoing_bytes, left
+            if leaving.done():
+                leaving.result()
+        finally:
+            leaving.cancel()
+            await asyncio.wait({leaving})
+
+    async def _exchange_goodbyes(self, peer: int, goodbye: Chunk) -> None:
         outbox = self._outboxes[peer]
         with suppress(PeerLost):
             await outbox.put(goodbye)
@@ -179,7 +190,9 @@ class GrpcMesh(Mesh):
         if self._service.mesh is self:
             await self._service.attach(None)
         for outbox in self._outboxes.values():
-            await outbox.aclose()
+            outbox.fail("this rank has closed")
+        for task in self._tasks:
+            task.cancel()  # one may still try to connect
         while self._tasks:
             await asyncio.wait(self._tasks)
 

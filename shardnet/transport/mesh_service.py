@@ -2,28 +2,50 @@
 
 import asyncio
 import logging
+import socket
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn
 
 import grpc
 
+from shardnet.config import Limits, Timeouts
 from shardnet.errors import ProtocolError
 from shardnet.pb import mesh_pb2
 from shardnet.transport.hello import ACCEPTED, Hello
+from shardnet.transport.http2 import Call, CallBroken, Headers, Status
+from shardnet.transport.http2.headers import reply
+from shardnet.transport.options import HANDSHAKE_S
+from shardnet.transport.outbox import PUSH
+from shardnet.transport.pulse import Pulse
 from shardnet.wire import decode
 
 if TYPE_CHECKING:
     from shardnet.transport.grpc_mesh import GrpcMesh
 
 log = logging.getLogger(__name__)
+LINGER_S = 1.0  # how long a stream that was ended here waits for the peer to take the reason
 _RESULT = mesh_pb2.PushResult().SerializeToString()
 
 
-class MeshService:
-    """Takes `shardnet.v1.Mesh` calls for whichever mesh the worker has now; lives as long as the endpoint."""
+@dataclass
+class _Refused(Exception):
+    """The caller gets no stream, or no longer."""
 
-    def __init__(self, wait_s: float) -> None:
-        self._wait_s = wait_s  # a peer may learn of the epoch, and call, before this worker does
+    code: grpc.StatusCode
+    why: str
+
+
+class MeshService:
+    """Takes `shardnet.v1.Mesh` calls for whichever mesh the worker has now; lives as long as the endpoint.
+
+    Workers that call directly come to `take`, and those behind a proxy through grpcio to `handlers`.
+    """
+
+    def __init__(self, timeouts: Timeouts, limits: Limits) -> None:
+        self._wait_s = timeouts.connect_s  # a peer may learn of the epoch, and call, before this worker does
+        self._timeouts = timeouts
+        self._limits = limits
         self.mesh: GrpcMesh | None = None
         self._changed = asyncio.Condition()
 
@@ -39,31 +61,89 @@ class MeshService:
             self.mesh = mesh
             self._changed.notify_all()
 
+    # --- over our own HTTP/2
+
+    async def take(self, sock: socket.socket) -> None:
+        """Serve the one call of a connection, from which OPENING was read. Owns the socket."""
+        call = Call(sock, self._limits)
+        call.answer()
+        try:
+            async with Pulse(self._timeouts).beating(call):
+                try:
+                    await self._serve(call, str(sock.getpeername()))
+                except _Refused as refusal:
+                    call.send_status(Status(refusal.code, refusal.why))
+            await call.linger(LINGER_S)
+        except (CallBroken, ProtocolError, OSError) as error:
+            log.debug("a stream ended: %s", error)  # the mesh, if it was one of its own, has seen it
+        finally:
+            call.close()
+
+    async def _serve(self, call: Call, caller: str) -> None:
+        async with asyncio.timeout(HANDSHAKE_S):
+            metadata = await _request(call)
+        mesh, hello = await self._admit(metadata, caller)
+        with mesh.connected(hello.source):
+            call.deliver(lambda message: mesh.receive(hello.source, decode(message)))
+            call.send_headers(reply((ACCEPTED,)))
+            try:
+                await call.ended()
+            except ProtocolError as error:
+                _break_off(mesh, hello.source, error)
+        await call.send(_RESULT)
+        call.send_status(Status(grpc.StatusCode.OK))
+
+    # --- over grpcio
+
     async def _push(self, frames: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, bytes]) -> bytes:
         try:
-            hello = Hello.read(context.invocation_metadata() or ())
-        except ProtocolError as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        mesh = await self._find(hello, context)
-        if (refusal := mesh.refuse(hello)) is not None:
-            log.warning("refused a stream from %s: %s", context.peer(), refusal)
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, refusal)
-        try:
-            with mesh.connected(hello.source):  # before anything is awaited, or two streams could pass the check at once
+            mesh, hello = await self._admit(context.invocation_metadata() or (), context.peer())
+            with mesh.connected(hello.source):
                 await context.send_initial_metadata((ACCEPTED,))
-                async for frame in frames:
-                    mesh.receive(hello.source, decode(frame))
-        except ProtocolError as error:
-            log.error("%s stream from rank %d ended: %s", mesh.where, hello.source, error)
-            await context.abort(grpc.StatusCode.DATA_LOSS, str(error))
+                try:
+                    async for frame in frames:
+                        mesh.receive(hello.source, decode(frame))
+                except ProtocolError as error:
+                    _break_off(mesh, hello.source, error)
+        except _Refused as refusal:
+            await context.abort(refusal.code, refusal.why)
         return _RESULT
 
-    async def _find(self, hello: Hello, context: grpc.aio.ServicerContext[bytes, bytes]) -> "GrpcMesh":
+    # --- both
+
+    async def _admit(self, metadata: "Headers | grpc.aio.Metadata | tuple[()]", caller: str) -> "tuple[GrpcMesh, Hello]":
+        """Who calls, and the mesh that it wants. Nothing is awaited after the check, or two streams could pass it at once."""
+        try:
+            hello = Hello.read(metadata)
+        except ProtocolError as error:
+            raise _Refused(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from error
+        mesh = await self._find(hello)
+        if (refusal := mesh.refuse(hello)) is not None:
+            log.warning("refused a stream from %s: %s", caller, refusal)
+            raise _Refused(grpc.StatusCode.FAILED_PRECONDITION, refusal)
+        return mesh, hello
+
+    async def _find(self, hello: Hello) -> "GrpcMesh":
         """The mesh of the caller's epoch, which may be about to come."""
         try:
             async with asyncio.timeout(self._wait_s), self._changed:
                 await self._changed.wait_for(lambda: self.mesh is not None and self.mesh.epoch >= hello.epoch)
         except TimeoutError:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, f"this worker has not joined epoch {hello.epoch}")
+            raise _Refused(grpc.StatusCode.UNAVAILABLE, f"this worker has not joined epoch {hello.epoch}") from None
         assert self.mesh is not None
         return self.mesh
+
+
+async def _request(call: Call) -> Headers:
+    """The metadata of a request for a mesh stream."""
+    block = await call.headers()
+    if (path := dict(block).get(":path")) != PUSH:
+        raise _Refused(grpc.StatusCode.UNIMPLEMENTED, f"a connection of this kind is for {PUSH}, not {path}")
+    return block
+
+
+def _break_off(mesh: "GrpcMesh", source: int, error: ProtocolError) -> NoReturn:
+    """End a stream on which something came that should not."""
+    log.error("%s stream from rank %d ended: %s", mesh.where, source, error)
+    mesh.lose(source, str(error))
+    raise _Refused(grpc.StatusCode.DATA_LOSS, str(error)) from error

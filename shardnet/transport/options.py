@@ -1,21 +1,21 @@
-"""The gRPC options of every channel and server, and the failure that returns if one of them goes.
+"""grpcio's options for every channel and server, and the failure that returns if one of them goes.
 
 [Note: keepalive] Finding a frozen or cut-off peer takes all of these together. A ping goes out after
 `keepalive_time` of silence, and the connection is dropped when it stays unanswered for `keepalive_timeout`.
 `http2.ping_timeout` must equal it: gRPC's default of 60 s wins otherwise, and a frozen peer is noticed after 61 s.
 Both sides ping, so that either may be the one that freezes: the server's pings end the lease of a frozen worker.
 
-[Note: flow control] A sender may be this far ahead of the window updates that its receiver sends. By default the window
-starts at 64 KiB and grows as gRPC estimates the link, and a stream of large messages stalls on it: an all-gather of
-16 MiB between two ranks took 47 ms, of which 13 were work. With a fixed window of 16 MiB and frames of 4 MiB instead of
-16 KiB it takes 17. It is no memory that a slow reader could make us hold: what arrives is taken at once
-(transport/base.py), and a sender queues two chunks (transport/outbox.py).
+[Note: flow control] For mesh streams that come through a proxy; the others do without grpcio (http2/). A sender may be
+this far ahead of the window updates that its receiver sends. By default the window starts at 64 KiB and grows as gRPC
+estimates the link, and a stream of large messages stalls on it: an all-gather of 16 MiB between two ranks took 47 ms, of
+which 13 were work. With a fixed window of 16 MiB and frames of 4 MiB instead of 16 KiB it took 17. It is no memory that
+a slow reader could make us hold: what arrives is taken at once (transport/base.py).
 """
 
 from shardnet.config import Limits, Timeouts
 from shardnet.credentials import Options
 
-HANDSHAKE_MS = 3000  # a connection that says nothing for this long is closed
+HANDSHAKE_S = 3.0  # a connection that says nothing for this long is closed
 MAX_STREAMS_PER_CONNECTION = 64  # a worker needs a handful: two streams, health, statistics
 
 
@@ -64,7 +64,7 @@ def channel_options(timeouts: Timeouts, limits: Limits) -> Options:
         # packets and 30 s until a name that was unknown is looked up again.
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 1000),
-        ("grpc.min_reconnect_backoff_ms", HANDSHAKE_MS),
+        ("grpc.min_reconnect_backoff_ms", _ms(HANDSHAKE_S)),
         ("grpc.dns_min_time_between_resolutions_ms", 1000),
         ("grpc.enable_retries", 0),  # streams have state: whoever owns one decides; also spares gRPC's copy of what was sent
         ("grpc.enable_http_proxy", 0),  # an http_proxy variable is meant for the web, not for workers
@@ -79,7 +79,7 @@ def server_options(timeouts: Timeouts, limits: Limits) -> Options:
         *_flow_control(),
         # a default server answers pings this frequent with GOAWAY too_many_pings
         ("grpc.http2.min_ping_interval_without_data_ms", _ping_interval_ms(timeouts) // 2),
-        ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),  # silent connections stay for ever otherwise
+        ("grpc.server_handshake_timeout_ms", _ms(HANDSHAKE_S)),  # silent connections stay for ever otherwise
         ("grpc.so_reuseport", 0),  # a second server binds the same port silently otherwise, and each gets half of the calls
         ("grpc.max_concurrent_streams", MAX_STREAMS_PER_CONNECTION),
     ]

@@ -1,117 +1,151 @@
-"""The outgoing half of a link: one stream to one peer, with one writer."""
+"""The outgoing half of a link: one stream to one peer."""
 
 import asyncio
-from collections import deque
+import socket
 from collections.abc import Callable
 
 import grpc
 
-from shardnet.errors import PeerLost
-from shardnet.transport.hello import ACCEPTED
+from shardnet.address import Address
+from shardnet.config import Limits, Timeouts
+from shardnet.credentials import Security
+from shardnet.errors import PeerLost, ProtocolError
+from shardnet.transport.hello import ACCEPTED, Hello
+from shardnet.transport.http2 import Call, CallBroken, Status
+from shardnet.transport.options import HANDSHAKE_S
+from shardnet.transport.pulse import Pulse
 from shardnet.wire import Chunk, encode
 
 PUSH = "/shardnet.v1.Mesh/Push"
+_RETRY_S = 0.1  # a peer whose port does not answer yet is tried again so soon, later every second
+_MAX_RETRY_S = 1.0
 
 
 class Outbox:
     """Frames on their way to one peer; lives as long as the mesh.
 
-    Two writes under way on one grpc.aio call raise, and a cancelled write cancels the call; so collectives only put
-    frames into this queue, and one task of the mesh's own writes them.
+    `accepted` turns true when the peer has taken the stream. Cancelling a `put` does not harm the stream: what has
+    begun goes out whole.
     """
 
-    def __init__(self, peer: int, channel: grpc.aio.Channel, metadata: tuple[tuple[str, str], ...], window_bytes: int) -> None:
+    def __init__(self, peer: int, address: str, hello: Hello, security: Security, timeouts: Timeouts, limits: Limits) -> None:
         self.peer = peer
         self.accepted = False
-        self._channel = channel
-        # None for the serializers: frames are bytes already (shardnet/wire.py)
-        push: grpc.aio.StreamUnaryMultiCallable[bytes, bytes] = channel.stream_unary(PUSH)
-        self._call = push(metadata=metadata, wait_for_ready=True)
-        self._window_bytes = window_bytes  # what may wait here; with it a slow link holds up its senders, not the memory
-        self._frames: deque[bytes] = deque()
-        self._queued_bytes = 0
+        security.check(address)
+        self._address = Address.parse(address)
+        self._hello = hello
+        self._limits = limits
+        self._pulse = Pulse(timeouts)
+        self._call: Call | None = None
         self._finishing = False
         self._failure: str | None = None
-        self._wake_writer = asyncio.Event()
-        self._room = asyncio.Event()
+        self._over = asyncio.Event()  # the stream has ended
 
     async def put(self, chunk: Chunk) -> None:
-        """Queue a chunk; its buffer is free when this returns. One with data waits while the window is full; one without is
-        small, and why this rank aborts must be queued before it has closed."""
-        while len(chunk.data) and self._queued_bytes >= self._window_bytes and self._failure is None:
-            self._room.clear()
-            await self._room.wait()
-        if self._failure is not None or self._finishing:
-            raise PeerLost(f"rank {self.peer} lost: {self._failure or 'this rank is closing'}", self.peer)
-        frame = encode(chunk)
-        self._frames.append(frame)
-        self._queued_bytes += len(frame)
-        self._wake_writer.set()
+        """Send a chunk; its buffer is free when this returns."""
+        if self._failure is not None or self._finishing or self._call is None:
+            raise self._lost()
+        try:
+            await self._call.send(*encode(chunk))
+        except CallBroken as error:
+            raise self._lost(str(error)) from error
 
     async def run(self, on_accepted: Callable[[], None]) -> str | None:
-        """Write until the outbox is finished or the stream breaks; returns why it broke, None if it did not."""
+        """Open the stream, and stay until it ends; returns why it broke, None if it was finished. May be cancelled."""
         try:
-            # A refusal brings metadata, too, and its status only later.
-            self.accepted = ACCEPTED in tuple(await self._call.initial_metadata() or ())
-            on_accepted()
-            while frame := await self._next():
-                await self._call.write(frame)
-                self._queued_bytes -= len(frame)
-                self._room.set()
-            await self._call.done_writing()
-            await self._call
-        except grpc.aio.AioRpcError as error:
-            return reason(error.code(), error.details())
-        except asyncio.InvalidStateError:  # write to a call that has ended
-            return reason(await self._call.code(), await self._call.details())
-        return None
+            call = await self._connect()
+            try:
+                return await self._watch(call, on_accepted)
+            finally:
+                call.close()
+        except (CallBroken, ProtocolError) as error:
+            return self._failure or str(error)
+        finally:
+            self._over.set()
 
-    async def broken(self) -> str | None:
-        """Wait until the call ends; returns why if it was not by our own finishing."""
-        code = await self._call.code()
-        return None if code is grpc.StatusCode.OK else reason(code, await self._call.details())
+    @property
+    def outgoing_bytes(self) -> int:
+        """Of what was put and the peer's system does not have yet."""
+        return 0 if self._call is None else self._call.outgoing_bytes
+
+    def suspect(self) -> None:
+        """Somebody else takes the peer for dead: believe it sooner."""
+        self._pulse.suspect()
 
     def fail(self, why: str) -> None:
-        """Refuse what comes, drop what waits."""
+        """Refuse what comes, drop what waits, close."""
         self._failure = self._failure or why
-        self._frames.clear()
-        self._room.set()
-        self._wake_writer.set()
-        self._call.cancel()
+        if self._call is not None:
+            self._call.close(self._failure)
 
     def finish(self) -> None:
-        """Write what is queued, then end the stream."""
+        """End the stream behind what was put."""
+        if not self._finishing and self._call is not None:
+            self._call.end()
         self._finishing = True
-        self._wake_writer.set()
 
     async def flush(self, timeout_s: float) -> None:
         """Finish, and wait until the peer has taken everything, the stream breaks, or the time is over."""
         self.finish()
         if self.accepted:
-            await asyncio.wait([asyncio.ensure_future(self._call.code())], timeout=timeout_s)
+            await asyncio.wait([asyncio.ensure_future(self._over.wait())], timeout=timeout_s)
 
-    async def aclose(self) -> None:
-        self.fail("this rank has closed")
-        await self._channel.close()
+    def _lost(self, why: str = "this rank is closing") -> PeerLost:
+        return PeerLost(f"rank {self.peer} lost: {self._failure or why}", self.peer)
 
-    async def _next(self) -> bytes | None:
-        while not self._frames:
-            if self._finishing or self._failure is not None:
-                return None
-            self._wake_writer.clear()
-            await self._wake_writer.wait()
-        return self._frames.popleft()
+    async def _connect(self) -> Call:
+        """A connection to the peer, tried until there is one."""
+        loop, pause_s = asyncio.get_running_loop(), _RETRY_S
+        while True:
+            try:
+                async with asyncio.timeout(HANDSHAKE_S):
+                    sock = await _dial(loop, self._address)
+            except OSError:  # a timeout, too
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _MAX_RETRY_S)
+            else:
+                self._call = Call(sock, self._limits)
+                self._call.open(str(self._address), PUSH, self._hello.metadata())
+                return self._call
+
+    async def _watch(self, call: Call, on_accepted: Callable[[], None]) -> str | None:
+        async with self._pulse.beating(call):
+            block = await call.headers()
+            self.accepted = ACCEPTED in block  # a refusal brings headers, too, with the status in them
+            if self.accepted:
+                on_accepted()
+                block = await call.headers()
+            return reason(Status.read(block))
 
 
-def reason(code: grpc.StatusCode, details: str | None) -> str:
-    """Why a stream ended, in words for a user."""
-    text = details or ""
-    if "keepalive" in text.lower() or "ping timeout" in text.lower():
-        return "silent: it did not answer pings (frozen, or the network is cut)"
-    match code:
+async def _dial(loop: asyncio.AbstractEventLoop, address: Address) -> socket.socket:
+    """A connected socket. Raises OSError with the last address's reason."""
+    problem: OSError = OSError(f"{address} has no address")
+    for family, kind, protocol, _, where in await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM):
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.setblocking(False)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            await loop.sock_connect(sock, where)
+        except OSError as error:
+            sock.close()
+            problem = error
+        except BaseException:
+            sock.close()
+            raise
+        else:
+            return sock
+    raise problem
+
+
+def reason(status: Status) -> str | None:
+    """Why a stream ended, in words for a user; None if it was finished."""
+    match status.code:
+        case grpc.StatusCode.OK:
+            return None
         case grpc.StatusCode.UNAVAILABLE:
-            return f"its connection broke ({text})"
+            return f"its connection broke ({status.details})"
         case grpc.StatusCode.CANCELLED:
             return "it closed the stream"
-        case _:
-            return f"{code.name.lower().replace('_', ' ')}: {text}"
+        case code:
+            return f"{code.name.lower().replace('_', ' ')}: {status.details}"

@@ -1,7 +1,7 @@
 """A rank whose every frame a test decides: the other end of a real mesh's streams."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 
@@ -53,7 +53,7 @@ class Theatre:
     heard: "asyncio.Queue[Chunk]"  # what rank 0 has sent to rank 1
 
     async def send(self, chunk: Chunk) -> None:
-        await self.send_bytes(encode(chunk))
+        await self.send_bytes(b"".join(encode(chunk)))
 
     async def send_bytes(self, frame: bytes) -> None:
         await self.stream.call.write(frame)
@@ -74,10 +74,10 @@ async def theatre(timeouts: Timeouts = TIMEOUTS) -> AsyncIterator[Theatre]:
     """Runs on shardnet's loop. The backend is aborted at the end."""
     async with AsyncExitStack() as stack:
         heard = asyncio.Queue[Chunk]()
-        service = MeshService(timeouts.connect_s)
+        service = MeshService(timeouts, LIMITS)
         addresses = [
-            await _listen(stack, service.handlers, timeouts),
-            await _listen(stack, _listener(heard), timeouts),
+            await _listen(stack, timeouts, lambda endpoint: endpoint.add_mesh(service)),
+            await _listen(stack, timeouts, lambda endpoint: endpoint.add(_listener(heard))),
         ]
         members = tuple(Member(rank, rank, 0, address, "node", f"worker{rank}") for rank, address in enumerate(addresses))
         mesh = GrpcMesh(JOB, Topology(1, 0, members), service, Security(), timeouts, LIMITS)
@@ -94,9 +94,9 @@ async def theatre(timeouts: Timeouts = TIMEOUTS) -> AsyncIterator[Theatre]:
         await backend.aclose()
 
 
-async def _listen(stack: AsyncExitStack, handlers: grpc.GenericRpcHandler, timeouts: Timeouts) -> str:
+async def _listen(stack: AsyncExitStack, timeouts: Timeouts, serve: Callable[[Endpoint], None]) -> str:
     endpoint = Endpoint("127.0.0.1:0", limits=LIMITS, timeouts=timeouts, snapshot=stats_pb2.SnapshotReply)
-    endpoint.add(handlers)
+    serve(endpoint)
     await endpoint.start()
     stack.push_async_callback(endpoint.aclose, 0)
     return endpoint.address

@@ -16,7 +16,7 @@ from shardnet.pb import stats_pb2
 from shardnet.transport.endpoint import Endpoint
 from shardnet.transport.handlers import Context, stream, unary
 from shardnet.transport.observe import Health, ask, health, snapshot
-from shardnet.transport.options import HANDSHAKE_MS, channel_options, server_options
+from shardnet.transport.options import HANDSHAKE_S, channel_options, server_options
 from tests.shared_loop import on_shared_loop
 
 TIMEOUTS = Timeouts.for_tests()
@@ -251,7 +251,7 @@ class TestOptions:
             host, _, port = opened.address.rpartition(":")
             with socket.create_connection((host, int(port))) as silent:
                 silent.setblocking(False)
-                async with asyncio.timeout(HANDSHAKE_MS / 1000 + 2):
+                async with asyncio.timeout(HANDSHAKE_S + 2):
                     while await loop.sock_recv(silent, 4096):  # what the server says first does not matter
                         pass
 

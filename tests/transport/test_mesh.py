@@ -131,10 +131,10 @@ class TestFrames:
                 handle = stage.backend.all_reduce(torch.ones(elements), out=out)
                 announced = await stage.heard.get()
                 if elements == 4:
-                    frame = encode(replace(announced, data=bytes(16), frame=None))
+                    frame = b"".join(encode(replace(announced, data=bytes(16), frame=None)))
                 else:
                     await stage.announce_like(announced)
-                    frame = encode(Chunk(1, announced.group, announced.sequence, block=0, offset=0, data=bytes(64)))
+                    frame = b"".join(encode(Chunk(1, announced.group, announced.sequence, block=0, offset=0, data=bytes(64))))
                 damaged = bytearray(frame)
                 damaged[-5] ^= 0x10
                 await stage.send_bytes(bytes(damaged))

@@ -33,9 +33,9 @@ async def places(count: int, world_size: int) -> AsyncIterator[tuple[list[MeshSe
     async with contextlib.AsyncExitStack() as stack:
         services, addresses = [], []
         for _ in range(count):
-            services.append(MeshService(TIMEOUTS.connect_s))
+            services.append(MeshService(TIMEOUTS, Limits()))
             endpoint = Endpoint("127.0.0.1:0", limits=Limits(), timeouts=TIMEOUTS, snapshot=stats_pb2.SnapshotReply)
-            endpoint.add(services[-1].handlers)
+            endpoint.add_mesh(services[-1])
             await loop.run_here(endpoint.start())
             stack.push_async_callback(_close, endpoint)
             addresses.append(endpoint.address)

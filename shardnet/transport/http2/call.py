@@ -1,0 +1,292 @@
+"""`Call`: one streaming gRPC call on an HTTP/2 connection of its own, either end of it."""
+
+import asyncio
+import fcntl
+import socket
+import struct
+import termios
+from collections.abc import Callable
+from contextlib import suppress
+
+from shardnet.config import KIB, MIB, Limits
+from shardnet.errors import ProtocolError
+from shardnet.transport.http2 import frames, headers
+from shardnet.transport.http2.frames import Flags, Setting, Type
+from shardnet.transport.http2.headers import Headers, Status
+from shardnet.transport.http2.reading import FrameReader, MessageReader, OnMessage
+from shardnet.transport.http2.state import CallBroken, CallState
+from shardnet.transport.http2.writing import FrameWriter
+from shardnet.wire import Buffer
+
+STREAM = 1  # the only one
+_FRAME_BYTES = 16 * MIB - 1
+_COPY_BYTES = 32 * KIB  # a message up to this size is copied and sent in passing; a larger one lends its buffer
+_INT = struct.Struct("i")
+_REQUEST_BYTES = 64 * KIB  # that a caller may say before somebody wants its messages; pings while it waits included
+_READS = 8  # at a time, then others get their turn
+
+# What the caller says first, byte for byte: the callee knows by it that no grpcio is calling (transport/front_door.py).
+OPENING = frames.PREFACE + frames.settings(
+    {
+        Setting.SHARDNET: 1,
+        Setting.ENABLE_PUSH: 0,
+        Setting.INITIAL_WINDOW_SIZE: frames.MAX_WINDOW,
+        Setting.MAX_FRAME_SIZE: _FRAME_BYTES,
+    }
+)
+_ANSWER = frames.settings({Setting.INITIAL_WINDOW_SIZE: frames.MAX_WINDOW, Setting.MAX_FRAME_SIZE: _FRAME_BYTES})
+_OPEN_CONNECTION = frames.window_update(0, frames.MAX_WINDOW - frames.DEFAULT_WINDOW)
+
+
+class Call:
+    """One end of the call; lives as long as its socket, which it owns. Runs on the loop that made it.
+
+    Messages go to whoever `deliver` names; until then none may come but an empty one. Everything else is awaited, and
+    raises CallBroken once the connection is gone, or ProtocolError for what the peer may not send.
+    """
+
+    def __init__(self, sock: socket.socket, limits: Limits) -> None:
+        """`sock` is connected and does not block; nothing is sent yet."""
+        self._reads = 0
+        self._socket = sock
+        self._loop = asyncio.get_running_loop()
+        self._writer = FrameWriter(STREAM)
+        self._messages = MessageReader(0, lambda message: None)
+        self._state = CallState(STREAM, self._writer)
+        self._reader = FrameReader(STREAM, self._messages, self._state, _FRAME_BYTES)
+        self._max_message_bytes = limits.max_message_bytes
+        self._window_bytes = 2 * limits.chunk_bytes  # of small messages that may wait
+        self._replied = False  # headers were sent
+        self._allowed_bytes: int | None = None  # that the peer may still say before it is known
+        self._finished = False  # this half of the stream
+        self._writing = False  # the socket is full
+        self._mute = False  # nothing can be written any more
+        self._failure: Exception | None = None  # why nothing more is read
+        self._broken: Exception | None = None  # why the socket is closed
+        self._changed = asyncio.Event()
+        self._room = asyncio.Event()
+        self._loop.add_reader(sock, self._readable)
+
+    # --- opening
+
+    def open(self, authority: str, path: str, metadata: Headers) -> None:
+        """As the caller: begin the call."""
+        self._writer.control(OPENING + _OPEN_CONNECTION)
+        self.send_headers(headers.request(authority, path, metadata))
+
+    def answer(self) -> None:
+        """As the callee, after the caller's OPENING was read. Until `deliver` the caller may say no more than a request takes."""
+        self._allowed_bytes = _REQUEST_BYTES
+        ack = frames.frame(Type.SETTINGS, Flags.ACK, 0)
+        self._writer.control(_ANSWER + ack + _OPEN_CONNECTION)
+        self._writer.set_initial_window(frames.MAX_WINDOW)
+        self._flush()
+
+    def send_headers(self, block: Headers, *, end: bool = False) -> None:
+        """Before any message, or with `end` behind the last one."""
+        self._replied = True
+        flags = Flags.END_HEADERS | (Flags.END_STREAM if end else Flags.NONE)
+        frame = frames.frame(Type.HEADERS, flags, STREAM, self._state.codec.encode(block))
+        if end:
+            self._writer.behind(frame)
+        else:
+            self._writer.control(frame)
+        self._flush()
+
+    def send_status(self, status: Status) -> None:
+        """As the callee: end the call."""
+        block = status.trailers()
+        self.send_headers(block if self._replied else headers.reply(block), end=True)
+
+    # --- traffic
+
+    def deliver(self, on_message: OnMessage) -> None:
+        """From now on, `on_message` gets each message as it is complete, in a buffer of its own. What it raises ends the call."""
+        self._messages.on_message = on_message
+        self._messages.max_bytes = self._max_message_bytes
+        self._allowed_bytes = None
+
+    async def send(self, *parts: Buffer) -> None:
+        """Send one message; returns when its buffers may be used again. Cancelling it sends it all the same."""
+        size = sum(map(len, parts))
+        prefix = b"\0" + size.to_bytes(4)
+        if size <= _COPY_BYTES:
+            while self._writer.queued_bytes >= self._window_bytes and self._broken is None and not self._finished:
+                self._room.clear()
+                await self._room.wait()
+            self._check()
+            self._writer.message([memoryview(b"".join((prefix, *parts)))], None)
+            self._flush()
+            return
+        self._check()
+        done: asyncio.Future[None] = self._loop.create_future()
+        self._writer.message([memoryview(prefix), *(memoryview(part) for part in parts)], done)
+        self._flush()
+        try:
+            await done
+        except asyncio.CancelledError:
+            self._writer.copy_unsent(done)
+            raise
+
+    def end(self) -> None:
+        """End this half of the stream behind what was sent; what still waits for room is not sent any more."""
+        self._finished = True
+        self._writer.end()
+        self._room.set()
+        self._flush()
+
+    async def headers(self) -> Headers:
+        """The peer's next header block: the request, the reply's headers, or trailers."""
+        await self._until(lambda: bool(self._state.headers) or self._state.ended)
+        if not self._state.headers:
+            raise CallBroken("it ended the stream without a status")
+        return self._state.headers.popleft()
+
+    async def ended(self) -> None:
+        """Wait until the peer has ended its half."""
+        await self._until(lambda: self._state.ended)
+
+    @property
+    def signs_of_life(self) -> int:
+        """Grows by whatever comes, and with what the peer's system acknowledges of messages: over a slow link megabytes may be
+        on their way before a ping and its answer. Not with what it acknowledges of pings, as that of a frozen peer would."""
+        return self._reads + min(self._writer.sent_bytes - self._unacknowledged_bytes(), self._writer.data_end)
+
+    @property
+    def outgoing_bytes(self) -> int:
+        """Of what was sent and the peer's system does not have yet; 0 once the connection is gone."""
+        return 0 if self._broken is not None else self._writer.unsent_bytes + self._unacknowledged_bytes()
+
+    def ping(self) -> None:
+        """Ask for a sign of life; not again while what was to go out before still waits."""
+        if self._writer.has_control:
+            return
+        self._writer.control(frames.frame(Type.PING, Flags.NONE, 0, bytes(8)))
+        self._flush()
+
+    def close(self, why: str = "this rank has closed it") -> None:
+        """Close the socket at once. Safe to call again."""
+        self._fail(CallBroken(why))
+
+    async def linger(self, timeout_s: float) -> None:
+        """Close behind what was sent: wait a little until the peer has closed, too. Closing a socket on which something
+        arrives unread would take back what the peer has not read yet, such as why."""
+        self._stop(CallBroken("this rank has closed it"))
+        with suppress(TimeoutError, OSError):
+            async with asyncio.timeout(timeout_s):
+                while self._broken is None and self._writer.buffers():
+                    self._room.clear()
+                    await self._room.wait()
+                if self._broken is None:
+                    self._socket.shutdown(socket.SHUT_WR)
+                    while await self._loop.sock_recv(self._socket, _COPY_BYTES):
+                        pass
+        self.close()
+
+    # --- the socket
+
+    def _readable(self) -> None:
+        for _ in range(_READS):
+            if not self._read():
+                return
+
+    def _read(self) -> bool:
+        """Read once; returns whether there may be more."""
+        try:
+            room = self._reader.room
+            count = self._socket.recv_into(room)
+            if count:
+                self._reads += 1
+                self._count(count)
+                self._reader.filled(count)
+                self._changed.set()
+                self._flush()  # answers
+                return self._failure is None and count == len(room)
+            self._fail(CallBroken("its connection broke (it was closed)"))
+        except (BlockingIOError, InterruptedError):
+            pass
+        except OSError as error:
+            self._fail(CallBroken(f"its connection broke ({error.strerror})"))
+        except CallBroken as error:
+            self._fail(error)
+        except Exception as error:  # noqa: BLE001 - whatever a message leads to belongs to who waits for the call
+            self._stop(error)
+        return False
+
+    def _count(self, count: int) -> None:
+        """A stranger that talks without end would have the loop busy with frames that mean nothing."""
+        if self._allowed_bytes is not None:
+            self._allowed_bytes -= count
+            if self._allowed_bytes < 0:
+                raise ProtocolError(f"a caller said more than {_REQUEST_BYTES} bytes before it was let in")
+
+    def _flush(self) -> None:
+        """Write what can be written."""
+        if not self._writing and not self._mute and self._broken is None:
+            self._write()
+
+    def _write(self) -> None:
+        try:
+            while buffers := self._writer.buffers():
+                self._writer.sent(self._socket.sendmsg(buffers))
+        except (BlockingIOError, InterruptedError):
+            if not self._writing:
+                self._writing = True
+                self._loop.add_writer(self._socket, self._write)
+            self._room.set()
+            return
+        except OSError as error:
+            self._lost_while_writing(error)
+            return
+        if self._writing:
+            self._writing = False
+            self._loop.remove_writer(self._socket)
+        self._room.set()
+
+    def _lost_while_writing(self, error: OSError) -> None:
+        """What the peer said before it closed says why, so that is read first, if anyone still wants to know."""
+        self._mute = True  # or each read would come back here for its answers
+        while self._failure is None and self._read():
+            pass
+        self._fail(CallBroken(f"its connection broke ({error.strerror})"))
+
+    def _unacknowledged_bytes(self) -> int:
+        """In the system's send buffer, be they on their way or not (TIOCOUTQ, tcp(7))."""
+        if self._broken is not None:
+            return 0
+        (count,) = _INT.unpack(fcntl.ioctl(self._socket, termios.TIOCOUTQ, bytes(_INT.size)))
+        return int(count)
+
+    def _fail(self, error: Exception) -> None:
+        """Close the socket; who waits gets the error. Only the first one counts."""
+        if self._broken is not None:
+            return
+        self._stop(error)
+        self._broken = error
+        if self._writing:
+            self._loop.remove_writer(self._socket)
+        self._socket.close()
+        self._writer.fail(error)
+        self._changed.set()
+        self._room.set()
+
+    def _stop(self, error: Exception) -> None:
+        """Read no more. Who waits gets the error, and may still send a status."""
+        if self._failure is None:
+            self._failure = error
+            self._loop.remove_reader(self._socket)
+            self._changed.set()
+
+    def _check(self) -> None:
+        """Raise if nothing can be sent any more."""
+        if self._broken is not None:
+            raise self._broken
+        if self._finished:
+            raise CallBroken("this rank has ended the stream")
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            if self._failure is not None:
+                raise self._failure
+            self._changed.clear()
+            await self._changed.wait()

@@ -1,0 +1,73 @@
+"""The header blocks of a gRPC call (gRPC over HTTP/2, "PROTOCOL-HTTP2"), and its status."""
+
+from dataclasses import dataclass
+from typing import Self
+from urllib.parse import quote, unquote
+
+import grpc
+from hpack import Decoder, Encoder, HPACKError
+
+from shardnet.errors import ProtocolError
+
+Headers = tuple[tuple[str, str], ...]
+
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
+_PRINTABLE = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """How a call ended."""
+
+    code: grpc.StatusCode
+    details: str = ""
+
+    @classmethod
+    def read(cls, trailers: Headers) -> Self:
+        """From the trailers of a reply. Without a `grpc-status` a proxy has answered: its HTTP status is the reason."""
+        found = dict(trailers)
+        try:
+            code = _CODES[int(found["grpc-status"])]
+        except (KeyError, ValueError):
+            http = found.get(":status", "none")
+            return cls(grpc.StatusCode.UNAVAILABLE, f"no gRPC status; HTTP status {http}")
+        return cls(code, unquote(found.get("grpc-message", "")))
+
+    def trailers(self) -> Headers:
+        number = ("grpc-status", str(self.code.value[0]))
+        return (number, ("grpc-message", quote(self.details, safe=_PRINTABLE))) if self.details else (number,)
+
+
+def request(authority: str, path: str, metadata: Headers) -> Headers:
+    return (
+        (":method", "POST"),
+        (":scheme", "http"),
+        (":path", path),
+        (":authority", authority),
+        ("te", "trailers"),
+        ("content-type", "application/grpc"),
+        ("user-agent", "shardnet"),
+        *metadata,
+    )
+
+
+def reply(metadata: Headers) -> Headers:
+    return ((":status", "200"), ("content-type", "application/grpc"), *metadata)
+
+
+class HeaderCodec:
+    """HPACK for one connection, both ways; blocks must be decoded in the order in which they come."""
+
+    def __init__(self) -> None:
+        self._encoder = Encoder()
+        self._decoder = Decoder()  # refuses lists above 64 KiB
+
+    def encode(self, headers: Headers) -> bytes:
+        return self._encoder.encode(headers)
+
+    def decode(self, block: bytes) -> Headers:
+        """Raises ProtocolError for what is no header block."""
+        try:
+            return tuple((str(name), str(value)) for name, value in self._decoder.decode(block))
+        except (HPACKError, UnicodeDecodeError) as error:
+            raise ProtocolError("a header block cannot be read") from error

@@ -1,0 +1,54 @@
+"""`Pulse`: whether the other end of a connection is alive.
+
+[Note: two witnesses] A peer that is silent may be frozen or cut off; or its interpreter is held for seconds by something
+that does not let our thread run, such as loading a large file, and it will be back. So silence alone counts only after
+`lost_s`. The rendezvous hears of each worker through grpcio, whose pings are answered without the interpreter: once it
+takes a silent worker for gone, `suspect_s` of silence is enough. Its word alone is not: it may have lost a worker that
+its peers still reach. A process that dies closes its sockets, and none of this is needed.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from shardnet.config import Timeouts
+from shardnet.transport.http2 import Call
+
+SILENT = "silent: it did not answer pings (frozen, or the network is cut)"
+_ROUNDS = 4  # pings in `suspect_s`
+
+
+class Pulse:
+    """Pings over one connection; see [Note: two witnesses].
+
+    Silence is counted in rounds rather than in time: if it was this process that stood still, a late round is one round.
+    """
+
+    def __init__(self, timeouts: Timeouts) -> None:
+        self._interval_s = timeouts.suspect_s / _ROUNDS
+        self._patience = max(_ROUNDS, round(timeouts.lost_s / self._interval_s))
+
+    def suspect(self) -> None:
+        """The rendezvous has lost the peer."""
+        self._patience = _ROUNDS
+
+    @asynccontextmanager
+    async def beating(self, call: Call) -> AsyncIterator[None]:
+        """Watch the call meanwhile."""
+        task = asyncio.get_running_loop().create_task(self._watch(call))
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.wait({task})
+
+    async def _watch(self, call: Call) -> None:
+        """Ping while nothing is heard; close the call when that takes too long."""
+        silent, heard = 0, call.signs_of_life
+        while silent <= self._patience:
+            await asyncio.sleep(self._interval_s)
+            before, heard = heard, call.signs_of_life
+            silent = silent + 1 if heard == before else 0
+            if silent:
+                call.ping()
+        call.close(SILENT)

@@ -1,0 +1,342 @@
+"""A call between two ends over a real socket, and between one of ours and one of grpcio's."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+import grpc
+import pytest
+
+from shardnet.config import MIB, Limits
+from shardnet.errors import ProtocolError
+from shardnet.transport.http2 import OPENING, Call, CallBroken, Status, frames
+from shardnet.transport.http2.frames import ErrorCode, Flags, Type
+from shardnet.transport.http2.headers import reply
+
+LIMITS = Limits(max_message_bytes=16 * MIB)
+REQUEST = ("127.0.0.1:1", "/test.Service/Push", (("name", "value %"),))
+
+
+def sockets() -> tuple[socket.socket, socket.socket]:
+    """The two ends of a TCP connection."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        near = socket.create_connection(server.getsockname())
+        far, _ = server.accept()
+    near.setblocking(False)
+    far.setblocking(False)
+    return near, far
+
+
+@asynccontextmanager
+async def ends() -> AsyncIterator[tuple[Call, Call, "asyncio.Queue[bytes]"]]:
+    """Caller, callee and what the callee hears. The callee has answered."""
+    near, far = sockets()
+    loop, heard = asyncio.get_running_loop(), asyncio.Queue[bytes]()
+    caller = Call(near, LIMITS)
+    caller.open(*REQUEST)
+    assert await loop.sock_recv(far, len(OPENING)) == OPENING
+    callee = Call(far, LIMITS)
+    callee.answer()
+    assert dict(await callee.headers()).items() >= {":path": REQUEST[1], "name": "value %", "te": "trailers"}.items()
+    callee.deliver(lambda message: heard.put_nowait(bytes(message)))
+    callee.send_headers(reply((("hello", "you"),)))
+    assert ("hello", "you") in await caller.headers()
+    try:
+        yield caller, callee, heard
+    finally:
+        caller.close()
+        callee.close()
+
+
+async def test_from_request_to_status() -> None:
+    async with ends() as (caller, callee, heard):
+        for message in (b"", b"small", bytes(range(256)) * 40_000):
+            await asyncio.gather(caller.send(message[:3], message[3:]), until(heard, message))
+        caller.end()
+        await callee.ended()
+        callee.send_status(Status(grpc.StatusCode.DATA_LOSS, "100 % lost: für immer"))
+        assert Status.read(await caller.headers()) == Status(grpc.StatusCode.DATA_LOSS, "100 % lost: für immer")
+
+
+async def until(heard: "asyncio.Queue[bytes]", message: bytes) -> None:
+    assert await heard.get() == message
+
+
+async def test_many_at_once_keep_their_order() -> None:
+    async with ends() as (caller, _, heard):
+        messages = [bytes([index]) * (index * index * 5000) for index in range(16)]
+        sending = asyncio.gather(*(caller.send(message) for message in messages))
+        assert [await heard.get() for _ in messages] == messages
+        await sending
+
+
+async def test_a_message_is_sent_when_the_peer_reads() -> None:
+    """More than all buffers of the system hold: `send` waits for the reader, and then is done."""
+    near, far = sockets()
+    caller = Call(near, LIMITS)
+    caller.open(*REQUEST)
+    caller._writer.set_initial_window(frames.MAX_WINDOW)  # as if the peer had said so
+    caller._writer.widen(0, 10**9)
+    sending = asyncio.ensure_future(caller.send(bytes(64 * MIB)))
+    await asyncio.wait({sending}, timeout=0.2)
+    assert not sending.done()
+    with far:
+        while not sending.done():
+            await asyncio.get_running_loop().sock_recv(far, MIB)
+    await sending
+    caller.close()
+
+
+async def test_a_cancelled_message_arrives_as_it_was() -> None:
+    """Its buffer is free at once, though only a part of it is out."""
+    async with ends() as (caller, callee, heard):
+        asyncio.get_running_loop().remove_reader(callee._socket)  # the callee does not read for a while
+        lent = bytearray(b"x" * 12 * MIB)
+        sending = asyncio.ensure_future(caller.send(lent))
+        await asyncio.wait({sending}, timeout=0.1)
+        sending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sending
+        lent[:] = bytes(len(lent))
+        asyncio.get_running_loop().add_reader(callee._socket, callee._readable)
+        await caller.send(b"next")
+        assert await heard.get() == b"x" * 12 * MIB
+        assert await heard.get() == b"next"
+
+
+async def test_small_messages_wait_for_room() -> None:
+    """What may wait is bounded: a reader that is slow holds up the writer, not the memory."""
+    async with ends() as (caller, callee, heard):
+        asyncio.get_running_loop().remove_reader(callee._socket)
+        message = bytes(30_000)
+        sending = asyncio.ensure_future(flood(caller, message, 1000))
+        await asyncio.wait({sending}, timeout=0.2)
+        assert not sending.done()
+        assert caller._writer.queued_bytes < 2 * LIMITS.chunk_bytes + len(message) + 10
+        asyncio.get_running_loop().add_reader(callee._socket, callee._readable)
+        for _ in range(1000):
+            assert await heard.get() == message
+        await sending
+
+
+async def flood(caller: Call, message: bytes, count: int) -> None:
+    for _ in range(count):
+        await caller.send(message)
+
+
+async def test_windows_are_filled_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two gigabytes are a window; here it is a thousandth."""
+    monkeypatch.setattr("shardnet.transport.http2.state._REFILL_BYTES", MIB)
+    async with ends() as (caller, _, heard):
+        for _ in range(5):
+            await asyncio.gather(caller.send(bytes(MIB)), heard.get())
+        assert caller._writer.stream_window > frames.MAX_WINDOW - 3 * MIB
+        assert caller._writer.connection_window > frames.MAX_WINDOW - 3 * MIB
+
+
+async def test_a_stranger_gets_no_memory() -> None:
+    """Before somebody wants the messages they are refused by their length, and no buffer is made for them."""
+    with caller_and_peer() as (caller, peer):
+        await asyncio.get_running_loop().sock_sendall(peer, frames.frame(Type.DATA, Flags.NONE, 1, b"\0\0\0\0\1x"))
+        with pytest.raises(ProtocolError, match=r"a message of 1 bytes is larger than allowed \(0 bytes\)"):
+            await caller.headers()
+
+
+async def test_a_caller_that_is_not_let_in_may_not_talk_for_ever() -> None:
+    """Frames of nothing cost the loop microseconds each, and a megabyte holds a hundred thousand."""
+    near, far = sockets()
+    callee, loop = Call(far, LIMITS), asyncio.get_running_loop()
+    callee.answer()
+    with near:
+        flooding = asyncio.ensure_future(loop.sock_sendall(near, frames.frame(Type.DATA, Flags.NONE, 1) * MIB))
+        with pytest.raises(ProtocolError, match="more than 65536 bytes before it was let in"):
+            await callee.headers()
+        callee.close()
+        with pytest.raises(ConnectionError):
+            await flooding
+
+
+class TestEnds:
+    async def test_the_peer_closes(self) -> None:
+        async with ends() as (caller, callee, _):
+            waiting = asyncio.ensure_future(caller.headers())
+            callee.close()
+            with pytest.raises(CallBroken, match="its connection broke"):
+                await waiting
+            with pytest.raises(CallBroken):
+                await flood(caller, bytes(100_000), 100)
+
+    async def test_closing_ends_who_waits(self) -> None:
+        async with ends() as (caller, callee, _):
+            asyncio.get_running_loop().remove_reader(callee._socket)
+            waiting = [asyncio.ensure_future(work) for work in (caller.headers(), caller.ended(), caller.send(bytes(64 * MIB)))]
+            await asyncio.wait(waiting, timeout=0.05)
+            caller.close("enough")
+            caller.close("once more")
+            for each in waiting:
+                with pytest.raises(CallBroken, match="enough"):
+                    await each
+
+    async def test_why_reaches_a_peer_that_is_still_sending(self) -> None:
+        """Closing a socket with unread data resets it, and the peer would see that instead of the status."""
+        async with ends() as (caller, callee, _):
+            callee.deliver(refuse)
+            sending = asyncio.ensure_future(flood(caller, bytes(MIB), 50))
+            with pytest.raises(ProtocolError, match="not like this"):
+                await callee.ended()
+            callee.send_status(Status(grpc.StatusCode.DATA_LOSS, "not like this"))
+            lingering = asyncio.ensure_future(callee.linger(5.0))
+            assert Status.read(await caller.headers()).details == "not like this"
+            caller.close()
+            await lingering
+            await asyncio.wait({sending})
+            assert isinstance(sending.exception(), CallBroken | None)
+
+    async def test_nothing_follows_the_end(self) -> None:
+        """Not even what waited for room, which would be data behind the end of its stream."""
+        async with ends() as (caller, callee, heard):
+            asyncio.get_running_loop().remove_reader(callee._socket)
+            sending = asyncio.ensure_future(flood(caller, bytes(30_000), 1000))
+            await asyncio.wait({sending}, timeout=0.1)
+            caller.end()
+            with pytest.raises(CallBroken, match="this rank has ended the stream"):
+                await sending
+            with pytest.raises(CallBroken, match="this rank has ended the stream"):
+                await caller.send(b"more")
+            asyncio.get_running_loop().add_reader(callee._socket, callee._readable)
+            await callee.ended()
+            count = heard.qsize()
+            callee.send_status(Status(grpc.StatusCode.OK))
+            assert Status.read(await caller.headers()).code is grpc.StatusCode.OK
+            assert 0 < count == heard.qsize() < 1000
+
+    async def test_an_end_without_a_status(self) -> None:
+        """Of a proxy, say: nothing else would come, and the stream would count as open for ever."""
+        with caller_and_peer() as (caller, peer):
+            said = frames.frame(Type.HEADERS, Flags.END_HEADERS, 1, b"\x88") + frames.frame(Type.DATA, Flags.END_STREAM, 1)
+            await asyncio.get_running_loop().sock_sendall(peer, said)
+            assert await caller.headers() == ((":status", "200"),)
+            with pytest.raises(CallBroken, match="ended the stream without a status"):
+                await caller.headers()
+
+    async def test_what_was_said_last_reaches_a_peer_that_reads_late(self) -> None:
+        """A full socket holds up messages and status: none overtakes what is before it, and closing waits for all."""
+        async with ends() as (caller, callee, _):
+            heard: list[int] = []
+            caller.deliver(lambda message: heard.append(len(message)))
+            asyncio.get_running_loop().remove_reader(caller._socket)
+            sending = asyncio.gather(callee.send(bytes(12 * MIB)), callee.send(bytes(MIB)))
+            await asyncio.wait({sending}, timeout=0.1)
+            assert not sending.done()
+            callee.send_status(Status(grpc.StatusCode.OK))
+            lingering = asyncio.ensure_future(callee.linger(5.0))
+            await asyncio.wait({lingering}, timeout=0.1)
+            asyncio.get_running_loop().add_reader(caller._socket, caller._readable)
+            assert Status.read(await caller.headers()) == Status(grpc.StatusCode.OK)
+            assert heard == [12 * MIB, MIB]
+            caller.close()
+            await asyncio.gather(sending, lingering)
+
+
+def refuse(message: memoryview) -> None:
+    raise ProtocolError("not like this")
+
+
+class TestFrames:
+    """What a peer of another make may say."""
+
+    @pytest.mark.parametrize(
+        ("said", "text"),
+        [
+            (frames.reset(1, ErrorCode.CANCEL), "it closed the stream"),
+            (frames.reset(1, ErrorCode.REFUSED_STREAM), "HTTP/2 error 7"),
+            (frames.frame(Type.GOAWAY, 0, 0, bytes(7) + b"\x0btoo_many_pings"), "its connection broke .too_many_pings"),
+            (frames.frame(Type.WINDOW_UPDATE, 0, 0, bytes(4)), "a window grew by 0"),
+            (frames.frame(Type.WINDOW_UPDATE, 0, 0, bytes(3)), "should carry one number"),
+            (frames.frame(Type.SETTINGS, 0, 0, bytes(5)), "half a setting"),
+            (frames.frame(Type.HEADERS, Flags.END_HEADERS, 1, b"\xff\xff\xff"), "header block cannot be read"),
+            (frames.frame(Type.HEADERS, Flags.NONE, 1, b"\x88") + frames.frame(Type.PING, 0, 0, bytes(8)), "interrupted"),
+            (frames.frame(Type.HEADERS, Flags.END_HEADERS, 1, b"\x88") * 9, "too many header blocks"),
+            (frames.frame(Type.HEADERS, Flags.NONE, 1) + frames.frame(Type.PING, 0, 0, bytes(8)), "interrupted"),
+            (frames.frame(Type.CONTINUATION, Flags.END_HEADERS, 1, b"\x88"), "continued where there was none"),
+            (frames.frame(Type.PING, 0, 0, bytes(20000)), "a PING frame of 20000 bytes"),
+            (frames.frame(Type.HEADERS, Flags.NONE, 1, bytes(30000)) + 3 * frames.frame(Type.CONTINUATION, 0, 1, bytes(30000)), "too long"),
+        ],
+    )
+    async def test_that_end_it(self, said: bytes, text: str) -> None:
+        with caller_and_peer() as (caller, peer):
+            await asyncio.get_running_loop().sock_sendall(peer, said)
+            with pytest.raises((CallBroken, ProtocolError), match=text):
+                await caller.ended()
+
+    async def test_that_are_nothing_to_us(self) -> None:
+        said = b"".join(
+            (
+                frames.frame(Type.PRIORITY, 0, 1, bytes(5)),
+                frames.frame(Type.GOAWAY, 0, 0, bytes(8)),  # no error: what is under way may end
+                frames.frame(Type.SETTINGS, Flags.ACK, 0),
+                frames.frame(Type.PING, Flags.ACK, 0, bytes(8)),
+                frames.frame(Type.WINDOW_UPDATE, 0, 5, b"\0\0\0\1"),
+                frames.reset(3, ErrorCode.CANCEL),
+                frames.head(3, 0x77, 0, 0) + b"???",
+            )
+        )
+        with caller_and_peer() as (caller, peer):
+            await asyncio.get_running_loop().sock_sendall(peer, said + frames.frame(Type.HEADERS, Flags.END_HEADERS, 1, b"\x88"))
+            assert await caller.headers() == ((":status", "200"),)
+
+    async def test_a_block_in_parts(self) -> None:
+        said = frames.frame(Type.HEADERS, Flags.PADDED | Flags.PRIORITY, 1, b"\2" + bytes(5) + b"\x88" + bytes(2))
+        said += frames.frame(Type.CONTINUATION, Flags.END_HEADERS, 1, b"\x84")
+        with caller_and_peer() as (caller, peer):
+            await asyncio.get_running_loop().sock_sendall(peer, said)
+            assert await caller.headers() == ((":status", "200"), (":path", "/"))
+
+    async def test_pings_are_answered(self) -> None:
+        loop = asyncio.get_running_loop()
+        with caller_and_peer() as (_, peer):
+            await loop.sock_sendall(peer, frames.frame(Type.PING, 0, 0, b"are you?"))
+            said = b""
+            while frames.frame(Type.PING, Flags.ACK, 0, b"are you?") not in said:
+                said += await loop.sock_recv(peer, 4096)
+
+
+@contextmanager
+def caller_and_peer() -> Iterator[tuple[Call, socket.socket]]:
+    near, far = sockets()
+    caller = Call(near, LIMITS)
+    caller.open(*REQUEST)
+    with far:
+        yield caller, far
+    caller.close()
+
+
+@pytest.mark.parametrize("options", [(), (("grpc.http2.max_frame_size", 20_000), ("grpc.http2.lookahead_bytes", 30_000))])
+async def test_a_server_of_grpcio_with_small_windows(options: tuple[tuple[str, int], ...]) -> None:
+    """It gives out its windows bit by bit, as a proxy does."""
+    received: list[bytes] = []
+
+    async def push(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, bytes]) -> bytes:
+        await context.send_initial_metadata((("hello", "caller"),))
+        received.extend([request async for request in requests])
+        return b""
+
+    server = grpc.aio.server(options=[*options, ("grpc.max_receive_message_length", 16 * MIB)])
+    handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_unary_rpc_method_handler(push)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Service", {"Push": handler}),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    sock = socket.create_connection(("127.0.0.1", port))
+    sock.setblocking(False)
+    caller = Call(sock, LIMITS)
+    caller.open(f"127.0.0.1:{port}", "/test.Service/Push", ())
+    assert ("hello", "caller") in await caller.headers()
+    messages = [b"a" * 3 * MIB, b"", b"b" * 100_000, b"c" * 10]
+    for message in messages:
+        await caller.send(message)
+    caller.end()
+    assert Status.read(await caller.headers()) == Status(grpc.StatusCode.OK)
+    assert received == messages
+    caller.close()
+    await server.stop(0)

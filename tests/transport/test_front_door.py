@@ -1,0 +1,217 @@
+"""One port, two servers behind it: who says what gets to which."""
+
+import asyncio
+import errno
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+import psutil
+import pytest
+
+from shardnet.address import Address
+from shardnet.config import MIB, Limits, Timeouts
+from shardnet.credentials import Security
+from shardnet.errors import ListenError
+from shardnet.pb import stats_pb2
+from shardnet.transport import listening
+from shardnet.transport.endpoint import Endpoint
+from shardnet.transport.front_door import FrontDoor, _relay
+from shardnet.transport.http2 import OPENING, Call, Status
+from shardnet.transport.listening import listening_sockets
+from shardnet.transport.mesh_service import MeshService
+from shardnet.transport.observe import Health, health, snapshot
+from shardnet.transport.options import HANDSHAKE_S
+from tests.shared_loop import on_shared_loop
+from tests.transport.http2.test_call import sockets
+
+TIMEOUTS, LIMITS = Timeouts.for_tests(), Limits()
+REPLY = stats_pb2.SnapshotReply(role="worker", step=3)
+
+
+@asynccontextmanager
+async def worker(listen: str = "127.0.0.1:0") -> AsyncIterator[Endpoint]:
+    endpoint = Endpoint(listen, limits=LIMITS, timeouts=TIMEOUTS, snapshot=lambda: REPLY, security=Security(insecure=True))
+    endpoint.add_mesh(MeshService(TIMEOUTS, LIMITS))
+    async with endpoint:
+        yield endpoint
+
+
+async def connect(endpoint: Endpoint) -> socket.socket:
+    host, _, port = endpoint.address.rpartition(":")
+    sock = socket.socket()
+    sock.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(sock, (host, int(port)))
+    return sock
+
+
+@pytest.mark.parametrize("listen", ["127.0.0.1:0", "localhost:0", "[::1]:0", "0.0.0.0:0", "[::]:0"])
+@on_shared_loop
+async def test_grpcio_answers_through_it(listen: str) -> None:
+    async with worker(listen) as endpoint:
+        address = endpoint.address.replace("0.0.0.0", "127.0.0.1").replace("[::]", "[::1]")
+        assert await snapshot(address) == REPLY
+        assert await health(address) is Health.NOT_SERVING
+        await endpoint.set_serving(True)
+        assert await health(address) is Health.SERVING
+
+
+@on_shared_loop
+async def test_one_port_is_all_that_listens() -> None:
+    before = ports()
+    async with worker() as endpoint:
+        assert ports() - before == {int(endpoint.address.rpartition(":")[2])}
+    assert ports() == before
+
+
+def ports() -> set[int]:
+    return {c.laddr.port for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+
+
+@on_shared_loop
+async def test_a_port_that_somebody_has() -> None:
+    async with worker() as first:
+        with pytest.raises(ListenError, match="another process listens there already"):
+            async with worker(first.address):
+                pass
+        assert await snapshot(first.address) == REPLY
+
+
+@on_shared_loop
+async def test_our_opening_gets_our_server() -> None:
+    """Which knows one method, and says so in gRPC's words."""
+    async with worker() as endpoint:
+        call = Call(await connect(endpoint), LIMITS)
+        call.open(endpoint.address, "/shardnet.v1.Stats/Snapshot", ())
+        status = Status.read(await call.headers())
+        assert status.code is grpc.StatusCode.UNIMPLEMENTED
+        call.close()
+
+
+@on_shared_loop
+async def test_an_opening_in_pieces() -> None:
+    loop = asyncio.get_running_loop()
+    async with worker() as endpoint:
+        with await connect(endpoint) as sock:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            for byte in OPENING:
+                await loop.sock_sendall(sock, bytes([byte]))
+                await asyncio.sleep(0)
+            assert (await loop.sock_recv(sock, 4))[3] == 4  # a SETTINGS frame
+
+
+@pytest.mark.parametrize("said", [b"", OPENING[:10], OPENING], ids=["nothing", "half an opening", "no request"])
+@on_shared_loop
+async def test_who_does_not_go_on_is_shown_the_door(said: bytes) -> None:
+    loop = asyncio.get_running_loop()
+    async with worker() as endpoint:
+        with await connect(endpoint) as sock:
+            await loop.sock_sendall(sock, said)
+            async with asyncio.timeout(HANDSHAKE_S + 2):
+                while await loop.sock_recv(sock, 4096):
+                    pass
+
+
+@pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01", OPENING[:24]], ids=["web", "TLS", "no settings"])
+@on_shared_loop
+async def test_who_stays_when_grpcio_has_closed_is_shown_the_door(said: bytes) -> None:
+    """Half closed would be a descriptor at each end for as long as the caller likes."""
+    loop = asyncio.get_running_loop()
+    async with worker() as endpoint:
+        with await connect(endpoint) as sock:
+            await loop.sock_sendall(sock, said)
+            async with asyncio.timeout(HANDSHAKE_S + 2):
+                while await loop.sock_recv(sock, 4096):
+                    pass
+                door = endpoint._door
+                assert door is not None
+                while connections := door._tasks.difference(door._listeners):
+                    await asyncio.wait(connections)
+
+
+@on_shared_loop
+async def test_who_does_not_take_an_answer_is_shown_the_door(monkeypatch: pytest.MonkeyPatch) -> None:
+    """grpcio gives it up, but what it said before does not fit into the caller's socket any more."""
+    monkeypatch.setattr("shardnet.transport.front_door._STALL_S", 0.2)
+    loop = asyncio.get_running_loop()
+    with socket.create_server(("127.0.0.1", 0)) as behind:
+        behind.setblocking(False)
+        near, far = sockets()
+        relaying = asyncio.ensure_future(_relay(b"hello", far, behind.getsockname()))
+        server, _ = await loop.sock_accept(behind)
+        server.setblocking(False)
+        answering = asyncio.ensure_future(loop.sock_sendall(server, bytes(64 * MIB)))
+        with near, far, server:
+            async with asyncio.timeout(5.0):
+                await relaying
+            with pytest.raises(ConnectionError):
+                await answering
+
+
+class Unlucky(socket.socket):
+    """A listener whose first connections have errors of their own."""
+
+    def accept(self) -> "tuple[socket.socket, object]":
+        if self.problems:
+            raise OSError(self.problems.pop(), "as accept(2) says")
+        return super().accept()
+
+    problems: list[int]
+
+
+@on_shared_loop
+async def test_a_connection_that_cannot_be_taken_is_not_the_last() -> None:
+    listener = Unlucky()
+    listener.problems = [errno.EPROTO, errno.EMFILE]
+    listener.setblocking(False)
+    listener.bind(("127.0.0.1", 0))
+    listener.listen()
+    taken = asyncio.Event()
+
+    async def take(sock: socket.socket) -> None:
+        taken.set()
+
+    door = FrontDoor([listener], take, "")
+    with socket.create_connection(listener.getsockname()) as caller:
+        caller.sendall(OPENING)
+        async with asyncio.timeout(5.0):
+            await taken.wait()
+    await door.aclose()
+
+
+async def nobody(sock: socket.socket) -> None:
+    raise AssertionError("nobody called")
+
+
+@on_shared_loop
+async def test_closing_at_once_closes_the_socket() -> None:
+    """Its task is cancelled before it has begun, and runs no `finally` then."""
+    (listener,) = await listening_sockets(Address.parse("127.0.0.1:0"))
+    door = FrontDoor([listener], nobody, "")
+    await door.aclose()
+    assert listener.fileno() == -1
+
+
+@on_shared_loop
+async def test_two_that_bind_at_the_same_moment() -> None:
+    """The system lets both bind where neither listens yet; the second one shall learn in our words what is wrong."""
+    (first,) = await listening_sockets(Address.parse("127.0.0.1:0"))
+    with first:
+        where = first.getsockname()
+        with pytest.raises(OSError, match="in use"):
+            listening._bind(socket.AF_INET, where)
+
+
+@on_shared_loop
+async def test_closing_cuts_what_is_left() -> None:
+    loop = asyncio.get_running_loop()
+    async with worker() as endpoint:
+        with await connect(endpoint) as silent, await connect(endpoint) as relayed:
+            await loop.sock_sendall(relayed, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(9))
+            assert await loop.sock_recv(relayed, 4096)
+            async with asyncio.timeout(2.0):
+                await endpoint.aclose(0)
+                for sock in (silent, relayed):
+                    while await loop.sock_recv(sock, 4096):
+                        pass

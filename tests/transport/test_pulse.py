@@ -1,0 +1,138 @@
+"""Who is silent, and for how long that is believed to be nothing."""
+
+import asyncio
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from shardnet.config import KIB, MIB, Limits, Timeouts
+from shardnet.errors import ProtocolError
+from shardnet.transport.http2 import Call, CallBroken, frames
+from shardnet.transport.http2.frames import Flags, Type
+from shardnet.transport.pulse import SILENT, Pulse
+from tests.transport.http2.test_call import sockets
+
+TIMEOUTS = Timeouts(suspect_s=0.2, lost_s=0.8)
+
+
+@contextmanager
+def silent_peer() -> Iterator[tuple[Call, socket.socket]]:
+    """A connection whose other end is open and says nothing."""
+    near, far = sockets()
+    call = Call(near, Limits())
+    with far:
+        yield call, far
+    call.close()
+
+
+async def silence_s(call: Call, pulse: Pulse) -> float:
+    """How long the peer's silence was borne."""
+    begin = time.monotonic()
+    async with pulse.beating(call):
+        with pytest.raises(CallBroken, match="silent: it did not answer pings"):
+            await call.headers()
+    return time.monotonic() - begin
+
+
+async def test_silence_ends_it() -> None:
+    with silent_peer() as (call, _):
+        assert await silence_s(call, Pulse(TIMEOUTS)) >= TIMEOUTS.lost_s
+
+
+async def test_sooner_if_the_rendezvous_says_so_too() -> None:
+    with silent_peer() as (call, _):
+        pulse = Pulse(TIMEOUTS)
+        pulse.suspect()
+        assert TIMEOUTS.suspect_s <= await silence_s(call, pulse) < TIMEOUTS.lost_s
+
+
+async def test_suspicion_does_not_harm_who_answers() -> None:
+    near, far = sockets()
+    call, peer = Call(near, Limits()), Call(far, Limits())
+    pulse = Pulse(TIMEOUTS)
+    pulse.suspect()
+    async with pulse.beating(call):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(2 * TIMEOUTS.suspect_s):
+                await call.headers()
+    call.close()
+    peer.close()
+
+
+async def test_a_peer_that_reads_what_is_sent_is_alive() -> None:
+    """It says nothing, and pings wait behind what is sent, as over a slow link."""
+    with silent_peer() as (call, far):
+        call._writer.widen(0, 10**9)
+        call._writer.set_initial_window(10**9)
+        sending = asyncio.ensure_future(call.send(bytes(64 * MIB)))
+        pulse = Pulse(Timeouts(suspect_s=0.2, lost_s=0.2))
+        async with pulse.beating(call):
+            begin = time.monotonic()
+            while time.monotonic() - begin < 0.6:
+                await asyncio.get_running_loop().sock_recv(far, MIB // 4)
+                await asyncio.sleep(0.01)
+            assert not sending.done()
+        call.close()
+        with pytest.raises(CallBroken, match="this rank has closed it"):
+            await sending
+
+
+async def test_a_peer_whose_system_takes_what_is_sent_is_alive() -> None:
+    """A slow link: everything lies in the system's buffer, and the ping behind it, but it gets less."""
+    with silent_peer() as (call, far):
+        far.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        call._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * MIB)
+        call._writer.widen(0, 10**9)
+        call._writer.set_initial_window(10**9)
+        await call.send(bytes(2 * MIB))
+        assert not call._writing
+        async with Pulse(Timeouts(suspect_s=0.4, lost_s=0.4)).beating(call):
+            begin = time.monotonic()
+            while time.monotonic() - begin < 1.2:
+                await asyncio.get_running_loop().sock_recv(far, 16 * KIB)
+                await asyncio.sleep(0.02)
+            assert call.outgoing_bytes
+            call._check()
+
+
+async def test_a_frozen_peer_whose_system_takes_pings_is_silent() -> None:
+    """They are acknowledged by its kernel, which is no sign of life."""
+    with silent_peer() as (call, _):
+        await call.send(b"before it froze")
+        assert await silence_s(call, Pulse(TIMEOUTS)) < 2 * TIMEOUTS.lost_s
+
+
+async def test_pings_do_not_end_the_watch() -> None:
+    """Of a peer to which so much is owed already that nothing more may wait."""
+    with silent_peer() as (call, far):
+        far.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        answers = 1000 * frames.frame(Type.PING, Flags.ACK, 0, bytes(8))
+        with pytest.raises(ProtocolError, match="too many control frames"):
+            owe(call, answers)
+        assert await silence_s(call, Pulse(TIMEOUTS)) >= TIMEOUTS.lost_s
+
+
+def owe(call: Call, answers: bytes) -> None:
+    while True:
+        call._writer.control(answers)
+        call._flush()
+
+
+@pytest.mark.blocks_loop
+async def test_standing_still_oneself_is_not_the_peers_silence() -> None:
+    """The loop was held for longer than `lost_s`, and the answers lie in the socket."""
+    with silent_peer() as (call, far):
+        async with Pulse(TIMEOUTS).beating(call):
+            await asyncio.sleep(0.1)
+            far.send(frames.frame(Type.PING, Flags.ACK, 0, bytes(8)))
+            time.sleep(2 * TIMEOUTS.lost_s)  # noqa: ASYNC251 - that is the case
+            await asyncio.sleep(0.01)
+            call._check()
+
+
+def test_the_words_say_what_may_be() -> None:
+    assert "frozen" in SILENT
+    assert "cut" in SILENT
