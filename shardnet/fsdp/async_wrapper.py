@@ -2,7 +2,7 @@
 
 import asyncio
 import contextvars
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -13,7 +13,13 @@ from torch import nn
 
 from shardnet.backend import Backend
 from shardnet.errors import StateError
+from shardnet.fsdp.compression import Compression
+from shardnet.fsdp.grad_scaler import GradScaler
+from shardnet.fsdp.initial_values import InitFunction
 from shardnet.fsdp.placement import UnitChoice
+from shardnet.fsdp.precision import MixedPrecision
+from shardnet.fsdp.state import FullState
+from shardnet.fsdp.uneven import UnevenSteps, count_samples
 from shardnet.fsdp.wrapper import FSDP
 from shardnet.sharding import ShardingStrategy
 
@@ -46,8 +52,29 @@ class AsyncFSDP:
         strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
         intra_node_size: int | None = None,
         prefetch: int = 1,
+        mixed_precision: MixedPrecision | None = None,
+        reshard_after_forward: bool | int | None = None,
+        compression: Compression | None = None,
+        ignored_modules: Iterable[nn.Module] = (),
+        param_init_fn: InitFunction | None = None,
+        initial_state: Mapping[str, Tensor] | None = None,
+        device: torch.device | str | None = None,
     ) -> None:
-        self._make = lambda: FSDP(module, backend, units=units, strategy=strategy, intra_node_size=intra_node_size, prefetch=prefetch)
+        self._make = lambda: FSDP(
+            module,
+            backend,
+            units=units,
+            strategy=strategy,
+            intra_node_size=intra_node_size,
+            prefetch=prefetch,
+            mixed_precision=mixed_precision,
+            reshard_after_forward=reshard_after_forward,
+            compression=compression,
+            ignored_modules=ignored_modules,
+            param_init_fn=param_init_fn,
+            initial_state=initial_state,
+            device=device,
+        )
         self._fsdp: FSDP | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"shardnet-compute-{backend.rank}")
 
@@ -76,16 +103,20 @@ class AsyncFSDP:
         return await self.run(self.fsdp, *args, **kwargs)
 
     async def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """Forward without gradients, in the mode that the module is in: `model.fsdp.eval()` switches dropout off."""
+        """Forward without gradients, in the mode that the module is in: `model.eval()` switches dropout off."""
         return await self.run(_without_gradients, self.fsdp, *args, **kwargs)
 
     async def backward(self, loss: Tensor, gradient: Tensor | None = None) -> None:
         """`loss.backward()`; when it returns the gradients are reduced, unless within `no_sync`."""
         await self.run(loss.backward, gradient)
 
-    async def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """`optimizer.step()`."""
-        await self.run(optimizer.step)
+    async def step(self, optimizer: torch.optim.Optimizer, scaler: GradScaler | None = None) -> None:
+        """`optimizer.step()`; with a `scaler` its `step(optimizer)` and `update()`. That is a collective.
+
+        The loss comes from `scaler.scale(loss)`. To clip, `await model.run(scaler.unscale_, optimizer)` first; with several
+        optimizers, run the scaler's methods yourself, as `update` is for once in an iteration.
+        """
+        await self.run(_step, optimizer, scaler)
 
     async def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """See `FSDP.clip_grad_norm_`."""
@@ -95,7 +126,22 @@ class AsyncFSDP:
         """See `FSDP.no_sync`. Await the backwards within it before leaving it."""
         return self.fsdp.no_sync()
 
+    def uneven(
+        self, batches: Iterable[T], *, samples: Callable[[T], int] = count_samples, accumulate: int = 1, dummy: T | None = None
+    ) -> UnevenSteps[T]:
+        """See `FSDP.uneven`; for `async for`. Batches are read on the event loop's thread."""
+        return self.fsdp.uneven(batches, samples=samples, accumulate=accumulate, dummy=dummy)
+
     # --- parameters
+
+    def train(self, mode: bool = True) -> "AsyncFSDP":
+        """As of a module: dropout and the like are on. Not while a call is under way."""
+        self.fsdp.train(mode)
+        return self
+
+    def eval(self) -> "AsyncFSDP":
+        """As of a module: dropout and the like are off. Not while a call is under way."""
+        return self.train(False)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """This rank's slices, for an optimizer."""
@@ -104,6 +150,10 @@ class AsyncFSDP:
     async def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
         """See `FSDP.full_state_dict`."""
         return await self.run(self.fsdp.full_state_dict, rank0_only=rank0_only)
+
+    async def load_full_state_dict(self, full: FullState, *, strict: bool = True) -> Any:
+        """See `FSDP.load_full_state_dict`."""
+        return await self.run(self.fsdp.load_full_state_dict, full, strict=strict)
 
     # --- beginning and end
 
@@ -128,6 +178,14 @@ class AsyncFSDP:
     async def aclose(self) -> None:
         """Wait for the calls that were made, and end the compute thread. Safe to call twice."""
         await asyncio.to_thread(self._thread.shutdown)
+
+
+def _step(optimizer: torch.optim.Optimizer, scaler: GradScaler | None) -> None:
+    if scaler is None:
+        optimizer.step()
+    else:
+        scaler.step(optimizer)
+        scaler.update()
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ Tensor = torch.Tensor
 
 
 def global_norm(gradients: Sequence[Tensor], norm_type: float, device: torch.device, comms: Communicators) -> Tensor:
-    """The norm over all ranks' shards as one vector: 0-dim float64, equal on all ranks. One all-reduce.
+    """The norm over all ranks' `gradients` as one vector: 0-dim float64, equal on all ranks. One all-reduce.
 
     Summed in float64, so that the result hardly depends on the number of ranks.
     """

@@ -4,7 +4,7 @@ from typing import TypeVar
 
 from shardnet.backend import Backend, Pending
 from shardnet.fsdp.timeline import Timeline
-from shardnet.sharding import ShardingRanks
+from shardnet.sharding import ShardingRanks, neighbours
 
 T = TypeVar("T")
 
@@ -12,17 +12,20 @@ T = TypeVar("T")
 class Communicators:
     """Who holds the shards of one model. Lives as long as the wrapped model; the backend belongs to the caller.
 
-    [Note: streams] Gathers, reductions and averages over replicas are numbered separately, each in a group of its own.
-    Gathers follow the order in which units are used, the others the order of [Note: reduction queue]. So a gradient that
-    comes earlier on one rank than on another, as where a parameter is unused on some ranks, cannot put a reduction before
-    a gather on one rank and after it on another. And the user's own collectives, which may come from another thread
-    meanwhile, are numbered apart from all of them.
+    [Note: streams] Gathers, those among neighbours, reductions and averages over replicas are numbered separately, each
+    in a group of its own. Gathers follow the order in which units are used, the others the order of [Note: reduction
+    queue]. So a gradient that comes earlier on one rank than on another, as where a parameter is unused on some ranks,
+    cannot put a reduction before a gather on one rank and after it on another. And the user's own collectives, which
+    may come from another thread meanwhile, are numbered apart from all of them.
     """
 
-    def __init__(self, backend: Backend, ranks: ShardingRanks) -> None:
+    def __init__(self, backend: Backend, ranks: ShardingRanks, neighbour_count: int | None = None) -> None:
         self.backend = backend
         self.everyone = backend.subgroup(range(backend.world_size))
         self.gathers = backend.subgroup(ranks.shards)
+        self.neighbours: Backend | None = None  # see [Note: secondary shards]
+        if neighbour_count is not None:
+            self.neighbours = backend.subgroup(neighbours(ranks.shards, backend.rank, neighbour_count))
         self.reductions = backend.subgroup(ranks.shards)
         self.averages = backend.subgroup(ranks.replicas)
         self.timeline = Timeline(backend.telemetry)

@@ -4,6 +4,7 @@ import torch
 
 from shardnet.fsdp.memory import Gauge
 from shardnet.fsdp.pool import BufferPool
+from shardnet.fsdp.precision import Dtypes
 from shardnet.sharding import FlatLayout
 
 Tensor = torch.Tensor
@@ -12,12 +13,13 @@ Tensor = torch.Tensor
 class GradientBuffer:
     """Collects gradients parameter by parameter into one flat buffer [N] of the group's layout.
 
-    The buffer exists from the first gradient until `take`. Gradients of several backward passes add up (`no_sync`).
+    The buffer exists from the first gradient until `take`. Gradients of several backward passes add up (`no_sync`): in
+    float32 at least, since a 16-bit running sum stops growing. They are rounded to the dtype of the reduction once, by `take`.
     """
 
-    def __init__(self, layout: FlatLayout, dtype: torch.dtype, device: torch.device, *, gauge: Gauge, pool: BufferPool) -> None:
+    def __init__(self, layout: FlatLayout, dtypes: Dtypes, device: torch.device, *, gauge: Gauge, pool: BufferPool) -> None:
         self._layout = layout
-        self._dtype = dtype
+        self._dtypes = dtypes
         self._device = device
         self._gauge = gauge
         self._pool = pool
@@ -31,20 +33,23 @@ class GradientBuffer:
 
     def add(self, index: int, gradient: Tensor) -> None:
         """Add the gradient of the index-th parameter, in that parameter's shape."""
-        self._allocate()
+        flat = self._allocate()
         dense = gradient.to_dense() if gradient.is_sparse else gradient
         if index in self._filled:
+            self._convert(flat, torch.promote_types(flat.dtype, torch.float32))
             self._views[index].add_(dense)
         else:
             self._views[index].copy_(dense)
             self._filled.add(index)
 
     def take(self) -> Tensor:
-        """Hand the buffer over, zeros where no gradient came; the taker calls `returned` once it is done with it."""
+        """Hand the buffer over in the dtype of the reduction, zeros where no gradient came; the taker calls `returned` once it
+        is done with it."""
         flat = self._allocate()
         for index, view in enumerate(self._views):
             if index not in self._filled:
                 view.zero_()
+        flat = self._convert(flat, self._dtypes.reduce)
         self._forget()
         return flat
 
@@ -61,11 +66,21 @@ class GradientBuffer:
             self.returned(flat)
 
     def _allocate(self) -> Tensor:
-        if self._flat is None:
-            memory = self._pool.take(self._layout.numel * self._dtype.itemsize, self._device)
-            self._flat = torch.empty(0, dtype=self._dtype, device=self._device).set_(memory, 0, (self._layout.numel,), (1,))
-            self._views = self._layout.views(self._flat)
-            self._gauge.add(self._flat.nbytes)
+        return self._make(self._dtypes.collect) if self._flat is None else self._flat
+
+    def _convert(self, flat: Tensor, dtype: torch.dtype) -> Tensor:
+        """The buffer, exchanged for one of another dtype with the same content."""
+        if flat.dtype == dtype:
+            return flat
+        converted = self._make(dtype).copy_(flat)
+        self.returned(flat)
+        return converted
+
+    def _make(self, dtype: torch.dtype) -> Tensor:
+        memory = self._pool.take(self._layout.numel * dtype.itemsize, self._device)
+        self._flat = torch.empty(0, dtype=dtype, device=self._device).set_(memory, 0, (self._layout.numel,), (1,))
+        self._views = self._layout.views(self._flat)
+        self._gauge.add(self._flat.nbytes)
         return self._flat
 
     def _forget(self) -> None:

@@ -14,11 +14,17 @@ from torch import nn
 from shardnet.backend import Pending
 from shardnet.errors import SizeMismatchError, UsageError
 from shardnet.fsdp.communicators import Communicators
+from shardnet.fsdp.compressed_gather import CompressedGather
+from shardnet.fsdp.compressed_reduction import CompressedReduction, Residual
+from shardnet.fsdp.compression import Compression
 from shardnet.fsdp.full_buffer import FullBuffer, WholeShard
 from shardnet.fsdp.gradients import GradientBuffer
 from shardnet.fsdp.memory import MemoryMeter
 from shardnet.fsdp.placement import PlacedParameter
 from shardnet.fsdp.pool import BufferPool
+from shardnet.fsdp.precision import Dtypes
+from shardnet.fsdp.secondary import SecondaryShard
+from shardnet.fsdp.wire_memory import WireMemory
 from shardnet.sharding import FlatLayout
 
 Tensor = torch.Tensor
@@ -32,28 +38,53 @@ def sharded_by(parameter: nn.Parameter) -> str | None:
 
 
 class FlatGroup:
-    """Parameters of one unit, dtype, device and `requires_grad`; lives as long as the wrapped model.
+    """Parameters of one unit, dtypes, device and `requires_grad`; lives as long as the wrapped model.
 
+    The shard has the dtype that the parameters were made with, the full buffer and the leaves that of `dtypes.compute`.
     See [Note: two sets of parameters] and [Note: flat layout].
     """
 
-    def __init__(self, label: str, placed: Sequence[PlacedParameter], comms: Communicators, meter: MemoryMeter, pool: BufferPool) -> None:
+    def __init__(
+        self,
+        label: str,
+        placed: Sequence[PlacedParameter],
+        dtypes: Dtypes,
+        compression: Compression,
+        comms: Communicators,
+        meter: MemoryMeter,
+        pool: BufferPool,
+    ) -> None:
         self.label = label  # equal on all ranks: names the collectives
         self.placed = tuple(placed)
         self.originals = tuple(entry.parameter for entry in placed)
         self._comms = comms
-        dtype, device = self.originals[0].dtype, self.originals[0].device
+        self._dtypes = dtypes
+        device = self.originals[0].device
         self.layout = FlatLayout([(entry.name, entry.parameter.shape) for entry in placed], comms.shard_count)
-        self.shard = torch.empty(self.layout.sizes[comms.shard_rank], dtype=dtype, device=device)  # 1-D, this rank's part
+        self.shard = torch.empty(self.layout.sizes[comms.shard_rank], dtype=dtypes.master, device=device)  # 1-D, this rank's part
         self._slices = self.layout.shard_views(self.shard, comms.shard_rank)
         self._full: FullBuffer | WholeShard
-        if comms.shard_count == 1:
+        if comms.shard_count == 1 and dtypes.compute == dtypes.master:
             self._full = WholeShard(self.shard)
         else:
-            self._full = FullBuffer(self.layout.numel, dtype, device, owner=label, gauge=meter.full_parameters, pool=pool)
+            self._full = FullBuffer(self.layout.numel, dtypes.compute, device, owner=label, gauge=meter.full_parameters, pool=pool)
         self.leaves = [nn.Parameter(view, requires_grad=False) for view in self.layout.views(self._full.tensor)]
         self._full.free()
-        self.gradients = GradientBuffer(self.layout, dtype, device, gauge=meter.full_gradients, pool=pool)
+        self._secondary: SecondaryShard | None = None
+        if comms.neighbours is not None:
+            self._secondary = SecondaryShard(
+                self.layout.numel, dtypes.compute, device, comms.neighbours, gauge=meter.secondary_shards, pool=pool
+            )
+        self.gradients = GradientBuffer(self.layout, dtypes, device, gauge=meter.full_gradients, pool=pool)
+        wire = WireMemory(device, meter.packed, pool)
+        self._compressed_gather: CompressedGather | None = None
+        if (codec := compression.weight_codec(dtypes)) is not None:
+            self._compressed_gather = CompressedGather(codec, self.layout, comms.gathers, wire)
+        self.compressed_reduction: CompressedReduction | None = None
+        if (codec := compression.gradient_codec(dtypes)) is not None:
+            self.compressed_reduction = CompressedReduction(
+                codec, self.layout, comms, Residual(compression.residual, meter.residuals), wire
+            )
         self._on_gradient: OnGradient = lambda group, index: None
         self._watched: set[int] = set()  # leaves with a gradient hook
 
@@ -66,7 +97,7 @@ class FlatGroup:
 
     @property
     def full_bytes(self) -> int:
-        return self.layout.numel * self.shard.element_size()
+        return self.layout.numel * self._dtypes.compute.itemsize
 
     @property
     def full_is_allocated(self) -> bool:
@@ -92,33 +123,61 @@ class FlatGroup:
             delattr(parameter, _MARK)
 
     def gather_copy(self, purpose: str) -> Tensor:
-        """All parameters end to end [N], in new memory; a collective."""
+        """All parameters end to end [N] in their own dtype, in new memory; a collective."""
         self._reattach()
         pending = self._comms.gathers.all_gather(self.shard, sizes=self.layout.sizes, label=f"{self.label} ({purpose})")
         return self._comms.wait(pending, f"gather {self.label}")
 
     # --- gathering
 
-    def start_gather(self) -> Pending[Tensor]:
-        """Allocate the full buffer and start filling it. The shard may change meanwhile: a copy of it is sent."""
+    def start_gather(self, *, for_backward: bool) -> Pending[Tensor]:
+        """Allocate the full buffer and start filling it; for backward from the neighbours, if they hold secondary shards.
+
+        The shard may change meanwhile: a copy of it, in the dtype of the full buffer, is sent.
+        """
         self._reattach()
         if isinstance(self._full, WholeShard):
             return Pending.done_with(self.shard, f"all_gather of {self.label}")
         self._full.allocate()
         try:
             full = self._full.alias()
+            if for_backward and self._secondary is not None and self._secondary.held:
+                return self._secondary.start_gather(full, self.label)
+            if self._compressed_gather is not None:
+                return self._compressed_gather.start(self.shard, self.label)
             own = self.layout.shard(full, self._comms.shard_rank)
             own.copy_(self.shard)
+            if self._comms.shard_count == 1:
+                return Pending.done_with(full, f"cast of {self.label}")
             return self._comms.gathers.all_gather(own, sizes=self.layout.sizes, out=full, label=self.label)
         except BaseException:
-            self._full.free()
+            self.free()
             raise
 
+    def finish_gather(self) -> None:
+        """Complete the full buffer, once what `start_gather` gave has succeeded. Once is enough; again does nothing."""
+        if self._compressed_gather is not None:
+            assert isinstance(self._full, FullBuffer), self.label
+            self._compressed_gather.finish(self._full.alias())
+
     def is_fresh(self) -> bool:
-        """Whether the full buffer holds what the shard holds now, bit for bit, on this rank. Needs a finished gather."""
+        """Whether the full buffer holds what a gather would bring now, bit for bit, of this rank's shard. Needs a finished gather."""
         self._reattach()
         gathered = self.layout.shard(self._full.tensor.detach(), self._comms.shard_rank)
-        return torch.equal(gathered.view(torch.uint8), self.shard.view(torch.uint8))
+        if self._compressed_gather is None:
+            now = self.shard.to(gathered.dtype)
+        else:
+            now = self._compressed_gather.received(self.shard, gathered.dtype)
+        return torch.equal(gathered.view(torch.uint8), now.view(torch.uint8))
+
+    def keep_secondary(self) -> None:
+        """Keep a secondary shard of the full buffer, which must be complete, for backward; if the model does so at all."""
+        if self._secondary is not None:
+            self._secondary.take(self._full.tensor.detach())
+
+    def drop_secondary(self) -> None:
+        if self._secondary is not None:
+            self._secondary.drop()
 
     def show_full(self) -> None:
         """Put the gathered parameters into the modules."""
@@ -139,16 +198,31 @@ class FlatGroup:
     def free(self) -> None:
         """Free the full buffer. No gather may be under way."""
         self._full.free()
+        if self._compressed_gather is not None:
+            self._compressed_gather.drop()
 
     # --- gradients
+
+    @property
+    def reduction_label(self) -> str:
+        """Names its reductions in errors and statistics; different on ranks that compress differently."""
+        return self.label if self.compressed_reduction is None else f"{self.label} as {self.compressed_reduction.codec}"
+
+    def drop_gradients(self) -> None:
+        """Forget gradients that no reduction has taken, and what compression would add to them."""
+        self.gradients.clear()
+        for leaf in self.leaves:
+            leaf.grad = None
+        if self.compressed_reduction is not None:
+            self.compressed_reduction.residual.clear()
 
     def on_gradient(self, callback: OnGradient) -> None:
         """Call `callback(group, index)` whenever a leaf has got its gradient and it was put into `gradients`."""
         self._on_gradient = callback
 
     def accept(self, shard_gradient: Tensor) -> None:
-        """Set, or add to, the gradients of this rank's parameters. `shard_gradient` [shard] belongs to the group then."""
-        pieces = self.layout.shard_views(shard_gradient, self._comms.shard_rank)
+        """Set, or add to, the gradients of this rank's parameters, in their dtype. `shard_gradient` [shard] belongs to the group then."""
+        pieces = self.layout.shard_views(shard_gradient.to(self._dtypes.master), self._comms.shard_rank)
         for parameter, piece in zip(self.originals, pieces, strict=True):
             if not parameter.requires_grad:
                 continue

@@ -6,20 +6,28 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from shardnet.errors import StateError
+from shardnet.fsdp.precision import MixedPrecision
 from shardnet.fsdp.runtime import Runtime
 from shardnet.fsdp.unit import Unit
 
 
-def attach(unit: Unit, runtime: Runtime) -> list[RemovableHandle]:
-    """Call the runtime around every forward of the unit's module. Autograd's hooks are set there, forward by forward."""
+def attach(unit: Unit, runtime: Runtime, precision: MixedPrecision, *, outermost: bool) -> list[RemovableHandle]:
+    """Call the runtime around every forward of the unit's module, and cast what goes in and, if it is the outermost, comes out.
 
-    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    Autograd's hooks are set by the runtime, forward by forward: on inputs that are cast and on outputs that are not yet, so
+    that they enclose what the unit computes. Recomputation within backward casts in the same way.
+    """
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if module is not unit.module:
             raise StateError(f"{unit.name}: a copy of a sharded module has only slices of parameters; make one from full_state_dict()")
-        runtime.before_forward(unit, (args, kwargs))
+        inputs = precision.cast_inputs(args, kwargs)
+        runtime.before_forward(unit, inputs)
+        return inputs
 
-    def after(_: nn.Module, __: tuple[Any, ...], outputs: object) -> None:
+    def after(_: nn.Module, __: tuple[Any, ...], outputs: Any) -> Any:
         runtime.after_forward(unit, outputs)
+        return precision.cast_outputs(outputs) if outermost else outputs
 
     return [
         unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),

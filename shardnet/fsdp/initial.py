@@ -7,6 +7,7 @@ from torch import nn
 
 from shardnet.fsdp.communicators import Communicators
 from shardnet.fsdp.group import FlatGroup
+from shardnet.fsdp.ignored import IgnoredModules
 
 Tensor = torch.Tensor
 ROOT = 0  # the rank whose initial values count
@@ -15,15 +16,21 @@ ROOT = 0  # the rank whose initial values count
 def shard_from_root(groups: Iterable[FlatGroup], comms: Communicators) -> None:
     """Spread rank 0's parameters and keep this rank's part of each; one group at a time, to bound memory. A collective."""
     for group in groups:
-        flat = group.flatten()
-        # with the digest ranks whose models differ are told so, also where the number of elements is the same
-        pending = comms.everyone.broadcast(flat, ROOT, out=flat, label=f"{group.label} (initial, layout {group.layout.digest})")
-        group.adopt(comms.wait(pending, f"initial {group.label}"))
+        spread_from_root(group, group.flatten(), comms)
 
 
-def copy_buffers_from_root(module: nn.Module, comms: Communicators) -> None:
+def spread_from_root(group: FlatGroup, flat: Tensor, comms: Communicators) -> None:
+    """Keep this rank's part of rank 0's `flat` [N], which is overwritten and may be freed afterwards. A collective."""
+    # with the digest ranks whose models differ are told so, also where the number of elements is the same
+    pending = comms.everyone.broadcast(flat, ROOT, out=flat, label=f"{group.label} (initial, layout {group.layout.digest})")
+    group.adopt(comms.wait(pending, f"initial {group.label}"))
+
+
+def copy_buffers_from_root(module: nn.Module, comms: Communicators, ignored: IgnoredModules | None = None) -> None:
     """Overwrite every buffer with rank 0's, also those that are not in the state_dict. A collective."""
     for name, buffer in module.named_buffers():
+        if ignored is not None and buffer in ignored.buffers:
+            continue
         pending = comms.everyone.broadcast(buffer.contiguous(), ROOT, label=f"buffer {name} (initial)")
         with torch.no_grad():
             buffer.copy_(comms.wait(pending, f"initial {name}"))

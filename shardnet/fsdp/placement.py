@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from shardnet.errors import UsageError
+from shardnet.fsdp.ignored import IgnoredModules
 
 UnitChoice = type[nn.Module] | Sequence[type[nn.Module]] | Callable[[str, nn.Module], bool] | None
 
@@ -54,16 +55,19 @@ class UnitPlan:
     parameters: tuple[PlacedParameter, ...]
 
 
-def plan_units(root: nn.Module, choice: UnitChoice) -> list[UnitPlan]:
+def plan_units(root: nn.Module, choice: UnitChoice, ignored: IgnoredModules | None = None) -> list[UnitPlan]:
     """The units in registration order, the root first; units without parameters of their own are left out.
 
     A parameter belongs to the innermost unit around it. One that is tied across units belongs to the innermost unit
-    around all of its places, so that it is gathered whenever one of them is used.
+    around all of its places, so that it is gathered whenever one of them is used. Those of `ignored` belong to none.
     """
     chosen = _choose(root, choice)
+    ignored = ignored or IgnoredModules(root, ())
+    ignored.refuse_units((name, module) for module, name in chosen.items())
     owned: dict[nn.Module, list[PlacedParameter]] = {module: [] for module in chosen}
     for placed in _place(root, chosen):
-        owned[placed.chain[-1]].append(placed)
+        if placed.parameter not in ignored.parameters:
+            owned[placed.chain[-1]].append(placed)
     return [UnitPlan(name, module, tuple(owned[module])) for module, name in chosen.items() if module is root or owned[module]]
 
 

@@ -38,16 +38,16 @@ class Prefetcher:
     def in_forward(self, unit: Unit) -> None:
         """Start gathering `unit`, and what comes after it in forward."""
         position = self._order.index(unit) + 1 if unit in self._order else len(self._order)
-        self._move_to(unit, self._order[position : position + self.depth])
+        self._move_to(unit, self._order[position : position + self.depth], for_backward=False)
 
     def in_backward(self, call: Call) -> None:
         """Start gathering the unit of `call`, and what comes after it in backward."""
-        self._move_to(call.unit, call.forward.before(call, self.depth))
+        self._move_to(call.unit, call.forward.before(call, self.depth), for_backward=True)
 
     def only(self, unit: Unit) -> None:
-        """Start gathering `unit`; what is gathered ahead stays as it is."""
+        """Start gathering `unit` within backward; what is gathered ahead stays as it is."""
         if unit.state is UnitState.SHARDED:
-            unit.start_gather()
+            unit.start_gather(for_backward=True)
 
     @property
     def has_room(self) -> bool:
@@ -65,19 +65,19 @@ class Prefetcher:
         self._forget_explicit()
         self.stop()
 
-    def _move_to(self, now: Unit, following: Sequence[Unit]) -> None:
+    def _move_to(self, now: Unit, following: Sequence[Unit], *, for_backward: bool) -> None:
         window = (now, *following)
         room = self.depth - len(following)  # for units that are held
         for unit in self._units:
             if unit not in window and unit.state is UnitState.HELD and not self.keep:
                 room -= 1
                 if room < 0:
-                    unit.reshard()
+                    unit.reshard(backward_follows=True)
             elif unit not in window and unit.state is UnitState.GATHERING and unit not in self._explicit:
                 unit.discard()
         for unit in window:
             if unit.state is UnitState.SHARDED:
-                unit.start_gather()
+                unit.start_gather(for_backward=for_backward)
 
     # --- explicit
 

@@ -15,6 +15,7 @@ import torch
 from shardnet.backend import Pending, ReduceOp
 from shardnet.fsdp.averages import ReplicaAverages
 from shardnet.fsdp.communicators import Communicators
+from shardnet.fsdp.compressed_reduction import CompressedReduction, Exchange
 from shardnet.fsdp.group import FlatGroup
 from shardnet.fsdp.unit import Unit
 
@@ -24,8 +25,24 @@ class _Reduction:
     """One group's gradients on their way; both buffers belong to the collective until it is done."""
 
     group: FlatGroup
-    full: torch.Tensor  # [N]
+    full: torch.Tensor | None  # [N]; None: packed into `exchange`
     pending: Pending[torch.Tensor]  # gives this rank's part
+    exchange: Exchange | None = None  # to be finished before `pending` can be done
+
+    @property
+    def arrived(self) -> bool:
+        """Whether `unpack` would not block."""
+        return self.exchange is None or self.exchange.arrived
+
+    def unpack(self) -> None:
+        """Finish the exchange, if there is one; its error goes to `pending`."""
+        if self.exchange is not None:
+            self.exchange.finish()
+
+    def release(self) -> None:
+        """Return the full gradients, which nobody reads any more."""
+        if self.full is not None:
+            self.group.gradients.returned(self.full)
 
 
 class ReductionQueue:
@@ -56,10 +73,18 @@ class ReductionQueue:
         while self._planned and self._planned[0] in self._ready:
             self._start(self._planned.popleft())
 
+    def advance(self) -> None:
+        """Unpack what has arrived, so that it goes on to the replicas. Never blocks."""
+        for reduction in self._in_flight:
+            if reduction.arrived:
+                reduction.unpack()
+
     def finish(self) -> None:
         """Reduce what is left of the plan, missing gradients as zeros, and wait for everything."""
         while self._planned:
             self._start(self._planned.popleft())
+        for reduction in self._in_flight:
+            reduction.unpack()  # all at first, so that their averages over replicas go on side by side
         while self._in_flight:
             self._complete_oldest()
         self._ready.clear()
@@ -73,9 +98,10 @@ class ReductionQueue:
         """Wait for what is under way, whatever becomes of it, and forget everything."""
         self.cancel_plan()
         while self._in_flight:
+            self._in_flight[0].unpack()
             reduction = self._in_flight.popleft()
             reduction.pending.exception()
-            reduction.group.gradients.returned(reduction.full)
+            reduction.release()
 
     def _start(self, unit: Unit) -> None:
         self._ready.discard(unit)
@@ -86,25 +112,39 @@ class ReductionQueue:
             self._complete_oldest()
 
     def _reduce(self, group: FlatGroup) -> _Reduction:
+        if group.compressed_reduction is not None:
+            return self._reduce_compressed(group, group.compressed_reduction)
         full = group.gradients.take()
         try:
-            pending = self._mean(full, group)
+            return _Reduction(group, full, self._mean(full, group))
         except BaseException:
             group.gradients.returned(full)
             raise
-        return _Reduction(group, full, pending)
+
+    def _reduce_compressed(self, group: FlatGroup, compressed: CompressedReduction) -> _Reduction:
+        full = group.gradients.take()
+        try:
+            exchange = compressed.start(full, group.reduction_label)
+        finally:
+            group.gradients.returned(full)  # what is sent is packed
+        return _Reduction(group, None, self._average(exchange.mean, group), exchange)
 
     def _mean(self, full: torch.Tensor, group: FlatGroup) -> Pending[torch.Tensor]:
         """Start what turns full gradients [N] into this rank's part of their mean over all ranks."""
         if self._comms.shard_count == 1:
             return self._comms.averages.all_reduce(full, ReduceOp.MEAN, label=group.label)
         part = self._comms.reductions.reduce_scatter(full, ReduceOp.MEAN, sizes=group.layout.sizes, label=group.label)
+        return self._average(part, group)
+
+    def _average(self, part: Pending[torch.Tensor], group: FlatGroup) -> Pending[torch.Tensor]:
+        """What is still to be done for this rank's part once its node's half of the reduction is."""
         return part if self._comms.replica_count == 1 else self._averages.follow(part, group.label)
 
     def _complete_oldest(self) -> None:
+        self._in_flight[0].unpack()
         reduction = self._in_flight.popleft()
         try:
             shard_gradient = self._comms.wait(reduction.pending, f"reduce {reduction.group.label}")
         finally:
-            reduction.group.gradients.returned(reduction.full)
+            reduction.release()
         reduction.group.accept(shard_gradient)

@@ -13,7 +13,8 @@ forward, but it is no new forward pass: nothing is learnt or prefetched.
 
 [Note: what is held for backward] Backward begins where forward ends. So the outermost unit, and as many of the last
 ones as there is room for in the prefetch window, which is empty then, are not freed after forward but held: gathering
-them again at once would be for nothing. With `keep` (SHARD_GRAD_OP) all are. A forward without gradients holds nothing.
+them again at once would be for nothing. With `keep` (SHARD_GRAD_OP, or asked for by `reshard_after_forward`) all are. A
+forward without gradients holds nothing.
 
 [Note: when a unit is freed in backward] A unit whose inputs carry gradients is freed when these are complete. Where
 there are none, or where an input is also used elsewhere (a skip connection) and completes late, a unit that has all
@@ -36,6 +37,7 @@ from shardnet.fsdp.prefetch import Prefetcher
 from shardnet.fsdp.reductions import ReductionQueue
 from shardnet.fsdp.tensors import differentiable, with_bases
 from shardnet.fsdp.unit import Unit, UnitState
+from shardnet.telemetry import Pass
 
 
 class Runtime:
@@ -86,7 +88,7 @@ class Runtime:
             if tensors and self._worth_holding():
                 unit.hold()
             else:
-                unit.reshard()
+                unit.reshard(backward_follows=bool(tensors))
         self._timeline.compute(call.resumes)
         if not self._calls and not self._recomputing:
             self._end_forward(call.forward, completed=outputs is not None, backward_follows=bool(tensors))
@@ -98,7 +100,7 @@ class Runtime:
     def _begin_forward(self) -> ForwardPass:
         if self._backward is not None:
             return self._backward.forwards[-1]
-        self._release_held()  # their backward never came, and the parameters may have changed since
+        self._release_kept()  # the backward never came, and the parameters may have changed since
         forward = ForwardPass()
         if torch.is_grad_enabled():
             self._forward = forward
@@ -108,8 +110,9 @@ class Runtime:
         if completed:
             self.prefetcher.learn(forward)
         self.prefetcher.stop()
+        self._timeline.end_pass(Pass.FORWARD if completed else None)
         if not backward_follows:
-            self._release_held()
+            self._release_kept()
 
     def _gather_for_forward(self, call: Call) -> None:
         unit = call.unit
@@ -129,10 +132,12 @@ class Runtime:
             return all(unit.state is not UnitState.HELD for unit in self.units)
         return not self._calls or self.prefetcher.has_room
 
-    def _release_held(self) -> None:
+    def _release_kept(self) -> None:
+        """Free what was kept for backward: held units and secondary shards."""
         for unit in self.units:
             if unit.state is UnitState.HELD:
                 unit.reshard()
+            unit.drop_secondary()
 
     # --- backward
 
@@ -154,6 +159,7 @@ class Runtime:
 
     def on_gradient(self, unit: Unit, group: FlatGroup, index: int) -> None:
         backward = self._backward or self._enter_backward(self._forward or ForwardPass())
+        self._reductions.advance()
         if backward.arrived(unit, group, index):
             if not unit.frozen_in_part:
                 backward.finished.append(unit)
@@ -180,6 +186,8 @@ class Runtime:
             if not backward.received:
                 self._reductions.cancel_plan()
             elif self.synchronise:
+                for unit in backward.units:
+                    self._unreduced.pop(unit, None)  # planned when backward came to it, with what no_sync left in it
                 self._reduce(backward.forwards)
             else:
                 self._unreduced.update(backward.units)
@@ -188,6 +196,7 @@ class Runtime:
             raise
         self._backward = None
         self._free_all()
+        self._timeline.end_pass(Pass.BACKWARD if backward.received else None)
 
     def _enter_backward(self, forward: ForwardPass) -> BackwardPass:
         if self._backward is None:
@@ -242,6 +251,7 @@ class Runtime:
         for unit in self.units:
             unit.drop_gradients()
         self._free_all()
+        self._timeline.end_pass(None)
 
     def _free_all(self) -> None:
         """Back to SHARDED with every unit, but for an explicit prefetch, which stays."""
@@ -249,6 +259,7 @@ class Runtime:
         for unit in self.units:
             if unit.state not in (UnitState.SHARDED, UnitState.GATHERING):
                 unit.reshard()
+            unit.drop_secondary()
         self._timeline.compute(None)
 
 

@@ -5,18 +5,21 @@ be loaded into it, and into a wrapped model of any world size.
 """
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from shardnet.errors import SizeMismatchError, UsageError
+from shardnet.errors import SizeMismatchError, StateError, UsageError
 from shardnet.fsdp.group import FlatGroup
 from shardnet.sharding import ParameterSlice
 
 Tensor = torch.Tensor
+FullState = Mapping[str, Any] | Iterable[tuple[str, Any]]
+_slices_wanted = ContextVar("slices_wanted", default=False)
 
 
 @dataclass(frozen=True)
@@ -30,9 +33,18 @@ class ShardedState:
     rest: dict[str, Any]  # what is not sharded: buffers and extra state
 
 
+def refuse_slices(module: nn.Module, *_: object) -> None:
+    """A hook before the inner module's own state_dict(): it has slices for parameters, which nobody should save for whole ones."""
+    if not _slices_wanted.get():
+        raise StateError(
+            f"the state_dict() of a sharded {type(module).__name__} would hold this rank's slices: take the FSDP model's "
+            "full_state_dict(), on all ranks; what saves a module by itself may accept it, as save_pretrained(folder, state_dict=...) does"
+        )
+
+
 def full_state(module: nn.Module, groups: Sequence[FlatGroup], *, keep: bool) -> dict[str, Any]:
     """Every parameter whole, in memory of its own, group by group; {} where `keep` is false. A collective."""
-    state: dict[str, Any] = module.state_dict() if keep else {}
+    state = _with_slices(module) if keep else {}
     for group in groups:
         flat = group.gather_copy("state")
         if keep:
@@ -46,7 +58,7 @@ def full_state(module: nn.Module, groups: Sequence[FlatGroup], *, keep: bool) ->
 def sharded_state(module: nn.Module, groups: Sequence[FlatGroup], rank: int) -> ShardedState:
     """This rank's slices; no traffic."""
     names = {name for group in groups for placed in group.placed for name in placed.names}
-    rest = {name: value for name, value in module.state_dict().items() if name not in names}
+    rest = {name: value for name, value in _with_slices(module).items() if name not in names}
     return ShardedState(
         rank=rank,
         world_size=groups[0].layout.world_size if groups else 1,
@@ -56,16 +68,21 @@ def sharded_state(module: nn.Module, groups: Sequence[FlatGroup], rank: int) -> 
     )
 
 
-def load_full_state(module: nn.Module, groups: Sequence[FlatGroup], rank: int, state: Mapping[str, Any], *, strict: bool) -> Any:
-    """Take this rank's slices out of whole parameters; no traffic. Returns what nn.Module.load_state_dict returns."""
-    local: OrderedDict[str, Any] = OrderedDict(state)
+def load_full_state(module: nn.Module, groups: Sequence[FlatGroup], rank: int, state: FullState, *, strict: bool) -> Any:
+    """Take this rank's slices out of whole parameters, one at a time; no traffic. Returns what nn.Module.load_state_dict returns."""
+    pieces = {
+        name: piece
+        for group in groups
+        for placed, piece in zip(group.placed, group.layout.slices(rank), strict=True)
+        for name in placed.names
+    }
+    local: OrderedDict[str, Any] = OrderedDict()
     if hasattr(state, "_metadata"):
         local._metadata = state._metadata  # type: ignore[attr-defined]
-    for group in groups:
-        for placed, piece in zip(group.placed, group.layout.slices(rank), strict=True):
-            for name in placed.names:
-                if name in local:
-                    local[name] = _cut(name, local[name], piece)
+    for name, whole in ((name, state[name]) for name in state) if isinstance(state, Mapping) else state:
+        # a copy of the slice, so that nothing keeps the whole, not even until the next one is read
+        local[name] = _cut(name, whole, pieces[name]).clone() if name in pieces else whole
+        del whole
     return module.load_state_dict(local, strict=strict)
 
 
@@ -82,6 +99,14 @@ def load_sharded_state(module: nn.Module, groups: Sequence[FlatGroup], rank: int
             for placed in group.placed:
                 placed.parameter.copy_(state.shards[placed.name])
     module.load_state_dict(state.rest, strict=False)
+
+
+def _with_slices(module: nn.Module) -> dict[str, Any]:
+    token = _slices_wanted.set(True)
+    try:
+        return module.state_dict()
+    finally:
+        _slices_wanted.reset(token)
 
 
 def _cut(name: str, whole: Tensor, piece: ParameterSlice) -> Tensor:

@@ -1,7 +1,9 @@
-"""Finding tensors in what a module is called with and returns."""
+"""Finding and replacing tensors in what a module is called with and returns."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -23,6 +25,37 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
     elif type(value) in pytree.SUPPORTED_NODES:
         for leaf in pytree.tree_leaves(value):
             yield from tensors_in(leaf)
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """`value` with `function` applied to every tensor in what `tensors_in` searches, but for subclasses of list and tuple.
+
+    A container in which no tensor is replaced stays the same object: the caller may wait for what the module puts there.
+    """
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if type(value) in pytree.SUPPORTED_NODES or pytree.is_namedtuple_instance(value):
+        leaves, structure = pytree.tree_flatten(value, is_leaf=lambda inner: inner is not value)
+        return _rebuilt(value, leaves, function, lambda mapped: pytree.tree_unflatten(mapped, structure))
+    if is_dataclass(value) and not isinstance(value, type):
+        entries = {entry.name: getattr(value, entry.name) for entry in fields(value)}
+        return _rebuilt(value, entries.values(), function, lambda mapped: replace(value, **dict(zip(entries, mapped, strict=True))))
+    if isinstance(value, MutableMapping):
+        return _rebuilt(value, value.values(), function, lambda mapped: _refilled(value, mapped))
+    return value
+
+
+def _rebuilt(value: Any, inner: Iterable[Any], function: Callable[[torch.Tensor], torch.Tensor], build: Callable[[list[Any]], Any]) -> Any:
+    inner = list(inner)
+    mapped = [map_tensors(function, item) for item in inner]
+    return value if all(new is old for new, old in zip(mapped, inner, strict=True)) else build(mapped)
+
+
+def _refilled(mapping: MutableMapping[Any, Any], values: list[Any]) -> MutableMapping[Any, Any]:
+    """A mapping of the same type, keys and attributes, with other values."""
+    filled = copy.copy(mapping)
+    filled.update(zip(mapping, values, strict=True))
+    return filled
 
 
 def differentiable(value: object) -> list[torch.Tensor]:

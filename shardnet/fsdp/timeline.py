@@ -4,7 +4,7 @@ import time
 from typing import TypeVar
 
 from shardnet.backend import Pending
-from shardnet.telemetry import Telemetry, Track
+from shardnet.telemetry import Pass, Telemetry, Track
 
 T = TypeVar("T")
 
@@ -19,6 +19,7 @@ class Timeline:
         self._telemetry = telemetry
         self._computing: str | None = None
         self._since_ns = 0
+        self._computed_ns: dict[str, int] = {}  # in the pass that is under way, by name
 
     @property
     def computing(self) -> str | None:
@@ -30,7 +31,14 @@ class Timeline:
         now = time.perf_counter_ns()
         if self._computing is not None:
             self._telemetry.record(self._computing, Track.COMPUTE, self._since_ns, now)
+            self._computed_ns[self._computing] = self._computed_ns.get(self._computing, 0) + now - self._since_ns
         self._computing, self._since_ns = name, now
+
+    def end_pass(self, kind: Pass | None) -> None:
+        """A forward or backward is over; None: it broke off, or was none, and counts for nothing."""
+        computed, self._computed_ns = self._computed_ns, {}
+        if kind is not None:
+            self._telemetry.end_pass(kind, computed)
 
     def wait(self, pending: Pending[T], name: str) -> T:
         """The result of a collective. Time spent blocked here is recorded as exposed."""

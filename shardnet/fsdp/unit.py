@@ -1,5 +1,6 @@
 """`Unit`: a submodule whose parameters are gathered, used and freed together."""
 
+from collections.abc import Sequence
 from enum import Enum, auto
 
 import torch
@@ -8,10 +9,12 @@ from torch import nn
 from shardnet.backend import Pending
 from shardnet.errors import ShardnetError
 from shardnet.fsdp.communicators import Communicators
+from shardnet.fsdp.compression import Compression
 from shardnet.fsdp.group import FlatGroup
 from shardnet.fsdp.memory import MemoryMeter
 from shardnet.fsdp.placement import PlacedParameter, UnitPlan
 from shardnet.fsdp.pool import BufferPool
+from shardnet.fsdp.precision import Dtypes, MixedPrecision
 
 
 class UnitState(Enum):
@@ -29,10 +32,18 @@ class UnitState(Enum):
 class Unit:
     """One wrapped submodule; lives as long as the wrapped model."""
 
-    def __init__(self, plan: UnitPlan, comms: Communicators, meter: MemoryMeter, pool: BufferPool) -> None:
+    def __init__(
+        self,
+        plan: UnitPlan,
+        precision: MixedPrecision,
+        compression: Compression,
+        comms: Communicators,
+        meter: MemoryMeter,
+        pool: BufferPool,
+    ) -> None:
         self.name = plan.name
         self.module: nn.Module = plan.module
-        self.groups = _make_groups(plan, comms, meter, pool)
+        self.groups = _make_groups(plan, precision, compression, comms, meter, pool)
         self.state = UnitState.SHARDED
         self._comms = comms
         self._pending: list[Pending[torch.Tensor]] = []
@@ -50,12 +61,12 @@ class Unit:
         """Whether any of its parameters gets none."""
         return any(len(group.trainable) < len(group.originals) for group in self.groups)
 
-    def start_gather(self) -> list[Pending[torch.Tensor]]:
+    def start_gather(self, *, for_backward: bool = False) -> list[Pending[torch.Tensor]]:
         """SHARDED → GATHERING. The handles are the unit's own to wait for; others may look."""
         assert self.state is UnitState.SHARDED, self
         self.state = UnitState.GATHERING
         for group in self.groups:
-            self._pending.append(group.start_gather())
+            self._pending.append(group.start_gather(for_backward=for_backward))
         return list(self._pending)
 
     def wait_gathered(self) -> None:
@@ -64,6 +75,8 @@ class Unit:
         try:
             for pending in self._pending:
                 self._comms.wait(pending, f"gather {self.name}")
+            for group in self.groups:
+                group.finish_gather()
         except ShardnetError:
             self.discard()
             raise
@@ -77,13 +90,20 @@ class Unit:
             group.show_full()
         self.state = state
 
-    def reshard(self) -> None:
-        """FORWARD, BACKWARD or HELD → SHARDED."""
+    def reshard(self, *, backward_follows: bool = False) -> None:
+        """FORWARD, BACKWARD or HELD → SHARDED; with secondary shards, if it is to be gathered again for backward."""
         assert self.state not in (UnitState.SHARDED, UnitState.GATHERING), self
         for group in self.groups:
+            if backward_follows:
+                group.keep_secondary()
             group.show_shard()
             group.free()
         self.state = UnitState.SHARDED
+
+    def drop_secondary(self) -> None:
+        """Backward is over, or a forward begins; see [Note: secondary shards]."""
+        for group in self.groups:
+            group.drop_secondary()
 
     def hold(self) -> None:
         """FORWARD → HELD."""
@@ -105,19 +125,27 @@ class Unit:
     def drop_gradients(self) -> None:
         """Forget gradients that no reduction has taken, after an error."""
         for group in self.groups:
-            group.gradients.clear()
-            for leaf in group.leaves:
-                leaf.grad = None
+            group.drop_gradients()
 
 
-def _make_groups(plan: UnitPlan, comms: Communicators, meter: MemoryMeter, pool: BufferPool) -> list[FlatGroup]:
-    """One group per dtype, device and requires_grad; normally that is one."""
-    kinds: dict[tuple[torch.dtype, torch.device, bool], list[PlacedParameter]] = {}
+def _make_groups(
+    plan: UnitPlan, precision: MixedPrecision, compression: Compression, comms: Communicators, meter: MemoryMeter, pool: BufferPool
+) -> list[FlatGroup]:
+    """One group per dtypes, device and requires_grad; normally that is one."""
+    kinds: dict[tuple[Dtypes, torch.device, bool], list[PlacedParameter]] = {}
     for placed in plan.parameters:
         parameter = placed.parameter
-        kinds.setdefault((parameter.dtype, parameter.device, parameter.requires_grad), []).append(placed)
-    return [FlatGroup(_label(plan.name, *kind, alone=len(kinds) == 1), members, comms, meter, pool) for kind, members in kinds.items()]
+        dtypes = compression.dtypes(precision.dtypes(placed.name, parameter))
+        kinds.setdefault((dtypes, parameter.device, parameter.requires_grad), []).append(placed)
+    labels = _labels(plan.name, list(kinds))
+    return [
+        FlatGroup(label, members, kind[0], compression, comms, meter, pool)
+        for label, (kind, members) in zip(labels, kinds.items(), strict=True)
+    ]
 
 
-def _label(name: str, dtype: torch.dtype, device: torch.device, trainable: bool, *, alone: bool) -> str:
-    return name if alone else f"{name}[{str(dtype).removeprefix('torch.')}, {device.type}, {'trainable' if trainable else 'frozen'}]"
+def _labels(name: str, kinds: Sequence[tuple[Dtypes, torch.device, bool]]) -> list[str]:
+    """Names that tell the groups of one unit apart."""
+    if len(kinds) == 1:
+        return [name]
+    return [f"{name}[{dtypes}, {device.type}, {'trainable' if trainable else 'frozen'}]" for dtypes, device, trainable in kinds]

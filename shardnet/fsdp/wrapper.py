@@ -1,8 +1,8 @@
 """`FSDP`: the module wrapper that users see."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -12,16 +12,24 @@ from shardnet.errors import StateError, UsageError
 from shardnet.fsdp import state
 from shardnet.fsdp.clipping import global_norm, scale_to_norm
 from shardnet.fsdp.communicators import Communicators
+from shardnet.fsdp.compression import Compression
 from shardnet.fsdp.group import FlatGroup, sharded_by
 from shardnet.fsdp.hooks import attach
+from shardnet.fsdp.ignored import IgnoredModules
 from shardnet.fsdp.initial import copy_buffers_from_root, shard_from_root
+from shardnet.fsdp.initial_values import InitFunction, InitialValues
 from shardnet.fsdp.memory import MemoryMeter
+from shardnet.fsdp.meta import MetaModel, is_on_meta
 from shardnet.fsdp.placement import UnitChoice, plan_units
 from shardnet.fsdp.pool import BufferPool
+from shardnet.fsdp.precision import MixedPrecision
+from shardnet.fsdp.resharding import Resharding
 from shardnet.fsdp.runtime import Runtime
+from shardnet.fsdp.uneven import UnevenSteps, count_samples
 from shardnet.fsdp.unit import Unit
 from shardnet.sharding import ShardingStrategy, sharding_ranks
 
+T = TypeVar("T")
 Tensor = torch.Tensor
 
 
@@ -33,7 +41,22 @@ class FSDP(nn.Module):
     `strategy` says what is spread over which ranks (`ShardingStrategy`); HYBRID_SHARD's nodes have `intra_node_size`
     ranks each, and are those that the rendezvous found if it is left out. `prefetch` is how many units are gathered ahead
     of the one that computes, in forward and backward; with 0 nothing overlaps, and each more costs the memory of one more
-    unit.
+    unit. `mixed_precision` names the dtypes to compute and to reduce in; the parameters below keep their own.
+    `reshard_after_forward` says what happens to a unit's full parameters after its forward: True frees them (FULL_SHARD and
+    HYBRID_SHARD), False keeps them for backward (SHARD_GRAD_OP), and a number of ranks, such as those of a node, spreads them
+    over so many neighbours, among whom backward gathers them again. None leaves it to the strategy. `compression` says what
+    is sent in fewer bits than it is computed in.
+    `ignored_modules` are submodules that stay whole and each rank's own, buffers included, as torch's FSDP has it: nobody
+    broadcasts them or reduces their gradients, so that they are frozen or the caller reduces them before clipping. States
+    have them as they are on the rank; `clip_grad_norm_` counts them once.
+
+    A module that was built under `torch.device("meta")` is materialised on `device`, the CPU if left out, unit by unit: besides
+    its shards a rank holds the units around one module. Each module fills what it holds itself in `reset_parameters()`, or
+    `param_init_fn(module)` does, for every module, those inside first ([Note: order of initialisation] in meta.py says
+    when that gives the numbers of a module built with memory). Or `initial_state`, rank 0's, a mapping of whole tensors by name
+    such as a lazily read file, has parameters and buffers; each is read once, when its turn comes. The other ranks' is not
+    read and may be {}, and functions are then called for modules alone that have buffers which are in no state. For a
+    module with memory `param_init_fn` is not called.
 
     Making it is a collective: rank 0's parameters and buffers reach every rank, and afterwards each parameter, still
     the same object, is 1-D and holds this rank's slice, possibly empty. Optimizers may be made before or after.
@@ -54,6 +77,13 @@ class FSDP(nn.Module):
         strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
         intra_node_size: int | None = None,
         prefetch: int = 1,
+        mixed_precision: MixedPrecision | None = None,
+        reshard_after_forward: bool | int | None = None,
+        compression: Compression | None = None,
+        ignored_modules: Iterable[nn.Module] = (),
+        param_init_fn: InitFunction | None = None,
+        initial_state: Mapping[str, Tensor] | None = None,
+        device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         if prefetch < 0:
@@ -68,14 +98,30 @@ class FSDP(nn.Module):
         self.module = module
         self.strategy = ShardingStrategy(strategy)
         self.memory = MemoryMeter()
+        ignored = IgnoredModules(module, ignored_modules)
+        meta: MetaModel | None = None
+        if is_on_meta(module, ignored):
+            values = InitialValues(param_init_fn, initial_state, backend.rank)
+            meta = MetaModel(module, ignored, values, torch.device(device or "cpu"))
+        elif initial_state is not None or device is not None:
+            raise UsageError("initial_state and device are for a module on meta; this one has memory: use load_state_dict() and .to()")
         ranks = sharding_ranks(self.strategy, backend.rank, backend.world_size, backend.node_ranks, intra_node_size)
-        self._comms = Communicators(backend, ranks)
+        resharding = Resharding.chosen(reshard_after_forward, self.strategy, len(ranks.shards))
+        precision = mixed_precision or MixedPrecision()
+        compression = (compression or Compression()).chosen(self.strategy, len(ranks.shards), precision)
+        self._comms = Communicators(backend, ranks, resharding.neighbours)
         pool = BufferPool(self.memory)
-        self.units = tuple(Unit(plan, self._comms, self.memory, pool) for plan in plan_units(module, units))
-        shard_from_root(self.groups, self._comms)
-        copy_buffers_from_root(module, self._comms)
-        self._runtime = Runtime(self.units, self._comms, prefetch, keep=not self.strategy.frees_after_forward)
-        self._hooks = [handle for unit in self.units for handle in attach(unit, self._runtime)]
+        self.units = tuple(
+            Unit(plan, precision, compression, self._comms, self.memory, pool) for plan in plan_units(module, units, ignored)
+        )
+        if meta is None:
+            shard_from_root(self.groups, self._comms)
+        else:
+            meta.materialise(self.units, self._comms, self.memory, pool)
+        copy_buffers_from_root(module, self._comms, ignored)
+        self._runtime = Runtime(self.units, self._comms, prefetch, keep=resharding.keep)
+        self._hooks = [handle for unit in self.units for handle in attach(unit, self._runtime, precision, outermost=unit.module is module)]
+        self._hooks.append(module.register_state_dict_pre_hook(state.refuse_slices))  # type: ignore[no-untyped-call]
 
     @property
     def backend(self) -> Backend:
@@ -107,6 +153,33 @@ class FSDP(nn.Module):
         finally:
             self._runtime.synchronise = before
 
+    def uneven(
+        self,
+        batches: Iterable[T],
+        *,
+        samples: Callable[[T], int] = count_samples,
+        accumulate: int = 1,
+        dummy: T | None = None,
+    ) -> UnevenSteps[T]:
+        """Go through batches of unequal size and number, so that gradients are the mean over all ranks' samples.
+
+            for part in model.uneven(batches):
+                loss = part.weight * F.cross_entropy(model(part.batch.x), part.batch.y)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        Ends on all ranks together, when the last one is out of batches; until then those without compute their last one
+        again with weight 0 ([Note: joining with zeros]), which its buffers see, such as those of batch normalisation.
+        `samples(batch)` counts what the loss is the mean of, such as tokens that are not masked; left out, it is the length of
+        the first tensor. `dummy` is for ranks that may have no samples at the beginning: any batch that the model takes.
+        With `accumulate` a step has so many batches of a rank: use `no_sync()` for every part but the `last`.
+
+        Iterating is a collective: leave the loop on all ranks alike. Reads one step ahead. Raises StateError on all ranks if one
+        has nothing to compute on.
+        """
+        return UnevenSteps(batches, self._comms, samples=samples, accumulate=accumulate, dummy=dummy)
+
     def sync_gradients(self) -> None:
         """Reduce gradients that no backward has reduced; a missing one counts as zeros. Always the mean. A collective.
 
@@ -119,11 +192,13 @@ class FSDP(nn.Module):
         A collective. `torch.nn.utils.clip_grad_norm_` would take each rank's slices for the whole."""
         if self._runtime.unreduced:
             raise StateError("gradients of no_sync() are not reduced yet; call sync_gradients() before clipping")
-        gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
+        sharded = [parameter.grad for parameter in self._sharded_parameters() if parameter.grad is not None]
+        ignored = [parameter.grad for parameter in self._ignored_parameters() if parameter.grad is not None]
         device = next((group.shard.device for group in self.groups), torch.device("cpu"))
         with torch.no_grad():
-            total = global_norm(gradients, norm_type, device, self._comms)
-            scale_to_norm(gradients, total, max_norm)
+            counted = sharded + ignored if self._comms.shard_rank == 0 else sharded  # the ignored ones are whole on every rank
+            total = global_norm(counted, norm_type, device, self._comms)
+            scale_to_norm(sharded + ignored, total, max_norm)
         return total
 
     # --- explicit control of parameters
@@ -145,8 +220,8 @@ class FSDP(nn.Module):
         return self._runtime.prefetcher.explicit_pending
 
     def update_shards(self, flat: Tensor) -> None:
-        """Overwrite this rank's slices, given end to end in the order of `parameters()`; no traffic."""
-        held = list(self.parameters())
+        """Overwrite this rank's slices, given end to end in the order of `parameters()` without ignored ones; no traffic."""
+        held = self._sharded_parameters()
         total = sum(parameter.numel() for parameter in held)
         if flat.numel() != total:
             raise UsageError(f"FSDP update_shards: expected {total} elements but got {flat.numel()}")
@@ -185,10 +260,11 @@ class FSDP(nn.Module):
         """This rank's slices and what says where they belong; no traffic."""
         return state.sharded_state(self.module, self.groups, self._comms.shard_rank)
 
-    def load_full_state_dict(self, full: Mapping[str, Any], *, strict: bool = True) -> Any:
+    def load_full_state_dict(self, full: state.FullState, *, strict: bool = True) -> Any:
         """Load whole parameters, from `full_state_dict` of any world size or from an unwrapped module; no traffic.
 
-        Every rank must be given the same.
+        Every rank must be given the same: a mapping, or pairs of name and tensor. Both are read one tensor at a time, and
+        the slices are kept until all are there: at the peak a rank has its shards twice and one whole tensor.
         """
         return state.load_full_state(self.module, self.groups, self._comms.shard_rank, full, strict=strict)
 
@@ -207,12 +283,28 @@ class FSDP(nn.Module):
     # --- nn.Module, with the names of the inner module
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's slices under the inner module's names."""
+        """This rank's slices, and ignored parameters whole, under the inner module's names."""
         return self.module.named_parameters(*args, **kwargs)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """Buffers under the inner module's names."""
         return self.module.named_buffers(*args, **kwargs)
+
+    def _sharded_parameters(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.parameters() if sharded_by(parameter) is not None]
+
+    def _ignored_parameters(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.parameters() if sharded_by(parameter) is None]
+
+    def __getattr__(self, name: str) -> Tensor | nn.Module:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            inner = self.__dict__.get("_modules", {}).get("module")
+            if not hasattr(inner, name):
+                raise
+        kind = type(inner).__name__
+        raise AttributeError(f"FSDP has no attribute {name!r}, but its {kind} has: use model.module.{name}, and what computes on all ranks")
 
     def __reduce_ex__(self, protocol: object) -> Any:
         raise StateError("a sharded model cannot be copied or pickled, since others hold its parts; take its full_state_dict()")

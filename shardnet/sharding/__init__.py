@@ -1,7 +1,7 @@
 """How flat buffers are cut into shards: pure arithmetic over torch shapes, no communication."""
 
 from shardnet.sharding.layout import FlatLayout, ParameterSlice, ParameterSpec
-from shardnet.sharding.ranks import ShardingRanks, sharding_ranks
+from shardnet.sharding.ranks import ShardingRanks, neighbours, sharding_ranks
 from shardnet.sharding.split import shard_bounds, shard_sizes
 from shardnet.sharding.strategy import ShardingStrategy
 
@@ -11,6 +11,7 @@ __all__ = [
     "ParameterSpec",
     "ShardingRanks",
     "ShardingStrategy",
+    "neighbours",
     "shard_bounds",
     "shard_sizes",
     "sharding_ranks",

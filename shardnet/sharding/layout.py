@@ -2,8 +2,9 @@
 
 [Note: flat layout] The parameters of a group lie end to end, in order, in one flat buffer of N elements, without
 gaps or padding. The buffer is cut into `world_size` contiguous shards of N // world_size elements, the first
-N % world_size of them one longer. So the shards put end to end are the flat buffer, which is what all_gather
-delivers, and a rank's part of a parameter is one contiguous slice: all of it, a piece, or nothing.
+N % world_size of them one longer, or into shards of given sizes. So the shards put end to end are the flat buffer,
+which is what all_gather delivers, and a rank's part of a parameter is one contiguous slice: all of it, a piece, or
+nothing.
 """
 
 from collections.abc import Sequence
@@ -13,8 +14,8 @@ from math import prod
 
 import torch
 
-from shardnet.errors import SizeMismatchError
-from shardnet.sharding.split import shard_bounds, shard_sizes
+from shardnet.errors import InvalidRankError, SizeMismatchError
+from shardnet.sharding.split import shard_sizes
 
 Tensor = torch.Tensor
 
@@ -48,9 +49,12 @@ class ParameterSlice:
 
 
 class FlatLayout:
-    """The parameters of one flat buffer and its split over ranks. See [Note: flat layout]. Immutable."""
+    """The parameters of one flat buffer and its split over ranks. See [Note: flat layout]. Immutable.
 
-    def __init__(self, named_shapes: Sequence[tuple[str, Sequence[int]]], world_size: int) -> None:
+    `sizes` are the elements of each rank's shard; without them the split is balanced.
+    """
+
+    def __init__(self, named_shapes: Sequence[tuple[str, Sequence[int]]], world_size: int, *, sizes: Sequence[int] | None = None) -> None:
         specs: list[ParameterSpec] = []
         offset = 0
         for name, shape in named_shapes:
@@ -59,7 +63,9 @@ class FlatLayout:
         self.specs = tuple(specs)
         self.world_size = world_size
         self.numel = offset  # N
-        self.sizes = shard_sizes(offset, world_size)
+        self.sizes = shard_sizes(offset, world_size) if sizes is None else tuple(sizes)
+        if len(self.sizes) != world_size or sum(self.sizes) != offset:
+            raise SizeMismatchError(f"{world_size} sizes that sum to {offset}", self.sizes, "as the shards' sizes")
         self._slices: dict[int, tuple[ParameterSlice, ...]] = {}  # by rank, made when first asked for
 
     @property
@@ -69,7 +75,10 @@ class FlatLayout:
 
     def bounds(self, rank: int) -> tuple[int, int]:
         """Start and stop of `rank`'s shard in the flat buffer."""
-        return shard_bounds(self.numel, rank, self.world_size)
+        if not 0 <= rank < self.world_size:
+            raise InvalidRankError(rank, self.world_size)
+        start = sum(self.sizes[:rank])
+        return start, start + self.sizes[rank]
 
     def slices(self, rank: int) -> tuple[ParameterSlice, ...]:
         """One slice per parameter, in order."""

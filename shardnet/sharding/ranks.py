@@ -35,6 +35,12 @@ def sharding_ranks(
             return ShardingRanks(node, tuple(members[place] for members in grid))
 
 
+def neighbours(shards: Sequence[int], rank: int, count: int) -> tuple[int, ...]:
+    """Of the ranks that hold the shards of one copy, the `count` consecutive ones that `rank` is among; `count` divides them."""
+    first = shards.index(rank) // count * count
+    return tuple(shards[first : first + count])
+
+
 def _grid(world_size: int, nodes: Sequence[Sequence[int]], size: int | None) -> list[tuple[int, ...]]:
     """The ranks of each node; all have as many."""
     if size is not None:

@@ -1,10 +1,47 @@
 """What the tests of sharded training share."""
 
+import importlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+
 import pytest
 import torch
+
+START_S = 150  # processes import torch and its compiler, and train; most of this is for a busy machine
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _first_optimizer() -> None:
     """Making the process's first optimizer imports torch's compiler: seconds, which no single test should pay."""
     torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _a_thread_each() -> Iterator[None]:
+    """Ranks are threads, and the models small: operations that are split among more threads wait for these most of the time."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def fsdp2_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with what the ranks of fsdp2_worker.py, real processes, have written. Give a test that uses it 2 · START_S."""
+    folder = tmp_path_factory.mktemp("fsdp2")
+    command = [sys.executable, "-m", "tests.fsdp.fsdp2_worker", str(folder)]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=START_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.fixture(scope="session")
+def hf() -> ModuleType:
+    """tests/fsdp/huggingface.py."""
+    if find_spec("transformers") is None:
+        pytest.skip("transformers is not installed: it belongs to the extra `models`")
+    return importlib.import_module("tests.fsdp.huggingface")

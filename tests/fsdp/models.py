@@ -1,6 +1,8 @@
 """Small models whose sizes do not divide by 2, 3 or 4."""
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -63,9 +65,16 @@ class GPT(nn.Module):
         return logits
 
 
-def make_gpt(seed: int = 0, **sizes: int) -> GPT:
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Random numbers within depend on `seed` alone."""
     with _seeding, torch.random.fork_rng():
         torch.manual_seed(seed)
+        yield
+
+
+def make_gpt(seed: int = 0, **sizes: int) -> GPT:
+    with seeded(seed):
         return GPT(**sizes)
 
 

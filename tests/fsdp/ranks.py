@@ -6,14 +6,14 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from shardnet.backend import Backend, LoopbackBackend
-from shardnet.config import Timeouts
+from shardnet.config import Limits, Timeouts
 
 T = TypeVar("T")
 
 
-def run_ranks(world_size: int, work: Callable[[Backend], T]) -> list[T]:
+def run_ranks(world_size: int, work: Callable[[Backend], T], *, limits: Limits | None = None) -> list[T]:
     """`work(backend)` on every rank at once; the results by rank. The first error ends all ranks and is raised."""
-    backends = LoopbackBackend.create_group(world_size, timeouts=Timeouts.for_tests())
+    backends = LoopbackBackend.create_group(world_size, timeouts=Timeouts.for_tests(), limits=limits)
     results: dict[int, T] = {}
     errors: list[BaseException] = []
 

@@ -72,6 +72,17 @@ async def _made(backend: LoopbackBackend) -> AsyncFSDP:
     return await AsyncFSDP(Weighted(), backend)
 
 
+async def test_modes_and_loading_are_those_of_the_model(backends: list[LoopbackBackend]) -> None:
+    saved = {name: value + 1 for name, value in Weighted().state_dict().items()}
+    for model in await asyncio.gather(*(_made(backend) for backend in backends)):
+        assert model.eval() is model
+        assert not any(module.training for module in model.fsdp.modules())
+        assert all(module.training for module in model.train().fsdp.modules())
+        await model.load_full_state_dict(saved)
+        assert torch.cat([parameter.detach() for parameter in model.parameters()]).min() >= 2
+        await model.aclose()
+
+
 async def test_the_callers_grad_mode_goes_along(backends: list[LoopbackBackend]) -> None:
     models = await asyncio.gather(*(_made(backend) for backend in backends))
 

@@ -1,36 +1,43 @@
-"""The same training as PyTorch's own FSDP2 over gloo: losses and parameters after every one of them."""
+"""The same trainings as PyTorch's own sharding over gloo: losses of every step, and parameters after the last."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from shardnet.backend import Backend
+from shardnet.fsdp import FSDP
+from tests.fsdp.cases import FLOAT32, Case, make_small, train_share
+from tests.fsdp.conftest import START_S
 from tests.fsdp.fsdp2_worker import WORLD_SIZES
-from tests.fsdp.training import train_sharded
+from tests.fsdp.models import Block
+from tests.fsdp.ranks import run_ranks
+from tests.fsdp.training import Run, train_sharded
 
-START_S = 100  # a process imports torch and its compiler; most of this is for a busy machine
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with what fully_shard's ranks, real processes, have written."""
-    folder = tmp_path_factory.mktemp("fsdp2")
-    command = [sys.executable, "-m", "tests.fsdp.fsdp2_worker", str(folder)]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=START_S, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return folder
+pytestmark = pytest.mark.timeout(2 * START_S)
 
 
-@pytest.mark.timeout(2 * START_S)
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_twenty_steps_equal_fully_shard(reference: Path, world_size: int) -> None:
-    with np.load(reference / f"{world_size}.npz") as theirs:
-        ours = train_sharded(world_size)[0]
+def check_equal(ours: Run, path: Path) -> None:
+    with np.load(path) as theirs:
         assert ours.losses == pytest.approx(theirs["losses"].tolist(), rel=0, abs=1e-5)
         names = [name for name in theirs.files if name != "losses"]
         assert set(names) | {"head.weight"} == set(ours.state)  # tied to tokens.weight
         for name in names:
             torch.testing.assert_close(ours.state[name], torch.from_numpy(theirs[name]), rtol=0, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_twenty_steps_equal_fully_shard(fsdp2_runs: Path, world_size: int) -> None:
+    check_equal(train_sharded(world_size)[0], fsdp2_runs / f"{world_size}.npz")
+
+
+@pytest.mark.parametrize("case", FLOAT32, ids=str)
+def test_every_strategy_equals_torchs_own(fsdp2_runs: Path, case: Case) -> None:
+    def work(backend: Backend) -> Run:
+        model = FSDP(make_small(), backend, units=[Block], strategy=case.strategy, intra_node_size=case.node)
+        return Run(train_share(model, backend.rank, case, model.no_sync), model.full_state_dict())
+
+    runs = run_ranks(case.world_size, work)
+    losses = [sum(values) / len(values) for values in zip(*(run.losses for run in runs), strict=True)]
+    check_equal(Run(losses, runs[0].state), fsdp2_runs / f"{case}.npz")

@@ -761,3 +761,16 @@ def test_no_sync_reduces_nothing() -> None:
         assert backend.telemetry.ops["reduce_scatter"].count == before
 
     run_ranks(2, work)
+
+
+def test_what_no_sync_left_is_reduced_once() -> None:
+    def work(backend: Backend) -> None:
+        model = FSDP(Stack(), backend, units=[Layer])
+        square_loss(model, backend.rank).backward()  # type: ignore[no-untyped-call]
+        once = backend.telemetry.ops["reduce_scatter"].count
+        with model.no_sync():
+            square_loss(model, backend.rank).backward()  # type: ignore[no-untyped-call]
+        square_loss(model, backend.rank).backward()  # type: ignore[no-untyped-call]
+        assert backend.telemetry.ops["reduce_scatter"].count == 2 * once
+
+    run_ranks(2, work)

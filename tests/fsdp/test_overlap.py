@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardnet.backend import Backend, Pending, ReduceOp
-from shardnet.fsdp import FSDP
+from shardnet.fsdp import FSDP, Compression
 from shardnet.fsdp.timeline import Timeline
 from shardnet.fsdp.unit import UnitState
 from shardnet.telemetry import Telemetry, Track
@@ -67,7 +67,10 @@ def test_the_next_units_are_gathered_while_one_computes(prefetch: int) -> None:
     run_ranks(2, work)
 
 
-def test_reductions_start_while_backward_goes_on_and_are_bounded() -> None:
+@pytest.mark.parametrize(("compression", "full"), [(None, 1), (Compression(gradients="int8"), 0)])
+def test_reductions_start_while_backward_goes_on_and_are_bounded(compression: Compression | None, full: int) -> None:
+    """`full`: whether full-size gradients wait for the network, or what is packed does."""
+
     def work(backend: Backend) -> None:
         started: list[tuple[int, int]] = []
 
@@ -81,10 +84,10 @@ def test_reductions_start_while_backward_goes_on_and_are_bounded() -> None:
             return look
 
         layers = nn.Sequential(*(Watched(look_from(index)) for index in range(LAYERS)))
-        model = FSDP(layers, backend, units=[Watched], prefetch=1)
+        model = FSDP(layers, backend, units=[Watched], prefetch=1, compression=compression)
         model(torch.ones(2, 3)).sum().backward()
         # Two reductions may be under way; what is older was waited for and its gradients set.
-        assert started == [(0, 0), (0, 1), (0, 2), (1, 2), (2, 2), (3, 2)]
+        assert started == [(0, 0), (0, 1 * full), (0, 2 * full), (1, 2 * full), (2, 2 * full), (3, 2 * full)]
 
     run_ranks(2, work)
 

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from torch import nn
 
 from shardnet.backend import Backend
 from shardnet.errors import StateError
 from shardnet.fsdp import FSDP
 from tests.fsdp.models import Block, Weighted, loss_of, make_gpt, token_batches
+from tests.fsdp.numbers import EightEqual
 from tests.fsdp.ranks import run_ranks
 
 
@@ -15,29 +15,7 @@ def waiting(model: FSDP) -> bool:
     return model.has_pending_prefetch
 
 
-class EightEqual(nn.Module):
-    """Eight units of one size: gathers that are mixed up would go unnoticed but for their values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(Weighted(*(float(10 * part + index) for index in range(6))) for part in range(8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.stack([part(x) for part in self.parts])
-
-
 EIGHT_SUMS = [float(60 * part + 15) for part in range(8)]
-
-
-def test_concurrent_gathers_of_equal_size_are_never_mixed_up() -> None:
-    def work(backend: Backend) -> None:
-        model = FSDP(EightEqual(), backend, units=[Weighted], prefetch=7)
-        with torch.no_grad():
-            for _ in range(300):
-                model.prefetch_forward_params()
-                assert model(torch.tensor(1.0)).tolist() == EIGHT_SUMS
-
-    run_ranks(2, work)
 
 
 def test_a_second_prefetch_is_refused_and_forward_uses_the_first() -> None:
@@ -84,18 +62,6 @@ def test_an_update_after_the_prefetch_is_not_lost(changing_rank: int) -> None:
         return float(model(torch.tensor(1.0)).item())
 
     assert run_ranks(3, work) == [6 - (changing_rank + 1) + 100] * 3
-
-
-def test_an_optimizer_step_after_the_prefetch_is_not_lost() -> None:
-    def work(backend: Backend) -> float:
-        model = FSDP(Weighted(), backend)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1)
-        model(torch.tensor(1.0)).backward()
-        model.prefetch_forward_params()
-        optimizer.step()
-        return float(model(torch.tensor(1.0)).item())
-
-    assert run_ranks(2, work) == [6.0, 6.0]
 
 
 def test_a_prefetch_between_forward_and_backward_survives_the_backward() -> None:

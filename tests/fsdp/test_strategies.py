@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from shardnet.backend import Backend
-from shardnet.errors import CollectiveError, UsageError
+from shardnet.errors import CollectiveError
 from shardnet.fsdp import FSDP, memory_report
 from shardnet.sharding import ShardingStrategy
 from shardnet.telemetry import Track
 from shardnet.testing import each_rank, local_cluster
-from tests.fsdp.models import Block, Weighted, loss_of, make_gpt, token_batches
+from tests.fsdp.models import Block, loss_of, make_gpt, token_batches
 from tests.fsdp.ranks import run_ranks
 from tests.fsdp.training import SAMPLES, Run, optimizer_for, train_alone
 
@@ -29,23 +29,6 @@ PLACES = [
     (HYBRID, 6, 2),
     (HYBRID, 6, 3),
 ]
-
-
-class Dot(nn.Module):
-    """y = w . c with c = [1, 2, 3, 4], so that the gradient of w is c."""
-
-    def __init__(self, *values: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor(values))
-
-    def forward(self, scale: float) -> torch.Tensor:
-        return scale * (self.weight * torch.tensor([1.0, 2.0, 3.0, 4.0])).sum()
-
-
-def gradient(model: FSDP) -> list[float]:
-    (weight,) = model.parameters()
-    assert weight.grad is not None
-    return weight.grad.tolist()
 
 
 # --- parity
@@ -103,98 +86,6 @@ async def test_the_transport_changes_no_bit(strategy: ShardingStrategy, node: in
     async with local_cluster(4, ranks_per_node=2) as backends:
         for run in await each_rank(backends, work):
             assert all(torch.equal(value, in_memory.state[name]) for name, value in run.state.items())
-
-
-# --- numbers
-
-
-def test_shard_grad_op_keeps_its_slice_of_the_gradient_and_spreads_updates() -> None:
-    def work(backend: Backend) -> tuple[list[float], list[float], int, int]:
-        model = FSDP(Dot(1.0, 2.0, 3.0, 4.0), backend, strategy=GRAD)
-        model(1.0).backward()
-        (weight,) = model.parameters()
-        with torch.no_grad():
-            weight.add_(10.0 * (backend.rank + 1))
-        model.broadcast_updated_params()
-        before = backend.telemetry.ops["all_gather"].count
-        result = model(1.0).item()
-        gathers = backend.telemetry.ops["all_gather"].count - before
-        return gradient(model), model.full_state_dict()["weight"].tolist(), result, gathers
-
-    whole, result = [11, 12, 23, 24], 11 + 24 + 69 + 96
-    assert run_ranks(2, work) == [([1, 2], whole, result, 0), ([3, 4], whole, result, 0)]
-
-
-def test_an_update_after_the_broadcast_is_not_lost() -> None:
-    def work(backend: Backend) -> float:
-        model = FSDP(Dot(1.0, 2.0, 3.0, 4.0), backend, strategy=GRAD)
-        model.broadcast_updated_params()
-        if backend.rank == 1:
-            model.update_shards(torch.tensor([0.0, 0.0]))
-        model.broadcast_updated_params()  # again, before any forward
-        if backend.rank == 0:
-            model.update_shards(torch.tensor([5.0, 0.0]))
-        return float(model(1.0).item())
-
-    assert run_ranks(2, work) == [5, 5]
-
-
-def test_hybrid_shards_within_nodes_and_averages_across() -> None:
-    def work(backend: Backend) -> tuple[list[float], list[float]]:
-        model = FSDP(Dot(10.0, 20.0, 30.0, 40.0), backend, strategy=HYBRID, intra_node_size=2)
-        held = next(model.parameters()).tolist()
-        model([2.0, 10.0][backend.rank // 2]).backward()
-        return held, gradient(model)
-
-    even, odd = ([10, 20], [6, 12]), ([30, 40], [18, 24])
-    assert run_ranks(4, work) == [even, odd, even, odd]
-
-
-def test_hybrid_prefetches_and_loses_no_update() -> None:
-    def work(backend: Backend) -> float:
-        model = FSDP(Weighted(), backend, strategy=HYBRID, intra_node_size=2)
-        model.prefetch_forward_params()
-        assert model.has_pending_prefetch
-        model.update_shards(torch.full((2,), 1.0 + backend.rank % 2))
-        return float(model(torch.tensor(1.0)).item())
-
-    assert run_ranks(4, work) == [6] * 4
-
-
-@pytest.mark.parametrize("size", [3, 0, -2, 8])
-def test_nodes_of_impossible_size(size: int) -> None:
-    def work(backend: Backend) -> None:
-        with pytest.raises(ValueError, match=f"HybridShard: world_size=4 must be a positive multiple of intra_node_size={size}"):
-            FSDP(Weighted(), backend, strategy=HYBRID, intra_node_size=size)
-
-    run_ranks(4, work)
-
-
-def test_a_size_of_nodes_needs_nodes() -> None:
-    def work(backend: Backend) -> None:
-        with pytest.raises(UsageError, match="intra_node_size is for HYBRID_SHARD; FULL_SHARD has no nodes"):
-            FSDP(Weighted(), backend, intra_node_size=1)
-
-    run_ranks(1, work)
-
-
-def test_no_shard_holds_everything_and_averages() -> None:
-    def work(backend: Backend) -> tuple[list[float], list[float]]:
-        model = FSDP(Weighted(), backend, strategy=NONE)
-        model(torch.tensor(1.0 + backend.rank)).backward()
-        return next(model.parameters()).tolist(), gradient(model)
-
-    assert run_ranks(3, work) == [([1, 2, 3, 4], [2, 2, 2, 2])] * 3
-
-
-@pytest.mark.parametrize("strategy", [GRAD, NONE])
-def test_what_is_there_cannot_be_prefetched(strategy: ShardingStrategy) -> None:
-    def work(backend: Backend) -> None:
-        model = FSDP(Weighted(), backend, strategy=strategy)
-        with pytest.raises(UsageError, match=f"FullShard and HybridShard; this model has {strategy.name}"):
-            model.prefetch_forward_params()
-
-    run_ranks(2, work)
 
 
 # --- memory and traffic

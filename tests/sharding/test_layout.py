@@ -74,3 +74,18 @@ def test_a_buffer_of_another_size_is_refused() -> None:
             layout.views(wrong)
     with pytest.raises(SizeMismatchError):
         layout.shard_views(torch.zeros(3), 0)
+
+
+def test_shards_of_given_sizes() -> None:
+    layout = FlatLayout([("a", (2, 2)), ("b", (3,))], 3, sizes=(0, 5, 2))
+    assert [layout.bounds(rank) for rank in range(3)] == [(0, 0), (0, 5), (5, 7)]
+    assert [(piece.start, piece.stop) for piece in layout.slices(1)] == [(0, 4), (0, 1)]
+    assert [piece.numel for piece in layout.slices(2)] == [0, 2]
+    with pytest.raises(InvalidRankError):
+        layout.bounds(3)
+
+
+@pytest.mark.parametrize("sizes", [(3, 4), (3, 3, 2)])
+def test_sizes_that_do_not_fit_are_refused(sizes: tuple[int, ...]) -> None:
+    with pytest.raises(SizeMismatchError, match="3 sizes that sum to 7"):
+        FlatLayout([("a", (7,))], 3, sizes=sizes)

@@ -3,7 +3,7 @@
 import pytest
 
 from shardnet.errors import InvalidWorldSizeError
-from shardnet.sharding import ShardingRanks, ShardingStrategy, sharding_ranks
+from shardnet.sharding import ShardingRanks, ShardingStrategy, neighbours, sharding_ranks
 
 ONE_NODE = ((0, 1, 2, 3),)
 TWO_NODES = ((0, 1), (2, 3))
@@ -41,3 +41,8 @@ def test_nodes_whose_ranks_are_not_neighbours() -> None:
 def test_nodes_of_different_sizes_are_refused() -> None:
     with pytest.raises(InvalidWorldSizeError, match="the nodes have 3, 1 ranks; start as many on each, or give intra_node_size"):
         place(ShardingStrategy.HYBRID_SHARD, nodes=((0, 1, 2), (3,)))
+
+
+def test_neighbours_are_consecutive_among_the_ranks_of_a_copy() -> None:
+    assert [neighbours(range(6), rank, 3) for rank in range(6)] == [(0, 1, 2)] * 3 + [(3, 4, 5)] * 3
+    assert [neighbours((1, 3, 5, 7), rank, 2) for rank in (1, 3, 5, 7)] == [(1, 3)] * 2 + [(5, 7)] * 2

@@ -1,0 +1,118 @@
+"""`UnevenSteps`: steps in which ranks hold unequal numbers of samples, or none any more.
+
+[Note: joining with zeros] Gradients are the mean over ranks, which is the mean over samples only while all ranks hold
+equally many. So each rank multiplies the mean loss of its own samples by own samples · world_size / samples of all ranks;
+then the mean over ranks is that over samples. A rank without samples computes a batch that it has at hand with weight 0:
+its forward and backward take part in every gather and reduction in the order of the others, and add exact zeros. Driving the
+units without computing would spare it that work, but nobody waits for it: the others compute as long. And it
+would be a second way through the units, to be kept in step with whatever a forward does: checkpoints, units used twice, or
+only sometimes.
+"""
+
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Generic, TypeVar
+
+import torch
+
+from shardnet.backend import Pending
+from shardnet.errors import StateError, UsageError
+from shardnet.fsdp.communicators import Communicators
+from shardnet.fsdp.tensors import tensors_in
+
+T = TypeVar("T")
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Part(Generic[T]):
+    """One batch of a step on one rank."""
+
+    batch: T
+    weight: float  # multiply the mean loss of the samples in `batch` by it; 0.0 where only the others need this forward
+    samples: int  # how many in `batch` count
+    total: int  # of the step: all ranks and parts
+    last: bool  # the step ends here: leave no_sync() for this backward, then clip and let the optimizer step
+
+
+@dataclass(frozen=True, slots=True)
+class _Announced(Generic[T]):
+    """What this rank takes to a step, while the others are asked what they take."""
+
+    batches: list[tuple[T, int]]  # those with samples, and how many
+    counts: Pending[Tensor]  # gives [world_size, 4]: samples, batches with samples, batches, whether there is none to compute on
+
+
+def count_samples(batch: object) -> int:
+    """The length of the first tensor in a batch."""
+    for tensor in tensors_in(batch):
+        return len(tensor)
+    raise UsageError(f"the batch ({type(batch).__name__}) has no tensor whose length would be the number of samples; give samples=")
+
+
+class UnevenSteps(Generic[T]):
+    """The parts of all steps, for `for` or `async for`, on every rank equally many; used once. Iterating is a collective.
+
+    It reads one step ahead, so that the ranks' counts are exchanged while the step before is computed.
+    """
+
+    def __init__(
+        self, batches: Iterable[T], comms: Communicators, *, samples: Callable[[T], int], accumulate: int, dummy: T | None
+    ) -> None:
+        if accumulate < 1:
+            raise UsageError(f"accumulate must be at least 1, got {accumulate}")
+        self._batches = iter(batches)
+        self._comms = comms
+        self._samples = samples
+        self._accumulate = accumulate
+        self._at_hand = dummy  # computed with weight 0 where there is nothing else
+
+    def __iter__(self) -> Iterator[Part[T]]:
+        coming = self._announce()
+        try:
+            while (step := self._step(coming, self._comms.wait(coming.counts, "counts of samples"))) is not None:
+                coming = self._announce()
+                yield from step
+        finally:
+            coming.counts.add_done_callback(_forget)
+
+    async def __aiter__(self) -> AsyncIterator[Part[T]]:
+        coming = self._announce()
+        try:
+            while (step := self._step(coming, await coming.counts)) is not None:
+                coming = self._announce()
+                for part in step:
+                    yield part
+        finally:
+            coming.counts.add_done_callback(_forget)
+
+    def _announce(self) -> _Announced[T]:
+        read = list(islice(self._batches, self._accumulate))
+        batches = [(batch, count) for batch, count in zip(read, map(self._samples, read), strict=True) if count > 0]
+        if batches:
+            self._at_hand = batches[-1][0]
+        own = [sum(count for _, count in batches), len(batches), len(read), self._at_hand is None]
+        counts = self._comms.everyone.all_gather(torch.tensor([own], dtype=torch.int64), label="counts of samples")
+        return _Announced(batches, counts)
+
+    def _step(self, announced: _Announced[T], counts: Tensor) -> list[Part[T]] | None:
+        """This rank's parts; [] if no rank has samples, and None if none has batches either."""
+        samples, used, read, helpless = counts.T.tolist()
+        if not any(read):
+            return None
+        total, parts = sum(samples), max(used)
+        if total and any(helpless):
+            raise StateError(
+                f"rank {helpless.index(1)} has had no samples yet, and so no batch to take part in a step of the others with; "
+                "give every rank one as dummy="
+            )
+        batches = list(announced.batches)
+        while len(batches) < parts and self._at_hand is not None:
+            batches.append((self._at_hand, 0))
+        scale = len(samples) / total if total else 0.0
+        return [Part(batch, count * scale, count, total, index == parts - 1) for index, (batch, count) in enumerate(batches)]
+
+
+def _forget(done: Pending[Tensor]) -> None:
+    done.exception()  # seen, so that leaving the loop early is no warning

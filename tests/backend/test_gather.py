@@ -1,0 +1,30 @@
+"""Small values of all ranks, on every rank."""
+
+import pytest
+import torch
+
+from shardnet.backend import Backend
+from shardnet.backend.gather import gather_json
+from shardnet.errors import ProtocolError
+from shardnet.testing import each_rank, loopback_cluster
+
+
+async def test_values_of_any_length_are_gathered_in_rank_order() -> None:
+    async def work(backend: Backend) -> list[object]:
+        return await gather_json(backend, {"rank": backend.rank, "text": "x" * 1000 * backend.rank}, "test")
+
+    async with loopback_cluster(3) as backends:
+        assert await each_rank(backends, work) == [[{"rank": rank, "text": "x" * 1000 * rank} for rank in range(3)]] * 3
+
+
+async def test_what_is_no_json_is_a_protocol_error_naming_the_rank() -> None:
+    async def work(backend: Backend) -> None:
+        if backend.rank == 1:  # as gather_json does, with other bytes
+            await backend.all_gather(torch.tensor([3]), label="test sizes")
+            await backend.all_gather(torch.tensor([1, 2, 3], dtype=torch.uint8), sizes=[4, 3], label="test")
+            return
+        with pytest.raises(ProtocolError, match="rank 1 sent no JSON for test"):
+            await gather_json(backend, "me", "test")
+
+    async with loopback_cluster(2) as backends:
+        await each_rank(backends, work)

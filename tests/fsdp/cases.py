@@ -1,0 +1,61 @@
+"""Trainings that are run by torch's own sharding, by ours, and in one process."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from itertools import product
+from typing import NamedTuple
+
+from torch import nn
+
+from shardnet.sharding import ShardingStrategy
+from tests.fsdp.models import GPT, loss_of, make_gpt, token_batches
+from tests.fsdp.training import SAMPLES, optimizer_for
+
+STEPS = 4
+OPTIMIZERS = ("adamw", "sgd")
+MICRO_BATCHES = (1, 3)
+
+
+class Case(NamedTuple):
+    """One training."""
+
+    world_size: int
+    optimizer: str
+    micro_batches: int
+    strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD
+    dtype: str = "float32"  # to compute in; parameters are float32
+
+    @property
+    def node(self) -> int | None:
+        """Ranks on a node, where the strategy has nodes."""
+        return 2 if self.strategy is ShardingStrategy.HYBRID_SHARD else None
+
+    def __str__(self) -> str:
+        return "-".join(map(str, (self.strategy, self.dtype, self.world_size, self.optimizer, self.micro_batches)))
+
+
+FLOAT32 = [Case(4, *how, strategy) for strategy in ShardingStrategy for how in product(OPTIMIZERS, MICRO_BATCHES)]
+BFLOAT16 = [Case(*values, dtype="bfloat16") for values in product((3, 4), OPTIMIZERS, MICRO_BATCHES)]
+
+
+def make_small() -> GPT:
+    return make_gpt(layers=2)
+
+
+def train_share(model: nn.Module, rank: int, case: Case, no_sync: Callable[[], AbstractContextManager[None]]) -> list[float]:
+    """The losses of this rank's share of each batch; all micro-batches but the last of a step are within `no_sync`."""
+    optimizer = optimizer_for(model.parameters(), case.optimizer)
+    share = SAMPLES // case.world_size
+    losses = []
+    for batch in token_batches(STEPS, SAMPLES):
+        total = 0.0
+        parts = batch[rank * share :][:share].tensor_split(case.micro_batches)
+        for number, part in enumerate(parts, 1):
+            with nullcontext() if number == len(parts) else no_sync():
+                loss = len(part) / share * loss_of(model, part)
+                loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses

@@ -1,0 +1,255 @@
+"""Models that are not ours: GPT-2 and Llama as transformers has them train, generate, and are saved and loaded."""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from shardnet.backend import Backend
+from shardnet.errors import CollectiveMismatch, StateError
+from shardnet.fsdp import FSDP, MixedPrecision
+from shardnet.sharding import ShardingStrategy
+from tests.fsdp.parity import check_against_one_process
+from tests.fsdp.ranks import run_ranks
+from tests.fsdp.replicas import train_replicas
+from tests.fsdp.training import Run, optimizer_for
+
+Tensor = torch.Tensor
+FULL, GRAD, NONE, HYBRID = ShardingStrategy
+STRATEGIES = pytest.mark.parametrize("strategy", ShardingStrategy)
+FAMILIES = pytest.mark.parametrize("name", ["gpt2", "llama"])
+WORLD_SIZE = 4
+BFLOAT16 = MixedPrecision(torch.bfloat16, torch.float32, output_dtype=torch.float32)
+
+
+def shard(hf: ModuleType, name: str, backend: Backend, strategy: ShardingStrategy = FULL, **options: Any) -> FSDP:
+    """A model that starts from other numbers on every rank; only rank 0's count."""
+    family, reentrant = hf.FAMILIES[name], options.pop("reentrant", None)
+    inner = family.make(seed=backend.rank, reentrant=reentrant)
+    return FSDP(inner, backend, units=[family.block], strategy=strategy, intra_node_size=2 if strategy is HYBRID else None, **options)
+
+
+def train(hf: ModuleType, model: nn.Module, rank: int, world_size: int) -> list[float]:
+    optimizer = optimizer_for(model.parameters())
+    losses = []
+    for tokens in hf.shares(rank, world_size):
+        loss = hf.loss_of(model, tokens)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@cache
+def alone(hf: ModuleType, name: str) -> Run:
+    model = hf.FAMILIES[name].make()
+    return Run(train(hf, model, 0, 1), model.state_dict())
+
+
+def check_close(run: Run, reference: Run, tolerance: float) -> None:
+    assert list(run.state) == list(reference.state)
+    assert run.losses == pytest.approx(reference.losses, rel=0, abs=tolerance)
+    for name, value in reference.state.items():
+        torch.testing.assert_close(run.state[name], value, rtol=0, atol=tolerance, msg=name)
+
+
+# --- training
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True], ids=["plain", "checkpointed", "checkpointed, reentrant"])
+@STRATEGIES
+@FAMILIES
+def test_training_equals_one_process(hf: ModuleType, name: str, strategy: ShardingStrategy, reentrant: bool | None) -> None:
+    def work(backend: Backend) -> Run:
+        model = shard(hf, name, backend, strategy, reentrant=reentrant)
+        return Run(train(hf, model, backend.rank, WORLD_SIZE), model.full_state_dict())
+
+    runs = run_ranks(WORLD_SIZE, work)
+    losses = [sum(values) / WORLD_SIZE for values in zip(*(run.losses for run in runs), strict=True)]
+    for run in runs:
+        check_close(Run(losses, run.state), alone(hf, name), tolerance=1e-5)
+
+
+class Cast(nn.Module):
+    """A model under BFLOAT16 in one process: parameters are cast for each forward, and so are their gradients back."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **inputs: Tensor) -> Any:
+        cast = {name: parameter.to(BFLOAT16.param_dtype) for name, parameter in self.model.named_parameters()}
+        return functional_call(self.model, cast, (), inputs)
+
+
+@cache
+def replicas(hf: ModuleType, name: str) -> list[Run]:
+    shares = [hf.shares(rank, WORLD_SIZE) for rank in range(WORLD_SIZE)]
+    runs = train_replicas(lambda: Cast(hf.FAMILIES[name].make()), shares, hf.loss_of)
+    return [Run(run.losses, {name.removeprefix("model."): value for name, value in run.state.items()}) for run in runs]
+
+
+@STRATEGIES
+@FAMILIES
+def test_bfloat16_equals_replicas_that_cast(hf: ModuleType, name: str, strategy: ShardingStrategy) -> None:
+    def work(backend: Backend) -> Run:
+        model = shard(hf, name, backend, strategy, mixed_precision=BFLOAT16)
+        outputs = model(input_ids=torch.zeros(1, 3, dtype=torch.long))
+        assert outputs.logits.dtype == torch.float32
+        return Run(train(hf, model, backend.rank, WORLD_SIZE), model.full_state_dict())
+
+    for run, replica in zip(run_ranks(WORLD_SIZE, work), replicas(hf, name), strict=True):
+        assert {value.dtype for value in run.state.values()} == {torch.float32}
+        check_close(run, replica, tolerance=1e-5)
+
+
+def test_tied_weights_are_one_parameter(hf: ModuleType) -> None:
+    def work(backend: Backend) -> None:
+        model = shard(hf, "gpt2", backend)
+        train(hf, model, backend.rank, 2)
+        inner: Any = model.module
+        assert inner.lm_head.weight is inner.transformer.wte.weight
+        state = model.full_state_dict()
+        assert state["lm_head.weight"] is state["transformer.wte.weight"]
+
+    run_ranks(2, work)
+
+
+@FAMILIES
+def test_outputs_are_the_models_own_and_any_may_be_differentiated(hf: ModuleType, name: str) -> None:
+    """Here the hidden states between two inner units; what is behind them gets zeros."""
+    family = hf.FAMILIES[name]
+
+    def loss_of(model: nn.Module, rank: int) -> Tensor:
+        tokens = next(hf.shares(rank, 2))
+        outputs = model(input_ids=tokens, output_hidden_states=True)
+        assert type(outputs).__name__.startswith("CausalLMOutputWith")
+        assert isinstance(model(input_ids=tokens, return_dict=False), tuple)
+        loss: Tensor = outputs.hidden_states[1].square().mean()
+        return loss
+
+    check_against_one_process(2, family.make, loss_of, units=[family.block])
+
+
+# --- generating
+
+
+@STRATEGIES
+@FAMILIES
+def test_a_sharded_model_generates(hf: ModuleType, name: str, strategy: ShardingStrategy) -> None:
+    expected = hf.generate(hf.FAMILIES[name].make().eval())
+
+    def work(backend: Backend) -> None:
+        model = shard(hf, name, backend, strategy).eval()
+        assert hf.generate(model.module) == expected
+        assert model.memory.full_parameters.current_bytes == 0
+
+    run_ranks(WORLD_SIZE, work)
+
+
+def test_ranks_that_generate_different_lengths_are_told_so(hf: ModuleType) -> None:
+    def work(backend: Backend) -> str:
+        model = shard(hf, "llama", backend, prefetch=0).eval()
+        with pytest.raises(CollectiveMismatch) as refused:  # noqa: PT012 - either may be the one
+            hf.generate(model.module, tokens=2 + backend.rank)
+            model.full_state_dict()
+        return str(refused.value)
+
+    for message in run_ranks(2, work):
+        assert "(state)" in message
+
+
+def test_methods_of_the_inner_module_are_pointed_at(hf: ModuleType) -> None:
+    def work(backend: Backend) -> None:
+        model = shard(hf, "llama", backend)
+        with pytest.raises(AttributeError, match=r"'generate', but its LlamaForCausalLM has: use model\.module\.generate, .* on all ranks"):
+            model.generate()  # type: ignore[operator]
+        with pytest.raises(AttributeError, match="no attribute 'no_such'"):
+            model.no_such  # noqa: B018
+
+    run_ranks(1, work)
+
+
+# --- saving and loading
+
+
+@pytest.fixture(params=["gpt2", "llama"])
+def saved(hf: ModuleType, request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path, dict[str, Tensor]]:
+    """A trained, sharded model saved as transformers does, with its parameters."""
+
+    def work(backend: Backend) -> dict[str, Tensor]:
+        model = shard(hf, request.param, backend)
+        train(hf, model, backend.rank, 2)
+        state = model.full_state_dict(rank0_only=True)
+        if backend.rank == 0:
+            model.module.save_pretrained(tmp_path, state_dict=dict(state))  # type: ignore[operator]
+        return state
+
+    state, nothing = run_ranks(2, work)
+    assert nothing == {}
+    return request.param, tmp_path, state
+
+
+def equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    return list(left) == list(right) and all(torch.equal(value, right[name]) for name, value in left.items())
+
+
+def test_a_saved_model_is_loaded_by_from_pretrained(hf: ModuleType, saved: tuple[str, Path, dict[str, Tensor]]) -> None:
+    name, folder, state = saved
+    loaded = hf.FAMILIES[name].architecture.from_pretrained(folder)
+    assert equal(loaded.state_dict(), state)
+    assert len(hf.generate(loaded)) == 10
+
+
+def test_a_full_state_dict_is_a_plain_models(hf: ModuleType, saved: tuple[str, Path, dict[str, Tensor]]) -> None:
+    """Strict in both directions: into a plain model, and a plain model's into a sharded one; through a file of safetensors."""
+    from safetensors.torch import load_file, load_model, save_model
+
+    name, folder, state = saved
+    plain = hf.FAMILIES[name].make(seed=9)
+    plain.load_state_dict(state, strict=True)
+    assert equal(plain.state_dict(), state)
+
+    save_model(plain, str(folder / "plain.safetensors"))  # tied weights once
+    again = hf.FAMILIES[name].make(seed=8)
+    load_model(again, folder / "plain.safetensors", strict=True)
+    assert load_file(folder / "plain.safetensors").keys() <= state.keys()
+
+    def work(backend: Backend) -> None:
+        model = shard(hf, name, backend)
+        model.load_full_state_dict(again.state_dict(), strict=True)
+        assert equal(model.full_state_dict(), state)
+
+    run_ranks(2, work)
+
+
+@pytest.mark.parametrize("save", [lambda model, folder: model.save_pretrained(folder), lambda model, folder: model.state_dict()])
+def test_slices_are_not_saved_for_a_model(hf: ModuleType, tmp_path: Path, save: Callable[[nn.Module, Path], object]) -> None:
+    def work(backend: Backend) -> None:
+        model = shard(hf, "llama", backend)
+        with pytest.raises(StateError, match=r"a sharded LlamaForCausalLM would hold this rank's slices: .* full_state_dict\(\)"):
+            save(model.module, tmp_path)
+        save(model.unwrap(), tmp_path)
+
+    run_ranks(2, work)
+
+
+def test_an_unwrapped_model_is_a_plain_one(hf: ModuleType) -> None:
+    def work(backend: Backend) -> list[int]:
+        model = shard(hf, "gpt2", backend)
+        train(hf, model, backend.rank, 2)
+        plain = model.unwrap().eval()
+        count = sum(counter.count for counter in backend.telemetry.ops.values())
+        generated: list[int] = hf.generate(plain)
+        assert sum(counter.count for counter in backend.telemetry.ops.values()) == count
+        return generated
+
+    left, right = run_ranks(2, work)
+    assert left == right
