@@ -1,0 +1,80 @@
+"""What all ranks must agree on before any of them acts: the same parameters, and in each step the same gradients and options."""
+
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+from typing import Any
+
+import torch
+
+from shardnet.backend import ReduceOp
+from shardnet.errors import CollectiveMismatch, StateError
+from shardnet.fsdp.communicators import Communicators
+
+Tensor = torch.Tensor
+_NO_OPTION = ("params", "param_names")
+_TOLERANCE = 1e-6  # relative: machines of different make may compute a schedule with different last bits
+
+
+def agree_on_structure(lines: Sequence[str], comms: Communicators) -> None:
+    """Raise CollectiveMismatch on all ranks unless these lines, which describe an optimizer, are the same on all. A collective."""
+    everyone = comms.everyone
+    mine = torch.frombuffer(bytearray("\n".join(lines).encode()), dtype=torch.uint8)
+    label = "what the ZeroOptimizers hold"
+    sizes = comms.wait(everyone.all_gather(torch.tensor(mine.numel()), label=label), "agree").tolist()
+    texts = comms.wait(everyone.all_gather(mine, sizes=sizes, label=label), "agree").split_with_sizes(sizes)
+    described = [text.numpy().tobytes().decode().split("\n") for text in texts]
+    for rank, other in enumerate(described):
+        for ours, theirs in zip_longest(described[0], other, fillvalue="nothing more"):
+            if ours != theirs:
+                raise CollectiveMismatch(
+                    f"[rank {everyone.rank}/{everyone.world_size}] the optimizers differ: rank 0 has {ours}, but rank {rank} has "
+                    f"{theirs}; give the same parameters in the same order and the same options on all ranks"
+                )
+
+
+def agree_on_step(present: Sequence[bool], groups: Sequence[Mapping[str, Any]], comms: Communicators) -> tuple[list[bool], list[bool]]:
+    """For each parameter: whether any rank, and whether every rank, has a gradient. One all-reduce.
+
+    Raises StateError on all ranks if the groups' numbers (learning rates, ...) differ: each rank would step its slice by
+    another rule, as where a scheduler follows each rank's own loss.
+    """
+    options = numbers_of(groups)
+    flags = torch.tensor([*present, *(not flag for flag in present)], dtype=torch.float64)
+    values = torch.tensor(list(options.values()), dtype=torch.float64)
+    message = torch.cat([flags, values, -values])
+    agreed = comms.wait(comms.everyone.all_reduce(message, ReduceOp.MAX, label="who has gradients, and options"), "agree")
+    someone, lacking, highest, lowest = agreed.split_with_sizes([len(present), len(present), len(values), len(values)])
+    for name, high, low in zip(options, highest.tolist(), (-lowest).tolist(), strict=True):
+        if not (high == low or high - low <= _TOLERANCE * abs(high)):
+            raise StateError(
+                f"[rank {comms.everyone.rank}/{comms.everyone.world_size}] {name} is {low:g} on one rank and {high:g} on another; "
+                "give schedulers the same figures on all ranks (such as a loss that was averaged over them)"
+            )
+    return [bool(flag) for flag in someone.tolist()], [not flag for flag in lacking.tolist()]
+
+
+def numbers_of(groups: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Every number among the groups' options, by a name for messages."""
+    found = {}
+    for index, group in enumerate(groups):
+        for key in sorted(group.keys() - set(_NO_OPTION)):
+            values = group[key] if isinstance(group[key], list | tuple) else [group[key]]
+            for place, value in enumerate(values):
+                if isinstance(value, Tensor) and value.numel() == 1:
+                    value = value.item()
+                if isinstance(value, bool | int | float):
+                    found[f"{key}{f'[{place}]' if len(values) > 1 else ''} of group {index}"] = float(value)
+    return found
+
+
+def describe(groups: Sequence[Mapping[str, Any]], named: Mapping[int, Sequence[tuple[str, Tensor]]]) -> list[str]:
+    """The lines for `agree_on_structure`: some groups' options, by index, and their parameters."""
+    lines = []
+    for index, parameters in named.items():
+        options = {key: value for key, value in sorted(groups[index].items()) if key not in _NO_OPTION}
+        plain = [f"{key}={value}" for key, value in options.items() if value is None or isinstance(value, bool | int | float | str | tuple)]
+        lines.append(f"group {index} of {len(parameters)} parameters with {', '.join(plain)}")
+        for name, parameter in parameters:
+            frozen = "" if parameter.requires_grad else ", frozen"
+            lines.append(f"{name} ({str(parameter.dtype).removeprefix('torch.')} {list(parameter.shape)}{frozen})")
+    return lines

@@ -1,0 +1,177 @@
+"""`Bucket`: parameters whose gradients are reduced, and whose new values are gathered, as one flat buffer.
+
+[Note: whole parameters, owned pieces] Every rank holds every parameter whole, as views of the bucket's flat buffer. This
+rank's shard of that buffer is what it owns: the wrapped optimizer sees its part of each parameter, the piece, and steps
+it in place. Then the pieces of all ranks are gathered into the same memory.
+"""
+
+import concurrent.futures
+from collections.abc import Callable, Sequence
+from enum import Enum, auto
+
+import torch
+from torch import nn
+
+from shardnet.backend import Pending, ReduceOp
+from shardnet.errors import ShardnetError, StateError, UsageError
+from shardnet.fsdp.communicators import Communicators
+from shardnet.fsdp.gradients import GradientBuffer
+from shardnet.fsdp.memory import MemoryMeter
+from shardnet.fsdp.pool import BufferPool
+from shardnet.fsdp.precision import Dtypes
+from shardnet.sharding import FlatLayout, ParameterSlice
+
+Tensor = torch.Tensor
+
+
+class BucketState(Enum):
+    """Who may touch the flat buffer, and what may come next."""
+
+    COMPLETE = auto()  # everything is there; the module reads it, the user and the optimizer may write. Next: GATHERING
+    GATHERING = (
+        auto()
+    )  # stepped; the collective, once it has its turn, writes the rest; nobody else may read or write. Next: COMPLETE, TORN
+    TORN = auto()  # a gather failed, and old values stand beside new ones. Final
+
+
+class Bucket:
+    """Some parameters of one dtype, device and unit; lives as long as the optimizer.
+
+    See [Note: whole parameters, owned pieces].
+    """
+
+    def __init__(
+        self,
+        label: str,
+        named: Sequence[tuple[str, Tensor]],
+        layout: FlatLayout,
+        comms: Communicators,
+        meter: MemoryMeter,
+        pool: BufferPool,
+    ) -> None:
+        self.label = label  # equal on all ranks: names the collectives
+        self.parameters = tuple(parameter for _, parameter in named)
+        self.layout = layout
+        self.state = BucketState.COMPLETE
+        self._names = tuple(name for name, _ in named)
+        self._comms = comms
+        self._gathered: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._pending = Pending.done_with(None, "all_gather")
+        self._flat = torch.cat([parameter.detach().reshape(-1) for parameter in self.parameters])  # [N]
+        self._views = layout.views(self._flat)
+        self._shard = layout.shard(self._flat, comms.shard_rank)
+        same = Dtypes(master=self._flat.dtype, compute=self._flat.dtype, reduce=self._flat.dtype)
+        self._gradients = GradientBuffer(layout, same, self._flat.device, gauge=meter.full_gradients, pool=pool)
+        for parameter, view in zip(self.parameters, self._views, strict=True):
+            parameter.data = view
+
+    def slices(self, rank: int | None = None) -> dict[Tensor, ParameterSlice]:
+        """What a rank owns of each parameter, possibly nothing; this rank without an argument."""
+        rank = self._comms.shard_rank if rank is None else rank
+        return dict(zip(self.parameters, self.layout.slices(rank), strict=True))
+
+    def make_pieces(self, *, whole: bool) -> dict[Tensor, nn.Parameter]:
+        """This rank's part of each parameter of which it owns something: 1-D, or in the parameter's shape if `whole`."""
+        pieces = {}
+        for (parameter, piece), view in zip(
+            self.slices().items(), self.layout.shard_views(self._shard, self._comms.shard_rank), strict=True
+        ):
+            if piece.numel:
+                keep_shape = whole or not piece.shape  # state of a 0-dim parameter is 0-dim, too
+                pieces[parameter] = nn.Parameter(view.view(piece.shape) if keep_shape else view)
+        return pieces
+
+    def copy_from_root(self, root: int) -> Pending[Tensor]:
+        """Overwrite every parameter with another rank's. The buffer belongs to the collective until the handle is done."""
+        return self._comms.everyone.broadcast(self._flat, root, out=self._flat, label=f"{self.label} (initial)")
+
+    def reattach(self) -> None:
+        """Bring parameters back whose `.data` was set to other memory, as vector_to_parameters and weight averaging do."""
+        for name, parameter, view in zip(self._names, self.parameters, self._views, strict=True):
+            if parameter.shape != view.shape or parameter.dtype != view.dtype or parameter.device != view.device:
+                raise UsageError(
+                    f"{name} became {parameter.dtype} {list(parameter.shape)} on {parameter.device}, and was {view.dtype} "
+                    f"{list(view.shape)} on {view.device}: convert the module before making its optimizer"
+                )
+            if view.numel() and parameter.data_ptr() != view.data_ptr():
+                view.copy_(parameter.detach())
+                parameter.data = view
+
+    # --- gradients
+
+    def start_reduction(self) -> tuple[Tensor, Pending[Tensor]]:
+        """Average the parameters' gradients over ranks, missing ones as zeros.
+
+        Returns the packed gradients [N], to be given back by `end_reduction`, and a handle for this rank's part of the mean.
+        """
+        for index, parameter in enumerate(self.parameters):
+            if parameter.grad is not None:
+                self._gradients.add(index, parameter.grad)
+        packed = self._gradients.take()
+        try:
+            return packed, self._comms.reductions.reduce_scatter(packed, ReduceOp.MEAN, sizes=self.layout.sizes, label=self.label)
+        except BaseException:
+            self.end_reduction(packed)
+            raise
+
+    def end_reduction(self, packed: Tensor) -> None:
+        """Take back what `start_reduction` gave; the collective must be done with it."""
+        self._gradients.returned(packed)
+
+    def split_gradient(self, part: Tensor) -> dict[Tensor, Tensor]:
+        """This rank's part [shard] of the flat gradient, as a 1-D view for each parameter."""
+        return dict(zip(self.parameters, self.layout.shard_views(part, self._comms.shard_rank), strict=True))
+
+    def own_gradients(self) -> dict[Tensor, Tensor]:
+        """A copy of the part of each gradient that belongs to this rank's piece, 1-D; nothing is reduced."""
+        return {
+            parameter: parameter.grad.detach().reshape(-1)[piece.start : piece.stop].clone()
+            for parameter, piece in self.slices().items()
+            if parameter.grad is not None
+        }
+
+    # --- parameters
+
+    def stepped(self) -> None:
+        """COMPLETE → GATHERING: this rank's pieces are new; `start_gather` follows."""
+        assert self.state is BucketState.COMPLETE, self.label
+        self.state = BucketState.GATHERING
+        self._gathered = concurrent.futures.Future()
+        self._pending = Pending(self._gathered, f"all_gather of {self.label}")
+
+    def start_gather(self, on_end: Callable[[], None]) -> None:
+        """Send this rank's pieces, receive the others'. `on_end` is called when that has ended, well or not, on any thread."""
+
+        def end(pending: Pending[Tensor]) -> None:
+            error = pending.exception()
+            if error is None:
+                self._gathered.set_result(None)
+            else:
+                self._gathered.set_exception(error)
+            on_end()
+
+        try:
+            pending = self._comms.gathers.all_gather(self._shard, sizes=self.layout.sizes, out=self._flat, label=self.label)
+        except ShardnetError as error:
+            self._gathered.set_exception(error)
+            on_end()
+        else:
+            pending.add_done_callback(end)
+
+    def finish_gather(self) -> None:
+        """GATHERING → COMPLETE: block until every parameter is there. Nothing to do if it is.
+
+        Raises the collective's error, and StateError ever after: the parameters are TORN then.
+        """
+        if self.state is BucketState.TORN:
+            raise StateError(
+                f"the parameters of {self.label} are a mixture of old and new values, because gathering them failed; "
+                "load a checkpoint into the module and make a new optimizer"
+            )
+        if self.state is BucketState.GATHERING:
+            self.state = BucketState.TORN
+            self._comms.wait(self._pending, f"gather {self.label}")
+            self.state = BucketState.COMPLETE
+
+
+Owned = tuple[int | None, Bucket]  # a bucket, with the number of the unit that waits for it; None: nobody does

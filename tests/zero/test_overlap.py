@@ -1,0 +1,175 @@
+"""New parameters arrive while the next forward computes, and whoever needs them waits."""
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch import nn, optim
+
+from shardnet.backend import Backend
+from shardnet.fsdp.placement import UnitChoice
+from shardnet.zero import ZeroOptimizer
+from shardnet.zero.bucket import Bucket, BucketState
+from tests.fsdp.ranks import run_ranks
+from tests.zero.alike import WIDTH, Place, make_model
+
+
+def prepare(model: nn.Sequential, backend: Backend, units: UnitChoice = (nn.Linear,)) -> ZeroOptimizer:
+    """An optimizer whose units are the model's three linear layers, and gradients."""
+    optimizer = ZeroOptimizer(model.parameters(), optim.SGD, backend, module=model, units=units, lr=0.1)
+    Place(backend).loss(model, 0).backward()  # type: ignore[no-untyped-call]
+    return optimizer
+
+
+def hold_back_last(optimizer: ZeroOptimizer, gate: threading.Event) -> None:
+    """Let this rank send the last unit's parameters only once the gate is open."""
+    _, bucket = optimizer._sharded.buckets[-1]
+    start = bucket.start_gather
+
+    def start_late(on_end: Callable[[], None]) -> None:
+        def wait_and_start() -> None:
+            if gate.wait(10):  # else the others' gather times out, and the test fails
+                start(on_end)
+
+        threading.Thread(target=wait_and_start).start()
+
+    bucket.start_gather = start_late  # type: ignore[method-assign]
+
+
+def states(optimizer: ZeroOptimizer) -> list[BucketState]:
+    return [bucket.state for _, bucket in optimizer._sharded.buckets]
+
+
+def test_a_units_forward_waits_for_its_own_parameters_alone() -> None:
+    """The last unit's parameters are not sent before the first unit has computed; if that waited for them, too, nobody ever would."""
+    gate = threading.Event()
+    seen: list[BucketState] = []
+
+    def work(backend: Backend) -> torch.Tensor:
+        model = make_model()
+        optimizer = prepare(model, backend)
+        if backend.rank == 1:
+            hold_back_last(optimizer, gate)
+        optimizer.step()
+        if backend.rank == 0:
+            assert states(optimizer)[2] is BucketState.GATHERING
+
+            def computed(*_: object) -> None:
+                seen.extend(states(optimizer))
+                gate.set()
+
+            model[0].register_forward_hook(computed)
+        result: torch.Tensor = model(torch.ones(1, WIDTH)).detach()
+        assert states(optimizer) == [BucketState.COMPLETE] * 3
+        return result
+
+    first, second = run_ranks(2, work)
+    assert torch.equal(first, second)
+    assert seen[0] is BucketState.COMPLETE
+    assert seen[2] is BucketState.GATHERING
+
+
+def test_a_part_that_is_called_by_itself_waits() -> None:
+    """As where a model generates text without its own forward; its parameters are the outermost unit's."""
+    gate = threading.Event()
+
+    def work(backend: Backend) -> torch.Tensor:
+        model = make_model()
+        optimizer = prepare(model, backend, units=None)
+        wait_for = optimizer._gathers.wait_for
+
+        def open_and_wait(unit: int | None) -> None:
+            if unit is not None:
+                gate.set()
+            wait_for(unit)
+
+        if backend.rank == 1:
+            hold_back_last(optimizer, gate)
+        else:
+            optimizer._gathers.wait_for = open_and_wait  # type: ignore[method-assign]
+        optimizer.step()
+        result: torch.Tensor = model[4](torch.ones(1, 7)).detach()
+        assert states(optimizer) == [BucketState.COMPLETE]
+        return result
+
+    first, second = run_ranks(2, work)
+    assert torch.equal(first, second)
+
+
+def test_saving_the_module_waits_even_where_the_optimizer_is_gone() -> None:
+    gate = threading.Event()
+
+    def work(backend: Backend) -> dict[str, torch.Tensor]:
+        model = make_model()
+        model.register_state_dict_pre_hook(lambda *_: gate.set())  # type: ignore[no-untyped-call] # runs before what waits
+        optimizer = prepare(model, backend)
+        if backend.rank == 1:
+            hold_back_last(optimizer, gate)
+        optimizer.step()
+        del optimizer
+        gc.collect()
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+    first, second = run_ranks(2, work)
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
+    assert any(not torch.equal(value, make_model().state_dict()[name]) for name, value in first.items())
+
+
+def test_a_second_step_waits_for_what_nobody_has_used() -> None:
+    def work(backend: Backend) -> dict[str, torch.Tensor]:
+        model = make_model()
+        optimizer = prepare(model, backend)
+        for _ in range(3):
+            optimizer.step()
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+    alone = make_model()
+    plain = optim.SGD(alone.parameters(), lr=0.1)
+    Place().loss(alone, 0).backward()  # type: ignore[no-untyped-call]
+    for _ in range(3):
+        plain.step()
+    for state in run_ranks(2, work):
+        torch.testing.assert_close(state, dict(alone.state_dict()), rtol=0, atol=1e-6)
+
+
+def test_without_a_module_a_step_waits() -> None:
+    def work(backend: Backend) -> None:
+        model = make_model()
+        optimizer = ZeroOptimizer(model.parameters(), optim.SGD, backend)
+        Place(backend).loss(model, 0).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        assert states(optimizer) == [BucketState.COMPLETE]
+
+    run_ranks(2, work)
+
+
+def test_parameters_outside_the_module_are_there_after_the_step() -> None:
+    def work(backend: Backend) -> list[float]:
+        model, extra = make_model(), nn.Parameter(torch.ones(5))
+        optimizer = ZeroOptimizer([*model.parameters(), extra], optim.SGD, backend, module=model, lr=1.0)
+        extra.grad = torch.ones(5)
+        optimizer.step()
+        return extra.tolist()
+
+    assert run_ranks(2, work) == [[0.0] * 5] * 2
+
+
+def test_a_former_optimizer_keeps_no_memory() -> None:
+    """Its hooks stay on the module, and hold nothing."""
+    models = [make_model() for _ in range(2)]
+
+    def work(backend: Backend) -> list[weakref.ref[Bucket]]:
+        model = models[backend.rank]
+        optimizer = prepare(model, backend)
+        optimizer.step()
+        optimizer.wait()
+        former = [weakref.ref(bucket) for _, bucket in optimizer._sharded.buckets]
+        del optimizer
+        _ = ZeroOptimizer(model.parameters(), optim.SGD, backend, module=model)
+        return former
+
+    former = [reference for references in run_ranks(2, work) for reference in references]
+    gc.collect()
+    assert [reference() for reference in former] == [None] * 6

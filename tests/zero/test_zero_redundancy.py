@@ -1,0 +1,35 @@
+"""The same training as PyTorch's own ZeroRedundancyOptimizer over gloo: losses and parameters after every step."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.zero.redundancy_worker import WORLD_SIZE
+from tests.zero.training import OPTIMIZERS, train_sharded
+
+START_S = 100  # a process imports torch and its compiler; most of this is for a busy machine
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with what torch's ranks, real processes, have written."""
+    folder = tmp_path_factory.mktemp("redundancy")
+    command = [sys.executable, "-m", "tests.zero.redundancy_worker", str(folder)]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=START_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.mark.timeout(2 * START_S)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_steps_equal_zero_redundancy_optimizer(reference: Path, kind: str) -> None:
+    with np.load(reference / f"{kind}.npz") as theirs:
+        ours = train_sharded(WORLD_SIZE, kind)[0]
+        assert ours.losses == pytest.approx(theirs["losses"].tolist(), rel=0, abs=1e-5)
+        assert sorted(ours.parameters) == sorted(name for name in theirs.files if name != "losses")
+        for name, value in ours.parameters.items():
+            torch.testing.assert_close(value, torch.from_numpy(theirs[name]), rtol=0, atol=1e-5, msg=name)

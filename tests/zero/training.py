@@ -1,0 +1,74 @@
+"""The runs that the parity tests compare: a small GPT with two parameter groups, in one process and sharded."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardnet.backend import Backend
+from shardnet.zero import ZeroOptimizer
+from tests.fsdp.models import Block, loss_of, make_gpt, token_batches
+from tests.fsdp.ranks import run_ranks
+
+Tensor = torch.Tensor
+STEPS = 6
+SAMPLES = 12  # divisible by every world size below, so that the mean over ranks is the mean over samples
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "adamw": (torch.optim.AdamW, {"lr": 3e-3}),
+    "sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
+}
+
+
+@dataclass
+class Run:
+    losses: list[float]  # of the combined batch
+    parameters: dict[str, Tensor]
+    state: dict[str, Any] = field(default_factory=dict)  # consolidated
+
+
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    """Matrices decay; the others do not, and learn more slowly."""
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    others = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
+    return [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": 2e-3}]
+
+
+def parameters_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def train_alone(kind: str, *, steps: int = STEPS) -> Run:
+    model = make_gpt()
+    optimizer_class, options = OPTIMIZERS[kind]
+    optimizer = optimizer_class(groups_of(model), **options)
+    losses = [train_step(model, optimizer, batch) for batch in token_batches(steps, SAMPLES)]
+    return Run(losses, parameters_of(model), optimizer.state_dict())
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> float:
+    loss = loss_of(model, batch)
+    loss.backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def train_rank(backend: Backend, kind: str, *, overlapping: bool = True, **choices: Any) -> Run:
+    """What one rank sees; rank 0's initial parameters count."""
+    model = make_gpt(seed=backend.rank)
+    optimizer_class, options = OPTIMIZERS[kind]
+    if overlapping:
+        choices.update(module=model, units=[Block])
+    optimizer = ZeroOptimizer(groups_of(model), optimizer_class, backend, **options, **choices)
+    share = SAMPLES // backend.world_size
+    losses = [train_step(model, optimizer, batch[backend.rank * share :][:share]) for batch in token_batches(STEPS, SAMPLES)]
+    optimizer.wait()
+    return Run(losses, parameters_of(model), optimizer.consolidated_state_dict())
+
+
+def train_sharded(world_size: int, kind: str, **choices: Any) -> list[Run]:
+    """One run a rank, with the losses of the combined batch."""
+    runs = run_ranks(world_size, lambda backend: train_rank(backend, kind, **choices))
+    combined = [sum(losses) / world_size for losses in zip(*(run.losses for run in runs), strict=True)]
+    return [Run(combined, run.parameters, run.state) for run in runs]
