@@ -7,10 +7,11 @@ that the ranks of one cluster can be drawn on one axis. Safe to use from any thr
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Protocol
 
 MAX_SPANS = 200_000  # per rank, about 40 MB; the oldest go first
 
@@ -31,6 +32,23 @@ class Span:
     end_ns: int
     step: int
     bytes: int = 0
+
+
+class Pass(StrEnum):
+    """A whole forward or backward of a model."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+class Observer(Protocol):
+    """Somebody who is told what the rank does, as it happens. Its methods are short and raise nothing."""
+
+    def on_pass(self, kind: Pass, computed_ns: Mapping[str, int]) -> None:
+        """A pass has ended, on the thread that trains. How long it computed, by span name; waiting is not computing."""
+
+    def on_collective(self, op: str, label: str, start_ns: int, end_ns: int, bytes_sent: int) -> None:
+        """A collective has succeeded, on the loop thread. Ends come in order."""
 
 
 @dataclass(slots=True)
@@ -68,6 +86,7 @@ class Telemetry:
     exposed_ns: int = 0  # total time the training thread waited for communication
     started_ns: int = field(default_factory=time.perf_counter_ns)
     epoch_offset_ns: int = field(default_factory=lambda: time.time_ns() - time.perf_counter_ns())
+    observers: tuple[Observer, ...] = ()  # replaced, never changed: other threads read it
     _spans: deque[Span] = field(default_factory=lambda: deque(maxlen=MAX_SPANS))
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -92,13 +111,30 @@ class Telemetry:
         finally:
             self.record(name, track, start, time.perf_counter_ns())
 
-    def count_op(self, op: str, seconds: float, bytes_sent: int, *, failed: bool) -> None:
+    def count_op(self, op: str, label: str, start_ns: int, end_ns: int, bytes_sent: int, *, failed: bool) -> None:
+        """Count a collective that has ended; observers hear of those that succeeded."""
         with self._lock:
             counter = self.ops.setdefault(op, OpCounter())
             counter.count += 1
             counter.failed += failed
             counter.bytes += bytes_sent
-            counter.seconds += seconds
+            counter.seconds += (end_ns - start_ns) / 1e9
+        if not failed:
+            for observer in self.observers:
+                observer.on_collective(op, label, start_ns, end_ns, bytes_sent)
+
+    def end_pass(self, kind: Pass, computed_ns: Mapping[str, int]) -> None:
+        """Tell the observers of a forward or backward that has ended."""
+        for observer in self.observers:
+            observer.on_pass(kind, computed_ns)
+
+    def observe(self, observer: Observer) -> None:
+        with self._lock:
+            self.observers = (*self.observers, observer)
+
+    def forget(self, observer: Observer) -> None:
+        with self._lock:
+            self.observers = tuple(other for other in self.observers if other is not observer)
 
     def count_traffic(self, *, sent: int = 0, received: int = 0) -> None:
         with self._lock:

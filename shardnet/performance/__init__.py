@@ -1,0 +1,28 @@
+"""How fast a training is and where its time goes: one rank's figures, and the cluster's.
+
+Read figures.py (what to decide by) and recorder.py (where it comes from); zero3.py has the counters that ZeRO-3 systems
+commonly report, and the files beside it their parts.
+"""
+
+from shardnet.performance.cluster import cluster_figures, cluster_stats
+from shardnet.performance.communication import CommunicationOperation
+from shardnet.performance.figures import TrainingFigures
+from shardnet.performance.layers import LayerTimingStats
+from shardnet.performance.link import measure_link
+from shardnet.performance.recorder import PerformanceRecorder
+from shardnet.performance.transfers import TransferDirection
+from shardnet.performance.zero3 import LayerPerformance, PerformanceSummary, Zero3PerformanceStats
+
+__all__ = [
+    "CommunicationOperation",
+    "LayerPerformance",
+    "LayerTimingStats",
+    "PerformanceRecorder",
+    "PerformanceSummary",
+    "TrainingFigures",
+    "TransferDirection",
+    "Zero3PerformanceStats",
+    "cluster_figures",
+    "cluster_stats",
+    "measure_link",
+]

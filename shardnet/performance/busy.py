@@ -1,0 +1,23 @@
+"""`BusyTime`: for how long at least one of several overlapping activities went on."""
+
+MAX_OPEN = 256  # intervals that a later one may still overlap; beyond that the oldest are taken as final
+
+
+class BusyTime:
+    """The length of the union of intervals that are told in order of their ends, as collectives are. In ns."""
+
+    def __init__(self) -> None:
+        self._settled_ns = 0
+        self._open: list[tuple[int, int]] = []  # disjoint, ascending
+
+    @property
+    def total_ns(self) -> int:
+        return self._settled_ns + sum(end - start for start, end in self._open)
+
+    def add(self, start_ns: int, end_ns: int) -> None:
+        while self._open and self._open[-1][1] >= start_ns:
+            start_ns = min(start_ns, self._open.pop()[0])
+        self._open.append((start_ns, end_ns))
+        if len(self._open) > MAX_OPEN:
+            start_ns, end_ns = self._open.pop(0)
+            self._settled_ns += end_ns - start_ns

@@ -1,0 +1,30 @@
+"""Measuring how fast this rank can send while all ranks do."""
+
+import asyncio
+import time
+
+import torch
+
+from shardnet.backend import Backend
+
+PROBE_BYTES = 8 << 20
+REPEATS = 4  # the first one warms up buffers and connections
+
+
+async def measure_link(backend: Backend, *, probe_bytes: int = PROBE_BYTES) -> float | None:
+    """Bytes per second from this rank to the next one, with every rank sending at once as collectives do; None in a world of one.
+
+    A collective, for the start of a run: the fastest of a few tries counts, which is what the link can do.
+    """
+    if backend.world_size == 1:
+        return None
+    outgoing = torch.zeros(probe_bytes, dtype=torch.uint8)
+    incoming = torch.empty_like(outgoing)
+    following, previous = (backend.rank + 1) % backend.world_size, (backend.rank - 1) % backend.world_size
+    fastest_s = float("inf")
+    for _ in range(REPEATS):
+        await backend.barrier(label="link probe")
+        start = time.perf_counter()
+        await asyncio.gather(backend.send(outgoing, following, label="link probe"), backend.recv(incoming, previous, label="link probe"))
+        fastest_s = min(fastest_s, time.perf_counter() - start)
+    return probe_bytes / fastest_s
