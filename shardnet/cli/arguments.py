@@ -31,6 +31,36 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def whole(text: str) -> int:
+    """A whole number from 0 on."""
+    if not (text.isascii() and text.isdecimal()):
+        raise argparse.ArgumentTypeError(f"must be a whole number from 0 on, not {text!r}")
+    return int(text)
+
+
+def quantity(text: str) -> int:
+    """A whole number from 1 on, also as `7e9`, `125M` or `1.5B`: K, M, B (or G) and T are thousands, millions and so on."""
+    scale = {"K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}.get(text[-1:].upper(), 1)
+    try:
+        value = float(text if scale == 1 else text[:-1]) * scale
+    except ValueError:
+        value = math.nan
+    if not 1 <= value < 2**63 or value != round(value):
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1 on, such as 125M, not {text!r}")
+    return round(value)
+
+
+def gigabytes_per_s(text: str) -> float:
+    """A speed in GB/s, as bytes per second."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a speed in GB/s, not {text!r}")
+    return value * 1e9
+
+
 def seconds(text: str) -> float:
     """A time of 0 s or more."""
     try:

@@ -10,12 +10,12 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from shardnet.cli import bench, demo, rendezvous, run, status
+from shardnet.cli import bench, demo, plan, rendezvous, run, status
 from shardnet.cli.arguments import Arguments, Parser
 from shardnet.errors import ShardnetError, UsageError
 from shardnet.version import VERSION
 
-COMMANDS = (run, demo, rendezvous, status, bench)  # each has add_to(commands) and is listed in this order
+COMMANDS = (run, demo, rendezvous, status, plan, bench)  # each has add_to(commands) and is listed in this order
 
 DESCRIPTION = "Sharded training of PyTorch models over any network that lets gRPC through."
 EPILOG = """\
@@ -23,6 +23,8 @@ examples:
   shardnet demo                            train a small language model on this machine
   shardnet run --nproc 2 train.py          start two workers here
   shardnet status 127.0.0.1:7000           who is in the cluster
+  shardnet plan --parameters 7B --layers 32 --world 8
+                                           what each strategy would need
 
 'shardnet COMMAND --help' says more about each.
 """

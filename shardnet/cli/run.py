@@ -18,7 +18,7 @@ from shardnet.errors import UsageError
 DESCRIPTION = """\
 Start NPROC workers on this machine, show their output with rank prefixes, and end all of them when one fails.
 
-The first Ctrl-C or SIGTERM is passed on to the workers, which finish their step and leave; the second kills them.
+The first Ctrl-C or SIGTERM is passed on to the workers, which close their cluster and leave; the second kills them.
 The exit status is that of the worker that failed first (128 + n if signal n killed it), 130 after Ctrl-C.
 """
 EPILOG = """\

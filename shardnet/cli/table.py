@@ -3,12 +3,11 @@
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
 
+from shardnet.cli.grid import Row, grid
 from shardnet.cli.observation import RENDEZVOUS, ClusterView, JobView, Stats, WorkerView
 from shardnet.cli.units import short_bytes, short_duration, short_number
 
-Row = Sequence[str]
 _WORKER_HEAD = ("rank", "node", "address", "state", "step", "loss", "tokens/s", "wait", "sent", "received", "memory", "collectives")
 _OP_HEAD = ("collective", "count", "failed", "sent", "mean time")
 _WORDS = frozenset({"node", "address", "state", "collective"})  # columns that are no numbers
@@ -22,7 +21,7 @@ def as_text(view: ClusterView) -> str:
         return "\n\n".join([head, *jobs])
     itself = WorkerView(view.stats.rank, "", view.address, view.health, view.stats)
     place = f"rank {view.stats.rank} of {view.stats.world_size}, epoch {view.stats.epoch}"
-    return "\n\n".join([f"{head}, {place}", _grid(_WORKER_HEAD, [_worker(itself)]), _collectives(view.stats)])
+    return "\n\n".join([f"{head}, {place}", grid(_WORKER_HEAD, [_worker(itself)], _WORDS), _collectives(view.stats)])
 
 
 def as_json(view: ClusterView) -> str:
@@ -34,7 +33,7 @@ def _job(job: JobView) -> str:
     least, most = job.min_world_size, job.max_world_size
     wish = str(most) if least == most else f"{least} to {most}"
     head = f"job {job.job}: {job.state}, epoch {job.epoch}, {job.joined} of {wish} workers"
-    return "\n".join([head, _grid(_WORKER_HEAD, [_worker(worker) for worker in job.workers])]) if job.workers else head
+    return "\n".join([head, grid(_WORKER_HEAD, [_worker(worker) for worker in job.workers], _WORDS)]) if job.workers else head
 
 
 def _worker(worker: WorkerView) -> Row:
@@ -63,15 +62,7 @@ def _collectives(stats: Stats) -> str:
         (name, str(op.count), str(op.failed), short_bytes(op.bytes), f"{1e3 * op.seconds / max(op.count, 1):.2f} ms")
         for name, op in sorted(stats.collectives.items())
     ]
-    return _grid(_OP_HEAD, rows)
-
-
-def _grid(head: Row, rows: Sequence[Row]) -> str:
-    """Columns as wide as their widest cell, two blanks apart; numbers stand to the right."""
-    table = [head, *rows]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    cells = ([c.ljust(w) if title in _WORDS else c.rjust(w) for c, w, title in zip(row, widths, head, strict=True)] for row in table)
-    return "\n".join("  ".join(row).rstrip() for row in cells)
+    return grid(_OP_HEAD, rows, _WORDS)
 
 
 def _without_nan(value: object) -> object:

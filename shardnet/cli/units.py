@@ -24,3 +24,10 @@ def short_duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def short_time(seconds: float) -> str:
+    """`45.2 ms`, `1.23 s`, `1:23`."""
+    if seconds < 1:
+        return f"{1e3 * seconds:.1f} ms"
+    return f"{seconds:.2f} s" if seconds < 60 else short_duration(seconds)

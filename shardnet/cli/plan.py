@@ -1,0 +1,90 @@
+"""`shardnet plan`: what a training will need under each strategy, before it is started."""
+
+from shardnet.cli import arguments
+from shardnet.errors import UsageError
+
+# Spelled out, so that a --help need not wait for torch; tests/cli/test_plan.py compares them with what can be planned.
+STRATEGIES = ("full_shard", "shard_grad_op", "hybrid_shard", "zero_1", "no_shard")
+OPTIMIZERS = ("adamw", "sgd-momentum", "sgd")
+DTYPES = ("float32", "float64", "bfloat16", "float16")
+
+DESCRIPTION = """\
+Work out what a rank holds and sends in a step under each sharding strategy. Nothing is trained, sent or allocated: a
+model is built without memory (on torch's meta device), or only its sizes are given.
+"""
+EPILOG = """\
+examples:
+  shardnet plan --parameters 7B --layers 32 --world 8
+      a model of 32 equal layers
+  shardnet plan --hidden 4096 --layers 32 --vocabulary 50257 --world 16 --node-size 8 --inside 20 --between 1.5
+      a GPT on two nodes of 8; with the speed of the links, in GB/s, it says how long they are busy
+  shardnet plan my_project.model:small --units Block --input 4x1024:int64 --world 4
+      my_project/model.py has a function small() that returns a module; each Block is a unit. A forward on an
+      input of that shape tells how much is kept for backward
+"""
+
+
+def add_to(commands: arguments.Commands) -> None:
+    parser = commands.add_parser(
+        "plan",
+        help="what a training will need under each strategy",
+        usage="shardnet plan (MODULE:CALLABLE | --parameters P --layers L | --hidden H --layers L --vocabulary V) [options]",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+    )
+    model = parser.add_argument_group("the model")
+    model.add_argument("model", nargs="?", metavar="MODULE:CALLABLE", help="called without arguments, it returns a torch module")
+    model.add_argument("--units", metavar="CLASS[,CLASS]", help="module classes that are units (default: the model is one)")
+    model.add_argument(
+        "--input",
+        action="append",
+        default=[],
+        metavar="SHAPE[:DTYPE]",
+        help="of an argument of forward on one rank, such as 4x1024:int64 (repeatable; default dtype: float32)",
+    )
+    model.add_argument("--parameters", type=arguments.quantity, metavar="P", help="how many in all, such as 125M or 7e9")
+    model.add_argument("--layers", type=arguments.positive, metavar="L", help="how many equal layers, each a unit")
+    model.add_argument(
+        "--root-parameters", type=arguments.quantity, metavar="R", help="those of P that are in no layer, such as embeddings"
+    )
+    model.add_argument("--hidden", type=arguments.positive, metavar="H", help="width of a GPT")
+    model.add_argument("--vocabulary", type=arguments.positive, metavar="V", help="tokens that a GPT knows")
+    ranks = parser.add_argument_group("where")
+    ranks.add_argument("--world", type=arguments.positive, default=8, metavar="N", help="ranks (default: %(default)s)")
+    ranks.add_argument("--node-size", type=arguments.positive, metavar="K", help="ranks of a node (default: all are in one)")
+    ranks.add_argument("--inside", type=arguments.gigabytes_per_s, metavar="GB/S", help="what a rank sends to its node's others")
+    ranks.add_argument("--between", type=arguments.gigabytes_per_s, metavar="GB/S", help="what a node sends to the others")
+    how = parser.add_argument_group("how")
+    how.add_argument("--strategy", action="append", choices=STRATEGIES, help="only this one (repeatable; default: all)")
+    how.add_argument("--dtype", choices=DTYPES, help="in which parameters are kept (default: as the model has them, or float32)")
+    how.add_argument("--compute-dtype", choices=DTYPES, help="in which they are gathered and used (default: as they are kept)")
+    how.add_argument("--reduce-dtype", choices=DTYPES, help="in which gradients are reduced (default: as they are computed)")
+    how.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="default: %(default)s")
+    how.add_argument("--prefetch", type=arguments.whole, default=1, metavar="U", help="units gathered ahead (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print JSON, in bytes and seconds")
+    parser.set_defaults(execute=execute)
+
+
+def execute(options: arguments.Arguments) -> int:
+    """Raises UsageError for a model that cannot be planned and sizes that make no sense."""
+    from shardnet.cli.plan_model import dtype_of, model_of
+    from shardnet.cli.plan_table import as_json, as_text
+    from shardnet.planning import OptimizerKind, Setting, Strategy, plan
+
+    setting = Setting(
+        options.world,
+        node_size=options.node_size,
+        compute_dtype=dtype_of(options.compute_dtype),
+        reduce_dtype=dtype_of(options.reduce_dtype),
+        optimizer=OptimizerKind(options.optimizer),
+        prefetch=options.prefetch,
+        inside_bytes_per_s=options.inside,
+        between_bytes_per_s=options.between,
+    )
+    strategies = [Strategy(name) for name in options.strategy or ()]
+    if Strategy.HYBRID_SHARD in strategies and options.node_size is None:
+        raise UsageError("hybrid_shard needs nodes: say with --node-size how many ranks each has")
+    model = model_of(options)
+    plans = plan(model, setting, strategies)
+    print(as_json(model, setting, plans) if options.json else as_text(model, setting, plans))
+    return 0

@@ -1,0 +1,134 @@
+"""What `shardnet plan` prints: plans as text or JSON."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+
+from shardnet.cli.grid import grid
+from shardnet.cli.units import short_bytes, short_time
+from shardnet.planning import ModelSize, Plan, Setting, Strategy
+from shardnet.planning.model import GroupSize
+
+NAMES = {
+    Strategy.FULL_SHARD: "FULL_SHARD (ZeRO-3)",
+    Strategy.SHARD_GRAD_OP: "SHARD_GRAD_OP (ZeRO-2)",
+    Strategy.HYBRID_SHARD: "HYBRID_SHARD",
+    Strategy.ZERO_1: "ZeroOptimizer (ZeRO-1)",
+    Strategy.NO_SHARD: "NO_SHARD (DDP)",
+}
+_WORDS = frozenset({"strategy", "collective", "to"})
+_NONE = "-"
+
+
+def as_text(model: ModelSize, setting: Setting, plans: Sequence[Plan]) -> str:
+    parts = [
+        _about(model, setting),
+        _costs(plans),
+        _collectives(plans) if setting.world_size > 1 else "a rank alone sends nothing",
+        "\n".join(_notes(model, setting, plans)),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def as_json(model: ModelSize, setting: Setting, plans: Sequence[Plan]) -> str:
+    """Bytes and seconds; what is not known is null."""
+    about = {
+        "model": model.name,
+        "parameters": model.numel,
+        "units": model.unit_count,
+        "world_size": setting.world_size,
+        "node_size": setting.ranks_per_node,
+        "optimizer": setting.optimizer,
+        "prefetch": setting.prefetch,
+    }
+    return json.dumps(about | {"plans": [_as_dict(plan) for plan in plans]}, indent=2, allow_nan=False)
+
+
+def _as_dict(plan: Plan) -> dict[str, object]:
+    return {
+        "strategy": plan.strategy,
+        "memory": asdict(plan.memory) | {"total": plan.memory.total},
+        "bytes_sent": plan.bytes_sent,
+        "communication_s": plan.communication_s,
+        "traffic": [asdict(traffic) for traffic in plan.traffic],
+    }
+
+
+def _about(model: ModelSize, setting: Setting) -> str:
+    groups = [group for unit in model.units for group in unit.groups]
+    cut = f"{model.unit_count} units, the largest of {model.largest:,}" if model.unit_count > 1 else "one unit"
+    nodes = f" on {setting.nodes} nodes of {setting.ranks_per_node}" if setting.nodes > 1 else ""
+    ranks = "1 rank" if setting.world_size == 1 else f"{setting.world_size} ranks"
+    return (
+        f"{model.name}: {model.numel:,} parameters in {_dtypes(groups, setting)}; {cut}\n"
+        f"{ranks}{nodes}; {setting.optimizer}, prefetch {setting.prefetch}"
+    )
+
+
+def _dtypes(groups: Sequence[GroupSize], setting: Setting) -> str:
+    """Such as `float32, gathered as bfloat16, reduced as float32`."""
+    kept, computed, reduced = (
+        " and ".join(sorted({str(dtype).removeprefix("torch.") for dtype in dtypes}))
+        for dtypes in (
+            [group.dtype for group in groups],
+            [setting.compute(group) for group in groups],
+            [setting.reduce(group) for group in groups],
+        )
+    )
+    gathered = f", gathered as {computed}" if computed != kept else ""
+    return kept + gathered + (f", reduced as {reduced}" if reduced != computed else "")
+
+
+def _costs(plans: Sequence[Plan]) -> str:
+    head = (
+        "strategy",
+        "parameters",
+        "gradients",
+        "optimizer",
+        "gathered",
+        "reducing",
+        "activations",
+        "a rank holds",
+        "sends a step",
+        "time",
+    )
+    rows = [
+        (
+            NAMES[plan.strategy],
+            *(short_bytes(count) for count in (plan.memory.parameters, plan.memory.gradients, plan.memory.optimizer)),
+            *(short_bytes(count) for count in (plan.memory.gathered, plan.memory.reducing)),
+            _NONE if plan.memory.activations is None else short_bytes(plan.memory.activations),
+            short_bytes(plan.memory.total),
+            short_bytes(plan.bytes_sent),
+            _NONE if plan.communication_s is None else short_time(plan.communication_s),
+        )
+        for plan in plans
+    ]
+    return grid(head, rows, _WORDS)
+
+
+def _collectives(plans: Sequence[Plan]) -> str:
+    head = ("strategy", "collective", "to", "a step", "a rank sends", "time")
+    rows = []
+    for plan in plans:
+        names = iter([NAMES[plan.strategy]])
+        for each in plan.traffic:
+            time = _NONE if each.seconds is None else short_time(each.seconds)
+            rows.append((next(names, ""), each.op, each.purpose, f"{each.count}", short_bytes(each.bytes_sent), time))
+    return grid(head, rows, _WORDS)
+
+
+def _notes(model: ModelSize, setting: Setting, plans: Sequence[Plan]) -> Iterator[str]:
+    """What a reader must know about the figures."""
+    if model.activation_bytes is None:
+        yield "Not counted: activations, since there is no model with an --input to measure them by."
+    if any(plan.communication_s is None for plan in plans):
+        yield "No times, since the links' speeds are not given (--inside, and --between for several nodes)."
+    elif any(plan.traffic for plan in plans):
+        yield "Times are those of the links alone; how much of them compute hides is not guessed."
+    if setting.nodes > 1 and any(setting.reduce(group).itemsize == 2 for unit in model.units for group in unit.groups):
+        yield "16-bit gradients are exchanged directly, not in a ring, which sends more between nodes: compare --reduce-dtype float32."
+    if setting.mixed and any(plan.strategy is Strategy.ZERO_1 for plan in plans):
+        yield "ZeRO-1 is planned in the dtype that parameters are kept in, since a plain module computes in it."
+    if model.unit_count == 1:
+        yield "Everything is gathered at once, since the model is one unit: name classes with --units."

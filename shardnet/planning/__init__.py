@@ -1,0 +1,25 @@
+"""What a training will need before it is started: bytes a rank, and traffic a step. Arithmetic only, no traffic.
+
+Read in this order: model.py (units and their sizes), setting.py (ranks, links and choices), memory.py, traffic.py.
+"""
+
+from shardnet.planning.activations import activation_bytes
+from shardnet.planning.memory import MemoryPlan
+from shardnet.planning.model import GroupSize, ModelSize, UnitSize
+from shardnet.planning.plan import Plan, plan
+from shardnet.planning.setting import OptimizerKind, Setting, Strategy
+from shardnet.planning.traffic import Traffic
+
+__all__ = [
+    "GroupSize",
+    "MemoryPlan",
+    "ModelSize",
+    "OptimizerKind",
+    "Plan",
+    "Setting",
+    "Strategy",
+    "Traffic",
+    "UnitSize",
+    "activation_bytes",
+    "plan",
+]

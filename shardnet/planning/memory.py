@@ -1,0 +1,114 @@
+"""`MemoryPlan`: the bytes that one rank will hold.
+
+[Note: units in flight] FSDP gathers a unit and the `prefetch` next ones, and the units around it stay gathered; with
+SHARD_GRAD_OP all stay until their backward. In backward a unit collects its gradients while those of up to `prefetch` + 1
+units are being reduced. Freed buffers are kept for the next ones, so what was in flight at most is what stays allocated:
+the two peaks add up though they come at different times. With units within units it may be a little less.
+
+Not counted: activations where nobody has measured them, what an optimizer needs while it steps, the collectives' own
+buffers, Python, torch and its allocator.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shardnet.config import MIB
+from shardnet.planning.model import GroupSize, ModelSize, UnitSize
+from shardnet.planning.setting import Setting, Strategy
+
+ZERO_1_BUCKET_BYTES = 25 * MIB  # ZeroOptimizer's default
+ZERO_1_IN_FLIGHT = 2  # packed buckets of gradients at once
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Bytes of the rank that holds most; shards of two ranks differ by at most one element a group."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    gathered: int  # full parameters in flight at most
+    reducing: int  # full-size gradients in flight at most
+    activations: int | None  # None: not known, and left out
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer + self.gathered + self.reducing + (self.activations or 0)
+
+
+def plan_memory(model: ModelSize, strategy: Strategy, setting: Setting) -> MemoryPlan:
+    """What a rank holds in training with one backward a step."""
+    shards = setting.shards(strategy)
+    owned = setting.world_size if strategy is Strategy.ZERO_1 else shards  # ranks among which optimizer state is spread
+    groups = [group for unit in model.units for group in unit.groups]
+    trained = [group for group in groups if group.trainable]
+    gradients = sum(_shard_bytes(group, shards) for group in trained)
+    if strategy is Strategy.ZERO_1:
+        gradients += sum(_shard_bytes(group, owned) for group in trained)  # the mean of its own part, beside the whole
+    return MemoryPlan(
+        parameters=sum(_shard_bytes(group, shards) for group in groups),
+        gradients=gradients,
+        optimizer=sum(
+            setting.optimizer.moments * _shard_bytes(group, owned) + setting.optimizer.counter_bytes * group.tensors for group in trained
+        ),
+        gathered=_gathered(model, strategy, setting),
+        reducing=_reducing(model, strategy, setting),
+        activations=model.activation_bytes,
+    )
+
+
+def _shard_bytes(group: GroupSize, shards: int) -> int:
+    return -(-group.numel // shards) * group.dtype.itemsize
+
+
+def _gathered(model: ModelSize, strategy: Strategy, setting: Setting) -> int:
+    """See [Note: units in flight]. Where a rank has everything, full parameters are made only to cast them."""
+
+    def full_bytes(unit: UnitSize) -> int:
+        return sum(group.numel * setting.compute(group).itemsize for group in unit.groups if made(group))
+
+    def made(group: GroupSize) -> bool:
+        return setting.shards(strategy) > 1 or setting.compute(group) != group.dtype
+
+    match strategy:
+        case Strategy.ZERO_1:
+            return 0
+        case Strategy.SHARD_GRAD_OP | Strategy.NO_SHARD:
+            return sum(map(full_bytes, model.units))
+        case _:
+            return _most_at_once(model.units, setting.prefetch, lambda unit, _: full_bytes(unit))
+
+
+def _reducing(model: ModelSize, strategy: Strategy, setting: Setting) -> int:
+    """See [Note: units in flight]."""
+
+    def bytes_of(unit: UnitSize, collecting: bool) -> int:
+        return sum(_gradient_bytes(group, setting, collecting=collecting) for group in unit.groups if group.trainable)
+
+    if strategy is Strategy.ZERO_1:
+        buckets = sorted((min(bytes_of(unit, False), ZERO_1_BUCKET_BYTES) for unit in model.units), reverse=True)
+        return sum(buckets[:ZERO_1_IN_FLIGHT])
+    return _most_at_once(model.units, setting.prefetch + 1, bytes_of)
+
+
+def _gradient_bytes(group: GroupSize, setting: Setting, *, collecting: bool) -> int:
+    """Collected in a dtype that loses nothing, then, where that is another one, copied into that of the reduction."""
+    reduce = setting.reduce(group)
+    collect = torch.promote_types(setting.compute(group), reduce)
+    itemsize = reduce.itemsize + (collect.itemsize if collecting and collect != reduce else 0)
+    return group.numel * itemsize
+
+
+def _most_at_once(units: Sequence[UnitSize], ahead: int, bytes_of: Callable[[UnitSize, bool], int]) -> int:
+    """The most bytes of a unit in use, the units around it, and the `ahead` ones that follow. The root is around all.
+
+    `bytes_of(unit, whether it is in use)`.
+    """
+    most = 0
+    for index, unit in enumerate(units):
+        around = [other for other in units if unit.within(other)]
+        following = [other for other in units[index + 1 :] if other not in around][:ahead]
+        most = max(most, sum(bytes_of(each, True) for each in (unit, *around)) + sum(bytes_of(each, False) for each in following))
+    return most

@@ -1,0 +1,99 @@
+"""`Setting`: where and how a model is to be trained."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+
+from shardnet.errors import InvalidWorldSizeError, UsageError
+from shardnet.planning.model import GroupSize
+
+
+class Strategy(StrEnum):
+    """What can be planned: the strategies of FSDP, and ZeRO-1, which is a `ZeroOptimizer` over a plain module."""
+
+    FULL_SHARD = "full_shard"
+    SHARD_GRAD_OP = "shard_grad_op"
+    HYBRID_SHARD = "hybrid_shard"
+    ZERO_1 = "zero_1"
+    NO_SHARD = "no_shard"
+
+
+class OptimizerKind(StrEnum):
+    """By what is kept for each parameter besides itself."""
+
+    ADAMW = "adamw"  # two moments, and a step counter a tensor
+    SGD_MOMENTUM = "sgd-momentum"
+    SGD = "sgd"
+
+    @property
+    def moments(self) -> int:
+        return {"adamw": 2, "sgd-momentum": 1, "sgd": 0}[self]
+
+    @property
+    def counter_bytes(self) -> int:
+        """Of each parameter tensor, whatever its size: torch keeps AdamW's step as a float32."""
+        return 4 if self is OptimizerKind.ADAMW else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """The ranks, the links between them, and the training's choices.
+
+    `compute_dtype` is what parameters are gathered and used in, `reduce_dtype` what gradients are reduced in; None: as the
+    parameters are kept, and as they are gathered. Speeds are in bytes per second: `inside` of one rank to its node's
+    others, `between` of a whole node to the others; None: no times are planned.
+    """
+
+    world_size: int
+    node_size: int | None = None  # ranks of a node; None: all are in one
+    compute_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    optimizer: OptimizerKind = OptimizerKind.ADAMW
+    prefetch: int = 1
+    inside_bytes_per_s: float | None = None
+    between_bytes_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1:
+            raise InvalidWorldSizeError(f"world size must be at least 1, got {self.world_size}")
+        if self.node_size is not None and (self.node_size < 1 or self.world_size % self.node_size):
+            raise InvalidWorldSizeError(
+                f"nodes of {self.node_size} ranks do not make a world of {self.world_size}: the node size must divide the world size"
+            )
+        if self.prefetch < 0:
+            raise UsageError(f"prefetch must not be negative, got {self.prefetch}")
+        for name, speed in (("inside", self.inside_bytes_per_s), ("between", self.between_bytes_per_s)):
+            if speed is not None and not 0 < speed < float("inf"):
+                raise UsageError(f"the speed {name} nodes must be more than 0, got {speed:g} bytes/s")
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.world_size if self.node_size is None else self.node_size
+
+    @property
+    def nodes(self) -> int:
+        return self.world_size // self.ranks_per_node
+
+    @property
+    def mixed(self) -> bool:
+        """Whether parameters or gradients change their dtype on the way."""
+        return self.compute_dtype is not None or self.reduce_dtype is not None
+
+    def shards(self, strategy: Strategy) -> int:
+        """Among how many ranks the parameters are spread."""
+        match strategy:
+            case Strategy.FULL_SHARD | Strategy.SHARD_GRAD_OP:
+                return self.world_size
+            case Strategy.HYBRID_SHARD:
+                return self.ranks_per_node
+            case Strategy.ZERO_1 | Strategy.NO_SHARD:
+                return 1
+
+    def compute(self, group: GroupSize) -> torch.dtype:
+        """The dtype in which a group is gathered and used."""
+        return self.compute_dtype if self.compute_dtype is not None and group.dtype.is_floating_point else group.dtype
+
+    def reduce(self, group: GroupSize) -> torch.dtype:
+        """The dtype in which a group's gradients are reduced."""
+        return self.reduce_dtype if self.reduce_dtype is not None and group.dtype.is_floating_point else self.compute(group)

@@ -1,0 +1,128 @@
+"""Plans of models whose figures can be worked out by hand."""
+
+import pytest
+import torch
+
+from shardnet.errors import UsageError
+from shardnet.planning import GroupSize, ModelSize, OptimizerKind, Setting, Strategy, UnitSize, plan
+from shardnet.planning.plan import Plan
+
+FULL, GRAD, HYBRID, ZERO_1, NONE = Strategy
+LAYERS = ModelSize.of_sizes(1000 + 400, 10, root=400)  # a root of 400 and ten layers of 100, float32
+
+
+def one(strategy: Strategy, setting: Setting, model: ModelSize = LAYERS) -> Plan:
+    (planned,) = plan(model, setting, [strategy])
+    return planned
+
+
+@pytest.mark.parametrize(
+    ("strategy", "held"),  # parameters, gradients, optimizer state, gathered, reducing
+    [
+        (FULL, (1400, 1400, 2800, 4 * 600, 4 * 700)),
+        (GRAD, (1400, 1400, 2800, 4 * 1400, 4 * 700)),
+        (HYBRID, (2800, 2800, 5600, 4 * 600, 4 * 700)),
+        (ZERO_1, (5600, 5600 + 1400, 2800, 0, 4 * 500)),
+        (NONE, (5600, 5600, 11200, 0, 4 * 700)),
+    ],
+)
+def test_memory_of_a_rank(strategy: Strategy, held: tuple[int, ...]) -> None:
+    memory = one(strategy, Setting(4, node_size=2)).memory
+    counters = 4 * 11  # AdamW's step of each tensor
+    assert (memory.parameters, memory.gradients, memory.optimizer - counters, memory.gathered, memory.reducing) == held
+    assert (memory.activations, memory.total) == (None, sum(held) + counters)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sent"),
+    [
+        (FULL, [("all_gather", 11, 4200), ("all_gather", 9, 2700), ("reduce_scatter", 11, 4200)]),
+        (GRAD, [("all_gather", 11, 4200), ("reduce_scatter", 11, 4200)]),
+        (HYBRID, [("all_gather", 11, 2800), ("all_gather", 9, 1800), ("reduce_scatter", 11, 2800), ("all_reduce", 11, 2800)]),
+        (ZERO_1, [("reduce_scatter", 11, 4200), ("all_gather", 11, 4200)]),
+        (NONE, [("all_reduce", 11, 8400)]),
+    ],
+)
+def test_traffic_of_a_rank(strategy: Strategy, sent: list[tuple[str, int, int]]) -> None:
+    planned = one(strategy, Setting(4, node_size=2))
+    assert [(each.op, each.count, each.bytes_sent) for each in planned.traffic] == sent
+    assert planned.bytes_sent == sum(count for _, _, count in sent)
+
+
+def test_a_world_of_one_sends_nothing() -> None:
+    for strategy in Strategy:
+        planned = one(strategy, Setting(1))
+        assert (planned.traffic, planned.communication_s) == ((), 0)
+
+
+def test_zero_1_over_four_ranks_holds_a_quarter_of_adams_state() -> None:
+    quarter, whole = (one(strategy, Setting(4)).memory.optimizer - 4 * 11 for strategy in (ZERO_1, NONE))
+    assert quarter * 4 == whole
+
+
+@pytest.mark.parametrize(("kind", "bytes_each"), [(OptimizerKind.ADAMW, 8), (OptimizerKind.SGD_MOMENTUM, 4), (OptimizerKind.SGD, 0)])
+def test_optimizer_state(kind: OptimizerKind, bytes_each: int) -> None:
+    counters = kind.counter_bytes * 11
+    assert one(NONE, Setting(4, optimizer=kind)).memory.optimizer == 1400 * bytes_each + counters
+
+
+def test_what_is_frozen_has_no_gradients_and_no_state() -> None:
+    frozen = ModelSize("lora", (UnitSize("", (GroupSize(1000, torch.bfloat16, trainable=False), GroupSize(8, torch.float32))),))
+    planned = one(FULL, Setting(4), frozen)
+    assert (planned.memory.parameters, planned.memory.gradients, planned.memory.reducing) == (500 + 8, 8, 32)
+    assert planned.memory.optimizer == 2 * 8 + 4
+    assert [(each.op, each.bytes_sent) for each in planned.traffic] == [("all_gather", 1524), ("reduce_scatter", 24)]
+
+
+def test_units_around_a_unit_are_in_flight_with_it() -> None:
+    sizes = {"": 1000, "a": 100, "a.b": 10, "c": 1}
+    nested = ModelSize("nested", tuple(UnitSize(name, (GroupSize(numel, torch.float32),)) for name, numel in sizes.items()))
+    assert one(FULL, Setting(2, prefetch=0), nested).memory.gathered == 4 * 1110
+    assert one(FULL, Setting(2, prefetch=1), nested).memory.gathered == 4 * 1111
+
+
+def test_mixed_precision_gathers_narrow_and_keeps_wide() -> None:
+    setting = Setting(4, compute_dtype=torch.bfloat16)
+    memory = one(FULL, setting).memory
+    assert (memory.parameters, memory.gradients, memory.gathered, memory.reducing) == (1400, 1400, 2 * 600, 2 * 700)
+    assert one(FULL, setting).bytes_sent == (4200 + 2700 + 4200) // 2
+    assert one(NONE, setting).memory.gathered == 2 * 1400  # nothing to gather, but a copy in bfloat16
+    assert one(ZERO_1, setting).bytes_sent == one(ZERO_1, Setting(4)).bytes_sent
+    wide = Setting(4, compute_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    assert one(FULL, wide).bytes_sent == (4200 + 2700) // 2 + 4200
+
+
+def test_parameters_are_not_gathered_wider_than_they_are() -> None:
+    narrow = ModelSize.of_sizes(100, 1, dtype=torch.bfloat16)
+    with pytest.raises(UsageError, match=r"kept in torch\.bfloat16 cannot be gathered as torch\.float32"):
+        plan(narrow, Setting(2, compute_dtype=torch.float32))
+
+
+def test_times_are_those_of_the_busiest_link() -> None:
+    inside = Setting(4, inside_bytes_per_s=100.0)
+    assert [each.seconds for each in one(FULL, inside).traffic] == [42.0, 27.0, 42.0]
+    assert one(FULL, inside).communication_s == 111.0
+    between = Setting(4, node_size=2, inside_bytes_per_s=100.0, between_bytes_per_s=10.0)
+    assert [each.seconds for each in one(GRAD, between).traffic] == [420.0, 420.0]  # one ring through all nodes
+    assert [each.seconds for each in one(HYBRID, between).traffic] == [28.0, 18.0, 28.0, 560.0]  # two ranks share a node's link
+
+
+def test_16_bit_sums_are_no_ring_and_load_the_link_between_nodes() -> None:
+    def seconds(dtype: torch.dtype) -> float | None:
+        setting = Setting(4, node_size=2, reduce_dtype=dtype, inside_bytes_per_s=1e9, between_bytes_per_s=10.0)
+        return one(GRAD, setting).traffic[1].seconds
+
+    assert seconds(torch.float32) == 420.0
+    assert seconds(torch.bfloat16) == 280.0  # half the bytes, but two ranks of a node send to both of the other
+
+
+def test_no_time_without_the_speed_that_it_needs() -> None:
+    assert one(FULL, Setting(4)).communication_s is None
+    across = Setting(4, node_size=2, inside_bytes_per_s=100.0)
+    assert [each.seconds is None for each in one(HYBRID, across).traffic] == [False, False, False, True]
+    assert one(HYBRID, across).communication_s is None
+
+
+def test_all_strategies_that_differ_are_compared() -> None:
+    assert [each.strategy for each in plan(LAYERS, Setting(4))] == [FULL, GRAD, ZERO_1, NONE]
+    assert [each.strategy for each in plan(LAYERS, Setting(4, node_size=2))] == list(Strategy)
