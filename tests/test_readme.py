@@ -4,8 +4,16 @@ import asyncio
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import shardnet
+from shardnet.topology import Member, Topology
+from tests.fsdp.ranks import run_ranks
 
 README = Path(__file__).parent.parent / "README.md"
 
@@ -23,6 +31,21 @@ async def test_training_program(tmp_path: Path) -> None:
     losses = {int(rank): float(loss) for rank, loss in re.findall(r"rank (\d) of 2: loss ([\d.]+)", output)}
     assert losses.keys() == {0, 1}, output
     assert max(losses.values()) < 0.2, output  # untrained it is about 1
+
+
+def test_the_optimizer_alone() -> None:
+    """The function of the README's passage on ZeRO-1, on two ranks of this process."""
+    (program,) = re.findall(r"```python\n(from shardnet.zero import .*?)```", README.read_text(), re.DOTALL)
+    lines: list[str] = []
+    names: dict[str, Any] = {"shardnet": shardnet, "torch": torch, "nn": nn, "F": F, "print": lines.append}
+    exec(program, names)
+    members = tuple(Member(rank, rank, 0, f"memory:{rank}", "here", f"worker{rank}") for rank in range(2))
+    run_ranks(2, lambda backend: names["train"](shardnet.Cluster(backend, Topology(1, backend.rank, members))))
+    found = {
+        int(rank): (float(loss), int(kept)) for rank, loss, kept in re.findall(r"rank (\d): loss ([\d.]+), (\d) entries", "\n".join(lines))
+    }
+    assert {rank: kept for rank, (_, kept) in found.items()} == {0: 2, 1: 0}
+    assert all(loss < 0.5 for loss, _ in found.values()), lines  # untrained it is about 1
 
 
 def test_files_named_in_the_readme_exist() -> None:

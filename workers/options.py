@@ -4,10 +4,24 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from shardnet import ShardingStrategy
+from shardnet.fsdp import Compression, MixedPrecision
 
 STEPS = 600
 MAX_SECONDS = 120.0  # a run that nobody gave a length ends in under three minutes, start and sample included, on any machine
+PRECISIONS = {
+    "float32": MixedPrecision(),
+    "bfloat16": MixedPrecision(torch.bfloat16, torch.float32, output_dtype=torch.float32),
+}
+COMPRESSIONS = {
+    "none": Compression(),
+    "bfloat16": Compression(weights="bfloat16"),
+    "int8-weights": Compression(weights="int8"),
+    "int8-gradients": Compression(gradients="int8"),
+    "int8": Compression(weights="int8", gradients="int8"),
+}
 EXAMPLES = """\
 examples:
   shardnet run --nproc 2 workers/train_lm.py -- --max-seconds 60
@@ -24,6 +38,10 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         options.steps, options.max_seconds = STEPS, options.max_seconds or MAX_SECONDS
     if options.dim % (2 * options.heads):
         parser.error(f"--dim must be a multiple of twice --heads, got {options.dim} and {options.heads}")
+    if options.compress != "none" and options.strategy == ShardingStrategy.NO_SHARD:
+        parser.error(f"--compress {options.compress}: with --strategy {options.strategy} no shards are sent")
+    if options.compress == options.precision == "bfloat16":
+        parser.error("--precision bfloat16 gathers weights as bfloat16 already; leave --compress out")
     for name in ("warmup", "decay"):
         if not 0 <= vars(options)[name] <= 1:
             parser.error(f"--{name} is a share, from 0 to 1, got {vars(options)[name]}")
@@ -75,11 +93,23 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
         default=ShardingStrategy.FULL_SHARD.value,
         help="what is sharded, and over which ranks (default: %(default)s)",
     )
+    group.add_argument(
+        "--precision",
+        choices=PRECISIONS,
+        default="float32",
+        help="what is gathered and computed in; parameters, sums of gradients and the optimizer stay float32 (default: %(default)s)",
+    )
+    group.add_argument(
+        "--compress",
+        choices=COMPRESSIONS,
+        default="none",
+        help="what is sent in fewer bits than it is computed in: bfloat16: weights; int8: weights and gradients (default: %(default)s)",
+    )
     group.add_argument("--prefetch", type=_not_negative, default=1, metavar="N", help="units gathered ahead of time (default: %(default)s)")
 
 
 def _add_optimizer(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--lr", type=float, default=6e-3, metavar="RATE", help="highest learning rate (default: %(default)s)")
+    group.add_argument("--lr", type=float, default=3e-3, metavar="RATE", help="highest learning rate (default: %(default)s)")
     group.add_argument(
         "--warmup", type=float, default=0.08, metavar="SHARE", help="share of the run until --lr is reached (default: %(default)s)"
     )

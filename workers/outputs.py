@@ -14,8 +14,8 @@ import torch
 from gpt import GPT, GPTConfig
 from journal import Journal
 from shardnet import AsyncFSDP, Cluster
+from shardnet.backend.gather import gather_json
 from shardnet.fsdp import memory_report
-from shardnet.training.gather import gather_json
 from shardnet.training.record import RankRecord, RunRecord, StepRecord, Validation
 from shardnet.training.report import write_report
 from shardnet.training.trace import RankSpans, gather_spans, write_trace

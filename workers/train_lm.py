@@ -16,9 +16,10 @@ import torch.nn.functional as F
 import shardnet
 from gpt import GPT, Bigrams, Block, GPTConfig, parameter_count
 from journal import Journal
-from options import parse_options
+from options import COMPRESSIONS, PRECISIONS, parse_options
 from outputs import conclude, prepare
-from shardnet.training.gather import gather_json
+from shardnet.backend.gather import gather_json
+from shardnet.performance import PerformanceRecorder, cluster_figures
 from shardnet.training.sampler import ShardedSampler
 from text import Text, TextError, read_text
 
@@ -35,6 +36,8 @@ async def main() -> None:
         await check_same_text(cluster, text)
         trainer = await Trainer.create(cluster, options, text)
         await trainer.run()
+        figures = await cluster_figures(cluster.backend, trainer.recorder.figures())
+        trainer.journal.say(f"speed: {figures}")
         await conclude(cluster, trainer.journal, trainer.model, trainer.optimizer, trainer.config, options)
 
 
@@ -55,6 +58,7 @@ class Trainer:
         self.sampler = self._sampler(len(text.train), seed=options.seed)
         self.total_steps = options.steps or options.epochs * self.sampler.steps_per_epoch
         self.journal = Journal(cluster, self.total_steps, options.max_seconds)
+        self.recorder: PerformanceRecorder  # from `create`, since it measures the network first
         self.elapsed_s = 0.0  # the mean over ranks, so that all ranks decide alike
 
     @classmethod
@@ -64,8 +68,16 @@ class Trainer:
         whole = GPT(config)
         parameters = parameter_count(whole)
         strategy = shardnet.ShardingStrategy(options.strategy)
-        model = await cluster.shard(whole, units=(Block, Bigrams), strategy=strategy, prefetch=options.prefetch)
+        model = await cluster.shard(
+            whole,
+            units=(Block, Bigrams),
+            strategy=strategy,
+            prefetch=options.prefetch,
+            mixed_precision=PRECISIONS[options.precision],
+            compression=COMPRESSIONS[options.compress],
+        )
         trainer = cls(cluster, options, text, config, model)
+        trainer.recorder = await cluster.record(model, trainer.optimizer)
         trainer.journal.began(parameters, text, tokens_per_step=trainer.sampler.global_batch * options.context)
         return trainer
 
@@ -75,7 +87,8 @@ class Trainer:
             await self.step(step)
             last = step == self.total_steps or self.elapsed_s >= (self.options.max_seconds or math.inf)
             if last or step % self.options.valid_every == 0:
-                self.journal.validated(step, await self.validate())
+                with self.recorder.paused():
+                    self.journal.validated(step, await self.validate())
             if last:
                 return
 
@@ -87,6 +100,7 @@ class Trainer:
             group["lr"] = rate
         share = self.sampler.share(step - 1)
         inputs, targets = self.text.train.batch(share.indices)
+        self.recorder.count(samples=share.samples, tokens=share.samples * self.options.context)
         loss = share.weight * cross_entropy(await self.model(inputs), targets)
         progress = torch.tensor([loss.item(), self.journal.elapsed_s], dtype=torch.float64)
         agreed = self.cluster.backend.all_reduce(progress, shardnet.ReduceOp.MEAN, label="progress")

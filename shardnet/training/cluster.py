@@ -3,7 +3,7 @@
 import errno
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,10 @@ from shardnet.backend.cluster import ClusterBackend
 from shardnet.backend.loopback import LoopbackBackend
 from shardnet.credentials import Security
 from shardnet.errors import UsageError
-from shardnet.fsdp import AsyncFSDP, ShardingStrategy
+from shardnet.fsdp import AsyncFSDP, Compression, MixedPrecision, ShardingStrategy
+from shardnet.fsdp.initial_values import InitFunction
 from shardnet.loop import LoopThread
+from shardnet.performance import PerformanceRecorder, measure_link
 from shardnet.rendezvous.client import join
 from shardnet.rendezvous.identity import new_incarnation, node_identity
 from shardnet.rendezvous.request import JoinRequest
@@ -41,6 +43,7 @@ class Cluster:
         self.backend = backend
         self.topology = topology
         self._models: list[AsyncFSDP] = []
+        self._recorders: list[PerformanceRecorder] = []
 
     @property
     def rank(self) -> int:
@@ -66,11 +69,39 @@ class Cluster:
         strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
         intra_node_size: int | None = None,
         prefetch: int = 1,
+        mixed_precision: MixedPrecision | None = None,
+        reshard_after_forward: bool | int | None = None,
+        compression: Compression | None = None,
+        ignored_modules: Iterable[nn.Module] = (),
+        param_init_fn: InitFunction | None = None,
+        initial_state: Mapping[str, torch.Tensor] | None = None,
+        device: torch.device | str | None = None,
     ) -> AsyncFSDP:
         """Shard a module over the cluster; see `FSDP` for the arguments. All ranks must call it. Closed with the cluster."""
-        model = await AsyncFSDP(module, self.backend, units=units, strategy=strategy, intra_node_size=intra_node_size, prefetch=prefetch)
+        model = await AsyncFSDP(
+            module,
+            self.backend,
+            units=units,
+            strategy=strategy,
+            intra_node_size=intra_node_size,
+            prefetch=prefetch,
+            mixed_precision=mixed_precision,
+            reshard_after_forward=reshard_after_forward,
+            compression=compression,
+            ignored_modules=ignored_modules,
+            param_init_fn=param_init_fn,
+            initial_state=initial_state,
+            device=device,
+        )
         self._models.append(model)
         return model
+
+    async def record(self, model: AsyncFSDP | None, optimizer: torch.optim.Optimizer) -> PerformanceRecorder:
+        """Measure how fast the network is, then watch a training; None for a model that is not sharded. All ranks must
+        call it. Closed with the cluster; `shardnet.performance` has what makes the cluster's figures of the ranks'."""
+        recorder = PerformanceRecorder(model or self.backend, optimizer, link_bytes_per_s=await measure_link(self.backend))
+        self._recorders.append(recorder)
+        return recorder
 
     async def mean(self, value: float, *, weight: float = 1.0) -> float:
         """The weighted mean of a number over ranks; all ranks must call it."""
@@ -92,6 +123,8 @@ class Cluster:
         self.telemetry.progress = Progress(step, total_steps, loss, tokens_per_s, exposed_share, note)
 
     async def _close_models(self) -> None:
+        for recorder in self._recorders:
+            recorder.close()
         for model in self._models:
             await model.aclose()
 
@@ -172,13 +205,15 @@ async def _join_cluster(settings: Settings, stack: AsyncExitStack) -> tuple[Back
         snapshot=lambda: worker_snapshot(telemetry, topology),
         security=security,
     )
-    service = MeshService(settings.timeouts.connect_s)
-    endpoint.add(service.handlers)
+    service = MeshService(settings.timeouts, settings.limits)
+    endpoint.add_mesh(service)
     await loop.run_here(endpoint.start())
     stack.push_async_callback(lambda: loop.run_here(endpoint.aclose()))
 
     def on_lost(rank: int, reason: str, left: bool) -> None:
-        # Only a hint: the rendezvous may have lost a worker whose peers still reach it. The mesh sees for itself.
+        # Only a hint: the rendezvous may have lost a worker whose peers still reach it. The mesh sees for itself, sooner for it.
+        if service.mesh is not None:
+            service.mesh.suspect(rank)
         log.info("[rank %d] the rendezvous says that rank %d is gone (%s)", topology.rank if topology else -1, rank, reason)
 
     request = JoinRequest(

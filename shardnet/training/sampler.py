@@ -4,7 +4,8 @@
 while all ranks hold equally many. In an epoch's last step they may not, so a rank multiplies the mean loss of its
 own samples by `weight` = own samples · world_size / samples of all ranks. The mean over ranks of these products is
 the mean over samples, whatever the sizes are. A rank without samples still takes part, since the others need it for
-their collectives: it runs one sample with weight 0, which adds exact zeros.
+their collectives: it runs one sample with weight 0, which adds exact zeros. All ranks work this out for themselves, since
+they know the whole data set; where each knows its own part alone, `FSDP.uneven` asks.
 """
 
 import random

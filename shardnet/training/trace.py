@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from shardnet.backend.base import Backend
+from shardnet.backend.gather import gather_json
 from shardnet.errors import ProtocolError
 from shardnet.telemetry import Span, Telemetry, Track
-from shardnet.training.gather import gather_json
 
 _TRACKS = tuple(Track)
 _LANES_PER_TRACK = 1000  # thread numbers set aside for a track; more lanes than threads of a process is no timeline

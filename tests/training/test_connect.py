@@ -5,6 +5,7 @@ import os
 import re
 import signal
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from shardnet.config import Timeouts
 from shardnet.errors import ClosedError, JoinTimeout, ListenError, PeerLost, PlaintextRefused, UsageError
 from shardnet.loop import LoopThread
 from shardnet.transport.observe import Health, health, snapshot
-from tests.training.workers import PATIENCE_S, Message, Nursery, Worker, rendezvous, streaming
+from tests.training.workers import PATIENCE_S, Message, Nursery, Worker, begin, rendezvous, streaming
 
 KILLED_WITHIN_S = 5.0  # about 0.1 s where nothing else runs
 FROZEN_WITHIN_S = 8.0  # 1.5 x suspect_s, and time for a crowded machine
@@ -57,6 +58,20 @@ async def test_without_a_launcher_it_is_a_world_of_one() -> None:
     assert (cluster.telemetry.step, cluster.telemetry.progress.total_steps) == (4, 9)
     with pytest.raises(ClosedError, match=r"\[rank 0/1 epoch 1 step 4\] the backend is closed"):
         cluster.backend.barrier()
+
+
+async def test_a_training_is_recorded_until_the_cluster_is_left() -> None:
+    async with shardnet.connect() as cluster:
+        model = await cluster.shard(torch.nn.Linear(3, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        recorder = await cluster.record(model, optimizer)
+        recorder.count(samples=2)
+        await model.backward((await model(torch.ones(2, 3))).sum())
+        await model.step(optimizer)
+        assert (recorder.figures().steps, recorder.figures().samples) == (1, 2)
+        assert (recorder.zero3.forward_passes, recorder.zero3.backward_passes) == (1, 1)
+    optimizer.step()
+    assert recorder.figures().steps == 1
 
 
 async def test_an_error_in_the_block_comes_out_as_it_is_and_the_backend_is_closed() -> None:
@@ -208,6 +223,16 @@ def test_a_frozen_worker_is_lost_after_a_while_and_when_thawed_ends_with_an_erro
         assert said["lost"] in {survivor.rank for survivor in workers}
         assert said["leaks"] == []
         assert [worker.end() for worker in (*workers, frozen)] == [0, 0, 0]
+
+
+@pytest.mark.timeout(120)
+def test_a_worker_whose_interpreter_is_held_is_waited_for(nursery: Nursery) -> None:
+    """Not a ping is answered for three times `suspect_s`; but its process lives, and the rendezvous hears it."""
+    with rendezvous() as address, ExitStack() as stack:
+        workers = [stack.enter_context(Worker(nursery, address)) for _ in range(2)]
+        begin(workers, work="hold", seconds=3, suspect_s=1.0)
+        assert [worker.hear("left")["error"] for worker in workers] == [None, None]
+        assert [worker.end() for worker in workers] == [0, 0]
 
 
 @pytest.mark.timeout(120)

@@ -4,11 +4,14 @@ Importing torch takes seconds, so one process imports everything, starts no thre
 rendezvous that comes through the socket, with the descriptors that the worker shall have for its standard input and output.
 
 Each line that a worker reads is a job to join, as JSON: {"job", "world_size", "work", ...}; WORK below has the kinds of work. It says when
-it has joined, and when it has left: by which error, when, and what it still holds then. It ends when its standard input does.
+it has joined, and when it has left: by which error, when, what it still holds then, and what its work gave. It ends when its standard
+input does.
 """
 
 import asyncio
+import ctypes
 import gc
+import importlib
 import json
 import os
 import random
@@ -69,21 +72,23 @@ class Worker:
         before = Resources()
         timeouts = Timeouts(connect_s=10.0, join_s=20.0, suspect_s=command.get("suspect_s", 2.0), collective_s=20.0, drain_s=1.0)
         size = command["world_size"]
+        members = {"job": command["job"], "min_world_size": size, "max_world_size": size, "node": command.get("node", "")}
         error: Exception | None = None
+        result: object = None
         failed_s = 0.0
         try:
-            async with shardnet.connect(
-                rendezvous=self._rendezvous, job=command["job"], min_world_size=size, max_world_size=size, timeouts=timeouts
-            ) as cluster:
+            async with shardnet.connect(rendezvous=self._rendezvous, timeouts=timeouts, **members) as cluster:
                 say("joined", rank=cluster.rank, address=cluster.topology.me.address)
                 try:
-                    await WORK[command["work"]](self, cluster, command)
+                    result = await WORK[command["work"]](self, cluster, command)
                 except Exception:
                     failed_s = time.monotonic()
                     raise
         except Exception as caught:  # noqa: BLE001 - told to the test, which knows what to expect
             error = caught
-        facts = {"error": type(error).__name__, "lost": getattr(error, "rank", None), "message": str(error)} if error else {"error": None}
+        facts: Command = {"error": None, "result": result}
+        if error:
+            facts = {"error": type(error).__name__, "lost": getattr(error, "rank", None), "message": str(error)}
         error = None  # its traceback holds the frames, and they the backend
         say("left", failed_s=failed_s, leaks=await asyncio.to_thread(lasting_leaks, before), **facts)
 
@@ -112,6 +117,19 @@ class Worker:
                 say("streaming")
             if (await told).item():
                 return
+
+    async def call(self, cluster: shardnet.Cluster, command: Command) -> object:
+        """What a function gives that gets the backend, in a thread of its own: "module:name", with arguments."""
+        module, name = command["function"].split(":")
+        function = getattr(importlib.import_module(module), name)
+        return await asyncio.to_thread(function, cluster.backend, *command["arguments"])
+
+    async def hold(self, cluster: shardnet.Cluster, command: Command) -> None:
+        """Rank 0 keeps the interpreter to itself for some seconds, as code in C may that loads a large file."""
+        await cluster.backend.barrier()
+        if cluster.rank == 0:
+            ctypes.PyDLL(None).sleep(command["seconds"])
+        await cluster.backend.barrier()
 
     async def train(self, cluster: shardnet.Cluster, command: Command) -> None:
         """Train a small GPT; say after each tenth of the steps what this process holds."""
@@ -150,7 +168,12 @@ def holdings() -> dict[str, int]:
     }
 
 
-WORK: dict[str, Callable[[Worker, shardnet.Cluster, Command], Awaitable[None]]] = {"stream": Worker.stream, "train": Worker.train}
+WORK: dict[str, Callable[[Worker, shardnet.Cluster, Command], Awaitable[object]]] = {
+    "call": Worker.call,
+    "stream": Worker.stream,
+    "hold": Worker.hold,
+    "train": Worker.train,
+}
 
 
 def nursery(control: socket.socket) -> str | None:

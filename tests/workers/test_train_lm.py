@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -74,9 +75,26 @@ async def test_two_ranks_learn_what_one_learns(tmp_path: Path, book: Path) -> No
     assert all(rank["held_bytes"] < 0.55 * held and rank["sent_bytes"] > 0 for rank in two["ranks"])
     assert "of the time spent waiting for communication" in printed
     assert "[0]   | def main(" in printed
+    assert re.search(r"\[0\] speed: 22 steps of 2 ranks, median .* tokens/s; communication waited for .* of the links' speed", printed)
     events = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
     for rank in (0, 1):
         assert {"compute", "communication"} <= {event.get("cat") for event in events if event["pid"] == rank}
+
+
+@pytest.mark.blocks_loop
+async def test_bfloat16_learns_nearly_the_same(book: Path) -> None:
+    async def losses(precision: str) -> list[float]:
+        parsed = parse_options([*TINY.split(), f"--text={book}", "--steps=12", f"--precision={precision}"])
+        async with shardnet.connect() as cluster:
+            trainer = await Trainer.create(cluster, parsed, read_text(book, context=16))
+            await trainer.run()
+            assert all(parameter.dtype == torch.float32 for parameter in trainer.model.parameters())
+            return [step.loss for step in trainer.journal.steps]
+
+    exact, rounded = await losses("float32"), await losses("bfloat16")
+    assert exact[-1] < exact[0] - 0.3
+    assert rounded == pytest.approx(exact, rel=0.01)
+    assert rounded != exact
 
 
 @pytest.mark.timeout(90)
@@ -131,7 +149,19 @@ def test_a_run_without_a_length_is_limited_in_time() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", ["--dim 30 --heads 4", "--steps 0", "--steps 3 --epochs 1", "--decay 2", "--warmup 30", "--bigrams -1", "--batch x"]
+    "wrong",
+    [
+        "--dim 30 --heads 4",
+        "--steps 0",
+        "--steps 3 --epochs 1",
+        "--decay 2",
+        "--warmup 30",
+        "--bigrams -1",
+        "--batch x",
+        "--compress int4",
+        "--compress int8 --strategy no_shard",
+        "--compress bfloat16 --precision bfloat16",
+    ],
 )
 def test_options_that_make_no_sense_are_refused(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ending:
