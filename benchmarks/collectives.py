@@ -19,10 +19,10 @@ class Disagreement(Exception):
 def measure(session: Collectives, backend: Backend) -> Iterator[Row]:
     """One row a case, the same on all ranks. A collective."""
     for case in session.cases:
-        yield _measure(case, backend, session.chunk_bytes)
+        yield _measure(case, backend, session)
 
 
-def _measure(case: Case, backend: Backend, chunk_bytes: int) -> Row:
+def _measure(case: Case, backend: Backend, session: Collectives) -> Row:
     tasks = [_Task(engine, case, backend) for engine in (Shardnet(backend), Gloo())]
     ours, theirs = race([task.contender for task in tasks], case.repeats)
     if not torch.equal(tasks[0].result, tasks[1].result):
@@ -36,7 +36,8 @@ def _measure(case: Case, backend: Backend, chunk_bytes: int) -> Row:
         ranks=backend.world_size,
         bytes=case.bytes,
         peer="gloo",
-        chunk_bytes=chunk_bytes,
+        transport=str(session.transport),
+        chunk_bytes=session.chunk_bytes,
     )
 
 

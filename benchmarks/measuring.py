@@ -14,7 +14,7 @@ import torch.distributed as dist
 import shardnet
 from benchmarks import collectives, training
 from benchmarks.journal import Journal
-from benchmarks.plan import Collectives, Session, Training
+from benchmarks.plan import Collectives, Session, Training, Transport
 from benchmarks.row import Row
 from benchmarks.tables import one_line
 
@@ -26,7 +26,8 @@ async def measure(session: Session, directory: Path) -> None:
     """Join the cluster, measure, leave. `directory` is shared by the ranks: gloo's meeting point and the journal."""
     torch.set_num_threads(1)  # for both sides: ranks that share cores must not fight for them with threads as well
     limits = shardnet.Limits(chunk_bytes=session.chunk_bytes)
-    async with shardnet.connect(limits=limits) as cluster:
+    alone = {"node": f"rank {os.environ['SHARDNET_LOCAL_RANK']}"} if session.transport is Transport.GRPC else {}
+    async with shardnet.connect(limits=limits, **alone) as cluster:
         # In a thread of its own, so that signals find this loop awake. The first one closes the cluster, which ends the thread.
         await asyncio.to_thread(_measure, session, cluster.backend, directory)
 

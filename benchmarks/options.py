@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from benchmarks.plan import Case, Collectives, Op, Session, Training, default_repeats
+from benchmarks.plan import Case, Collectives, Op, Session, Training, Transport, default_repeats
 from shardnet.config import KIB, MIB, Limits
 
 T = TypeVar("T")
@@ -23,7 +23,7 @@ EPILOG = """\
 examples:
   python -m benchmarks                                        everything, for the record
   python -m benchmarks --quick                                whether it works, in half a minute
-  python -m benchmarks --only collectives --ranks 4 --sizes 16MiB,64MiB --ops all_reduce
+  python -m benchmarks --only collectives --transports shm --ranks 4 --sizes 16MiB,64MiB --ops all_reduce
   python -m benchmarks --markdown benchmarks/latest.json      the tables of an earlier run, as Markdown
 """
 
@@ -73,11 +73,13 @@ def _sessions(options: argparse.Namespace) -> Iterator[Session]:
     if options.only != "step":
         cases = tuple(Case(op, size, options.repeats or default_repeats(size)) for op in options.ops for size in options.sizes)
         for ranks in options.ranks:
-            yield Collectives(ranks, options.chunk, cases)
+            for transport in options.transports:
+                yield Collectives(ranks, transport, options.chunk, cases)
     if options.only != "collectives":
         model = {name: getattr(options, name) for name in ("steps", "dim", "layers", "heads", "context", "bigrams", "batch")}
         for ranks in options.step_ranks:
-            yield Training(ranks, options.chunk, **model)
+            for transport in options.transports:
+                yield Training(ranks, transport, options.chunk, **model)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -90,6 +92,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", type=Path, default=LATEST, metavar="PATH", help="where the numbers go (default: %(default)s)")
     parser.add_argument(
         "--markdown", type=Path, nargs="?", const=LATEST, metavar="PATH", help="measure nothing; print a JSON file's tables as Markdown"
+    )
+    parser.add_argument(
+        "--transports",
+        type=_list_of(Transport),
+        default=tuple(Transport),
+        metavar="NAME,...",
+        help="what carries shardnet's data: grpc (each rank is a node), shm (all ranks are one node and share memory); default: both",
     )
     _add_collectives(parser.add_argument_group("collectives"))
     _add_training(parser.add_argument_group("training step"))

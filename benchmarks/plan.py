@@ -18,6 +18,13 @@ class Op(StrEnum):
         return (ranks - 1) * full_bytes * (2 if self is Op.ALL_REDUCE else 1)
 
 
+class Transport(StrEnum):
+    """What carries shardnet's data. GRPC: each rank is a node of its own, though all are on this machine; SHM: all are one node."""
+
+    GRPC = "grpc"
+    SHM = "shm"
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
     """One collective of one size.
@@ -36,6 +43,7 @@ class Collectives:
     """Cases that the same processes measure one after the other."""
 
     ranks: int
+    transport: Transport
     chunk_bytes: int
     cases: tuple[Case, ...]
 
@@ -45,6 +53,7 @@ class Training:
     """Training steps of a GPT. Sizes as in workers/gpt.py; `batch` is the number of sequences of one rank."""
 
     ranks: int
+    transport: Transport
     chunk_bytes: int
     steps: int
     dim: int
@@ -73,6 +82,7 @@ def to_json(session: Session) -> str:
 
 def from_json(text: str) -> Session:
     fields = json.loads(text)
+    fields["transport"] = Transport(fields["transport"])
     if fields.pop("kind") == Training.__name__:
         return Training(**fields)
     cases = tuple(Case(Op(case["op"]), case["bytes"], case["repeats"]) for case in fields.pop("cases"))

@@ -34,7 +34,7 @@ class Row:
     kind         "collective" or "step"
     op           which collective, or "train_step"
     topology     where the ranks are: "one-node" is all on one machine
-    transport    what shardnet used
+    transport    what carried shardnet's data: "grpc", or "shm" where ranks share memory
     bytes        collective: the full tensor on a rank (gathered for all_gather, unreduced otherwise); step: all parameters
     ours_ms      median; q1 and q3 are the quartiles. Each run counts with the time of its slowest rank
     ratio        peer_ms / ours_ms: above 1 shardnet is ahead
@@ -75,7 +75,6 @@ class Row:
         peer_q1, peer_ms, peer_q3 = theirs.quartiles_ms()
         return cls(
             topology="one-node",
-            transport="grpc",
             repeats=len(ours.wall_s),
             ours_ms=ours_ms,
             ours_q1_ms=ours_q1,

@@ -3,12 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from benchmarks.plan import Transport
 from benchmarks.row import Row, collectives, steps
 from benchmarks.targets import Outcome, judge
 from shardnet.cli.units import short_bytes
 from shardnet.config import KIB, MIB
 
 GIB = 1024 * MIB
+_VIA: dict[str, str] = {Transport.GRPC: "over gRPC", Transport.SHM: "through shared memory"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,21 +23,28 @@ class Table:
 def tables(rows: Sequence[Row]) -> list[Table]:
     """Collectives by number of ranks, the targets, training steps; those for which there are rows."""
     measured = collectives(rows)
-    by_ranks = [_collectives(ranks, [row for row in measured if row.ranks == ranks]) for ranks in sorted({row.ranks for row in measured})]
+    by_ranks = [
+        _collectives(ranks, transport, [row for row in measured if (row.ranks, row.transport) == (ranks, transport)])
+        for ranks, transport in sorted({(row.ranks, row.transport) for row in measured})
+    ]
     trained = steps(rows)
-    by_size = [_steps(size, [row for row in trained if row.bytes == size]) for size in sorted({row.bytes for row in trained})]
+    by_size = [
+        _steps(size, transport, [row for row in trained if (row.bytes, row.transport) == (size, transport)])
+        for size, transport in sorted({(row.bytes, row.transport) for row in trained})
+    ]
     return [table for table in (*by_ranks, _targets(judge(rows)), *by_size) if table.rows]
 
 
 def one_line(row: Row) -> str:
     """A row while the rest is still being measured."""
     what = f"{row.op} {size(row.bytes)}" if row.kind == "collective" else row.op
-    return f"{row.ranks} ranks  {what:<22}  shardnet {_ms(row.ours_ms)} ms  {row.peer} {_ms(row.peer_ms)} ms  {_ratio(row.ratio)}"
+    times = f"shardnet {_ms(row.ours_ms)} ms  {row.peer} {_ms(row.peer_ms)} ms"
+    return f"{row.ranks} ranks  {row.transport:<4}  {what:<22}  {times}  {_ratio(row.ratio)}"
 
 
-def _collectives(ranks: int, rows: Sequence[Row]) -> Table:
+def _collectives(ranks: int, transport: str, rows: Sequence[Row]) -> Table:
     return Table(
-        f"{ranks} ranks on one machine: shardnet over gRPC and torch over gloo",
+        f"{ranks} ranks on one machine: shardnet {_VIA[transport]} and torch over gloo",
         ("collective", "size", "shardnet ms", "q1-q3", "gloo ms", "q1-q3", "ratio", "shardnet CPU s/GiB", "gloo CPU s/GiB"),
         tuple(
             (
@@ -57,10 +66,11 @@ def _collectives(ranks: int, rows: Sequence[Row]) -> Table:
 def _targets(outcomes: Sequence[Outcome]) -> Table:
     return Table(
         "Geometric means over 1, 16 and 64 MiB, and the targets",
-        ("collectives", "ranks", "ratio", "target", ""),
+        ("collectives", "by", "ranks", "ratio", "target", ""),
         tuple(
             (
                 outcome.target.name,
+                str(outcome.target.transport),
                 str(outcome.ranks),
                 _ratio(outcome.mean),
                 _ratio(outcome.target.ratio),
@@ -71,10 +81,10 @@ def _targets(outcomes: Sequence[Outcome]) -> Table:
     )
 
 
-def _steps(parameter_bytes: int, rows: Sequence[Row]) -> Table:
+def _steps(parameter_bytes: int, transport: str, rows: Sequence[Row]) -> Table:
     ranks = sorted({row.ranks for row in rows})
     return Table(
-        f"A training step of a GPT with {parameter_bytes / 4e6:.1f} M parameters",
+        f"A training step of a GPT with {parameter_bytes / 4e6:.1f} M parameters, shardnet {_VIA[transport]}",
         ("engine", "ranks", "ms", "q1-q3", "ratio", "CPU s/step", "last loss"),
         tuple(line for count in ranks for line in _step_lines([row for row in rows if row.ranks == count])),
     )

@@ -1,10 +1,10 @@
-"""What shardnet wants to reach over gRPC alone, and whether a run did."""
+"""What shardnet wants to reach, and whether a run did."""
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from benchmarks.plan import Op
+from benchmarks.plan import Op, Transport
 from benchmarks.row import Row, collectives
 from shardnet.config import MIB
 
@@ -15,6 +15,7 @@ SIZES = (MIB, 16 * MIB, 64 * MIB)  # that count; below them it is latency that i
 class Target:
     """The least geometric mean of ratios over `ops` and SIZES that will do, at each number of ranks."""
 
+    transport: Transport
     ops: tuple[Op, ...]
     ratio: float
 
@@ -28,8 +29,9 @@ class Target:
 
 
 TARGETS = (
-    Target((Op.ALL_GATHER, Op.REDUCE_SCATTER), 1.0),
-    Target((Op.ALL_REDUCE,), 0.6),
+    Target(Transport.GRPC, (Op.ALL_GATHER, Op.REDUCE_SCATTER), 1.0),
+    Target(Transport.GRPC, (Op.ALL_REDUCE,), 0.6),
+    Target(Transport.SHM, (Op.ALL_GATHER, Op.REDUCE_SCATTER, Op.ALL_REDUCE), 5.0),
 )
 
 
@@ -52,7 +54,9 @@ def judge(rows: Sequence[Row]) -> list[Outcome]:
 
 
 def _judge(target: Target, ranks: int, rows: Iterable[Row]) -> Outcome | None:
-    ratios = {(row.op, row.bytes): row.ratio for row in rows if row.ranks == ranks and row.op in target.ops}
+    ratios = {
+        (row.op, row.bytes): row.ratio for row in rows if row.ranks == ranks and row.transport == target.transport and row.op in target.ops
+    }
     if not ratios:
         return None
     mean = geometric_mean(ratios.values())

@@ -37,6 +37,7 @@ def measure(session: Training, backend: Backend, on_step: Callable[[int], None])
             ranks=backend.world_size,
             bytes=size,
             peer=peer.name,
+            transport=str(session.transport),
             chunk_bytes=session.chunk_bytes,
             ours_loss=losses[0][-1].item(),
             peer_loss=None if isinstance(peer, Alone) else peer_losses[-1].item(),

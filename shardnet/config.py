@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 KIB = 1024
 MIB = 1024 * KIB
+_PIECES = 4  # of a window: one is written, one is read, and the rest lets each side get on; more would cost more messages
 
 
 def _positive(owner: object, **values: float) -> None:
@@ -50,11 +51,13 @@ class Timeouts:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Sizes in bytes that bound memory and messages.
+    """Sizes in bytes that bound memory and messages; alike on all ranks of a cluster.
 
     chunk_bytes        payload of one message (benchmarks/README.md)
     eager_bytes        a collective at most this large per peer is sent without waiting for the receiver
     max_message_bytes  a received message above this is refused by gRPC before it is allocated
+    window_bytes       memory in which a rank's data waits for the other ranks of its node, where they share memory
+    inline_bytes       less than this goes over gRPC in any case, which is sooner than copied and announced
     max_outstanding    collectives under way per group and rank; more wait their turn. With eager_bytes it
                        bounds what a peer that runs ahead can make this rank hold
     """
@@ -62,16 +65,28 @@ class Limits:
     chunk_bytes: int = 2 * MIB
     eager_bytes: int = MIB
     max_message_bytes: int = 16 * MIB
+    window_bytes: int = 16 * MIB
+    inline_bytes: int = 32 * KIB
     max_outstanding: int = 32
 
     def __post_init__(self) -> None:
         _positive(self, chunk_bytes=self.chunk_bytes, max_message_bytes=self.max_message_bytes, max_outstanding=self.max_outstanding)
         if self.eager_bytes < 0:
             raise ValueError(f"Limits.eager_bytes must not be negative, got {self.eager_bytes}")
+        if self.inline_bytes < 0:
+            raise ValueError(f"Limits.inline_bytes must not be negative, got {self.inline_bytes}")
+        if self.window_bytes < 2 * self.chunk_bytes:  # a chunk is written while another one is read
+            raise ValueError(f"Limits.window_bytes ({self.window_bytes}) must hold two of chunk_bytes ({self.chunk_bytes})")
         if self.chunk_bytes % 8:
             raise ValueError(f"Limits.chunk_bytes must be a multiple of 8 (whole elements), got {self.chunk_bytes}")
         if self.chunk_bytes + 64 * KIB > self.max_message_bytes:
             raise ValueError(f"Limits.max_message_bytes ({self.max_message_bytes}) must exceed chunk_bytes ({self.chunk_bytes}) by 64 KiB")
+
+    @property
+    def piece_bytes(self) -> int:
+        """What one message stands for between ranks of a node: a chunk, or more where the window holds several of that size."""
+        most = min(self.window_bytes // _PIECES, self.max_message_bytes - 64 * KIB)
+        return max(self.chunk_bytes, most - most % 8)
 
     @property
     def direct_bytes(self) -> int:

@@ -44,5 +44,10 @@ class Topology:
         return tuple(m.rank for m in self.members if m.node_group == node_group)
 
     @property
+    def neighbours(self) -> tuple[int, ...]:
+        """The other ranks of this rank's node."""
+        return tuple(rank for rank in self.node_ranks(self.me.node_group) if rank != self.rank)
+
+    @property
     def node_count(self) -> int:
         return len({m.node_group for m in self.members})

@@ -24,4 +24,5 @@ class ClusterBackend(MeshBackend):
         except BaseException:
             mesh.abort()
             raise
+        board.telemetry.memory_peers = mesh.memory_peers
         return cls(board, board.world, timeouts)

@@ -12,13 +12,25 @@ class LoopbackBackend(MeshBackend):
     """One rank of a group that lives in this process; for tests, notebooks and a world of one."""
 
     @classmethod
-    def create_group(cls, world_size: int, *, timeouts: Timeouts | None = None, limits: Limits | None = None) -> list["LoopbackBackend"]:
-        """The backends of a new group, by rank. Use each from a thread or task of its own."""
+    def create_group(
+        cls, world_size: int, *, ranks_per_node: int | None = None, timeouts: Timeouts | None = None, limits: Limits | None = None
+    ) -> list["LoopbackBackend"]:
+        """The backends of a new group, by rank. Use each from a thread or task of its own.
+
+        `ranks_per_node` has them take one another for several nodes, as algorithms and node groups go; default: all are one.
+        """
         if world_size < 1:
             raise InvalidWorldSizeError(f"world size must be at least 1, got {world_size}")
+        nodes = nodes_of(world_size, ranks_per_node)
         backends = []
         for mesh in MemoryMesh.connect(world_size):
-            board = Switchboard(mesh, Telemetry(), limits or Limits())
+            board = Switchboard(mesh, Telemetry(), limits or Limits(), nodes)
             mesh.attach(board)
             backends.append(cls(board, board.world, timeouts or Timeouts()))
         return backends
+
+
+def nodes_of(world_size: int, ranks_per_node: int | None) -> tuple[tuple[int, ...], ...]:
+    """The ranks of each node; without a number of ranks a node, all are on one."""
+    per_node = ranks_per_node or world_size
+    return tuple(tuple(range(first, min(first + per_node, world_size))) for first in range(0, world_size, per_node))

@@ -35,6 +35,7 @@ class Stats:
     bytes_sent: int
     bytes_received: int
     resident_bytes: int
+    memory_peers: tuple[int, ...]  # ranks to which it sends through shared memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,4 +127,5 @@ def _read(reply: stats_pb2.SnapshotReply) -> Stats:
         bytes_sent=reply.bytes_sent,
         bytes_received=reply.bytes_received,
         resident_bytes=reply.resident_bytes,
+        memory_peers=tuple(reply.memory_peers),
     )

@@ -8,9 +8,23 @@ from shardnet.cli.grid import Row, grid
 from shardnet.cli.observation import RENDEZVOUS, ClusterView, JobView, Stats, WorkerView
 from shardnet.cli.units import short_bytes, short_duration, short_number
 
-_WORKER_HEAD = ("rank", "node", "address", "state", "step", "loss", "tokens/s", "wait", "sent", "received", "memory", "collectives")
+_WORKER_HEAD = (
+    "rank",
+    "node",
+    "address",
+    "state",
+    "step",
+    "loss",
+    "tokens/s",
+    "wait",
+    "sent",
+    "received",
+    "memory",
+    "shared with",
+    "collectives",
+)
 _OP_HEAD = ("collective", "count", "failed", "sent", "mean time")
-_WORDS = frozenset({"node", "address", "state", "collective"})  # columns that are no numbers
+_WORDS = frozenset({"node", "address", "state", "shared with", "collective"})  # columns that are no numbers
 _NONE = "-"
 
 
@@ -51,6 +65,7 @@ def _worker(worker: WorkerView) -> Row:
         short_bytes(stats.bytes_sent),
         short_bytes(stats.bytes_received),
         short_bytes(stats.resident_bytes),
+        ",".join(map(str, stats.memory_peers)) or _NONE,
         str(sum(op.count for op in stats.collectives.values())),
     )
 

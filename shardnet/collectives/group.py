@@ -16,6 +16,7 @@ import concurrent.futures
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from shardnet.collectives import verdict
@@ -42,6 +43,7 @@ class Group:
         self.members = members  # global ranks, ascending
         self.rank = members.index(board.mesh.rank)
         self.size = len(members)
+        self.on_one_node = any(set(members) <= set(node) for node in board.nodes)
         self._local = {member: index for index, member in enumerate(members)}
         self._lock = threading.Lock()
         self._next = 0  # the next number to give out (any thread, under the lock)
@@ -144,10 +146,10 @@ class Group:
 
     # --- traffic (loop thread)
 
-    async def send(self, operation: Operation, peer: int, chunk: Chunk) -> None:
-        """Send a chunk of an operation. Raises PeerLost naming the collective."""
+    async def send(self, operation: Operation, peers: Sequence[int], chunk: Chunk) -> None:
+        """Send a chunk of an operation to one peer or more. Raises PeerLost naming the collective."""
         try:
-            await self.board.send(self.members[peer], chunk)
+            await self.board.send_all([self.members[peer] for peer in peers], chunk)
         except PeerLost as error:  # the mesh knows who it is, but not what this rank was doing
             raise self._peer_lost(error.rank, self.board.lost.get(error.rank, str(error)), operation) from error
 

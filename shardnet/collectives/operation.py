@@ -92,7 +92,15 @@ class Operation:
         """Send one chunk. `data` must stay as it is until this returns; `frame` is its encoded form where known."""
         control = None if announcement is None else mesh_pb2.Control(announcement=announcement)
         self.bytes_sent += len(data)
-        await self.group.send(self, peer, Chunk(self.group.epoch, self.group.id, self.sequence, block, offset, data, control, frame))
+        await self.group.send(self, (peer,), self._chunk(block, offset, data, control, frame))
+
+    async def send_all(self, block: int, offset: int, data: Buffer) -> None:
+        """Send one chunk to every peer."""
+        self.bytes_sent += len(data) * len(self.group.peers)
+        await self.group.send(self, self.group.peers, self._chunk(block, offset, data))
+
+    def _chunk(self, block: int, offset: int, data: Buffer, control: mesh_pb2.Control | None = None, frame: Buffer | None = None) -> Chunk:
+        return Chunk(self.group.epoch, self.group.id, self.sequence, block, offset, data, control, frame)
 
     def on_chunk(self, source: int, chunk: Chunk) -> None:
         """Take what a peer sent for this collective."""

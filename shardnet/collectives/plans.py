@@ -1,9 +1,9 @@
 """Which algorithm a collective takes, on flat arrays of one rank.
 
 Up to about `Limits.eager_bytes` a peer everything is a direct exchange: one step, one message a peer, or two steps for an
-all-reduce that is too large to send to everyone whole. Above that, gathers and sums go around the ring. Sums of 16-bit
-floats are exchanged at any size (see [Note: reduction order]). The choice depends only on what all ranks know, so they
-choose alike.
+all-reduce that is too large to send to everyone whole. Above that, gathers and sums are direct, too, chunk by chunk, where
+all ranks are on one node, and go around the ring otherwise; but there sums of 16-bit floats are exchanged at any size (see
+[Note: reduction order]). The choice depends only on what all ranks know, so they choose alike.
 
 [Note: no rank ends before all have entered] Whichever algorithm: what lets a rank end depends on every rank's
 announcement. So no rank reports success for a collective that others refuse, and a rank that leaves after its last
@@ -15,6 +15,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from shardnet.collectives.direct import Direct
 from shardnet.collectives.exchange import Exchange
 from shardnet.collectives.group import Group
 from shardnet.collectives.operation import Algorithm, Operation
@@ -49,15 +50,20 @@ def all_gather(group: Group, source: Array, output: Array, bounds: Bounds) -> Al
     if is_small(group, bounds, output.itemsize):
         receives = {peer: output[slice(*bounds[peer])] for peer in group.peers}
         return Exchange(dict.fromkeys(group.peers, own), receives, group.peers, eager=True).run
+    if group.on_one_node:
+        return Direct(bounds, output, gather=True).run
     return _around(Ring(bounds, output, gather=True))
 
 
 def reduce_scatter(group: Group, source: Array, output: Array, bounds: Bounds, reduction: Reduction) -> Algorithm:
     """`output` is this rank's block of the reduced `source`."""
-    if is_small(group, bounds, source.itemsize) or reduction.widens:
+    small = is_small(group, bounds, source.itemsize)
+    if group.on_one_node and not small:
+        return Direct(bounds, output, gather=False, reduction=reduction, source=source).run
+    if small or reduction.widens:
         own = source[slice(*bounds[group.rank])]
         sends = {peer: source[slice(*bounds[peer])] for peer in group.peers}
-        return _reduce_direct(group, sends, own, output, reduction, eager=is_small(group, bounds, source.itemsize))
+        return _reduce_direct(group, sends, own, output, reduction, eager=small)
     return _around(Ring(bounds, output, gather=False, reduction=reduction, source=source))
 
 
@@ -68,6 +74,8 @@ def all_reduce(group: Group, source: Array, output: Array, reduction: Reduction)
     bounds = balanced_bounds(source.size, group.size)
     if is_small(group, bounds, source.itemsize):
         return TwoShot(bounds, source, output, reduction).run
+    if group.on_one_node:
+        return Direct(bounds, output, gather=True, reduction=reduction, source=source).run
     if reduction.widens:
         own = output[slice(*bounds[group.rank])]
         scatter = reduce_scatter(group, source, own, bounds, reduction)
@@ -81,7 +89,8 @@ def broadcast(group: Group, output: Array, root: int) -> Algorithm:
         if group.rank == root:
             return Exchange(dict.fromkeys(group.peers, output), {}, group.peers).run
         return Exchange({}, {root: output}, [root]).run
-    return _around(Ring(bounds_of([output.size if rank == root else 0 for rank in range(group.size)]), output, gather=True))
+    bounds = bounds_of([output.size if rank == root else 0 for rank in range(group.size)])
+    return Direct(bounds, output, gather=True).run if group.on_one_node else _around(Ring(bounds, output, gather=True))
 
 
 def barrier(group: Group) -> Algorithm:

@@ -1,8 +1,8 @@
 """Element-wise reductions on raw bytes, in an order that never depends on timing.
 
-[Note: reduction order] A sum of floats depends on its order, so the order is fixed by the algorithm and the ranks
-alone, never by arrival or chunk size. 16-bit floats are widened to float32, summed there in rank order and rounded
-once at the end: a 16-bit running sum stops growing at 256 (bfloat16) or 2048 (float16).
+[Note: reduction order] A sum of floats depends on its order, so the order is fixed by the size of the data and the ranks
+alone, never by arrival, chunk size or which ranks share a node. 16-bit floats are widened to float32, summed there in rank
+order and rounded once at the end: a 16-bit running sum stops growing at 256 (bfloat16) or 2048 (float16).
 
 Work runs in numpy rather than torch where it can: torch would start a pool of threads for the loop thread, beside
 the one that computes. Both release the GIL.
@@ -73,6 +73,11 @@ def as_bytes(array: Array) -> memoryview:
     return array.data.cast("B") if array.size else memoryview(b"")
 
 
+def copy_bytes(data: Buffer, target: Array) -> None:
+    """Write received bytes over an array of the same size, while other threads run."""
+    np.copyto(target.view(np.uint8), np.frombuffer(data, np.uint8))
+
+
 class Reduction:
     """A reduce operation for one dtype and a number of ranks."""
 
@@ -102,7 +107,8 @@ class Reduction:
 
     def reduce(self, parts: Sequence[Array], out: Array) -> None:
         """Combine everyone's part, in the order given, and store the result. `out` may be one of the parts."""
-        total = self.combine(self.widen(parts[0]), self.widen(parts[1]))
+        total = None if self.widens or any(_same_memory(part, out) for part in parts[2:]) else out
+        total = self.combine(self.widen(parts[0]), self.widen(parts[1]), out=total)
         for part in parts[2:]:
             self.combine(total, self.widen(part), out=total)
         self.finish(total, out)
@@ -117,3 +123,7 @@ class Reduction:
                 np.copyto(out, narrowed.view(torch.uint16).numpy())
             elif out is not total:
                 np.copyto(out, total, casting="same_kind")
+
+
+def _same_memory(left: Array, right: Array) -> bool:
+    return bool(left.__array_interface__["data"] == right.__array_interface__["data"])

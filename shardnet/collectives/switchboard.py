@@ -9,7 +9,7 @@ rank is lost each one decides by its own connection.
 import asyncio
 import hashlib
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from shardnet.collectives.group import Group
@@ -75,9 +75,9 @@ class Switchboard:
 
     # --- outgoing
 
-    async def send(self, peer: int, chunk: Chunk) -> None:
-        self.telemetry.count_traffic(sent=len(chunk.data))
-        await self.mesh.send(peer, chunk)
+    async def send_all(self, peers: Sequence[int], chunk: Chunk) -> None:
+        self.telemetry.count_traffic(sent=len(chunk.data) * len(peers))
+        await self.mesh.send_all(peers, chunk)
 
     def post(self, peer: int, chunk: Chunk) -> None:
         """Send a control message without waiting for it; a peer that is gone need not hear it."""

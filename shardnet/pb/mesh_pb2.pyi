@@ -34,20 +34,30 @@ class Chunk(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., group: _Optional[int] = ..., sequence: _Optional[int] = ..., block: _Optional[int] = ..., offset: _Optional[int] = ..., crc32c: _Optional[int] = ..., control: _Optional[_Union[Control, _Mapping]] = ..., padding: _Optional[bytes] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class Control(_message.Message):
-    __slots__ = ("announcement", "abort", "probe", "probe_reply", "goodbye", "loss")
+    __slots__ = ("announcement", "abort", "probe", "probe_reply", "goodbye", "loss", "window_offer", "window_answer", "window_piece", "window_released", "window_full")
     ANNOUNCEMENT_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
     PROBE_FIELD_NUMBER: _ClassVar[int]
     PROBE_REPLY_FIELD_NUMBER: _ClassVar[int]
     GOODBYE_FIELD_NUMBER: _ClassVar[int]
     LOSS_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_OFFER_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_ANSWER_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_PIECE_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_RELEASED_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_FULL_FIELD_NUMBER: _ClassVar[int]
     announcement: Announcement
     abort: Abort
     probe: Probe
     probe_reply: ProbeReply
     goodbye: Goodbye
     loss: Loss
-    def __init__(self, announcement: _Optional[_Union[Announcement, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ..., probe_reply: _Optional[_Union[ProbeReply, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., loss: _Optional[_Union[Loss, _Mapping]] = ...) -> None: ...
+    window_offer: WindowOffer
+    window_answer: WindowAnswer
+    window_piece: WindowPiece
+    window_released: WindowReleased
+    window_full: WindowFull
+    def __init__(self, announcement: _Optional[_Union[Announcement, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ..., probe_reply: _Optional[_Union[ProbeReply, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., loss: _Optional[_Union[Loss, _Mapping]] = ..., window_offer: _Optional[_Union[WindowOffer, _Mapping]] = ..., window_answer: _Optional[_Union[WindowAnswer, _Mapping]] = ..., window_piece: _Optional[_Union[WindowPiece, _Mapping]] = ..., window_released: _Optional[_Union[WindowReleased, _Mapping]] = ..., window_full: _Optional[_Union[WindowFull, _Mapping]] = ...) -> None: ...
 
 class Announcement(_message.Message):
     __slots__ = ("signature", "send_bytes", "expect_bytes")
@@ -117,3 +127,39 @@ class Goodbye(_message.Message):
     POSITIONS_FIELD_NUMBER: _ClassVar[int]
     positions: _containers.RepeatedCompositeFieldContainer[Goodbye.Position]
     def __init__(self, positions: _Optional[_Iterable[_Union[Goodbye.Position, _Mapping]]] = ...) -> None: ...
+
+class WindowOffer(_message.Message):
+    __slots__ = ("pid", "descriptor", "capacity", "secret")
+    PID_FIELD_NUMBER: _ClassVar[int]
+    DESCRIPTOR_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_FIELD_NUMBER: _ClassVar[int]
+    SECRET_FIELD_NUMBER: _ClassVar[int]
+    pid: int
+    descriptor: int
+    capacity: int
+    secret: bytes
+    def __init__(self, pid: _Optional[int] = ..., descriptor: _Optional[int] = ..., capacity: _Optional[int] = ..., secret: _Optional[bytes] = ...) -> None: ...
+
+class WindowAnswer(_message.Message):
+    __slots__ = ("refusal",)
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    refusal: str
+    def __init__(self, refusal: _Optional[str] = ...) -> None: ...
+
+class WindowPiece(_message.Message):
+    __slots__ = ("position", "size")
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    position: int
+    size: int
+    def __init__(self, position: _Optional[int] = ..., size: _Optional[int] = ...) -> None: ...
+
+class WindowReleased(_message.Message):
+    __slots__ = ("position",)
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    position: int
+    def __init__(self, position: _Optional[int] = ...) -> None: ...
+
+class WindowFull(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from shardnet.backend.base import Backend
 from shardnet.backend.cluster import ClusterBackend
-from shardnet.backend.loopback import LoopbackBackend
+from shardnet.backend.loopback import LoopbackBackend, nodes_of
 from shardnet.collectives.switchboard import Switchboard
 from shardnet.config import Limits, Timeouts
 from shardnet.credentials import Security
@@ -25,7 +25,12 @@ B = TypeVar("B", bound=Backend)
 
 @asynccontextmanager
 async def local_cluster(
-    world_size: int, *, ranks_per_node: int | None = None, timeouts: Timeouts | None = None, limits: Limits | None = None
+    world_size: int,
+    *,
+    ranks_per_node: int | None = None,
+    shared_memory: bool = True,
+    timeouts: Timeouts | None = None,
+    limits: Limits | None = None,
 ) -> AsyncIterator[list[ClusterBackend]]:
     """Backends over gRPC on loopback ports, by rank. They are closed on leaving, or aborted where an error is the reason."""
     timeouts, limits = timeouts or Timeouts.for_tests(), limits or Limits()
@@ -40,29 +45,45 @@ async def local_cluster(
             await loop.run_here(endpoint.start())
             stack.push_async_callback(_close, loop, endpoint)
             members.append(Member(rank, rank % per_node, rank // per_node, endpoint.address, f"node{rank // per_node}", f"worker{rank}"))
-        backends = await asyncio.gather(*(_start(rank, tuple(members), service, timeouts, limits) for rank, service in enumerate(services)))
+        topologies = [Topology(epoch=1, rank=rank, members=tuple(members)) for rank in range(world_size)]
+        meshes = [
+            GrpcMesh("test", topology, service, Security(), timeouts, limits, shared_memory=shared_memory)
+            for topology, service in zip(topologies, services, strict=True)
+        ]
+        starting = (
+            ClusterBackend.start(mesh, topology, timeouts=timeouts, limits=limits)
+            for mesh, topology in zip(meshes, topologies, strict=True)
+        )
+        backends = await asyncio.gather(*starting)
         async with _open(backends):
             yield backends
 
 
 @asynccontextmanager
 async def loopback_cluster(
-    world_size: int, *, timeouts: Timeouts | None = None, limits: Limits | None = None
+    world_size: int, *, ranks_per_node: int | None = None, timeouts: Timeouts | None = None, limits: Limits | None = None
 ) -> AsyncIterator[list[LoopbackBackend]]:
     """The same without a network: see `LoopbackBackend`."""
-    async with _open(LoopbackBackend.create_group(world_size, timeouts=timeouts or Timeouts.for_tests(), limits=limits)) as backends:
+    timeouts = timeouts or Timeouts.for_tests()
+    made = LoopbackBackend.create_group(world_size, ranks_per_node=ranks_per_node, timeouts=timeouts, limits=limits)
+    async with _open(made) as backends:
         yield backends
 
 
 @asynccontextmanager
 async def jitter_cluster(
-    world_size: int, seed: int, *, timeouts: Timeouts | None = None, limits: Limits | None = None
+    world_size: int,
+    seed: int,
+    *,
+    ranks_per_node: int | None = None,
+    timeouts: Timeouts | None = None,
+    limits: Limits | None = None,
 ) -> AsyncIterator[list[LoopbackBackend]]:
     """Loopback with random delays, which follow from the seed and the order of what is sent: see `JitterMesh`."""
     backends = []
     for mesh in JitterMesh.connect(world_size):
         mesh.random.seed(seed * world_size + mesh.rank)
-        board = Switchboard(mesh, Telemetry(), limits or Limits())
+        board = Switchboard(mesh, Telemetry(), limits or Limits(), nodes_of(world_size, ranks_per_node))
         mesh.attach(board)
         backends.append(LoopbackBackend(board, board.world, timeouts or Timeouts.for_tests()))
     async with _open(backends):
@@ -79,12 +100,6 @@ async def _open(backends: list[B]) -> AsyncIterator[list[B]]:
         raise
     finally:
         await asyncio.gather(*(backend.aclose() for backend in backends))
-
-
-async def _start(rank: int, members: tuple[Member, ...], service: MeshService, timeouts: Timeouts, limits: Limits) -> ClusterBackend:
-    topology = Topology(epoch=1, rank=rank, members=members)
-    mesh = GrpcMesh("test", topology, service, Security(), timeouts, limits)
-    return await ClusterBackend.start(mesh, topology, timeouts=timeouts, limits=limits)
 
 
 async def _close(loop: LoopThread, endpoint: Endpoint) -> None:

@@ -23,6 +23,7 @@ class Settings:
     listen          host or host:port of this worker; empty: loopback if the rendezvous is there, else the address of
                     this machine from which the rendezvous is reached
     node            identity of this machine; empty: found (host name and boot id)
+    shared_memory   whether data for the other ranks of this node may go through memory
     report_file     where the launcher wants to read this worker's address and rank; empty: nowhere
     trace           where rank 0 writes a timeline of all ranks at the end; empty: none is kept. Alike on all ranks
     """
@@ -35,6 +36,7 @@ class Settings:
     node: str = ""
     listen: str = ""
     insecure: bool = False
+    shared_memory: bool = True
     report_file: str = ""
     trace: str = ""
     timeouts: Timeouts = field(default_factory=Timeouts)
@@ -60,6 +62,7 @@ class Settings:
             "node": environment.get("SHARDNET_NODE", ""),
             "listen": environment.get("SHARDNET_LISTEN", ""),
             "insecure": _flag(environment, "SHARDNET_INSECURE"),
+            "shared_memory": _flag(environment, "SHARDNET_SHARED_MEMORY", default=True),
             "report_file": environment.get("SHARDNET_REPORT_FILE", ""),
             "trace": environment.get("SHARDNET_TRACE", ""),
         }
@@ -152,9 +155,9 @@ def _parse(source: str, text: str) -> Address:
         raise AddressError(f"{source}: {error}") from None
 
 
-def _flag(environment: Mapping[str, str], name: str) -> bool:
-    text = environment.get(name, "")
-    if text not in ("", "0", "1"):  # "no" would otherwise mean one thing to its writer and another to us
+def _flag(environment: Mapping[str, str], name: str, *, default: bool = False) -> bool:
+    text = environment.get(name, "") or str(int(default))
+    if text not in ("0", "1"):  # "no" would otherwise mean one thing to its writer and another to us
         raise UsageError(f"{name} must be 0 or 1, got {text!r}")
     return text == "1"
 

@@ -1,6 +1,7 @@
 """`Mesh`: ordered, bounded pipes from one rank to every other, for one membership epoch."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Protocol
 
 from shardnet.pb import mesh_pb2
@@ -36,6 +37,11 @@ class Mesh(ABC):
     def peers(self) -> tuple[int, ...]:
         return tuple(rank for rank in range(self.world_size) if rank != self.rank)
 
+    @property
+    def memory_peers(self) -> frozenset[int]:
+        """The ranks to which data goes through memory that both map."""
+        return frozenset()
+
     @abstractmethod
     async def start(self, receiver: Receiver) -> None:
         """Open the pipes. Raises PeerLost, naming who is missing, if they are not all there in time."""
@@ -43,6 +49,11 @@ class Mesh(ABC):
     @abstractmethod
     async def send(self, peer: int, chunk: Chunk) -> None:
         """Send; returns when the chunk's buffer may be used again. Raises PeerLost if the pipe is broken."""
+
+    async def send_all(self, peers: Sequence[int], chunk: Chunk) -> None:
+        """Send the same to several peers, as `send` does."""
+        for peer in peers:
+            await self.send(peer, chunk)
 
     @abstractmethod
     def address(self, rank: int) -> str:

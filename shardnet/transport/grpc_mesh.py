@@ -7,8 +7,10 @@ died, and a direct exchange needs no relay. A connection costs a socket and a pi
 import asyncio
 import concurrent.futures
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
 
 from shardnet.config import Limits, Timeouts
 from shardnet.credentials import Security
@@ -20,7 +22,9 @@ from shardnet.transport.base import Mesh, Receiver
 from shardnet.transport.hello import Hello
 from shardnet.transport.http2 import CallBroken
 from shardnet.transport.mesh_service import MeshService
+from shardnet.transport.options import HANDSHAKE_S
 from shardnet.transport.outbox import Outbox
+from shardnet.transport.shared_memory import Sharing
 from shardnet.wire import Chunk
 
 FLUSH_S = 0.2  # how long an abort waits for the peers to take what was sent; those that live take it in milliseconds
@@ -29,14 +33,27 @@ FLUSH_S = 0.2  # how long an abort waits for the peers to take what was sent; th
 class GrpcMesh(Mesh):
     """One rank's streams to and from its peers; thrown away when any member changes."""
 
-    def __init__(self, job: str, topology: Topology, service: MeshService, security: Security, timeouts: Timeouts, limits: Limits) -> None:
+    def __init__(
+        self,
+        job: str,
+        topology: Topology,
+        service: MeshService,
+        security: Security,
+        timeouts: Timeouts,
+        limits: Limits,
+        *,
+        shared_memory: bool = True,
+    ) -> None:
+        """`shared_memory`: whether this rank offers the others of its node a window; it looks into theirs in any case."""
         super().__init__(topology.rank, topology.world_size, topology.epoch)
+        self.where = where = f"[rank {self.rank}/{self.world_size} epoch {self.epoch}]"
         self._job = job
         self._topology = topology
         self._service = service
         self._security = security
         self._timeouts = timeouts
         self._limits = limits
+        self._shared_memory = shared_memory
         self._receiver: Receiver | None = None
         self._outboxes: dict[int, Outbox] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -45,8 +62,8 @@ class GrpcMesh(Mesh):
         self._lost: dict[int, str] = {}
         self._changed = asyncio.Event()  # any of the three above did
         self._closing = False
+        self._sharing = Sharing(where, topology.neighbours, limits, self._put, self._post)
         self._aborting: concurrent.futures.Future[None] | None = None
-        self.where = f"[rank {self.rank}/{self.world_size} epoch {self.epoch}]"
 
     # --- opening
 
@@ -55,7 +72,7 @@ class GrpcMesh(Mesh):
         for peer in self.peers:
             hello = Hello(self._job, self.epoch, self.rank, peer, self._topology.me.incarnation)
             outbox = self._outboxes[peer] = Outbox(peer, self.address(peer), hello, self._security, self._timeouts, self._limits)
-            self._spawn(outbox)
+            self._spawn(self._run(outbox))
         await self._service.attach(self)
         why = "not connected yet"  # a peer that gave up first is lost, but those that it waited for are the cause
         try:
@@ -66,12 +83,14 @@ class GrpcMesh(Mesh):
             self._lost = {**dict.fromkeys(absent, why), **self._lost}
             names = "; ".join(f"rank {peer} ({self.address(peer)}): {why}" for peer, why in sorted(self._lost.items()))
             raise PeerLost(f"{self.where} the mesh could not be formed: {names}", min(self._lost))
+        if self._shared_memory:
+            await self._sharing.open(HANDSHAKE_S)
 
     def _absent(self) -> list[int]:
         return [peer for peer in self.peers if peer not in self._inbound or not self._outboxes[peer].accepted]
 
-    def _spawn(self, outbox: Outbox) -> None:
-        task = asyncio.get_running_loop().create_task(self._run(outbox))
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -87,8 +106,30 @@ class GrpcMesh(Mesh):
 
     # --- traffic
 
+    @property
+    def memory_peers(self) -> frozenset[int]:
+        return self._sharing.readers
+
     async def send(self, peer: int, chunk: Chunk) -> None:
+        await self.send_all((peer,), chunk)
+
+    async def send_all(self, peers: Sequence[int], chunk: Chunk) -> None:
+        near = [peer for peer in peers if self._sharing.carries(peer, chunk)]
+        if near:
+            await self._sharing.send(near, chunk)
+        for peer in peers:
+            if peer not in near:
+                await self._put(peer, chunk)
+
+    async def _put(self, peer: int, chunk: Chunk) -> None:
         await self._outboxes[peer].put(chunk)
+
+    def _post(self, peer: int, control: mesh_pb2.Control) -> None:
+        self._spawn(self._try_put(peer, Chunk(self.epoch, 0, 0, control=control)))
+
+    async def _try_put(self, peer: int, chunk: Chunk) -> None:
+        with suppress(PeerLost):
+            await self._put(peer, chunk)
 
     def refuse(self, hello: Hello) -> str | None:
         """Why a caller may not open a stream to this rank; None if it may."""
@@ -118,7 +159,11 @@ class GrpcMesh(Mesh):
 
     def receive(self, peer: int, chunk: Chunk) -> None:
         assert self._receiver is not None
-        if chunk.control is not None and chunk.control.HasField("goodbye"):
+        kind = None if chunk.control is None else chunk.control.WhichOneof("kind")
+        if kind is not None and kind.startswith("window_"):
+            self._sharing.receive(peer, chunk, partial(self._receiver.on_chunk, peer))
+            return
+        if kind == "goodbye":
             self._departed.add(peer)
             self._changed.set()
         self._receiver.on_chunk(peer, chunk)
@@ -131,6 +176,7 @@ class GrpcMesh(Mesh):
         self._changed.set()
         if peer in self._outboxes:  # not yet, where the rendezvous knows it before the streams are opened
             self._outboxes[peer].fail(why)
+        self._sharing.forget(peer)
         if self._receiver is not None:
             self._receiver.on_lost(peer, why)
 
@@ -191,6 +237,7 @@ class GrpcMesh(Mesh):
             await self._service.attach(None)
         for outbox in self._outboxes.values():
             outbox.fail("this rank has closed")
+        self._sharing.close()
         for task in self._tasks:
             task.cancel()  # one may still try to connect
         while self._tasks:

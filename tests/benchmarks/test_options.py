@@ -5,15 +5,18 @@ from pathlib import Path
 import pytest
 
 from benchmarks.options import LATEST, parse_options
-from benchmarks.plan import Case, Collectives, Op, Training, default_repeats, from_json, to_json
+from benchmarks.plan import Case, Collectives, Op, Training, Transport, default_repeats, from_json, to_json
 from shardnet.config import KIB, MIB
 
 
 def test_by_default_everything_is_measured() -> None:
     options = parse_options([])
-    two, four, training = options.sessions
-    assert (two.ranks, four.ranks, training.ranks) == (2, 4, 2)
-    assert two.cases == four.cases
+    assert [(session.ranks, session.transport) for session in options.sessions] == [
+        *((ranks, transport) for ranks in (2, 4) for transport in (Transport.GRPC, Transport.SHM)),
+        *((2, transport) for transport in (Transport.GRPC, Transport.SHM)),
+    ]
+    two, *others, training = options.sessions
+    assert all(other.cases == two.cases for other in others[:3])
     expected = {(op, size) for op in Op for size in (KIB, 64 * KIB, MIB, 16 * MIB, 64 * MIB)}
     assert {(case.op, case.bytes) for case in two.cases} == expected
     assert all(case.repeats == default_repeats(case.bytes) for case in two.cases)
@@ -23,15 +26,17 @@ def test_by_default_everything_is_measured() -> None:
 
 def test_each_half_alone() -> None:
     (collectives,) = parse_options(
-        ["--only", "collectives", "--ranks", "3", "--sizes", "12KiB", "--ops", "all_reduce", "--repeats", "7"]
+        ["--only", "collectives", "--transports", "shm", "--ranks", "3", "--sizes", "12KiB", "--ops", "all_reduce", "--repeats", "7"]
     ).sessions
-    assert collectives == Collectives(3, 2 * MIB, (Case(Op.ALL_REDUCE, 12 * KIB, 7),))
-    four, two = parse_options(["--only", "step", "--step-ranks", "4,2", "--steps", "9", "--dim", "16", "--chunk", "64K"]).sessions
+    assert collectives == Collectives(3, Transport.SHM, 2 * MIB, (Case(Op.ALL_REDUCE, 12 * KIB, 7),))
+    four, two = parse_options(
+        ["--only", "step", "--transports", "grpc", "--step-ranks", "4,2", "--steps", "9", "--dim", "16", "--chunk", "64K"]
+    ).sessions
     assert (four.ranks, two.ranks, two.steps, two.dim, two.chunk_bytes) == (4, 2, 9, 16, 64 * KIB)
 
 
 def test_what_is_given_goes_before_quick() -> None:
-    session, training = parse_options(["--quick", "--ranks", "4"]).sessions
+    session, training = parse_options(["--quick", "--transports", "shm", "--ranks", "4"]).sessions
     assert session.ranks == 4
     assert max(case.bytes for case in session.cases) == MIB
     assert training.steps < parse_options([]).sessions[-1].steps
@@ -53,6 +58,7 @@ def test_markdown_of_the_latest_run_or_of_a_file() -> None:
         (["--sizes", "0"], "KiB or MiB"),
         (["--ranks", "1"], "at least 2 ranks"),
         (["--ops", "broadcast"], "broadcast"),
+        (["--transports", "rdma"], "rdma"),
         (["--repeats", "0"], "above 0"),
         (["--dim", "30"], "twice --heads"),
         (["--chunk", "1G"], "--chunk"),

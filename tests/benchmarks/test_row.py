@@ -22,7 +22,16 @@ def test_one_run_has_no_spread() -> None:
 def test_an_outlier_moves_neither_median_nor_ratio() -> None:
     calm = Timing((0.01,) * 9, cpu_s=0)
     disturbed = Timing((*[0.02] * 8, 5.0), cpu_s=0)
-    facts = {"kind": "collective", "op": "all_gather", "ranks": 2, "bytes": 8, "peer": "gloo", "moved_bytes": 8, "chunk_bytes": 8}
+    facts = {
+        "kind": "collective",
+        "op": "all_gather",
+        "transport": "shm",
+        "ranks": 2,
+        "bytes": 8,
+        "peer": "gloo",
+        "moved_bytes": 8,
+        "chunk_bytes": 8,
+    }
     assert Row.compare(calm, disturbed, **facts).ratio == pytest.approx(2.0)
 
 

@@ -16,6 +16,14 @@ def test_gathering_and_scattering_are_judged_together() -> None:
     assert reduces.met is False
 
 
+def test_what_goes_through_memory_has_a_target_of_its_own() -> None:
+    rows = complete({Op.ALL_GATHER: 8.0, Op.REDUCE_SCATTER: 4.0, Op.ALL_REDUCE: 3.9}, transport="shm")
+    (outcome,) = judge(rows)
+    assert outcome.mean == pytest.approx((8 * 4 * 3.9) ** (1 / 3))
+    assert outcome.met is False
+    assert len(judge(rows + complete({Op.ALL_REDUCE: 0.7}))) == 2
+
+
 def test_each_number_of_ranks_has_a_verdict_of_its_own() -> None:
     fast, slow = {Op.ALL_REDUCE: 0.7}, {Op.ALL_REDUCE: 0.5}
     assert [(outcome.ranks, outcome.met) for outcome in judge(complete(slow, ranks=4) + complete(fast, ranks=2))] == [(2, True), (4, False)]

@@ -12,7 +12,7 @@ from shardnet.collectives.plans import balanced_bounds, bounds_of
 from shardnet.config import Limits
 from shardnet.testing import each_rank, loopback_cluster
 
-LIMITS = Limits(chunk_bytes=64, eager_bytes=32)
+LIMITS = Limits(chunk_bytes=64, eager_bytes=32, window_bytes=256)
 
 
 def test_seven_over_three() -> None:
@@ -51,14 +51,15 @@ async def traffic(ranks: Sequence[Backend], op: str, tensor: torch.Tensor, **arg
     return await each_rank(ranks, work)
 
 
+@pytest.mark.parametrize("ranks_per_node", [1, 5], ids=["ring", "one node"])
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-async def test_bytes_sent_are_the_least_possible(ranks: int, dtype: torch.dtype) -> None:
+async def test_bytes_sent_are_the_least_possible(ranks: int, dtype: torch.dtype, ranks_per_node: int) -> None:
     """2(N−1)/N·D·itemsize for an all_reduce, half of it for either of its halves, and no rank does more than another."""
     elements = 200 * ranks
     whole = torch.ones(elements, dtype=dtype)
     share = (ranks - 1) * elements // ranks * dtype.itemsize
-    async with loopback_cluster(ranks, limits=LIMITS) as backends:
+    async with loopback_cluster(ranks, ranks_per_node=ranks_per_node, limits=LIMITS) as backends:
         assert await traffic(backends, "all_reduce", whole) == [2 * share] * ranks
         assert await traffic(backends, "reduce_scatter", whole) == [share] * ranks
         assert await traffic(backends, "all_gather", whole[: elements // ranks]) == [share] * ranks
@@ -66,10 +67,25 @@ async def test_bytes_sent_are_the_least_possible(ranks: int, dtype: torch.dtype)
 
 
 async def test_a_broadcast_passes_each_link_once() -> None:
-    async with loopback_cluster(4, limits=LIMITS) as backends:
+    async with loopback_cluster(4, ranks_per_node=2, limits=LIMITS) as backends:
         x = torch.ones(100)
         assert await traffic(backends, "broadcast", x, root=1) == [0, 400, 400, 400]
         assert await traffic(backends, "broadcast", x[:8], root=1) == [0, 96, 0, 0]  # small: root sends to each
+
+
+async def test_on_one_node_a_broadcast_comes_from_the_root_alone() -> None:
+    """What everyone gets is written once where memory is shared, but counts for each who reads it."""
+    async with loopback_cluster(4, limits=LIMITS) as backends:
+        assert await traffic(backends, "broadcast", torch.ones(100), root=1) == [0, 1200, 0, 0]
+
+
+async def test_a_group_within_a_node_is_direct_though_the_world_is_not() -> None:
+    async with loopback_cluster(4, ranks_per_node=2, limits=LIMITS) as backends:
+        pairs = [backend.subgroup([0, 1] if backend.rank < 2 else [2, 3]) for backend in backends]
+        assert await traffic(pairs, "broadcast", torch.ones(100), root=0) == [400, 0, 400, 0]
+        crossing = [backends[rank].subgroup([0, 2]) for rank in (0, 2)]
+        assert await traffic(crossing, "broadcast", torch.ones(100), root=0) == [400, 0]
+        assert [group._group.on_one_node for group in (*pairs, *crossing)] == [True] * 4 + [False] * 2
 
 
 async def test_small_ones_take_one_step() -> None:

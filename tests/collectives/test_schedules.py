@@ -18,9 +18,9 @@ from shardnet.errors import ClosedError, CollectiveError, CollectiveMismatch, Pe
 from shardnet.testing import bits, jitter_cluster
 from tests.shared_loop import on_shared_loop
 
-LIMITS = Limits(chunk_bytes=64, eager_bytes=32, max_outstanding=6)
+LIMITS = Limits(chunk_bytes=64, eager_bytes=32, window_bytes=256, max_outstanding=6)
 PATIENCE_S = 20.0
-seeds = st.integers(0, 100_000)
+seeds = st.integers(0, 100_000)  # of delays, and of how many ranks are on a node
 
 
 def program(rank: Backend, timeout_s: float | None = None) -> list[Pending[Any]]:
@@ -63,9 +63,9 @@ async def results(ranks: Sequence[Backend]) -> list[list[bytes | ShardnetError]]
 @given(seeds)
 @on_shared_loop
 async def test_results_do_not_depend_on_the_schedule(seed: int) -> None:
-    async with jitter_cluster(3, 0, limits=LIMITS) as ranks:
+    async with jitter_cluster(3, 0, ranks_per_node=1, limits=LIMITS) as ranks:
         usual = await results(ranks)
-    async with jitter_cluster(3, seed, limits=LIMITS) as ranks:
+    async with jitter_cluster(3, seed, ranks_per_node=1 + seed % 3, limits=LIMITS) as ranks:
         assert await results(ranks) == usual
 
 
@@ -74,7 +74,7 @@ async def test_results_do_not_depend_on_the_schedule(seed: int) -> None:
 @on_shared_loop
 async def test_a_mismatch_is_everyones_and_stays_where_it_was(seed: int, odd: int, position: int) -> None:
     """One rank calls something else once. Nobody may compute with it, and all that follows is right."""
-    async with jitter_cluster(3, seed, limits=LIMITS) as ranks:
+    async with jitter_cluster(3, seed, ranks_per_node=1 + seed % 3, limits=LIMITS) as ranks:
         handles = []
         for rank in ranks:
             before = [rank.all_reduce(torch.ones(1 + number % 20)) for number in range(position)]
@@ -92,13 +92,13 @@ async def test_a_mismatch_is_everyones_and_stays_where_it_was(seed: int, odd: in
 @on_shared_loop
 async def test_an_abort_at_any_moment_ends_everything(seed: int, turns: int) -> None:
     """Each collective ends: with the right result, or with the loss of rank 1; on rank 1 itself, with its being closed."""
-    async with jitter_cluster(3, seed, limits=LIMITS) as ranks:
+    async with jitter_cluster(3, seed, ranks_per_node=1 + seed % 3, limits=LIMITS) as ranks:
         started = [program(rank) for rank in ranks]
         for _ in range(turns):
             await asyncio.sleep(0)
         ranks[1].abort()
         outcomes = [[await settle(handle) for handle in handles] for handles in started]
-    async with jitter_cluster(3, 0, limits=LIMITS) as ranks:
+    async with jitter_cluster(3, 0, ranks_per_node=1, limits=LIMITS) as ranks:
         usual = await results(ranks)
     for rank, (got, wanted) in enumerate(zip(outcomes, usual, strict=True)):
         for outcome, right in zip(got, wanted, strict=True):
@@ -113,7 +113,7 @@ async def test_an_abort_at_any_moment_ends_everything(seed: int, turns: int) -> 
 @on_shared_loop
 async def test_leaving_at_any_moment_loses_nothing(seed: int, turns: int) -> None:
     """Rank 1 has started everything when it closes: all of it ends well, on all ranks."""
-    async with jitter_cluster(3, seed, limits=LIMITS) as ranks:
+    async with jitter_cluster(3, seed, ranks_per_node=1 + seed % 3, limits=LIMITS) as ranks:
         mine = program(ranks[1])
         leaving = asyncio.ensure_future(ranks[1].aclose())
         for _ in range(turns):
@@ -131,7 +131,7 @@ async def test_leaving_at_any_moment_loses_nothing(seed: int, turns: int) -> Non
 @on_shared_loop
 async def test_a_missing_rank_ends_what_waits_for_it(seed: int) -> None:
     """All collectives of two ranks time out at about the same time, while probes and aborts cross; the third is told late."""
-    async with jitter_cluster(3, seed, limits=LIMITS) as ranks:
+    async with jitter_cluster(3, seed, ranks_per_node=1 + seed % 3, limits=LIMITS) as ranks:
         waiting = [program(rank, timeout_s=0.05) for rank in ranks[:2]]
         outcomes = [[await settle(handle) for handle in handles] for handles in waiting]
         between = {9, 20, 31, 42}  # the sends of rank 0 to rank 1; rank 1's receives come behind them

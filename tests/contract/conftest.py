@@ -1,7 +1,11 @@
-"""One suite for every backend: each test here runs over loopback and over gRPC.
+"""One suite for every backend: each test here runs in one process and over gRPC, within a node and across nodes.
+
+    one process   over gRPC
+    loopback      shm          all ranks on one node: direct collectives, over gRPC through shared memory
+    ring          grpc         each rank a node of its own: around the ring
 
 `world` is shared by tests, because forming a mesh costs more than most of them: they leave it as they found it. A test that
-breaks something takes `fresh`. Limits are tiny, so that a few hundred bytes make many chunks of a ring.
+breaks something takes `fresh`. Limits are tiny, so that a few hundred bytes make many chunks and wrap around a window.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,19 +19,21 @@ from shardnet.config import Limits, Timeouts
 from shardnet.loop import LoopThread
 from shardnet.testing import local_cluster, loopback_cluster
 
-KINDS = ("loopback", "grpc")
-LIMITS = Limits(chunk_bytes=64, eager_bytes=32)  # in elements of float32: 16 a chunk, 8 eagerly a peer
+KINDS = ("loopback", "shm", "ring", "grpc")
+# In elements of float32: 16 a chunk, 8 eagerly a peer; 4 are enough to go through memory, where a window holds 128.
+LIMITS = Limits(chunk_bytes=64, eager_bytes=32, window_bytes=512, inline_bytes=16)
 TIMEOUTS = Timeouts.for_tests()
 
 MakeCluster = Callable[..., AbstractAsyncContextManager[Sequence[Backend]]]
 
 
 def cluster(kind: str, world_size: int, *, limits: Limits = LIMITS, **options: Any) -> AbstractAsyncContextManager[Sequence[Backend]]:
-    make: MakeCluster = local_cluster if kind == "grpc" else loopback_cluster
-    return make(world_size, limits=limits, **{"timeouts": TIMEOUTS, **options})
+    make: MakeCluster = local_cluster if kind in ("shm", "grpc") else loopback_cluster
+    nodes = {} if kind in ("shm", "loopback") else {"ranks_per_node": 1}
+    return make(world_size, limits=limits, **{"timeouts": TIMEOUTS, **nodes, **options})
 
 
-WORLDS = [("loopback", size) for size in (1, 2, 3, 4, 5)] + [("grpc", size) for size in (1, 2, 3, 4)]
+WORLDS = [("loopback", size) for size in (1, 2, 3, 4, 5)] + [(kind, size) for kind in KINDS[1:] for size in (2, 3, 4)] + [("grpc", 1)]
 
 
 def name_of(value: object) -> str:

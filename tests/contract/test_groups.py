@@ -10,6 +10,7 @@ import torch
 from shardnet.backend import Backend, ReduceOp, SubBackend
 from shardnet.errors import CollectiveMismatch, InvalidRankError
 from shardnet.testing import each_error, each_rank, reference, same_bits
+from tests.contract.conftest import KINDS, cluster
 
 Ranks = Sequence[Backend]
 
@@ -120,9 +121,12 @@ async def test_an_error_in_a_group_is_the_groups_alone(four: Ranks) -> None:
     await each_rank(groups, lambda rank: rank.barrier())
 
 
-async def test_nodes_of_a_group(four: Ranks) -> None:
-    assert four[0].node_ranks == ((0, 1, 2, 3),)
-    assert groups_of(four, [1, 3])[0].node_ranks == ((0, 1),)
+@pytest.mark.parametrize("kind", KINDS)
+async def test_nodes_of_a_group(kind: str) -> None:
+    async with cluster(kind, 4, ranks_per_node=2) as four:
+        assert four[0].node_ranks == ((0, 1), (2, 3))
+        assert groups_of(four, [1, 3])[0].node_ranks == ((0,), (1,))
+        assert groups_of(four, [1, 2, 3])[0].node_ranks == ((0,), (1, 2))
 
 
 async def test_closing_a_group_closes_nothing_else(pair: Ranks) -> None:

@@ -21,7 +21,12 @@ DTYPES = (
 )
 # Of gRPC, which knows bytes only, one dtype of each way of summing.
 MATRIX = [(("loopback", ranks), dtype) for ranks in (1, 2, 3, 4, 5) for dtype in DTYPES]
-MATRIX += [(("grpc", ranks), dtype) for ranks in (2, 3, 4) for dtype in (torch.float32, torch.bfloat16, torch.int8)]
+MATRIX += [
+    ((kind, ranks), dtype)
+    for kind in ("shm", "ring", "grpc")
+    for ranks in (2, 3, 4)
+    for dtype in (torch.float32, torch.bfloat16, torch.int8)
+]
 Tensor = torch.Tensor
 
 

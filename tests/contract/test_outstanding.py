@@ -49,7 +49,7 @@ async def test_hundreds_of_all_kinds(four: Ranks) -> None:
 
 async def test_more_than_may_be_outstanding(fresh: MakeCluster) -> None:
     """The rest waits for its turn; also when ranks start them in bursts at different times."""
-    async with fresh(3, limits=Limits(chunk_bytes=64, eager_bytes=32, max_outstanding=4)) as ranks:
+    async with fresh(3, limits=Limits(chunk_bytes=64, eager_bytes=32, window_bytes=256, inline_bytes=16, max_outstanding=4)) as ranks:
 
         async def work(rank: Backend) -> None:
             choose = random.Random(2)

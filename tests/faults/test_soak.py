@@ -51,7 +51,7 @@ def test_every_survivor_of_every_killed_worker_names_it(nursery: Nursery) -> Non
 
 @pytest.mark.parametrize(
     ("limits", "rows"),
-    [(Limits(), 60_000), (Limits(chunk_bytes=4 * KIB, eager_bytes=KIB, max_outstanding=4), 3000)],
+    [(Limits(), 60_000), (Limits(chunk_bytes=4 * KIB, eager_bytes=KIB, window_bytes=16 * KIB, inline_bytes=64, max_outstanding=4), 3000)],
     ids=["usual", "tiny chunks"],
 )
 async def test_thousands_of_collectives_give_what_torch_gives(limits: Limits, rows: int) -> None:

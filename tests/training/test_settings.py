@@ -16,6 +16,7 @@ LAUNCHED = {
     "SHARDNET_NODE": "left",
     "SHARDNET_LISTEN": "::1",
     "SHARDNET_INSECURE": "1",
+    "SHARDNET_SHARED_MEMORY": "0",
     "SHARDNET_TRACE": "trace.json",
 }
 
@@ -26,7 +27,9 @@ def test_without_variables_it_is_a_world_of_one() -> None:
 
 
 def test_every_variable_of_the_launcher_is_read() -> None:
-    assert Settings.from_environment(LAUNCHED) == Settings("127.0.0.1:7000", "j", 4, 4, 1, "left", "::1", True, "/dev/fd/3", "trace.json")
+    assert Settings.from_environment(LAUNCHED) == Settings(
+        *("127.0.0.1:7000", "j", 4, 4, 1, "left", "::1"), insecure=True, shared_memory=False, report_file="/dev/fd/3", trace="trace.json"
+    )
 
 
 def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,6 +72,7 @@ def test_what_is_given_wins() -> None:
             "SHARDNET_WORLD_SIZE asks for 4 workers, but without SHARDNET_RENDEZVOUS they cannot meet; start the program with",
         ),
         ({"INSECURE": "true"}, "SHARDNET_INSECURE must be 0 or 1, got 'true'"),
+        ({"SHARED_MEMORY": "no"}, "SHARDNET_SHARED_MEMORY must be 0 or 1, got 'no'"),
         ({"JOB": "two\nlines"}, r"SHARDNET_JOB 'two\nlines' has characters that cannot be printed"),
         ({"JOB": "j" * 257}, "SHARDNET_JOB has 257 characters; at most 256 are allowed"),
         ({"NODE": "\x1b[2J"}, r"SHARDNET_NODE '\x1b[2J' has characters that cannot be printed"),

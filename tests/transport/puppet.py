@@ -80,7 +80,7 @@ async def theatre(timeouts: Timeouts = TIMEOUTS) -> AsyncIterator[Theatre]:
             await _listen(stack, timeouts, lambda endpoint: endpoint.add(_listener(heard))),
         ]
         members = tuple(Member(rank, rank, 0, address, "node", f"worker{rank}") for rank, address in enumerate(addresses))
-        mesh = GrpcMesh(JOB, Topology(1, 0, members), service, Security(), timeouts, LIMITS)
+        mesh = GrpcMesh(JOB, Topology(1, 0, members), service, Security(), timeouts, LIMITS, shared_memory=False)
         options = {**dict(channel_options(timeouts, LIMITS)), "grpc.max_send_message_length": -1}  # the puppet keeps to no limit
         channel = Security().channel(addresses[0], list(options.items()))
         stack.push_async_callback(channel.close)

@@ -1,0 +1,155 @@
+"""`Sharing`: which ranks of its node a rank shares memory with, and the data that goes through it."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import replace
+
+from shardnet.config import Limits
+from shardnet.errors import ProtocolError
+from shardnet.pb import mesh_pb2
+from shardnet.transport.shared_memory.view import View
+from shardnet.transport.shared_memory.window import Window
+from shardnet.wire import Chunk
+
+log = logging.getLogger(__name__)
+
+Put = Callable[[int, Chunk], Awaitable[None]]  # a chunk onto the stream to a peer; raises PeerLost
+Post = Callable[[int, mesh_pb2.Control], None]  # the same without waiting, for control messages
+
+
+class Sharing:
+    """One rank's window, and its views of those of `neighbours`, the other ranks of its node. Runs on the loop thread."""
+
+    def __init__(self, where: str, neighbours: Sequence[int], limits: Limits, put: Put, post: Post) -> None:
+        self._where = where
+        self._limits = limits
+        self._put = put
+        self._post = post
+        self._window: Window | None = None
+        self._turn = asyncio.Lock()  # first come, first served
+        self._views: dict[int, View] = {}
+        self._readers: set[int] = set()  # who see the window
+        self._neighbours = frozenset(neighbours)
+        self._asked = set(neighbours)  # who have not answered yet
+        self._refusals: dict[int, str] = {}
+        self._settled = asyncio.Event()
+
+    @property
+    def readers(self) -> frozenset[int]:
+        """Who see this rank's window."""
+        return frozenset(self._readers)
+
+    async def open(self, timeout_s: float) -> None:
+        """Offer the window to all neighbours, once their streams are open, and wait for their answers."""
+        if not self._asked:
+            return
+        try:
+            self._window = Window(self._limits.window_bytes, self._ask_for_room)
+        except OSError as error:
+            log.warning("%s no shared memory (%s): data for the ranks of this node goes over gRPC", self._where, error)
+            return
+        for peer in self._asked:
+            self._post(peer, mesh_pb2.Control(window_offer=self._window.offer()))
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._settled.wait()
+        except TimeoutError:
+            self._refusals.update(dict.fromkeys(self._asked, f"no answer within {timeout_s:g} s"))
+            self._asked.clear()
+        self._window.hide()
+        if self._refusals:
+            why = "; ".join(f"rank {peer}: {reason}" for peer, reason in sorted(self._refusals.items()))
+            log.warning("%s data for some ranks of this node goes over gRPC, not through shared memory: %s", self._where, why)
+
+    def carries(self, peer: int, chunk: Chunk) -> bool:
+        """Whether a chunk goes to a peer through memory."""
+        return peer in self._readers and len(chunk.data) >= max(self._limits.inline_bytes, 1)
+
+    async def send(self, peers: Sequence[int], chunk: Chunk) -> None:
+        """Send a chunk to peers that it is carried to; its buffer is free when this returns. Raises PeerLost."""
+        assert self._window is not None
+        if chunk.control is not None:
+            for peer in peers:
+                await self._put(peer, Chunk(chunk.epoch, chunk.group, chunk.sequence, control=chunk.control))
+        async with self._turn:  # a reader hears of pieces in the order in which they lie: it releases up to a position
+            piece = await self._window.put(chunk.data, peers)
+            if piece is None:
+                for peer in peers:
+                    await self._put(peer, replace(chunk, control=None, frame=None))
+                return
+            place = mesh_pb2.Control(window_piece=mesh_pb2.WindowPiece(position=piece.start, size=len(chunk.data)))
+            untold = list(peers)
+            try:
+                while untold:
+                    await self._put(untold[0], Chunk(chunk.epoch, chunk.group, chunk.sequence, chunk.block, chunk.offset, control=place))
+                    del untold[0]
+            finally:
+                self._window.withdraw(piece, untold)
+
+    def receive(self, peer: int, chunk: Chunk, deliver: Callable[[Chunk], None]) -> None:
+        """Take a chunk that is about windows; `deliver` gets what it stands for. Raises ProtocolError."""
+        assert chunk.control is not None
+        match chunk.control.WhichOneof("kind"):
+            case "window_piece":
+                self._on_piece(peer, chunk, chunk.control.window_piece, deliver)
+            case "window_released":
+                if self._window is not None:
+                    self._window.release(peer, chunk.control.window_released.position)
+            case "window_full":
+                if (view := self._views.get(peer)) is not None:
+                    self._post(peer, mesh_pb2.Control(window_released=view.report()))
+            case "window_offer":
+                self._on_offer(peer, chunk.control.window_offer)
+            case "window_answer":
+                self._on_answer(peer, chunk.control.window_answer.refusal)
+
+    def forget(self, peer: int) -> None:
+        """The peer is gone."""
+        self._readers.discard(peer)
+        if self._window is not None:
+            self._window.forget(peer)
+        self._settle(peer)
+
+    def close(self) -> None:
+        """Give the memory back. What is still sent goes nowhere."""
+        self._readers.clear()
+        if self._window is not None:
+            self._window.close()
+        for view in self._views.values():
+            view.close()
+        self._views.clear()
+
+    def _on_piece(self, peer: int, chunk: Chunk, piece: mesh_pb2.WindowPiece, deliver: Callable[[Chunk], None]) -> None:
+        if (view := self._views.get(peer)) is None:
+            raise ProtocolError(f"rank {peer} sent data through a window that this rank does not see")
+        deliver(Chunk(chunk.epoch, chunk.group, chunk.sequence, chunk.block, chunk.offset, view.read(piece)))
+        if view.take(piece):
+            self._post(peer, mesh_pb2.Control(window_released=view.report()))
+
+    def _on_offer(self, peer: int, offer: mesh_pb2.WindowOffer) -> None:
+        if peer not in self._neighbours or peer in self._views:
+            raise ProtocolError(f"rank {peer} offered a window, which only a rank of this node may, and once")
+        refusal = ""
+        try:
+            self._views[peer] = View(offer)
+        except (OSError, ValueError) as error:  # ValueError: mmap's word for sizes that make no sense
+            refusal = str(error)
+        self._post(peer, mesh_pb2.Control(window_answer=mesh_pb2.WindowAnswer(refusal=refusal)))
+
+    def _on_answer(self, peer: int, refusal: str) -> None:
+        if peer in self._asked:
+            if refusal:
+                self._refusals[peer] = refusal
+            else:
+                self._readers.add(peer)
+        self._settle(peer)
+
+    def _settle(self, peer: int) -> None:
+        self._asked.discard(peer)
+        if not self._asked:
+            self._settled.set()
+
+    def _ask_for_room(self, holders: Collection[int]) -> None:
+        for peer in holders:
+            self._post(peer, mesh_pb2.Control(window_full=mesh_pb2.WindowFull()))

@@ -1,0 +1,71 @@
+"""`View`: the window of another rank of this node."""
+
+import fcntl
+import mmap
+import os
+from contextlib import suppress
+from hmac import compare_digest
+from pathlib import Path
+
+from shardnet.errors import ProtocolError
+from shardnet.pb import mesh_pb2
+from shardnet.transport.shared_memory.window import HEADER_BYTES, NAME, SECRET_BYTES
+
+_REPORTS = 4  # in the time in which the window is written once: rarer costs less, but its owner may have to wait and ask
+_STRANGER = "its process is not to be seen from here (is it in another container?)"
+
+
+class View:
+    """Maps it for reading; lives as long as the mesh."""
+
+    def __init__(self, offer: mesh_pb2.WindowOffer) -> None:
+        """Raises OSError, saying why, if it is not in this machine's memory or not ours to see."""
+        self._capacity = offer.capacity
+        self._map = _find(offer)
+        self._data = memoryview(self._map)[HEADER_BYTES:]
+        self._taken = 0  # the end of the last piece that was read
+        self._reported = 0
+
+    def read(self, piece: mesh_pb2.WindowPiece) -> memoryview:
+        """The piece's bytes, which stay as they are until it is released. Raises ProtocolError if it is none."""
+        start = piece.position % self._capacity
+        if not piece.size or start + piece.size > self._capacity or piece.position < self._taken:
+            raise ProtocolError(f"{piece.size} bytes at {piece.position} are no piece of a window of {self._capacity} bytes")
+        return self._data[start : start + piece.size]
+
+    def take(self, piece: mesh_pb2.WindowPiece) -> bool:
+        """The piece was read; returns whether it is time to tell the owner."""
+        self._taken = piece.position + piece.size
+        return self._taken - self._reported >= self._capacity // _REPORTS
+
+    def report(self) -> mesh_pb2.WindowReleased:
+        self._reported = self._taken
+        return mesh_pb2.WindowReleased(position=self._taken)
+
+    def close(self) -> None:
+        with suppress(BufferError):  # somebody still looks at it: the mapping goes with them
+            self._data.release()
+            self._map.close()
+
+
+def _find(offer: mesh_pb2.WindowOffer) -> mmap.mmap:
+    path = Path(f"/proc/{offer.pid}/fd/{offer.descriptor}")
+    try:
+        found = str(path.readlink())
+    except FileNotFoundError:
+        raise OSError(_STRANGER) from None
+    if NAME not in found:  # the files of whichever process has the number here are not to be touched
+        raise OSError(_STRANGER)
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    size = HEADER_BYTES + offer.capacity
+    try:
+        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+        if not seals & fcntl.F_SEAL_SHRINK or os.fstat(descriptor).st_size != size:
+            raise OSError("its memory is not what was offered")
+        mapped = mmap.mmap(descriptor, size, prot=mmap.PROT_READ)
+    finally:
+        os.close(descriptor)
+    if not compare_digest(mapped[:SECRET_BYTES], offer.secret):
+        mapped.close()
+        raise OSError(_STRANGER)
+    return mapped

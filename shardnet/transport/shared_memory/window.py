@@ -1,0 +1,144 @@
+"""`Window`: the memory that this rank writes and its node's other ranks read."""
+
+import asyncio
+import fcntl
+import mmap
+import os
+import secrets
+from collections import deque
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardnet.pb import mesh_pb2
+from shardnet.wire import Buffer
+
+NAME = "shardnet-window"
+HEADER_BYTES = mmap.PAGESIZE  # the secret, then nothing
+SECRET_BYTES = 32
+PATIENCE_S = 0.5  # with readers, who release what they were told of in milliseconds
+_ALIGNMENT = 64  # of pieces: a cache line, and more than any element needs
+_F_SEAL_FUTURE_WRITE = 0x10  # linux/fcntl.h; in Python's fcntl from 3.13 on
+_SEALS = (fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL | _F_SEAL_FUTURE_WRITE) if hasattr(fcntl, "F_SEAL_SHRINK") else 0
+
+
+@dataclass(slots=True)
+class Piece:
+    """Data that lies in the window until all `readers` have released it. Positions count from the first byte ever written."""
+
+    start: int
+    end: int
+    readers: set[int]
+
+
+class Window:
+    """A ring of `capacity` bytes. Runs on the loop thread.
+
+    Pieces are released in any order, but their room is used again in the order in which they were put. So a piece must be
+    released soon, whatever else its reader waits for.
+    """
+
+    def __init__(self, capacity: int, on_full: Callable[[Collection[int]], None]) -> None:
+        """`on_full` is told who holds the oldest piece while somebody waits for room. Raises OSError if there is no memory."""
+        self.capacity = capacity
+        self._on_full = on_full
+        self._secret = secrets.token_bytes(SECRET_BYTES)
+        self._head = 0  # where the next piece may start
+        self._pieces: deque[Piece] = deque()  # not released, by position
+        self._room = asyncio.Event()
+        self._stuck = False  # somebody has waited in vain for room since the last time that there was some
+        self._descriptor, self._map = _allocate(HEADER_BYTES + capacity)
+        self._map[:SECRET_BYTES] = self._secret
+        self._data = np.frombuffer(self._map, np.uint8, capacity, HEADER_BYTES)
+
+    def offer(self) -> mesh_pb2.WindowOffer:
+        """Where a reader finds it, until `hide`."""
+        return mesh_pb2.WindowOffer(pid=os.getpid(), descriptor=self._descriptor, capacity=self.capacity, secret=self._secret)
+
+    def hide(self) -> None:
+        """Every reader has found it, or never will."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    async def put(self, data: Buffer, readers: Collection[int]) -> Piece | None:
+        """Copy data in: at most half of the window. It stays until each reader has released it or is forgotten. One call at
+        a time. None if there is no room and comes none, for a reader that is frozen must not hold up the others."""
+        size = len(data)
+        while (start := self._place(size)) + size - self._tail > self.capacity:
+            if self._stuck:
+                return None
+            self._on_full(self._pieces[0].readers)
+            self._room.clear()
+            try:
+                async with asyncio.timeout(PATIENCE_S):
+                    await self._room.wait()
+            except TimeoutError:
+                self._stuck = True
+        np.copyto(self._data[start % self.capacity :][:size], np.frombuffer(data, np.uint8))  # lets other threads run
+        piece = Piece(start, start + size, set(readers))
+        self._pieces.append(piece)
+        self._head = piece.end
+        return piece
+
+    def release(self, reader: int, position: int) -> None:
+        """The reader needs no piece any more that ends at `position` or before."""
+        for piece in self._pieces:
+            if piece.end > position:
+                break
+            piece.readers.discard(reader)
+        self._reclaim()
+
+    def withdraw(self, piece: Piece, readers: Collection[int]) -> None:
+        """These readers will never hear of it."""
+        piece.readers.difference_update(readers)
+        self._reclaim()
+
+    def forget(self, reader: int) -> None:
+        """The reader is gone."""
+        for piece in self._pieces:
+            piece.readers.discard(reader)
+        self._reclaim()
+
+    def close(self) -> None:
+        """Readers keep what they have mapped. Nothing may be put any more; who waits for room gets it."""
+        self.hide()
+        for piece in self._pieces:
+            piece.readers.clear()
+        self._reclaim()
+        self._data = np.empty(self.capacity, np.uint8)  # for who waited: nobody will read it
+        with suppress(BufferError):  # a piece is being copied in by a thread: the memory goes when that is done
+            self._map.close()
+
+    @property
+    def _tail(self) -> int:
+        return self._pieces[0].start if self._pieces else self._head
+
+    def _place(self, size: int) -> int:
+        """The next position at which `size` bytes lie in one piece."""
+        start = self._head + -self._head % _ALIGNMENT
+        if start % self.capacity + size > self.capacity:
+            start += -start % self.capacity
+        return start
+
+    def _reclaim(self) -> None:
+        while self._pieces and not self._pieces[0].readers:
+            self._pieces.popleft()
+            self._stuck = False
+            self._room.set()
+
+
+def _allocate(size: int) -> tuple[int, mmap.mmap]:
+    if not hasattr(os, "memfd_create"):
+        raise OSError("this system has no memfd")
+    descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+        mapped = mmap.mmap(descriptor, size)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)  # behind the mapping, which it would forbid
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor, mapped

@@ -1,0 +1,207 @@
+"""Ranks of one node in a cluster: what goes through memory, and what happens where nothing can."""
+
+import asyncio
+import errno
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from shardnet.backend import Backend
+from shardnet.backend.cluster import ClusterBackend
+from shardnet.config import KIB, MIB, Limits, Timeouts
+from shardnet.errors import ClosedError, PeerLost
+from shardnet.pb import mesh_pb2
+from shardnet.testing import each_error, each_rank, local_cluster
+from shardnet.transport.grpc_mesh import GrpcMesh
+from shardnet.transport.http2 import Call
+from shardnet.transport.shared_memory import view
+
+LIMITS = Limits(chunk_bytes=64 * KIB, window_bytes=256 * KIB, inline_bytes=KIB)
+ELEMENTS = 240_000
+
+
+class Wire:
+    """Counts the bytes that go over streams."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.bytes = 0
+        send = Call.send
+
+        async def counted(call: Call, *parts: Any) -> None:
+            self.bytes += sum(map(len, parts))
+            await send(call, *parts)
+
+        monkeypatch.setattr(Call, "send", counted)
+
+
+@pytest.fixture
+def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
+    return Wire(monkeypatch)
+
+
+def mesh_of(backend: ClusterBackend) -> GrpcMesh:
+    mesh = backend._board.mesh
+    assert isinstance(mesh, GrpcMesh)
+    return mesh
+
+
+async def sums(ranks: Sequence[Backend]) -> None:
+    """Every way that data takes, with results that say so if a byte is wrong."""
+
+    async def work(rank: Backend) -> None:
+        mine = torch.arange(ELEMENTS, dtype=torch.float32) + rank.rank
+        total = torch.stack([torch.arange(ELEMENTS) + each for each in range(rank.world_size)]).sum(0).float()
+        assert torch.equal(await rank.all_reduce(mine), total)
+        assert torch.equal(await rank.reduce_scatter(mine), total.chunk(rank.world_size)[rank.rank])
+        gathered = await rank.all_gather(mine)
+        assert all(torch.equal(part, torch.arange(ELEMENTS) + float(each)) for each, part in enumerate(gathered.chunk(rank.world_size)))
+        assert torch.equal(await rank.broadcast(mine, 1), torch.arange(ELEMENTS) + 1.0)
+        exchanged = await rank.all_to_all(mine)
+        part = torch.arange(ELEMENTS, dtype=torch.float32).chunk(rank.world_size)[rank.rank]
+        assert torch.equal(exchanged, torch.cat([part + each for each in range(rank.world_size)]))
+
+    await each_rank(ranks, work)
+
+
+async def test_data_goes_through_memory_and_streams_say_where_it_lies(wire: Wire) -> None:
+    async with local_cluster(4, limits=LIMITS) as ranks:
+        assert [mesh_of(rank).memory_peers for rank in ranks] == [frozenset(range(4)) - {rank} for rank in range(4)]
+        before = wire.bytes
+        await sums(ranks)
+        sent = sum(rank.telemetry.bytes_sent for rank in ranks)
+        assert wire.bytes - before < sent / 100
+
+
+async def test_memory_stays_inside_a_node(wire: Wire) -> None:
+    async with local_cluster(4, ranks_per_node=2, limits=LIMITS) as ranks:
+        assert [mesh_of(rank).memory_peers for rank in ranks] == [{1}, {0}, {3}, {2}]
+        await sums(ranks)
+        pairs = [rank.subgroup([0, 1] if rank.rank < 2 else [2, 3]) for rank in ranks]
+        before = wire.bytes
+        await sums(pairs)
+        assert wire.bytes - before < ELEMENTS
+        before = wire.bytes
+        await each_rank([ranks[rank].subgroup([1, 2]) for rank in (1, 2)], lambda rank: rank.all_gather(torch.ones(ELEMENTS)))
+        assert wire.bytes - before >= 2 * 4 * ELEMENTS
+
+
+async def test_many_collectives_at_once_share_a_window_that_is_smaller_than_any() -> None:
+    async with local_cluster(3, limits=Limits(chunk_bytes=8 * KIB, window_bytes=32 * KIB, inline_bytes=KIB, eager_bytes=KIB)) as ranks:
+
+        async def work(rank: Backend) -> None:
+            handles = [rank.all_reduce(torch.full((30_000,), float(index + rank.rank))) for index in range(12)]
+            for index, handle in enumerate(handles):
+                assert torch.equal(await handle, torch.full((30_000,), 3.0 * index + 3.0))
+
+        await each_rank(ranks, work)
+
+
+async def test_without_a_window_everything_goes_over_grpc(wire: Wire, caplog: pytest.LogCaptureFixture) -> None:
+    async with local_cluster(2, shared_memory=False) as ranks:
+        assert [mesh_of(rank).memory_peers for rank in ranks] == [frozenset()] * 2
+        await sums(ranks)
+    assert caplog.records == []  # that was asked for
+
+
+async def test_no_memory_is_one_line_in_the_log(wire: Wire, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def full(descriptor: int, offset: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with caplog.at_level(logging.WARNING):
+        async with local_cluster(2, limits=LIMITS) as ranks:
+            assert [mesh_of(rank).memory_peers for rank in ranks] == [frozenset()] * 2
+            await sums(ranks)
+    assert sorted(record.message for record in caplog.records) == [
+        f"[rank {rank}/2 epoch 1] no shared memory ([Errno 28] No space left on device): data for the ranks of this node goes over gRPC"
+        for rank in range(2)
+    ]
+
+
+async def test_memory_that_one_rank_does_not_see_is_not_used_for_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rank 2 is in a container of its own on the same host, say."""
+    find, offers = view._find, []
+
+    def find_but_every_third(offer: mesh_pb2.WindowOffer) -> Any:
+        offers.append(offer)
+        if offer.secret == offers[0].secret:
+            raise OSError("not from here")
+        return find(offer)
+
+    monkeypatch.setattr(view, "_find", find_but_every_third)
+    with caplog.at_level(logging.WARNING):
+        async with local_cluster(3, limits=LIMITS) as ranks:
+            assert sorted(len(mesh_of(rank).memory_peers) for rank in ranks) == [0, 2, 2]
+            await sums(ranks)
+    assert len(caplog.records) == 1
+    assert caplog.records[0].message.count("not from here") == 2
+
+
+async def test_who_waits_for_room_hears_that_a_reader_is_gone() -> None:
+    """One that is frozen holds everybody's room, until it is lost."""
+    timeouts = Timeouts(connect_s=10, suspect_s=0.5, lost_s=1.0, collective_s=15.0, drain_s=0.5)
+    async with local_cluster(3, limits=Limits(window_bytes=64 * KIB, inline_bytes=KIB, chunk_bytes=8 * KIB), timeouts=timeouts) as ranks:
+        frozen = mesh_of(ranks[2])
+        frozen.receive = lambda *_: None  # type: ignore[method-assign]  # it takes nothing, and says nothing
+        handles = [rank.all_gather(torch.ones(100_000)) for rank in ranks]
+        await asyncio.sleep(0.2)
+        assert not any(handle.done() for handle in handles)
+        ranks[2].abort()
+        for handle in handles[:2]:
+            with pytest.raises(PeerLost, match="rank 2"):
+                await handle
+        with pytest.raises(ClosedError):
+            await handles[2]
+        rest = [rank.subgroup([0, 1]) for rank in ranks[:2]]
+        await sums(rest)
+        for rank in ranks[:2]:
+            rank.abort()
+
+
+async def test_a_frozen_rank_holds_up_nobody_else(wire: Wire) -> None:
+    """It keeps the room of what it was told of, so the others' data goes over their streams."""
+    limits = Limits(chunk_bytes=8 * KIB, window_bytes=64 * KIB, inline_bytes=KIB, eager_bytes=KIB)
+    async with local_cluster(3, limits=limits) as ranks:
+        frozen = mesh_of(ranks[2])
+        receive, held = frozen.receive, []
+        frozen.receive = lambda *what: held.append(what)  # type: ignore[method-assign]  # it comes to nothing
+        handles = [rank.all_gather(torch.ones(100_000)) for rank in ranks]
+        pair = [rank.subgroup([0, 1]) for rank in ranks[:2]]
+        await sums(pair)
+        before = wire.bytes
+        await sums(pair)
+        assert wire.bytes - before > ELEMENTS, "the window should be stuck: this test proved nothing"
+        frozen.receive = receive  # type: ignore[method-assign]  # it thaws
+        for what in held:
+            receive(*what)
+        for handle in handles:
+            assert torch.equal(await handle, torch.ones(300_000))
+        await sums(ranks)
+        before = wire.bytes
+        await sums(pair)
+        assert wire.bytes - before < ELEMENTS, "the window should be used again"
+
+
+async def test_an_abort_in_the_middle_leaves_no_piece_behind() -> None:
+    """A window of a few pieces goes round many times after collectives that failed half way."""
+    async with local_cluster(2, limits=Limits(chunk_bytes=8 * KIB, window_bytes=32 * KIB, inline_bytes=KIB, eager_bytes=KIB)) as ranks:
+        for _ in range(20):
+            await each_error(ranks, lambda rank: rank.all_reduce(torch.ones(20_000 + rank.rank)))
+            await each_rank(ranks, lambda rank: rank.all_reduce(torch.ones(20_000)))
+
+
+async def test_a_window_from_another_node_ends_the_stream() -> None:
+    async with local_cluster(2, ranks_per_node=1, limits=LIMITS) as ranks:
+        offer = mesh_pb2.WindowOffer(pid=os.getpid(), descriptor=0, capacity=MIB, secret=bytes(32))
+        rank0 = ranks[0]._board
+        rank0.loop.call(mesh_of(ranks[0])._post, 1, mesh_pb2.Control(window_offer=offer))
+        error = await asyncio.to_thread(ranks[1].all_reduce(torch.ones(1)).exception)
+        assert isinstance(error, PeerLost)
+        for rank in ranks:
+            rank.abort()
