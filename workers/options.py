@@ -20,6 +20,7 @@ COMPRESSIONS = {
     "bfloat16": Compression(weights="bfloat16"),
     "int8-weights": Compression(weights="int8"),
     "int8-gradients": Compression(gradients="int8"),
+    "bfloat16-int8": Compression(weights="bfloat16", gradients="int8"),
     "int8": Compression(weights="int8", gradients="int8"),
 }
 EXAMPLES = """\
@@ -40,8 +41,8 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--dim must be a multiple of twice --heads, got {options.dim} and {options.heads}")
     if options.compress != "none" and options.strategy == ShardingStrategy.NO_SHARD:
         parser.error(f"--compress {options.compress}: with --strategy {options.strategy} no shards are sent")
-    if options.compress == options.precision == "bfloat16":
-        parser.error("--precision bfloat16 gathers weights as bfloat16 already; leave --compress out")
+    if COMPRESSIONS[options.compress].weights == options.precision == "bfloat16":
+        parser.error(f"--precision bfloat16 gathers weights as bfloat16 already; leave --compress {options.compress} out")
     for name in ("warmup", "decay"):
         if not 0 <= vars(options)[name] <= 1:
             parser.error(f"--{name} is a share, from 0 to 1, got {vars(options)[name]}")
@@ -103,7 +104,7 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
         "--compress",
         choices=COMPRESSIONS,
         default="none",
-        help="what is sent in fewer bits than it is computed in: bfloat16: weights; int8: weights and gradients (default: %(default)s)",
+        help="what is sent in fewer bits than it is computed in; bfloat16: weights, int8: weights and gradients (default: %(default)s)",
     )
     group.add_argument("--prefetch", type=_not_negative, default=1, metavar="N", help="units gathered ahead of time (default: %(default)s)")
 

@@ -1,5 +1,7 @@
 """`shardnet plan`: what a training will need under each strategy, before it is started."""
 
+from typing import Any
+
 from shardnet.cli import arguments
 from shardnet.errors import UsageError
 
@@ -7,6 +9,15 @@ from shardnet.errors import UsageError
 STRATEGIES = ("full_shard", "shard_grad_op", "hybrid_shard", "zero_1", "no_shard")
 OPTIMIZERS = ("adamw", "sgd-momentum", "sgd")
 DTYPES = ("float32", "float64", "bfloat16", "float16")
+COMPRESSIONS: dict[str, dict[str, Any]] = {  # as workers/train_lm.py names them
+    "none": {},
+    "bfloat16": {"weights": "bfloat16"},
+    "int8-weights": {"weights": "int8"},
+    "int8-gradients": {"gradients": "int8"},
+    "bfloat16-int8": {"weights": "bfloat16", "gradients": "int8"},
+    "int8": {"weights": "int8", "gradients": "int8"},
+}
+RESIDUALS = ("bfloat16", "float32", "none")
 
 DESCRIPTION = """\
 Work out what a rank holds and sends in a step under each sharding strategy. Nothing is trained, sent or allocated: a
@@ -18,6 +29,8 @@ examples:
       a model of 32 equal layers
   shardnet plan --hidden 4096 --layers 32 --vocabulary 50257 --world 16 --node-size 8 --inside 20 --between 1.5
       a GPT on two nodes of 8; with the speed of the links, in GB/s, it says how long they are busy
+  shardnet plan --parameters 7B --layers 32 --world 8 --compress int8
+      with parameters and gradients sent in a quarter of the bytes
   shardnet plan my_project.model:small --units Block --input 4x1024:int64 --world 4
       my_project/model.py has a function small() that returns a module; each Block is a unit. A forward on an
       input of that shape tells how much is kept for backward
@@ -59,6 +72,11 @@ def add_to(commands: arguments.Commands) -> None:
     how.add_argument("--dtype", choices=DTYPES, help="in which parameters are kept (default: as the model has them, or float32)")
     how.add_argument("--compute-dtype", choices=DTYPES, help="in which they are gathered and used (default: as they are kept)")
     how.add_argument("--reduce-dtype", choices=DTYPES, help="in which gradients are reduced (default: as they are computed)")
+    how.add_argument("--compress", choices=COMPRESSIONS, default="none", help="what FSDP sends in fewer bits (default: %(default)s)")
+    how.add_argument(
+        "--block", type=arguments.positive, default=256, metavar="B", help="elements that share a scale (default: %(default)s)"
+    )
+    how.add_argument("--residual", choices=RESIDUALS, default="bfloat16", help="error feedback of gradients (default: %(default)s)")
     how.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="default: %(default)s")
     how.add_argument("--prefetch", type=arguments.whole, default=1, metavar="U", help="units gathered ahead (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print JSON, in bytes and seconds")
@@ -69,6 +87,7 @@ def execute(options: arguments.Arguments) -> int:
     """Raises UsageError for a model that cannot be planned and sizes that make no sense."""
     from shardnet.cli.plan_model import dtype_of, model_of
     from shardnet.cli.plan_table import as_json, as_text
+    from shardnet.fsdp import Compression
     from shardnet.planning import OptimizerKind, Setting, Strategy, plan
 
     setting = Setting(
@@ -78,6 +97,11 @@ def execute(options: arguments.Arguments) -> int:
         reduce_dtype=dtype_of(options.reduce_dtype),
         optimizer=OptimizerKind(options.optimizer),
         prefetch=options.prefetch,
+        compression=Compression(
+            **COMPRESSIONS[options.compress],
+            block=options.block,
+            residual=dtype_of(None if options.residual == "none" else options.residual),
+        ),
         inside_bytes_per_s=options.inside,
         between_bytes_per_s=options.between,
     )

@@ -16,6 +16,8 @@ NAMES = {
     Strategy.ZERO_1: "ZeroOptimizer (ZeRO-1)",
     Strategy.NO_SHARD: "NO_SHARD (DDP)",
 }
+_MEMORY = ("parameters", "gradients", "optimizer", "gathered", "reducing", "residuals", "packed", "activations")
+_PACKING = ("residuals", "packed")  # columns left out where nothing is compressed
 _WORDS = frozenset({"strategy", "collective", "to"})
 _NONE = "-"
 
@@ -40,6 +42,7 @@ def as_json(model: ModelSize, setting: Setting, plans: Sequence[Plan]) -> str:
         "node_size": setting.ranks_per_node,
         "optimizer": setting.optimizer,
         "prefetch": setting.prefetch,
+        "compression": {"weights": setting.compression.weights, "gradients": setting.compression.gradients},
     }
     return json.dumps(about | {"plans": [_as_dict(plan) for plan in plans]}, indent=2, allow_nan=False)
 
@@ -61,8 +64,14 @@ def _about(model: ModelSize, setting: Setting) -> str:
     ranks = "1 rank" if setting.world_size == 1 else f"{setting.world_size} ranks"
     return (
         f"{model.name}: {model.numel:,} parameters in {_dtypes(groups, setting)}; {cut}\n"
-        f"{ranks}{nodes}; {setting.optimizer}, prefetch {setting.prefetch}"
+        f"{ranks}{nodes}; {setting.optimizer}, prefetch {setting.prefetch}{_compressed(setting)}"
     )
+
+
+def _compressed(setting: Setting) -> str:
+    """Such as `; sent compressed: weights as int8, gradients as int8`."""
+    sent = [f"{name} as {kind}" for name in ("weights", "gradients") if (kind := getattr(setting.compression, name))]
+    return f"; sent compressed: {', '.join(sent)}" if sent else ""
 
 
 def _dtypes(groups: Sequence[GroupSize], setting: Setting) -> str:
@@ -80,31 +89,18 @@ def _dtypes(groups: Sequence[GroupSize], setting: Setting) -> str:
 
 
 def _costs(plans: Sequence[Plan]) -> str:
-    head = (
-        "strategy",
-        "parameters",
-        "gradients",
-        "optimizer",
-        "gathered",
-        "reducing",
-        "activations",
-        "a rank holds",
-        "sends a step",
-        "time",
-    )
+    held = [name for name in _MEMORY if name not in _PACKING or any(getattr(plan.memory, name) for plan in plans)]
     rows = [
         (
             NAMES[plan.strategy],
-            *(short_bytes(count) for count in (plan.memory.parameters, plan.memory.gradients, plan.memory.optimizer)),
-            *(short_bytes(count) for count in (plan.memory.gathered, plan.memory.reducing)),
-            _NONE if plan.memory.activations is None else short_bytes(plan.memory.activations),
+            *(_NONE if count is None else short_bytes(count) for count in (getattr(plan.memory, name) for name in held)),
             short_bytes(plan.memory.total),
             short_bytes(plan.bytes_sent),
             _NONE if plan.communication_s is None else short_time(plan.communication_s),
         )
         for plan in plans
     ]
-    return grid(head, rows, _WORDS)
+    return grid(("strategy", *held, "a rank holds", "sends a step", "time"), rows, _WORDS)
 
 
 def _collectives(plans: Sequence[Plan]) -> str:
@@ -126,9 +122,14 @@ def _notes(model: ModelSize, setting: Setting, plans: Sequence[Plan]) -> Iterato
         yield "No times, since the links' speeds are not given (--inside, and --between for several nodes)."
     elif any(plan.traffic for plan in plans):
         yield "Times are those of the links alone; how much of them compute hides is not guessed."
-    if setting.nodes > 1 and any(setting.reduce(group).itemsize == 2 for unit in model.units for group in unit.groups):
+    groups = [group for unit in model.units for group in unit.groups]
+    if setting.nodes > 1 and any(setting.reduce(group).itemsize == 2 for group in groups):
         yield "16-bit gradients are exchanged directly, not in a ring, which sends more between nodes: compare --reduce-dtype float32."
+    if setting.nodes > 1 and setting.compression.gradients is not None:
+        yield "Compressed gradients are exchanged directly, not in a ring, which sends more between nodes: compare with them left out."
     if setting.mixed and any(plan.strategy is Strategy.ZERO_1 for plan in plans):
         yield "ZeRO-1 is planned in the dtype that parameters are kept in, since a plain module computes in it."
+    if _compressed(setting) and not all(plan.strategy.sends_shards for plan in plans):
+        yield "ZeRO-1 and NO_SHARD are planned without compression, since FSDP sends no shards there."
     if model.unit_count == 1:
         yield "Everything is gathered at once, since the model is one unit: name classes with --units."

@@ -5,18 +5,24 @@ SHARD_GRAD_OP all stay until their backward. In backward a unit collects its gra
 units are being reduced. Freed buffers are kept for the next ones, so what was in flight at most is what stays allocated:
 the two peaks add up though they come at different times. With units within units it may be a little less.
 
+[Note: packed buffers] What is sent compressed is packed from the start of a collective until it is unpacked: parameters of
+the unit that is waited for and of the `prefetch` next ones, gradients of up to `prefetch` + 2 units, since one more is packed
+before the oldest is waited for. So much where the network is slow: what arrives earlier is unpacked earlier. Full-size
+gradients are free again once they are packed.
+
 Not counted: activations where nobody has measured them, what an optimizer needs while it steps, the collectives' own
 buffers, Python, torch and its allocator.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from shardnet.config import MIB
+from shardnet.fsdp.codec import Codec
 from shardnet.planning.model import GroupSize, ModelSize, UnitSize
-from shardnet.planning.setting import Setting, Strategy
+from shardnet.planning.setting import Setting, Strategy, packed_bytes
 
 ZERO_1_BUCKET_BYTES = 25 * MIB  # ZeroOptimizer's default
 ZERO_1_IN_FLIGHT = 2  # packed buckets of gradients at once
@@ -31,11 +37,14 @@ class MemoryPlan:
     optimizer: int
     gathered: int  # full parameters in flight at most
     reducing: int  # full-size gradients in flight at most
+    residuals: int  # of error feedback, between steps
+    packed: int  # what compression sends and receives, in flight at most
     activations: int | None  # None: not known, and left out
 
     @property
     def total(self) -> int:
-        return self.parameters + self.gradients + self.optimizer + self.gathered + self.reducing + (self.activations or 0)
+        between_steps = self.parameters + self.gradients + self.optimizer + self.residuals
+        return between_steps + self.gathered + self.reducing + self.packed + (self.activations or 0)
 
 
 def plan_memory(model: ModelSize, strategy: Strategy, setting: Setting) -> MemoryPlan:
@@ -55,6 +64,8 @@ def plan_memory(model: ModelSize, strategy: Strategy, setting: Setting) -> Memor
         ),
         gathered=_gathered(model, strategy, setting),
         reducing=_reducing(model, strategy, setting),
+        residuals=sum(_residual_bytes(group, setting) for group in trained),
+        packed=_packed(model, strategy, setting),
         activations=model.activation_bytes,
     )
 
@@ -85,7 +96,8 @@ def _reducing(model: ModelSize, strategy: Strategy, setting: Setting) -> int:
     """See [Note: units in flight]."""
 
     def bytes_of(unit: UnitSize, collecting: bool) -> int:
-        return sum(_gradient_bytes(group, setting, collecting=collecting) for group in unit.groups if group.trainable)
+        held = [group for group in unit.groups if group.trainable and (collecting or setting.gradient_codec(group) is None)]
+        return sum(_gradient_bytes(group, setting, collecting=collecting) for group in held)
 
     if strategy is Strategy.ZERO_1:
         buckets = sorted((min(bytes_of(unit, False), ZERO_1_BUCKET_BYTES) for unit in model.units), reverse=True)
@@ -99,6 +111,33 @@ def _gradient_bytes(group: GroupSize, setting: Setting, *, collecting: bool) -> 
     collect = torch.promote_types(setting.compute(group), reduce)
     itemsize = reduce.itemsize + (collect.itemsize if collecting and collect != reduce else 0)
     return group.numel * itemsize
+
+
+def _residual_bytes(group: GroupSize, setting: Setting) -> int:
+    residual = setting.compression.residual
+    return group.numel * residual.itemsize if residual is not None and setting.gradient_codec(group) is not None else 0
+
+
+def _packed(model: ModelSize, strategy: Strategy, setting: Setting) -> int:
+    """See [Note: packed buffers]."""
+
+    def bytes_of(groups: Iterable[GroupSize], codec_of: Callable[[GroupSize], Codec | None]) -> int:
+        return sum(packed_bytes(codec, group, setting.shards(strategy)) for group in groups if (codec := codec_of(group)) is not None)
+
+    parameters = [bytes_of(unit.groups, setting.weight_codec) for unit in model.units]
+    gradients = [bytes_of([group for group in unit.groups if group.trainable], setting.gradient_codec) for unit in model.units]
+    twice = setting.gathered_twice(model, strategy)
+    again = [count if index in twice else 0 for index, count in enumerate(parameters)]
+    most = 0
+    for index in range(len(model.units)):
+        after, before = index + 1 + setting.prefetch, max(index - setting.prefetch, 0)
+        most = max(
+            most,
+            sum(parameters[index:after]),  # forward comes to the unit
+            sum(again[before : index + 1]) + sum(gradients[index + 1 : after + 1]),  # backward comes to it
+            sum(again[before:index]) + sum(gradients[index : after + 1]),  # its gradients are complete
+        )
+    return most
 
 
 def _most_at_once(units: Sequence[UnitSize], ahead: int, bytes_of: Callable[[UnitSize, bool], int]) -> int:

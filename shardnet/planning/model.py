@@ -58,11 +58,6 @@ class ModelSize:
         """Parameters of the largest unit."""
         return max(unit.numel for unit in self.units)
 
-    @property
-    def inner(self) -> tuple[UnitSize, ...]:
-        """All units but the root."""
-        return self.units[1:]
-
     @classmethod
     def of_module(cls, name: str, module: nn.Module, units: UnitChoice = None, *, activation_bytes: int | None = None) -> "ModelSize":
         """A module, on the meta device or any other, cut into units as FSDP would. Raises UsageError if it has no parameters."""

@@ -34,7 +34,8 @@ class Plan:
 def plan(model: ModelSize, setting: Setting, strategies: Iterable[Strategy] = ()) -> list[Plan]:
     """A plan for each strategy; without any named, for all that differ in this world.
 
-    Raises UsageError where parameters would be gathered in a wider dtype than they are kept in, which FSDP refuses.
+    Raises UsageError for what FSDP refuses: parameters gathered in a wider dtype than they are kept in, or compression that
+    contradicts the dtypes.
     """
     for group in (group for unit in model.units for group in unit.groups):
         if setting.compute(group).itemsize > group.dtype.itemsize:
@@ -47,4 +48,5 @@ def _plan(model: ModelSize, strategy: Strategy, setting: Setting) -> Plan:
     if strategy is Strategy.ZERO_1 and setting.mixed:  # a plain module, which computes in what it is kept in
         setting = replace(setting, compute_dtype=None, reduce_dtype=None)
         model = replace(model, activation_bytes=None)  # measured in the other dtype
+    setting = replace(setting, compression=setting.compression_under(strategy))
     return Plan(strategy, plan_memory(model, strategy, setting), plan_traffic(model, strategy, setting))

@@ -1,12 +1,16 @@
 """`Setting`: where and how a model is to be trained."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 import torch
 
 from shardnet.errors import InvalidWorldSizeError, UsageError
-from shardnet.planning.model import GroupSize
+from shardnet.fsdp import Compression, MixedPrecision
+from shardnet.fsdp.codec import Codec
+from shardnet.fsdp.precision import Dtypes
+from shardnet.planning.model import GroupSize, ModelSize
+from shardnet.sharding import ShardingStrategy, shard_sizes
 
 
 class Strategy(StrEnum):
@@ -17,6 +21,11 @@ class Strategy(StrEnum):
     HYBRID_SHARD = "hybrid_shard"
     ZERO_1 = "zero_1"
     NO_SHARD = "no_shard"
+
+    @property
+    def sends_shards(self) -> bool:
+        """Whether it has shards that FSDP gathers and reduces, and so may compress."""
+        return self not in (Strategy.ZERO_1, Strategy.NO_SHARD)
 
 
 class OptimizerKind(StrEnum):
@@ -41,8 +50,8 @@ class Setting:
     """The ranks, the links between them, and the training's choices.
 
     `compute_dtype` is what parameters are gathered and used in, `reduce_dtype` what gradients are reduced in; None: as the
-    parameters are kept, and as they are gathered. Speeds are in bytes per second: `inside` of one rank to its node's
-    others, `between` of a whole node to the others; None: no times are planned.
+    parameters are kept, and as they are gathered. `compression` is that of `FSDP`. Speeds are in bytes per second: `inside`
+    of one rank to its node's others, `between` of a whole node to the others; None: no times are planned.
     """
 
     world_size: int
@@ -51,6 +60,7 @@ class Setting:
     reduce_dtype: torch.dtype | None = None
     optimizer: OptimizerKind = OptimizerKind.ADAMW
     prefetch: int = 1
+    compression: Compression = field(default_factory=Compression)
     inside_bytes_per_s: float | None = None
     between_bytes_per_s: float | None = None
 
@@ -95,5 +105,36 @@ class Setting:
         return self.compute_dtype if self.compute_dtype is not None and group.dtype.is_floating_point else group.dtype
 
     def reduce(self, group: GroupSize) -> torch.dtype:
-        """The dtype in which a group's gradients are reduced."""
-        return self.reduce_dtype if self.reduce_dtype is not None and group.dtype.is_floating_point else self.compute(group)
+        """The dtype in which a group's gradients are reduced, and added up where they are sent compressed."""
+        return self._dtypes(group).reduce
+
+    def gathered_twice(self, model: ModelSize, strategy: Strategy) -> range:
+        """Which units, by index, are gathered for backward again: the root and the last `prefetch` ones are held till then."""
+        if strategy in (Strategy.FULL_SHARD, Strategy.HYBRID_SHARD):
+            return range(1, len(model.units) - self.prefetch)
+        return range(0)
+
+    def compression_under(self, strategy: Strategy) -> Compression:
+        """What is in force. Raises UsageError and DtypeError where FSDP does; strategies that send no shards go without."""
+        if not strategy.sends_shards:
+            return Compression()
+        precision = MixedPrecision(self.compute_dtype, self.reduce_dtype)
+        return self.compression.chosen(ShardingStrategy(strategy), self.shards(strategy), precision)
+
+    def weight_codec(self, group: GroupSize) -> Codec | None:
+        """How a group's parameters are gathered; None: as they are."""
+        return self.compression.weight_codec(self._dtypes(group))
+
+    def gradient_codec(self, group: GroupSize) -> Codec | None:
+        """How a group's gradients are reduced; None: as they are."""
+        return self.compression.gradient_codec(self._dtypes(group))
+
+    def _dtypes(self, group: GroupSize) -> Dtypes:
+        compute = self.compute(group)
+        reduce = self.reduce_dtype if self.reduce_dtype is not None and group.dtype.is_floating_point else compute
+        return self.compression.dtypes(Dtypes(group.dtype, compute, reduce))
+
+
+def packed_bytes(codec: Codec, group: GroupSize, shards: int) -> int:
+    """Of all shards of a group together."""
+    return sum(map(codec.size, shard_sizes(group.numel, shards))) * codec.wire_dtype.itemsize

@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from options import COMPRESSIONS
 from shardnet.cli import plan as command
 from shardnet.cli.main import main
+from shardnet.fsdp import Compression
 from shardnet.planning import OptimizerKind, Strategy
 
 PROGRAM = """
@@ -80,6 +82,8 @@ def test_a_model_from_a_program_with_everything_known(capsys: pytest.CaptureFixt
         "optimizer": 0,
         "gathered": 4 * (80 + 72 + 72),
         "reducing": 4 * (80 + 72 + 72),
+        "residuals": 0,
+        "packed": 0,
         "activations": activations,
         "total": 2 * 224 + 2 * 896 + activations,
     }
@@ -97,6 +101,25 @@ def test_a_chosen_strategy_in_mixed_precision(capsys: pytest.CaptureFixture[str]
     assert "ZeRO-1 is planned in the dtype that parameters are kept in" in out
     assert "Everything is gathered at once, since the model is one unit" in out
     assert "Times are those of the links alone" in out
+
+
+def test_compression_by_the_names_of_the_training_program(capsys: pytest.CaptureFixture[str]) -> None:
+    assert {name: Compression(**given) for name, given in command.COMPRESSIONS.items()} == COMPRESSIONS
+    given = ["planned_models:small", "--world", "2", "--compress", "int8", "--block", "16", "--residual"]
+    assert main(["plan", *given, "none", "--strategy", "full_shard", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["compression"] == {"weights": "int8", "gradients": "int8"}
+    (full,) = found["plans"]
+    shard = 112 + 4 * 7  # a byte each, and a scale for each 16
+    assert [(each["op"], each["bytes_sent"]) for each in full["traffic"]] == [("all_gather", shard), ("all_to_all", shard)]
+    assert (full["memory"]["residuals"], full["memory"]["packed"]) == (0, 2 * shard)
+
+    assert main(["plan", *given, "float32", "--node-size", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "; sent compressed: weights as int8, gradients as int8\n" in out
+    assert "reducing  residuals" in out
+    assert "Compressed gradients are exchanged directly" in out
+    assert "ZeRO-1 and NO_SHARD are planned without compression" in out
 
 
 def test_16_bit_gradients_between_nodes_are_remarked_on(capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,6 +155,12 @@ SIZES = ["--parameters", "1M", "--layers", "4"]
         (["--parameters", "1.5", "--layers", "4"], "argument --parameters: must be a whole number from 1 on, such as 125M, not '1.5'"),
         (["--parameters", "many", "--layers", "4"], "argument --parameters: must be a whole number from 1 on"),
         ([*SIZES, "--inside", "0"], "argument --inside: must be a speed in GB/s, not '0'"),
+        ([*SIZES, "--compress", "int4"], "argument --compress: invalid choice: 'int4'"),
+        ([*SIZES, "--compress", "int8", "--block", "8"], "Compression: block must be a number of at least 16 elements, got 8"),
+        (
+            [*SIZES, "--compress", "bfloat16", "--compute-dtype", "bfloat16"],
+            "Compression: weights are gathered as torch.bfloat16 already, by MixedPrecision",
+        ),
         ([*SIZES, "--prefetch", "-1"], "argument --prefetch: must be a whole number from 0 on"),
         ([*SIZES, "--strategy", "fsdp"], "argument --strategy: invalid choice: 'fsdp'"),
         (["planned_models:small", "--layers", "4"], "planned_models:small has sizes of its own; leave out --layers"),

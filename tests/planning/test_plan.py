@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from shardnet.errors import UsageError
+from shardnet.fsdp import Compression
 from shardnet.planning import GroupSize, ModelSize, OptimizerKind, Setting, Strategy, UnitSize, plan
 from shardnet.planning.plan import Plan
 
@@ -90,6 +91,54 @@ def test_mixed_precision_gathers_narrow_and_keeps_wide() -> None:
     assert one(ZERO_1, setting).bytes_sent == one(ZERO_1, Setting(4)).bytes_sent
     wide = Setting(4, compute_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     assert one(FULL, wide).bytes_sent == (4200 + 2700) // 2 + 4200
+
+
+def test_compression_packs_what_shards_send() -> None:
+    """A block of 16 to each shard of 25 and of 100: 2 and 7 scales."""
+    setting = Setting(4, compression=Compression("int8", "int8", block=16), inside_bytes_per_s=100.0)
+    planned = one(FULL, setting)
+    layer, root = 4 * (25 + 4 * 2), 4 * (100 + 4 * 7)
+    whole, again = 10 * layer + root, 9 * layer
+    sent = [("all_gather", 11, whole * 3 // 4), ("all_gather", 9, again * 3 // 4), ("all_to_all", 11, whole * 3 // 4)]
+    assert [(each.op, each.count, each.bytes_sent) for each in planned.traffic] == sent
+    assert [each.seconds for each in planned.traffic] == [count / 100 for _, _, count in sent]
+    assert (planned.memory.gathered, planned.memory.reducing) == (4 * 600, 4 * 500)  # gradients of a unit and the root
+    assert planned.memory.residuals == 2 * 1400
+    assert planned.memory.packed == root + 2 * layer  # gradients of the last three units
+    without = one(FULL, Setting(4)).memory
+    assert planned.memory.total - without.total == planned.memory.residuals + planned.memory.packed - 4 * 200
+
+
+def test_averages_over_nodes_and_strategies_without_shards_are_not_compressed() -> None:
+    setting = Setting(4, node_size=2, compression=Compression("bfloat16", "int8", residual=None), prefetch=0)
+    plain = Setting(4, node_size=2)
+    for strategy in (ZERO_1, NONE):
+        assert one(strategy, setting).traffic == one(strategy, plain).traffic
+        assert one(strategy, setting).memory.packed == 0
+    hybrid = one(HYBRID, setting)
+    assert [each.op for each in hybrid.traffic] == ["all_gather", "all_gather", "all_to_all", "all_reduce"]
+    assert hybrid.traffic[0].bytes_sent == 1400  # half of two bytes each
+    assert hybrid.traffic[3] == one(HYBRID, plain).traffic[3]
+    assert hybrid.memory.residuals == 0
+
+
+def test_packed_gradients_go_to_every_rank_of_another_node() -> None:
+    compression = Compression(gradients="int8", block=100, residual=None)
+    planned = one(GRAD, Setting(4, node_size=2, compression=compression, inside_bytes_per_s=1e9, between_bytes_per_s=10.0))
+    packed = 1400 + 4 * 11 * 4  # a scale for each shard
+    assert planned.traffic[1].seconds == packed / 10.0  # two ranks of a node send half of it to both of the other
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        (Setting(2, compute_dtype=torch.bfloat16, compression=Compression(weights="bfloat16")), "gathered as torch.bfloat16 already"),
+        (Setting(2, reduce_dtype=torch.bfloat16, compression=Compression(gradients="int8")), "added up in float32"),
+    ],
+)
+def test_compression_that_fsdp_refuses_is_not_planned(setting: Setting, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        plan(LAYERS, setting)
 
 
 def test_parameters_are_not_gathered_wider_than_they_are() -> None:

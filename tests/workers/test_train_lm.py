@@ -161,6 +161,7 @@ def test_a_run_without_a_length_is_limited_in_time() -> None:
         "--compress int4",
         "--compress int8 --strategy no_shard",
         "--compress bfloat16 --precision bfloat16",
+        "--compress bfloat16-int8 --precision bfloat16",
     ],
 )
 def test_options_that_make_no_sense_are_refused(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:

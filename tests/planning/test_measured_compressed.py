@@ -1,0 +1,91 @@
+"""Plans of compressed communication against what real training holds and sends, counted."""
+
+import pytest
+import torch
+
+from shardnet.backend import Backend
+from shardnet.config import Limits
+from shardnet.fsdp import FSDP, Compression, MemoryReport, MixedPrecision, memory_report
+from shardnet.fsdp.compressed_reduction import Exchange
+from shardnet.planning import MemoryPlan, Setting, Strategy, plan
+from shardnet.sharding import ShardingStrategy
+from tests.fsdp.models import Block, loss_of, make_gpt, token_batches
+from tests.fsdp.ranks import run_ranks
+from tests.planning.test_measured import FULL, GRAD, HYBRID, SIZES, STEPS, columns, counted, size
+
+PLACES = [(FULL, 2, None), (FULL, 4, None), (GRAD, 3, None), (HYBRID, 4, 2), (HYBRID, 2, 1), (FULL, 1, None)]
+MODES = [
+    Compression(weights="bfloat16"),
+    Compression(weights="int8", block=64),
+    Compression(gradients="int8"),
+    Compression(gradients="int8", residual=None),
+    Compression(weights="bfloat16", gradients="int8", residual=torch.float32),
+    Compression(weights="int8", gradients="int8"),
+]
+
+
+def train(
+    ranks: int, strategy: Strategy, node: int | None, compression: Compression, prefetch: int = 1, precision: MixedPrecision | None = None
+) -> list[tuple[MemoryReport, dict[str, int]]]:
+    """Each rank's memory, and what it sent in the last step, by operation."""
+
+    def work(backend: Backend) -> tuple[MemoryReport, dict[str, int]]:
+        inner, place = make_gpt(**SIZES), {"strategy": ShardingStrategy(strategy), "intra_node_size": node}
+        model = FSDP(inner, backend, units=Block, prefetch=prefetch, compression=compression, mixed_precision=precision, **place)  # type: ignore[arg-type]
+        optimizer = torch.optim.AdamW(model.parameters())
+        model.memory.reset_peaks()
+        for batch in token_batches(STEPS, 2):
+            before = {op: counter.bytes for op, counter in backend.telemetry.ops.items()}
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        sent = {op: counter.bytes - before.get(op, 0) for op, counter in backend.telemetry.ops.items()}
+        return memory_report(model, optimizer), {op: count for op, count in sent.items() if count}
+
+    return run_ranks(ranks, work, limits=Limits(eager_bytes=0))
+
+
+def planned_columns(memory: MemoryPlan) -> list[int]:
+    return [*columns(memory), memory.residuals]
+
+
+def counted_columns(report: MemoryReport) -> list[int]:
+    return [*counted(report), report.gradient_residuals]
+
+
+@pytest.mark.parametrize("compression", MODES, ids=str)
+@pytest.mark.parametrize(("strategy", "ranks", "node"), PLACES)
+def test_memory_and_traffic_are_those_of_a_run(strategy: Strategy, ranks: int, node: int | None, compression: Compression) -> None:
+    (planned,) = plan(size(), Setting(ranks, node_size=node, compression=compression), [strategy])
+    runs = train(ranks, strategy, node, compression)
+    report = runs[0][0]
+    assert planned_columns(planned.memory) == counted_columns(report)  # to the byte: rank 0 has the longest shards
+    assert planned.memory.packed >= report.peak_packed  # less is in flight where the network is fast
+    assert planned.memory.total == pytest.approx(sum(counted_columns(report)) + report.peak_packed, rel=0.1)
+    expected: dict[str, int] = {}
+    for traffic in planned.traffic:
+        expected[traffic.op] = expected.get(traffic.op, 0) + ranks * traffic.bytes_sent
+    sent = {op: sum(ops.get(op, 0) for _, ops in runs) for op in {op for _, ops in runs for op in ops}}
+    assert sent == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@pytest.mark.parametrize(("strategy", "ranks", "node"), [(FULL, 2, None), (GRAD, 2, None), (HYBRID, 4, 2)])
+@pytest.mark.parametrize("compression", MODES[1:], ids=str)
+def test_as_much_is_packed_where_nothing_arrives_before_it_is_waited_for(
+    strategy: Strategy, ranks: int, node: int | None, compression: Compression, prefetch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Exchange, "arrived", False)
+    setting = Setting(ranks, node_size=node, prefetch=prefetch, compression=compression)
+    (planned,) = plan(size(), setting, [strategy])
+    for report, _ in train(ranks, strategy, node, compression, prefetch):
+        assert planned.memory.packed == report.peak_packed
+        assert planned.memory.reducing == report.peak_full_gradients
+
+
+def test_mixed_precision_beside_compression() -> None:
+    compression, half = Compression(weights="int8", gradients="int8"), torch.bfloat16
+    (planned,) = plan(size(), Setting(2, compute_dtype=half, compression=compression), [FULL])
+    runs = train(2, FULL, None, compression, precision=MixedPrecision(half))
+    assert planned_columns(planned.memory) == counted_columns(runs[0][0])
+    assert sum(sum(sent.values()) for _, sent in runs) == pytest.approx(2 * planned.bytes_sent, rel=0.01)
