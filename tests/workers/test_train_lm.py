@@ -98,6 +98,27 @@ async def test_bfloat16_learns_nearly_the_same(book: Path) -> None:
 
 
 @pytest.mark.timeout(90)
+@pytest.mark.blocks_loop
+async def test_two_ranks_learn_nearly_the_same_with_compression(tmp_path: Path, book: Path) -> None:
+    run, _ = train(tmp_path, f"--text={book}", "--epochs=1", "--batch=2", "--compress=int8")
+    alone = parse_options([*TINY.split(), f"--text={book}", "--epochs=1", "--batch=4"])
+    async with shardnet.connect() as cluster:
+        one = await Trainer.create(cluster, alone, read_text(book, context=16))
+        await one.run()
+    losses, exact = [step["loss"] for step in run["steps"]], [step.loss for step in one.journal.steps]
+    assert losses[-1] < losses[0] - 0.3
+    assert losses == pytest.approx(exact, rel=0.01)
+    assert losses != pytest.approx(exact, abs=1e-5), "without compression they agree"
+    events = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
+    fifth = [event for event in events if event.get("cat") == "communication" and event["args"]["step"] == 5]
+    sent = {op: sum(event["args"]["bytes"] for event in fifth if event["name"].startswith(op)) for op in ("all_gather", "all_to_all")}
+    model_bytes = sum(parameter.nbytes for parameter in one.model.parameters())
+    assert 0.25 * model_bytes < sent["all_to_all"] < 0.27 * model_bytes, "what two ranks send of a model's gradients"
+    assert 0.25 * model_bytes < sent["all_gather"] < 2 * 0.27 * model_bytes, "some units are gathered twice"
+    assert not any(event["name"].startswith("reduce_scatter") for event in events)
+
+
+@pytest.mark.timeout(90)
 def test_time_ends_a_run_on_all_ranks_at_the_same_step(tmp_path: Path, book: Path) -> None:
     run, _ = train(tmp_path, f"--text={book}", "--steps=100000", "--max-seconds=0.5", "--batch=2")
     assert 1 <= len(run["steps"]) < 100_000
