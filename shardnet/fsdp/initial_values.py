@@ -1,11 +1,13 @@
 """`InitialValues`: what fills a module that was built on the meta device."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import cast
 
 import torch
 from torch import nn
 
+from shardnet.backend import ReduceOp
 from shardnet.errors import SizeMismatchError, UsageError
 from shardnet.fsdp.communicators import Communicators
 from shardnet.fsdp.initial import ROOT
@@ -79,20 +81,39 @@ class InitialValues:
     ) -> None:
         """Raise UsageError on all ranks if the state lacks a parameter or a buffer, or has what is not `known`. No values are
         read. A collective, if there is a state."""
+        with self.agreed("this model", comms):
+            if self._state is not None and self.filled_here:
+                self._check_names(parameters, buffers, known)
+
+    @contextmanager
+    def agreed(self, what: str, comms: Communicators) -> Iterator[None]:
+        """What the body raises on any rank ends all of them: on the others as a UsageError. A collective, if there is a state.
+
+        Rank 0 alone reads the state, so its errors are its own, and the others would wait for what it never sends.
+        """
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as raised:
+            if self._state is None:
+                raise
+            error = raised
         if self._state is None:
             return
-        complaint = self._complaint(parameters, buffers, known) if self.filled_here else ""
-        verdict = comms.everyone.broadcast(torch.tensor([bool(complaint)]), ROOT, label="whether initial_state fits")
-        if comms.wait(verdict, "check initial_state").item():
-            raise UsageError(complaint or f"rank {ROOT}'s initial_state does not fit this model; its own error has the names")
+        failed = torch.tensor([error is not None], dtype=torch.int32)
+        verdict = comms.everyone.all_reduce(failed, ReduceOp.MAX, label=f"whether initial_state fits {what}")
+        someone_failed = comms.wait(verdict, "check initial_state").item()
+        if error is not None:
+            raise error
+        if someone_failed:
+            raise UsageError(f"rank {ROOT}'s initial_state does not fit {what}; its own error has the names")
 
-    def _complaint(self, parameters: Iterable[PlacedParameter], buffers: Iterable[str], known: Iterable[str]) -> str:
+    def _check_names(self, parameters: Iterable[PlacedParameter], buffers: Iterable[str], known: Iterable[str]) -> None:
         missing = [placed.name for placed in parameters if self._keys.isdisjoint(placed.names)]
         if missing := [*missing, *(name for name in buffers if name not in self._keys)]:
-            return f"initial_state lacks {listed(missing)}; give a whole state, such as full_state_dict() returns"
+            raise UsageError(f"initial_state lacks {listed(missing)}; give a whole state, such as full_state_dict() returns")
         if unexpected := sorted(self._keys.difference(known)):
-            return f"initial_state has {listed(unexpected)}, which the model lacks; leave that out"
-        return ""
+            raise UsageError(f"initial_state has {listed(unexpected)}, which the model lacks; leave that out")
 
     def _load(self, name: str, into: Tensor) -> None:
         assert self._state is not None

@@ -87,8 +87,8 @@ class MetaModel:
     def materialise(self, units: Sequence[Unit], comms: Communicators, meter: MemoryMeter, pool: BufferPool) -> None:
         """Fill and shard every unit, and fill this rank's buffers. A collective. See [Note: order of initialisation].
 
-        Raises UsageError, naming it, for what nobody filled or what stayed on meta, and on all ranks for a state with other
-        names; SizeMismatchError on rank 0 for a tensor of the state that has another shape.
+        Raises UsageError, naming it, for what nobody filled or what stayed on meta. A state that does not fit ends all ranks:
+        those but rank 0 with a UsageError, rank 0 with its own (SizeMismatchError for a tensor that has another shape).
         """
         buffers = dict(self._module.named_buffers(remove_duplicate=False))
         states = self._module.state_dict().keys()
@@ -101,7 +101,8 @@ class MetaModel:
         by_module = {unit.module: unit for unit in units}
         with torch.no_grad():
             self._visit("", self._module, lambda module: WholeUnit(by_module[module], comms, meter, pool) if module in by_module else None)
-            self._complete_buffers()
+            with self._values.agreed("the buffers", comms):
+                self._complete_buffers()
         for unit in units:
             for group in unit.groups:
                 group.show_shard()

@@ -39,15 +39,10 @@ class WholeUnit:
 
         The modules are left with the `shades` of the parameters.
 
-        Raises UsageError for parameters that nobody has filled.
+        Raises UsageError for parameters that nobody has filled, and on all ranks for a state that does not fit.
         """
-        for placed, view in self._views():
-            _take_back(placed, view)
-            values.load_parameter(placed, view)
-        if values.filled_here:
-            unfilled = [placed.name for placed, view in self._views() if view.is_floating_point() and bool(view.isnan().any())]
-            if unfilled:
-                raise UsageError(f"{listed(unfilled)}: not filled, or with NaN, after initialisation; {values.advice}")
+        with values.agreed(self._unit.name, self._comms):
+            self._complete(values)
         for placed, _ in self._views():
             for slot in placed.slots:
                 slot.put(shades[placed.parameter])
@@ -56,6 +51,15 @@ class WholeUnit:
             self._gauge.remove(flat.nbytes)
             self._pool.give(flat.untyped_storage())
         self._flats.clear()
+
+    def _complete(self, values: InitialValues) -> None:
+        for placed, view in self._views():
+            _take_back(placed, view)
+            values.load_parameter(placed, view)
+        if values.filled_here:
+            unfilled = [placed.name for placed, view in self._views() if view.is_floating_point() and bool(view.isnan().any())]
+            if unfilled:
+                raise UsageError(f"{listed(unfilled)}: not filled, or with NaN, after initialisation; {values.advice}")
 
     def _views(self) -> list[tuple[PlacedParameter, Tensor]]:
         return [

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from shardnet.backend import Backend
+from shardnet.config import Timeouts
 from shardnet.errors import SizeMismatchError, UsageError
 from shardnet.fsdp import FSDP, MixedPrecision, memory_report
 from shardnet.sharding import ShardingStrategy
@@ -281,13 +283,45 @@ def test_a_state_that_does_not_fit_is_refused_by_all_ranks() -> None:
     run_ranks(2, work)
 
 
-def test_a_tensor_of_another_shape_is_named() -> None:
+@pytest.mark.parametrize(
+    ("name", "value", "error", "own", "others"),
+    [
+        (
+            "2.up.bias",
+            torch.zeros(1),
+            SizeMismatchError,
+            r"expected \(7,\) as the shape of 2\.up\.bias in initial_state but got \(1,\)",
+            "2",
+        ),
+        ("3.weight", torch.full((3, 6), torch.nan), UsageError, r"3\.weight: not filled, or with NaN", "Model"),
+        ("1.norm.running_var", torch.zeros(2), SizeMismatchError, r"as the shape of 1\.norm\.running_var in initial_state", "the buffers"),
+    ],
+)
+def test_a_tensor_that_does_not_fit_ends_every_rank_at_once(
+    name: str, value: Tensor, error: type[UsageError], own: str, others: str
+) -> None:
     def work(backend: Backend) -> None:
-        state = {**Model().state_dict(), "1.norm.bias": torch.zeros(1)}
-        with pytest.raises(SizeMismatchError, match=r"as the shape of 1\.norm\.bias in initial_state"):
+        state = {**Model().apply(init_fn()).state_dict(), name: value} if backend.rank == 0 else {}
+        expected = (error, own) if backend.rank == 0 else (UsageError, f"rank 0's initial_state does not fit {others}; its own error")
+        with pytest.raises(expected[0], match=expected[1]):
+            FSDP(on_meta(Model), backend, units=units, initial_state=state)
+
+    began = time.monotonic()
+    run_ranks(WORLD_SIZE, work)
+    assert time.monotonic() - began < Timeouts.for_tests().collective_s / 2, "a rank waited for rank 0"
+
+
+def test_a_state_that_cannot_be_read_ends_every_rank() -> None:
+    class Torn(OneAtATime):
+        def __getitem__(self, name: str) -> Tensor:
+            raise OSError(f"{name} is damaged")
+
+    def work(backend: Backend) -> None:
+        state = Torn(Model().state_dict() if backend.rank == 0 else {})
+        with pytest.raises(UsageError if backend.rank else OSError, match="its own error" if backend.rank else "is damaged"):
             FSDP(on_meta(Model), backend, initial_state=state)
 
-    run_ranks(1, work)
+    run_ranks(2, work)
 
 
 # --- memory of a process
