@@ -16,6 +16,7 @@ from shardnet.transport.pulse import SILENT, Pulse
 from tests.transport.http2.test_call import sockets
 
 TIMEOUTS = Timeouts(suspect_s=0.2, lost_s=0.8)
+PING = frames.frame(Type.PING, Flags(0), 0, bytes(8))
 
 
 @contextmanager
@@ -40,6 +41,16 @@ async def silence_s(call: Call, pulse: Pulse) -> float:
 async def test_silence_ends_it() -> None:
     with silent_peer() as (call, _):
         assert await silence_s(call, Pulse(TIMEOUTS)) >= TIMEOUTS.lost_s
+
+
+async def test_heartbeats_are_really_sent() -> None:
+    """Regression 16 of the reference: they were defined, and never sent."""
+    with silent_peer() as (call, far):
+        async with Pulse(TIMEOUTS).beating(call):
+            received = b""
+            while received.count(PING) < 3:
+                received += await asyncio.wait_for(asyncio.get_running_loop().sock_recv(far, KIB), TIMEOUTS.lost_s)
+        call._check()
 
 
 async def test_sooner_if_the_rendezvous_says_so_too() -> None:
