@@ -34,6 +34,7 @@ MODES = {
     "bfloat16": (Compression(weights="bfloat16"), 0.004),
     "int8 weights": (Compression(weights="int8"), 0.02),
     "int8 gradients": (Compression(gradients="int8"), 0.001),
+    "bfloat16 weights, int8 gradients": (Compression(weights="bfloat16", gradients="int8"), 0.004),
     "int8": (INT8, 0.02),
 }
 alone = cache(train_alone)
