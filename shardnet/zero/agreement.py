@@ -1,6 +1,7 @@
 """What all ranks must agree on before any of them acts: the same parameters, and in each step the same gradients and options."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
@@ -32,25 +33,38 @@ def agree_on_structure(lines: Sequence[str], comms: Communicators) -> None:
                 )
 
 
-def agree_on_step(present: Sequence[bool], groups: Sequence[Mapping[str, Any]], comms: Communicators) -> tuple[list[bool], list[bool]]:
-    """For each parameter: whether any rank, and whether every rank, has a gradient. One all-reduce.
+@dataclass(frozen=True, slots=True)
+class StepAgreement:
+    """What the ranks found out about each other."""
+
+    someone: list[bool]  # for each parameter: whether any rank has a gradient
+    everyone: list[bool]  # and whether all have
+    again: list[bool]  # for each bucket: whether any rank started it too early
+
+
+def agree_on_step(
+    present: Sequence[bool], again: Sequence[bool], groups: Sequence[Mapping[str, Any]], comms: Communicators
+) -> StepAgreement:
+    """Which parameters have gradients, and which buckets are to be reduced again. One all-reduce.
 
     Raises StateError on all ranks if the groups' numbers (learning rates, ...) differ: each rank would step its slice by
     another rule, as where a scheduler follows each rank's own loss.
     """
     options = numbers_of(groups)
-    flags = torch.tensor([*present, *(not flag for flag in present)], dtype=torch.float64)
+    flags = torch.tensor([*present, *(not flag for flag in present), *again], dtype=torch.float64)
     values = torch.tensor(list(options.values()), dtype=torch.float64)
     message = torch.cat([flags, values, -values])
     agreed = comms.wait(comms.everyone.all_reduce(message, ReduceOp.MAX, label="who has gradients, and options"), "agree")
-    someone, lacking, highest, lowest = agreed.split_with_sizes([len(present), len(present), len(values), len(values)])
+    someone, lacking, too_early, highest, lowest = agreed.split_with_sizes(
+        [len(present), len(present), len(again), len(values), len(values)]
+    )
     for name, high, low in zip(options, highest.tolist(), (-lowest).tolist(), strict=True):
         if not (high == low or high - low <= _TOLERANCE * abs(high)):
             raise StateError(
                 f"[rank {comms.everyone.rank}/{comms.everyone.world_size}] {name} is {low:g} on one rank and {high:g} on another; "
                 "give schedulers the same figures on all ranks (such as a loss that was averaged over them)"
             )
-    return [bool(flag) for flag in someone.tolist()], [not flag for flag in lacking.tolist()]
+    return StepAgreement(*([bool(flag) for flag in flags.tolist()] for flags in (someone, lacking == 0, too_early)))
 
 
 def numbers_of(groups: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -51,6 +51,7 @@ class Bucket:
     ) -> None:
         self.label = label  # equal on all ranks: names the collectives
         self.parameters = tuple(parameter for _, parameter in named)
+        self.born_frozen = not any(parameter.requires_grad for parameter in self.parameters)  # alike on all ranks
         self.layout = layout
         self.state = BucketState.COMPLETE
         self._names = tuple(name for name, _ in named)

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -49,6 +49,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     `state_dict` calls wait for all. `units` names the units as for FSDP; without it there is one, the module. A unit's
     parameters may be used only while its forward runs or afterwards: if you read or change them otherwise between `step`
     and the next forward, call `wait` first. Without `module`, `step` waits.
+
+    Gradients are averaged by `step`, or, while backward still computes others, within `last_backward`.
 
     `reduce_gradients=False` says that gradients are averaged already when `step` is called, and equal on all ranks.
     Do not step through `torch.amp.GradScaler`: it lets each rank decide by its own gradients whether to step at all.
@@ -146,14 +148,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Average the gradients, step this rank's slices and start gathering the new parameters. A collective.
+        """Average the gradients, unless that is done, step this rank's slices and start gathering the new parameters. A collective.
 
         A parameter without gradient on all ranks is left alone, as in one process; if only some ranks have one it counts
         as zeros on the others. `closure` is called once, with gradients enabled, and its result returned. Parameters of
         the last step that nobody has waited for are waited for first.
 
         Raises StateError if options such as learning rates differ over ranks, if gradients were changed after
-        `clip_grad_norm_`, and if called within itself; PeerLost and other CollectiveErrors as they come. If one comes
+        `clip_grad_norm_` or `last_backward`, and if called within itself; PeerLost and other CollectiveErrors as they come. If one comes
         before the slices were stepped then nothing has changed; after that, parameters stay unusable: see `wait`.
         """
         with self._exclusively():
@@ -168,6 +170,35 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 self._drop_gradients()
             self._start_gathers(reduced.stepped)
         return result
+
+    @contextmanager
+    def last_backward(self) -> Iterator[None]:
+        """Average gradients while backward computes those of other units, each bucket as soon as all of its parameters have one.
+
+            with optimizer.last_backward():
+                loss.backward()
+            optimizer.step()
+
+        Gradients and steps are the same bit for bit as without. Of several backwards before a step only the last one belongs
+        here. When it ends, all gradients are averaged: a collective, which all ranks enter alike, though some may run no backward
+        in it. Gradients may not be changed after that, until `step` or `zero_grad`.
+
+        Raises StateError within a step or another `last_backward`, and between `clip_grad_norm_` and `step`; CollectiveErrors as
+        they come, from backward or at the end. If it raises nothing has changed but the gradients; but where ranks were at
+        different places in backward their reductions no longer match, and CollectiveMismatch says so.
+        """
+        with self._exclusively():
+            if self._reduced is not None:
+                raise StateError("gradients are averaged already: call step() or zero_grad() before another last_backward()")
+            reductions = self._reductions()
+            try:
+                with reductions.in_backward() if self._reduces else nullcontext():
+                    yield
+                with torch.no_grad():
+                    self._reduce(reductions)
+            except BaseException:
+                reductions.abandon()
+                raise
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -271,30 +302,36 @@ class ZeroOptimizer(torch.optim.Optimizer):
     @contextmanager
     def _exclusively(self) -> Iterator[None]:
         if self._stepping:
-            raise StateError("step() or clip_grad_norm_() was called within a step, by its closure or a hook")
+            raise StateError(
+                "step(), clip_grad_norm_() or last_backward() was called within a step or last_backward(), by its closure or a hook"
+            )
         self._stepping = True
         try:
             yield
         finally:
             self._stepping = False
 
-    def _reduce(self) -> reduction.ReducedGradients:
-        """Give the pieces their gradients, unless clipping has done so."""
+    def _reductions(self) -> reduction.Reductions:
+        return reduction.Reductions([bucket for _, bucket in self._sharded.buckets], self._sharded.pieces, self._comms)
+
+    def _reduce(self, reductions: reduction.Reductions | None = None) -> reduction.ReducedGradients:
+        """Give the pieces their gradients, unless that is done; `reductions` are those that backward has begun."""
         self.wait()
         if self._reduced is not None:
             self._reduced.check_current()
             return self._reduced
         parameters = list(self._parameters())
         self._sharded.reattach()
-        someone, everyone = agree_on_step([parameter.grad is not None for parameter in parameters], self.param_groups, self._comms)
-        active = dict(zip(parameters, someone, strict=True))
+        reductions = reductions or self._reductions()
+        present = [parameter.grad is not None for parameter in parameters]
+        agreed = agree_on_step(present, reductions.changed(), self.param_groups, self._comms)
+        active = dict(zip(parameters, agreed.someone, strict=True))
         stepped = self._sharded.having(active)
-        buckets = [bucket for _, bucket in stepped]
         if self._reduces:
-            reduction.average(buckets, active, self._sharded.pieces, self._comms)
+            reductions.finish(active, agreed.again)
         else:
-            self._check_averaged(someone, everyone)
-            reduction.take_own(buckets, self._sharded.pieces)
+            self._check_averaged(agreed.someone, agreed.everyone)
+            reduction.take_own([bucket for _, bucket in stepped], self._sharded.pieces)
         self._reduced = reduction.ReducedGradients(stepped, parameters)
         return self._reduced
 

@@ -1,7 +1,9 @@
 """Averaging gradients over ranks, bucket by bucket, so that each rank gets those of its own pieces."""
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import nn
@@ -15,42 +17,130 @@ Tensor = torch.Tensor
 MAX_IN_FLIGHT = 2  # packed buckets: one is packed while the other one is on its way
 
 
+class Sources:
+    """The gradients of some parameters at one moment."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._seen = [(parameter, parameter.grad, _version(parameter.grad)) for parameter in parameters]
+
+    @property
+    def current(self) -> bool:
+        """Whether they are still the same."""
+        return all(parameter.grad is gradient and _version(gradient) == version for parameter, gradient, version in self._seen)
+
+
 class ReducedGradients:
     """The averaged gradients of one step; they lie in the pieces' `grad` and are dropped after the step."""
 
     def __init__(self, stepped: Sequence[Owned], parameters: Iterable[Tensor]) -> None:
         self.stepped = tuple(stepped)  # the buckets in which any parameter has a gradient
-        self._sources = [(parameter, parameter.grad, _version(parameter.grad)) for parameter in parameters]
+        self._sources = Sources(parameters)
 
     def check_current(self) -> None:
         """Raise StateError if a gradient was changed after it was reduced: the change would be lost."""
-        for parameter, gradient, version in self._sources:
-            if parameter.grad is not gradient or _version(gradient) != version:
-                raise StateError(
-                    "gradients changed between clip_grad_norm_() and step(): clip after the last backward, "
-                    "and clear them with the optimizer's zero_grad()"
-                )
+        if not self._sources.current:
+            raise StateError(
+                "gradients changed between clip_grad_norm_() or last_backward() and step(): clip after the last backward, "
+                "and clear them with the optimizer's zero_grad()"
+            )
 
 
-def average(buckets: Iterable[Bucket], active: Mapping[Tensor, bool], pieces: Mapping[Tensor, nn.Parameter], comms: Communicators) -> None:
-    """Set the pieces' gradients to the mean over ranks; None where `active` says that nobody has any. A collective.
+class Reductions:
+    """The averages of one step over ranks, bucket after bucket; thrown away after it.
 
-    On an error no piece has a gradient, and nothing is under way any more.
+    [Note: order of reductions] They are in backward's order, the last unit's first, on all ranks; what was frozen when the
+    optimizer was made comes last, since it would hold up the others. Within `in_backward` a bucket
+    whose gradients are complete waits until those before it have started, and those that cannot start wait for `finish`. So
+    the ranks may have come to different places, as where a parameter is unused on some, and still reduce the same bucket
+    with each other. A bucket has started early only where all its parameters have gradients, so that nobody can think that
+    it rests; what was changed after that on any rank is reduced once more by all.
+
+    [Note: no waiting in backward] A rank that has ended its backward waits for the others to agree on what is left. If one
+    of them waited in its backward for a reduction that the first has not started, neither would go on. So where enough is under
+    way the next bucket starts later, at another gradient or in `finish`.
     """
-    in_flight: deque[tuple[Bucket, Tensor, Pending[Tensor]]] = deque()
-    try:
-        for bucket in buckets:
-            in_flight.append((bucket, *bucket.start_reduction()))
-            if len(in_flight) >= MAX_IN_FLIGHT:
-                _complete(in_flight, active, pieces, comms)
-        while in_flight:
-            _complete(in_flight, active, pieces, comms)
-    except BaseException:
-        for bucket, packed, pending in in_flight:
+
+    def __init__(self, buckets: Iterable[Bucket], pieces: Mapping[Tensor, nn.Parameter], comms: Communicators) -> None:
+        backward = list(buckets)[::-1]
+        self._order = sorted(backward, key=lambda bucket: bucket.born_frozen)
+        self._pieces = pieces
+        self._comms = comms
+        self._missing = {bucket: set(map(id, bucket.parameters)) for bucket in self._order}  # have got no gradient yet
+        self._early: dict[Bucket, Sources] = {}  # started in backward, with the gradients of that moment
+        self._in_flight: deque[tuple[Bucket, Tensor, Pending[Tensor]]] = deque()
+
+    @contextmanager
+    def in_backward(self) -> Iterator[None]:
+        """Start the reductions of buckets whose parameters all get gradients meanwhile."""
+        hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(self._arrived, bucket))  # type: ignore[no-untyped-call]
+            for bucket in self._order
+            for parameter in bucket.parameters
+            if parameter.requires_grad
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def changed(self) -> list[bool]:
+        """For each bucket, in an order that is the same on all ranks: whether it has started too early."""
+        return [bucket in self._early and not self._early[bucket].current for bucket in self._order]
+
+    def finish(self, active: Mapping[Tensor, bool], again: Sequence[bool]) -> None:
+        """Set the pieces' gradients to the mean over ranks; None where `active` says that nobody has any. A collective.
+
+        `again` says, as `changed` does, which buckets have started too early on any rank. On an error no piece has a gradient,
+        and nothing is under way any more.
+        """
+        try:
+            for bucket in self._order:
+                if bucket not in self._early and any(active[parameter] for parameter in bucket.parameters):
+                    self._start(bucket)
+            for bucket, repeat in zip(self._order, again, strict=True):
+                if repeat:
+                    self._start(bucket)
+            while self._in_flight:
+                self._complete()
+        except BaseException:
+            self.abandon()
+            raise
+        for parameter, piece in self._pieces.items():
+            if not active[parameter]:
+                piece.grad = None
+
+    def abandon(self) -> None:
+        """Wait for what is under way, whatever becomes of it, and forget what was averaged."""
+        for bucket, packed, pending in self._in_flight:
             pending.exception()
             bucket.end_reduction(packed)
-        drop(pieces)
-        raise
+        self._in_flight.clear()
+        drop(self._pieces)
+
+    @torch.no_grad()
+    def _arrived(self, bucket: Bucket, parameter: Tensor) -> None:
+        self._missing[bucket].discard(id(parameter))
+        for following in self._order[len(self._early) :]:
+            while self._in_flight and self._in_flight[0][2].done():
+                self._complete()
+            if self._missing[following] or len(self._in_flight) >= MAX_IN_FLIGHT:
+                return
+            self._early[following] = Sources(following.parameters)
+            self._start(following)
+
+    def _start(self, bucket: Bucket) -> None:
+        while len(self._in_flight) >= MAX_IN_FLIGHT:
+            self._complete()
+        self._in_flight.append((bucket, *bucket.start_reduction()))
+
+    def _complete(self) -> None:
+        bucket, packed, pending = self._in_flight.popleft()
+        try:
+            part = self._comms.wait(pending, f"reduce {bucket.label}")
+        finally:
+            bucket.end_reduction(packed)
+        _accept(bucket.split_gradient(part), self._pieces)
 
 
 def take_own(buckets: Iterable[Bucket], pieces: Mapping[Tensor, nn.Parameter]) -> None:
@@ -68,20 +158,6 @@ def drop(pieces: Mapping[Tensor, nn.Parameter]) -> None:
 def gradients_of(pieces: Mapping[Tensor, nn.Parameter]) -> Sequence[Tensor]:
     """This rank's averaged gradients."""
     return [piece.grad for piece in pieces.values() if piece.grad is not None]
-
-
-def _complete(
-    in_flight: deque[tuple[Bucket, Tensor, Pending[Tensor]]],
-    active: Mapping[Tensor, bool],
-    pieces: Mapping[Tensor, nn.Parameter],
-    comms: Communicators,
-) -> None:
-    bucket, packed, pending = in_flight.popleft()
-    try:
-        part = comms.wait(pending, f"reduce {bucket.label}")
-    finally:
-        bucket.end_reduction(packed)
-    _accept({parameter: gradient for parameter, gradient in bucket.split_gradient(part).items() if active[parameter]}, pieces)
 
 
 def _accept(gradients: Mapping[Tensor, Tensor], pieces: Mapping[Tensor, nn.Parameter]) -> None:
