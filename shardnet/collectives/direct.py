@@ -27,13 +27,17 @@ _Contribution = tuple[int, slice]  # a peer, and which elements of its block
 
 @dataclass(slots=True)
 class Direct:
-    """One rank's part; the arguments are those of a `Ring`."""
+    """One rank's part; the arguments are those of a `Ring`.
+
+    `shard` is this rank's block where a gather has yet to copy it into the output.
+    """
 
     bounds: Bounds
     output: Array
     gather: bool
     reduction: Reduction | None = None
     source: Array | None = None
+    shard: Array | None = None
     _rank: int = 0
     _size: int = 1
     _step: int = 1  # elements of a chunk, which may be larger here than on a ring
@@ -58,7 +62,10 @@ class Direct:
             if self._complete:
                 chunk = self._complete.popleft()
                 self._unsent -= chunk.stop - chunk.start
-                await op.send_all(self._size + self._rank, *self._cut(self._own_output(), chunk))
+                own = self._own_output() if self.shard is None else self.shard
+                await op.send_all(self._size + self._rank, *self._cut(own, chunk))
+                if self.shard is not None:  # only now: it is in the cache, and the others have something to do
+                    np.copyto(self._own_output()[chunk], self.shard[chunk])
             elif (contribution := next(contributions, None)) is not None:
                 peer, chunk = contribution
                 assert self.source is not None

@@ -43,15 +43,17 @@ def is_small(group: Group, bounds: Bounds, itemsize: int) -> bool:
 
 
 def all_gather(group: Group, source: Array, output: Array, bounds: Bounds) -> Algorithm:
-    """`source` is this rank's block; it may be that part of `output`."""
-    own = output[slice(*bounds[group.rank])]
+    """`source` is this rank's block; it may be that part of `output`, or overlap it."""
+    own, small = output[slice(*bounds[group.rank])], is_small(group, bounds, output.itemsize)
+    if group.on_one_node and not small and not np.may_share_memory(source, output):
+        return Direct(bounds, output, gather=True, shard=source).run
     if own.ctypes.data != source.ctypes.data:
         np.copyto(own, source)
-    if is_small(group, bounds, output.itemsize):
+    if group.on_one_node and not small:
+        return Direct(bounds, output, gather=True).run
+    if small:
         receives = {peer: output[slice(*bounds[peer])] for peer in group.peers}
         return Exchange(dict.fromkeys(group.peers, own), receives, group.peers, eager=True).run
-    if group.on_one_node:
-        return Direct(bounds, output, gather=True).run
     return _around(Ring(bounds, output, gather=True))
 
 
