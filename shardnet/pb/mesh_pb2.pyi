@@ -34,7 +34,7 @@ class Chunk(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., group: _Optional[int] = ..., sequence: _Optional[int] = ..., block: _Optional[int] = ..., offset: _Optional[int] = ..., crc32c: _Optional[int] = ..., control: _Optional[_Union[Control, _Mapping]] = ..., padding: _Optional[bytes] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class Control(_message.Message):
-    __slots__ = ("announcement", "abort", "probe", "probe_reply", "goodbye", "loss", "window_offer", "window_answer", "window_piece", "window_released", "window_full")
+    __slots__ = ("announcement", "abort", "probe", "probe_reply", "goodbye", "loss", "window_offer", "window_answer", "window_released", "window_full", "window_piece")
     ANNOUNCEMENT_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
     PROBE_FIELD_NUMBER: _ClassVar[int]
@@ -43,9 +43,9 @@ class Control(_message.Message):
     LOSS_FIELD_NUMBER: _ClassVar[int]
     WINDOW_OFFER_FIELD_NUMBER: _ClassVar[int]
     WINDOW_ANSWER_FIELD_NUMBER: _ClassVar[int]
-    WINDOW_PIECE_FIELD_NUMBER: _ClassVar[int]
     WINDOW_RELEASED_FIELD_NUMBER: _ClassVar[int]
     WINDOW_FULL_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_PIECE_FIELD_NUMBER: _ClassVar[int]
     announcement: Announcement
     abort: Abort
     probe: Probe
@@ -54,10 +54,10 @@ class Control(_message.Message):
     loss: Loss
     window_offer: WindowOffer
     window_answer: WindowAnswer
-    window_piece: WindowPiece
     window_released: WindowReleased
     window_full: WindowFull
-    def __init__(self, announcement: _Optional[_Union[Announcement, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ..., probe_reply: _Optional[_Union[ProbeReply, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., loss: _Optional[_Union[Loss, _Mapping]] = ..., window_offer: _Optional[_Union[WindowOffer, _Mapping]] = ..., window_answer: _Optional[_Union[WindowAnswer, _Mapping]] = ..., window_piece: _Optional[_Union[WindowPiece, _Mapping]] = ..., window_released: _Optional[_Union[WindowReleased, _Mapping]] = ..., window_full: _Optional[_Union[WindowFull, _Mapping]] = ...) -> None: ...
+    window_piece: WindowPiece
+    def __init__(self, announcement: _Optional[_Union[Announcement, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ..., probe_reply: _Optional[_Union[ProbeReply, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., loss: _Optional[_Union[Loss, _Mapping]] = ..., window_offer: _Optional[_Union[WindowOffer, _Mapping]] = ..., window_answer: _Optional[_Union[WindowAnswer, _Mapping]] = ..., window_released: _Optional[_Union[WindowReleased, _Mapping]] = ..., window_full: _Optional[_Union[WindowFull, _Mapping]] = ..., window_piece: _Optional[_Union[WindowPiece, _Mapping]] = ...) -> None: ...
 
 class Announcement(_message.Message):
     __slots__ = ("signature", "send_bytes", "expect_bytes")

@@ -159,13 +159,14 @@ class GrpcMesh(Mesh):
 
     def receive(self, peer: int, chunk: Chunk) -> None:
         assert self._receiver is not None
-        kind = None if chunk.control is None else chunk.control.WhichOneof("kind")
-        if kind is not None and kind.startswith("window_"):
-            self._sharing.receive(peer, chunk, partial(self._receiver.on_chunk, peer))
-            return
-        if kind == "goodbye":
-            self._departed.add(peer)
-            self._changed.set()
+        if chunk.control is not None:
+            kind = chunk.control.WhichOneof("kind") or ""
+            if kind.startswith("window_") or chunk.control.HasField("window_piece"):
+                self._sharing.receive(peer, chunk, partial(self._receiver.on_chunk, peer))
+                return
+            if kind == "goodbye":
+                self._departed.add(peer)
+                self._changed.set()
         self._receiver.on_chunk(peer, chunk)
 
     def lose(self, peer: int, why: str) -> None:

@@ -69,20 +69,20 @@ class Sharing:
     async def send(self, peers: Sequence[int], chunk: Chunk) -> None:
         """Send a chunk to peers that it is carried to; its buffer is free when this returns. Raises PeerLost."""
         assert self._window is not None
-        if chunk.control is not None:
-            for peer in peers:
-                await self._put(peer, Chunk(chunk.epoch, chunk.group, chunk.sequence, control=chunk.control))
         async with self._turn:  # a reader hears of pieces in the order in which they lie: it releases up to a position
             piece = await self._window.put(chunk.data, peers)
             if piece is None:
                 for peer in peers:
-                    await self._put(peer, replace(chunk, control=None, frame=None))
+                    await self._put(peer, chunk)
                 return
-            place = mesh_pb2.Control(window_piece=mesh_pb2.WindowPiece(position=piece.start, size=len(chunk.data)))
+            control = mesh_pb2.Control(window_piece=mesh_pb2.WindowPiece(position=piece.start, size=len(chunk.data)))
+            if chunk.control is not None:
+                control.MergeFrom(chunk.control)
+            place = replace(chunk, data=b"", control=control, frame=None)
             untold = list(peers)
             try:
                 while untold:
-                    await self._put(untold[0], Chunk(chunk.epoch, chunk.group, chunk.sequence, chunk.block, chunk.offset, control=place))
+                    await self._put(untold[0], place)
                     del untold[0]
             finally:
                 self._window.withdraw(piece, untold)
@@ -90,9 +90,10 @@ class Sharing:
     def receive(self, peer: int, chunk: Chunk, deliver: Callable[[Chunk], None]) -> None:
         """Take a chunk that is about windows; `deliver` gets what it stands for. Raises ProtocolError."""
         assert chunk.control is not None
+        if chunk.control.HasField("window_piece"):
+            self._on_piece(peer, chunk, chunk.control.window_piece, deliver)
+            return
         match chunk.control.WhichOneof("kind"):
-            case "window_piece":
-                self._on_piece(peer, chunk, chunk.control.window_piece, deliver)
             case "window_released":
                 if self._window is not None:
                     self._window.release(peer, chunk.control.window_released.position)
@@ -123,7 +124,7 @@ class Sharing:
     def _on_piece(self, peer: int, chunk: Chunk, piece: mesh_pb2.WindowPiece, deliver: Callable[[Chunk], None]) -> None:
         if (view := self._views.get(peer)) is None:
             raise ProtocolError(f"rank {peer} sent data through a window that this rank does not see")
-        deliver(Chunk(chunk.epoch, chunk.group, chunk.sequence, chunk.block, chunk.offset, view.read(piece)))
+        deliver(replace(chunk, data=view.read(piece), frame=None))
         if view.take(piece):
             self._post(peer, mesh_pb2.Control(window_released=view.report()))
 
