@@ -165,6 +165,7 @@ class GrpcMesh(Mesh):
                 self._sharing.receive(peer, chunk, partial(self._receiver.on_chunk, peer))
                 return
             if kind == "goodbye":
+                self._sharing.forget(peer)  # it has all that it needs, and will not say so any more
                 self._departed.add(peer)
                 self._changed.set()
         self._receiver.on_chunk(peer, chunk)

@@ -188,6 +188,20 @@ async def test_a_frozen_rank_holds_up_nobody_else(wire: Wire) -> None:
         assert wire.bytes - before < ELEMENTS, "the window should be used again"
 
 
+async def test_a_rank_that_has_left_holds_no_room(wire: Wire) -> None:
+    limits = Limits(chunk_bytes=8 * KIB, window_bytes=64 * KIB, inline_bytes=KIB, eager_bytes=KIB)
+    async with local_cluster(3, limits=limits) as ranks:
+        pair = [rank.subgroup([0, 1]) for rank in ranks[:2]]
+        await each_rank(ranks, lambda rank: rank.all_gather(torch.ones(3000)))  # less than what makes a reader report
+        leaving = asyncio.ensure_future(ranks[2].aclose())
+        while any(2 in mesh_of(rank).memory_peers for rank in ranks[:2]):  # noqa: ASYNC110 - nobody tells when a goodbye has come
+            await asyncio.sleep(0.01)
+        before = wire.bytes
+        await sums(pair)
+        assert wire.bytes - before < ELEMENTS
+        await leaving
+
+
 async def test_an_abort_in_the_middle_leaves_no_piece_behind() -> None:
     """A window of a few pieces goes round many times after collectives that failed half way."""
     async with local_cluster(2, limits=Limits(chunk_bytes=8 * KIB, window_bytes=32 * KIB, inline_bytes=KIB, eager_bytes=KIB)) as ranks:
