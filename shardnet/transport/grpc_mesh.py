@@ -62,7 +62,7 @@ class GrpcMesh(Mesh):
         self._lost: dict[int, str] = {}
         self._changed = asyncio.Event()  # any of the three above did
         self._closing = False
-        self._sharing = Sharing(where, topology.neighbours, limits, self._put, self._post)
+        self._sharing = Sharing(where, self.epoch, topology.neighbours, limits, self._put, self._put_now)
         self._aborting: concurrent.futures.Future[None] | None = None
 
     # --- opening
@@ -124,12 +124,8 @@ class GrpcMesh(Mesh):
     async def _put(self, peer: int, chunk: Chunk) -> None:
         await self._outboxes[peer].put(chunk)
 
-    def _post(self, peer: int, control: mesh_pb2.Control) -> None:
-        self._spawn(self._try_put(peer, Chunk(self.epoch, 0, 0, control=control)))
-
-    async def _try_put(self, peer: int, chunk: Chunk) -> None:
-        with suppress(PeerLost):
-            await self._put(peer, chunk)
+    def _put_now(self, peer: int, chunk: Chunk) -> None:
+        self._outboxes[peer].put_now(chunk)
 
     def refuse(self, hello: Hello) -> str | None:
         """Why a caller may not open a stream to this rank; None if it may."""
@@ -165,9 +161,9 @@ class GrpcMesh(Mesh):
                 self._sharing.receive(peer, chunk, partial(self._receiver.on_chunk, peer))
                 return
             if kind == "goodbye":
-                self._sharing.forget(peer)  # it has all that it needs, and will not say so any more
                 self._departed.add(peer)
                 self._changed.set()
+                self._sharing.leave(peer)
         self._receiver.on_chunk(peer, chunk)
 
     def lose(self, peer: int, why: str) -> None:
@@ -178,7 +174,7 @@ class GrpcMesh(Mesh):
         self._changed.set()
         if peer in self._outboxes:  # not yet, where the rendezvous knows it before the streams are opened
             self._outboxes[peer].fail(why)
-        self._sharing.forget(peer)
+        self._sharing.lose(peer)
         if self._receiver is not None:
             self._receiver.on_lost(peer, why)
 

@@ -2,7 +2,8 @@
 
 import asyncio
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import grpc
 
@@ -43,10 +44,21 @@ class Outbox:
 
     async def put(self, chunk: Chunk) -> None:
         """Send a chunk; its buffer is free when this returns."""
+        with self._open() as call:
+            await call.send(*encode(chunk))
+
+    def put_now(self, chunk: Chunk) -> None:
+        """Send a small chunk without waiting, however much waits already: for what its sender bounds otherwise."""
+        with self._open() as call:
+            call.send_now(*encode(chunk))
+
+    @contextmanager
+    def _open(self) -> Iterator[Call]:
+        """The call, while it can be sent on. Raises PeerLost once it cannot."""
         if self._failure is not None or self._finishing or self._call is None:
             raise self._lost()
         try:
-            await self._call.send(*encode(chunk))
+            yield self._call
         except CallBroken as error:
             raise self._lost(str(error)) from error
 

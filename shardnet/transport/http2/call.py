@@ -5,7 +5,7 @@ import fcntl
 import socket
 import struct
 import termios
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from shardnet.config import KIB, MIB, Limits
@@ -108,25 +108,27 @@ class Call:
 
     async def send(self, *parts: Buffer) -> None:
         """Send one message; returns when its buffers may be used again. Cancelling it sends it all the same."""
-        size = sum(map(len, parts))
-        prefix = b"\0" + size.to_bytes(4)
-        if size <= _COPY_BYTES:
+        if sum(map(len, parts)) <= _COPY_BYTES:
             while self._writer.queued_bytes >= self._window_bytes and self._broken is None and not self._finished:
                 self._room.clear()
                 await self._room.wait()
-            self._check()
-            self._writer.message([memoryview(b"".join((prefix, *parts)))], None)
-            self._flush()
+            self.send_now(*parts)
             return
         self._check()
         done: asyncio.Future[None] = self._loop.create_future()
-        self._writer.message([memoryview(prefix), *(memoryview(part) for part in parts)], done)
+        self._writer.message([memoryview(_prefix(parts)), *(memoryview(part) for part in parts)], done)
         self._flush()
         try:
             await done
         except asyncio.CancelledError:
             self._writer.copy_unsent(done)
             raise
+
+    def send_now(self, *parts: Buffer) -> None:
+        """Send a copy of one message, without waiting for room."""
+        self._check()
+        self._writer.message([memoryview(b"".join((_prefix(parts), *parts)))], None)
+        self._flush()
 
     def end(self) -> None:
         """End this half of the stream behind what was sent; what still waits for room is not sent any more."""
@@ -290,3 +292,8 @@ class Call:
                 raise self._failure
             self._changed.clear()
             await self._changed.wait()
+
+
+def _prefix(parts: Sequence[Buffer]) -> bytes:
+    """What gRPC puts before a message: that it is not compressed, and its length."""
+    return b"\0" + sum(map(len, parts)).to_bytes(4)

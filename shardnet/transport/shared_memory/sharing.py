@@ -3,29 +3,31 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from shardnet.config import Limits
-from shardnet.errors import ProtocolError
+from shardnet.errors import PeerLost, ProtocolError
 from shardnet.pb import mesh_pb2
 from shardnet.transport.shared_memory.view import View
-from shardnet.transport.shared_memory.window import Window
+from shardnet.transport.shared_memory.window import Piece, Window
 from shardnet.wire import Chunk
 
 log = logging.getLogger(__name__)
 
 Put = Callable[[int, Chunk], Awaitable[None]]  # a chunk onto the stream to a peer; raises PeerLost
-Post = Callable[[int, mesh_pb2.Control], None]  # the same without waiting, for control messages
+PutNow = Callable[[int, Chunk], None]  # the same without waiting for room
 
 
 class Sharing:
     """One rank's window, and its views of those of `neighbours`, the other ranks of its node. Runs on the loop thread."""
 
-    def __init__(self, where: str, neighbours: Sequence[int], limits: Limits, put: Put, post: Post) -> None:
+    def __init__(self, where: str, epoch: int, neighbours: Sequence[int], limits: Limits, put: Put, put_now: PutNow) -> None:
         self._where = where
+        self._epoch = epoch
         self._limits = limits
         self._put = put
-        self._post = post
+        self._put_now = put_now
         self._window: Window | None = None
         self._turn = asyncio.Lock()  # first come, first served
         self._views: dict[int, View] = {}
@@ -69,23 +71,13 @@ class Sharing:
     async def send(self, peers: Sequence[int], chunk: Chunk) -> None:
         """Send a chunk to peers that it is carried to; its buffer is free when this returns. Raises PeerLost."""
         assert self._window is not None
-        async with self._turn:  # a reader hears of pieces in the order in which they lie: it releases up to a position
+        async with self._turn:
             piece = await self._window.put(chunk.data, peers)
-            if piece is None:
-                for peer in peers:
-                    await self._put(peer, chunk)
+            if piece is not None:
+                self._tell(peers, chunk, piece)
                 return
-            control = mesh_pb2.Control(window_piece=mesh_pb2.WindowPiece(position=piece.start, size=len(chunk.data)))
-            if chunk.control is not None:
-                control.MergeFrom(chunk.control)
-            place = replace(chunk, data=b"", control=control, frame=None)
-            untold = list(peers)
-            try:
-                while untold:
-                    await self._put(untold[0], place)
-                    del untold[0]
-            finally:
-                self._window.withdraw(piece, untold)
+        for peer in peers:
+            await self._put(peer, chunk)
 
     def receive(self, peer: int, chunk: Chunk, deliver: Callable[[Chunk], None]) -> None:
         """Take a chunk that is about windows; `deliver` gets what it stands for. Raises ProtocolError."""
@@ -105,11 +97,18 @@ class Sharing:
             case "window_answer":
                 self._on_answer(peer, chunk.control.window_answer.refusal)
 
-    def forget(self, peer: int) -> None:
-        """The peer is gone."""
+    def leave(self, peer: int) -> None:
+        """The peer has said goodbye: it takes part in nothing any more."""
         self._readers.discard(peer)
         if self._window is not None:
-            self._window.forget(peer)
+            self._window.leave(peer)
+        self._settle(peer)
+
+    def lose(self, peer: int) -> None:
+        """The peer is lost, dead or not."""
+        self._readers.discard(peer)
+        if self._window is not None:
+            self._window.lose(peer)
         self._settle(peer)
 
     def close(self) -> None:
@@ -120,6 +119,27 @@ class Sharing:
         for view in self._views.values():
             view.close()
         self._views.clear()
+
+    def _tell(self, peers: Sequence[int], chunk: Chunk, piece: Piece) -> None:
+        """Say where a chunk's data lies. It may not wait: readers hear of pieces in the order in which they lie, for they release
+        up to a position, and one that is frozen would hold up the others. What it has to hear is bounded by the window."""
+        assert self._window is not None
+        control = mesh_pb2.Control(window_piece=mesh_pb2.WindowPiece(position=piece.start, size=len(chunk.data)))
+        if chunk.control is not None:
+            control.MergeFrom(chunk.control)
+        place = replace(chunk, data=b"", control=control, frame=None)
+        untold = list(peers)
+        try:
+            while untold:
+                self._put_now(untold[0], place)
+                del untold[0]
+        finally:
+            self._window.withdraw(piece, untold)
+
+    def _post(self, peer: int, control: mesh_pb2.Control) -> None:
+        """Say something about windows; a peer that is gone need not hear it."""
+        with suppress(PeerLost):
+            self._put_now(peer, Chunk(self._epoch, 0, 0, control=control))
 
     def _on_piece(self, peer: int, chunk: Chunk, piece: mesh_pb2.WindowPiece, deliver: Callable[[Chunk], None]) -> None:
         if (view := self._views.get(peer)) is None:

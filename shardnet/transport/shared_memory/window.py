@@ -7,7 +7,6 @@ import os
 import secrets
 from collections import deque
 from collections.abc import Callable, Collection
-from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,16 +41,17 @@ class Window:
 
     def __init__(self, capacity: int, on_full: Callable[[Collection[int]], None]) -> None:
         """`on_full` is told who holds the oldest piece while somebody waits for room. Raises OSError if there is no memory."""
-        self.capacity = capacity
+        self.capacity = capacity + -capacity % _ALIGNMENT
         self._on_full = on_full
         self._secret = secrets.token_bytes(SECRET_BYTES)
         self._head = 0  # where the next piece may start
         self._pieces: deque[Piece] = deque()  # not released, by position
         self._room = asyncio.Event()
         self._stuck = False  # somebody has waited in vain for room since the last time that there was some
-        self._descriptor, self._map = _allocate(HEADER_BYTES + capacity)
+        self._over = False  # nothing is put any more
+        self._descriptor, self._map = _allocate(HEADER_BYTES + self.capacity)
         self._map[:SECRET_BYTES] = self._secret
-        self._data = np.frombuffer(self._map, np.uint8, capacity, HEADER_BYTES)
+        self._data = np.frombuffer(self._map, np.uint8, self.capacity, HEADER_BYTES)
 
     def offer(self) -> mesh_pb2.WindowOffer:
         """Where a reader finds it, until `hide`."""
@@ -64,10 +64,11 @@ class Window:
             self._descriptor = -1
 
     async def put(self, data: Buffer, readers: Collection[int]) -> Piece | None:
-        """Copy data in: at most half of the window. It stays until each reader has released it or is forgotten. One call at
-        a time. None if there is no room and comes none, for a reader that is frozen must not hold up the others."""
+        """Copy data in. It stays until each reader has released it or left. One call at a time. None if there is no room and
+        comes none, for a reader that is frozen must not hold up the others."""
         size = len(data)
-        while (start := self._place(size)) + size - self._tail > self.capacity:
+        start = self._place(size)
+        while not self._over and self._pieces and start + size - self._pieces[0].start > self.capacity:
             if self._stuck:
                 return None
             self._on_full(self._pieces[0].readers)
@@ -77,6 +78,8 @@ class Window:
                     await self._room.wait()
             except TimeoutError:
                 self._stuck = True
+        if self._over or size > self.capacity:
+            return None
         np.copyto(self._data[start % self.capacity :][:size], np.frombuffer(data, np.uint8))  # lets other threads run
         piece = Piece(start, start + size, set(readers))
         self._pieces.append(piece)
@@ -96,25 +99,26 @@ class Window:
         piece.readers.difference_update(readers)
         self._reclaim()
 
-    def forget(self, reader: int) -> None:
-        """The reader is gone."""
-        for piece in self._pieces:
-            piece.readers.discard(reader)
-        self._reclaim()
+    def leave(self, reader: int) -> None:
+        """The reader has said goodbye: it needs nothing any more."""
+        self.release(reader, self._head)
+
+    def lose(self, reader: int) -> None:
+        """The reader is lost, which one that was frozen for long may not know when it thaws: it could end a collective with
+        what it was told of before. So that is never overwritten, and if there is any, nothing is put any more."""
+        if any(reader in piece.readers for piece in self._pieces):
+            self._end()
 
     def close(self) -> None:
-        """Readers keep what they have mapped. Nothing may be put any more; who waits for room gets it."""
+        """Readers keep what they have mapped; nothing is put any more."""
         self.hide()
-        for piece in self._pieces:
-            piece.readers.clear()
-        self._reclaim()
-        self._data = np.empty(self.capacity, np.uint8)  # for who waited: nobody will read it
-        with suppress(BufferError):  # a piece is being copied in by a thread: the memory goes when that is done
-            self._map.close()
+        self._end()
+        self._data = np.empty(0, np.uint8)
+        self._map.close()
 
-    @property
-    def _tail(self) -> int:
-        return self._pieces[0].start if self._pieces else self._head
+    def _end(self) -> None:
+        self._over = True
+        self._room.set()  # who waits need not
 
     def _place(self, size: int) -> int:
         """The next position at which `size` bytes lie in one piece."""

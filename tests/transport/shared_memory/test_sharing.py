@@ -5,6 +5,7 @@ import errno
 import logging
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from shardnet.backend import Backend
 from shardnet.backend.cluster import ClusterBackend
 from shardnet.config import KIB, MIB, Limits, Timeouts
 from shardnet.errors import ClosedError, PeerLost
+from shardnet.loop import LoopThread
 from shardnet.pb import mesh_pb2
 from shardnet.testing import each_error, each_rank, local_cluster
 from shardnet.transport.grpc_mesh import GrpcMesh
@@ -179,7 +181,7 @@ async def test_a_frozen_rank_holds_up_nobody_else(wire: Wire) -> None:
         assert wire.bytes - before > ELEMENTS, "the window should be stuck: this test proved nothing"
         frozen.receive = receive  # type: ignore[method-assign]  # it thaws
         for what in held:
-            receive(*what)
+            LoopThread.shared().call(receive, *what)
         for handle in handles:
             assert torch.equal(await handle, torch.ones(300_000))
         await sums(ranks)
@@ -214,8 +216,58 @@ async def test_a_window_from_another_node_ends_the_stream() -> None:
     async with local_cluster(2, ranks_per_node=1, limits=LIMITS) as ranks:
         offer = mesh_pb2.WindowOffer(pid=os.getpid(), descriptor=0, capacity=MIB, secret=bytes(32))
         rank0 = ranks[0]._board
-        rank0.loop.call(mesh_of(ranks[0])._post, 1, mesh_pb2.Control(window_offer=offer))
+        rank0.loop.call(mesh_of(ranks[0])._sharing._post, 1, mesh_pb2.Control(window_offer=offer))
         error = await asyncio.to_thread(ranks[1].all_reduce(torch.ones(1)).exception)
         assert isinstance(error, PeerLost)
         for rank in ranks:
             rank.abort()
+
+
+async def test_who_leaves_takes_no_room_along(wire: Wire) -> None:
+    """Readers say what they have read a few times in each lap: some of it nobody will ever be told of."""
+    async with local_cluster(3, limits=LIMITS) as ranks:
+        await each_rank(ranks, lambda rank: rank.all_gather(torch.ones(10_000)))
+        rest = [rank.subgroup([0, 1]) for rank in ranks[:2]]
+        await ranks[2].aclose()
+        await sums(rest)
+        before = wire.bytes
+        await sums(rest)
+        assert wire.bytes - before < ELEMENTS, "the window should be used"
+
+
+async def test_a_rank_that_thaws_when_the_others_have_lost_it_gets_no_wrong_byte() -> None:
+    """What it was told of waits in its socket, and may be all that its collective needs."""
+    async with local_cluster(3, limits=LIMITS) as ranks:
+        meshes, loop = [mesh_of(rank) for rank in ranks], LoopThread.shared()
+        receive, held = meshes[2].receive, []
+        meshes[2].receive = lambda *what: held.append(what)  # type: ignore[method-assign]  # it is frozen
+        meshes[2].lose = lambda *_: None  # type: ignore[method-assign]
+        handles = [rank.all_gather(torch.full((10_000,), float(rank.rank))) for rank in ranks]
+        wanted = torch.arange(3.0).repeat_interleave(10_000)
+        assert torch.equal(await handles[0], wanted)
+        assert torch.equal(await handles[1], wanted)
+        for mesh in meshes[:2]:
+            loop.call(mesh.lose, 2, "silent")
+        await sums([rank.subgroup([0, 1]) for rank in ranks[:2]])  # goes around the window
+        for what in held:
+            loop.call(receive, *what)  # it thaws
+        assert torch.equal(await handles[2], wanted)
+        for rank in ranks:
+            rank.abort()
+
+
+async def test_a_peer_whose_socket_takes_nothing_holds_up_nobody_else() -> None:
+    """A process that is stopped: neither may its data go over its stream, nor it be told where that lies."""
+    patient = replace(Timeouts.for_tests(), suspect_s=30.0, lost_s=30.0)
+    async with local_cluster(3, limits=LIMITS, timeouts=patient) as ranks:
+        await sums(ranks)
+        call = mesh_of(ranks[0])._outboxes[2]._call
+        assert call is not None
+        call._writing = True
+        handles = [rank.all_gather(torch.ones(100_000)) for rank in ranks for _ in range(8)]
+        await sums([rank.subgroup([0, 1]) for rank in ranks[:2]])
+        assert not any(handle.done() for handle in handles[16:]), "rank 2 should miss something"
+        for rank in ranks:
+            rank.abort()
+        for handle in handles:
+            handle.exception()

@@ -96,22 +96,62 @@ async def test_a_released_piece_behind_a_held_one_is_not_overwritten_out_of_turn
         await waiting
 
 
-@pytest.mark.parametrize("how", ["forget", "withdraw", "close"])
+@pytest.mark.parametrize("how", ["leave", "withdraw", "lose", "close"])
 async def test_nobody_waits_for_a_reader_that_will_not_read(how: str) -> None:
     with window() as pair:
         piece = await pair.put(bytes(512), 1)
         await pair.put(bytes(512), 1)
-        waiting = asyncio.ensure_future(pair.put(bytes(512), 2))
+        waiting = asyncio.ensure_future(pair.window.put(bytes(512), [2]))
         await asyncio.sleep(0)
         assert not waiting.done()
         match how:
-            case "forget":
-                pair.window.forget(1)
+            case "leave":
+                pair.window.leave(1)
+            case "lose":
+                pair.window.lose(1)
             case "withdraw":
                 pair.window.withdraw(piece, [1])
             case "close":
                 pair.window.close()
-        await asyncio.wait_for(waiting, 5)
+        begin = time.monotonic()
+        put = await asyncio.wait_for(waiting, 5)
+        assert (put is not None) == (how in ("leave", "withdraw"))
+        assert time.monotonic() - begin < PATIENCE_S / 2
+
+
+async def test_what_a_lost_reader_was_told_of_is_never_overwritten() -> None:
+    """It may only have been frozen, and read it when it thaws."""
+    with window() as pair:
+        told = await pair.put(b"t" * 128, 1)
+        pair.window.lose(1)
+        for _ in range(20):
+            if (piece := await pair.window.put(bytes(128), [2])) is not None:
+                pair.window.release(2, piece.end)
+        assert pair.read(1, told) == b"t" * 128
+
+
+async def test_a_lost_reader_that_holds_nothing_changes_nothing() -> None:
+    with window() as pair:
+        told = await pair.put(bytes(512), 1)
+        pair.window.release(1, told.end)
+        pair.window.lose(1)
+        for _ in range(4):
+            pair.window.release(2, (await pair.put(bytes(512), 2)).end)
+
+
+@pytest.mark.parametrize(("capacity", "size"), [(100, 50), (1000, 500), (1024, 1000)])
+async def test_a_window_of_any_size_takes_pieces_up_to_that(capacity: int, size: int) -> None:
+    """Wherever the last one ended, and though pieces begin at cache lines."""
+    made = Window(capacity, lambda _: None)
+    try:
+        for number in range(50):
+            piece = await made.put(bytes(max(1, size - number)), [1])
+            assert piece is not None
+            assert piece.start % made.capacity % 64 == 0
+            made.release(1, piece.end)
+        assert await made.put(bytes(made.capacity + 1), [1]) is None
+    finally:
+        made.close()
 
 
 async def test_a_reader_that_keeps_everything_is_given_up_once() -> None:
