@@ -138,7 +138,7 @@ class Direct:
             parts[source] = np.copy(parts[source])
             return
         if len({len(part) for part in parts.values()}) > 1:
-            raise ProtocolError(f"rank {source} cut its contribution in another way than the others")
+            raise ProtocolError(f"rank {source} cut its contribution in another way than the others: Limits differ")
         del self._parts[place.start]
         parts[self._rank] = self.source[slice(*self.bounds[self._rank])][place]
         first = 0 if self.reduction.widens else self._rank + 1  # the order of other algorithms for this dtype: the same bits

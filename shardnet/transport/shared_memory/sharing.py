@@ -90,7 +90,7 @@ class Sharing:
                 if self._window is not None:
                     self._window.release(peer, chunk.control.window_released.position)
             case "window_full":
-                if (view := self._views.get(peer)) is not None:
+                if (view := self._views.get(peer)) is not None and view.owes_report:
                     self._post(peer, mesh_pb2.Control(window_released=view.report()))
             case "window_offer":
                 self._on_offer(peer, chunk.control.window_offer)

@@ -12,6 +12,7 @@ from shardnet.pb import mesh_pb2
 from shardnet.transport.shared_memory.window import HEADER_BYTES, NAME, SECRET_BYTES
 
 _REPORTS = 4  # in the time in which the window is written once: rarer costs less, but its owner may have to wait and ask
+_MAX_POSITION = 1 << 63  # far beyond what is ever written; the end of a piece must be a number that a message can carry
 _STRANGER = "its process is not to be seen from here (is it in another container?)"
 
 
@@ -29,7 +30,7 @@ class View:
     def read(self, piece: mesh_pb2.WindowPiece) -> memoryview:
         """The piece's bytes, which stay as they are until it is released. Raises ProtocolError if it is none."""
         start = piece.position % self._capacity
-        if not piece.size or start + piece.size > self._capacity or piece.position < self._taken:
+        if not piece.size or start + piece.size > self._capacity or not self._taken <= piece.position < _MAX_POSITION:
             raise ProtocolError(f"{piece.size} bytes at {piece.position} are no piece of a window of {self._capacity} bytes")
         return self._data[start : start + piece.size]
 
@@ -37,6 +38,11 @@ class View:
         """The piece was read; returns whether it is time to tell the owner."""
         self._taken = piece.position + piece.size
         return self._taken - self._reported >= self._capacity // _REPORTS
+
+    @property
+    def owes_report(self) -> bool:
+        """Whether pieces were read that the owner was not told of."""
+        return self._taken > self._reported
 
     def report(self) -> mesh_pb2.WindowReleased:
         self._reported = self._taken
@@ -54,13 +60,13 @@ def _find(offer: mesh_pb2.WindowOffer) -> mmap.mmap:
         found = str(path.readlink())
     except FileNotFoundError:
         raise OSError(_STRANGER) from None
-    if NAME not in found:  # the files of whichever process has the number here are not to be touched
+    if found != f"/memfd:{NAME} (deleted)":  # the files of whichever process has the number here are not to be touched
         raise OSError(_STRANGER)
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     size = HEADER_BYTES + offer.capacity
     try:
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
-        if not seals & fcntl.F_SEAL_SHRINK or os.fstat(descriptor).st_size != size:
+        if not seals & fcntl.F_SEAL_SHRINK or os.fstat(descriptor).st_size != size or not offer.capacity:
             raise OSError("its memory is not what was offered")
         mapped = mmap.mmap(descriptor, size, prot=mmap.PROT_READ)
     finally:

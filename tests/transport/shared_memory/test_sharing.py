@@ -20,7 +20,9 @@ from shardnet.pb import mesh_pb2
 from shardnet.testing import each_error, each_rank, local_cluster
 from shardnet.transport.grpc_mesh import GrpcMesh
 from shardnet.transport.http2 import Call
-from shardnet.transport.shared_memory import view
+from shardnet.transport.shared_memory import Sharing, view
+from shardnet.transport.shared_memory.window import Window
+from shardnet.wire import Chunk
 
 LIMITS = Limits(chunk_bytes=64 * KIB, window_bytes=256 * KIB, inline_bytes=KIB)
 ELEMENTS = 240_000
@@ -271,3 +273,26 @@ async def test_a_peer_whose_socket_takes_nothing_holds_up_nobody_else() -> None:
             rank.abort()
         for handle in handles:
             handle.exception()
+
+
+async def test_who_is_asked_again_and_again_answers_what_is_new() -> None:
+    """Or a peer that asks and does not listen would have answers pile up."""
+    said: list[mesh_pb2.Control] = []
+
+    async def put(peer: int, chunk: Chunk) -> None:
+        raise AssertionError
+
+    sharing = Sharing("", 1, [1], LIMITS, put, lambda peer, chunk: said.append(chunk.control or mesh_pb2.Control()))
+    window = Window(LIMITS.window_bytes, lambda _: None)
+    try:
+        piece = await window.put(bytes(64), [0])
+        assert piece is not None
+        place = mesh_pb2.Control(window_piece=mesh_pb2.WindowPiece(position=piece.start, size=64))
+        full = mesh_pb2.Control(window_full=mesh_pb2.WindowFull())
+        for control in (mesh_pb2.Control(window_offer=window.offer()), full, full, place, full, full):
+            sharing.receive(1, Chunk(1, 0, 0, control=control), lambda _: None)
+    finally:
+        sharing.close()
+        window.close()
+    assert [control.WhichOneof("kind") for control in said] == ["window_answer", "window_released"]
+    assert said[1].window_released.position == piece.end

@@ -6,6 +6,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -181,7 +182,7 @@ async def test_readers_report_before_the_window_is_full() -> None:
         assert reports == 64 * 128 // (CAPACITY // 4)
 
 
-@pytest.mark.parametrize(("position", "size"), [(0, 0), (CAPACITY - 8, 16), (0, CAPACITY + 1)])
+@pytest.mark.parametrize(("position", "size"), [(0, 0), (CAPACITY - 8, 16), (0, CAPACITY + 1), (2**64 - 64, 64)])
 async def test_what_is_no_piece_is_refused(position: int, size: int) -> None:
     with window() as pair, pytest.raises(ProtocolError, match="no piece of a window"):
         pair.views[1].read(WindowPiece(position=position, size=size))
@@ -221,3 +222,29 @@ async def test_the_memory_of_another_process_is_not_touched() -> None:
             setattr(other, field, value)
             with pytest.raises(OSError, match=r"another container|not what was offered"):
                 View(other)
+
+
+async def test_a_file_that_is_called_like_a_window_is_not_opened(tmp_path: Path) -> None:
+    """Opening a pipe that nobody writes would block for ever."""
+    pipe = tmp_path / "shardnet-window"
+    os.mkfifo(pipe)
+    with window() as pair:
+        offer = pair.window.offer()
+        descriptor = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            offer.descriptor = descriptor
+            with pytest.raises(OSError, match="another container"):
+                await asyncio.wait_for(asyncio.to_thread(View, offer), 5)
+        finally:
+            os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))  # lets go whoever opened it
+            os.close(descriptor)
+
+
+async def test_a_window_of_no_bytes_is_refused() -> None:
+    """No position lies in it."""
+    nothing = Window(0, lambda _: None)
+    try:
+        with pytest.raises(OSError, match="not what was offered"):
+            View(nothing.offer())
+    finally:
+        nothing.close()
