@@ -4,8 +4,9 @@
 copied in once, however many shall read it, and the stream says where it lies; who reads it adds or copies it from there to
 where it belongs, and says over its own stream what it needs no more. So the kernel copies nothing, nobody polls, and order,
 flow control and the loss of a peer are the streams' own. A window's memory has no name (memfd) and goes with the last
-process that maps it, however that ends; it is allocated when it is made, so that a full machine is an error then and not a
-SIGBUS later, and it is sealed: it cannot shrink under a reader, nor be mapped for writing by one.
+process that maps it, however that ends. It is allocated when it is made, so that a lack of memory shows then (as an error,
+or where a container's limit is reached by its killer) and not in the middle of a training. And it is sealed: it cannot
+shrink under a reader, nor be mapped for writing by one.
 
 Whether two ranks share memory is found out, for containers of one host may not: the owner says which descriptor of which
 process the window is, and the reader opens it below /proc and compares the secret that the window begins with. Where that

@@ -4,7 +4,7 @@ import asyncio
 import errno
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -296,3 +296,17 @@ async def test_who_is_asked_again_and_again_answers_what_is_new() -> None:
         window.close()
     assert [control.WhichOneof("kind") for control in said] == ["window_answer", "window_released"]
     assert said[1].window_released.position == piece.end
+
+
+@pytest.mark.parametrize("how", [Sharing.leave, Sharing.lose])
+async def test_nobody_waits_for_the_answer_of_one_who_is_gone(how: Callable[[Sharing, int], None]) -> None:
+    async def put(peer: int, chunk: Chunk) -> None:
+        raise AssertionError
+
+    sharing = Sharing("", 1, [1], LIMITS, put, lambda peer, chunk: None)
+    opening = asyncio.ensure_future(sharing.open(60.0))
+    await asyncio.sleep(0)
+    how(sharing, 1)
+    await asyncio.wait_for(opening, 5)
+    assert sharing.readers == frozenset()
+    sharing.close()
