@@ -3,6 +3,18 @@
 from shardnet.testing import reference
 from shardnet.testing.bits import bits, same_bits
 from shardnet.testing.cluster import jitter_cluster, local_cluster, loopback_cluster
+from shardnet.testing.namespaces import NamespacesUnavailable, bridged_nodes
 from shardnet.testing.ranks import each_error, each_rank
 
-__all__ = ["bits", "each_error", "each_rank", "jitter_cluster", "local_cluster", "loopback_cluster", "reference", "same_bits"]
+__all__ = [
+    "NamespacesUnavailable",
+    "bits",
+    "bridged_nodes",
+    "each_error",
+    "each_rank",
+    "jitter_cluster",
+    "local_cluster",
+    "loopback_cluster",
+    "reference",
+    "same_bits",
+]

@@ -1,0 +1,70 @@
+"""Two machines with two workers each, as far as the kernel can tell: `shardnet run` in two network namespaces."""
+
+import json
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from shardnet.testing.namespaces import Namespace
+from tests.networks import nodes_or_skip
+
+PATIENCE_S = 45.0
+COUNT = 1_000_000  # 4 MB: more than one chunk, and enough for the ring
+WORKER = f"""
+import json
+import torch
+import shardnet
+from shardnet.testing import reference
+
+async def main():
+    async with shardnet.connect() as cluster:
+        backend, rank = cluster.backend, cluster.rank
+        inputs = [torch.arange({COUNT}, dtype=torch.float32) % 1000 + each for each in range(cluster.world_size)]
+        part = {COUNT} // cluster.world_size
+        print(json.dumps({{
+            "rank": rank,
+            "address": cluster.topology.me.address.split(":")[0],
+            "shares memory with": sorted(cluster.telemetry.memory_peers),
+            "all_gather": torch.equal(
+                await backend.all_gather(inputs[rank][:part]), reference.all_gather([each[:part] for each in inputs])[rank]
+            ),
+            "reduce_scatter": torch.equal(await backend.reduce_scatter(inputs[rank]), reference.reduce_scatter(inputs)[rank]),
+            "all_reduce": torch.equal(await backend.all_reduce(inputs[rank]), reference.all_reduce(inputs)[rank]),
+        }}))
+
+shardnet.run(main)
+"""
+
+
+@pytest.mark.timeout(120)
+def test_collectives_cross_nodes_and_memory_stays_inside_them(tmp_path: Path) -> None:
+    program = tmp_path / "worker.py"
+    program.write_text(WORKER)
+    with nodes_or_skip(2) as network, ExitStack() as stack:
+        meeting = f"{network.hub.address}:7000"
+        rendezvous = stack.enter_context(started(network.hub, "rendezvous", "--listen", meeting, "--insecure"))
+        stack.callback(rendezvous.kill)
+        launchers = []
+        for node in network.nodes:
+            arguments = f"run --nproc 2 --nnodes 2 --node {node.name} --rendezvous {meeting} --insecure {program}"
+            launchers.append(stack.enter_context(started(node, *arguments.split())))
+            stack.callback(launchers[-1].kill)
+        outputs = [launcher.communicate(timeout=PATIENCE_S) for launcher in launchers]
+        assert [launcher.returncode for launcher in launchers] == [0, 0], outputs
+    told = sorted((json.loads(line.partition("] ")[2]) for out, _ in outputs for line in out.splitlines()), key=lambda each: each["rank"])
+    right = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce"), True)
+    neighbours = [1, 0, 3, 2]
+    addresses = [told[rank]["address"] for rank in (0, 0, 2, 2)]  # which node has the first two ranks is not said anywhere
+    assert told == [
+        {"rank": rank, "address": addresses[rank], "shares memory with": [neighbours[rank]], **right} for rank in range(len(neighbours))
+    ]
+    assert {*addresses} == {node.address for node in network.nodes}
+
+
+def started(where: Namespace, *arguments: str) -> "subprocess.Popen[str]":
+    """The `shardnet` command on one node."""
+    command = where.command(sys.executable, "-m", "shardnet.cli", *arguments)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
