@@ -1,7 +1,7 @@
 """Measuring shardnet against torch's gloo and FSDP2: `python -m benchmarks`.
 
-Read in this order: options.py (what can be asked for), plan.py (what that means to measure), workers.py (the processes
-that measure), measuring.py (what each of them does), race.py (how time is taken), collectives.py and training.py (of
+Read in this order: options.py (what can be asked for), plan.py (what that means to measure), launching.py and nodes.py
+(the processes that measure), measuring.py (what each of them does), race.py (how time is taken), collectives.py and training.py (of
 what), row.py (what comes out), tables.py and targets.py (how it is read).
 """
 

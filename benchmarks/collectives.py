@@ -36,6 +36,8 @@ def _measure(case: Case, backend: Backend, session: Collectives) -> Row:
         ranks=backend.world_size,
         bytes=case.bytes,
         peer="gloo",
+        topology=str(session.topology),
+        nodes=session.topology.nodes(backend.world_size),
         transport=str(session.transport),
         chunk_bytes=session.chunk_bytes,
     )

@@ -1,12 +1,14 @@
-"""Running a session in worker processes of this machine, by shardnet's own launcher."""
+"""Running a session in worker processes, by shardnet's own launcher: of this machine, or of nodes that are namespaces on it."""
 
 import asyncio
 import secrets
+import signal
 import tempfile
 from pathlib import Path
 
 from benchmarks.journal import Journal
-from benchmarks.plan import Session, to_json
+from benchmarks.nodes import NodeFailed, run_on_nodes
+from benchmarks.plan import Session, Topology, to_json
 from benchmarks.row import Row
 from shardnet.cli.launch.console import Console
 from shardnet.cli.launch.job import Job
@@ -23,23 +25,47 @@ class SessionFailed(Exception):
         self.status = status
 
 
+WORKER = "benchmarks.worker"
+
+
 def run_session(session: Session) -> list[Row]:
-    """Start the workers, show how far they are, return what they measured. No process is left when this returns or raises."""
-    with tempfile.TemporaryDirectory(prefix="shardnet-bench-") as name, Console() as console:
+    """Start the workers, show how far they are, return what they measured. No process is left when this returns or raises.
+
+    Raises SessionFailed, and NamespacesUnavailable for a topology that this machine cannot have.
+    """
+    with tempfile.TemporaryDirectory(prefix="shardnet-bench-") as name:
         directory = Path(name)
         journal = Journal(directory / Journal.FILE_NAME)
-        job = Job(
-            target="benchmarks.worker",
-            is_module=True,
-            arguments=(to_json(session), str(directory)),
-            nproc=session.ranks,
-            name=f"bench-{secrets.token_hex(4)}",
-        )
-
-        async def progress(_: str) -> Progress:
-            return journal.last_progress()
-
-        status = asyncio.run(launch(job, console, local_rendezvous, progress))
+        run = _run_here if session.topology is Topology.ONE_NODE else _run_on_nodes
+        status = run(session, directory, journal)
         if status != 0:
             raise SessionFailed(status)
         return journal.rows()
+
+
+def _run_here(session: Session, directory: Path, journal: Journal) -> int:
+    job = Job(
+        target=WORKER,
+        is_module=True,
+        arguments=(to_json(session), str(directory)),
+        nproc=session.ranks,
+        name=f"bench-{secrets.token_hex(4)}",
+    )
+
+    async def progress(_: str) -> Progress:
+        return journal.last_progress()
+
+    with Console() as console:
+        return asyncio.run(launch(job, console, local_rendezvous, progress))
+
+
+def _run_on_nodes(session: Session, directory: Path, _: Journal) -> int:
+    """Without a bar: two launchers would draw two. Each row is a line all the same."""
+    nodes = session.topology.nodes(session.ranks)
+    try:
+        run_on_nodes(WORKER, (to_json(session), str(directory)), nodes, session.ranks // nodes, session.topology.rate)
+    except NodeFailed as failure:
+        return failure.status
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    return 0

@@ -2,6 +2,7 @@
 
 import asyncio
 import datetime
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import torch.distributed as dist
 import shardnet
 from benchmarks import collectives, training
 from benchmarks.journal import Journal
-from benchmarks.plan import Collectives, Session, Training, Transport
+from benchmarks.plan import Collectives, Session, Topology, Training, Transport
 from benchmarks.row import Row
 from benchmarks.tables import one_line
 
@@ -25,8 +26,10 @@ STORE = "store"  # file name in the shared directory
 async def measure(session: Session, directory: Path) -> None:
     """Join the cluster, measure, leave. `directory` is shared by the ranks: gloo's meeting point and the journal."""
     torch.set_num_threads(1)  # for both sides: ranks that share cores must not fight for them with threads as well
+    logging.getLogger("shardnet.credentials").setLevel(logging.ERROR)  # it warns of plaintext; nobody else is in the namespaces
     limits = shardnet.Limits(chunk_bytes=session.chunk_bytes)
-    alone = {"node": f"rank {os.environ['SHARDNET_LOCAL_RANK']}"} if session.transport is Transport.GRPC else {}
+    apart = session.topology is Topology.ONE_NODE and session.transport is Transport.GRPC
+    alone = {"node": f"rank {os.environ['SHARDNET_LOCAL_RANK']}"} if apart else {}
     async with shardnet.connect(limits=limits, **alone) as cluster:
         # In a thread of its own, so that signals find this loop awake. The first one closes the cluster, which ends the thread.
         await asyncio.to_thread(_measure, session, cluster.backend, directory)
@@ -63,7 +66,7 @@ def _publish(row: Row, backend: shardnet.Backend, journal: Journal) -> None:
 
 @contextmanager
 def _gloo(store: Path, backend: shardnet.Backend) -> Iterator[None]:
-    """Torch's default process group over the loopback interface, with the same ranks as the cluster."""
+    """Torch's default process group with the same ranks as the cluster; over the loopback interface, unless launching.py says another."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=backend.rank, world_size=backend.world_size, timeout=GLOO_TIMEOUT)
     try:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from benchmarks.plan import Case, Collectives, Op, Session, Training, Transport, default_repeats
+from benchmarks.plan import Case, Collectives, Op, Session, Topology, Training, Transport, default_repeats, default_steps
 from shardnet.config import KIB, MIB, Limits
 
 T = TypeVar("T")
@@ -24,6 +24,7 @@ examples:
   python -m benchmarks                                        everything, for the record
   python -m benchmarks --quick                                whether it works, in half a minute
   python -m benchmarks --only collectives --transports shm --ranks 4 --sizes 16MiB,64MiB --ops all_reduce
+  python -m benchmarks --topologies netns,netns-1gbit         across nodes alone; as root, on Linux
   python -m benchmarks --markdown benchmarks/latest.json      the tables of an earlier run, as Markdown
 """
 
@@ -36,7 +37,7 @@ class _Preset:
     step_ranks: tuple[int, ...] = (2,)
     sizes: tuple[int, ...] = (KIB, 64 * KIB, MIB, 16 * MIB, 64 * MIB)
     repeats: int | None = None  # by size: default_repeats
-    steps: int = 20
+    steps: int | None = None  # by topology: default_steps
     dim: int = 256
     layers: int = 4
     context: int = 256
@@ -56,30 +57,40 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     for name in _Preset.__dataclass_fields__:
         if getattr(options, name) is None:
             setattr(options, name, getattr(preset, name))
-    for size in options.sizes if options.only != "step" else ():
-        if size % (ELEMENT_BYTES * max(options.ranks)):
-            parser.error(f"--sizes must be multiples of {ELEMENT_BYTES} bytes x ranks, got {size} for {max(options.ranks)} ranks")
+    options.sessions = list(_sessions(options))
+    for session in options.sessions:
+        for case in session.cases if isinstance(session, Collectives) else ():
+            if case.bytes % (ELEMENT_BYTES * session.ranks):
+                parser.error(f"--sizes must be multiples of {ELEMENT_BYTES} bytes x ranks, got {case.bytes} for {session.ranks} ranks")
     if options.dim % (2 * options.heads):
         parser.error(f"--dim must be a multiple of twice --heads, got {options.dim} and {options.heads}")
     try:
         Limits(chunk_bytes=options.chunk)
     except ValueError as error:
         parser.error(f"--chunk: {error}")
-    options.sessions = list(_sessions(options))
     return options
 
 
 def _sessions(options: argparse.Namespace) -> Iterator[Session]:
     if options.only != "step":
-        cases = tuple(Case(op, size, options.repeats or default_repeats(size)) for op in options.ops for size in options.sizes)
-        for ranks in options.ranks:
-            for transport in options.transports:
-                yield Collectives(ranks, transport, options.chunk, cases)
+        for ranks, topology, transport in _places(options, options.ranks):
+            cases = tuple(
+                Case(op, size, options.repeats or default_repeats(size, topology)) for op in options.ops for size in options.sizes
+            )
+            yield Collectives(ranks, topology, transport, options.chunk, cases)
     if options.only != "collectives":
-        model = {name: getattr(options, name) for name in ("steps", "dim", "layers", "heads", "context", "bigrams", "batch")}
-        for ranks in options.step_ranks:
+        model = {name: getattr(options, name) for name in ("dim", "layers", "heads", "context", "bigrams", "batch")}
+        for ranks, topology, transport in _places(options, options.step_ranks):
+            yield Training(ranks, topology, transport, options.chunk, options.steps or default_steps(topology), **model)
+
+
+def _places(options: argparse.Namespace, choice: Sequence[int]) -> Iterator[tuple[int, Topology, Transport]]:
+    """Numbers of ranks, where they are and how they talk. `choice` holds where the topology leaves one."""
+    for topology in options.topologies or Topology:
+        for ranks in choice if topology.ranks is None else (topology.ranks,):
             for transport in options.transports:
-                yield Training(ranks, transport, options.chunk, **model)
+                if topology is Topology.ONE_NODE or transport is Transport.GRPC:  # nodes share no memory
+                    yield ranks, topology, transport
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -98,7 +109,15 @@ def _parser() -> argparse.ArgumentParser:
         type=_list_of(Transport),
         default=tuple(Transport),
         metavar="NAME,...",
-        help="what carries shardnet's data: grpc (each rank is a node), shm (all ranks are one node and share memory); default: both",
+        help="what carries shardnet's data: grpc (each rank is a node), shm (all ranks are one node and share memory); default: both, of "
+        "which only grpc goes between nodes",
+    )
+    parser.add_argument(
+        "--topologies",
+        type=_list_of(Topology),
+        metavar="NAME,...",
+        help="where the ranks are: one-node, netns (each in a network namespace of its own, as fast as the kernel is), netns-1gbit (two "
+        "namespaces of two ranks, links of 1 Gbit/s); default: all that this machine can make",
     )
     _add_collectives(parser.add_argument_group("collectives"))
     _add_training(parser.add_argument_group("training step"))
@@ -106,7 +125,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_collectives(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--ranks", type=_list_of(_ranks), metavar="N,...", help="numbers of processes (default: 2,4)")
+    group.add_argument("--ranks", type=_list_of(_ranks), metavar="N,...", help="numbers of processes (default: 2,4; netns-1gbit has 4)")
     group.add_argument(
         "--sizes", type=_list_of(_size), metavar="SIZE,...", help="of the full tensor on a rank (default: 1KiB,64KiB,1MiB,16MiB,64MiB)"
     )
@@ -117,8 +136,8 @@ def _add_collectives(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_training(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--step-ranks", type=_list_of(_ranks), metavar="N,...", help="numbers of processes (default: 2)")
-    group.add_argument("--steps", type=_positive, metavar="N", help="timed steps of each engine (default: 20)")
+    group.add_argument("--step-ranks", type=_list_of(_ranks), metavar="N,...", help="numbers of processes (default: 2; netns-1gbit has 4)")
+    group.add_argument("--steps", type=_positive, metavar="N", help="timed steps of each engine (default: 20, at 1 Gbit/s 8)")
     group.add_argument("--dim", type=_positive, metavar="N", help="width of the model (default: 256)")
     group.add_argument("--layers", type=_positive, metavar="N", help="blocks, each of them a unit of sharding (default: 4)")
     group.add_argument("--heads", type=_positive, default=4, metavar="N", help="attention heads (default: 4)")

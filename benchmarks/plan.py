@@ -19,10 +19,40 @@ class Op(StrEnum):
 
 
 class Transport(StrEnum):
-    """What carries shardnet's data. GRPC: each rank is a node of its own, though all are on this machine; SHM: all are one node."""
+    """What carries shardnet's data between nodes, or, on one machine, between ranks.
+
+    GRPC  on one machine each rank says that it is a node of its own
+    SHM   all ranks are one node
+    """
 
     GRPC = "grpc"
     SHM = "shm"
+
+
+class Topology(StrEnum):
+    """Where the ranks are. NETNS: each is a node in a network namespace of its own. NETNS_1GBIT: on two nodes, in two namespaces."""
+
+    ONE_NODE = "one-node"
+    NETNS = "netns"
+    NETNS_1GBIT = "netns-1gbit"
+
+    @property
+    def ranks(self) -> int | None:
+        """How many there are, where that is not to be chosen."""
+        return 4 if self is Topology.NETNS_1GBIT else None
+
+    def nodes(self, ranks: int) -> int:
+        return {Topology.ONE_NODE: 1, Topology.NETNS: ranks, Topology.NETNS_1GBIT: 2}[self]
+
+    @property
+    def rate(self) -> str | None:
+        """Of each node's link in each direction, as tc writes it; None: no limit."""
+        return "1gbit" if self is Topology.NETNS_1GBIT else None
+
+    @property
+    def link_bytes_per_s(self) -> float | None:
+        """Of payload: a full segment is 1514 bytes on the link, 1448 of them the sender's. None: no limit."""
+        return 1e9 / 8 * 1448 / 1514 if self.rate else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +73,7 @@ class Collectives:
     """Cases that the same processes measure one after the other."""
 
     ranks: int
+    topology: Topology
     transport: Transport
     chunk_bytes: int
     cases: tuple[Case, ...]
@@ -53,6 +84,7 @@ class Training:
     """Training steps of a GPT. Sizes as in workers/gpt.py; `batch` is the number of sequences of one rank."""
 
     ranks: int
+    topology: Topology
     transport: Transport
     chunk_bytes: int
     steps: int
@@ -67,12 +99,18 @@ class Training:
 Session = Collectives | Training
 
 
-def default_repeats(full_bytes: int) -> int:
-    """More for what is short and noisy, fewer for what takes long."""
+def default_repeats(full_bytes: int, topology: Topology = Topology.ONE_NODE) -> int:
+    """More for what is short and noisy, fewer for what takes long; a slow link takes long and is not noisy."""
+    if topology.rate and full_bytes > MIB:
+        return 5
     for limit, repeats in ((64 * KIB, 60), (MIB, 30), (16 * MIB, 15)):
         if full_bytes <= limit:
             return repeats
     return 9
+
+
+def default_steps(topology: Topology) -> int:
+    return 8 if topology.rate else 20
 
 
 def to_json(session: Session) -> str:
@@ -82,7 +120,7 @@ def to_json(session: Session) -> str:
 
 def from_json(text: str) -> Session:
     fields = json.loads(text)
-    fields["transport"] = Transport(fields["transport"])
+    fields["transport"], fields["topology"] = Transport(fields["transport"]), Topology(fields["topology"])
     if fields.pop("kind") == Training.__name__:
         return Training(**fields)
     cases = tuple(Case(Op(case["op"]), case["bytes"], case["repeats"]) for case in fields.pop("cases"))

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
+from benchmarks.plan import Topology
+
 
 @dataclass(frozen=True, slots=True)
 class Timing:
@@ -33,8 +35,10 @@ class Row:
 
     kind         "collective" or "step"
     op           which collective, or "train_step"
-    topology     where the ranks are: "one-node" is all on one machine
-    transport    what carried shardnet's data: "grpc", or "shm" where ranks share memory
+    topology     where the ranks are: "one-node" is all on one machine, "netns" each in a network namespace, "netns-1gbit" on two
+                 nodes (namespaces) with links of 1 Gbit/s
+    nodes        network interfaces that the ranks are spread over, evenly
+    transport    what carried shardnet's data between nodes: "grpc"; on one node "shm", or "grpc" where ranks say that they are nodes
     bytes        collective: the full tensor on a rank (gathered for all_gather, unreduced otherwise); step: all parameters
     ours_ms      median; q1 and q3 are the quartiles. Each run counts with the time of its slowest rank
     ratio        peer_ms / ours_ms: above 1 shardnet is ahead
@@ -63,6 +67,7 @@ class Row:
     ratio: float
     moved_bytes: int
     chunk_bytes: int
+    nodes: int = 1
     ours_loss: float | None = None
     peer_loss: float | None = None
     machine: str = ""
@@ -74,7 +79,6 @@ class Row:
         ours_q1, ours_ms, ours_q3 = ours.quartiles_ms()
         peer_q1, peer_ms, peer_q3 = theirs.quartiles_ms()
         return cls(
-            topology="one-node",
             repeats=len(ours.wall_s),
             ours_ms=ours_ms,
             ours_q1_ms=ours_q1,
@@ -87,6 +91,18 @@ class Row:
             ratio=peer_ms / ours_ms,
             **facts,
         )
+
+    @property
+    def link_bound_ms(self) -> float | None:
+        """The least time in which the nodes' links let through what must cross them; None where they have no limit.
+
+        A node has to receive what it has not, once: of a tensor over n nodes (n - 1) / n, as often as a ring sends a tensor.
+        """
+        bytes_per_s = Topology(self.topology).link_bytes_per_s
+        if bytes_per_s is None:
+            return None
+        ring_bytes = self.moved_bytes / (self.ranks - 1)
+        return 1e3 * ring_bytes * (self.nodes - 1) / self.nodes / bytes_per_s
 
     def stamped(self, machine: str, measured_at: str) -> Self:
         return dataclasses.replace(self, machine=machine, measured_at=measured_at)

@@ -1,16 +1,28 @@
 """Rows as tables for people."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from benchmarks.plan import Transport
+from benchmarks.plan import Topology, Transport
 from benchmarks.row import Row, collectives, steps
 from benchmarks.targets import Outcome, judge
 from shardnet.cli.units import short_bytes
 from shardnet.config import KIB, MIB
 
 GIB = 1024 * MIB
-_VIA: dict[str, str] = {Transport.GRPC: "over gRPC", Transport.SHM: "through shared memory"}
+_WHERE = {
+    Topology.ONE_NODE: "on one machine",
+    Topology.NETNS: "each in a network namespace",
+    Topology.NETNS_1GBIT: "on 2 nodes (network namespaces) with links of 1 Gbit/s",
+}
+_VIA = {
+    (Topology.ONE_NODE, Transport.GRPC): "over gRPC",
+    (Topology.ONE_NODE, Transport.SHM): "through shared memory",
+    (Topology.NETNS, Transport.GRPC): "over gRPC",
+    (Topology.NETNS_1GBIT, Transport.GRPC): "over gRPC, inside the nodes through shared memory,",
+}
+_LINK_HEAD = ("link's bound ms", "reached")
+Place = tuple[Topology, int, Transport]  # the number is what makes a table of its own, besides where and how: ranks or bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,30 +34,34 @@ class Table:
 
 def tables(rows: Sequence[Row]) -> list[Table]:
     """Collectives by number of ranks, the targets, training steps; those for which there are rows."""
-    measured = collectives(rows)
-    by_ranks = [
-        _collectives(ranks, transport, [row for row in measured if (row.ranks, row.transport) == (ranks, transport)])
-        for ranks, transport in sorted({(row.ranks, row.transport) for row in measured})
-    ]
-    trained = steps(rows)
-    by_size = [
-        _steps(size, transport, [row for row in trained if (row.bytes, row.transport) == (size, transport)])
-        for size, transport in sorted({(row.bytes, row.transport) for row in trained})
-    ]
+    by_ranks = [_collectives(place, group) for place, group in _grouped(collectives(rows), lambda row: row.ranks)]
+    by_size = [_steps(place, group) for place, group in _grouped(steps(rows), lambda row: row.bytes)]
     return [table for table in (*by_ranks, _targets(judge(rows)), *by_size) if table.rows]
+
+
+def _grouped(rows: Sequence[Row], number: Callable[[Row], int]) -> list[tuple[Place, list[Row]]]:
+    """By topology, as they are declared, then number, then transport."""
+    groups: dict[Place, list[Row]] = {}
+    for row in rows:
+        groups.setdefault((Topology(row.topology), number(row), Transport(row.transport)), []).append(row)
+    order = list(Topology)
+    return sorted(groups.items(), key=lambda item: (order.index(item[0][0]), *item[0][1:]))
 
 
 def one_line(row: Row) -> str:
     """A row while the rest is still being measured."""
     what = f"{row.op} {size(row.bytes)}" if row.kind == "collective" else row.op
     times = f"shardnet {_ms(row.ours_ms)} ms  {row.peer} {_ms(row.peer_ms)} ms"
-    return f"{row.ranks} ranks  {row.transport:<4}  {what:<22}  {times}  {_ratio(row.ratio)}"
+    return f"{row.topology:<11}  {row.ranks} ranks  {row.transport:<4}  {what:<22}  {times}  {_ratio(row.ratio)}"
 
 
-def _collectives(ranks: int, transport: str, rows: Sequence[Row]) -> Table:
+def _collectives(place: Place, rows: Sequence[Row]) -> Table:
+    topology, ranks, transport = place
+    engines = ("shardnet ms", "q1-q3", "gloo ms", "q1-q3", "ratio")
+    costs = ("shardnet CPU s/GiB", "gloo CPU s/GiB")
     return Table(
-        f"{ranks} ranks on one machine: shardnet {_VIA[transport]} and torch over gloo",
-        ("collective", "size", "shardnet ms", "q1-q3", "gloo ms", "q1-q3", "ratio", "shardnet CPU s/GiB", "gloo CPU s/GiB"),
+        f"{ranks} ranks {_WHERE[topology]}: shardnet {_VIA[topology, transport]} and torch over gloo",
+        ("collective", "size", *engines, *_LINK_HEAD[: len(_of_link(rows[0]))], *costs),
         tuple(
             (
                 row.op,
@@ -55,6 +71,7 @@ def _collectives(ranks: int, transport: str, rows: Sequence[Row]) -> Table:
                 _ms(row.peer_ms),
                 _spread(row.peer_q1_ms, row.peer_q3_ms),
                 _ratio(row.ratio),
+                *_of_link(row),
                 _cpu_per_gib(row, row.ours_cpu_s),
                 _cpu_per_gib(row, row.peer_cpu_s),
             )
@@ -63,13 +80,20 @@ def _collectives(ranks: int, transport: str, rows: Sequence[Row]) -> Table:
     )
 
 
+def _of_link(row: Row) -> tuple[str, ...]:
+    """The least time that the links allow, and what part of shardnet's time that is; no cells where links have no limit."""
+    bound_ms = row.link_bound_ms
+    return () if bound_ms is None else (_ms(bound_ms), f"{bound_ms / row.ours_ms:.0%}")
+
+
 def _targets(outcomes: Sequence[Outcome]) -> Table:
     return Table(
         "Geometric means over 1, 16 and 64 MiB, and the targets",
-        ("collectives", "by", "ranks", "ratio", "target", ""),
+        ("collectives", "where", "by", "ranks", "ratio", "target", ""),
         tuple(
             (
                 outcome.target.name,
+                str(outcome.target.topology),
                 str(outcome.target.transport),
                 str(outcome.ranks),
                 _ratio(outcome.mean),
@@ -81,26 +105,28 @@ def _targets(outcomes: Sequence[Outcome]) -> Table:
     )
 
 
-def _steps(parameter_bytes: int, transport: str, rows: Sequence[Row]) -> Table:
+def _steps(place: Place, rows: Sequence[Row]) -> Table:
+    topology, parameter_bytes, transport = place
     ranks = sorted({row.ranks for row in rows})
     return Table(
-        f"A training step of a GPT with {parameter_bytes / 4e6:.1f} M parameters, shardnet {_VIA[transport]}",
+        f"A training step of a GPT with {parameter_bytes / 4e6:.1f} M parameters, ranks {_WHERE[topology]}: "
+        f"shardnet {_VIA[topology, transport]} and FSDP2 over gloo",
         ("engine", "ranks", "ms", "q1-q3", "ratio", "CPU s/step", "last loss"),
         tuple(line for count in ranks for line in _step_lines([row for row in rows if row.ranks == count])),
     )
 
 
 def _step_lines(rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    """Ours once, then each of its peers."""
+    """Ours once, then each of its peers, then what the links allow."""
     one = rows[0]
-    spread = _spread(one.ours_q1_ms, one.ours_q3_ms)
-    lines: list[tuple[str, ...]] = [
-        ("shardnet", str(one.ranks), _ms(one.ours_ms), spread, "", f"{one.ours_cpu_s:.2f}", _loss(one.ours_loss))
-    ]
+    ranks, spread = str(one.ranks), _spread(one.ours_q1_ms, one.ours_q3_ms)
+    lines: list[tuple[str, ...]] = [("shardnet", ranks, _ms(one.ours_ms), spread, "", f"{one.ours_cpu_s:.2f}", _loss(one.ours_loss))]
     for row in rows:
         spread = _spread(row.peer_q1_ms, row.peer_q3_ms)
         cpu_s = f"{row.peer_cpu_s:.2f}"
-        lines.append((row.peer, str(row.ranks), _ms(row.peer_ms), spread, _ratio(row.ratio), cpu_s, _loss(row.peer_loss)))
+        lines.append((row.peer, ranks, _ms(row.peer_ms), spread, _ratio(row.ratio), cpu_s, _loss(row.peer_loss)))
+    if one.link_bound_ms is not None:
+        lines.append(("link's bound", ranks, _ms(one.link_bound_ms), "", _ratio(one.link_bound_ms / one.ours_ms), "", ""))
     return lines
 
 

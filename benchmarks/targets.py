@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from benchmarks.plan import Op, Transport
+from benchmarks.plan import Op, Topology, Transport
 from benchmarks.row import Row, collectives
 from shardnet.config import MIB
 
@@ -15,6 +15,7 @@ SIZES = (MIB, 16 * MIB, 64 * MIB)  # that count; below them it is latency that i
 class Target:
     """The least geometric mean of ratios over `ops` and SIZES that will do, at each number of ranks."""
 
+    topology: Topology
     transport: Transport
     ops: tuple[Op, ...]
     ratio: float
@@ -29,9 +30,12 @@ class Target:
 
 
 TARGETS = (
-    Target(Transport.GRPC, (Op.ALL_GATHER, Op.REDUCE_SCATTER), 1.0),
-    Target(Transport.GRPC, (Op.ALL_REDUCE,), 0.6),
-    Target(Transport.SHM, (Op.ALL_GATHER, Op.REDUCE_SCATTER, Op.ALL_REDUCE), 5.0),
+    Target(Topology.ONE_NODE, Transport.GRPC, (Op.ALL_GATHER, Op.REDUCE_SCATTER), 1.0),
+    Target(Topology.ONE_NODE, Transport.GRPC, (Op.ALL_REDUCE,), 0.6),
+    Target(Topology.ONE_NODE, Transport.SHM, tuple(Op), 5.0),
+    Target(Topology.NETNS, Transport.GRPC, (Op.ALL_GATHER, Op.REDUCE_SCATTER), 1.3),
+    Target(Topology.NETNS, Transport.GRPC, (Op.ALL_REDUCE,), 1.0),
+    Target(Topology.NETNS_1GBIT, Transport.GRPC, tuple(Op), 1.8),
 )
 
 
@@ -54,9 +58,8 @@ def judge(rows: Sequence[Row]) -> list[Outcome]:
 
 
 def _judge(target: Target, ranks: int, rows: Iterable[Row]) -> Outcome | None:
-    ratios = {
-        (row.op, row.bytes): row.ratio for row in rows if row.ranks == ranks and row.transport == target.transport and row.op in target.ops
-    }
+    place = (ranks, target.topology, target.transport)
+    ratios = {(row.op, row.bytes): row.ratio for row in rows if (row.ranks, row.topology, row.transport) == place and row.op in target.ops}
     if not ratios:
         return None
     mean = geometric_mean(ratios.values())

@@ -37,6 +37,8 @@ def measure(session: Training, backend: Backend, on_step: Callable[[int], None])
             ranks=backend.world_size,
             bytes=size,
             peer=peer.name,
+            topology=str(session.topology),
+            nodes=session.topology.nodes(backend.world_size),
             transport=str(session.transport),
             chunk_bytes=session.chunk_bytes,
             ours_loss=losses[0][-1].item(),

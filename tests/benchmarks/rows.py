@@ -12,6 +12,7 @@ def row(ratio: float = 2.0, **facts: Any) -> Row:
     defaults = {
         "kind": "collective",
         "op": Op.ALL_GATHER,
+        "topology": "one-node",
         "transport": "grpc",
         "ranks": 2,
         "bytes": MIB,
@@ -22,6 +23,6 @@ def row(ratio: float = 2.0, **facts: Any) -> Row:
     return Row.compare(Timing((0.01, 0.01, 0.01), cpu_s=0.25), Timing((0.01 * ratio,) * 3, cpu_s=0.5), **(defaults | facts))
 
 
-def complete(ratios: dict[Op, float], ranks: int = 2, transport: str = "grpc") -> list[Row]:
+def complete(ratios: dict[Op, float], ranks: int = 2, **facts: Any) -> list[Row]:
     """Every op at every size that counts."""
-    return [row(ratio, op=op, bytes=size * MIB, ranks=ranks, transport=transport) for op, ratio in ratios.items() for size in (1, 16, 64)]
+    return [row(ratio, op=op, bytes=size * MIB, ranks=ranks, **facts) for op, ratio in ratios.items() for size in (1, 16, 64)]

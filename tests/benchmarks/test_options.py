@@ -5,22 +5,28 @@ from pathlib import Path
 import pytest
 
 from benchmarks.options import LATEST, parse_options
-from benchmarks.plan import Case, Collectives, Op, Training, Transport, default_repeats, from_json, to_json
+from benchmarks.plan import Case, Collectives, Op, Topology, Training, Transport, default_repeats, default_steps, from_json, to_json
 from shardnet.config import KIB, MIB
 
 
 def test_by_default_everything_is_measured() -> None:
     options = parse_options([])
-    assert [(session.ranks, session.transport) for session in options.sessions] == [
-        *((ranks, transport) for ranks in (2, 4) for transport in (Transport.GRPC, Transport.SHM)),
-        *((2, transport) for transport in (Transport.GRPC, Transport.SHM)),
+    collectives = [session for session in options.sessions if isinstance(session, Collectives)]
+    trainings = [session for session in options.sessions if isinstance(session, Training)]
+    assert [(session.topology, session.ranks, session.transport) for session in collectives] == [
+        *((Topology.ONE_NODE, ranks, transport) for ranks in (2, 4) for transport in Transport),
+        *((Topology.NETNS, ranks, Transport.GRPC) for ranks in (2, 4)),
+        (Topology.NETNS_1GBIT, 4, Transport.GRPC),
     ]
-    two, *others, training = options.sessions
-    assert all(other.cases == two.cases for other in others[:3])
-    expected = {(op, size) for op in Op for size in (KIB, 64 * KIB, MIB, 16 * MIB, 64 * MIB)}
-    assert {(case.op, case.bytes) for case in two.cases} == expected
-    assert all(case.repeats == default_repeats(case.bytes) for case in two.cases)
-    assert isinstance(training, Training)
+    assert [(session.topology, session.ranks, session.transport) for session in trainings] == [
+        *((Topology.ONE_NODE, 2, transport) for transport in Transport),
+        (Topology.NETNS, 2, Transport.GRPC),
+        (Topology.NETNS_1GBIT, 4, Transport.GRPC),
+    ]
+    expected = [(op, size) for op in Op for size in (KIB, 64 * KIB, MIB, 16 * MIB, 64 * MIB)]
+    for session in collectives:
+        assert session.cases == tuple(Case(op, size, default_repeats(size, session.topology)) for op, size in expected)
+    assert [session.steps for session in trainings] == [default_steps(session.topology) for session in trainings]
     assert options.json == LATEST
 
 
@@ -28,9 +34,24 @@ def test_each_half_alone() -> None:
     (collectives,) = parse_options(
         ["--only", "collectives", "--transports", "shm", "--ranks", "3", "--sizes", "12KiB", "--ops", "all_reduce", "--repeats", "7"]
     ).sessions
-    assert collectives == Collectives(3, Transport.SHM, 2 * MIB, (Case(Op.ALL_REDUCE, 12 * KIB, 7),))
+    assert collectives == Collectives(3, Topology.ONE_NODE, Transport.SHM, 2 * MIB, (Case(Op.ALL_REDUCE, 12 * KIB, 7),))
     four, two = parse_options(
-        ["--only", "step", "--transports", "grpc", "--step-ranks", "4,2", "--steps", "9", "--dim", "16", "--chunk", "64K"]
+        [
+            "--only",
+            "step",
+            "--topologies",
+            "one-node",
+            "--transports",
+            "grpc",
+            "--step-ranks",
+            "4,2",
+            "--steps",
+            "9",
+            "--dim",
+            "16",
+            "--chunk",
+            "64K",
+        ]
     ).sessions
     assert (four.ranks, two.ranks, two.steps, two.dim, two.chunk_bytes) == (4, 2, 9, 16, 64 * KIB)
 
@@ -41,6 +62,32 @@ def test_what_is_given_goes_before_quick() -> None:
     assert max(case.bytes for case in session.cases) == MIB
     assert training.steps < parse_options([]).sessions[-1].steps
     assert parse_options(["--quick", "--steps", "50"]).sessions[-1].steps == 50
+
+
+def test_each_topology_alone() -> None:
+    arguments = ["--only", "collectives", "--ranks", "2,3", "--sizes", "12KiB"]
+    places = {
+        "one-node": [(2, "grpc", 1), (2, "shm", 1), (3, "grpc", 1), (3, "shm", 1)],
+        "netns": [(2, "grpc", 2), (3, "grpc", 3)],
+        "netns-1gbit": [(4, "grpc", 2)],
+    }
+    for name, expected in places.items():
+        sessions = parse_options([*arguments, "--topologies", name]).sessions
+        assert [(session.ranks, session.transport, session.topology.nodes(session.ranks)) for session in sessions] == expected
+    assert len(parse_options([*arguments, "--topologies", "netns,one-node"]).sessions) == 6
+
+
+def test_memory_does_not_reach_another_node() -> None:
+    assert parse_options(["--topologies", "netns", "--transports", "shm"]).sessions == []
+
+
+def test_a_slow_link_is_tried_less_often() -> None:
+    assert default_repeats(64 * MIB, Topology.NETNS_1GBIT) < default_repeats(64 * MIB, Topology.NETNS)
+    assert default_repeats(KIB, Topology.NETNS_1GBIT) == default_repeats(KIB, Topology.ONE_NODE)
+    assert default_steps(Topology.NETNS_1GBIT) < default_steps(Topology.NETNS)
+    given = parse_options(["--topologies", "netns-1gbit", "--repeats", "7", "--steps", "9"]).sessions
+    assert [case.repeats for case in given[0].cases] == [7] * len(given[0].cases)
+    assert given[1].steps == 9
 
 
 def test_markdown_of_the_latest_run_or_of_a_file() -> None:
@@ -54,6 +101,8 @@ def test_markdown_of_the_latest_run_or_of_a_file() -> None:
     [
         (["--sizes", "1001"], "multiples of 4 bytes x ranks"),
         (["--sizes", "12KiB", "--ranks", "2,5"], "12288 for 5 ranks"),
+        (["--sizes", "12", "--ranks", "3", "--topologies", "netns-1gbit"], "12 for 4 ranks"),
+        (["--topologies", "moon"], "moon"),
         (["--sizes", "1 mile"], "KiB or MiB"),
         (["--sizes", "0"], "KiB or MiB"),
         (["--ranks", "1"], "at least 2 ranks"),

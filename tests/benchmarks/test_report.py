@@ -1,6 +1,7 @@
 """Rows on disk and as tables."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,6 +63,36 @@ def test_markdown_rows_have_as_many_cells_as_their_heads() -> None:
         assert len({line.count("|") for line in table.splitlines()}) == 1
     assert "**2 ranks on one machine" in report
     assert report.endswith("a machine; 2024-01-01T00:00:00+00:00")
+
+
+def test_each_topology_has_a_table_that_says_where_the_ranks_were() -> None:
+    rows = [
+        row(topology="netns-1gbit", ranks=4, nodes=2),
+        row(topology="netns", ranks=4, nodes=4),
+        row(topology="netns", ranks=2, nodes=2),
+        row(kind="step", op="train_step", topology="netns", nodes=2, bytes=4_000_000),
+        row(),
+    ]
+    titles = [line for line in markdown_report(rows).splitlines() if line.startswith("**")]
+    assert titles == [
+        "**2 ranks on one machine: shardnet over gRPC and torch over gloo**",
+        "**2 ranks each in a network namespace: shardnet over gRPC and torch over gloo**",
+        "**4 ranks each in a network namespace: shardnet over gRPC and torch over gloo**",
+        "**4 ranks on 2 nodes (network namespaces) with links of 1 Gbit/s: "
+        "shardnet over gRPC, inside the nodes through shared memory, and torch over gloo**",
+        "**Geometric means over 1, 16 and 64 MiB, and the targets**",
+        "**A training step of a GPT with 1.0 M parameters, ranks each in a network namespace: shardnet over gRPC and FSDP2 over gloo**",
+    ]
+
+
+def test_a_limited_link_stands_beside_what_was_reached() -> None:
+    """1 MiB x 3 in a ring of 4 on 2 nodes: half a MiB crosses, in 4.39 ms of the 10 that shardnet takes."""
+    facts: dict[str, Any] = {"topology": "netns-1gbit", "ranks": 4, "nodes": 2, "moved_bytes": 3 * MIB}
+    lines = [line.split() for line in text_report([row(**facts), row(kind="step", op="train_step", **facts)]).splitlines()]
+    (gather,) = (line for line in lines if line[:1] == ["all_gather"] and "MiB" in line)
+    assert gather[3:-2] == ["10", "10-10", "20", "20-20", "2.00x", "4.39", "44%"]
+    assert ["link's", "bound", "4", "4.39", "0.44x"] in lines
+    assert "bound" not in text_report([row(), row(kind="step")])
 
 
 def test_what_was_not_measured_has_no_table() -> None:

@@ -1,7 +1,10 @@
 """What a row says of two timings."""
 
+from typing import Any
+
 import pytest
 
+from benchmarks.plan import Op
 from benchmarks.row import Row, Timing
 from tests.benchmarks.rows import row
 
@@ -23,6 +26,7 @@ def test_an_outlier_moves_neither_median_nor_ratio() -> None:
     calm = Timing((0.01,) * 9, cpu_s=0)
     disturbed = Timing((*[0.02] * 8, 5.0), cpu_s=0)
     facts = {
+        "topology": "one-node",
         "kind": "collective",
         "op": "all_gather",
         "transport": "shm",
@@ -33,6 +37,17 @@ def test_an_outlier_moves_neither_median_nor_ratio() -> None:
         "chunk_bytes": 8,
     }
     assert Row.compare(calm, disturbed, **facts).ratio == pytest.approx(2.0)
+
+
+def test_the_links_bound_is_what_a_node_has_to_receive_once() -> None:
+    """At 1 Gbit/s, of which 1448 bytes in 1514 are payload; 4 ranks on 2 nodes, so half of the tensor comes from the other one."""
+    size, bytes_per_ms = 64 << 20, 125_000 * 1448 / 1514
+    facts: dict[str, Any] = {"topology": "netns-1gbit", "nodes": 2, "ranks": 4, "bytes": size}
+    for op, times in (("all_gather", 1), ("reduce_scatter", 1), ("all_reduce", 2)):
+        bound_ms = row(op=op, moved_bytes=Op(op).moved_bytes(size, ranks=4), **facts).link_bound_ms
+        assert bound_ms == pytest.approx(times * size / 2 / bytes_per_ms)
+    assert row(topology="netns", nodes=2).link_bound_ms is None
+    assert row().link_bound_ms is None
 
 
 def test_json_has_the_agreed_names_and_comes_back() -> None:

@@ -5,26 +5,92 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
+
+from benchmarks import __main__ as program
+from benchmarks.nodes import NodeFailed, run_on_nodes
+from benchmarks.options import parse_options
+from benchmarks.plan import Session, Topology
+from benchmarks.report import read_json
+from benchmarks.row import Row
+from shardnet.testing.namespaces import NamespacesUnavailable
+from tests.benchmarks.rows import row
+from tests.networks import nodes_or_skip
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = "--quick --sizes 1KiB,16KiB --repeats 2 --steps 1 --layers 1 --dim 16 --heads 2 --context 16 --bigrams 16 --batch 1"
 
 
+def run(path: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "benchmarks", "--json", str(path), *TINY.split(), *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
 @pytest.mark.timeout(180)  # eight workers import torch; seconds, unless the machine is busy with other things
 def test_a_run_measures_everything_it_was_asked_for(tmp_path: Path) -> None:
     path = tmp_path / "latest.json"
-    command = [sys.executable, "-m", "benchmarks", "--json", str(path), *TINY.split()]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
+    done = run(path, "--topologies", "one-node")
+    assert done.returncode == 0, done.stderr
     rows = json.loads(path.read_text())
     collectives = [(row["transport"], row["op"], row["bytes"]) for row in rows if row["kind"] == "collective"]
     cases = [(op, size) for op in ("all_gather", "reduce_scatter", "all_reduce") for size in (1024, 16384)]
     assert collectives == [(transport, *case) for transport in ("grpc", "shm") for case in cases]
     assert [row["peer"] for row in rows if row["kind"] == "step"] == ["fsdp2-gloo", "no communication"] * 2
-    for row in rows:
-        assert row["ratio"] == pytest.approx(row["peer_ms"] / row["ours_ms"])
-        assert row["ours_q1_ms"] <= row["ours_ms"] <= row["ours_q3_ms"]
-        assert row["ours_cpu_s"] > 0
-        assert row["ranks"] == 2
-    assert "A training step of a GPT" in run.stdout
+    for each in rows:
+        assert each["ratio"] == pytest.approx(each["peer_ms"] / each["ours_ms"])
+        assert each["ours_q1_ms"] <= each["ours_ms"] <= each["ours_q3_ms"]
+        assert each["ours_cpu_s"] > 0
+        assert each["ranks"] == 2
+    assert "A training step of a GPT" in done.stdout
+
+
+@pytest.mark.timeout(180)
+def test_nodes_are_namespaces(tmp_path: Path) -> None:
+    with nodes_or_skip(2, rate="1gbit"):
+        pass
+    path = tmp_path / "latest.json"
+    done = run(path, "--topologies", "netns-1gbit", "--only", "collectives", "--ops", "all_reduce")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(path.read_text())
+    assert [(row["topology"], row["nodes"], row["ranks"], row["bytes"]) for row in rows] == [
+        ("netns-1gbit", 2, 4, 1024),
+        ("netns-1gbit", 2, 4, 16384),
+    ]
+    assert "4 ranks on 2 nodes" in done.stdout
+
+
+@pytest.mark.parametrize(("asked", "status"), [(None, 0), ((Topology.NETNS,), 1)])
+def test_a_machine_without_namespaces_measures_the_rest(
+    asked: tuple[Topology, ...] | None, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run_session(session: Session) -> list[Row]:
+        if session.topology is not Topology.ONE_NODE:
+            raise NamespacesUnavailable("there is no 'ip'")
+        return [row()]
+
+    monkeypatch.setattr(program, "run_session", run_session)
+    options = parse_options(["--json", str(tmp_path / "latest.json"), *TINY.split()])
+    options.topologies = asked
+    assert program.measure(options) == status
+    out, err = capsys.readouterr()
+    assert err.splitlines() == [f"benchmarks: {name} is left out: there is no 'ip'" for name in ("netns", "netns-1gbit")]
+    assert len(read_json(options.json)) == 4  # two sessions of collectives and two of steps
+    assert "2 ranks on one machine" in out
+
+
+def test_a_run_of_nothing_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = parse_options(["--json", str(tmp_path / "latest.json")])
+    options.sessions = []
+    assert program.measure(options) == 0
+    assert not options.json.exists()
+
+
+def test_a_node_that_fails_ends_the_others_and_is_told(capfd: pytest.CaptureFixture[str]) -> None:
+    with nodes_or_skip(2):
+        pass
+    with pytest.raises(NodeFailed) as failure:
+        run_on_nodes("no.such.module", (), nodes=2, ranks_per_node=1, rate=None)
+    assert failure.value.status == 1
+    assert "no.such.module" in capfd.readouterr().err
+    assert not psutil.Process().children(recursive=True)

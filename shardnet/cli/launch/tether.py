@@ -12,8 +12,14 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Sequence
 
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
+
+
+def tethered(command: Sequence[str]) -> tuple[str, ...]:
+    """The command line for a child of this process that does not outlive it. `command` begins with the path of a program."""
+    return (sys.executable, "-I", "-S", os.path.abspath(__file__), str(os.getpid()), *command)  # noqa: PTH100 - 10 ms to import pathlib
 
 
 def main() -> None:

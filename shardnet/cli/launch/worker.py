@@ -4,18 +4,16 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Self, TextIO
 
-from shardnet.cli.launch import tether
 from shardnet.cli.launch.console import Console
 from shardnet.cli.launch.failure import Exit
 from shardnet.cli.launch.output import Output
 from shardnet.cli.launch.pipe import Pipe
+from shardnet.cli.launch.tether import tethered
 
 STRAGGLER_S = 1.0  # waiting for bytes after which a pipe that outlives its worker's whole process group is given up
 
@@ -98,8 +96,7 @@ class Worker:
         self, command: Sequence[str], environment: Mapping[str, str], out: Pipe, err: Pipe, report: Pipe
     ) -> asyncio.subprocess.Process:
         self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", str(Path(tether.__file__)), str(os.getpid())),
-            *command,
+            *tethered(command),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=out.write_fd,
             stderr=err.write_fd,
