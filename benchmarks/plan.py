@@ -110,7 +110,8 @@ def default_repeats(full_bytes: int, topology: Topology = Topology.ONE_NODE) -> 
 
 
 def default_steps(topology: Topology) -> int:
-    return 8 if topology.rate else 20
+    """Fewer where all of `make bench` would else take too long for what they add."""
+    return {Topology.ONE_NODE: 20, Topology.NETNS: 12, Topology.NETNS_1GBIT: 8}[topology]
 
 
 def to_json(session: Session) -> str:

@@ -81,9 +81,12 @@ def _collectives(place: Place, rows: Sequence[Row]) -> Table:
 
 
 def _of_link(row: Row) -> tuple[str, ...]:
-    """The least time that the links allow, and what part of shardnet's time that is; no cells where links have no limit."""
+    """The least time that the links allow, and what part of shardnet's time that is: empty for small messages, whose time is no
+    matter of the link, and no cells at all where links have no limit."""
     bound_ms = row.link_bound_ms
-    return () if bound_ms is None else (_ms(bound_ms), f"{bound_ms / row.ours_ms:.0%}")
+    if bound_ms is None:
+        return ()
+    return (_ms(bound_ms), f"{bound_ms / row.ours_ms:.0%}") if row.bytes >= MIB else ("", "")
 
 
 def _targets(outcomes: Sequence[Outcome]) -> Table:

@@ -91,6 +91,9 @@ def test_a_limited_link_stands_beside_what_was_reached() -> None:
     lines = [line.split() for line in text_report([row(**facts), row(kind="step", op="train_step", **facts)]).splitlines()]
     (gather,) = (line for line in lines if line[:1] == ["all_gather"] and "MiB" in line)
     assert gather[3:-2] == ["10", "10-10", "20", "20-20", "2.00x", "4.39", "44%"]
+    small = text_report([row(bytes=KIB, **facts)])
+    assert "link's bound" in small
+    assert "4.39" not in small
     assert ["link's", "bound", "4", "4.39", "0.44x"] in lines
     assert "bound" not in text_report([row(), row(kind="step")])
 
