@@ -81,7 +81,7 @@ if rank == 0:
     print('pid', os.getpid())
     os.close(os.open('fifo', os.O_WRONLY))
     while True:
-        signal.pause()
+        signal.sigtimedwait([], 0.1)
 os.read(os.open('fifo', os.O_RDONLY), 1)
 sys.exit(4)
 """
