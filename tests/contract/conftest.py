@@ -20,6 +20,7 @@ from shardnet.loop import LoopThread
 from shardnet.testing import local_cluster, loopback_cluster
 
 KINDS = ("loopback", "shm", "ring", "grpc")
+COMMON = ("loopback", "shm", "grpc")  # of most tests: what they ask of a ring over gRPC they need not ask in one process as well
 # In elements of float32: 16 a chunk, 8 eagerly a peer; 4 are enough to go through memory, where a window holds 128.
 LIMITS = Limits(chunk_bytes=64, eager_bytes=32, window_bytes=512, inline_bytes=16)
 TIMEOUTS = Timeouts.for_tests()
@@ -47,19 +48,19 @@ def world(request: pytest.FixtureRequest) -> Iterator[Sequence[Backend]]:
     yield from shared_cluster(*request.param)
 
 
-@pytest.fixture(scope="session", params=KINDS)
+@pytest.fixture(scope="session", params=COMMON)
 def pair(request: pytest.FixtureRequest) -> Iterator[Sequence[Backend]]:
     """Two ranks."""
     yield from shared_cluster(request.param, 2)
 
 
-@pytest.fixture(scope="session", params=KINDS)
+@pytest.fixture(scope="session", params=COMMON)
 def four(request: pytest.FixtureRequest) -> Iterator[Sequence[Backend]]:
     """Four ranks."""
     yield from shared_cluster(request.param, 4)
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=COMMON)
 def fresh(request: pytest.FixtureRequest) -> MakeCluster:
     """Makes a cluster of its own for a test: `async with fresh(3, timeouts=...) as ranks`."""
     return lambda world_size, **options: cluster(request.param, world_size, **options)
