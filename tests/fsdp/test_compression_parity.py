@@ -75,8 +75,14 @@ def check_identical(left: Run, right: Run) -> None:
     assert all(torch.equal(value, right.state[name]) for name, value in left.state.items())
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("world_size", "options", "kind"), [*((*place, "adamw") for place in PLACES), (*PLACES[0], "sgd")])
+@pytest.mark.parametrize(
+    ("world_size", "options", "kind", "mode"),
+    [
+        *((*PLACES[0], "adamw", mode) for mode in MODES),
+        *((*place, "adamw", mode) for place in PLACES[1:] for mode in ("int8", "bfloat16")),
+        (*PLACES[0], "sgd", "int8"),
+    ],
+)
 def test_losses_are_nearly_those_of_one_process(world_size: int, options: dict[str, Any], kind: str, mode: str) -> None:
     compression, tolerance = MODES[mode]
     first, *others = train(world_size, kind, compression=compression, **options)
