@@ -32,7 +32,7 @@ OnGradient = Callable[["FlatGroup", int], None]
 _MARK = "_shardnet_unit"  # attribute of a parameter that is sharded: the label of its group
 
 
-def sharded_by(parameter: nn.Parameter) -> str | None:
+def sharded_by(parameter: Tensor) -> str | None:
     """The group whose slice this parameter is; None for one that is whole."""
     return getattr(parameter, _MARK, None)
 
@@ -239,7 +239,7 @@ class FlatGroup:
             leaf.grad = None
             self._on_gradient(self, index)
 
-        self.leaves[index].register_post_accumulate_grad_hook(collect)  # type: ignore[no-untyped-call]
+        self.leaves[index].register_post_accumulate_grad_hook(collect)  # type: ignore[no-untyped-call]  # torch has no annotation for it
         self._watched.add(index)
 
     def _reattach(self) -> None:

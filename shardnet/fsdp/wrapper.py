@@ -121,7 +121,7 @@ class FSDP(nn.Module):
         copy_buffers_from_root(module, self._comms, ignored)
         self._runtime = Runtime(self.units, self._comms, prefetch, keep=resharding.keep)
         self._hooks = [handle for unit in self.units for handle in attach(unit, self._runtime, precision, outermost=unit.module is module)]
-        self._hooks.append(module.register_state_dict_pre_hook(state.refuse_slices))  # type: ignore[no-untyped-call]
+        self._hooks.append(module.register_state_dict_pre_hook(state.refuse_slices))  # type: ignore[no-untyped-call]  # torch has no annotation for it
 
     @property
     def backend(self) -> Backend:

@@ -29,11 +29,11 @@ class Units:
 
     def __init__(self, module: nn.Module | None, choice: UnitChoice) -> None:
         self.plans: list[UnitPlan] = [] if module is None else plan_units(module, choice)
-        self._unit = {placed.parameter: index for index, plan in enumerate(self.plans) for placed in plan.parameters}
-        self._name = {placed.parameter: placed.name for plan in self.plans for placed in plan.parameters}
+        self._unit: dict[Tensor, int] = {placed.parameter: index for index, plan in enumerate(self.plans) for placed in plan.parameters}
+        self._name: dict[Tensor, str] = {placed.parameter: placed.name for plan in self.plans for placed in plan.parameters}
 
     def unit_of(self, parameter: Tensor) -> int | None:
-        return self._unit.get(parameter)  # type: ignore[call-overload, no-any-return]
+        return self._unit.get(parameter)
 
     def needs(self, module: nn.Module) -> dict[nn.Module, set[int]]:
         """By module, the units whose parameters its forward reads: its own, if it is a unit, and those of the parameters that
@@ -45,7 +45,7 @@ class Units:
         return needs
 
     def name_of(self, parameter: Tensor, default: str) -> str:
-        return self._name.get(parameter, default)  # type: ignore[call-overload, no-any-return]
+        return self._name.get(parameter, default)
 
 
 def plan_buckets(

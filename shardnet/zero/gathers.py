@@ -105,5 +105,5 @@ def wait_before_use(module: nn.Module, needs: Mapping[nn.Module, Collection[int]
 
     for part, units in needs.items():
         part.register_forward_pre_hook(before_forward(units), prepend=True)
-    module.register_state_dict_pre_hook(wait_for_all)  # type: ignore[no-untyped-call]
-    module.register_load_state_dict_pre_hook(wait_for_all)  # type: ignore[no-untyped-call]
+    module.register_state_dict_pre_hook(wait_for_all)  # type: ignore[no-untyped-call]  # torch has no annotation for it
+    module.register_load_state_dict_pre_hook(wait_for_all)  # type: ignore[no-untyped-call]  # torch has no annotation for it

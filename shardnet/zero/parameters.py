@@ -67,5 +67,5 @@ class ShardedParameters:
 def refuse_sharded(named: Iterable[tuple[str, Tensor]]) -> None:
     """Raise UsageError for parameters that FSDP has sharded."""
     for name, parameter in named:
-        if (unit := sharded_by(parameter)) is not None:  # type: ignore[arg-type]
+        if (unit := sharded_by(parameter)) is not None:
             raise UsageError(f"{name} is sharded already, by FSDP in {unit}, and so is its state: use the optimizer class itself")

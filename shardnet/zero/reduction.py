@@ -73,7 +73,7 @@ class Reductions:
     def in_backward(self) -> Iterator[None]:
         """Start the reductions of buckets whose parameters all get gradients meanwhile."""
         hooks = [
-            parameter.register_post_accumulate_grad_hook(partial(self._arrived, bucket))  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(partial(self._arrived, bucket))  # type: ignore[no-untyped-call]  # torch has no annotation for it
             for bucket in self._order
             for parameter in bucket.parameters
             if parameter.requires_grad

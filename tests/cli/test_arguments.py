@@ -52,7 +52,7 @@ def test_a_wrong_command_line_is_told_in_one_line_with_status_2(
     try:
         status = main(given)
     except SystemExit as exit_:
-        status = exit_.code  # type: ignore[assignment]
+        status = exit_.code  # type: ignore[assignment]  # argparse exits with a number
     out, err = capsys.readouterr()
     assert status == 2
     assert err.startswith(complaint)

@@ -193,7 +193,7 @@ def test_what_cannot_be_planned_is_told_in_one_line(given: list[str], complaint:
     try:
         status = main(["plan", *given])
     except SystemExit as exit_:
-        status = exit_.code  # type: ignore[assignment]
+        status = exit_.code  # type: ignore[assignment]  # argparse exits with a number
     out, err = capsys.readouterr()
     assert err.startswith(f"shardnet plan: {complaint}")
     assert (status, out, err.count("\n")) == (2, "", 1)

@@ -127,7 +127,7 @@ def run_rank(rank: int, folder: Path) -> None:
 def _write(rank: int, path: Path, losses: list[float], parameters: dict[str, torch.Tensor]) -> None:
     if rank == 0:
         arrays = {name: value.numpy() for name, value in parameters.items()}
-        np.savez(path, losses=np.array(losses), **arrays)  # type: ignore[arg-type]
+        np.savez(path, losses=np.array(losses), **arrays)  # type: ignore[arg-type]  # a parameter is not called `allow_pickle`
 
 
 def main(folder: Path) -> int:

@@ -48,7 +48,7 @@ def run_rank(rank: int, folder: Path) -> None:
         losses, parameters = train(kind, rank)
         if rank == 0:
             arrays = {name: value.numpy() for name, value in parameters.items()}
-            np.savez(folder / f"{kind}.npz", losses=np.array(losses), **arrays)  # type: ignore[arg-type]
+            np.savez(folder / f"{kind}.npz", losses=np.array(losses), **arrays)  # type: ignore[arg-type]  # a parameter is not called `allow_pickle`
     dist.destroy_process_group()
 
 
