@@ -1,6 +1,7 @@
 """All ranks in one process: the same collectives as over a network, handed from rank to rank in memory."""
 
 from shardnet.backend.mesh_backend import MeshBackend
+from shardnet.collectives.route import Nodes, Routing
 from shardnet.collectives.switchboard import Switchboard
 from shardnet.config import Limits, Timeouts
 from shardnet.errors import InvalidWorldSizeError
@@ -13,7 +14,13 @@ class LoopbackBackend(MeshBackend):
 
     @classmethod
     def create_group(
-        cls, world_size: int, *, ranks_per_node: int | None = None, timeouts: Timeouts | None = None, limits: Limits | None = None
+        cls,
+        world_size: int,
+        *,
+        ranks_per_node: int | None = None,
+        routing: Routing = Routing.AUTO,
+        timeouts: Timeouts | None = None,
+        limits: Limits | None = None,
     ) -> list["LoopbackBackend"]:
         """The backends of a new group, by rank. Use each from a thread or task of its own.
 
@@ -24,13 +31,13 @@ class LoopbackBackend(MeshBackend):
         nodes = nodes_of(world_size, ranks_per_node)
         backends = []
         for mesh in MemoryMesh.connect(world_size):
-            board = Switchboard(mesh, Telemetry(), limits or Limits(), nodes)
+            board = Switchboard(mesh, Telemetry(), limits or Limits(), nodes, routing)
             mesh.attach(board)
             backends.append(cls(board, board.world, timeouts or Timeouts()))
         return backends
 
 
-def nodes_of(world_size: int, ranks_per_node: int | None) -> tuple[tuple[int, ...], ...]:
+def nodes_of(world_size: int, ranks_per_node: int | None) -> Nodes:
     """The ranks of each node; without a number of ranks a node, all are on one."""
     per_node = ranks_per_node or world_size
     return tuple(tuple(range(first, min(first + per_node, world_size))) for first in range(0, world_size, per_node))

@@ -188,9 +188,7 @@ class MeshBackend(Backend):
 
     @property
     def node_ranks(self) -> tuple[tuple[int, ...], ...]:
-        local = {member: index for index, member in enumerate(self._group.members)}
-        nodes = (tuple(local[rank] for rank in node if rank in local) for node in self._board.nodes)
-        return tuple(node for node in nodes if node)
+        return self._group.nodes
 
     def subgroup(self, members: Sequence[int]) -> "SubBackend":
         return SubBackend(self, members)

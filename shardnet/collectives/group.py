@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from shardnet.collectives import verdict
 from shardnet.collectives.operation import Algorithm, Call, Operation
+from shardnet.collectives.route import Route
 from shardnet.errors import ClosedError, CollectiveMismatch, CollectiveTimeout, PeerLost, ProtocolError, ShardnetError
 from shardnet.pb import mesh_pb2
 from shardnet.telemetry import Track
@@ -43,8 +44,10 @@ class Group:
         self.members = members  # global ranks, ascending
         self.rank = members.index(board.mesh.rank)
         self.size = len(members)
-        self.on_one_node = any(set(members) <= set(node) for node in board.nodes)
         self._local = {member: index for index, member in enumerate(members)}
+        nodes = (tuple(self._local[rank] for rank in node if rank in self._local) for node in board.nodes)
+        self.nodes = tuple(node for node in nodes if node)  # ranks of the group
+        self.route = Route.of(board.routing.cut(self.nodes), self.rank)
         self._lock = threading.Lock()
         self._next = 0  # the next number to give out (any thread, under the lock)
         self._entered = 0  # the next number to enter (loop thread)

@@ -4,7 +4,7 @@ import asyncio
 import concurrent.futures
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -86,18 +86,17 @@ class Operation:
         offset: int = 0,
         data: Buffer = b"",
         *,
-        frame: Buffer | None = None,
         announcement: mesh_pb2.Announcement | None = None,
     ) -> None:
-        """Send one chunk. `data` must stay as it is until this returns; `frame` is its encoded form where known."""
+        """Send one chunk. `data` must stay as it is until this returns."""
         control = None if announcement is None else mesh_pb2.Control(announcement=announcement)
         self.bytes_sent += len(data)
-        await self.group.send(self, (peer,), self._chunk(block, offset, data, control, frame))
+        await self.group.send(self, (peer,), self._chunk(block, offset, data, control))
 
-    async def send_all(self, block: int, offset: int, data: Buffer) -> None:
-        """Send one chunk to every peer."""
-        self.bytes_sent += len(data) * len(self.group.peers)
-        await self.group.send(self, self.group.peers, self._chunk(block, offset, data))
+    async def send_all(self, peers: Sequence[int], block: int, offset: int, data: Buffer, *, frame: Buffer | None = None) -> None:
+        """Send one chunk of data to several peers, as `send` does; `frame` is its encoded form where known."""
+        self.bytes_sent += len(data) * len(peers)
+        await self.group.send(self, peers, self._chunk(block, offset, data, frame=frame))
 
     def _chunk(self, block: int, offset: int, data: Buffer, control: mesh_pb2.Control | None = None, frame: Buffer | None = None) -> Chunk:
         return Chunk(self.group.epoch, self.group.id, self.sequence, block, offset, data, control, frame)

@@ -1,9 +1,9 @@
 """Which algorithm a collective takes, on flat arrays of one rank.
 
-Up to about `Limits.eager_bytes` a peer everything is a direct exchange: one step, one message a peer, or two steps for an
-all-reduce that is too large to send to everyone whole. Above that, gathers and sums are direct, too, chunk by chunk, where
-all ranks are on one node, and go around the ring otherwise; but there sums of 16-bit floats are exchanged at any size (see
-[Note: reduction order]). The choice depends only on what all ranks know, so they choose alike.
+What is small is a direct exchange: one step, one message a peer, or two steps for an all-reduce that is too large to send to
+everyone whole. Everything else goes chunk by chunk, directly inside a node and around a ring across nodes; but where every
+rank is a node, sums of 16-bit floats are exchanged at any size (see [Note: reduction order]), since on a ring they would be sent
+widened. The choice depends only on what all ranks know, so they choose alike.
 
 [Note: no rank ends before all have entered] Whichever algorithm: what lets a rank end depends on every rank's
 announcement. So no rank reports success for a collective that others refuse, and a rank that leaves after its last
@@ -15,12 +15,11 @@ from itertools import pairwise
 
 import numpy as np
 
-from shardnet.collectives.direct import Direct
 from shardnet.collectives.exchange import Exchange
 from shardnet.collectives.group import Group
+from shardnet.collectives.hierarchical import Bounds, Hierarchical
 from shardnet.collectives.operation import Algorithm, Operation
 from shardnet.collectives.reduction import Array, Reduction
-from shardnet.collectives.ring import Bounds, Ring
 from shardnet.collectives.two_shot import TwoShot
 
 
@@ -37,86 +36,67 @@ def bounds_of(sizes: Sequence[int]) -> Bounds:
     return [(end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
 
+def small_bytes(group: Group) -> int:
+    """The largest block that is sent directly. Where several ranks share a node's link that is less, for each sends it across as
+    often as there are ranks on the other nodes."""
+    limits = group.board.limits
+    return min(limits.direct_bytes, limits.inline_bytes) if group.route.is_hierarchical else limits.direct_bytes
+
+
 def is_small(group: Group, bounds: Bounds, itemsize: int) -> bool:
-    """Whether each block fits into an eager message."""
-    return max(end - start for start, end in bounds) * itemsize <= group.board.limits.direct_bytes
+    """Whether each block is."""
+    return max(end - start for start, end in bounds) * itemsize <= small_bytes(group)
 
 
 def all_gather(group: Group, source: Array, output: Array, bounds: Bounds) -> Algorithm:
     """`source` is this rank's block; it may be that part of `output`, or overlap it."""
     own, small = output[slice(*bounds[group.rank])], is_small(group, bounds, output.itemsize)
-    if group.on_one_node and not small and not np.may_share_memory(source, output):
-        return Direct(bounds, output, gather=True, shard=source).run
+    if not small and not np.may_share_memory(source, output):
+        return Hierarchical(bounds, output, gather=True, shard=source).run
     if own.ctypes.data != source.ctypes.data:
         np.copyto(own, source)
-    if group.on_one_node and not small:
-        return Direct(bounds, output, gather=True).run
     if small:
         receives = {peer: output[slice(*bounds[peer])] for peer in group.peers}
         return Exchange(dict.fromkeys(group.peers, own), receives, group.peers, eager=True).run
-    return _around(Ring(bounds, output, gather=True))
+    return Hierarchical(bounds, output, gather=True).run
 
 
 def reduce_scatter(group: Group, source: Array, output: Array, bounds: Bounds, reduction: Reduction) -> Algorithm:
     """`output` is this rank's block of the reduced `source`."""
     small = is_small(group, bounds, source.itemsize)
-    if group.on_one_node and not small:
-        return Direct(bounds, output, gather=False, reduction=reduction, source=source).run
-    if small or reduction.widens:
+    if small or (reduction.widens and group.route.is_ring):
         own = source[slice(*bounds[group.rank])]
         sends = {peer: source[slice(*bounds[peer])] for peer in group.peers}
         return _reduce_direct(group, sends, own, output, reduction, eager=small)
-    return _around(Ring(bounds, output, gather=False, reduction=reduction, source=source))
+    return Hierarchical(bounds, output, gather=False, reduction=reduction, source=source).run
 
 
 def all_reduce(group: Group, source: Array, output: Array, reduction: Reduction) -> Algorithm:
     """`output` may be `source` itself. Exchanged directly, a rank sends N / 2 times the bytes of a ring, but in one step."""
-    if source.nbytes * group.size <= 2 * group.board.limits.direct_bytes:
+    if source.nbytes * group.size <= 2 * small_bytes(group):
         return _reduce_direct(group, dict.fromkeys(group.peers, source), source, output, reduction, eager=True)
     bounds = balanced_bounds(source.size, group.size)
     if is_small(group, bounds, source.itemsize):
         return TwoShot(bounds, source, output, reduction).run
-    if group.on_one_node:
-        return Direct(bounds, output, gather=True, reduction=reduction, source=source).run
-    if reduction.widens:
+    if reduction.widens and group.route.is_ring:
         own = output[slice(*bounds[group.rank])]
         scatter = reduce_scatter(group, source, own, bounds, reduction)
-        return _both(scatter, Ring(bounds, output, gather=True).run)
-    return _around(Ring(bounds, output, gather=True, reduction=reduction, source=source))
+        return _both(scatter, Hierarchical(bounds, output, gather=True).run)
+    return Hierarchical(bounds, output, gather=True, reduction=reduction, source=source).run
 
 
 def broadcast(group: Group, output: Array, root: int) -> Algorithm:
     """`output` holds the data on root and receives it elsewhere."""
-    if output.nbytes <= group.board.limits.direct_bytes:
+    if output.nbytes <= small_bytes(group):
         if group.rank == root:
             return Exchange(dict.fromkeys(group.peers, output), {}, group.peers).run
         return Exchange({}, {root: output}, [root]).run
     bounds = bounds_of([output.size if rank == root else 0 for rank in range(group.size)])
-    return Direct(bounds, output, gather=True).run if group.on_one_node else _around(Ring(bounds, output, gather=True))
+    return Hierarchical(bounds, output, gather=True).run
 
 
 def barrier(group: Group) -> Algorithm:
     return Exchange({}, {}, group.peers, eager=True).run
-
-
-def _around(ring: Ring) -> Algorithm:
-    """The ring, and before it what [Note: no rank ends before all have entered] asks for.
-
-    A rank that has received something of every rank knows that all are there. Where a block is empty (in a broadcast
-    all but one are) it would not, so then everyone announces to everyone; the ring itself does so between neighbours.
-    """
-    if all(end > start for start, end in ring.bounds):
-        return ring.run
-
-    async def run(op: Operation) -> None:
-        peers = op.group.peers
-        for peer in peers[:-1]:  # the last one is the left neighbour
-            await op.announce(peer)
-        for peer in peers[1:]:  # the first one is the right neighbour
-            await op.cleared(peer)
-        await ring.run(op)
-
-    return run
 
 
 def _both(first: Algorithm, second: Algorithm) -> Algorithm:

@@ -1,8 +1,8 @@
 """Element-wise reductions on raw bytes, in an order that never depends on timing.
 
-[Note: reduction order] A sum of floats depends on its order, so the order is fixed by the size of the data and the ranks
-alone, never by arrival, chunk size or which ranks share a node. 16-bit floats are widened to float32, summed there in rank
-order and rounded once at the end: a 16-bit running sum stops growing at 256 (bfloat16) or 2048 (float16).
+[Note: reduction order] A sum of floats depends on its order, so the order is fixed by the size of the data, the ranks and
+their nodes alone, never by arrival or chunk size. 16-bit floats are widened to float32, summed there and rounded once at the
+end: a 16-bit running sum stops growing at 256 (bfloat16) or 2048 (float16).
 
 Work runs in numpy rather than torch where it can: torch would start a pool of threads for the loop thread, beside
 the one that computes. Both release the GIL.
@@ -87,11 +87,21 @@ class Reduction:
         self.ranks = ranks
         self.widens = dtype in _HALF  # see [Note: reduction order]
         self._stored = _NUMPY[dtype]
+        self._summed = np.float32 if self.widens else self._stored
         self._combine = _COMBINE[op]
 
     def view(self, data: Buffer) -> Array:
         """Received bytes as an array, without a copy."""
         return np.frombuffer(data, dtype=self._stored)
+
+    def view_sum(self, data: Buffer) -> Array:
+        """The bytes of a sum that is not finished, as an array."""
+        return np.frombuffer(data, dtype=self._summed)
+
+    @property
+    def sum_itemsize(self) -> int:
+        """Bytes of an element of such a sum."""
+        return np.dtype(self._summed).itemsize
 
     def widen(self, values: Array) -> Array:
         """Values as they are summed: float32 for 16-bit floats (a copy), else the very array."""
@@ -105,13 +115,17 @@ class Reduction:
         with np.errstate(all="ignore"):
             return self._combine(left, right) if out is None else self._combine(left, right, out=out)
 
-    def reduce(self, parts: Sequence[Array], out: Array) -> None:
-        """Combine everyone's part, in the order given, and store the result. `out` may be one of the parts."""
+    def sum(self, parts: Sequence[Array], *, before: Array | None = None, out: Array | None = None) -> Array:
+        """Combine parts of several ranks in the order given, and that with the sum `before`. Widened, as `before` is."""
+        total = self.widen(parts[0])
+        for part in parts[1:]:
+            total = out = self.combine(total, self.widen(part), out=out)
+        return total if before is None else self.combine(before, total, out=out)
+
+    def reduce(self, parts: Sequence[Array], out: Array, *, before: Array | None = None) -> None:
+        """Combine everyone's part as `sum` does, and store the result. `out` may be one of the parts."""
         total = None if self.widens or any(_same_memory(part, out) for part in parts[2:]) else out
-        total = self.combine(self.widen(parts[0]), self.widen(parts[1]), out=total)
-        for part in parts[2:]:
-            self.combine(total, self.widen(part), out=total)
-        self.finish(total, out)
+        self.finish(self.sum(parts, before=before, out=total), out)
 
     def finish(self, total: Array, out: Array) -> None:
         """Divide if it is a mean, narrow if it was widened, and store. `out` may be `total`."""

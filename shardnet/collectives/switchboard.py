@@ -13,6 +13,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from shardnet.collectives.group import Group
+from shardnet.collectives.route import Nodes, Routing
 from shardnet.config import Limits
 from shardnet.errors import ClosedError, ProtocolError, ShardnetError
 from shardnet.loop import LoopThread
@@ -27,11 +28,12 @@ WORLD = 0  # group id of all ranks
 class Switchboard:
     """Everything that one rank's groups share; lives as long as the mesh. Runs on the loop thread."""
 
-    def __init__(self, mesh: Mesh, telemetry: Telemetry, limits: Limits, nodes: tuple[tuple[int, ...], ...] = ()) -> None:
+    def __init__(self, mesh: Mesh, telemetry: Telemetry, limits: Limits, nodes: Nodes = (), routing: Routing = Routing.AUTO) -> None:
         self.mesh = mesh
         self.telemetry = telemetry
         self.limits = limits
         self.nodes = nodes or (tuple(range(mesh.world_size)),)  # global ranks by node
+        self.routing = routing
         self.loop = LoopThread.shared()
         self.lost: dict[int, str] = {}  # global rank -> reason
         self._causes: dict[int, int] = {}  # global rank -> the one that it lost first; see [Note: the cause]

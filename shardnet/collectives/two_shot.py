@@ -9,9 +9,9 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from shardnet.collectives.hierarchical import Bounds
 from shardnet.collectives.operation import Operation
 from shardnet.collectives.reduction import Array, Reduction, as_bytes
-from shardnet.collectives.ring import Bounds
 from shardnet.errors import ProtocolError
 from shardnet.wire import Buffer, Chunk
 

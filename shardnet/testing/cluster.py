@@ -8,6 +8,7 @@ from typing import TypeVar
 from shardnet.backend.base import Backend
 from shardnet.backend.cluster import ClusterBackend
 from shardnet.backend.loopback import LoopbackBackend, nodes_of
+from shardnet.collectives.route import Routing
 from shardnet.collectives.switchboard import Switchboard
 from shardnet.config import Limits, Timeouts
 from shardnet.credentials import Security
@@ -28,6 +29,7 @@ async def local_cluster(
     world_size: int,
     *,
     ranks_per_node: int | None = None,
+    routing: Routing = Routing.AUTO,
     shared_memory: bool = True,
     timeouts: Timeouts | None = None,
     limits: Limits | None = None,
@@ -51,7 +53,7 @@ async def local_cluster(
             for topology, service in zip(topologies, services, strict=True)
         ]
         starting = (
-            ClusterBackend.start(mesh, topology, timeouts=timeouts, limits=limits)
+            ClusterBackend.start(mesh, topology, timeouts=timeouts, limits=limits, routing=routing)
             for mesh, topology in zip(meshes, topologies, strict=True)
         )
         backends = await asyncio.gather(*starting)
@@ -61,11 +63,16 @@ async def local_cluster(
 
 @asynccontextmanager
 async def loopback_cluster(
-    world_size: int, *, ranks_per_node: int | None = None, timeouts: Timeouts | None = None, limits: Limits | None = None
+    world_size: int,
+    *,
+    ranks_per_node: int | None = None,
+    routing: Routing = Routing.AUTO,
+    timeouts: Timeouts | None = None,
+    limits: Limits | None = None,
 ) -> AsyncIterator[list[LoopbackBackend]]:
     """The same without a network: see `LoopbackBackend`."""
     timeouts = timeouts or Timeouts.for_tests()
-    made = LoopbackBackend.create_group(world_size, ranks_per_node=ranks_per_node, timeouts=timeouts, limits=limits)
+    made = LoopbackBackend.create_group(world_size, ranks_per_node=ranks_per_node, routing=routing, timeouts=timeouts, limits=limits)
     async with _open(made) as backends:
         yield backends
 

@@ -3,6 +3,7 @@
     one process   over gRPC
     loopback      shm          all ranks on one node: direct collectives, over gRPC through shared memory
     ring          grpc         each rank a node of its own: around the ring
+                  nodes        two ranks a node: hierarchical, through shared memory and over gRPC
 
 `world` is shared by tests, because forming a mesh costs more than most of them: they leave it as they found it. A test that
 breaks something takes `fresh`. Limits are tiny, so that a few hundred bytes make many chunks and wrap around a window.
@@ -19,8 +20,9 @@ from shardnet.config import Limits, Timeouts
 from shardnet.loop import LoopThread
 from shardnet.testing import local_cluster, loopback_cluster
 
-KINDS = ("loopback", "shm", "ring", "grpc")
+KINDS = ("loopback", "shm", "ring", "grpc", "nodes")
 COMMON = ("loopback", "shm", "grpc")  # of most tests: what they ask of a ring over gRPC they need not ask in one process as well
+RANKS_PER_NODE = {"ring": 1, "grpc": 1, "nodes": 2}
 # In elements of float32: 16 a chunk, 8 eagerly a peer; 4 are enough to go through memory, where a window holds 128.
 LIMITS = Limits(chunk_bytes=64, eager_bytes=32, window_bytes=512, inline_bytes=16)
 TIMEOUTS = Timeouts.for_tests()
@@ -29,12 +31,12 @@ MakeCluster = Callable[..., AbstractAsyncContextManager[Sequence[Backend]]]
 
 
 def cluster(kind: str, world_size: int, *, limits: Limits = LIMITS, **options: Any) -> AbstractAsyncContextManager[Sequence[Backend]]:
-    make: MakeCluster = local_cluster if kind in ("shm", "grpc") else loopback_cluster
-    nodes = {} if kind in ("shm", "loopback") else {"ranks_per_node": 1}
-    return make(world_size, limits=limits, **{"timeouts": TIMEOUTS, **nodes, **options})
+    make: MakeCluster = local_cluster if kind in ("shm", "grpc", "nodes") else loopback_cluster
+    return make(world_size, limits=limits, **{"timeouts": TIMEOUTS, "ranks_per_node": RANKS_PER_NODE.get(kind), **options})
 
 
-WORLDS = [("loopback", size) for size in (1, 2, 3, 4, 5)] + [(kind, size) for kind in KINDS[1:] for size in (2, 3, 4)] + [("grpc", 1)]
+SIZES = {"loopback": (1, 2, 3, 4, 5), "grpc": (1, 2, 3, 4), "nodes": (3, 4)}
+WORLDS = [(kind, size) for kind in KINDS for size in SIZES.get(kind, (2, 3, 4))]
 
 
 def name_of(value: object) -> str:
@@ -54,7 +56,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Sequence[Backend]]:
     yield from shared_cluster(request.param, 2)
 
 
-@pytest.fixture(scope="session", params=COMMON)
+@pytest.fixture(scope="session", params=("loopback", "grpc", "nodes"))
 def four(request: pytest.FixtureRequest) -> Iterator[Sequence[Backend]]:
     """Four ranks."""
     yield from shared_cluster(request.param, 4)

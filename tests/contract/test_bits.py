@@ -1,13 +1,14 @@
 """Bits that arithmetic would lose survive, and every rank, every run and every backend ends with the same ones."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 
 from shardnet.backend import Backend, ReduceOp
-from shardnet.testing import bits, each_rank, same_bits
-from tests.contract.conftest import KINDS, LIMITS, cluster
+from shardnet.testing import bits, each_rank, local_cluster, loopback_cluster, same_bits
+from tests.contract.conftest import LIMITS, cluster
 
 Ranks = Sequence[Backend]
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -91,13 +92,20 @@ async def sums(ranks: Ranks, dtype: torch.dtype, elements: int) -> list[bytes]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 async def test_the_same_bits_every_time_and_on_every_backend(dtype: torch.dtype) -> None:
-    """The order of a sum follows from the number of ranks alone: not from timing, transport or the size of chunks."""
+    """The order of a sum follows from the ranks and their nodes alone: not from timing, transport or the size of chunks. And it is
+    the same for one node as for nodes of one rank."""
     for ranks, elements in ((2, 5), (3, 100), (4, 333)):
         seen = set()
-        for kind in KINDS:
+        for kind in ("loopback", "shm", "ring", "grpc"):
             async with cluster(kind, ranks) as backends:
                 seen |= {tuple(await sums(backends, dtype, elements)) for _ in range(5)}
         assert len(seen) == 1
+    seen = set()
+    for limits in (LIMITS, replace(LIMITS, chunk_bytes=128)):
+        for make in (local_cluster, loopback_cluster):
+            async with make(4, ranks_per_node=2, limits=limits) as backends:
+                seen |= {tuple(await sums(backends, dtype, 333)) for _ in range(5)}
+    assert len(seen) == 1
 
 
 def test_16_bit_floats_are_summed_in_32(four: Ranks) -> None:

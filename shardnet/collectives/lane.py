@@ -1,0 +1,52 @@
+"""`Lane`: what a rank has to send one way, in the order in which others wait for it."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from shardnet.collectives.reduction import Array
+from shardnet.wire import Buffer
+
+
+@dataclass(slots=True)
+class Outgoing:
+    """A chunk of a block, to one peer or more."""
+
+    peers: tuple[int, ...]
+    block: int  # on the wire
+    offset: int  # bytes
+    data: Array
+    frame: Buffer | None = None  # its encoded form, where known
+    copy_to: Array | None = None  # where the data belongs here; copied once it is sent, when the others have something to do
+
+
+@dataclass(slots=True)
+class Lane:
+    """Queues, emptied in the order `first`, `then`, `at_last`; the last one makes its chunks when there is time for them."""
+
+    unsent: int = 0  # elements that are still to go, queued or not
+    first: deque[Outgoing] = field(default_factory=deque)
+    then: deque[Outgoing] = field(default_factory=deque)
+    at_last: Iterator[Outgoing] = field(default_factory=lambda: iter(()))
+    may_run_ahead: Callable[[], bool] = lambda: True  # whether `at_last` may be sent now; `wake` when that changes
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def queued(self) -> int:
+        return len(self.first) + len(self.then)
+
+    def wake(self) -> None:
+        """Something was queued, or the lane may run ahead again."""
+        self._changed.set()
+
+    async def take(self) -> Outgoing:
+        """The next chunk; waits for one."""
+        while True:
+            for queue in (self.first, self.then):
+                if queue:
+                    return queue.popleft()
+            if self.may_run_ahead() and (item := next(self.at_last, None)) is not None:
+                return item
+            self._changed.clear()
+            await self._changed.wait()

@@ -1,0 +1,84 @@
+"""Which way the blocks of a collective take over the nodes of a group; pure, and equal on all ranks.
+
+Every block has an owner. On each other node one rank carries it: the one whose place there is that of the owner on its own
+node, so that a node's ranks carry a part each. Around the ring of nodes a block goes from carrier to carrier.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+Nodes = tuple[tuple[int, ...], ...]  # the ranks of each node
+
+
+class Routing(StrEnum):
+    """What a group's collectives take for a node. It is the same for all ranks of a cluster."""
+
+    AUTO = "auto"  # what is one: direct inside, a ring across
+    RING = "ring"  # each rank for itself: one ring of all
+    DIRECT = "direct"  # all ranks together: everyone to everyone
+
+    def cut(self, nodes: Nodes) -> Nodes:
+        ranks = sorted(rank for node in nodes for rank in node)
+        match self:
+            case Routing.RING:
+                return tuple((rank,) for rank in ranks)
+            case Routing.DIRECT:
+                return (tuple(ranks),)
+            case _:
+                return nodes
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """One block's way past one rank."""
+
+    hops: int  # nodes from the owner's to this one, around the ring
+    carrier: int  # on this node; the owner on its own
+    before: int  # the carrier on the node before
+    behind: int  # the carrier on the next node
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """All blocks' ways past one rank."""
+
+    neighbours: tuple[int, ...]  # the other ranks of its node, beginning behind this one, so that not all send to the same one first
+    node: tuple[int, ...]  # all of them in the same order, this rank last
+    nodes: int
+    largest: int  # ranks of a node
+    legs: tuple[Leg, ...]  # by block, which is by owner
+
+    @property
+    def is_ring(self) -> bool:
+        """Whether every rank is a node, of several."""
+        return self.nodes == len(self.legs) > 1
+
+    @property
+    def is_hierarchical(self) -> bool:
+        """Whether there are several nodes, one of them with several ranks."""
+        return 1 < self.nodes < len(self.legs)
+
+    def __str__(self) -> str:
+        """How large collectives go, in words for a user."""
+        if self.is_hierarchical:
+            most = "" if self.nodes * self.largest == len(self.legs) else "up to "
+            return f"hierarchical: a ring of {self.nodes} nodes, direct inside each ({most}{self.largest} ranks)"
+        return f"a ring of {self.nodes} ranks" if self.is_ring else f"direct between {self.largest} ranks"
+
+    @classmethod
+    def of(cls, nodes: Nodes, rank: int) -> "Route":
+        """`nodes` holds each rank of the group once, and none is empty."""
+        here = next(index for index, node in enumerate(nodes) if rank in node)
+        place = nodes[here].index(rank)
+        neighbours = nodes[here][place + 1 :] + nodes[here][:place]
+        homes = {owner: (home, index) for home, node in enumerate(nodes) for index, owner in enumerate(node)}
+        legs = tuple(_leg(nodes, here, *homes[owner]) for owner in sorted(homes))
+        return cls(neighbours, (*neighbours, rank), len(nodes), max(map(len, nodes)), legs)
+
+
+def _leg(nodes: Nodes, here: int, home: int, place: int) -> Leg:
+    def carrier(node: int) -> int:
+        ranks = nodes[node % len(nodes)]
+        return ranks[place % len(ranks)]
+
+    return Leg((here - home) % len(nodes), carrier(here), carrier(here - 1), carrier(here + 1))
