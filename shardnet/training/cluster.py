@@ -229,8 +229,14 @@ async def _join_cluster(settings: Settings, stack: AsyncExitStack) -> tuple[Back
     await loop.run_here(membership.__aenter__())
     stack.push_async_exit(lambda kind, error, trace: loop.run_here(membership.__aexit__(kind, error, trace)))
     topology = membership.topology
-    mesh = GrpcMesh(settings.job, topology, service, security, settings.timeouts, settings.limits, shared_memory=settings.shared_memory)
-    backend = await ClusterBackend.start(mesh, topology, timeouts=settings.timeouts, limits=settings.limits, telemetry=telemetry)
+    mesh = GrpcMesh(
+        *(settings.job, topology, service, security, settings.timeouts, settings.limits),
+        shared_memory=settings.shared_memory,
+        terms={"routing": settings.routing},
+    )
+    backend = await ClusterBackend.start(
+        mesh, topology, timeouts=settings.timeouts, limits=settings.limits, routing=settings.routing, telemetry=telemetry
+    )
     stack.push_async_exit(lambda kind, error, trace: _end(backend, error))  # at once: what follows may fail
     await loop.run_here(endpoint.set_serving(True))
     if settings.report_file:

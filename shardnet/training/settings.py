@@ -4,10 +4,12 @@ import asyncio
 import os
 import socket
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import Self
 
 from shardnet.address import Address
+from shardnet.collectives.route import Routing
 from shardnet.config import Limits, Timeouts
 from shardnet.errors import AddressError, RendezvousUnavailable, UsageError
 from shardnet.rendezvous.request import MAX_WORLD_SIZE, check_text
@@ -24,6 +26,8 @@ class Settings:
                     this machine from which the rendezvous is reached
     node            identity of this machine; empty: found (host name and boot id)
     shared_memory   whether data for the other ranks of this node may go through memory
+    routing         which way large collectives go: "auto" (direct inside a node, a ring across nodes), "ring" (one of all
+                    ranks) or "direct" (everyone to everyone). Alike on all ranks
     report_file     where the launcher wants to read this worker's address and rank; empty: nowhere
     trace           where rank 0 writes a timeline of all ranks at the end; empty: none is kept. Alike on all ranks
     """
@@ -37,6 +41,7 @@ class Settings:
     listen: str = ""
     insecure: bool = False
     shared_memory: bool = True
+    routing: Routing = Routing.AUTO
     report_file: str = ""
     trace: str = ""
     timeouts: Timeouts = field(default_factory=Timeouts)
@@ -63,10 +68,14 @@ class Settings:
             "listen": environment.get("SHARDNET_LISTEN", ""),
             "insecure": _flag(environment, "SHARDNET_INSECURE"),
             "shared_memory": _flag(environment, "SHARDNET_SHARED_MEMORY", default=True),
+            "routing": environment.get("SHARDNET_ROUTING", "") or Routing.AUTO,
             "report_file": environment.get("SHARDNET_REPORT_FILE", ""),
             "trace": environment.get("SHARDNET_TRACE", ""),
         }
-        settings = cls(**{**found, **given})  # type: ignore[arg-type]  # checked in the next line
+        merged = {**found, **given}
+        with suppress(ValueError):  # what is none of them is refused below
+            merged["routing"] = Routing(str(merged["routing"]))
+        settings = cls(**merged)  # type: ignore[arg-type]  # checked in the next line
         settings._check(given.keys(), environment)
         return settings
 
@@ -79,6 +88,8 @@ class Settings:
             variable = f"SHARDNET_{name.upper()}"
             return variable if environment.get(variable) or not name.endswith("_world_size") else "SHARDNET_WORLD_SIZE"
 
+        if not isinstance(self.routing, Routing):
+            raise UsageError(f"{source('routing')} must be one of {', '.join(Routing)}, got {self.routing!r}")
         for each in fields(self):
             value = getattr(self, each.name)
             if not isinstance(value, each.type) or isinstance(value, bool) is not (each.type is bool):  # type: ignore[arg-type]

@@ -7,8 +7,9 @@ died, and a direct exchange needs no relay. A connection costs a socket and a pi
 import asyncio
 import concurrent.futures
 import math
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,7 @@ from shardnet.loop import LoopThread
 from shardnet.pb import mesh_pb2
 from shardnet.topology import Topology
 from shardnet.transport.base import Mesh, Receiver
-from shardnet.transport.hello import Hello
+from shardnet.transport.hello import Hello, disagreement, terms_of
 from shardnet.transport.http2 import CallBroken
 from shardnet.transport.mesh_service import MeshService
 from shardnet.transport.options import HANDSHAKE_S
@@ -43,8 +44,11 @@ class GrpcMesh(Mesh):
         limits: Limits,
         *,
         shared_memory: bool = True,
+        terms: Mapping[str, object] | None = None,
     ) -> None:
-        """`shared_memory`: whether this rank offers the others of its node a window; it looks into theirs in any case."""
+        """shared_memory  whether this rank offers the others of its node a window; it looks into theirs in any case
+        terms          settings that must be alike on all ranks, by name, beside `limits`; who has others is refused
+        """
         super().__init__(topology.rank, topology.world_size, topology.epoch)
         self.where = where = f"[rank {self.rank}/{self.world_size} epoch {self.epoch}]"
         self._job = job
@@ -54,6 +58,7 @@ class GrpcMesh(Mesh):
         self._timeouts = timeouts
         self._limits = limits
         self._shared_memory = shared_memory
+        self._terms = terms_of({**asdict(limits), **(terms or {})})
         self._receiver: Receiver | None = None
         self._outboxes: dict[int, Outbox] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -70,7 +75,7 @@ class GrpcMesh(Mesh):
     async def start(self, receiver: Receiver) -> None:
         self._receiver = receiver
         for peer in self.peers:
-            hello = Hello(self._job, self.epoch, self.rank, peer, self._topology.me.incarnation)
+            hello = Hello(self._job, self.epoch, self.rank, peer, self._topology.me.incarnation, self._terms)
             outbox = self._outboxes[peer] = Outbox(peer, self.address(peer), hello, self._security, self._timeouts, self._limits)
             self._spawn(self._run(outbox))
         await self._service.attach(self)
@@ -135,6 +140,8 @@ class GrpcMesh(Mesh):
             return f"this worker is rank {self.rank} of epoch {self.epoch}, the caller wants rank {hello.target} of epoch {hello.epoch}"
         if hello.source not in self.peers or hello.incarnation != self._topology.members[hello.source].incarnation:
             return f"the caller is not the rank {hello.source} that the rendezvous placed"
+        if (difference := disagreement(hello.terms, self._terms)) is not None:
+            return f"the settings of rank {hello.source} are not those of rank {self.rank}, as they must be: {difference}"
         if hello.source in self._inbound:
             return f"rank {hello.source} has a stream open already"
         return None

@@ -3,14 +3,15 @@
 Metadata is ASCII, and a job's name need not be: values are percent-encoded.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
 from typing import Self
 from urllib.parse import quote, unquote
 
 from shardnet.errors import ProtocolError
 
 _PREFIX = "shardnet-"
+_SEPARATOR = ", "
 
 ACCEPTED = ("shardnet-accepted", "1")  # what the callee answers when it takes the stream
 
@@ -24,10 +25,10 @@ class Hello:
     source: int  # the caller's rank
     target: int  # the callee's rank, as the caller believes
     incarnation: str  # the caller's
+    terms: str  # the caller's: see `terms_of`
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        values = {"job": self.job, "epoch": self.epoch, "source": self.source, "target": self.target, "incarnation": self.incarnation}
-        return tuple((_PREFIX + key, quote(str(value))) for key, value in values.items())
+        return tuple((_PREFIX + each.name, quote(str(getattr(self, each.name)))) for each in fields(self))
 
     @classmethod
     def read(cls, metadata: Iterable[tuple[str, str | bytes]]) -> Self:
@@ -40,9 +41,26 @@ class Hello:
                 source=int(_text(found["source"])),
                 target=int(_text(found["target"])),
                 incarnation=_text(found["incarnation"]),
+                terms=_text(found["terms"]),
             )
         except (KeyError, ValueError) as error:
             raise ProtocolError("the caller's metadata is not a worker's; only shardnet workers may call this service") from error
+
+
+def terms_of(settings: Mapping[str, object]) -> str:
+    """Settings that must be alike on all ranks, as text."""
+    return _SEPARATOR.join(f"{name} {value}" for name, value in sorted(settings.items()))
+
+
+def disagreement(theirs: str, mine: str) -> str | None:
+    """Where two terms differ, in words; None if they do not."""
+    if theirs == mine:
+        return None
+    left, right = theirs.split(_SEPARATOR), mine.split(_SEPARATOR)
+    they, we = (
+        _SEPARATOR.join(term for term in one if term not in other) or "nothing of the kind" for one, other in ((left, right), (right, left))
+    )
+    return f"it has {they}, this one has {we}"
 
 
 def _text(value: str | bytes) -> str:

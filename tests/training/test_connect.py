@@ -5,7 +5,7 @@ import os
 import re
 import signal
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 
 import shardnet
 from shardnet.backend import Backend
-from shardnet.config import Timeouts
+from shardnet.config import Limits, Timeouts
 from shardnet.errors import ClosedError, JoinTimeout, ListenError, PeerLost, PlaintextRefused, UsageError
 from shardnet.loop import LoopThread
 from shardnet.transport.observe import Health, health, snapshot
@@ -128,6 +128,19 @@ async def test_members_of_one_process_meet_and_may_meet_again(meeting: str) -> N
     for backend in backends:
         with pytest.raises(ClosedError):
             await backend.barrier()
+
+
+async def test_members_whose_settings_differ_are_told_which(meeting: str) -> None:
+    """Or their collectives would only fail to fit together, one by one."""
+    async with AsyncExitStack() as stack:
+        members = [
+            stack.enter_async_context(shardnet.connect(**two(meeting), routing=routing, limits=Limits(chunk_bytes=size)))
+            for routing, size in (("auto", 4096), ("ring", 8192))
+        ]
+        outcomes = await asyncio.gather(*members, return_exceptions=True)
+    for outcome in outcomes:
+        assert isinstance(outcome, PeerLost)
+    assert any("it has chunk_bytes 4096, routing auto, this one has chunk_bytes 8192, routing ring" in str(each) for each in outcomes)
 
 
 async def test_a_cancelled_block_ends_at_once_and_the_others_are_told(meeting: str) -> None:

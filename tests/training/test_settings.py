@@ -2,6 +2,7 @@
 
 import pytest
 
+from shardnet.collectives.route import Routing
 from shardnet.config import Limits, Timeouts
 from shardnet.errors import AddressError, RendezvousUnavailable, UsageError
 from shardnet.training.settings import Settings
@@ -17,6 +18,7 @@ LAUNCHED = {
     "SHARDNET_LISTEN": "::1",
     "SHARDNET_INSECURE": "1",
     "SHARDNET_SHARED_MEMORY": "0",
+    "SHARDNET_ROUTING": "ring",
     "SHARDNET_TRACE": "trace.json",
 }
 
@@ -28,7 +30,12 @@ def test_without_variables_it_is_a_world_of_one() -> None:
 
 def test_every_variable_of_the_launcher_is_read() -> None:
     assert Settings.from_environment(LAUNCHED) == Settings(
-        *("127.0.0.1:7000", "j", 4, 4, 1, "left", "::1"), insecure=True, shared_memory=False, report_file="/dev/fd/3", trace="trace.json"
+        *("127.0.0.1:7000", "j", 4, 4, 1, "left", "::1"),
+        insecure=True,
+        shared_memory=False,
+        routing=Routing.RING,
+        report_file="/dev/fd/3",
+        trace="trace.json",
     )
 
 
@@ -73,6 +80,7 @@ def test_what_is_given_wins() -> None:
         ),
         ({"INSECURE": "true"}, "SHARDNET_INSECURE must be 0 or 1, got 'true'"),
         ({"SHARED_MEMORY": "no"}, "SHARDNET_SHARED_MEMORY must be 0 or 1, got 'no'"),
+        ({"ROUTING": "star"}, "SHARDNET_ROUTING must be one of auto, ring, direct, got 'star'"),
         ({"JOB": "two\nlines"}, r"SHARDNET_JOB 'two\nlines' has characters that cannot be printed"),
         ({"JOB": "j" * 257}, "SHARDNET_JOB has 257 characters; at most 256 are allowed"),
         ({"NODE": "\x1b[2J"}, r"SHARDNET_NODE '\x1b[2J' has characters that cannot be printed"),
@@ -112,6 +120,7 @@ def test_an_address_that_is_none_is_named_by_where_it_came_from(name: str, value
         ({"insecure": 1}, "insecure of connect() must be of type bool, got 1"),
         ({"rendezvous": None}, "rendezvous of connect() must be of type str, got None"),
         ({"timeouts": 5.0}, "timeouts of connect() must be of type Timeouts, got 5.0"),
+        ({"routing": None}, "routing of connect() must be one of auto, ring, direct, got None"),
         ({"job": ""}, "job of connect() must not be empty"),
         ({"min_world_size": 9}, "the least world size is 9 (min_world_size of connect()) and the greatest 4 (SHARDNET_WORLD_SIZE)"),
         ({"rendezvous": ""}, "SHARDNET_WORLD_SIZE asks for 4 workers, but without rendezvous of connect() they cannot meet"),

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import grpc
 
@@ -14,7 +14,7 @@ from shardnet.pb import mesh_pb2, stats_pb2
 from shardnet.topology import Member, Topology
 from shardnet.transport.endpoint import Endpoint
 from shardnet.transport.grpc_mesh import GrpcMesh
-from shardnet.transport.hello import ACCEPTED, Hello
+from shardnet.transport.hello import ACCEPTED, Hello, terms_of
 from shardnet.transport.mesh_service import MeshService
 from shardnet.transport.options import channel_options
 from shardnet.wire import Chunk, decode, encode
@@ -84,7 +84,7 @@ async def theatre(timeouts: Timeouts = TIMEOUTS) -> AsyncIterator[Theatre]:
         options = {**dict(channel_options(timeouts, LIMITS)), "grpc.max_send_message_length": -1}  # the puppet keeps to no limit
         channel = Security().channel(addresses[0], list(options.items()))
         stack.push_async_callback(channel.close)
-        hello = Hello(JOB, epoch=1, source=1, target=0, incarnation="worker1")
+        hello = Hello(JOB, epoch=1, source=1, target=0, incarnation="worker1", terms=terms_of(asdict(LIMITS)))
         starting = asyncio.ensure_future(ClusterBackend.start(mesh, Topology(1, 0, members), timeouts=timeouts, limits=LIMITS))
         stream = Stream(channel, hello)
         assert await stream.accepted()

@@ -29,7 +29,7 @@ def stream() -> Iterator[tuple[GrpcMesh, Call, socket.socket]]:
     near, far = sockets()
     near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * MIB)
     far.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 32 * KIB)
-    outbox = Outbox(1, members[1].address, Hello("job", 1, 0, 1, "w0"), Security(), TIMEOUTS, LIMITS)
+    outbox = Outbox(1, members[1].address, Hello("job", 1, 0, 1, "w0", ""), Security(), TIMEOUTS, LIMITS)
     outbox._call = call = Call(near, LIMITS)
     call._writer.widen(0, 10**9)
     call._writer.set_initial_window(frames.MAX_WINDOW)

@@ -22,7 +22,7 @@ INVALID, REFUSED = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PREC
 class TestHello:
     @pytest.mark.parametrize("job", ["default", "Sprachmodell für 日本", "100%", "a b\tc", "-bin"])
     def test_any_name_of_a_job_arrives(self, job: str) -> None:
-        hello = Hello(job, 3, 1, 0, "abc-123")
+        hello = Hello(job, 3, 1, 0, "abc-123", "a 1, b 2")
         assert all(value.isascii() and value.isprintable() for _, value in hello.metadata())
         assert Hello.read([("user-agent", "grpc"), *hello.metadata()]) == hello
 
@@ -32,10 +32,10 @@ class TestHello:
             (),
             (("user-agent", "curl"),),
             (("shardnet-job", "x"), ("shardnet-epoch", "1")),
-            (*Hello("x", 1, 1, 0, "i").metadata()[:4], ("shardnet-incarnation", b"\xff")),
-            (*Hello("x", 1, 1, 0, "i").metadata()[1:], ("shardnet-job", "%ff")),
-            (*Hello("x", 1, 1, 0, "i").metadata(), ("shardnet-epoch", "one")),
-            (*Hello("x", 1, 1, 0, "i").metadata(), ("shardnet-source", "9" * 5000)),
+            (*Hello("x", 1, 1, 0, "i", "").metadata()[:4], ("shardnet-incarnation", b"\xff")),
+            (*Hello("x", 1, 1, 0, "i", "").metadata()[1:], ("shardnet-job", "%ff")),
+            (*Hello("x", 1, 1, 0, "i", "").metadata(), ("shardnet-epoch", "one")),
+            (*Hello("x", 1, 1, 0, "i", "").metadata(), ("shardnet-source", "9" * 5000)),
         ],
     )
     def test_what_is_none_is_refused(self, metadata: tuple[tuple[str, str | bytes], ...]) -> None:
@@ -65,9 +65,13 @@ class TestStrangers:
             (lambda h: replace(h, source=-1), "the caller is not the rank -1 that the rendezvous placed"),
             (lambda h: replace(h, source=7), "the caller is not the rank 7 that the rendezvous placed"),
             (lambda h: replace(h, incarnation="older"), "the caller is not the rank 1 that the rendezvous placed"),
+            (
+                lambda h: replace(h, terms=h.terms.replace("chunk_bytes 64,", "chunk_bytes 128,")),
+                "the settings of rank 1 are not those of rank 0, as they must be: it has chunk_bytes 128, this one has chunk_bytes 64",
+            ),
             (lambda h: h, "rank 1 has a stream open already"),
         ],
-        ids=["job", "epoch", "target", "itself", "negative", "too large", "incarnation", "twice"],
+        ids=["job", "epoch", "target", "itself", "negative", "too large", "incarnation", "terms", "twice"],
     )
     def test_with_wrong_metadata(self, change: Callable[[Hello], Hello], text: str, caplog: pytest.LogCaptureFixture) -> None:
         @on_shared_loop
