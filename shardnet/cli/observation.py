@@ -36,6 +36,7 @@ class Stats:
     bytes_received: int
     resident_bytes: int
     memory_peers: tuple[int, ...]  # ranks to which it sends through shared memory
+    routing: str  # which way large collectives go, in words
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,4 +129,5 @@ def _read(reply: stats_pb2.SnapshotReply) -> Stats:
         bytes_received=reply.bytes_received,
         resident_bytes=reply.resident_bytes,
         memory_peers=tuple(reply.memory_peers),
+        routing=reply.routing,
     )

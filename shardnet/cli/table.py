@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from collections.abc import Iterable
 
 from shardnet.cli.grid import Row, grid
 from shardnet.cli.observation import RENDEZVOUS, ClusterView, JobView, Stats, WorkerView
@@ -35,7 +36,8 @@ def as_text(view: ClusterView) -> str:
         return "\n\n".join([head, *jobs])
     itself = WorkerView(view.stats.rank, "", view.address, view.health, view.stats)
     place = f"rank {view.stats.rank} of {view.stats.world_size}, epoch {view.stats.epoch}"
-    return "\n\n".join([f"{head}, {place}", grid(_WORKER_HEAD, [_worker(itself)], _WORDS), _collectives(view.stats)])
+    head = f"{head}, {place}{_routing([itself])}"
+    return "\n\n".join([head, grid(_WORKER_HEAD, [_worker(itself)], _WORDS), _collectives(view.stats)])
 
 
 def as_json(view: ClusterView) -> str:
@@ -46,8 +48,14 @@ def as_json(view: ClusterView) -> str:
 def _job(job: JobView) -> str:
     least, most = job.min_world_size, job.max_world_size
     wish = str(most) if least == most else f"{least} to {most}"
-    head = f"job {job.job}: {job.state}, epoch {job.epoch}, {job.joined} of {wish} workers"
+    head = f"job {job.job}: {job.state}, epoch {job.epoch}, {job.joined} of {wish} workers{_routing(job.workers)}"
     return "\n".join([head, grid(_WORKER_HEAD, [_worker(worker) for worker in job.workers], _WORDS)]) if job.workers else head
+
+
+def _routing(workers: Iterable[WorkerView]) -> str:
+    """Which way collectives go, as the first one says that knows; it is the same for all."""
+    routing = next((worker.stats.routing for worker in workers if worker.stats is not None and worker.stats.routing), "")
+    return f"\ncollectives: {routing}" if routing else ""
 
 
 def _worker(worker: WorkerView) -> Row:

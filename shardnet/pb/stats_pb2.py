@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17shardnet/pb/stats.proto\x12\x0bshardnet.v1\"\x11\n\x0fSnapshotRequest\"\xf0\x02\n\rSnapshotReply\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x10\n\x08uptime_s\x18\x03 \x01(\x01\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\x12\n\nworld_size\x18\x05 \x01(\r\x12\x12\n\nlocal_rank\x18\x06 \x01(\r\x12\x12\n\nnode_group\x18\x07 \x01(\r\x12\r\n\x05\x65poch\x18\x08 \x01(\r\x12\x11\n\taddresses\x18\t \x03(\t\x12\x0c\n\x04step\x18\n \x01(\x04\x12\'\n\x08progress\x18\x0b \x01(\x0b\x32\x15.shardnet.v1.Progress\x12\x31\n\x0b\x63ollectives\x18\x0c \x03(\x0b\x32\x1c.shardnet.v1.CollectiveStats\x12\x12\n\nbytes_sent\x18\r \x01(\x04\x12\x16\n\x0e\x62ytes_received\x18\x0e \x01(\x04\x12\x16\n\x0eresident_bytes\x18\x0f \x01(\x04\x12\x14\n\x0cmemory_peers\x18\x10 \x03(\r\"v\n\x08Progress\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x13\n\x0btotal_steps\x18\x02 \x01(\x04\x12\x0c\n\x04loss\x18\x03 \x01(\x01\x12\x14\n\x0ctokens_per_s\x18\x04 \x01(\x01\x12\x15\n\rexposed_share\x18\x05 \x01(\x01\x12\x0c\n\x04note\x18\x06 \x01(\t\"\\\n\x0f\x43ollectiveStats\x12\n\n\x02op\x18\x01 \x01(\t\x12\r\n\x05\x63ount\x18\x02 \x01(\x04\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\x12\x0e\n\x06\x66\x61iled\x18\x05 \x01(\x04\x32M\n\x05Stats\x12\x44\n\x08Snapshot\x12\x1c.shardnet.v1.SnapshotRequest\x1a\x1a.shardnet.v1.SnapshotReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17shardnet/pb/stats.proto\x12\x0bshardnet.v1\"\x11\n\x0fSnapshotRequest\"\x81\x03\n\rSnapshotReply\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x10\n\x08uptime_s\x18\x03 \x01(\x01\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\x12\n\nworld_size\x18\x05 \x01(\r\x12\x12\n\nlocal_rank\x18\x06 \x01(\r\x12\x12\n\nnode_group\x18\x07 \x01(\r\x12\r\n\x05\x65poch\x18\x08 \x01(\r\x12\x11\n\taddresses\x18\t \x03(\t\x12\x0c\n\x04step\x18\n \x01(\x04\x12\'\n\x08progress\x18\x0b \x01(\x0b\x32\x15.shardnet.v1.Progress\x12\x31\n\x0b\x63ollectives\x18\x0c \x03(\x0b\x32\x1c.shardnet.v1.CollectiveStats\x12\x12\n\nbytes_sent\x18\r \x01(\x04\x12\x16\n\x0e\x62ytes_received\x18\x0e \x01(\x04\x12\x16\n\x0eresident_bytes\x18\x0f \x01(\x04\x12\x14\n\x0cmemory_peers\x18\x10 \x03(\r\x12\x0f\n\x07routing\x18\x11 \x01(\t\"v\n\x08Progress\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x13\n\x0btotal_steps\x18\x02 \x01(\x04\x12\x0c\n\x04loss\x18\x03 \x01(\x01\x12\x14\n\x0ctokens_per_s\x18\x04 \x01(\x01\x12\x15\n\rexposed_share\x18\x05 \x01(\x01\x12\x0c\n\x04note\x18\x06 \x01(\t\"\\\n\x0f\x43ollectiveStats\x12\n\n\x02op\x18\x01 \x01(\t\x12\r\n\x05\x63ount\x18\x02 \x01(\x04\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\x12\x0e\n\x06\x66\x61iled\x18\x05 \x01(\x04\x32M\n\x05Stats\x12\x44\n\x08Snapshot\x12\x1c.shardnet.v1.SnapshotRequest\x1a\x1a.shardnet.v1.SnapshotReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,11 +34,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SNAPSHOTREQUEST']._serialized_start=40
   _globals['_SNAPSHOTREQUEST']._serialized_end=57
   _globals['_SNAPSHOTREPLY']._serialized_start=60
-  _globals['_SNAPSHOTREPLY']._serialized_end=428
-  _globals['_PROGRESS']._serialized_start=430
-  _globals['_PROGRESS']._serialized_end=548
-  _globals['_COLLECTIVESTATS']._serialized_start=550
-  _globals['_COLLECTIVESTATS']._serialized_end=642
-  _globals['_STATS']._serialized_start=644
-  _globals['_STATS']._serialized_end=721
+  _globals['_SNAPSHOTREPLY']._serialized_end=445
+  _globals['_PROGRESS']._serialized_start=447
+  _globals['_PROGRESS']._serialized_end=565
+  _globals['_COLLECTIVESTATS']._serialized_start=567
+  _globals['_COLLECTIVESTATS']._serialized_end=659
+  _globals['_STATS']._serialized_start=661
+  _globals['_STATS']._serialized_end=738
 # @@protoc_insertion_point(module_scope)
