@@ -88,8 +88,8 @@ def _places(options: argparse.Namespace, choice: Sequence[int]) -> Iterator[tupl
     """Numbers of ranks, where they are and how they talk. `choice` holds where the topology leaves one."""
     for topology in options.topologies or Topology:
         for ranks in choice if topology.ranks is None else (topology.ranks,):
-            for transport in options.transports:
-                if topology is Topology.ONE_NODE or transport is Transport.GRPC:  # nodes share no memory
+            for transport in topology.transports:
+                if transport in options.transports:
                     yield ranks, topology, transport
 
 
@@ -109,8 +109,8 @@ def _parser() -> argparse.ArgumentParser:
         type=_list_of(Transport),
         default=tuple(Transport),
         metavar="NAME,...",
-        help="what carries shardnet's data: grpc (each rank is a node), shm (all ranks are one node and share memory); default: both, of "
-        "which only grpc goes between nodes",
+        help="what carries shardnet's data: grpc (each rank is a node), shm (all ranks are one node and share memory), hier (nodes of "
+        "several ranks: both); default: whatever each topology has",
     )
     parser.add_argument(
         "--topologies",

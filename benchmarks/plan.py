@@ -19,14 +19,16 @@ class Op(StrEnum):
 
 
 class Transport(StrEnum):
-    """What carries shardnet's data between nodes, or, on one machine, between ranks.
+    """What carries shardnet's data.
 
-    GRPC  on one machine each rank says that it is a node of its own
-    SHM   all ranks are one node
+    GRPC  gRPC alone; on one machine each rank says that it is a node of its own
+    SHM   shared memory: all ranks are one node
+    HIER  both: nodes of several ranks, direct collectives through memory inside them and a ring over gRPC across
     """
 
     GRPC = "grpc"
     SHM = "shm"
+    HIER = "hier"
 
 
 class Topology(StrEnum):
@@ -43,6 +45,17 @@ class Topology(StrEnum):
 
     def nodes(self, ranks: int) -> int:
         return {Topology.ONE_NODE: 1, Topology.NETNS: ranks, Topology.NETNS_1GBIT: 2}[self]
+
+    @property
+    def transports(self) -> tuple[Transport, ...]:
+        """What can carry data there."""
+        match self:
+            case Topology.ONE_NODE:
+                return Transport.GRPC, Transport.SHM
+            case Topology.NETNS:
+                return (Transport.GRPC,)
+            case _:
+                return (Transport.HIER,)
 
     @property
     def rate(self) -> str | None:

@@ -38,7 +38,7 @@ class Row:
     topology     where the ranks are: "one-node" is all on one machine, "netns" each in a network namespace, "netns-1gbit" on two
                  nodes (namespaces) with links of 1 Gbit/s
     nodes        network interfaces that the ranks are spread over, evenly
-    transport    what carried shardnet's data between nodes: "grpc"; on one node "shm", or "grpc" where ranks say that they are nodes
+    transport    what carried shardnet's data, as benchmarks/plan.py has it: "grpc", "shm" or "hier"
     bytes        collective: the full tensor on a rank (gathered for all_gather, unreduced otherwise); step: all parameters
     ours_ms      median; q1 and q3 are the quartiles. Each run counts with the time of its slowest rank
     ratio        peer_ms / ours_ms: above 1 shardnet is ahead

@@ -19,7 +19,7 @@ _VIA = {
     (Topology.ONE_NODE, Transport.GRPC): "over gRPC",
     (Topology.ONE_NODE, Transport.SHM): "through shared memory",
     (Topology.NETNS, Transport.GRPC): "over gRPC",
-    (Topology.NETNS_1GBIT, Transport.GRPC): "over gRPC, inside the nodes through shared memory,",
+    (Topology.NETNS_1GBIT, Transport.HIER): "over gRPC, inside the nodes through shared memory,",
 }
 _LINK_HEAD = ("link's bound ms", "reached")
 Place = tuple[Topology, int, Transport]  # the number is what makes a table of its own, besides where and how: ranks or bytes

@@ -35,7 +35,7 @@ TARGETS = (
     Target(Topology.ONE_NODE, Transport.SHM, tuple(Op), 5.0),
     Target(Topology.NETNS, Transport.GRPC, (Op.ALL_GATHER, Op.REDUCE_SCATTER), 1.3),
     Target(Topology.NETNS, Transport.GRPC, (Op.ALL_REDUCE,), 1.0),
-    Target(Topology.NETNS_1GBIT, Transport.GRPC, tuple(Op), 1.8),
+    Target(Topology.NETNS_1GBIT, Transport.HIER, tuple(Op), 1.8),
 )
 
 

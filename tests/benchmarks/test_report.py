@@ -67,7 +67,7 @@ def test_markdown_rows_have_as_many_cells_as_their_heads() -> None:
 
 def test_each_topology_has_a_table_that_says_where_the_ranks_were() -> None:
     rows = [
-        row(topology="netns-1gbit", ranks=4, nodes=2),
+        row(topology="netns-1gbit", transport="hier", ranks=4, nodes=2),
         row(topology="netns", ranks=4, nodes=4),
         row(topology="netns", ranks=2, nodes=2),
         row(kind="step", op="train_step", topology="netns", nodes=2, bytes=4_000_000),
@@ -87,7 +87,7 @@ def test_each_topology_has_a_table_that_says_where_the_ranks_were() -> None:
 
 def test_a_limited_link_stands_beside_what_was_reached() -> None:
     """1 MiB x 3 in a ring of 4 on 2 nodes: half a MiB crosses, in 4.39 ms of the 10 that shardnet takes."""
-    facts: dict[str, Any] = {"topology": "netns-1gbit", "ranks": 4, "nodes": 2, "moved_bytes": 3 * MIB}
+    facts: dict[str, Any] = {"topology": "netns-1gbit", "transport": "hier", "ranks": 4, "nodes": 2, "moved_bytes": 3 * MIB}
     lines = [line.split() for line in text_report([row(**facts), row(kind="step", op="train_step", **facts)]).splitlines()]
     (gather,) = (line for line in lines if line[:1] == ["all_gather"] and "MiB" in line)
     assert gather[3:-2] == ["10", "10-10", "20", "20-20", "2.00x", "4.39", "44%"]

@@ -25,14 +25,14 @@ def test_what_goes_through_memory_has_a_target_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("topology", "ratios", "met"),
+    ("topology", "transport", "ratios", "met"),
     [
-        ("netns", {Op.ALL_GATHER: 1.3, Op.REDUCE_SCATTER: 1.31, Op.ALL_REDUCE: 0.99}, [True, False]),
-        ("netns-1gbit", {Op.ALL_GATHER: 1.8, Op.REDUCE_SCATTER: 1.7, Op.ALL_REDUCE: 1.9}, [False]),
+        ("netns", "grpc", {Op.ALL_GATHER: 1.3, Op.REDUCE_SCATTER: 1.31, Op.ALL_REDUCE: 0.99}, [True, False]),
+        ("netns-1gbit", "hier", {Op.ALL_GATHER: 1.8, Op.REDUCE_SCATTER: 1.7, Op.ALL_REDUCE: 1.9}, [False]),
     ],
 )
-def test_nodes_have_targets_of_their_own(topology: str, ratios: dict[Op, float], met: list[bool]) -> None:
-    outcomes = judge(complete(ratios, ranks=4, topology=topology) + complete({Op.ALL_REDUCE: 0.7}, ranks=4))
+def test_nodes_have_targets_of_their_own(topology: str, transport: str, ratios: dict[Op, float], met: list[bool]) -> None:
+    outcomes = judge(complete(ratios, ranks=4, topology=topology, transport=transport) + complete({Op.ALL_REDUCE: 0.7}, ranks=4))
     assert [outcome.met for outcome in outcomes if outcome.target.topology == topology] == met
     assert [outcome.mean for outcome in outcomes if outcome.target.topology == "one-node"] == [pytest.approx(0.7)]
 

@@ -1,4 +1,4 @@
-"""Two machines with two workers each, as far as the kernel can tell: `shardnet run` in two network namespaces."""
+"""Two machines with two workers each, as far as the kernel can tell: `shardnet run` in two network namespaces, and what goes between."""
 
 import json
 import subprocess
@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from shardnet.testing.namespaces import Namespace
+from shardnet.testing.namespaces import INTERFACE, Namespace
 from tests.networks import nodes_or_skip
 
 PATIENCE_S = 45.0
-COUNT = 1_000_000  # 4 MB: more than one chunk, and enough for the ring
+COUNT = 1_000_000  # 4 MB: more than one chunk
+LEAST_BYTES = 4 * COUNT * 2  # that a node must send: half of the data to gather it, half to reduce it, all of it for both
 WORKER = f"""
 import json
 import torch
@@ -54,6 +55,9 @@ def test_collectives_cross_nodes_and_memory_stays_inside_them(tmp_path: Path) ->
             stack.callback(launchers[-1].kill)
         outputs = [launcher.communicate(timeout=PATIENCE_S) for launcher in launchers]
         assert [launcher.returncode for launcher in launchers] == [0, 0], outputs
+        sent = [bytes_sent(node) for node in network.nodes]
+    # headers and acknowledgements come on top; around a ring of four ranks it would be 1.5 times as much
+    assert all(LEAST_BYTES < each < 1.15 * LEAST_BYTES for each in sent), sent
     told = sorted((json.loads(line.partition("] ")[2]) for out, _ in outputs for line in out.splitlines()), key=lambda each: each["rank"])
     right = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce"), True)
     neighbours = [1, 0, 3, 2]
@@ -62,6 +66,13 @@ def test_collectives_cross_nodes_and_memory_stays_inside_them(tmp_path: Path) ->
         {"rank": rank, "address": addresses[rank], "shares memory with": [neighbours[rank]], **right} for rank in range(len(neighbours))
     ]
     assert {*addresses} == {node.address for node in network.nodes}
+
+
+def bytes_sent(node: Namespace) -> int:
+    """What has left a node over its link since there was one."""
+    command = node.command("ip", "-s", "-j", "link", "show", INTERFACE)
+    (link,) = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return int(link["stats64"]["tx"]["bytes"])
 
 
 def started(where: Namespace, *arguments: str) -> "subprocess.Popen[str]":
