@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.engines import Engine, Gloo, Shardnet
-from benchmarks.plan import Case, Collectives, Op
+from benchmarks.explain import explain
+from benchmarks.plan import Case, Collectives, Op, Transport
 from benchmarks.race import Contender, race
 from benchmarks.row import Row
 from shardnet import Backend
@@ -24,7 +25,10 @@ def measure(session: Collectives, backend: Backend) -> Iterator[Row]:
 
 def _measure(case: Case, backend: Backend, session: Collectives) -> Row:
     tasks = [_Task(engine, case, backend) for engine in (Shardnet(backend), Gloo())]
-    ours, theirs = race([task.contender for task in tasks], case.repeats)
+    contenders = [task.contender for task in tasks]
+    if session.transport is Transport.SHM:
+        contenders.append(_memcpy(case))
+    ours, theirs, *memcpy = race(contenders, case.repeats)
     if not torch.equal(tasks[0].result, tasks[1].result):
         raise Disagreement(f"{case.op} of {case.bytes} bytes: shardnet and gloo differ on rank {backend.rank}")
     return Row.compare(
@@ -40,7 +44,21 @@ def _measure(case: Case, backend: Backend, session: Collectives) -> Row:
         nodes=session.topology.nodes(backend.world_size),
         transport=str(session.transport),
         chunk_bytes=session.chunk_bytes,
+        memcpy_ms=memcpy[0].quartiles_ms()[1] if memcpy else None,
+        explained_ms=explain(str(case.op), tasks[0].contender, backend) if session.explain else None,
     )
+
+
+def _memcpy(case: Case) -> Contender:
+    """The least that a collective in memory can do: what others had is written here; in an all_reduce twice, for the sums first."""
+    source = torch.zeros(case.bytes, dtype=torch.uint8)
+    target = torch.empty_like(source)
+
+    def run() -> None:
+        for _ in range(2 if case.op is Op.ALL_REDUCE else 1):
+            target.copy_(source)
+
+    return Contender("memcpy", run)
 
 
 class _Task:

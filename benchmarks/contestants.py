@@ -7,8 +7,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from benchmarks.plan import Training
+from benchmarks.targets import ALONE, COMPRESSED, FSDP2
 from gpt import GPT, Block, GPTConfig
 from shardnet import FSDP, Backend
+from shardnet.fsdp import Compression
 
 
 class Trainer:
@@ -66,16 +68,20 @@ def parameter_bytes(session: Training) -> int:
         return sum(parameter.nbytes for parameter in GPT(_config(session)).parameters())
 
 
-def trainers(session: Training, backend: Backend) -> tuple[Trainer, Trainer, Trainer]:
-    """Shardnet, FSDP2 over gloo, and alone; equal parameters and data. A collective."""
+def trainers(session: Training, backend: Backend) -> list[Trainer]:
+    """Shardnet, FSDP2 over gloo, alone, and shardnet with compression if that is wanted; equal parameters and data. A collective."""
     generator = torch.Generator().manual_seed(backend.rank)
     batch = torch.randint(256, (session.batch, session.context + 1), generator=generator)
     ours, peer, alone = (_new_model(session) for _ in range(3))
-    return (
+    trainers = [
         Trainer("shardnet", FSDP(ours, backend, units=(Block,)), batch),
-        Trainer("fsdp2-gloo", _fully_sharded(peer, backend.world_size), batch),
-        Alone("no communication", alone, batch, backend.world_size),
-    )
+        Trainer(FSDP2, _fully_sharded(peer, backend.world_size), batch),
+        Alone(ALONE, alone, batch, backend.world_size),
+    ]
+    if session.compression:
+        compressed = FSDP(_new_model(session), backend, units=(Block,), compression=Compression(session.compression, "int8"))
+        trainers.append(Trainer(COMPRESSED, compressed, batch))
+    return trainers
 
 
 def _new_model(session: Training) -> GPT:

@@ -34,19 +34,22 @@ class _Preset:
     """What is measured unless the command line says otherwise."""
 
     ranks: tuple[int, ...] = (2, 4)
-    step_ranks: tuple[int, ...] = (2,)
+    step_ranks: tuple[int, ...] = (2, 4)
     sizes: tuple[int, ...] = (KIB, 64 * KIB, MIB, 16 * MIB, 64 * MIB)
     repeats: int | None = None  # by size: default_repeats
     steps: int | None = None  # by topology: default_steps
-    dim: int = 256
-    layers: int = 4
-    context: int = 256
+    dim: int = 512
+    layers: int = 8
+    heads: int = 8
+    context: int = 128
     bigrams: int = 128
     batch: int = 4
 
 
 FULL = _Preset()
-QUICK = _Preset(ranks=(2,), sizes=(KIB, MIB), repeats=5, steps=3, dim=64, layers=2, context=64, bigrams=16, batch=2)
+QUICK = _Preset(
+    ranks=(2,), step_ranks=(2,), sizes=(KIB, MIB), repeats=5, steps=3, dim=64, layers=2, heads=4, context=64, bigrams=16, batch=2
+)
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -77,11 +80,14 @@ def _sessions(options: argparse.Namespace) -> Iterator[Session]:
             cases = tuple(
                 Case(op, size, options.repeats or default_repeats(size, topology)) for op in options.ops for size in options.sizes
             )
-            yield Collectives(ranks, topology, transport, options.chunk, cases)
+            yield Collectives(ranks, topology, transport, options.chunk, cases, options.explain)
     if options.only != "collectives":
         model = {name: getattr(options, name) for name in ("dim", "layers", "heads", "context", "bigrams", "batch")}
         for ranks, topology, transport in _places(options, options.step_ranks):
-            yield Training(ranks, topology, transport, options.chunk, options.steps or default_steps(topology), **model)
+            compression = options.compress if topology.rate and options.compress != "none" else None  # where there is a link to spare
+            yield Training(
+                *(ranks, topology, transport, options.chunk), options.steps or default_steps(topology), **model, compression=compression
+            )
 
 
 def _places(options: argparse.Namespace, choice: Sequence[int]) -> Iterator[tuple[int, Topology, Transport]]:
@@ -119,6 +125,12 @@ def _parser() -> argparse.ArgumentParser:
         help="where the ranks are: one-node, netns (each in a network namespace of its own, as fast as the kernel is), netns-1gbit (two "
         "namespaces of two ranks, links of 1 Gbit/s); default: all that this machine can make",
     )
+    parser.add_argument(
+        "--explain",
+        action="store_true",
+        help="of each collective, say where shardnet's time went: waiting for peers, copying, reducing, in the kernel, in Python, waiting "
+        "for data; takes some more runs of it",
+    )
     _add_collectives(parser.add_argument_group("collectives"))
     _add_training(parser.add_argument_group("training step"))
     return parser
@@ -136,16 +148,24 @@ def _add_collectives(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_training(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--step-ranks", type=_list_of(_ranks), metavar="N,...", help="numbers of processes (default: 2; netns-1gbit has 4)")
     group.add_argument(
-        "--steps", type=_positive, metavar="N", help="timed steps of each engine (default: 20, across nodes 12, at 1 Gbit/s 8)"
+        "--step-ranks", type=_list_of(_ranks), metavar="N,...", help="numbers of processes (default: 2,4; netns-1gbit has 4)"
     )
-    group.add_argument("--dim", type=_positive, metavar="N", help="width of the model (default: 256)")
-    group.add_argument("--layers", type=_positive, metavar="N", help="blocks, each of them a unit of sharding (default: 4)")
-    group.add_argument("--heads", type=_positive, default=4, metavar="N", help="attention heads (default: 4)")
-    group.add_argument("--context", type=_positive, metavar="N", help="bytes of one sequence (default: 256)")
+    group.add_argument(
+        "--steps", type=_positive, metavar="N", help="timed steps of each engine (default: 10, across nodes 8, at 1 Gbit/s 6)"
+    )
+    group.add_argument("--dim", type=_positive, metavar="N", help="width of the model (default: 512)")
+    group.add_argument("--layers", type=_positive, metavar="N", help="blocks, each of them a unit of sharding (default: 8)")
+    group.add_argument("--heads", type=_positive, metavar="N", help="attention heads (default: 8)")
+    group.add_argument("--context", type=_positive, metavar="N", help="bytes of one sequence (default: 128)")
     group.add_argument("--bigrams", type=_positive, metavar="N", help="width of byte-pair vectors (default: 128)")
     group.add_argument("--batch", type=_positive, metavar="N", help="sequences of one rank in one step (default: 4)")
+    group.add_argument(
+        "--compress",
+        choices=("int8", "bfloat16", "none"),
+        default="int8",
+        help="what weights are sent as, and gradients as int8, in one more training where links are limited (default: %(default)s)",
+    )
 
 
 def _list_of(parse: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Literal
 
 from shardnet.config import KIB, MIB
 
@@ -90,11 +91,15 @@ class Collectives:
     transport: Transport
     chunk_bytes: int
     cases: tuple[Case, ...]
+    explain: bool = False  # whether to find out, too, where the time goes
 
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """Training steps of a GPT. Sizes as in workers/gpt.py; `batch` is the number of sequences of one rank."""
+    """Training steps of a GPT. Sizes as in workers/gpt.py; `batch` is the number of sequences of one rank.
+
+    compression  what weights are sent as in one more training, with gradients as int8: "int8" or "bfloat16"; None: there is none
+    """
 
     ranks: int
     topology: Topology
@@ -107,6 +112,7 @@ class Training:
     context: int
     bigrams: int
     batch: int
+    compression: Literal["int8", "bfloat16"] | None = None
 
 
 Session = Collectives | Training
@@ -124,7 +130,7 @@ def default_repeats(full_bytes: int, topology: Topology = Topology.ONE_NODE) -> 
 
 def default_steps(topology: Topology) -> int:
     """Fewer where all of `make bench` would else take too long for what they add."""
-    return {Topology.ONE_NODE: 20, Topology.NETNS: 12, Topology.NETNS_1GBIT: 8}[topology]
+    return {Topology.ONE_NODE: 10, Topology.NETNS: 8, Topology.NETNS_1GBIT: 6}[topology]
 
 
 def to_json(session: Session) -> str:

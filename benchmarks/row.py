@@ -45,6 +45,8 @@ class Row:
     *_cpu_s      of one run, all ranks together
     moved_bytes  what a ring sends in one run, all ranks together: the same amount for both, to compare CPU time by
     chunk_bytes  shardnet's
+    memcpy_ms    collective, where ranks share memory: how long a copy of `bytes`, or for an all_reduce two, takes all ranks at once
+    explained_ms collective, with --explain: where a run's time went, by part (explain.py)
     *_loss       step: mean training loss over ranks at the last step, where the peer trains the same
     """
 
@@ -68,6 +70,8 @@ class Row:
     moved_bytes: int
     chunk_bytes: int
     nodes: int = 1
+    memcpy_ms: float | None = None
+    explained_ms: dict[str, float] | None = None
     ours_loss: float | None = None
     peer_loss: float | None = None
     machine: str = ""

@@ -3,9 +3,10 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from benchmarks.parts import PARTS
 from benchmarks.plan import Topology, Transport
 from benchmarks.row import Row, collectives, steps
-from benchmarks.targets import Outcome, judge
+from benchmarks.targets import Outcome, StepOutcome, judge, judge_steps
 from shardnet.cli.units import short_bytes
 from shardnet.config import KIB, MIB
 
@@ -22,6 +23,7 @@ _VIA = {
     (Topology.NETNS_1GBIT, Transport.HIER): "over gRPC, inside the nodes through shared memory,",
 }
 _LINK_HEAD = ("link's bound ms", "reached")
+_MEMORY_HEAD = ("memcpy ms", "reached")
 Place = tuple[Topology, int, Transport]  # the number is what makes a table of its own, besides where and how: ranks or bytes
 
 
@@ -35,8 +37,9 @@ class Table:
 def tables(rows: Sequence[Row]) -> list[Table]:
     """Collectives by number of ranks, the targets, training steps; those for which there are rows."""
     by_ranks = [_collectives(place, group) for place, group in _grouped(collectives(rows), lambda row: row.ranks)]
+    why = [_explained(place, group) for place, group in _grouped(collectives(rows), lambda row: row.ranks)]
     by_size = [_steps(place, group) for place, group in _grouped(steps(rows), lambda row: row.bytes)]
-    return [table for table in (*by_ranks, _targets(judge(rows)), *by_size) if table.rows]
+    return [table for table in (*by_ranks, *why, _targets(judge(rows)), *by_size, _step_targets(judge_steps(rows))) if table.rows]
 
 
 def _grouped(rows: Sequence[Row], number: Callable[[Row], int]) -> list[tuple[Place, list[Row]]]:
@@ -61,7 +64,7 @@ def _collectives(place: Place, rows: Sequence[Row]) -> Table:
     costs = ("shardnet CPU s/GiB", "gloo CPU s/GiB")
     return Table(
         f"{ranks} ranks {_WHERE[topology]}: shardnet {_VIA[topology, transport]} and torch over gloo",
-        ("collective", "size", *engines, *_LINK_HEAD[: len(_of_link(rows[0]))], *costs),
+        ("collective", "size", *engines, *_bound_head(rows[0]), *costs),
         tuple(
             (
                 row.op,
@@ -71,7 +74,7 @@ def _collectives(place: Place, rows: Sequence[Row]) -> Table:
                 _ms(row.peer_ms),
                 _spread(row.peer_q1_ms, row.peer_q3_ms),
                 _ratio(row.ratio),
-                *_of_link(row),
+                *_of_bound(row),
                 _cpu_per_gib(row, row.ours_cpu_s),
                 _cpu_per_gib(row, row.peer_cpu_s),
             )
@@ -80,13 +83,34 @@ def _collectives(place: Place, rows: Sequence[Row]) -> Table:
     )
 
 
-def _of_link(row: Row) -> tuple[str, ...]:
-    """The least time that the links allow, and what part of shardnet's time that is: empty for small messages, whose time is no
-    matter of the link, and no cells at all where links have no limit."""
-    bound_ms = row.link_bound_ms
+def _bound_head(row: Row) -> tuple[str, ...]:
+    if row.link_bound_ms is not None:
+        return _LINK_HEAD
+    return _MEMORY_HEAD if row.memcpy_ms is not None else ()
+
+
+def _of_bound(row: Row) -> tuple[str, ...]:
+    """The least time that the links or memory allow, and what part of shardnet's time that is: empty for small messages, whose time
+    is no matter of either, and no cells at all where there is no bound."""
+    bound_ms = row.memcpy_ms if row.link_bound_ms is None else row.link_bound_ms
     if bound_ms is None:
         return ()
     return (_ms(bound_ms), f"{bound_ms / row.ours_ms:.0%}") if row.bytes >= MIB else ("", "")
+
+
+def _explained(place: Place, rows: Sequence[Row]) -> Table:
+    """Where the time went, in ms, for rows that say so."""
+    topology, ranks, transport = place
+    return Table(
+        f"Where the time goes, in ms, as the mean of all ranks and with a profiler on: {ranks} ranks {_WHERE[topology]}, "
+        f"shardnet {_VIA[topology, transport].rstrip(',')}",
+        ("collective", "size", "all", *PARTS),
+        tuple(
+            (row.op, size(row.bytes), _ms(sum(row.explained_ms.values())), *(_ms(row.explained_ms[part]) for part in PARTS))
+            for row in rows
+            if row.explained_ms is not None
+        ),
+    )
 
 
 def _targets(outcomes: Sequence[Outcome]) -> Table:
@@ -131,6 +155,25 @@ def _step_lines(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     if one.link_bound_ms is not None:
         lines.append(("link's bound", ranks, _ms(one.link_bound_ms), "", _ratio(one.link_bound_ms / one.ours_ms), "", ""))
     return lines
+
+
+def _step_targets(outcomes: Sequence[StepOutcome]) -> Table:
+    return Table(
+        "Training steps, and the targets",
+        ("times of", "where", "by", "ranks", "ratio", "target", ""),
+        tuple(
+            (
+                outcome.target.name,
+                str(outcome.target.topology),
+                str(outcome.target.transport),
+                str(outcome.ranks),
+                _ratio(outcome.ratio),
+                _ratio(outcome.target.ratio),
+                {True: "met", False: "missed", None: "too small a model to say"}[outcome.met],
+            )
+            for outcome in outcomes
+        ),
+    )
 
 
 def _cpu_per_gib(row: Row, cpu_s: float) -> str:

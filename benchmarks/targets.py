@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.plan import Op, Topology, Transport
-from benchmarks.row import Row, collectives
+from benchmarks.row import Row, collectives, steps
 from shardnet.config import MIB
 
 SIZES = (MIB, 16 * MIB, 64 * MIB)  # that count; below them it is latency that is measured
@@ -39,6 +39,47 @@ TARGETS = (
 )
 
 
+# Trainings that are compared with shardnet's, as they are called in rows.
+FSDP2 = "fsdp2-gloo"
+ALONE = "no communication"
+COMPRESSED = "shardnet compressed"
+
+
+@dataclass(frozen=True, slots=True)
+class StepTarget:
+    """The least that the time of `peer` has to be, as a multiple of the time of `by`, at each number of ranks."""
+
+    topology: Topology
+    transport: Transport
+    by: str
+    peer: str
+    ratio: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.peer} / {self.by}"
+
+
+OURS = "shardnet"
+STEP_TARGETS = (
+    StepTarget(Topology.ONE_NODE, Transport.SHM, OURS, FSDP2, 1.5),
+    StepTarget(Topology.ONE_NODE, Transport.SHM, OURS, ALONE, 1 / 1.15),
+    StepTarget(Topology.NETNS_1GBIT, Transport.HIER, OURS, FSDP2, 1.5),
+    StepTarget(Topology.NETNS_1GBIT, Transport.HIER, COMPRESSED, FSDP2, 3.0),
+)
+STEP_BYTES = 100_000_000  # of parameters, from which on the targets count
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """How one target fared at one number of ranks. `met` is None for a model that is too small to say."""
+
+    target: StepTarget
+    ranks: int
+    ratio: float
+    met: bool | None
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """How one target fared at one number of ranks. `met` is None where not all of its ops and sizes were measured."""
@@ -55,6 +96,29 @@ def judge(rows: Sequence[Row]) -> list[Outcome]:
     counting = [row for row in collectives(rows) if row.bytes in SIZES]
     ranks = sorted({row.ranks for row in counting})
     return [outcome for count in ranks for target in TARGETS if (outcome := _judge(target, count, counting)) is not None]
+
+
+def judge_steps(rows: Sequence[Row]) -> list[StepOutcome]:
+    """One outcome a target and number of ranks for which both trainings were measured."""
+    found = steps(rows)
+    places = sorted({(row.ranks, row.bytes) for row in found})
+    outcomes = []
+    for target in STEP_TARGETS:
+        for ranks, size in places:
+            ratio = _step_ratio(target, [row for row in found if (row.ranks, row.bytes) == (ranks, size)])
+            if ratio is not None:
+                outcomes.append(StepOutcome(target, ranks, ratio, ratio >= target.ratio if size >= STEP_BYTES else None))
+    return outcomes
+
+
+def _step_ratio(target: StepTarget, rows: Sequence[Row]) -> float | None:
+    here = [row for row in rows if (row.topology, row.transport) == (target.topology, target.transport)]
+    times_ms = {row.peer: row.peer_ms for row in here}
+    if here:
+        times_ms[OURS] = here[0].ours_ms
+    if target.by not in times_ms or target.peer not in times_ms:
+        return None
+    return times_ms[target.peer] / times_ms[target.by]
 
 
 def _judge(target: Target, ranks: int, rows: Iterable[Row]) -> Outcome | None:

@@ -58,7 +58,8 @@ class OpCounter:
     count: int = 0
     failed: int = 0
     bytes: int = 0  # payload bytes sent by this rank
-    seconds: float = 0.0
+    seconds: float = 0.0  # from the loop thread's taking it up to its end
+    waited_s: float = 0.0  # of these for ranks that had not entered it yet
 
 
 @dataclass(slots=True)
@@ -113,7 +114,7 @@ class Telemetry:
         finally:
             self.record(name, track, start, time.perf_counter_ns())
 
-    def count_op(self, op: str, label: str, start_ns: int, end_ns: int, bytes_sent: int, *, failed: bool) -> None:
+    def count_op(self, op: str, label: str, start_ns: int, end_ns: int, bytes_sent: int, *, waited_ns: int, failed: bool) -> None:
         """Count a collective that has ended; observers hear of those that succeeded."""
         with self._lock:
             counter = self.ops.setdefault(op, OpCounter())
@@ -121,6 +122,7 @@ class Telemetry:
             counter.failed += failed
             counter.bytes += bytes_sent
             counter.seconds += (end_ns - start_ns) / 1e9
+            counter.waited_s += waited_ns / 1e9
         if not failed:
             for observer in self.observers:
                 observer.on_collective(op, label, start_ns, end_ns, bytes_sent)

@@ -124,7 +124,7 @@ def _read(reply: stats_pb2.SnapshotReply) -> Stats:
         addresses=tuple(reply.addresses),
         step=reply.step,
         progress=read_progress(reply.progress),
-        collectives={c.op: OpCounter(c.count, c.failed, c.bytes, c.seconds) for c in reply.collectives},
+        collectives={c.op: OpCounter(c.count, c.failed, c.bytes, c.seconds, c.waited_s) for c in reply.collectives},
         bytes_sent=reply.bytes_sent,
         bytes_received=reply.bytes_received,
         resident_bytes=reply.resident_bytes,

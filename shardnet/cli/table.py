@@ -24,7 +24,7 @@ _WORKER_HEAD = (
     "shared with",
     "collectives",
 )
-_OP_HEAD = ("collective", "count", "failed", "sent", "mean time")
+_OP_HEAD = ("collective", "count", "failed", "sent", "mean time", "waited")
 _WORDS = frozenset({"node", "address", "state", "shared with", "collective"})  # columns that are no numbers
 _NONE = "-"
 
@@ -82,10 +82,14 @@ def _collectives(stats: Stats) -> str:
     if not stats.collectives:
         return "no collectives yet"
     rows = [
-        (name, str(op.count), str(op.failed), short_bytes(op.bytes), f"{1e3 * op.seconds / max(op.count, 1):.2f} ms")
+        (name, str(op.count), str(op.failed), short_bytes(op.bytes), _mean_ms(op.seconds, op.count), _mean_ms(op.waited_s, op.count))
         for name, op in sorted(stats.collectives.items())
     ]
     return grid(_OP_HEAD, rows, _WORDS)
+
+
+def _mean_ms(seconds: float, count: int) -> str:
+    return f"{1e3 * seconds / max(count, 1):.2f} ms"
 
 
 def _without_nan(value: object) -> object:

@@ -139,7 +139,7 @@ class Group:
         telemetry = self.board.telemetry
         telemetry.record(operation.name, Track.COMMUNICATION, start_ns, end, operation.bytes_sent)
         call, failed = operation.call, operation.error is not None
-        telemetry.count_op(call.op, call.label, start_ns, end, operation.bytes_sent, failed=failed)
+        telemetry.count_op(call.op, call.label, start_ns, end, operation.bytes_sent, waited_ns=operation.waited_ns, failed=failed)
         if operation.error is None:
             operation.result.set_result(operation.value)
         else:

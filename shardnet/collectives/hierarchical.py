@@ -191,7 +191,7 @@ class Hierarchical:
                 self._held -= len(item.frame)
             await op.send_all(item.peers, item.block, item.offset, as_bytes(item.data), frame=item.frame)
             if item.copy_to is not None:
-                np.copyto(item.copy_to, item.data)
+                copy_bytes(as_bytes(item.data), item.copy_to)
             await asyncio.sleep(0)  # sending may not wait for anything, and what arrives in the meantime is to be added
 
     def _spread(self, block: int, place: slice, data: Array, frame: Buffer | None = None) -> None:

@@ -47,6 +47,7 @@ class Operation:
     deadline: float = 0.0  # by time.monotonic
     sink: Callable[[int, Chunk], None] | None = None  # set by the algorithm before it waits for anything
     bytes_sent: int = 0
+    waited_ns: int = 0  # for peers that had not entered it yet
     error: BaseException | None = None
     task: "asyncio.Task[None] | None" = None
     started: bool = False  # the task has begun: only then does cancelling it run its cleanup
@@ -75,8 +76,10 @@ class Operation:
         An announcement counts once: an algorithm of two phases waits twice, and its peers announce twice.
         """
         if not self._announced[peer]:
+            start = time.perf_counter_ns()
             waiter = self._waiters[peer] = asyncio.get_running_loop().create_future()
             await waiter
+            self.waited_ns += time.perf_counter_ns() - start
         return self._announced[peer].popleft()
 
     async def send(

@@ -65,15 +65,17 @@ class Progress(_message.Message):
     def __init__(self, step: _Optional[int] = ..., total_steps: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., exposed_share: _Optional[float] = ..., note: _Optional[str] = ...) -> None: ...
 
 class CollectiveStats(_message.Message):
-    __slots__ = ("op", "count", "bytes", "seconds", "failed")
+    __slots__ = ("op", "count", "bytes", "seconds", "failed", "waited_s")
     OP_FIELD_NUMBER: _ClassVar[int]
     COUNT_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
+    WAITED_S_FIELD_NUMBER: _ClassVar[int]
     op: str
     count: int
     bytes: int
     seconds: float
     failed: int
-    def __init__(self, op: _Optional[str] = ..., count: _Optional[int] = ..., bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., failed: _Optional[int] = ...) -> None: ...
+    waited_s: float
+    def __init__(self, op: _Optional[str] = ..., count: _Optional[int] = ..., bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., failed: _Optional[int] = ..., waited_s: _Optional[float] = ...) -> None: ...

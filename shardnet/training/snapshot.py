@@ -30,7 +30,7 @@ def worker_snapshot(telemetry: Telemetry, topology: Topology | None) -> stats_pb
         routing=telemetry.routing,
         resident_bytes=psutil.Process().memory_info().rss,
         collectives=[
-            stats_pb2.CollectiveStats(op=op, count=c.count, bytes=c.bytes, seconds=c.seconds, failed=c.failed)
+            stats_pb2.CollectiveStats(op=op, count=c.count, bytes=c.bytes, seconds=c.seconds, waited_s=c.waited_s, failed=c.failed)
             for op, c in sorted(telemetry.ops.copy().items())
         ],
     )

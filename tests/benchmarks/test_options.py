@@ -19,10 +19,12 @@ def test_by_default_everything_is_measured() -> None:
         (Topology.NETNS_1GBIT, 4, Transport.HIER),
     ]
     assert [(session.topology, session.ranks, session.transport) for session in trainings] == [
-        *((Topology.ONE_NODE, 2, transport) for transport in (Transport.GRPC, Transport.SHM)),
-        (Topology.NETNS, 2, Transport.GRPC),
+        *((Topology.ONE_NODE, ranks, transport) for ranks in (2, 4) for transport in (Transport.GRPC, Transport.SHM)),
+        *((Topology.NETNS, ranks, Transport.GRPC) for ranks in (2, 4)),
         (Topology.NETNS_1GBIT, 4, Transport.HIER),
     ]
+    assert [session.compression for session in trainings] == [*[None] * 6, "int8"]
+    assert not any(session.explain for session in collectives)
     expected = [(op, size) for op in Op for size in (KIB, 64 * KIB, MIB, 16 * MIB, 64 * MIB)]
     for session in collectives:
         assert session.cases == tuple(Case(op, size, default_repeats(size, session.topology)) for op, size in expected)
@@ -88,6 +90,13 @@ def test_a_slow_link_is_tried_less_often() -> None:
     given = parse_options(["--topologies", "netns-1gbit", "--repeats", "7", "--steps", "9"]).sessions
     assert [case.repeats for case in given[0].cases] == [7] * len(given[0].cases)
     assert given[1].steps == 9
+
+
+def test_what_is_compressed_and_whether_time_is_explained() -> None:
+    session, training = parse_options(["--explain", "--compress", "bfloat16", "--topologies", "netns-1gbit"]).sessions
+    assert session.explain
+    assert training.compression == "bfloat16"
+    assert parse_options(["--compress", "none", "--topologies", "netns-1gbit"]).sessions[1].compression is None
 
 
 def test_markdown_of_the_latest_run_or_of_a_file() -> None:

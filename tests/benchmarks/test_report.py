@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.parts import PARTS
 from benchmarks.plan import Op
 from benchmarks.report import markdown_report, read_json, text_report, write_json
 from benchmarks.row import Row
@@ -96,6 +97,19 @@ def test_a_limited_link_stands_beside_what_was_reached() -> None:
     assert "4.39" not in small
     assert ["link's", "bound", "4", "4.39", "0.44x"] in lines
     assert "bound" not in text_report([row(), row(kind="step")])
+
+
+def test_memory_has_a_bound_of_its_own() -> None:
+    """A copy takes 4 ms of the 10 that shardnet takes."""
+    lines = [line.split() for line in text_report([row(transport="shm", memcpy_ms=4.0)]).splitlines()]
+    assert ["all_gather", "1", "MiB", "10", "10-10", "20", "20-20", "2.00x", "4", "40%", "256.00", "512.00"] in lines
+
+
+def test_where_the_time_went_stands_in_a_table_of_its_own() -> None:
+    explained = {part: float(number) for number, part in enumerate(PARTS)}
+    lines = [line.split() for line in text_report([row(explained_ms=explained), row(op=Op.ALL_REDUCE)]).splitlines()]
+    assert ["all_gather", "1", "MiB", "45", *map(str, range(len(PARTS)))] in lines
+    assert len([line for line in lines if line[:1] == ["all_reduce"]]) == 2  # times and target; nobody asked where it went
 
 
 def test_what_was_not_measured_has_no_table() -> None:

@@ -12,6 +12,7 @@ import pytest
 from benchmarks import __main__ as program
 from benchmarks.nodes import NodeFailed, run_on_nodes
 from benchmarks.options import parse_options
+from benchmarks.parts import COLLECTIVES, HANDED_OVER, PARTS, REDUCING, SENDING, TRANSPORT
 from benchmarks.plan import Session, Topology
 from benchmarks.report import read_json
 from benchmarks.row import Row
@@ -36,7 +37,7 @@ def measured(directory: Path, *arguments: str) -> list[dict[str, Any]]:
 
 @pytest.mark.timeout(300)  # six workers import torch; seconds, unless the machine is busy with other things
 def test_a_run_measures_everything_it_was_asked_for(tmp_path: Path) -> None:
-    rows = measured(tmp_path, "--topologies", "one-node", "--only", "collectives")
+    rows = measured(tmp_path, "--topologies", "one-node", "--only", "collectives", "--explain")
     cases = [(op, size) for op in ("all_gather", "reduce_scatter", "all_reduce") for size in (1024, 16384)]
     assert [(row["transport"], row["op"], row["bytes"]) for row in rows] == [(by, *case) for by in ("grpc", "shm") for case in cases]
     steps = measured(tmp_path, "--topologies", "one-node", "--only", "step", "--transports", "shm")
@@ -46,6 +47,11 @@ def test_a_run_measures_everything_it_was_asked_for(tmp_path: Path) -> None:
         assert each["ours_q1_ms"] <= each["ours_ms"] <= each["ours_q3_ms"]
         assert each["ours_cpu_s"] > 0
         assert each["ranks"] == 2
+    for each in rows:
+        assert tuple(each["explained_ms"]) == PARTS
+        assert all(each["explained_ms"][part] > 0 for part in (HANDED_OVER, SENDING, TRANSPORT, COLLECTIVES))
+        assert (each["explained_ms"][REDUCING] > 0) or each["op"] == "all_gather"
+        assert ("memcpy_ms" in each) == (each["transport"] == "shm")
 
 
 @pytest.mark.timeout(300)

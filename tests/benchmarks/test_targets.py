@@ -3,7 +3,8 @@
 import pytest
 
 from benchmarks.plan import Op
-from benchmarks.targets import geometric_mean, judge
+from benchmarks.row import Row
+from benchmarks.targets import ALONE, COMPRESSED, FSDP2, STEP_BYTES, geometric_mean, judge, judge_steps
 from shardnet.config import KIB, MIB
 from tests.benchmarks.rows import complete, row
 
@@ -58,3 +59,34 @@ def test_a_part_of_the_cases_is_no_verdict() -> None:
 def test_geometric_mean() -> None:
     assert geometric_mean([0.25, 4.0]) == pytest.approx(1.0)
     assert geometric_mean([3.0]) == pytest.approx(3.0)
+
+
+def steps(topology: str, transport: str, size: int = STEP_BYTES, **ratios: float) -> list[Row]:
+    """Shardnet's training and its peers, each taking `ratio` times as long."""
+    names = {"fsdp2": FSDP2, "alone": ALONE, "compressed": COMPRESSED}
+    facts = {"kind": "step", "op": "train_step", "topology": topology, "transport": transport, "ranks": 4, "bytes": size}
+    return [row(ratio, peer=names[name], **facts) for name, ratio in ratios.items()]
+
+
+def test_steps_are_judged_against_each_peer() -> None:
+    fsdp2, alone = judge_steps(steps("one-node", "shm", fsdp2=1.4, alone=0.88))
+    assert fsdp2.ratio == pytest.approx(1.4)
+    assert fsdp2.met is False
+    assert alone.ratio == pytest.approx(0.88)
+    assert alone.met
+
+
+def test_compression_is_judged_by_what_fsdp2_takes() -> None:
+    """Three times shardnet's time for FSDP2 and 0.9 times for the compressed training: 3.33 times."""
+    plain, compressed = judge_steps(steps("netns-1gbit", "hier", fsdp2=3.0, alone=0.5, compressed=0.9))
+    assert plain.met
+    assert compressed.ratio == pytest.approx(3.0 / 0.9)
+    assert compressed.met
+
+
+def test_a_small_model_is_no_verdict() -> None:
+    assert [outcome.met for outcome in judge_steps(steps("one-node", "shm", 4_000_000, fsdp2=9.0))] == [None]
+
+
+def test_places_without_a_target_are_not_judged() -> None:
+    assert judge_steps(steps("netns", "grpc", fsdp2=9.0) + complete({Op.ALL_REDUCE: 2.0})) == []

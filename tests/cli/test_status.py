@@ -35,7 +35,7 @@ def snapshot(addresses: list[str]) -> stats_pb2.SnapshotReply:
         addresses=addresses,
         step=120,
         progress=stats_pb2.Progress(step=120, total_steps=400, loss=2.31, tokens_per_s=45_200, exposed_share=0.12),
-        collectives=[stats_pb2.CollectiveStats(op="all_gather", count=240, bytes=3 << 20, seconds=1.2, failed=1)],
+        collectives=[stats_pb2.CollectiveStats(op="all_gather", count=240, bytes=3 << 20, seconds=1.2, waited_s=0.3, failed=1)],
         bytes_sent=3 << 20,
         bytes_received=5 << 20,
         resident_bytes=300 << 20,
@@ -117,7 +117,7 @@ async def test_one_worker_is_shown_with_its_collectives() -> None:
     assert text.splitlines()[0] == f"worker {alive}: serving, up 1:23, shardnet 1.2.3, rank 0 of 1, epoch 1"
     assert text.splitlines()[1] == "collectives: direct between 4 ranks"
     assert text.splitlines()[4].split()[-2:] == ["1,3", "240"]
-    assert text.splitlines()[-1].split() == ["all_gather", "240", "1", "3.0", "MiB", "5.00", "ms"]
+    assert text.splitlines()[-1].split() == ["all_gather", "240", "1", "3.0", "MiB", "5.00", "ms", "1.25", "ms"]
 
 
 @on_shared_loop
@@ -126,7 +126,7 @@ async def test_json_has_the_same_and_null_for_what_is_unknown() -> None:
         view = json.loads(as_json(await look(rendezvous)))
     alive, dead = view["jobs"][0]["workers"]
     assert alive["stats"]["progress"]["loss"] == pytest.approx(2.31)
-    assert alive["stats"]["collectives"] == {"all_gather": {"count": 240, "failed": 1, "bytes": 3 << 20, "seconds": 1.2}}
+    assert alive["stats"]["collectives"] == {"all_gather": {"count": 240, "failed": 1, "bytes": 3 << 20, "seconds": 1.2, "waited_s": 0.3}}
     assert alive["stats"]["memory_peers"] == [1, 3]
     assert alive["stats"]["routing"] == "direct between 4 ranks"
     assert (dead["state"], dead["stats"]) == ("unreachable", None)

@@ -1,0 +1,108 @@
+"""Where the time of shardnet's collectives goes: what a caller waits for, and what the loop thread did meanwhile.
+
+The loop thread runs under cProfile, which makes Python itself look slower than it is: believe the figures for large
+collectives, and for small ones their order.
+"""
+
+import cProfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import PurePath
+from types import CodeType
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.parts import (
+    BUSY,
+    CHECKSUMS,
+    COLLECTIVES,
+    COPYING,
+    DATA,
+    HANDED_OVER,
+    PARTS,
+    PEERS,
+    RECEIVING,
+    REDUCING,
+    SENDING,
+    TRANSPORT,
+)
+from benchmarks.race import Contender
+from shardnet import Backend
+from shardnet.loop import LoopThread
+
+RUNS = 5
+
+Explanation = dict[str, float]  # ms of one run, by part
+
+
+def explain(op: str, contender: Contender, backend: Backend) -> Explanation:
+    """Mean over runs and ranks, equal on all ranks; the parts are all of the time between call and result. A collective.
+
+    `op` is the name under which the backend counts what the contender runs.
+    """
+    with_profile = _Profiled()
+    contender.run()  # what came before was the peer's
+    counter = backend.telemetry.ops[op]
+    seconds, waited_s, wall_s = counter.seconds, counter.waited_s, 0.0
+    for _ in range(RUNS):
+        contender.prepare()
+        dist.barrier()
+        with_profile.start()
+        start = time.perf_counter()
+        contender.run()
+        wall_s += time.perf_counter() - start
+        with_profile.stop()
+    busy = with_profile.parts()
+    inside_s = counter.seconds - seconds
+    idle_s = max(0.0, inside_s - sum(busy.values()))
+    peers_s = min(idle_s, counter.waited_s - waited_s)  # what the loop thread does while it waits for peers is no waiting
+    parts = {**busy, HANDED_OVER: wall_s - inside_s, PEERS: peers_s, DATA: idle_s - peers_s}
+    mean_ms = torch.tensor([parts[name] for name in PARTS], dtype=torch.float64) * 1e3 / RUNS / backend.world_size
+    dist.all_reduce(mean_ms)
+    return dict(zip(PARTS, mean_ms.tolist(), strict=True))
+
+
+class _Profiled:
+    """The loop thread under cProfile, now and then."""
+
+    def __init__(self) -> None:
+        self._profile = cProfile.Profile()
+
+    def start(self) -> None:
+        _on_loop(self._profile.enable)
+
+    def stop(self) -> None:
+        _on_loop(self._profile.disable)
+
+    def parts(self) -> dict[str, float]:
+        """Seconds by part; functions that are not shardnet's count as the one that is theirs by kind."""
+        seconds = dict.fromkeys(BUSY, 0.0)
+        for entry in self._profile.getstats():
+            seconds[_part_of(entry.code)] += entry.inlinetime
+        return seconds
+
+
+def _on_loop(function: Callable[[], object]) -> None:
+    """Run on the loop thread, and wait until it has."""
+    done = threading.Event()
+    loop = LoopThread.shared()
+    loop.call(function)
+    loop.call(done.set)
+    done.wait()
+
+
+def _part_of(code: CodeType | str) -> str:
+    """By the name of a built-in function, or by where one in Python lies."""
+    if isinstance(code, str):
+        for name, part in (("sendmsg", SENDING), ("'recv", RECEIVING), ("crc32c", CHECKSUMS), ("google", TRANSPORT), ("numpy", COPYING)):
+            if name in code:
+                return part
+        return COLLECTIVES
+    path, name = PurePath(code.co_filename), code.co_name
+    if name == "copy_bytes" or (path.name == "window.py" and name == "put") or "numpy" in path.parts:
+        return COPYING  # numpy's own copies have no entry: they count as their caller
+    if path.name == "reduction.py":
+        return REDUCING
+    return TRANSPORT if "transport" in path.parts or "protobuf" in path.parts or path.name == "wire.py" else COLLECTIVES

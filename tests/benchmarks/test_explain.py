@@ -1,0 +1,46 @@
+"""Which part of a collective's time a function on the loop thread counts as."""
+
+import asyncio
+import socket
+from types import CodeType
+
+import numpy as np
+import pytest
+from crc32c import crc32c
+
+from benchmarks.explain import _part_of
+from benchmarks.parts import CHECKSUMS, COLLECTIVES, COPYING, RECEIVING, REDUCING, SENDING, TRANSPORT
+from shardnet import wire
+from shardnet.collectives.exchange import Exchange
+from shardnet.collectives.reduction import Reduction, copy_bytes
+from shardnet.pb import mesh_pb2
+from shardnet.transport.grpc_mesh import GrpcMesh
+from shardnet.transport.shared_memory.window import Window
+
+
+@pytest.mark.parametrize(
+    ("code", "part"),
+    [
+        (copy_bytes.__code__, COPYING),
+        (Window.put.__code__, COPYING),
+        (np.copy.__wrapped__.__code__, COPYING),  # type: ignore[attr-defined]  # numpy dispatches by a wrapper that has no annotation
+        (Reduction.combine.__code__, REDUCING),
+        (wire.decode.__code__, TRANSPORT),
+        (GrpcMesh.send.__code__, TRANSPORT),
+        (Exchange.run.__code__, COLLECTIVES),
+        (asyncio.sleep.__code__, COLLECTIVES),
+    ],
+    ids=lambda value: getattr(value, "co_qualname", value),
+)
+def test_functions_count_by_what_they_do(code: CodeType, part: str) -> None:
+    assert _part_of(code) == part
+
+
+def test_built_in_functions_count_by_their_name() -> None:
+    """As cProfile writes them down."""
+    with socket.socket() as sock:
+        assert _part_of(repr(type(sock).sendmsg)) == SENDING
+        assert _part_of(repr(type(sock).recv_into)) == RECEIVING
+    assert _part_of(repr(crc32c)) == CHECKSUMS
+    assert _part_of(repr(mesh_pb2.Control.SerializeToString)) == TRANSPORT
+    assert _part_of(repr(len)) == COLLECTIVES
