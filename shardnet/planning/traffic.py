@@ -1,19 +1,22 @@
 """The collectives of one step, and how long the links need for them.
 
-[Note: load of a link] Around a ring of N ranks each one passes on (N - 1) / N of the buffer, an all-reduce twice that. A
-ring enters and leaves every node once, so that much is also what a node's link carries. In HYBRID_SHARD each of a node's
-n ranks has a ring of its own across nodes, and the link carries all of them. Sums of 16-bit floats are no ring
-(shardnet/collectives/plans.py): each rank sends every other one its part directly, so that of each of a node's n ranks
-1 / N of the buffer goes to every rank outside. Nor are compressed gradients, which are sent so, too (all_to_all).
+[Note: load of a link] A lap over N ranks, to gather or to reduce, has each rank send (N - 1) / N of the buffer; an all-reduce is
+two. Of M nodes each one must send (M - 1) / M of the buffer to the others, and sends no more, however many ranks it has
+(shardnet/collectives/hierarchical.py). In HYBRID_SHARD each of a node's n ranks has a ring of its own across nodes, and the link
+carries all of them. Sums of 16-bit floats cross nodes of several ranks as float32; where every rank is a node they are
+exchanged as they are. Compressed gradients are sent directly (all_to_all): of each of a node's n ranks 1 / N of the
+buffer goes to every rank outside.
 
 Times are those of the busiest link at the speed given, without latency, packing, and what compute hides or delays.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from shardnet.planning.model import GroupSize, ModelSize
 from shardnet.planning.setting import Setting, Strategy, packed_bytes
+
+_SUM_BYTES = 4  # of an element of an unfinished sum of 16-bit floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,49 +56,68 @@ def plan_traffic(model: ModelSize, strategy: Strategy, setting: Setting) -> tupl
     return tuple(traffic for traffic in planned if traffic.bytes_sent)
 
 
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """Bytes that a rank sends inside its node, and that a node's link carries; see [Note: load of a link]."""
+
+    sent: float = 0.0  # by one rank, wherever to
+    inside: float = 0.0  # of these to its node
+    leaving: float = 0.0  # of the node, all its ranks together
+
+    def __add__(self, other: "_Load") -> "_Load":
+        return _Load(self.sent + other.sent, self.inside + other.inside, self.leaving + other.leaving)
+
+
+def _lap(size: float, ranks: int, setting: Setting, *, widened: int = 1) -> _Load:
+    """To gather or reduce a buffer; `widened`: how many times as many bytes a sum has on its way between nodes."""
+    node = min(ranks, setting.ranks_per_node)
+    nodes = ranks // node
+    inside, leaving = size * (node - 1) / node, size * (nodes - 1) / nodes * (widened if node > 1 else 1)
+    return _Load(inside + leaving / node, inside, leaving)
+
+
+def _exchange(size: float, ranks: int, setting: Setting) -> _Load:
+    """Each rank sends every other one its part directly."""
+    node = min(ranks, setting.ranks_per_node)
+    return _Load(size * (ranks - 1) / ranks, size * (node - 1) / ranks, size * node * (ranks - node) / ranks)
+
+
 def _gathers(purpose: str, groups: Iterable[GroupSize], ranks: int, setting: Setting, *, cast: bool = True) -> Traffic:
     def size(group: GroupSize) -> int:
         if cast and (codec := setting.weight_codec(group)) is not None:
             return packed_bytes(codec, group, ranks)
         return group.numel * (setting.compute(group) if cast else group.dtype).itemsize
 
-    sizes = [size(group) for group in groups]
-    sent = sum(sizes) * (ranks - 1) / ranks
-    return Traffic("all_gather", purpose, len(sizes), round(sent), _seconds(sent, sent if ranks > setting.ranks_per_node else 0, setting))
+    return _traffic("all_gather", purpose, [_lap(size(group), ranks, setting) for group in groups], setting)
 
 
 def _reductions(op: str, purpose: str, groups: Iterable[GroupSize], setting: Setting, *, ranks: int | None = None) -> Traffic:
     ranks = ranks or setting.world_size
-    passes = 2 if op == "all_reduce" else 1
 
-    def size(group: GroupSize) -> tuple[int, bool]:
-        """Bytes, and whether they are exchanged directly."""
+    def load(group: GroupSize) -> _Load:
         if (codec := setting.gradient_codec(group)) is not None:
-            return packed_bytes(codec, group, ranks), True
-        return group.numel * setting.reduce(group).itemsize, setting.reduce(group).itemsize == 2
+            return _exchange(packed_bytes(codec, group, ranks), ranks, setting)
+        reduce = setting.reduce(group)
+        size = group.numel * reduce.itemsize
+        reduced = _lap(size, ranks, setting, widened=_SUM_BYTES // reduce.itemsize if reduce.itemsize < _SUM_BYTES else 1)
+        return reduced + _lap(size, ranks, setting) if op == "all_reduce" else reduced
 
-    sizes = [size(group) for group in groups]
-    sent = passes * sum(count for count, _ in sizes) * (ranks - 1) / ranks
-    leaving = 0.0
-    if ranks > setting.ranks_per_node:
-        direct = setting.ranks_per_node * (ranks - setting.ranks_per_node) / ranks
-        ring = (ranks - 1) / ranks
-        leaving = sum(count * ((direct if directly else ring) + (passes - 1) * ring) for count, directly in sizes)
-    return Traffic(op, purpose, len(sizes), round(sent), _seconds(sent, leaving, setting))
+    return _traffic(op, purpose, [load(group) for group in groups], setting)
 
 
 def _averages(groups: Iterable[GroupSize], shards: int, replicas: int, setting: Setting) -> Traffic:
     """Over the ranks of different nodes that hold the same shard."""
     sizes = [group.numel * setting.reduce(group).itemsize / shards for group in groups]
-    sent = 2 * sum(sizes) * (replicas - 1) / replicas
-    return Traffic("all_reduce", "average over nodes", len(sizes), round(sent), _seconds(0, sent * shards, setting))
+    sent = [2 * size * (replicas - 1) / replicas for size in sizes]
+    return _traffic("all_reduce", "average over nodes", [_Load(each, 0.0, each * shards) for each in sent], setting)
 
 
-def _seconds(sent: float, leaving: float, setting: Setting) -> float | None:
-    """For what a rank sends in its node and for what leaves the node, whichever takes longer; see [Note: load of a link]."""
+def _traffic(op: str, purpose: str, loads: Sequence[_Load], setting: Setting) -> Traffic:
+    """Of as many collectives. Their time is that inside the node or of its link, whichever is longer."""
+    load = sum(loads, _Load())
     times = []
-    for load, speed in ((sent, setting.inside_bytes_per_s), (leaving, setting.between_bytes_per_s)):
-        if load and speed is None:
-            return None
-        times.append(load / speed if load and speed else 0.0)
-    return max(times)
+    for count, speed in ((load.inside, setting.inside_bytes_per_s), (load.leaving, setting.between_bytes_per_s)):
+        if count and speed is None:
+            return Traffic(op, purpose, len(loads), round(load.sent), None)
+        times.append(count / speed if count and speed else 0.0)
+    return Traffic(op, purpose, len(loads), round(load.sent), max(times))

@@ -7,6 +7,7 @@ from shardnet.errors import UsageError
 from shardnet.fsdp import Compression
 from shardnet.planning import GroupSize, ModelSize, OptimizerKind, Setting, Strategy, UnitSize, plan
 from shardnet.planning.plan import Plan
+from shardnet.planning.traffic import Traffic
 
 FULL, GRAD, HYBRID, ZERO_1, NONE = Strategy
 LAYERS = ModelSize.of_sizes(1000 + 400, 10, root=400)  # a root of 400 and ten layers of 100, float32
@@ -152,17 +153,20 @@ def test_times_are_those_of_the_busiest_link() -> None:
     assert [each.seconds for each in one(FULL, inside).traffic] == [42.0, 27.0, 42.0]
     assert one(FULL, inside).communication_s == 111.0
     between = Setting(4, node_size=2, inside_bytes_per_s=100.0, between_bytes_per_s=10.0)
-    assert [each.seconds for each in one(GRAD, between).traffic] == [420.0, 420.0]  # one ring through all nodes
+    assert [each.seconds for each in one(GRAD, between).traffic] == [280.0, 280.0]  # half of it crosses, once for both ranks
     assert [each.seconds for each in one(HYBRID, between).traffic] == [28.0, 18.0, 28.0, 560.0]  # two ranks share a node's link
 
 
-def test_16_bit_sums_are_no_ring_and_load_the_link_between_nodes() -> None:
-    def seconds(dtype: torch.dtype) -> float | None:
-        setting = Setting(4, node_size=2, reduce_dtype=dtype, inside_bytes_per_s=1e9, between_bytes_per_s=10.0)
-        return one(GRAD, setting).traffic[1].seconds
+def test_16_bit_sums_cross_between_nodes_of_several_ranks_as_float32() -> None:
+    def reduction(dtype: torch.dtype, node_size: int) -> Traffic:
+        setting = Setting(4, node_size=node_size, reduce_dtype=dtype, inside_bytes_per_s=1e9, between_bytes_per_s=10.0)
+        return one(GRAD, setting).traffic[1]
 
-    assert seconds(torch.float32) == 420.0
-    assert seconds(torch.bfloat16) == 280.0  # half the bytes, but two ranks of a node send to both of the other
+    assert reduction(torch.float32, 2).seconds == 280.0
+    assert reduction(torch.bfloat16, 2).seconds == 280.0
+    assert reduction(torch.bfloat16, 2).bytes_sent == 2800 / 2 + 280 * 10 / 2  # half to the neighbour, half of the link's
+    assert reduction(torch.float32, 1).seconds == 420.0
+    assert reduction(torch.bfloat16, 1).seconds == 210.0  # exchanged
 
 
 def test_no_time_without_the_speed_that_it_needs() -> None:
