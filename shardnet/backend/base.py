@@ -21,7 +21,7 @@ class Backend(ABC):
     Every collective returns at once with a `Pending`; all ranks of the group must call the same collectives in the
     same order. Wrong arguments raise a `UsageError` from the call itself, before any traffic; everything else comes
     out of the handle as a `CollectiveError`. Inputs may be read but not written until the handle is done; `out`,
-    where given, belongs to the collective until then. `timeout_s` None means the backend's default.
+    where given, belongs to the collective until then; it may overlap the input. `timeout_s` None means the backend's default.
     `label` names the collective in errors and traces, and must be equal on all ranks.
     """
 

@@ -62,7 +62,8 @@ def all_gather(group: Group, source: Array, output: Array, bounds: Bounds) -> Al
 
 
 def reduce_scatter(group: Group, source: Array, output: Array, bounds: Bounds, reduction: Reduction) -> Algorithm:
-    """`output` is this rank's block of the reduced `source`."""
+    """`output` is this rank's block of the reduced `source`; it may be that part of it, or overlap it."""
+    source = _apart(source, source[slice(*bounds[group.rank])], output)
     small = is_small(group, bounds, source.itemsize)
     if small or (reduction.widens and group.route.is_ring):
         own = source[slice(*bounds[group.rank])]
@@ -72,7 +73,8 @@ def reduce_scatter(group: Group, source: Array, output: Array, bounds: Bounds, r
 
 
 def all_reduce(group: Group, source: Array, output: Array, reduction: Reduction) -> Algorithm:
-    """`output` may be `source` itself. Exchanged directly, a rank sends N / 2 times the bytes of a ring, but in one step."""
+    """`output` may be `source` itself, or overlap it. Exchanged directly, a rank sends N / 2 times the bytes of a ring, but in one step."""
+    source = _apart(source, source, output)
     if source.nbytes * group.size <= 2 * small_bytes(group):
         return _reduce_direct(group, dict.fromkeys(group.peers, source), source, output, reduction, eager=True)
     bounds = balanced_bounds(source.size, group.size)
@@ -97,6 +99,13 @@ def broadcast(group: Group, output: Array, root: int) -> Algorithm:
 
 def barrier(group: Group) -> Algorithm:
     return Exchange({}, {}, group.peers, eager=True).run
+
+
+def _apart(source: Array, place: Array, output: Array) -> Array:
+    """`source`, or a copy where the result would overwrite what has yet to be sent: anything in it but `place`, element by element."""
+    if output.ctypes.data != place.ctypes.data and np.may_share_memory(source, output):
+        return source.copy()
+    return source
 
 
 def _both(first: Algorithm, second: Algorithm) -> Algorithm:

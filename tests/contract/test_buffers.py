@@ -102,6 +102,25 @@ async def test_reducing_into_ones_own_slice(world: Ranks) -> None:
         await each_rank(world, work)
 
 
+async def test_reducing_into_what_overlaps_the_input(four: Ranks) -> None:
+    """Elsewhere than element by element: another rank's slice, or shifted. Each rank's input must outlive its result."""
+    for size in SIZES:
+        whole = [torch.arange(size * 4) % 7 + rank for rank in range(4)]
+        for shift in range(4):
+
+            async def work(rank: Backend, size: int = size, whole: list[torch.Tensor] = whole, shift: int = shift) -> None:
+                mine = whole[rank.rank].clone()
+                place = mine[shift * size : (shift + 1) * size]
+                await rank.reduce_scatter(mine, out=place)
+                assert same_bits(place, reference.reduce_scatter(whole)[rank.rank])
+                memory = torch.cat([whole[rank.rank], torch.zeros(4, dtype=torch.int64)])
+                shifted = memory[shift : shift + 4 * size]
+                await rank.all_reduce(memory[: 4 * size], out=shifted)
+                assert same_bits(shifted, reference.all_reduce(whole)[0])
+
+            await each_rank(four, work)
+
+
 async def test_results_are_independent(world: Ranks) -> None:
     """A result is nobody else's memory: writing into it changes neither the input nor another result."""
 
