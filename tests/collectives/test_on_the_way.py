@@ -1,0 +1,270 @@
+"""Large collectives while they are under way: what goes when, what a rank keeps meanwhile, and what it takes from whom."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from shardnet.backend import Backend, Pending
+from shardnet.collectives import hierarchical
+from shardnet.config import Limits
+from shardnet.errors import CollectiveError, ProtocolError
+from shardnet.testing import each_error, loopback_cluster
+from shardnet.transport.memory import MemoryMesh
+from shardnet.wire import Chunk, decode, encode
+from tests.shared_loop import on_shared_loop
+
+LIMITS = Limits(chunk_bytes=64, eager_bytes=0, window_bytes=256)  # nothing is small
+TURNS = 400  # of the loop, in which everything goes as far as it can
+Hop = tuple[int, int]  # from rank, to rank
+
+
+async def turns() -> None:
+    for _ in range(TURNS):
+        await asyncio.sleep(0)
+
+
+class Wire:
+    """What goes from rank to rank in memory: written down, held back where a test wants it, framed as on a network."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[Hop, Chunk]] = []  # data only
+        self.held: set[Hop] = set()
+        self.framed = False
+        self.lent = False  # what is sent is overwritten as soon as it was taken
+        self._send = MemoryMesh.send
+
+    async def send(self, mesh: MemoryMesh, peer: int, chunk: Chunk) -> None:
+        hop = (mesh.rank, peer)
+        if len(chunk.data):
+            while hop in self.held:  # noqa: ASYNC110 - turns of the loop are what the tests count
+                await asyncio.sleep(0)
+            self.sent.append((hop, chunk))
+        if self.framed:
+            chunk = decode(b"".join(encode(chunk)))
+        if not self.lent:
+            await self._send(mesh, peer, chunk)
+            return
+        memory = bytearray(chunk.data)
+        await self._send(mesh, peer, replace(chunk, data=memoryview(memory)))
+        memory[:] = b"\x7f" * len(memory)
+
+    def from_to(self, source: int, target: int) -> list[Chunk]:
+        return [chunk for hop, chunk in self.sent if hop == (source, target)]
+
+
+@pytest.fixture
+def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
+    wire = Wire()
+
+    async def send(mesh: MemoryMesh, peer: int, chunk: Chunk) -> None:
+        await wire.send(mesh, peer, chunk)
+
+    monkeypatch.setattr(MemoryMesh, "send", send)
+    return wire
+
+
+async def same_everywhere(handles: Sequence[Pending[torch.Tensor]], value: float) -> None:
+    for handle in handles:
+        assert (await handle == value).all()
+
+
+def test_a_full_link_holds_back_the_neighbours_and_sets_them_going_again(wire: Wire) -> None:
+    """Of 60 chunks that each rank has to give to the other one of its node, next to none while the link takes nothing."""
+
+    @on_shared_loop
+    async def run() -> None:
+        across = {(source, target) for source in (0, 1) for target in (2, 3)} | {(source, target) for source in (2, 3) for target in (0, 1)}
+        for kind in ("reduce_scatter", "all_reduce"):
+            async with loopback_cluster(4, ranks_per_node=2, limits=LIMITS) as ranks:
+                wire.held = set(across)
+                handles = [getattr(rank, kind)(torch.ones(4 * 30 * 16)) for rank in ranks]
+                await turns()
+                given = [len(wire.from_to(rank, rank ^ 1)) for rank in range(4)]
+                assert max(given) <= 2 * (hierarchical._AHEAD + 1)  # of two blocks in turn, one of which has to go on
+                wire.held.clear()
+                await same_everywhere(handles, 4.0)
+                assert len(wire.from_to(0, 1)) >= 60
+            wire.sent.clear()
+
+    run()
+
+
+def test_every_block_begins_before_any_goes_on(wire: Wire) -> None:
+    """What a rank gives to its neighbour: a chunk of each block in turn, and first of those that have the longest way to go."""
+
+    @on_shared_loop
+    async def run() -> None:
+        async with loopback_cluster(6, ranks_per_node=2, limits=LIMITS) as ranks:
+            await same_everywhere([rank.reduce_scatter(torch.ones(6 * 3 * 16)) for rank in ranks], 6.0)
+        places = [(chunk.offset, chunk.block) for chunk in wire.from_to(0, 1)]
+        assert places == [(offset, block) for offset in (0, 64, 128) for block in (5, 3, 1)]
+
+    run()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_no_message_is_larger_than_a_chunk(wire: Wire, dtype: torch.dtype) -> None:
+    """The sums of 16-bit floats are not, either."""
+
+    @on_shared_loop
+    async def run() -> None:
+        async with loopback_cluster(4, ranks_per_node=2, limits=LIMITS) as ranks:
+            await same_everywhere([rank.all_reduce(torch.ones(500, dtype=dtype)) for rank in ranks], 4.0)
+        assert max(len(chunk.data) for _, chunk in wire.sent) == LIMITS.chunk_bytes
+
+    run()
+
+
+def calls(rank: Backend) -> list[Pending[Any]]:
+    """Each kind of large collective, also with blocks that are empty."""
+    x = torch.ones(480)
+    return [
+        rank.all_reduce(x),
+        rank.all_reduce(x.bfloat16()),
+        rank.all_gather(x),
+        rank.reduce_scatter(x),
+        rank.broadcast(x, 0),
+        rank.broadcast(x, 3),
+        rank.all_gather(x if rank.rank == 1 else x[:0], sizes=[0, 480, 0, 0]),
+        rank.reduce_scatter(x, sizes=[0, 0, 480, 0]),
+    ]
+
+
+@pytest.mark.parametrize("late", range(4))
+@pytest.mark.parametrize("per_node", [1, 2, 3])
+def test_who_has_not_entered_gets_nothing_and_nobody_ends(wire: Wire, per_node: int, late: int) -> None:
+    """Or a rank would have to hold whatever the others run ahead with, and one that is done could leave too early."""
+
+    @on_shared_loop
+    async def run() -> None:
+        async with loopback_cluster(4, ranks_per_node=per_node, limits=LIMITS) as ranks:
+            early = [calls(rank) for rank in ranks if rank.rank != late]
+            await turns()
+            assert [chunk for (_, target), chunk in wire.sent if target == late] == []
+            assert not any(handle.done() for handles in early for handle in handles)
+            for handles in (*early, calls(ranks[late])):
+                for handle in handles:
+                    await handle
+
+    run()
+
+
+@pytest.mark.parametrize("per_node", [1, 2, 3, 4])
+def test_what_is_lent_is_not_kept(wire: Wire, per_node: int) -> None:
+    """Data that lies in a window is overwritten when its reader has taken it."""
+
+    @on_shared_loop
+    async def run() -> None:
+        wire.lent = True
+        async with loopback_cluster(4, ranks_per_node=per_node, limits=LIMITS) as ranks:
+            for dtype in (torch.float32, torch.bfloat16):
+                x = torch.ones(480, dtype=dtype)
+                await same_everywhere([rank.all_reduce(x) for rank in ranks], 4.0)
+                await same_everywhere([rank.reduce_scatter(x) for rank in ranks], 4.0)
+                await same_everywhere([rank.all_gather(x) for rank in ranks], 1.0)
+                await same_everywhere([rank.broadcast(x if rank.rank == 1 else 0 * x, 1) for rank in ranks], 1.0)
+
+    run()
+
+
+def test_what_came_is_passed_on_as_it_came_up_to_a_bound(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While its link is held, rank 1 gets 40 chunks to pass on: it keeps 3 of them as they came, beside the one that is going, and
+    reads the rest again. What has gone makes room for more."""
+
+    @on_shared_loop
+    async def run() -> None:
+        wire.framed = True
+        async with loopback_cluster(3, ranks_per_node=1, limits=LIMITS) as ranks:
+
+            async def as_it_came(held: set[Hop]) -> int:
+                wire.held = held
+                handles = [rank.broadcast(torch.full((40 * 16,), 1.0 + rank.rank), 0) for rank in ranks]
+                await turns()
+                wire.held = set()
+                await same_everywhere(handles, 1.0)
+                frames = [chunk.frame is not None for chunk in wire.from_to(1, 2)]
+                wire.sent.clear()
+                return sum(frames)
+
+            assert await as_it_came({(1, 2)}) == 4
+            assert await as_it_came(set()) == 40
+
+    monkeypatch.setattr(hierarchical, "MAX_HELD_BYTES", 3 * 112)
+    run()
+
+
+# Rank 0 of two nodes of two, with 40 floats in each block. It adds up block 0 (its own) from ranks 1 and 2, and block 2 from rank 1.
+# Of the result it gets blocks 4 + 1 and 4 + 3 from rank 1, and 4 + 2 from rank 2.
+@pytest.mark.parametrize(
+    ("source", "block", "offset", "size"),
+    [
+        (1, 0, 4, 64),
+        (1, 0, 0, 63),
+        (1, 0, 0, 164),
+        (3, 0, 0, 64),
+        (2, 2, 0, 64),
+        (1, 1, 0, 64),
+        (1, 3, 0, 64),
+        (1, 4, 0, 64),
+        (2, 4, 0, 64),
+        (2, 5, 0, 64),
+        (1, 6, 0, 64),
+        (3, 6, 0, 64),
+        (1, 5, 64, 64),
+        (1, 9, 0, 64),
+        (2, 10, 0, 64),
+        (2, 2**32 - 2, 0, 64),
+    ],
+    ids=[
+        *("gap", "half an element", "too much", "not the carrier there", "it begins here", "its neighbour's", "carried by the neighbour"),
+        *("its own result", "its own result from across", "from across", "not from across", "from another one across", "gap in a result"),
+        *("no block", "no block from across", "far beyond"),
+    ],
+)
+def test_a_chunk_that_does_not_fit(source: int, block: int, offset: int, size: int) -> None:
+    assert_refused(lambda rank: rank.all_reduce(torch.ones(160)), [(source, block, offset, size)])
+
+
+def test_a_sum_of_16_bit_floats_comes_from_across_in_32_and_from_the_node_in_16() -> None:
+    def call(rank: Backend) -> Pending[torch.Tensor]:
+        return rank.all_reduce(torch.ones(160).bfloat16())
+
+    assert_refused(call, [(2, 0, 0, 4), (2, 0, 4, 6)])
+    assert_refused(call, [(1, 0, 0, 6), (1, 0, 2, 2)])
+
+
+def test_a_gather_takes_nothing_to_add_and_a_reduction_no_result() -> None:
+    assert_refused(lambda rank: rank.all_gather(torch.ones(40)), [(1, 0, 0, 64)])
+    assert_refused(lambda rank: rank.reduce_scatter(torch.ones(160)), [(1, 5, 0, 64)])
+
+
+def test_parts_that_were_cut_in_other_ways_do_not_add_up() -> None:
+    words = "rank 2 cut its part of block 0 in another way than the others: Limits differ"
+    assert_refused(lambda rank: rank.all_reduce(torch.ones(160)), [(1, 0, 0, 64), (2, 0, 0, 32)], words)
+
+
+def assert_refused(call: Callable[[Backend], Pending[torch.Tensor]], chunks: list[tuple[int, int, int, int]], words: str = "") -> None:
+    """Rank 0 of 4 takes all but the last of these chunks; that one ends the collective for everyone, and nothing else."""
+
+    @on_shared_loop
+    async def run() -> None:
+        async with loopback_cluster(4, ranks_per_node=2, limits=LIMITS) as ranks:
+            handle = call(ranks[0])
+            await turns()  # it waits for the others now
+            for source, block, offset, size in chunks:
+                assert not handle.done()
+                ranks[0]._board.on_chunk(source, Chunk(1, 0, 0, block, offset, bytes(size)))
+            source, block, offset, size = chunks[-1]
+            with pytest.raises(
+                ProtocolError, match=words or f"rank {source} sent {size} bytes of block {block} at {offset}, expected offset"
+            ):
+                await handle
+            for error in await each_error(ranks[1:], call):
+                assert isinstance(error, CollectiveError)
+            await same_everywhere([rank.all_reduce(torch.ones(160)) for rank in ranks], 4.0)
+
+    run()
