@@ -103,13 +103,12 @@ class Hierarchical:
                 self._missing += length * self._awaited(leg) * carried
                 self._near.unsent += length * (not carried)
                 self._far.unsent += length * (carried and leg.hops > 0)
-                if carried and not self._awaited(leg):
-                    self._begin(block, leg)
             if self.gather:
                 self._missing += length * (block != self._rank)
                 self._near.unsent += length * (carried and bool(self._route.neighbours))
                 self._far.unsent += length * (carried and leg.hops < self._route.nodes - 1)
         if self.source is not None:
+            self._far.at_first = self._sums_of_one()
             self._near.at_last = self._contributions()
             self._near.may_run_ahead = lambda: self._far.queued < _AHEAD
         elif self.gather:
@@ -121,13 +120,15 @@ class Hierarchical:
         """How many ranks add to each chunk of a block that this rank carries: its neighbours, and the node before if there is one."""
         return len(self._route.neighbours) + (self._route.nodes > 1 and leg.hops != 1)
 
-    def _begin(self, block: int, leg: Leg) -> None:
-        """Queue the sum of a node of one rank, which is its own part."""
+    def _sums_of_one(self) -> Iterator[Outgoing]:
+        """What a node of one rank begins with: its sum is its own part, which is widened only when it goes."""
         assert self.source is not None
         assert self.reduction is not None
-        own = self.source[slice(*self.bounds[block])]
-        for chunk in self._chunks(len(own)):
-            self._far.first.append(Outgoing((leg.behind,), block, chunk.start * self._sum_itemsize, self.reduction.widen(own[chunk])))
+        for block, leg in enumerate(self._route.legs):
+            if leg.carrier == self._rank and not self._awaited(leg):
+                own = self.source[slice(*self.bounds[block])]
+                for chunk in self._chunks(len(own)):
+                    yield Outgoing((leg.behind,), block, chunk.start * self._sum_itemsize, self.reduction.widen(own[chunk]))
 
     def _contributions(self) -> Iterator[Outgoing]:
         """What the neighbours are to add up: the first chunk of every block, then the second ones, so that all can begin at once;

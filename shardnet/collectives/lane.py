@@ -23,9 +23,10 @@ class Outgoing:
 
 @dataclass(slots=True)
 class Lane:
-    """Queues, emptied in the order `first`, `then`, `at_last`; the last one makes its chunks when there is time for them."""
+    """Queues, emptied in the order `at_first`, `first`, `then`, `at_last`; the outer two make their chunks when it is their turn."""
 
     unsent: int = 0  # elements that are still to go, queued or not
+    at_first: Iterator[Outgoing] = field(default_factory=lambda: iter(()))
     first: deque[Outgoing] = field(default_factory=deque)
     then: deque[Outgoing] = field(default_factory=deque)
     at_last: Iterator[Outgoing] = field(default_factory=lambda: iter(()))
@@ -42,6 +43,8 @@ class Lane:
 
     async def take(self) -> Outgoing:
         """The next chunk; waits for one."""
+        if (item := next(self.at_first, None)) is not None:
+            return item
         while True:
             for queue in (self.first, self.then):
                 if queue:

@@ -1,6 +1,7 @@
 """Large collectives while they are under way: what goes when, what a rank keeps meanwhile, and what it takes from whom."""
 
 import asyncio
+import tracemalloc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -194,6 +195,45 @@ def test_what_came_is_passed_on_as_it_came_up_to_a_bound(wire: Wire, monkeypatch
             assert await as_it_came(set()) == 40
 
     monkeypatch.setattr(hierarchical, "MAX_HELD_BYTES", 3 * 112)
+    run()
+
+
+def test_a_node_of_one_rank_widens_its_part_as_it_goes() -> None:
+    """And not all of it when the collective begins, which would hold up everything else in the process, and take memory."""
+    limits = Limits(chunk_bytes=4096, eager_bytes=0, window_bytes=16384)
+
+    @on_shared_loop
+    async def run() -> None:
+        async with loopback_cluster(3, ranks_per_node=2, limits=limits) as ranks:
+            mine = torch.ones(3 * 40_000, dtype=torch.bfloat16)
+            tracemalloc.start()
+            try:
+                handles = [ranks[2].reduce_scatter(mine)]
+                await turns()
+                assert tracemalloc.get_traced_memory()[1] < mine.nbytes // 2
+            finally:
+                tracemalloc.stop()
+            await same_everywhere([*handles, *(rank.reduce_scatter(mine) for rank in ranks[:2])], 3.0)
+
+    run()
+
+
+@pytest.mark.parametrize("per_node", [2, 4])
+def test_what_was_added_up_is_let_go(per_node: int) -> None:
+    """A rank holds what of its neighbours' parts waits for others, not all of them until the end."""
+    limits = Limits(chunk_bytes=4096, eager_bytes=0, window_bytes=16384)
+
+    @on_shared_loop
+    async def run() -> None:
+        async with loopback_cluster(4, ranks_per_node=per_node, limits=limits) as ranks:
+            mine = torch.ones(4 * 100_000)
+            tracemalloc.start()
+            try:
+                await same_everywhere([rank.reduce_scatter(mine) for rank in ranks], 4.0)
+                assert tracemalloc.get_traced_memory()[1] < mine.nbytes // 4
+            finally:
+                tracemalloc.stop()
+
     run()
 
 
