@@ -97,6 +97,15 @@ async def test_small_ones_take_one_step() -> None:
         assert await traffic(backends, "all_reduce", torch.ones(32)) == [2 * 3 * 32] * 4
 
 
+async def test_what_is_small_is_less_where_ranks_share_a_link() -> None:
+    """A small broadcast goes from root to each; a larger one once to the neighbour and once across, or around the ring."""
+    limits = Limits(chunk_bytes=64, eager_bytes=64, window_bytes=256, inline_bytes=16)
+    for per_node, small, larger in ((1, 64, [0, 68, 68, 68]), (2, 16, [0, 40, 0, 20])):
+        async with loopback_cluster(4, ranks_per_node=per_node, limits=limits) as backends:
+            assert await traffic(backends, "broadcast", torch.ones(small // 4), root=1) == [0, 3 * small, 0, 0]
+            assert await traffic(backends, "broadcast", torch.ones(small // 4 + 1), root=1) == larger
+
+
 async def test_the_largest_share_of_all_decides() -> None:
     """All ranks must choose alike: one large share sends everyone around the ring."""
     async with loopback_cluster(3, limits=LIMITS) as backends:

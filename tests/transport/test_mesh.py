@@ -11,7 +11,7 @@ import torch
 
 from shardnet.errors import CollectiveError, CollectiveMismatch, PeerLost, ProtocolError
 from shardnet.pb import mesh_pb2
-from shardnet.transport.hello import Hello
+from shardnet.transport.hello import Hello, disagreement, terms_of
 from shardnet.wire import Chunk, encode
 from tests.shared_loop import on_shared_loop
 from tests.transport.puppet import Theatre, theatre
@@ -41,6 +41,18 @@ class TestHello:
     def test_what_is_none_is_refused(self, metadata: tuple[tuple[str, str | bytes], ...]) -> None:
         with pytest.raises(ProtocolError, match="not a worker's"):
             Hello.read(metadata)
+
+    @pytest.mark.parametrize(
+        ("theirs", "text"),
+        [
+            ({"b": 2, "a": 1}, None),
+            ({"a": 1, "b": 22}, "it has b 22, this one has b 2"),
+            ({"a": 1}, "it has nothing of the kind, this one has b 2"),
+            ({"a": 1, "b": 2, "c": 3}, "it has c 3, this one has nothing of the kind"),
+        ],
+    )
+    def test_settings_are_compared_one_by_one(self, theirs: dict[str, object], text: str | None) -> None:
+        assert disagreement(terms_of(theirs), terms_of({"a": 1, "b": 2})) == text
 
 
 class TestStrangers:
