@@ -12,7 +12,7 @@ import torch
 from shardnet.backend import Backend, Pending
 from shardnet.collectives import hierarchical
 from shardnet.config import Limits
-from shardnet.errors import CollectiveError, ProtocolError
+from shardnet.errors import CollectiveError, PeerLost, ProtocolError
 from shardnet.testing import each_error, loopback_cluster
 from shardnet.transport.memory import MemoryMesh
 from shardnet.wire import Chunk, decode, encode
@@ -34,6 +34,7 @@ class Wire:
     def __init__(self) -> None:
         self.sent: list[tuple[Hop, Chunk]] = []  # data only
         self.held: set[Hop] = set()
+        self.broken: set[Hop] = set()
         self.framed = False
         self.lent = False  # what is sent is overwritten as soon as it was taken
         self._send = MemoryMesh.send
@@ -43,6 +44,8 @@ class Wire:
         if len(chunk.data):
             while hop in self.held:  # noqa: ASYNC110 - turns of the loop are what the tests count
                 await asyncio.sleep(0)
+            if hop in self.broken:
+                raise PeerLost(f"rank {peer} lost: its connection broke", peer)
             self.sent.append((hop, chunk))
         if self.framed:
             chunk = decode(b"".join(encode(chunk)))
@@ -214,6 +217,27 @@ def test_a_node_of_one_rank_widens_its_part_as_it_goes() -> None:
             finally:
                 tracemalloc.stop()
             await same_everywhere([*handles, *(rank.reduce_scatter(mine) for rank in ranks[:2])], 3.0)
+
+    run()
+
+
+@pytest.mark.parametrize("lost", [1, 2])
+def test_a_connection_that_breaks_in_the_middle_of_sending(wire: Wire, lost: int) -> None:
+    """To the rank of its own node or to the one across: the error says which, and in what, to everyone."""
+
+    def call(rank: Backend) -> Pending[torch.Tensor]:
+        return rank.all_reduce(torch.ones(960))
+
+    @on_shared_loop
+    async def run() -> None:
+        wire.broken = {(0, lost)}
+        async with loopback_cluster(4, ranks_per_node=2, limits=LIMITS) as ranks:
+            for error in await each_error(ranks, call):
+                assert isinstance(error, PeerLost)
+                assert error.rank == lost
+                assert f"rank {lost} (memory:{lost}) lost during all_reduce #0: " in str(error)
+            wire.broken = set()
+            await same_everywhere([call(rank) for rank in ranks], 4.0)
 
     run()
 
