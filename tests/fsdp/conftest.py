@@ -1,8 +1,6 @@
 """What the tests of sharded training share."""
 
 import importlib
-import subprocess
-import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,6 +8,8 @@ from types import ModuleType
 
 import pytest
 import torch
+
+from tests.training.workers import Nursery
 
 START_S = 150  # processes import torch and its compiler, and train; most of this is for a busy machine
 
@@ -30,12 +30,10 @@ def _a_thread_each() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def fsdp2_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def fsdp2_runs(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with what the ranks of fsdp2_worker.py, real processes, have written. Give a test that uses it 2 · START_S."""
     folder = tmp_path_factory.mktemp("fsdp2")
-    command = [sys.executable, "-m", "tests.fsdp.fsdp2_worker", str(folder)]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=START_S, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    nursery.call("tests.fsdp.fsdp2_worker:main", str(folder), within_s=START_S)
     return folder
 
 

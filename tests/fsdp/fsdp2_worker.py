@@ -1,16 +1,13 @@
 """The reference runs: the parity models under PyTorch's own sharding over gloo.
 
-    python -m tests.fsdp.fsdp2_worker FOLDER
-
 Four processes train on 4 ranks, then two of them on 2, and then the cases of cases.py: FULL_SHARD is fully_shard,
 SHARD_GRAD_OP that with reshard_after_forward=False, HYBRID_SHARD that over a mesh of two dimensions, and NO_SHARD is
 DistributedDataParallel. Rank 0 writes `FOLDER/<world size>.npz` or `FOLDER/<case>.npz`: the losses of the combined batch
-and the parameters after the last step. The processes are forked once everything is imported, before any thread runs:
-importing torch and its compiler takes longer than the training.
+and the parameters after the last step. The processes are forked once everything is imported, before any thread runs, as this one
+was (tests/training/worker.py): importing torch and its compiler takes longer than the training.
 """
 
 import multiprocessing
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -130,18 +127,13 @@ def _write(rank: int, path: Path, losses: list[float], parameters: dict[str, tor
         np.savez(path, losses=np.array(losses), **arrays)  # type: ignore[arg-type]  # a parameter is not called `allow_pickle`
 
 
-def main(folder: Path) -> int:
+def main(folder: str) -> int:
     """Returns how many ranks failed."""
     torch.set_num_threads(1)
-    optimizer_for(torch.nn.Linear(1, 1).parameters())  # the first one imports torch's compiler
     fork = multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=run_rank, args=(rank, folder), daemon=True) for rank in range(max(WORLD_SIZES))]
+    ranks = [fork.Process(target=run_rank, args=(rank, Path(folder)), daemon=True) for rank in range(max(WORLD_SIZES))]
     for process in ranks:
         process.start()
     for process in ranks:
         process.join()
     return sum(process.exitcode != 0 for process in ranks)
-
-
-if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))

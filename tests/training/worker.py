@@ -1,7 +1,8 @@
 """Workers as processes, to be killed and frozen: `python -m tests.training.worker FD`, FD that of a socket.
 
-Importing torch takes seconds, so one process imports everything, starts no thread, and then forks a worker for each address of a
-rendezvous that comes through the socket, with the descriptors that the worker shall have for its standard input and output.
+Importing torch and its compiler takes seconds, so one process imports everything, starts no thread, and then forks a worker for each
+address of a rendezvous that comes through the socket, with the descriptors that the worker shall have for its standard input and output.
+Another request is to call a function in a process of its own.
 
 Each line that a worker reads is a job to join, as JSON: {"job", "world_size", "work", ...}; WORK below has the kinds of work. It says when
 it has joined, and when it has left: by which error, when, what it still holds then, and what its work gave. It ends when its standard
@@ -120,9 +121,7 @@ class Worker:
 
     async def call(self, cluster: shardnet.Cluster, command: Command) -> object:
         """What a function gives that gets the backend, in a thread of its own: "module:name", with arguments."""
-        module, name = command["function"].split(":")
-        function = getattr(importlib.import_module(module), name)
-        return await asyncio.to_thread(function, cluster.backend, *command["arguments"])
+        return await asyncio.to_thread(named(command["function"]), cluster.backend, *command["arguments"])
 
     async def hold(self, cluster: shardnet.Cluster, command: Command) -> None:
         """Rank 0 keeps the interpreter to itself for some seconds, as code in C may that loads a large file."""
@@ -176,30 +175,40 @@ WORK: dict[str, Callable[[Worker, shardnet.Cluster, Command], Awaitable[object]]
 }
 
 
-def nursery(control: socket.socket) -> str | None:
-    """Fork and reap as told, until the socket closes. In each child: returns the address of its rendezvous."""
+def nursery(control: socket.socket) -> list[str]:
+    """Fork and reap as told, until the socket closes; then returns nothing. In each child: returns what it shall do."""
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)])  # the first one imports torch's compiler
     assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose the other threads, and what they hold locked"  # noqa: PTH208
     gc.freeze()  # or each child's first collection copies all that it shares with the others
     while True:
-        request, descriptors, _, _ = socket.recv_fds(control, 256, 2)
-        if not request:
-            return None
-        match request.decode().split():
-            case ["fork", address]:
-                if not (pid := os.fork()):
+        request, descriptors, _, _ = socket.recv_fds(control, 4096, 3)
+        match request.decode().split("\n"):
+            case [""]:
+                return []
+            case ["wait", pid]:
+                control.send(b"%d" % os.waitstatus_to_exitcode(os.waitpid(int(pid), 0)[1]))
+            case task:
+                if not (child := os.fork()):
                     control.close()
                     for number, descriptor in enumerate(descriptors):
                         os.dup2(descriptor, number)
                         os.close(descriptor)
-                    return address
+                    return task
                 for descriptor in descriptors:
                     os.close(descriptor)
-                control.send(b"%d" % pid)
-            case ["wait", pid]:
-                control.send(b"%d" % os.waitstatus_to_exitcode(os.waitpid(int(pid), 0)[1]))
+                control.send(b"%d" % child)
+
+
+def named(function: str) -> Any:
+    """What is called "module:name"."""
+    module, name = function.split(":")
+    return getattr(importlib.import_module(module), name)
 
 
 if __name__ == "__main__":
-    if (rendezvous := nursery(socket.socket(fileno=int(sys.argv[1])))) is not None:
-        torch.set_num_threads(1)
-        shardnet.run(Worker(rendezvous).run)
+    match nursery(socket.socket(fileno=int(sys.argv[1]))):
+        case ["work", rendezvous]:
+            torch.set_num_threads(1)
+            shardnet.run(Worker(rendezvous).run)
+        case ["call", function, *arguments]:
+            sys.exit(named(function)(*arguments))

@@ -8,9 +8,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
 from types import TracebackType
 from typing import Any, Self
 
@@ -28,7 +29,7 @@ Message = dict[str, Any]
 
 
 class Nursery:
-    """The process that forks workers; costs some seconds, so a test session has one."""
+    """The process that forks others, with all that takes long to import; costs some seconds, so a test session has one."""
 
     def __init__(self) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -42,14 +43,33 @@ class Nursery:
                 pass_fds=(theirs.fileno(),),
             )
 
-    def fork(self, rendezvous: str, stdin: int, stdout: int) -> int:
+    def work(self, rendezvous: str, stdin: int, stdout: int) -> int:
         """The pid of a new worker."""
-        socket.send_fds(self._control, [f"fork {rendezvous}".encode()], [stdin, stdout])
-        return int(self._control.recv(64))
+        return self._fork("work", rendezvous, descriptors=(stdin, stdout))
+
+    def call(self, function: str, *arguments: str, within_s: float) -> None:
+        """Run "module:name" in a process of its own, to its end; what it returns is the exit status, which must be 0."""
+        with Path(os.devnull).open() as nothing, TemporaryFile("w+") as output:
+            descriptors = nothing.fileno(), output.fileno(), output.fileno()
+            pid = self._fork("call", function, *arguments, descriptors=descriptors)
+            ended = os.pidfd_open(pid)
+            try:
+                if not select.select([ended], [], [], within_s)[0]:
+                    os.kill(pid, signal.SIGKILL)
+            finally:
+                os.close(ended)
+            status = self.wait(pid)
+            output.seek(0)
+            assert status == 0, f"{function} ended with {status}:\n{output.read()}"
 
     def wait(self, pid: int) -> int:
-        """Wait until a worker has ended; its exit status. Until then nobody else can get its pid."""
-        self._control.send(b"wait %d" % pid)
+        """Wait until a process has ended; its exit status. Until then nobody else can get its pid."""
+        self._control.send(b"wait\n%d" % pid)
+        return int(self._control.recv(64))
+
+    def _fork(self, *task: str, descriptors: Sequence[int]) -> int:
+        """The pid of a new process, with these descriptors for its standard input, output and errors, as far as there are any."""
+        socket.send_fds(self._control, ["\n".join(task).encode()], descriptors)
         return int(self._control.recv(64))
 
     @property
@@ -74,7 +94,7 @@ class Worker:
         self._stdout, stdout = os.pipe()
         self._status: int | None = None
         try:
-            self.pid = nursery.fork(rendezvous, stdin, stdout)
+            self.pid = nursery.work(rendezvous, stdin, stdout)
         finally:
             os.close(stdin)
             os.close(stdout)

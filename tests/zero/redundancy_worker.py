@@ -1,14 +1,11 @@
 """The reference run: the parity model under torch's DistributedDataParallel and ZeroRedundancyOptimizer over gloo.
 
-    python -m tests.zero.redundancy_worker FOLDER
-
 Three processes train, once with each optimizer. Rank 0 writes `FOLDER/<optimizer>.npz`: the losses of the combined
 batch and the parameters after the last step. The processes are forked once everything is imported, as those of
 tests/fsdp/fsdp2_worker.py.
 """
 
 import multiprocessing
-import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -52,18 +49,13 @@ def run_rank(rank: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def main(folder: Path) -> int:
+def main(folder: str) -> int:
     """Returns how many ranks failed."""
     torch.set_num_threads(1)
-    torch.optim.SGD(torch.nn.Linear(1, 1).parameters())  # the first one imports torch's compiler
     fork = multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=run_rank, args=(rank, folder), daemon=True) for rank in range(WORLD_SIZE)]
+    ranks = [fork.Process(target=run_rank, args=(rank, Path(folder)), daemon=True) for rank in range(WORLD_SIZE)]
     for process in ranks:
         process.start()
     for process in ranks:
         process.join()
     return sum(process.exitcode != 0 for process in ranks)
-
-
-if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))

@@ -1,13 +1,12 @@
 """The same training as PyTorch's own ZeroRedundancyOptimizer over gloo: losses and parameters after every step."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from tests.training.workers import Nursery
 from tests.zero.redundancy_worker import WORLD_SIZE
 from tests.zero.training import OPTIMIZERS, train_sharded
 
@@ -15,12 +14,10 @@ START_S = 100  # a process imports torch and its compiler; most of this is for a
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def reference(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with what torch's ranks, real processes, have written."""
     folder = tmp_path_factory.mktemp("redundancy")
-    command = [sys.executable, "-m", "tests.zero.redundancy_worker", str(folder)]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=START_S, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    nursery.call("tests.zero.redundancy_worker:main", str(folder), within_s=START_S)
     return folder
 
 
