@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import shardnet
-from benchmarks import collectives, training
+from benchmarks import collectives
 from benchmarks.journal import Journal
 from benchmarks.plan import Collectives, Session, Topology, Training, Transport
 from benchmarks.row import Row
@@ -51,6 +51,8 @@ def _measure_collectives(session: Collectives, backend: shardnet.Backend, journa
 
 
 def _measure_training(session: Training, backend: shardnet.Backend, journal: Journal) -> None:
+    from benchmarks import training  # brings FSDP2 along, a second of imports that sessions of collectives need not wait for
+
     def on_step(done: int) -> None:
         journal.progress(done, session.steps, f"{session.ranks} ranks, training")
 

@@ -1,10 +1,25 @@
-"""Helpers for testing what is built on shardnet; the project's own tests use them, too."""
+"""Helpers for testing what is built on shardnet; the project's own tests use them, too.
 
-from shardnet.testing import reference
-from shardnet.testing.bits import bits, same_bits
-from shardnet.testing.cluster import jitter_cluster, local_cluster, loopback_cluster
-from shardnet.testing.namespaces import NamespacesUnavailable, bridged_nodes
-from shardnet.testing.ranks import each_error, each_rank
+The names below are imported when they are first used: whoever only makes namespaces need not wait for torch. So no module here may
+be called like a name of another one.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shardnet.testing import reference
+    from shardnet.testing.bitwise import bits, same_bits
+    from shardnet.testing.cluster import jitter_cluster, local_cluster, loopback_cluster
+    from shardnet.testing.namespaces import NamespacesUnavailable, bridged_nodes
+    from shardnet.testing.ranks import each_error, each_rank
+
+_HOME = {
+    "shardnet.testing.bitwise": ("bits", "same_bits"),
+    "shardnet.testing.cluster": ("jitter_cluster", "local_cluster", "loopback_cluster"),
+    "shardnet.testing.namespaces": ("NamespacesUnavailable", "bridged_nodes"),
+    "shardnet.testing.ranks": ("each_error", "each_rank"),
+}
 
 __all__ = [
     "NamespacesUnavailable",
@@ -18,3 +33,12 @@ __all__ = [
     "reference",
     "same_bits",
 ]
+
+
+def __getattr__(name: str) -> object:
+    for module, names in _HOME.items():
+        if name in names:
+            return getattr(importlib.import_module(module), name)
+    if name == "reference":
+        return importlib.import_module("shardnet.testing.reference")
+    raise AttributeError(f"module 'shardnet.testing' has no attribute {name!r}")

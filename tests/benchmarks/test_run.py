@@ -35,11 +35,12 @@ def measured(directory: Path, *arguments: str) -> list[dict[str, Any]]:
     return rows
 
 
-@pytest.mark.timeout(300)  # six workers import torch; seconds, unless the machine is busy with other things
+@pytest.mark.timeout(300)  # four workers import torch; seconds, unless the machine is busy with other things
 def test_a_run_measures_everything_it_was_asked_for(tmp_path: Path) -> None:
-    rows = measured(tmp_path, "--topologies", "one-node", "--only", "collectives", "--explain")
+    """Each half with one transport: that a run goes through all of its sessions takes no workers to see (below)."""
+    rows = measured(tmp_path, "--topologies", "one-node", "--only", "collectives", "--transports", "shm", "--explain")
     cases = [(op, size) for op in ("all_gather", "reduce_scatter", "all_reduce") for size in (1024, 16384)]
-    assert [(row["transport"], row["op"], row["bytes"]) for row in rows] == [(by, *case) for by in ("grpc", "shm") for case in cases]
+    assert [(row["transport"], row["op"], row["bytes"]) for row in rows] == [("shm", *case) for case in cases]
     steps = measured(tmp_path, "--topologies", "one-node", "--only", "step", "--transports", "shm")
     assert [(row["transport"], row["peer"]) for row in steps] == [("shm", "fsdp2-gloo"), ("shm", "no communication")]
     for each in (*rows, *steps):
@@ -51,7 +52,7 @@ def test_a_run_measures_everything_it_was_asked_for(tmp_path: Path) -> None:
         assert tuple(each["explained_ms"]) == PARTS
         assert all(each["explained_ms"][part] > 0 for part in (HANDED_OVER, SENDING, TRANSPORT, COLLECTIVES))
         assert (each["explained_ms"][REDUCING] > 0) or each["op"] == "all_gather"
-        assert ("memcpy_ms" in each) == (each["transport"] == "shm")
+        assert each["memcpy_ms"] > 0
 
 
 @pytest.mark.timeout(300)
