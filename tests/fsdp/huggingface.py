@@ -24,7 +24,7 @@ from tests.fsdp.models import seeded, token_batches
 from tests.fsdp.training import SAMPLES
 
 Tensor = torch.Tensor
-STEPS = 4
+STEPS = 3
 VOCABULARY = 31
 COMMON = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
 

@@ -2,7 +2,8 @@
 
 [Note: tolerance] Between 20 steps of a small GPT in one process and the same over ranks, the farthest that a single loss was
 off, measured over all runs below: weights in bfloat16 0.26 %, weights in int8 1.5 %, gradients in int8 0.06 %. The first two
-are rounding that the forward sees; error feedback makes up for the last.
+are rounding that the forward sees, farthest off within the first 10 steps, so that 10 will do on many ranks; error feedback
+makes up for the last.
 """
 
 import asyncio
@@ -45,7 +46,7 @@ def share_of(batch: Tensor, backend: Backend) -> Tensor:
     return batch[backend.rank * share :][:share]
 
 
-def train(world_size: int, kind: str, micro_batches: int = 1, steps: int = 20, **options: Any) -> list[Run]:
+def train(world_size: int, kind: str, micro_batches: int = 1, *, steps: int, **options: Any) -> list[Run]:
     def work(backend: Backend) -> Run:
         model = FSDP(make_gpt(), backend, units=[Block], **options)
         optimizer = optimizer_for(model.parameters(), kind)
@@ -85,20 +86,23 @@ def check_identical(left: Run, right: Run) -> None:
 )
 def test_losses_are_nearly_those_of_one_process(world_size: int, options: dict[str, Any], kind: str, mode: str) -> None:
     compression, tolerance = MODES[mode]
-    first, *others = train(world_size, kind, compression=compression, **options)
+    steps = 20 if world_size == 2 else 10
+    first, *others = train(world_size, kind, steps=steps, compression=compression, **options)
     for run in others:
         check_identical(run, first)
-    assert first.losses == pytest.approx(alone(optimizer_kind=kind).losses, rel=tolerance)
-    assert first.losses != alone(optimizer_kind=kind).losses
+    exact = alone(optimizer_kind=kind).losses[:steps]
+    assert first.losses == pytest.approx(exact, rel=tolerance)
+    assert first.losses != exact
 
 
 def test_accumulated_gradients_end_at_the_same_place() -> None:
-    assert train(2, "sgd", micro_batches=3, compression=INT8)[0].losses == pytest.approx(alone(optimizer_kind="sgd").losses, rel=0.02)
+    losses = train(2, "sgd", micro_batches=3, steps=10, compression=INT8)[0].losses
+    assert losses == pytest.approx(alone(optimizer_kind="sgd").losses[:10], rel=0.02)
 
 
 @pytest.mark.parametrize(("world_size", "options"), PLACES)
 def test_a_training_repeats_bit_by_bit(world_size: int, options: dict[str, Any]) -> None:
-    first, again = (train(world_size, "adamw", steps=5, compression=INT8, **options)[0] for _ in range(2))
+    first, again = (train(world_size, "adamw", steps=3, compression=INT8, **options)[0] for _ in range(2))
     check_identical(first, again)
 
 

@@ -28,7 +28,7 @@ def check_equal(ours: Run, path: Path) -> None:
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_twenty_steps_equal_fully_shard(fsdp2_runs: Path, world_size: int) -> None:
+def test_steps_equal_fully_shard(fsdp2_runs: Path, world_size: int) -> None:
     check_equal(train_sharded(world_size)[0], fsdp2_runs / f"{world_size}.npz")
 
 

@@ -32,11 +32,11 @@ def test_a_world_of_one_is_the_unsharded_model_bit_for_bit(alone: Run) -> None:
 
 
 def test_a_repeated_run_is_bit_identical() -> None:
-    check_equal(train_sharded(3)[0], train_sharded(3)[0], tolerance=0)
+    check_equal(train_sharded(3, steps=5)[0], train_sharded(3, steps=5)[0], tolerance=0)
 
 
 def test_prefetch_and_the_moment_of_making_the_optimizer_change_no_bit() -> None:
-    plain = train_sharded(2, prefetch=0)[0]
-    check_equal(train_sharded(2, prefetch=3)[0], plain, tolerance=0)
-    check_equal(train_sharded(2, explicit=True)[0], plain, tolerance=0)
-    check_equal(train_sharded(2, optimizer_first=True)[0], plain, tolerance=0)
+    plain = train_sharded(2, steps=5, prefetch=0)[0]
+    check_equal(train_sharded(2, steps=5, prefetch=3)[0], plain, tolerance=0)
+    check_equal(train_sharded(2, steps=5, explicit=True)[0], plain, tolerance=0)
+    check_equal(train_sharded(2, steps=5, optimizer_first=True)[0], plain, tolerance=0)

@@ -1,4 +1,4 @@
-"""The run that the parity tests repeat in several ways: 20 AdamW steps of a small GPT."""
+"""The run that the parity tests repeat in several ways: some AdamW steps of a small GPT."""
 
 from dataclasses import dataclass
 
@@ -39,7 +39,9 @@ def train_alone(*, steps: int = STEPS, optimizer_kind: str = "adamw") -> Run:
     return Run(losses, model.state_dict())
 
 
-def train_sharded(world_size: int, *, prefetch: int = 1, explicit: bool = False, optimizer_first: bool = False) -> list[Run]:
+def train_sharded(
+    world_size: int, *, steps: int = STEPS, prefetch: int = 1, explicit: bool = False, optimizer_first: bool = False
+) -> list[Run]:
     def work(backend: Backend) -> Run:
         inner = make_gpt(seed=backend.rank)  # only rank 0's counts
         before = optimizer_for(inner.parameters()) if optimizer_first else None
@@ -47,7 +49,7 @@ def train_sharded(world_size: int, *, prefetch: int = 1, explicit: bool = False,
         optimizer = before or optimizer_for(model.parameters())
         share = SAMPLES // world_size
         losses = []
-        for batch in token_batches(STEPS, SAMPLES):
+        for batch in token_batches(steps, SAMPLES):
             loss = loss_of(model, batch[backend.rank * share :][:share])
             loss.backward()  # type: ignore[no-untyped-call]
             if explicit:

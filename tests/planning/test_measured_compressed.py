@@ -69,11 +69,14 @@ def test_memory_and_traffic_are_those_of_a_run(strategy: Strategy, ranks: int, n
     assert sent == pytest.approx(expected, rel=0.01)
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 2])
-@pytest.mark.parametrize(("strategy", "ranks", "node"), [(FULL, 2, None), (GRAD, 2, None), (HYBRID, 4, 2)])
-@pytest.mark.parametrize("compression", MODES[1:], ids=str)
+WHERE = [(FULL, 2, None), (GRAD, 2, None), (HYBRID, 4, 2)]
+# Every two of mode, place and prefetch meet.
+PAIRS = [(mode, *WHERE[place], (row + place) % 3) for row, mode in enumerate(MODES[1:]) for place in range(3)]
+
+
+@pytest.mark.parametrize(("compression", "strategy", "ranks", "node", "prefetch"), PAIRS, ids=str)
 def test_as_much_is_packed_where_nothing_arrives_before_it_is_waited_for(
-    strategy: Strategy, ranks: int, node: int | None, compression: Compression, prefetch: int, monkeypatch: pytest.MonkeyPatch
+    compression: Compression, strategy: Strategy, ranks: int, node: int | None, prefetch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Exchange, "arrived", False)
     setting = Setting(ranks, node_size=node, prefetch=prefetch, compression=compression)
