@@ -15,9 +15,10 @@ import asyncio, os, socket, subprocess, sys, threading, time
 from pathlib import Path
 import pytest
 from shardnet.loop import LoopThread
-from tests import guards
+from tests import guards, loop_watch
 
-guards.GRACE_S = guards.SHARED_LOOP_LIMIT_S = guards.TEST_LOOP_LIMIT_S = 0.5
+guards.GRACE_S = guards.SHARED_LOOP_LIMIT_S = guards.TEST_LOOP_LIMIT_S = 0.3
+loop_watch.BUSY_S = 0.2
 
 kept = []
 
@@ -52,24 +53,24 @@ async def test_leaks_a_task():
     kept.append(asyncio.get_running_loop().create_task(asyncio.sleep(60)))
 
 async def test_blocks_its_loop():
-    time.sleep(2.5)
+    time.sleep(1.5)
 
 def test_blocks_the_shared_loop():
     async def block():
-        time.sleep(2.5)
+        time.sleep(1.5)
     LoopThread.shared().run(block()).result()
 
 @pytest.mark.blocks_loop
 async def test_blocks_its_loop_with_leave():
-    time.sleep(2.5)
+    time.sleep(1.5)
 
 async def test_keeps_its_loop_busy_with_short_callbacks():
-    end = time.monotonic() + 2.5
+    end = time.monotonic() + 1.5
     while time.monotonic() < end:
         await asyncio.sleep(0)
 
 def test_holds_a_thread_that_ends_a_little_late():
-    threading.Thread(target=time.sleep, args=(0.2,)).start()
+    threading.Thread(target=time.sleep, args=(0.1,)).start()
 
 @pytest.fixture
 def connection():
@@ -91,8 +92,8 @@ FAILURES = {
     "test_leaks_shared_memory": "\n  /dev/shm/shardnet-guard-sample-",
     "test_leaks_a_task_on_the_shared_loop": "task Task-",
     "test_leaks_a_task": "left tasks running",
-    "test_blocks_its_loop": "time.sleep(2.5)",
-    "test_blocks_the_shared_loop": "time.sleep(2.5)",
+    "test_blocks_its_loop": "time.sleep(1.5)",
+    "test_blocks_the_shared_loop": "time.sleep(1.5)",
 }
 PASSES = (
     "test_opens_nothing",

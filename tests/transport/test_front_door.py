@@ -101,16 +101,21 @@ async def test_an_opening_in_pieces() -> None:
             assert (await loop.sock_recv(sock, 4))[3] == 4  # a SETTINGS frame
 
 
-@pytest.mark.parametrize("said", [b"", OPENING[:10], OPENING], ids=["nothing", "half an opening", "no request"])
 @on_shared_loop
-async def test_who_does_not_go_on_is_shown_the_door(said: bytes) -> None:
+async def test_who_does_not_go_on_is_shown_the_door() -> None:
+    """After nothing, half an opening, and an opening without a request; at once, because each is given all the time there is."""
     loop = asyncio.get_running_loop()
-    async with worker() as endpoint:
+
+    async def wait_for_the_end(endpoint: Endpoint, said: bytes) -> None:
         with await connect(endpoint) as sock:
             await loop.sock_sendall(sock, said)
             async with asyncio.timeout(HANDSHAKE_S + 2):
                 while await loop.sock_recv(sock, 4096):
                     pass
+
+    async with worker() as endpoint, asyncio.TaskGroup() as callers:
+        for said in (b"", OPENING[:10], OPENING):
+            callers.create_task(wait_for_the_end(endpoint, said), name=f"after {said!r}")
 
 
 @pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01", OPENING[:24]], ids=["web", "TLS", "no settings"])

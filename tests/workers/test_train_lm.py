@@ -19,22 +19,34 @@ from hypothesis import strategies as st
 import shardnet
 from options import parse_options
 from outputs import count_ranks, write_sample
+from tests.training.workers import Nursery, rendezvous
+from tests.workers.forked import PROGRAM, ROOT
 from text import read_text
 from train_lm import Trainer, learning_rate, main
 
-ROOT = Path(__file__).resolve().parents[2]
-PROGRAM = "workers/train_lm.py"
 TINY = "--dim=32 --layers=2 --heads=2 --context=16 --bigrams=3 --warmup=0.2 --valid-every=8 --valid-windows=3 --sample-bytes=40"
 
 
-def train(out: Path, *options: str) -> tuple[dict[str, Any], str]:
+def launch(out: Path, *options: str) -> tuple[dict[str, Any], str]:
     """Train on a local cluster of two, with one compute thread each; the report's data, and what was printed."""
     command = [sys.executable, "-m", "shardnet.cli", "run", "--nproc", "2", PROGRAM, "--", *TINY.split(), f"--out={out}", *options]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=80)
     assert done.returncode == 0, done.stdout + done.stderr
+    return reported(out), done.stdout
+
+
+def train(nursery: Nursery, out: Path, *options: str) -> dict[str, Any]:
+    """The same without the launcher, whose processes take seconds to import torch; the report's data."""
+    with rendezvous() as address:
+        nursery.call("tests.workers.forked:main", address, *TINY.split(), f"--out={out}", *options, within_s=80)
+    return reported(out)
+
+
+def reported(out: Path) -> dict[str, Any]:
     page = re.search(r'id="run-data" type="application/json">(.*?)</script>', (out / "report.html").read_text(encoding="utf-8"), re.DOTALL)
     assert page
-    return json.loads(page[1]), done.stdout
+    data: dict[str, Any] = json.loads(page[1])
+    return data
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +62,7 @@ def book(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.blocks_loop  # with losses and batches of its own, as the program does: the loop is the program's, not the network's
 async def test_two_ranks_learn_what_one_learns(tmp_path: Path, book: Path) -> None:
     """Same samples in the same order: the losses agree, also in the last step, where one of two ranks has no sample."""
-    two, printed = train(tmp_path, f"--text={book}", "--epochs=1", "--batch=2")
+    two, printed = launch(tmp_path, f"--text={book}", "--epochs=1", "--batch=2")
     alone = parse_options([*TINY.split(), f"--text={book}", "--epochs=1", "--batch=4"])
     async with shardnet.connect() as cluster:
         one = await Trainer.create(cluster, alone, read_text(book, context=16))
@@ -99,8 +111,8 @@ async def test_bfloat16_learns_nearly_the_same(book: Path) -> None:
 
 @pytest.mark.timeout(90)
 @pytest.mark.blocks_loop
-async def test_two_ranks_learn_nearly_the_same_with_compression(tmp_path: Path, book: Path) -> None:
-    run, _ = train(tmp_path, f"--text={book}", "--epochs=1", "--batch=2", "--compress=int8")
+async def test_two_ranks_learn_nearly_the_same_with_compression(nursery: Nursery, tmp_path: Path, book: Path) -> None:
+    run = train(nursery, tmp_path, f"--text={book}", "--epochs=1", "--batch=2", "--compress=int8")
     alone = parse_options([*TINY.split(), f"--text={book}", "--epochs=1", "--batch=4"])
     async with shardnet.connect() as cluster:
         one = await Trainer.create(cluster, alone, read_text(book, context=16))
@@ -119,8 +131,8 @@ async def test_two_ranks_learn_nearly_the_same_with_compression(tmp_path: Path, 
 
 
 @pytest.mark.timeout(90)
-def test_time_ends_a_run_on_all_ranks_at_the_same_step(tmp_path: Path, book: Path) -> None:
-    run, _ = train(tmp_path, f"--text={book}", "--steps=100000", "--max-seconds=0.5", "--batch=2")
+def test_time_ends_a_run_on_all_ranks_at_the_same_step(nursery: Nursery, tmp_path: Path, book: Path) -> None:
+    run = train(nursery, tmp_path, f"--text={book}", "--steps=100000", "--max-seconds=0.5", "--batch=2")
     assert 1 <= len(run["steps"]) < 100_000
     assert run["config"]["max_seconds"] == "0.5"
     assert run["validations"][-1]["step"] == run["steps"][-1]["step"]
