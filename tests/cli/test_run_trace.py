@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from shardnet import connect
+from shardnet.errors import UsageError
 from tests.cli.launched import script, shardnet
 
 TRAINING = """
@@ -26,10 +28,15 @@ def test_any_program_leaves_a_timeline_of_all_ranks(tmp_path: Path) -> None:
     assert {span["pid"] for span in spans if span["name"] == "all_reduce #0 of a number"} == {0, 1}
 
 
-@pytest.mark.parametrize("place", ["file/trace.json", "folder"])
-def test_a_place_that_cannot_be_written_is_told_before_the_training(tmp_path: Path, place: str) -> None:
-    (tmp_path / "file").touch()
+def test_a_place_that_cannot_be_written_is_told_before_the_training(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
-    result = shardnet(tmp_path, "run", "--nproc", "1", "--trace", place, script(tmp_path, TRAINING))
+    result = shardnet(tmp_path, "run", "--nproc", "1", "--trace", "folder", script(tmp_path, TRAINING))
     assert result.status == 1
-    assert f"cannot write a trace to {tmp_path}/{place}" in result.err
+    assert f"cannot write a trace to {tmp_path}/folder: Is a directory" in result.err
+
+
+async def test_a_place_whose_folder_cannot_be_made_is_told_too(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=f"cannot write a trace to {tmp_path}/file/trace.json: File exists"):
+        async with connect(trace=str(tmp_path / "file" / "trace.json")):
+            raise AssertionError("the training begins")
