@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from benchmarks.plan import Topology
+from benchmarks.plan import Topology, Transport
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +117,11 @@ class Row:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Self:
-        """Raises TypeError if fields are missing or unknown."""
-        return cls(**fields)
+        """Raises TypeError if fields are missing or unknown, ValueError for a place that no table has."""
+        row = cls(**fields)
+        if Transport(row.transport) not in Topology(row.topology).transports:
+            raise ValueError(f"nothing is measured over {row.transport} on {row.topology}")
+        return row
 
 
 def collectives(rows: Sequence[Row]) -> list[Row]:

@@ -37,6 +37,13 @@ def test_a_foreign_file_is_refused_by_name(tmp_path: Path, text: str) -> None:
         read_json(path)
 
 
+def test_a_place_that_has_no_table_any_more_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "old.json"
+    write_json([row(topology="netns-1gbit", transport="grpc", ranks=4, nodes=2)], path)
+    with pytest.raises(ValueError, match=r"old\.json was not written by .*: nothing is measured over grpc on netns-1gbit"):
+        read_json(path)
+
+
 def test_text_tables_are_aligned_and_say_whether_targets_are_met() -> None:
     report = text_report(run())
     lines = report.splitlines()
