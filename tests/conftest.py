@@ -1,8 +1,14 @@
 """What every test gets. The guards are a plugin of their own, so that tests/test_guards.py can load them into a fresh run."""
 
+import os
+
 import shardnet  # noqa: F401 - before grpc, which reads from the environment that shardnet sets how much it prints
 from tests.training.workers import nursery
 
 __all__ = ["nursery"]
+
+# Virtual machines exist that announce AMX and then end a process for using it, which torch does for any product of 16-bit floats. Without AMX
+# such products also have the same bits on more machines. Whatever the tests start inherits this; torch reads it with its first product.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
 pytest_plugins = ["tests.guards"]
