@@ -1,0 +1,62 @@
+"""Gradients that accumulate without synchronisation equal those of one process, and cost no traffic."""
+
+import pytest
+import torch
+from torch import nn
+
+from shardnet.backend import Backend
+from shardnet.errors import StateError
+from shardnet.fsdp import FSDP
+from tests.fsdp.parity import check_against_one_process
+from tests.fsdp.ranks import run_ranks
+from tests.fsdp.stacks import Layer, Stack, seeded, square_loss
+
+Tensor = torch.Tensor
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_gradients_accumulate_without_communication(explicit: bool) -> None:
+    def three(model: nn.Module, rank: int) -> Tensor:
+        return square_loss(model, rank) + square_loss(model, rank + 10) + square_loss(model, rank + 20)
+
+    def train(model: FSDP, rank: int) -> None:
+        with model.no_sync():
+            square_loss(model, rank).backward()  # type: ignore[no-untyped-call]
+            square_loss(model, rank + 10).backward()  # type: ignore[no-untyped-call]
+            assert all(parameter.grad is None for parameter in model.parameters())
+            with pytest.raises(StateError, match="sync_gradients"):
+                model.clip_grad_norm_(1.0)
+            if explicit:
+                square_loss(model, rank + 20).backward()  # type: ignore[no-untyped-call]
+        if explicit:
+            model.sync_gradients()
+        else:
+            square_loss(model, rank + 20).backward()  # type: ignore[no-untyped-call]
+
+    check_against_one_process(2, seeded(Stack), three, units=[Layer], train=train)
+
+
+def test_no_sync_reduces_nothing() -> None:
+    def work(backend: Backend) -> None:
+        model = FSDP(Stack(), backend, units=[Layer])
+        square_loss(model, backend.rank).backward()  # type: ignore[no-untyped-call]
+        before = backend.telemetry.ops["reduce_scatter"].count
+        assert before > 0
+        with model.no_sync():
+            square_loss(model, backend.rank).backward()  # type: ignore[no-untyped-call]
+        assert backend.telemetry.ops["reduce_scatter"].count == before
+
+    run_ranks(2, work)
+
+
+def test_what_no_sync_left_is_reduced_once() -> None:
+    def work(backend: Backend) -> None:
+        model = FSDP(Stack(), backend, units=[Layer])
+        square_loss(model, backend.rank).backward()  # type: ignore[no-untyped-call]
+        once = backend.telemetry.ops["reduce_scatter"].count
+        with model.no_sync():
+            square_loss(model, backend.rank).backward()  # type: ignore[no-untyped-call]
+        square_loss(model, backend.rank).backward()  # type: ignore[no-untyped-call]
+        assert backend.telemetry.ops["reduce_scatter"].count == 2 * once
+
+    run_ranks(2, work)
