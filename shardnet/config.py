@@ -56,7 +56,8 @@ class Limits:
     chunk_bytes        payload of one message (benchmarks/README.md)
     eager_bytes        a collective at most this large per peer is sent without waiting for the receiver
     max_message_bytes  a received message above this is refused by gRPC before it is allocated
-    window_bytes       memory in which a rank's data waits for the other ranks of its node, where they share memory
+    window_bytes       memory in which a rank's data waits for the other ranks of its node, where they share memory; not what they
+                       can read from where it is
     inline_bytes       less than this goes over gRPC in any case, which is sooner than copied and announced
     max_outstanding    collectives under way per group and rank; more wait their turn. With eager_bytes it
                        bounds what a peer that runs ahead can make this rank hold

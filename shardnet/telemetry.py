@@ -88,6 +88,7 @@ class Telemetry:
     started_ns: int = field(default_factory=time.perf_counter_ns)
     epoch_offset_ns: int = field(default_factory=lambda: time.time_ns() - time.perf_counter_ns())
     memory_peers: frozenset[int] = frozenset()  # ranks to which data goes through shared memory
+    borrowers: frozenset[int] = frozenset()  # those of them that read it where this rank has it
     routing: str = ""  # how large collectives go over all ranks, in words
     observers: tuple[Observer, ...] = ()  # replaced, never changed: other threads read it
     _spans: deque[Span] = field(default_factory=lambda: deque(maxlen=MAX_SPANS))

@@ -13,8 +13,9 @@ in the data. CRC-32C because processors compute it: 24 GB/s here, where zlib.crc
 
 import struct
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
+import numpy as np
 from crc32c import crc32c
 from google.protobuf.message import DecodeError
 
@@ -34,6 +35,36 @@ _EMPTY: Final = memoryview(b"")
 _ALIGNMENT: Final = 16  # what malloc gives to the message as a whole
 
 
+class LoanRevoked(Exception):
+    """Lent data is gone before it was read: whoever lent it has failed, and says so."""
+
+
+class Lent(Protocol):
+    """Data that is still where its sender has it, to be copied from there."""
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+
+    @property
+    def returns(self) -> bool:
+        """Whether the sender waits until it was read."""
+
+    def read(self, start: int, target: np.ndarray) -> None:
+        """Copy the bytes from `start` on into `target`, a contiguous array. Raises LoanRevoked."""
+
+
+@dataclass(frozen=True, slots=True)
+class InPlace:
+    """Data that its sender has written where it belongs, in memory that sender and receiver share."""
+
+    size: int
+    returns: bool = False
+
+    def read(self, start: int, target: np.ndarray) -> None:
+        """It is there."""
+
+
 @dataclass(slots=True)
 class Chunk:
     """A piece of a collective's data, a control message, or both (a small collective's whole traffic)."""
@@ -46,6 +77,12 @@ class Chunk:
     data: Buffer = _EMPTY  # a view of the sender's buffer, or of `frame`
     control: mesh_pb2.Control | None = None
     frame: Buffer | None = None  # the encoded form, where it is known: a ring passes it on as it came
+    lent: Lent | None = None  # in place of `data`
+
+    @property
+    def size(self) -> int:
+        """Bytes of data, here or lent."""
+        return len(self.data) if self.lent is None else self.lent.size
 
 
 def encode(chunk: Chunk) -> tuple[Buffer, ...]:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from shardnet.backend.node_buffer import NodeBuffer
 from shardnet.backend.pending import Pending
 from shardnet.collectives.reduction import ReduceOp
 
@@ -72,6 +73,21 @@ class Backend(ABC):
         `sizes` gives each rank's d0 where they differ; then the result is [sum(sizes), …]. `tensor` may be this
         rank's own slice of `out`: then it is not copied.
         """
+
+    def all_gather_on_node(
+        self, tensor: Tensor, *, sizes: Sequence[int] | None = None, timeout_s: float | None = None, label: str = ""
+    ) -> Pending[NodeBuffer]:
+        """As `all_gather`, but into memory that all ranks of a node have in common, where that can be had and is worth it.
+
+        Each rank writes its own part, and nobody copies those of its neighbours. Release what comes: until all ranks of the node have,
+        its memory serves nothing else.
+        """
+        return self.all_gather(tensor, sizes=sizes, timeout_s=timeout_s, label=label).map(NodeBuffer)
+
+    @property
+    def shares_node(self) -> bool:
+        """Whether `all_gather_on_node` may give memory that ranks share. The same on all ranks."""
+        return False
 
     @abstractmethod
     def reduce_scatter(

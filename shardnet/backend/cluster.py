@@ -34,6 +34,6 @@ class ClusterBackend(MeshBackend):
         except BaseException:
             mesh.abort()
             raise
-        board.telemetry.memory_peers = mesh.memory_peers
+        board.telemetry.memory_peers, board.telemetry.borrowers = mesh.memory_peers, mesh.borrowers
         board.telemetry.routing = str(board.world.route)
         return cls(board, board.world, timeouts)

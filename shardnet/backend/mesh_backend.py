@@ -7,12 +7,14 @@ from typing import TypeVar
 import torch
 
 from shardnet.backend.base import Backend, Tensor
+from shardnet.backend.node_buffer import NodeBuffer
 from shardnet.backend.pending import Pending
 from shardnet.collectives import plans
 from shardnet.collectives.exchange import Disagreement, Exchange
 from shardnet.collectives.group import Group
+from shardnet.collectives.hierarchical import Hierarchical
 from shardnet.collectives.operation import Algorithm, Call, Operation
-from shardnet.collectives.reduction import ReduceOp, Reduction, as_array, check_dtype, dtype_name
+from shardnet.collectives.reduction import ReduceOp, Reduction, as_array, as_tensor, check_dtype, dtype_name
 from shardnet.collectives.switchboard import Switchboard
 from shardnet.config import Timeouts
 from shardnet.errors import (
@@ -94,6 +96,32 @@ class MeshBackend(Backend):
         call = self._call("all_gather", detail, timeout_s, label)
         bounds = plans.bounds_of([size * width for size in shape])
         return self._begin(call, plans.all_gather(self._group, as_array(source), as_array(result), bounds), result)
+
+    def all_gather_on_node(
+        self, tensor: Tensor, *, sizes: Sequence[int] | None = None, timeout_s: float | None = None, label: str = ""
+    ) -> Pending[NodeBuffer]:
+        source = _input(tensor)
+        rows = source.shape[0] if source.dim() else 1
+        shape = self._sizes(sizes, rows, own=True)
+        width = prod(source.shape[1:])
+        gather = plans.all_gather_on_node(self._group, as_array(source), plans.bounds_of([size * width for size in shape]))
+        if gather is None:
+            return super().all_gather_on_node(tensor, sizes=sizes, timeout_s=timeout_s, label=label)
+
+        def result(gathered: Hierarchical) -> NodeBuffer:
+            whole, release = gathered.output, None
+            if gathered.commons is not None and gathered.claim.granted:
+                mine, release = gathered.commons.lend(gathered.claim, self._board.loop.call)
+                whole = mine.view(whole.dtype)
+            return NodeBuffer(as_tensor(whole, tensor.dtype).view(sum(shape), *source.shape[1:]), release)
+
+        detail = f"{dtype_name(tensor.dtype)} {list(source.shape[1:])}, sizes {shape}"
+        call = self._call("all_gather", detail, timeout_s, label, on_the_wire="all_gather_on_node")
+        return Pending(self._group.begin(call, gather.run, gather), call.op).map(result)
+
+    @property
+    def shares_node(self) -> bool:
+        return self._group.route.nodes < self._group.size and self._board.mesh.shares_memory
 
     def reduce_scatter(
         self,

@@ -36,6 +36,7 @@ class Stats:
     bytes_received: int
     resident_bytes: int
     memory_peers: tuple[int, ...]  # ranks to which it sends through shared memory
+    borrowers: tuple[int, ...]  # those of them that read what it sends where it is, so that nothing is copied in between
     routing: str  # which way large collectives go, in words
 
 
@@ -129,5 +130,6 @@ def _read(reply: stats_pb2.SnapshotReply) -> Stats:
         bytes_received=reply.bytes_received,
         resident_bytes=reply.resident_bytes,
         memory_peers=tuple(reply.memory_peers),
+        borrowers=tuple(reply.borrowers),
         routing=reply.routing,
     )

@@ -27,6 +27,8 @@ _WORKER_HEAD = (
 _OP_HEAD = ("collective", "count", "failed", "sent", "mean time", "waited")
 _WORDS = frozenset({"node", "address", "state", "shared with", "collective"})  # columns that are no numbers
 _NONE = "-"
+_COPIED = "*"
+_COPIED_WORDS = f"{_COPIED} large data is copied through memory: this system does not let processes read each other's"
 
 
 def as_text(view: ClusterView) -> str:
@@ -37,7 +39,7 @@ def as_text(view: ClusterView) -> str:
     itself = WorkerView(view.stats.rank, "", view.address, view.health, view.stats)
     place = f"rank {view.stats.rank} of {view.stats.world_size}, epoch {view.stats.epoch}"
     head = f"{head}, {place}{_routing([itself])}"
-    return "\n\n".join([head, grid(_WORKER_HEAD, [_worker(itself)], _WORDS), _collectives(view.stats)])
+    return "\n\n".join([head, _workers([itself]), _collectives(view.stats)])
 
 
 def as_json(view: ClusterView) -> str:
@@ -49,7 +51,12 @@ def _job(job: JobView) -> str:
     least, most = job.min_world_size, job.max_world_size
     wish = str(most) if least == most else f"{least} to {most}"
     head = f"job {job.job}: {job.state}, epoch {job.epoch}, {job.joined} of {wish} workers{_routing(job.workers)}"
-    return "\n".join([head, grid(_WORKER_HEAD, [_worker(worker) for worker in job.workers], _WORDS)]) if job.workers else head
+    return f"{head}\n{_workers(job.workers)}" if job.workers else head
+
+
+def _workers(workers: Iterable[WorkerView]) -> str:
+    text = grid(_WORKER_HEAD, [_worker(worker) for worker in workers], _WORDS)
+    return f"{text}\n{_COPIED_WORDS}" if _COPIED in text else text
 
 
 def _routing(workers: Iterable[WorkerView]) -> str:
@@ -73,7 +80,7 @@ def _worker(worker: WorkerView) -> Row:
         short_bytes(stats.bytes_sent),
         short_bytes(stats.bytes_received),
         short_bytes(stats.resident_bytes),
-        ",".join(map(str, stats.memory_peers)) or _NONE,
+        ",".join(f"{peer}" if peer in stats.borrowers else f"{peer}{_COPIED}" for peer in stats.memory_peers) or _NONE,
         str(sum(op.count for op in stats.collectives.values())),
     )
 

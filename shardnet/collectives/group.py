@@ -8,7 +8,8 @@ next one is unaffected, and what arrives late for it is recognised by its number
 
 Data goes only to a peer that has announced, except for collectives of at most `Limits.eager_bytes` a peer in which
 every rank waits for every other: those are sent at once and may arrive before the call. So a rank never holds more
-than max_outstanding × eager_bytes a peer for collectives that it has not entered yet.
+than max_outstanding × eager_bytes a peer for collectives that it has not entered yet. What is lent stays with its lender, so word
+of it may come early, too.
 """
 
 import asyncio
@@ -16,15 +17,18 @@ import concurrent.futures
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 from shardnet.collectives import verdict
+from shardnet.collectives.commons import Commons
 from shardnet.collectives.operation import Algorithm, Call, Operation
 from shardnet.collectives.route import Route
 from shardnet.errors import ClosedError, CollectiveMismatch, CollectiveTimeout, PeerLost, ProtocolError, ShardnetError
 from shardnet.pb import mesh_pb2
 from shardnet.telemetry import Track
+from shardnet.transport.shared_memory import Loan
 from shardnet.wire import Chunk
 
 if TYPE_CHECKING:
@@ -65,6 +69,11 @@ class Group:
     def peers(self) -> list[int]:
         """The other ranks of the group, beginning behind this one, so that not all send to the same one first."""
         return [(self.rank + step) % self.size for step in range(1, self.size)]
+
+    @property
+    def commons(self) -> Commons:
+        """The memory that its ranks on this node have in common."""
+        return self.board.commons(frozenset(self.members[rank] for rank in self.route.node))
 
     # --- calls (any thread)
 
@@ -134,6 +143,7 @@ class Group:
 
     def _finish(self, operation: Operation, start_ns: int) -> None:
         del self._running[operation.sequence]
+        operation.revoke()
         self._early.pop(operation.sequence, None)
         end = time.perf_counter_ns()
         telemetry = self.board.telemetry
@@ -151,9 +161,25 @@ class Group:
 
     async def send(self, operation: Operation, peers: Sequence[int], chunk: Chunk) -> None:
         """Send a chunk of an operation to one peer or more. Raises PeerLost naming the collective."""
-        try:
+        with self._naming(operation):
             await self.board.send_all([self.members[peer] for peer in peers], chunk)
-        except PeerLost as error:  # the mesh knows who it is, but not what this rank was doing
+
+    @property
+    def borrowers(self) -> frozenset[int]:
+        """The members that can read data where this rank has it."""
+        return frozenset(self._local[rank] for rank in self.board.mesh.borrowers if rank in self._local)
+
+    def lend(self, operation: Operation, peer: int, chunk: Chunk, loan: Loan) -> None:
+        """Tell one of them where a chunk's data lies. Raises PeerLost naming the collective."""
+        with self._naming(operation):
+            self.board.lend(self.members[peer], chunk, loan)
+
+    @contextmanager
+    def _naming(self, operation: Operation) -> Iterator[None]:
+        """The mesh knows who is lost, but not what this rank was doing."""
+        try:
+            yield
+        except PeerLost as error:
             raise self._peer_lost(error.rank, self.board.lost.get(error.rank, str(error)), operation) from error
 
     def on_chunk(self, source_global: int, chunk: Chunk) -> None:
@@ -174,7 +200,7 @@ class Group:
             self.board.stale_chunks += 1
 
     def _keep(self, source: int, chunk: Chunk) -> None:
-        if chunk.frame is None:
+        if chunk.frame is None and chunk.lent is None:
             chunk.data = bytes(chunk.data)  # a view of the sender's buffer, which is lent for this call only
         self._early.setdefault(chunk.sequence, []).append((source, chunk))
 

@@ -18,17 +18,21 @@ queued, at most the data of one lap. Blocks that are gathered are numbered N + b
 """
 
 import asyncio
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from shardnet.collectives.commons import Claim, Commons
 from shardnet.collectives.lane import Lane, Outgoing
 from shardnet.collectives.operation import Operation
+from shardnet.collectives.parts import Part, count, piecewise
 from shardnet.collectives.reduction import Array, Reduction, as_bytes, copy_bytes
 from shardnet.collectives.route import Leg, Route
+from shardnet.config import Limits
 from shardnet.errors import ProtocolError, ShardnetError
-from shardnet.wire import Buffer, Chunk
+from shardnet.wire import Buffer, Chunk, LoanRevoked
 
 Bounds = list[tuple[int, int]]  # first element and the one after the last, by rank
 
@@ -38,6 +42,7 @@ MAX_HELD_BYTES = 8 * 1024 * 1024
 # While so many chunks wait for the next node, the neighbours get nothing more to add up: it could go no further either, and to
 # copy it takes the processor from what keeps the link busy.
 _AHEAD = 3
+_BUSY_BYTES = 4 * 1024 * 1024  # are copied without a look at what else there is to do
 
 
 @dataclass(slots=True)
@@ -47,6 +52,9 @@ class Hierarchical:
     `bounds` cuts the data into a block a rank, in elements. `source` is the whole input of a reduction. `output` is where the
     result goes: the whole data if `gather`, this rank's block else. It may be `source` itself. `shard` is this rank's block
     where a gather has yet to copy it into the output.
+
+    With `commons` a gather goes into one buffer for all ranks of the node, if that can be had: see [Note: one buffer a node].
+    Then `output` is replaced, and `claim` is what this rank has of it.
     """
 
     bounds: Bounds
@@ -55,6 +63,8 @@ class Hierarchical:
     reduction: Reduction | None = None
     source: Array | None = None
     shard: Array | None = None
+    commons: Commons | None = None
+    claim: Claim = field(default_factory=Claim)
     _rank: int = 0
     _size: int = 1
     _route: Route = field(init=False)
@@ -62,40 +72,91 @@ class Hierarchical:
     _near: Lane = field(default_factory=Lane)  # to the other ranks of this node
     _far: Lane = field(default_factory=Lane)  # to the next node
     _filled: dict[tuple[int, int], int] = field(default_factory=dict)  # (rank, wire block) -> elements received
-    _parts: dict[tuple[int, int], dict[int, Array]] = field(default_factory=dict)  # (block, first element) -> what came, by rank
+    _parts: dict[tuple[int, int], dict[int, Part]] = field(default_factory=dict)  # (block, first element) -> what came, by rank
     _held: int = 0
     _missing: int = 0  # elements still to be received
-    _complete: asyncio.Event = field(default_factory=asyncio.Event)
+    _to_add: deque[tuple[int, Chunk]] = field(default_factory=deque)  # lent, by rank, and not read yet
+    _to_copy: deque[tuple[int, Chunk]] = field(default_factory=deque)  # the same, of gathered blocks
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)  # something was lent, or nothing is missing
 
     async def run(self, op: Operation) -> None:
         """The algorithm of an operation."""
+        if self.commons is None:
+            await self._run(op)
+            return
+        try:
+            await self._run(op)
+        except BaseException:
+            self.commons.fail(self.claim)
+            raise
+        self.commons.end(self.claim)
+
+    async def _run(self, op: Operation) -> None:
         self._rank, self._size, self._route = op.group.rank, op.group.size, op.group.route
-        limits = op.group.board.limits
-        largest = max(self.output.itemsize, self._sum_itemsize)
-        self._step = (limits.piece_bytes if self._route.nodes == 1 else limits.chunk_bytes) // largest
+        if self.commons is not None:
+            await self._claim_output(op, self.commons)
+        self._step = self._chunk_elements(op.group.board.limits)
         self._plan()
-        op.sink = self._on_chunk
+        op.sink, op.takes_loans = self._on_chunk, True
         sources, targets = self._peers(op.group.peers)
-        for peer in sources:
-            await op.announce(peer)
-        for peer in targets:
-            await op.cleared(peer)
-        if self._near.unsent and self._far.unsent:
-            await self._both_lanes(op)
+        if self.commons is not None:
+            for peer in sources:
+                await self.commons.announce(op, peer, self.claim)
+            await self._write_own()
+            self._queue_own()
+            for peer in targets:
+                await self.commons.hear(op, peer)
+            await self._work(op)
+        elif self._lends_at_once(op):
+            op.announce_with_loans(sources)
+            self._queue_own()
+            await self._work(op, targets)
         else:
-            await self._drain(op, self._near if self._near.unsent else self._far)
-        if self._missing:
-            await self._complete.wait()
+            for peer in sources:
+                await op.announce(peer)
+            self._queue_own()
+            for peer in targets:
+                await op.cleared(peer)
+            await self._work(op)
+        await op.settle()
+
+    def _lends_at_once(self, op: Operation) -> bool:
+        """Whether all that this rank sends are loans, some to each peer: they need no room there, and so no announcement first."""
+        return self._route.nodes == 1 and op.group.borrowers.issuperset(op.group.peers) and all(end > start for start, end in self.bounds)
+
+    async def _claim_output(self, op: Operation, commons: Commons) -> None:
+        """Set the output to what the node's keeper grants, or to memory of this rank's own if that is nothing."""
+        length = self.bounds[-1][1]
+        self.claim = await commons.claim(op, length * self.output.itemsize)
+        dtype = self.output.dtype
+        self.output = self.claim.shared.view(dtype) if self.claim.granted else np.empty(length, dtype)
+
+    def _chunk_elements(self, limits: Limits) -> int:
+        largest = max(self.output.itemsize, self._sum_itemsize)
+        if self._route.nodes > 1:
+            return limits.chunk_bytes // largest
+        if not self.claim.granted:
+            return limits.piece_bytes // largest
+        return max(map(self._length, range(self._size)))  # nothing is moved: there is nothing to do meanwhile
+
+    async def _write_own(self) -> None:
+        """Put this rank's block into the common output, before anybody is told that it is there, or sent what is there."""
+        assert self.shard is not None
+        own, step = self._own_output(), max(1, _BUSY_BYTES // self.output.itemsize)
+        for start in range(0, len(own), step):
+            np.copyto(own[start : start + step], self.shard[start : start + step])
+            await asyncio.sleep(0)
+        self.shard = None
 
     # --- the plan
 
     @property
     def _sum_itemsize(self) -> int:
         """Of the sums that go from node to node."""
-        return self.output.itemsize if self.reduction is None else self.reduction.sum_itemsize
+        return self.output.itemsize if self.reduction is None else self.reduction.sum_dtype.itemsize
 
     def _plan(self) -> None:
-        """Count what will come and go, and queue what this rank begins with."""
+        """Count what will come and go."""
         for block, leg in enumerate(self._route.legs):
             length = self._length(block)
             carried = leg.carrier == self._rank
@@ -107,6 +168,9 @@ class Hierarchical:
                 self._missing += length * (block != self._rank)
                 self._near.unsent += length * (carried and bool(self._route.neighbours))
                 self._far.unsent += length * (carried and leg.hops < self._route.nodes - 1)
+
+    def _queue_own(self) -> None:
+        """What this rank begins with."""
         if self.source is not None:
             self._far.at_first = self._sums_of_one()
             self._near.at_last = self._contributions()
@@ -175,13 +239,22 @@ class Hierarchical:
 
     # --- sending
 
-    async def _both_lanes(self, op: Operation) -> None:
+    async def _work(self, op: Operation, unheard: Sequence[int] = ()) -> None:
+        """Send and take everything; of the `unheard` no announcement was waited for."""
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._drain(op, self._far))  # first: it may take far longer
-                group.create_task(self._drain(op, self._near))
+                if unheard:
+                    group.create_task(self._hear(op, unheard))
+                for lane in (self._far, self._near):  # in this order: it may take far longer
+                    if lane.unsent:
+                        group.create_task(self._drain(op, lane))
+                await self._take_lent()
         except ExceptionGroup as several:
             raise next((error for error in several.exceptions if isinstance(error, ShardnetError)), several.exceptions[0]) from None
+
+    async def _hear(self, op: Operation, peers: Sequence[int]) -> None:
+        for peer in peers:
+            await op.cleared(peer)
 
     async def _drain(self, op: Operation, lane: Lane) -> None:
         while lane.unsent:
@@ -190,9 +263,19 @@ class Hierarchical:
             self._near.wake()
             if item.frame is not None:
                 self._held -= len(item.frame)
-            await op.send_all(item.peers, item.block, item.offset, as_bytes(item.data), frame=item.frame)
+            if lane is self._near:  # the caller's own memory: it stays as it is
+                if not self.claim.granted:
+                    quick = await op.lend_all(item.peers, item.block, item.offset, as_bytes(item.data))
+                else:
+                    await op.place_all(item.peers, item.block, item.offset, item.data.nbytes)
+                    quick = True
+            else:
+                await op.send_all(item.peers, item.block, item.offset, as_bytes(item.data), frame=item.frame)
+                quick = False
             if item.copy_to is not None:
                 copy_bytes(as_bytes(item.data), item.copy_to)
+            elif quick:
+                continue
             await asyncio.sleep(0)  # sending may not wait for anything, and what arrives in the meantime is to be added
 
     def _spread(self, block: int, place: slice, data: Array, frame: Buffer | None = None) -> None:
@@ -212,7 +295,30 @@ class Hierarchical:
 
     # --- receiving
 
+    async def _take_lent(self) -> None:
+        """Take what is lent, until nothing is missing: one chunk at a time, so that what others wait for goes out in between, and
+        what is to be added first, for they wait for that."""
+        while self._missing:
+            if queue := self._to_add or self._to_copy:
+                try:
+                    self._take(*queue.popleft())
+                except LoanRevoked:  # why, the lender says, by an abort or by its end
+                    await asyncio.get_running_loop().create_future()
+                await asyncio.sleep(0)
+            else:
+                self._changed.clear()
+                await self._changed.wait()
+
     def _on_chunk(self, source: int, chunk: Chunk) -> None:
+        if chunk.lent is None:
+            self._take(source, chunk)
+        elif not chunk.lent.returns and not self.claim.granted:
+            raise ProtocolError(f"rank {source} says that its data is in place, but there is no memory that it could share with this rank")
+        else:
+            (self._to_add if chunk.block < self._size else self._to_copy).append((source, chunk))
+            self._changed.set()
+
+    def _take(self, source: int, chunk: Chunk) -> None:
         block = chunk.block % self._size
         place = self._place(source, chunk, block)
         self._filled[source, chunk.block] = place.stop
@@ -221,11 +327,14 @@ class Hierarchical:
             self._add(source, chunk, block, place)
         else:
             target = self.output[slice(*self.bounds[block])][place]
-            copy_bytes(chunk.data, target)
+            if chunk.lent is None:
+                copy_bytes(chunk.data, target)
+            else:
+                chunk.lent.read(0, target)
             if self._route.legs[block].carrier == self._rank:
                 self._spread(block, place, target, chunk.frame)
         if not self._missing:
-            self._complete.set()
+            self._changed.set()
 
     def _place(self, source: int, chunk: Chunk, block: int) -> slice:
         """Which elements of its block a chunk has. Raises ProtocolError if it is not the next one to come from there."""
@@ -234,40 +343,46 @@ class Hierarchical:
         if chunk.block < self._size:
             across = source == leg.before and self._route.nodes > 1 and leg.hops != 1
             itemsize = self._sum_itemsize if across else itemsize
-            welcome = self.source is not None and carried and (across or source in self._route.neighbours)
+            may_come = (across and chunk.lent is None) or source in self._route.neighbours
+            welcome = self.source is not None and carried and may_come
         else:
             welcome = self.gather and chunk.block < 2 * self._size and block != self._rank
             welcome = welcome and source == (leg.before if carried else leg.carrier)
         filled = self._filled.get((source, chunk.block), 0)
-        more, rest = divmod(len(chunk.data), itemsize)
+        more, rest = divmod(chunk.size, itemsize)
         if not welcome or rest or chunk.offset != filled * itemsize or filled + more > self._length(block):
-            what = f"{len(chunk.data)} bytes of block {chunk.block} at {chunk.offset}"
+            what = f"{chunk.size} bytes of block {chunk.block} at {chunk.offset}"
             raise ProtocolError(f"rank {source} sent {what}, expected offset {filled * itemsize}")
         return slice(filled, filled + more)
 
     def _add(self, source: int, chunk: Chunk, block: int, place: slice) -> None:
-        """Keep what is to be added (without a frame it is lent for this call only), or add all up if it is the last one."""
+        """Keep what is to be added, or add all up if it is the last one. Data without a frame is lent for this call only."""
         assert self.source is not None
         assert self.reduction is not None
         leg, near = self._route.legs[block], source in self._route.neighbours
         parts = self._parts.setdefault((block, place.start), {})
-        parts[source] = self.reduction.view(chunk.data) if near else self.reduction.view_sum(chunk.data)
+        if chunk.lent is not None:
+            parts[source] = chunk.lent
+        else:
+            came = self.reduction.view(chunk.data) if near else self.reduction.view_sum(chunk.data)
+            parts[source] = np.copy(came) if chunk.frame is None and len(parts) + 1 < self._awaited(leg) else came
         if len(parts) < self._awaited(leg):
-            if chunk.frame is None:
-                parts[source] = np.copy(parts[source])
             return
-        if len({len(part) for part in parts.values()}) > 1:
+        if len({count(part, self.source.itemsize) for part in parts.values()}) > 1:
             raise ProtocolError(f"rank {source} cut its part of block {block} in another way than the others: Limits differ")
         del self._parts[block, place.start]
         parts[self._rank] = self.source[slice(*self.bounds[block])][place]
-        before = parts.get(leg.before) if leg.before not in self._route.node else None
         node = sorted(self._route.node) if self.reduction.widens else self._route.node
+        pieces = piecewise([parts[rank] for rank in node], parts.get(leg.before) if leg.before not in node else None, self.source.dtype)
         if leg.hops == 0:
             target = self._own_output()[place]
-            self.reduction.reduce([parts[rank] for rank in node], target, before=before)
+            for piece, arrays, before in pieces:
+                self.reduction.reduce(arrays, target[piece], before=before)
             if self.gather:
                 self._spread(block, place, target)
         else:
-            total = self.reduction.sum([parts[rank] for rank in node], before=before)
+            total = np.empty(place.stop - place.start, self.reduction.sum_dtype)
+            for piece, arrays, before in pieces:
+                self.reduction.sum(arrays, out=total[piece], before=before)
             self._far.first.append(Outgoing((leg.behind,), block, place.start * total.itemsize, total))
             self._far.wake()

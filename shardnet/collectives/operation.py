@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from shardnet.errors import ProtocolError
 from shardnet.pb import mesh_pb2
-from shardnet.wire import Buffer, Chunk
+from shardnet.transport.shared_memory import Loan
+from shardnet.wire import Buffer, Chunk, InPlace
 
 if TYPE_CHECKING:
     from shardnet.collectives.group import Group
@@ -51,9 +52,15 @@ class Operation:
     error: BaseException | None = None
     task: "asyncio.Task[None] | None" = None
     started: bool = False  # the task has begun: only then does cancelling it run its cleanup
+    takes_loans: bool = False  # the sink does; set with it
     ready: bool = False  # the sink is set and what came early was delivered: chunks may be handed over directly
     _announced: defaultdict[int, deque[mesh_pb2.Announcement]] = field(default_factory=lambda: defaultdict(deque))
     _waiters: dict[int, "asyncio.Future[None]"] = field(default_factory=dict)
+    _loan: Loan | None = None  # under which this rank's data is read where it lies
+    _unannounced: set[int] = field(default_factory=set)  # who hear of it with the first loan
+    _borrowers: set[int] = field(default_factory=set)  # who have not returned it
+    _lenders: set[int] = field(default_factory=set)
+    _returned: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
         self.deadline = time.monotonic() + self.call.timeout_s
@@ -66,9 +73,17 @@ class Operation:
     def announcement(self, *, sends: int = 0, expects: int = 0) -> mesh_pb2.Announcement:
         return mesh_pb2.Announcement(signature=self.call.signature, send_bytes=sends, expect_bytes=expects)
 
-    async def announce(self, peer: int, *, sends: int = 0, expects: int = 0) -> None:
-        """Tell a peer what this is and that its data may come."""
-        await self.send(peer, announcement=self.announcement(sends=sends, expects=expects))
+    async def announce(self, peer: int, *, grant: mesh_pb2.Grant | None = None, released: Sequence[int] = ()) -> None:
+        """Tell a peer what this is and that its data may come, and what concerns the node's common memory."""
+        announcement = self.announcement()
+        if grant is not None:
+            announcement.grant.CopyFrom(grant)
+        announcement.released.extend(released)
+        await self.send(peer, announcement=announcement)
+
+    def announce_with_loans(self, peers: Sequence[int]) -> None:
+        """Announce it to each of these with the first chunk that is lent to it, which costs no message."""
+        self._unannounced.update(peers)
 
     async def cleared(self, peer: int) -> mesh_pb2.Announcement:
         """Wait until a peer has announced the same collective: it is at the same place and takes the data now.
@@ -101,6 +116,43 @@ class Operation:
         self.bytes_sent += len(data) * len(peers)
         await self.group.send(self, peers, self._chunk(block, offset, data, frame=frame))
 
+    async def lend_all(self, peers: Sequence[int], block: int, offset: int, data: Buffer) -> bool:
+        """Send one chunk of data that stays as it is until `settle` returns or the operation has failed: who can, reads it from
+        where it lies. Returns whether all do. See [Note: loans]."""
+        borrowers = self.group.borrowers.intersection(peers)
+        if borrowers and self._loan is None:
+            self._loan = Loan()
+        for peer in borrowers:
+            assert self._loan is not None
+            self.bytes_sent += len(data)
+            self._borrowers.add(peer)
+            control = mesh_pb2.Control(announcement=self.announcement()) if peer in self._unannounced else None
+            self._unannounced.discard(peer)
+            self.group.lend(self, peer, self._chunk(block, offset, data, control), self._loan)
+        if rest := [peer for peer in peers if peer not in borrowers]:
+            await self.send_all(rest, block, offset, data)
+        return not rest
+
+    async def place_all(self, peers: Sequence[int], block: int, offset: int, size: int) -> None:
+        """Tell peers of this node that a chunk's data lies where it belongs, in memory that they share with this rank."""
+        self.bytes_sent += size * len(peers)
+        chunk = self._chunk(block, offset, b"", mesh_pb2.Control(placed=mesh_pb2.Placed(size=size)))
+        chunk.lent = InPlace(size)
+        await self.group.send(self, peers, chunk)
+
+    async def settle(self) -> None:
+        """Tell the lenders that this rank has read everything, and wait until all have read what it lent."""
+        for peer in self._lenders:
+            await self.group.send(self, (peer,), self._chunk(0, 0, b"", mesh_pb2.Control(loan_returned=mesh_pb2.LoanReturned())))
+        while self._borrowers:
+            self._returned.clear()
+            await self._returned.wait()
+
+    def revoke(self) -> None:
+        """The caller may do with its memory what it likes: nobody takes what is read from there any more."""
+        if self._loan is not None:
+            self._loan.revoke()
+
     def _chunk(self, block: int, offset: int, data: Buffer, control: mesh_pb2.Control | None = None, frame: Buffer | None = None) -> Chunk:
         return Chunk(self.group.epoch, self.group.id, self.sequence, block, offset, data, control, frame)
 
@@ -108,9 +160,14 @@ class Operation:
         """Take what a peer sent for this collective."""
         if chunk.control is not None and chunk.control.HasField("announcement"):
             self._on_announcement(source, chunk.control.announcement)
-        if len(chunk.data) and self.error is None:
-            if self.sink is None:
-                raise ProtocolError(f"rank {source} sent data for {self.name} before it may")
+        if chunk.control is not None and chunk.control.HasField("loan_returned"):
+            self._borrowers.discard(source)
+            self._returned.set()
+        if chunk.size and self.error is None:
+            if self.sink is None or (chunk.lent is not None and not self.takes_loans):
+                raise ProtocolError(f"rank {source} sent data for {self.name} before or otherwise than it may")
+            if chunk.lent is not None and chunk.lent.returns:
+                self._lenders.add(source)
             self.sink(source, chunk)
 
     def _on_announcement(self, source: int, announcement: mesh_pb2.Announcement) -> None:

@@ -61,6 +61,15 @@ def all_gather(group: Group, source: Array, output: Array, bounds: Bounds) -> Al
     return Hierarchical(bounds, output, gather=True).run
 
 
+def all_gather_on_node(group: Group, source: Array, bounds: Bounds) -> Hierarchical | None:
+    """The same into one buffer a node; None if it is too small for that, and to be gathered as ever."""
+    if group.size == 1 or max(end - start for start, end in bounds) * source.itemsize <= group.board.limits.inline_bytes:
+        return None
+    commons = group.commons if group.route.neighbours else None
+    nowhere = np.empty(0 if commons else bounds[-1][1], source.dtype)
+    return Hierarchical(bounds, nowhere, gather=True, shard=source, commons=commons)
+
+
 def reduce_scatter(group: Group, source: Array, output: Array, bounds: Bounds, reduction: Reduction) -> Algorithm:
     """`output` is this rank's block of the reduced `source`; it may be that part of it, or overlap it."""
     source = _apart(source, source[slice(*bounds[group.rank])], output)

@@ -68,6 +68,11 @@ def as_array(tensor: torch.Tensor) -> Array:
     return (flat.view(torch.uint16) if flat.dtype is torch.bfloat16 else flat).numpy()
 
 
+def as_tensor(array: Array, dtype: torch.dtype) -> torch.Tensor:
+    """The other way round."""
+    return torch.from_numpy(array).view(dtype)
+
+
 def as_bytes(array: Array) -> memoryview:
     """The bytes of a contiguous array (memoryview cannot cast an empty one)."""
     return array.data.cast("B") if array.size else memoryview(b"")
@@ -99,9 +104,9 @@ class Reduction:
         return np.frombuffer(data, dtype=self._summed)
 
     @property
-    def sum_itemsize(self) -> int:
-        """Bytes of an element of such a sum."""
-        return np.dtype(self._summed).itemsize
+    def sum_dtype(self) -> "np.dtype[np.generic]":
+        """Of an element of such a sum."""
+        return np.dtype(self._summed)
 
     def widen(self, values: Array) -> Array:
         """Values as they are summed: float32 for 16-bit floats (a copy), else the very array."""

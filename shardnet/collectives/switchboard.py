@@ -12,6 +12,7 @@ import threading
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
+from shardnet.collectives.commons import Commons
 from shardnet.collectives.group import Group
 from shardnet.collectives.route import Nodes, Routing
 from shardnet.config import Limits
@@ -20,7 +21,8 @@ from shardnet.loop import LoopThread
 from shardnet.pb import mesh_pb2
 from shardnet.telemetry import Telemetry
 from shardnet.transport.base import Mesh
-from shardnet.wire import Chunk
+from shardnet.transport.shared_memory import Loan
+from shardnet.wire import Chunk, InPlace
 
 WORLD = 0  # group id of all ranks
 
@@ -39,8 +41,9 @@ class Switchboard:
         self._causes: dict[int, int] = {}  # global rank -> the one that it lost first; see [Note: the cause]
         self.stale_chunks = 0
         self.probe_id = 0
-        self._lock = threading.Lock()  # over the next two: groups are made on any thread
+        self._lock = threading.Lock()  # over the next three: groups are made on any thread
         self._made: dict[tuple[int, ...], int] = {}  # how often a group of these members was made
+        self._commons: dict[frozenset[int], Commons] = {}
         self._channels: dict[tuple[int, int], Group] = {}
         self._groups: dict[int, Group] = {}  # by id; on the loop thread only, as all that follows
         self._unknown: dict[int, list[tuple[int, Chunk]]] = {}  # for groups that this rank has not made yet
@@ -56,6 +59,13 @@ class Switchboard:
         with self._lock:
             self._made[members] = again = self._made.get(members, 0) + 1
         return self._add(Group(self, group_id(members, purpose, again), members))
+
+    def commons(self, node: frozenset[int]) -> Commons:
+        """Of these ranks, which are this one and others of its node."""
+        with self._lock:
+            if node not in self._commons:
+                self._commons[node] = Commons(self.mesh, node)
+            return self._commons[node]
 
     def channel(self, source: int, target: int) -> Group:
         """The two-rank group that carries sends from one global rank to another."""
@@ -78,8 +88,12 @@ class Switchboard:
     # --- outgoing
 
     async def send_all(self, peers: Sequence[int], chunk: Chunk) -> None:
-        self.telemetry.count_traffic(sent=len(chunk.data) * len(peers))
+        self.telemetry.count_traffic(sent=chunk.size * len(peers))
         await self.mesh.send_all(peers, chunk)
+
+    def lend(self, peer: int, chunk: Chunk, loan: Loan) -> None:
+        self.telemetry.count_traffic(sent=len(chunk.data))
+        self.mesh.lend(peer, chunk, loan)
 
     def post(self, peer: int, chunk: Chunk) -> None:
         """Send a control message without waiting for it; a peer that is gone need not hear it."""
@@ -102,7 +116,9 @@ class Switchboard:
     # --- incoming (shardnet.transport.base.Receiver)
 
     def on_chunk(self, source: int, chunk: Chunk) -> None:
-        self.telemetry.count_traffic(received=len(chunk.data))
+        if chunk.control is not None and chunk.control.HasField("placed"):
+            chunk.lent = InPlace(chunk.control.placed.size)
+        self.telemetry.count_traffic(received=chunk.size)
         if chunk.epoch != self.mesh.epoch:
             self.stale_chunks += 1
         elif chunk.control is not None and chunk.control.HasField("loss"):
@@ -163,6 +179,7 @@ class Switchboard:
                 await asyncio.wait(self._tasks)
             self._closed = True
             await self.mesh.aclose()
+            self._close_commons()
 
     def abort(self) -> None:
         """Fail what is under way and close the mesh at once. Any thread."""
@@ -174,6 +191,11 @@ class Switchboard:
     def _fail_all(self) -> None:
         for group in self._groups.values():
             group.fail_all(ClosedError(f"{self.where()} the backend was aborted"))
+        self._close_commons()
+
+    def _close_commons(self) -> None:
+        for commons in self._commons.values():
+            commons.close()
 
 
 def group_id(members: tuple[int, ...], purpose: str, again: int) -> int:

@@ -12,10 +12,12 @@ own. Writing through the tensor itself would tell autograd that what it saved ha
 
 import torch
 
+from shardnet.backend import NodeBuffer
 from shardnet.fsdp.memory import Gauge
 from shardnet.fsdp.pool import BufferPool
 
 Tensor = torch.Tensor
+# torch annotates neither how storages are made nor how they exchange their memory: each `type: ignore` below is one of these two.
 
 
 class FullBuffer:
@@ -31,30 +33,57 @@ class FullBuffer:
         self._pool = pool
         self._storage = self.tensor.untyped_storage()
         self._bytes = self._storage.nbytes()
-        # What the storage is exchanged with when it is freed.
+        # What the storage is exchanged with when it is freed or filled; holds no memory in between.
         self._vacant = torch.UntypedStorage(0, device=device)  # type: ignore[no-untyped-call]
+        self._of_node: NodeBuffer | None = None  # whose memory it has, if it is not its own
         self._complaint = f"the full parameters of {owner} are freed: they can be read only while it computes, in forward or backward"
         _forbid_reading(self._vacant, self._complaint)
-        self._gauge.add(self._bytes)
+        self._counted = False
+        self.expect()
 
     def allocate(self) -> None:
         """Give the tensor memory of undefined content."""
         if self.allocated or not self._bytes:
             return
-        self._vacant = self._pool.take(self._bytes, self.tensor.device)
-        self._storage._swap_data_ptr_(self._vacant)  # type: ignore[attr-defined]
-        self._gauge.add(self._bytes)
+        self._have(self._pool.take(self._bytes, self.tensor.device))
+
+    def expect(self) -> None:
+        """Memory is being filled that `adopt` will bring: it counts from now on."""
+        if not self._counted:
+            self._gauge.add(self._bytes)
+        self._counted = True
+
+    def adopt(self, buffer: NodeBuffer) -> None:
+        """In place of `allocate`: take memory that is full already. It is released with `free`."""
+        if not self._bytes:
+            buffer.release()
+            return
+        assert not self.allocated, self._complaint
+        self._of_node = buffer
+        self._have(buffer.tensor.untyped_storage())
+
+    def _have(self, memory: torch.UntypedStorage) -> None:
+        self._vacant = memory
+        self._storage._swap_data_ptr_(memory)  # type: ignore[attr-defined]
+        self.expect()
         self.allocated = True
 
     def free(self) -> None:
         """Take the memory away. Reading the tensor or its views raises until it is allocated again."""
+        if self._counted:
+            self._gauge.remove(self._bytes)
+            self._counted = False
         if not self.allocated or not self._bytes:
             return
-        self._gauge.remove(self._bytes)
         self.allocated = False
         self._storage._swap_data_ptr_(self._vacant)  # type: ignore[attr-defined]
         _forbid_reading(self._storage, self._complaint)
-        self._pool.give(self._vacant)
+        memory, self._vacant = self._vacant, torch.UntypedStorage(0, device=self.tensor.device)  # type: ignore[no-untyped-call]
+        buffer, self._of_node = self._of_node, None
+        if buffer is None:
+            self._pool.give(memory)
+        else:
+            buffer.release()
 
     def alias(self) -> Tensor:
         """A tensor [numel] to write through, valid until `free`. See [Note: aliases]."""

@@ -7,11 +7,12 @@ shape that view the full buffer. Autograd puts their gradients on the leaves, fr
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
-from shardnet.backend import Pending
+from shardnet.backend import NodeBuffer, Pending
 from shardnet.errors import SizeMismatchError, UsageError
 from shardnet.fsdp.communicators import Communicators
 from shardnet.fsdp.compressed_gather import CompressedGather
@@ -28,6 +29,7 @@ from shardnet.fsdp.wire_memory import WireMemory
 from shardnet.sharding import FlatLayout
 
 Tensor = torch.Tensor
+Gathering = Pending[Any]  # of a Tensor, or of a NodeBuffer
 OnGradient = Callable[["FlatGroup", int], None]
 _MARK = "_shardnet_unit"  # attribute of a parameter that is sharded: the label of its group
 
@@ -70,6 +72,7 @@ class FlatGroup:
             self._full = FullBuffer(self.layout.numel, dtypes.compute, device, owner=label, gauge=meter.full_parameters, pool=pool)
         self.leaves = [nn.Parameter(view, requires_grad=False) for view in self.layout.views(self._full.tensor)]
         self._full.free()
+        self._arriving: Pending[NodeBuffer] | None = None
         self._secondary: SecondaryShard | None = None
         if comms.neighbours is not None:
             self._secondary = SecondaryShard(
@@ -130,18 +133,25 @@ class FlatGroup:
 
     # --- gathering
 
-    def start_gather(self, *, for_backward: bool) -> Pending[Tensor]:
-        """Allocate the full buffer and start filling it; for backward from the neighbours, if they hold secondary shards.
+    def start_gather(self, *, for_backward: bool) -> Gathering:
+        """Start filling the full buffer; for backward from the neighbours, if they hold secondary shards.
 
-        The shard may change meanwhile: a copy of it, in the dtype of the full buffer, is sent.
+        Where the shard changes meanwhile, what was gathered is stale (`is_fresh`) or not, but never undefined: each rank's part is
+        its shard as it was at some time, or torn, which is stale.
         """
         self._reattach()
         if isinstance(self._full, WholeShard):
             return Pending.done_with(self.shard, f"all_gather of {self.label}")
+        secondary = for_backward and self._secondary is not None and self._secondary.held
+        if self._comms.gathers.shares_node and self._compressed_gather is None and not secondary:
+            own = self.shard.to(self._dtypes.compute)
+            self._arriving = self._comms.gathers.all_gather_on_node(own, sizes=self.layout.sizes, label=self.label)
+            self._full.expect()
+            return self._arriving
         self._full.allocate()
         try:
             full = self._full.alias()
-            if for_backward and self._secondary is not None and self._secondary.held:
+            if secondary and self._secondary is not None:
                 return self._secondary.start_gather(full, self.label)
             if self._compressed_gather is not None:
                 return self._compressed_gather.start(self.shard, self.label)
@@ -156,9 +166,13 @@ class FlatGroup:
 
     def finish_gather(self) -> None:
         """Complete the full buffer, once what `start_gather` gave has succeeded. Once is enough; again does nothing."""
+        if isinstance(self._full, WholeShard):
+            return
         if self._compressed_gather is not None:
-            assert isinstance(self._full, FullBuffer), self.label
             self._compressed_gather.finish(self._full.alias())
+        arriving, self._arriving = self._arriving, None
+        if arriving is not None:
+            self._full.adopt(arriving.wait())
 
     def is_fresh(self) -> bool:
         """Whether the full buffer holds what a gather would bring now, bit for bit, of this rank's shard. Needs a finished gather."""
@@ -196,10 +210,13 @@ class FlatGroup:
                 slot.put(entry.parameter)
 
     def free(self) -> None:
-        """Free the full buffer. No gather may be under way."""
-        self._full.free()
+        """Free the full buffer, and what came for it. No gather may be under way."""
         if self._compressed_gather is not None:
             self._compressed_gather.drop()
+        arriving, self._arriving = self._arriving, None
+        if arriving is not None and arriving.exception() is None:
+            arriving.wait().release()
+        self._full.free()
 
     # --- gradients
 

@@ -61,7 +61,7 @@ class MemoryReport:
     gradient_shards: int
     optimizer_state: int
     ignored: int  # parameters of ignored modules and their gradients, whole on every rank
-    full_parameters: int  # gathered at this moment
+    full_parameters: int  # gathered at this moment; in memory that the ranks of a node share, where they share any
     full_gradients: int  # full-size gradients waiting for, or in, a reduction
     secondary_shards: int  # kept for backward with reshard_after_forward=k
     gradient_residuals: int  # what Compression's rounding took from full-size gradients, for the next step

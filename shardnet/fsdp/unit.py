@@ -6,11 +6,10 @@ from enum import Enum, auto
 import torch
 from torch import nn
 
-from shardnet.backend import Pending
 from shardnet.errors import ShardnetError
 from shardnet.fsdp.communicators import Communicators
 from shardnet.fsdp.compression import Compression
-from shardnet.fsdp.group import FlatGroup
+from shardnet.fsdp.group import FlatGroup, Gathering
 from shardnet.fsdp.memory import MemoryMeter
 from shardnet.fsdp.placement import PlacedParameter, UnitPlan
 from shardnet.fsdp.pool import BufferPool
@@ -46,7 +45,7 @@ class Unit:
         self.groups = _make_groups(plan, precision, compression, comms, meter, pool)
         self.state = UnitState.SHARDED
         self._comms = comms
-        self._pending: list[Pending[torch.Tensor]] = []
+        self._pending: list[Gathering] = []
 
     def __repr__(self) -> str:
         return f"<Unit {self.name} {self.state.name}>"
@@ -61,7 +60,7 @@ class Unit:
         """Whether any of its parameters gets none."""
         return any(len(group.trainable) < len(group.originals) for group in self.groups)
 
-    def start_gather(self, *, for_backward: bool = False) -> list[Pending[torch.Tensor]]:
+    def start_gather(self, *, for_backward: bool = False) -> list[Gathering]:
         """SHARDED → GATHERING. The handles are the unit's own to wait for; others may look."""
         assert self.state is UnitState.SHARDED, self
         self.state = UnitState.GATHERING

@@ -34,7 +34,7 @@ class Chunk(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., group: _Optional[int] = ..., sequence: _Optional[int] = ..., block: _Optional[int] = ..., offset: _Optional[int] = ..., crc32c: _Optional[int] = ..., control: _Optional[_Union[Control, _Mapping]] = ..., padding: _Optional[bytes] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class Control(_message.Message):
-    __slots__ = ("announcement", "abort", "probe", "probe_reply", "goodbye", "loss", "window_offer", "window_answer", "window_released", "window_full", "window_piece")
+    __slots__ = ("announcement", "abort", "probe", "probe_reply", "goodbye", "loss", "window_offer", "window_answer", "window_released", "window_full", "loan_returned", "window_piece", "loan", "placed")
     ANNOUNCEMENT_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
     PROBE_FIELD_NUMBER: _ClassVar[int]
@@ -45,7 +45,10 @@ class Control(_message.Message):
     WINDOW_ANSWER_FIELD_NUMBER: _ClassVar[int]
     WINDOW_RELEASED_FIELD_NUMBER: _ClassVar[int]
     WINDOW_FULL_FIELD_NUMBER: _ClassVar[int]
+    LOAN_RETURNED_FIELD_NUMBER: _ClassVar[int]
     WINDOW_PIECE_FIELD_NUMBER: _ClassVar[int]
+    LOAN_FIELD_NUMBER: _ClassVar[int]
+    PLACED_FIELD_NUMBER: _ClassVar[int]
     announcement: Announcement
     abort: Abort
     probe: Probe
@@ -56,18 +59,39 @@ class Control(_message.Message):
     window_answer: WindowAnswer
     window_released: WindowReleased
     window_full: WindowFull
+    loan_returned: LoanReturned
     window_piece: WindowPiece
-    def __init__(self, announcement: _Optional[_Union[Announcement, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ..., probe_reply: _Optional[_Union[ProbeReply, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., loss: _Optional[_Union[Loss, _Mapping]] = ..., window_offer: _Optional[_Union[WindowOffer, _Mapping]] = ..., window_answer: _Optional[_Union[WindowAnswer, _Mapping]] = ..., window_released: _Optional[_Union[WindowReleased, _Mapping]] = ..., window_full: _Optional[_Union[WindowFull, _Mapping]] = ..., window_piece: _Optional[_Union[WindowPiece, _Mapping]] = ...) -> None: ...
+    loan: Loan
+    placed: Placed
+    def __init__(self, announcement: _Optional[_Union[Announcement, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ..., probe_reply: _Optional[_Union[ProbeReply, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., loss: _Optional[_Union[Loss, _Mapping]] = ..., window_offer: _Optional[_Union[WindowOffer, _Mapping]] = ..., window_answer: _Optional[_Union[WindowAnswer, _Mapping]] = ..., window_released: _Optional[_Union[WindowReleased, _Mapping]] = ..., window_full: _Optional[_Union[WindowFull, _Mapping]] = ..., loan_returned: _Optional[_Union[LoanReturned, _Mapping]] = ..., window_piece: _Optional[_Union[WindowPiece, _Mapping]] = ..., loan: _Optional[_Union[Loan, _Mapping]] = ..., placed: _Optional[_Union[Placed, _Mapping]] = ...) -> None: ...
 
 class Announcement(_message.Message):
-    __slots__ = ("signature", "send_bytes", "expect_bytes")
+    __slots__ = ("signature", "send_bytes", "expect_bytes", "grant", "released")
     SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     SEND_BYTES_FIELD_NUMBER: _ClassVar[int]
     EXPECT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    RELEASED_FIELD_NUMBER: _ClassVar[int]
     signature: str
     send_bytes: int
     expect_bytes: int
-    def __init__(self, signature: _Optional[str] = ..., send_bytes: _Optional[int] = ..., expect_bytes: _Optional[int] = ...) -> None: ...
+    grant: Grant
+    released: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, signature: _Optional[str] = ..., send_bytes: _Optional[int] = ..., expect_bytes: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., released: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Grant(_message.Message):
+    __slots__ = ("serial", "id", "descriptor", "size", "dropped")
+    SERIAL_FIELD_NUMBER: _ClassVar[int]
+    ID_FIELD_NUMBER: _ClassVar[int]
+    DESCRIPTOR_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
+    serial: int
+    id: int
+    descriptor: int
+    size: int
+    dropped: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, serial: _Optional[int] = ..., id: _Optional[int] = ..., descriptor: _Optional[int] = ..., size: _Optional[int] = ..., dropped: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Abort(_message.Message):
     __slots__ = ("reason", "detail", "ranks")
@@ -129,22 +153,26 @@ class Goodbye(_message.Message):
     def __init__(self, positions: _Optional[_Iterable[_Union[Goodbye.Position, _Mapping]]] = ...) -> None: ...
 
 class WindowOffer(_message.Message):
-    __slots__ = ("pid", "descriptor", "capacity", "secret")
+    __slots__ = ("pid", "descriptor", "capacity", "secret", "secret_address")
     PID_FIELD_NUMBER: _ClassVar[int]
     DESCRIPTOR_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_FIELD_NUMBER: _ClassVar[int]
     SECRET_FIELD_NUMBER: _ClassVar[int]
+    SECRET_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     pid: int
     descriptor: int
     capacity: int
     secret: bytes
-    def __init__(self, pid: _Optional[int] = ..., descriptor: _Optional[int] = ..., capacity: _Optional[int] = ..., secret: _Optional[bytes] = ...) -> None: ...
+    secret_address: int
+    def __init__(self, pid: _Optional[int] = ..., descriptor: _Optional[int] = ..., capacity: _Optional[int] = ..., secret: _Optional[bytes] = ..., secret_address: _Optional[int] = ...) -> None: ...
 
 class WindowAnswer(_message.Message):
-    __slots__ = ("refusal",)
+    __slots__ = ("refusal", "borrows")
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    BORROWS_FIELD_NUMBER: _ClassVar[int]
     refusal: str
-    def __init__(self, refusal: _Optional[str] = ...) -> None: ...
+    borrows: bool
+    def __init__(self, refusal: _Optional[str] = ..., borrows: _Optional[bool] = ...) -> None: ...
 
 class WindowPiece(_message.Message):
     __slots__ = ("position", "size")
@@ -163,3 +191,25 @@ class WindowReleased(_message.Message):
 class WindowFull(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class Loan(_message.Message):
+    __slots__ = ("address", "size", "token_address", "token")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    address: int
+    size: int
+    token_address: int
+    token: int
+    def __init__(self, address: _Optional[int] = ..., size: _Optional[int] = ..., token_address: _Optional[int] = ..., token: _Optional[int] = ...) -> None: ...
+
+class LoanReturned(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Placed(_message.Message):
+    __slots__ = ("size",)
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    size: int
+    def __init__(self, size: _Optional[int] = ...) -> None: ...

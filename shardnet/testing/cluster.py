@@ -1,7 +1,7 @@
 """A cluster in one process: every rank has its own port, streams and backend, as it would have in its own process."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TypeVar
 
@@ -30,11 +30,16 @@ async def local_cluster(
     *,
     ranks_per_node: int | None = None,
     routing: Routing = Routing.AUTO,
-    shared_memory: bool = True,
+    shared_memory: bool | Callable[[int], bool] = True,
+    lending: bool = True,
     timeouts: Timeouts | None = None,
     limits: Limits | None = None,
 ) -> AsyncIterator[list[ClusterBackend]]:
-    """Backends over gRPC on loopback ports, by rank. They are closed on leaving, or aborted where an error is the reason."""
+    """Backends over gRPC on loopback ports, by rank. They are closed on leaving, or aborted where an error is the reason.
+
+    `shared_memory` may be a function of the rank.
+    """
+    shares = shared_memory if callable(shared_memory) else lambda _: shared_memory
     timeouts, limits = timeouts or Timeouts.for_tests(), limits or Limits()
     loop = LoopThread.shared()
     per_node = ranks_per_node or world_size
@@ -49,7 +54,7 @@ async def local_cluster(
             members.append(Member(rank, rank % per_node, rank // per_node, endpoint.address, f"node{rank // per_node}", f"worker{rank}"))
         topologies = [Topology(epoch=1, rank=rank, members=tuple(members)) for rank in range(world_size)]
         meshes = [
-            GrpcMesh("test", topology, service, Security(), timeouts, limits, shared_memory=shared_memory)
+            GrpcMesh("test", topology, service, Security(), timeouts, limits, shared_memory=shares(topology.rank), lending=lending)
             for topology, service in zip(topologies, services, strict=True)
         ]
         starting = (

@@ -25,7 +25,7 @@ class Settings:
     listen          host or host:port of this worker; empty: loopback if the rendezvous is there, else the address of
                     this machine from which the rendezvous is reached
     node            identity of this machine; empty: found (host name and boot id)
-    shared_memory   whether data for the other ranks of this node may go through memory
+    shared_memory   whether data for the other ranks of this node may go through memory, and gathered parameters be shared with them
     routing         which way large collectives go: "auto" (direct inside a node, a ring across nodes), "ring" (one of all
                     ranks) or "direct" (everyone to everyone). Alike on all ranks
     report_file     where the launcher wants to read this worker's address and rank; empty: nowhere

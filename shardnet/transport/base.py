@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from shardnet.pb import mesh_pb2
+from shardnet.transport.shared_memory import Loan
 from shardnet.wire import Chunk
 
 
@@ -42,6 +43,16 @@ class Mesh(ABC):
         """The ranks to which data goes through memory that both map."""
         return frozenset()
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether ranks of a node may share memory, the same on all; which ones do, `memory_peers` says."""
+        return False
+
+    @property
+    def borrowers(self) -> frozenset[int]:
+        """The ranks that can read data where this rank has it: see `lend`."""
+        return frozenset()
+
     @abstractmethod
     async def start(self, receiver: Receiver) -> None:
         """Open the pipes. Raises PeerLost, naming who is missing, if they are not all there in time."""
@@ -54,6 +65,17 @@ class Mesh(ABC):
         """Send the same to several peers, as `send` does."""
         for peer in peers:
             await self.send(peer, chunk)
+
+    def process(self, peer: int) -> int | None:
+        """The process of a peer whose memory is this machine's, and open to this rank."""
+        return None
+
+    def lend(self, peer: int, chunk: Chunk, loan: Loan) -> None:
+        """Tell a peer, one of `borrowers`, where a chunk's data lies, without waiting. Raises PeerLost if the pipe is broken.
+
+        The data must stay as it is until the peer has read it, or the loan is revoked. See [Note: loans].
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no borrowers, so nobody may ask it to lend")
 
     @abstractmethod
     def address(self, rank: int) -> str:

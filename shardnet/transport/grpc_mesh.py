@@ -25,7 +25,7 @@ from shardnet.transport.http2 import CallBroken
 from shardnet.transport.mesh_service import MeshService
 from shardnet.transport.options import HANDSHAKE_S
 from shardnet.transport.outbox import Outbox
-from shardnet.transport.shared_memory import Sharing
+from shardnet.transport.shared_memory import Loan, Sharing
 from shardnet.wire import Chunk
 
 FLUSH_S = 0.2  # how long an abort waits for the peers to take what was sent; those that live take it in milliseconds
@@ -44,9 +44,11 @@ class GrpcMesh(Mesh):
         limits: Limits,
         *,
         shared_memory: bool = True,
+        lending: bool = True,
         terms: Mapping[str, object] | None = None,
     ) -> None:
         """shared_memory  whether this rank offers the others of its node a window; it looks into theirs in any case
+        lending        whether data may also be read from where it lies in a rank's memory
         terms          settings that must be alike on all ranks, by name, beside `limits`; who has others is refused
         """
         super().__init__(topology.rank, topology.world_size, topology.epoch)
@@ -67,7 +69,7 @@ class GrpcMesh(Mesh):
         self._lost: dict[int, str] = {}
         self._changed = asyncio.Event()  # any of the three above did
         self._closing = False
-        self._sharing = Sharing(where, self.epoch, topology.neighbours, limits, self._put, self._put_now)
+        self._sharing = Sharing(where, self.epoch, topology.neighbours, limits, self._put, self._put_now, lending=lending)
         self._aborting: concurrent.futures.Future[None] | None = None
 
     # --- opening
@@ -114,6 +116,20 @@ class GrpcMesh(Mesh):
     @property
     def memory_peers(self) -> frozenset[int]:
         return self._sharing.readers
+
+    @property
+    def shares_memory(self) -> bool:
+        return True  # who has to do without is granted nothing
+
+    @property
+    def borrowers(self) -> frozenset[int]:
+        return self._sharing.borrowers
+
+    def process(self, peer: int) -> int | None:
+        return self._sharing.process(peer)
+
+    def lend(self, peer: int, chunk: Chunk, loan: Loan) -> None:
+        self._sharing.lend(peer, chunk, loan)
 
     async def send(self, peer: int, chunk: Chunk) -> None:
         await self.send_all((peer,), chunk)
@@ -164,7 +180,7 @@ class GrpcMesh(Mesh):
         assert self._receiver is not None
         if chunk.control is not None:
             kind = chunk.control.WhichOneof("kind") or ""
-            if kind.startswith("window_") or chunk.control.HasField("window_piece"):
+            if kind.startswith("window_") or chunk.control.HasField("window_piece") or chunk.control.HasField("loan"):
                 self._sharing.receive(peer, chunk, partial(self._receiver.on_chunk, peer))
                 return
             if kind == "goodbye":

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from shardnet.backend import Backend, Pending, ReduceOp
+from shardnet.backend import Backend, NodeBuffer, Pending, ReduceOp
 from shardnet.testing import reference, same_bits
 
 PATIENCE_S = 20.0
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool)
-OPS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "uneven", "send", "barrier")
+OPS = ("all_reduce", "broadcast", "all_gather", "gather_on_node", "reduce_scatter", "all_to_all", "uneven", "send", "barrier")
 GROUPS: tuple[tuple[int, ...], ...] = ((0, 1, 2, 3), (0, 2), (1, 2, 3), (3,))
 
 
@@ -63,7 +63,7 @@ def expected(step: Step, inputs: list[torch.Tensor]) -> list[torch.Tensor | None
             return [*reference.all_reduce(inputs, step.reduce)]
         case "broadcast":
             return [*reference.broadcast(inputs, step.root)]
-        case "all_gather":
+        case "all_gather" | "gather_on_node":
             return [*reference.all_gather(inputs)]
         case "reduce_scatter":
             return [*reference.reduce_scatter(inputs, step.reduce)]
@@ -87,12 +87,20 @@ def start(step: Step, group: Backend, mine: torch.Tensor) -> list[Pending[Any]]:
             return [group.broadcast(mine, step.root)]
         case "all_gather" | "all_to_all":
             return [getattr(group, step.op)(mine)]
+        case "gather_on_node":
+            return [group.all_gather_on_node(mine).map(_taken)]
         case "uneven":
             return [group.all_to_all(mine, send_sizes=step.cuts[rank], recv_sizes=[cut[rank] for cut in step.cuts])]
         case "send" if ranks > 1:
             return [group.send(mine, (rank + 1) % ranks), group.recv(torch.empty_like(mine), (rank - 1) % ranks)]
         case _:
             return [group.barrier()]
+
+
+def _taken(buffer: NodeBuffer) -> torch.Tensor:
+    copy = buffer.tensor.clone()
+    buffer.release()
+    return copy
 
 
 class Runner:

@@ -5,6 +5,7 @@ import random
 import signal
 import time
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 import torch
@@ -62,6 +63,26 @@ async def test_thousands_of_collectives_give_what_torch_gives(limits: Limits, ro
             started = time.monotonic()
             await asyncio.to_thread(runner.run, [random_step(rng, rows=rows) for _ in range(25)], rng.randrange(10**6))
             print(f"program {number}: 25 collectives, {time.monotonic() - started:.2f} s", flush=True)
+
+
+def test_ten_thousand_collectives_leave_memory_as_it_was(nursery: Nursery) -> None:
+    """Of one node of three processes: through loans, windows, common buffers and streams; results are checked."""
+    names = {path.name for path in Path("/dev/shm").iterdir()}
+    with rendezvous() as address, ExitStack() as stack:
+        workers = [stack.enter_context(Worker(nursery, address)) for _ in range(3)]
+        begin(workers, work="stream", seed=SEED, rounds=1250, rows=100_000)
+        for worker in workers:
+            held = [worker.hear("holds", skip="streaming", within_s=120.0) for _ in range(10)]
+            for each in held:
+                numbers = {name: each[name] for name in ("step", "rss", "descriptors", "tasks")}
+                print(f"rank {worker.rank}: {numbers}", flush=True)
+            left = worker.hear("left")
+            assert (left["error"], left["leaks"]) == (None, [])
+            # what is there at one moment goes up and down by some 30 MiB; what grows does so for good
+            for name, more in (("rss", 16 * MIB), ("descriptors", 2), ("tasks", 4)):
+                assert min(each[name] for each in held[5:]) < max(each[name] for each in held[:5]) + more, name
+        assert {path.name for path in Path("/dev/shm").iterdir()} == names
+        assert [worker.end() for worker in workers] == [0, 0, 0]
 
 
 async def test_a_large_gradient_does_not_hold_up_a_small_group() -> None:

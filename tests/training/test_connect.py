@@ -18,6 +18,7 @@ from shardnet.backend import Backend
 from shardnet.config import Limits, Timeouts
 from shardnet.errors import ClosedError, JoinTimeout, ListenError, PeerLost, PlaintextRefused, UsageError
 from shardnet.loop import LoopThread
+from shardnet.training.snapshot import worker_snapshot
 from shardnet.transport.observe import Health, health, snapshot
 from tests.training.workers import PATIENCE_S, Message, Nursery, Worker, begin, rendezvous, streaming
 
@@ -141,6 +142,30 @@ async def test_members_whose_settings_differ_are_told_which(meeting: str) -> Non
     for outcome in outcomes:
         assert isinstance(outcome, PeerLost)
     assert any("it has chunk_bytes 4096, routing auto, this one has chunk_bytes 8192, routing ring" in str(each) for each in outcomes)
+
+
+async def test_who_waits_for_a_late_member_tells_so_and_which_way_collectives_go(meeting: str) -> None:
+    """By what each says of itself to whoever asks: the late one has waited for nobody."""
+    entered = asyncio.Event()
+    late_s = 0.3
+
+    async def member(routing: str) -> None:
+        async with shardnet.connect(**two(meeting), routing=routing) as cluster:
+            if cluster.rank == 1:
+                await entered.wait()
+                await asyncio.sleep(late_s)  # not to wait for anything: it is what rank 0 has to tell
+            handle = cluster.backend.all_reduce(torch.ones(10))
+            entered.set()
+            await handle
+            told = worker_snapshot(cluster.telemetry, cluster.topology)
+            assert told.routing == {"auto": "direct between 2 ranks", "ring": "a ring of 2 ranks"}[routing]
+            (counter,) = (each for each in told.collectives if each.op == "all_reduce")
+            assert (counter.waited_s > 0.9 * late_s) == (cluster.rank == 0)
+            assert counter.waited_s <= counter.seconds
+
+    for routing in ("auto", "ring"):
+        entered.clear()
+        await asyncio.gather(member(routing), member(routing))
 
 
 async def test_a_cancelled_block_ends_at_once_and_the_others_are_told(meeting: str) -> None:

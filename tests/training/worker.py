@@ -96,7 +96,8 @@ class Worker:
     # --- kinds of work
 
     async def stream(self, cluster: shardnet.Cluster, command: Command) -> None:
-        """Random collectives of the world and of its groups, results checked, until somebody is told to stop."""
+        """Random collectives of the world and of its groups, results checked, until somebody is told to stop; or so many rounds of 8,
+        and after each tenth of them what this process holds."""
         backend, seed = cluster.backend, command.get("seed", 0)
         groups = {members: backend.subgroup(members) for members in groups_of(cluster.world_size) if cluster.rank in members}
         rng = random.Random(seed)
@@ -116,7 +117,11 @@ class Worker:
             cluster.report(step=number + 1, total_steps=0, loss=1.0)
             if number == STREAMING_AFTER:
                 say("streaming")
-            if (await told).item():
+            rounds = command.get("rounds", 0)
+            if rounds and (number + 1) % (rounds // 10) == 0:
+                del handles, outcome, wanted, inputs, each, some
+                say("holds", step=number + 1, **holdings())
+            if (await told).item() or number + 1 == rounds:
                 return
 
     async def call(self, cluster: shardnet.Cluster, command: Command) -> object:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from shardnet.config import Limits
 from shardnet.errors import PeerLost, ProtocolError
 from shardnet.pb import mesh_pb2
+from shardnet.transport.shared_memory.lending import Borrowed, Loan, can_read
 from shardnet.transport.shared_memory.view import View
 from shardnet.transport.shared_memory.window import Piece, Window
 from shardnet.wire import Chunk
@@ -22,16 +23,23 @@ PutNow = Callable[[int, Chunk], None]  # the same without waiting for room
 class Sharing:
     """One rank's window, and its views of those of `neighbours`, the other ranks of its node. Runs on the loop thread."""
 
-    def __init__(self, where: str, epoch: int, neighbours: Sequence[int], limits: Limits, put: Put, put_now: PutNow) -> None:
+    def __init__(
+        self, where: str, epoch: int, neighbours: Sequence[int], limits: Limits, put: Put, put_now: PutNow, *, lending: bool = True
+    ) -> None:
+        """lending  whether data may be read from this process, and from others, where it lies"""
         self._where = where
         self._epoch = epoch
         self._limits = limits
         self._put = put
         self._put_now = put_now
+        self._lending = lending
         self._window: Window | None = None
         self._turn = asyncio.Lock()  # first come, first served
         self._views: dict[int, View] = {}
         self._readers: set[int] = set()  # who see the window
+        self._borrowers: set[int] = set()  # of those, who can read this process's memory
+        self._processes: dict[int, int] = {}  # whose window this rank sees, by rank
+        self._lenders: set[int] = set()  # of those, whose memory it can read
         self._neighbours = frozenset(neighbours)
         self._asked = set(neighbours)  # who have not answered yet
         self._refusals: dict[int, str] = {}
@@ -41,6 +49,15 @@ class Sharing:
     def readers(self) -> frozenset[int]:
         """Who see this rank's window."""
         return frozenset(self._readers)
+
+    @property
+    def borrowers(self) -> frozenset[int]:
+        """Who can read what this rank lends."""
+        return frozenset(self._borrowers)
+
+    def process(self, peer: int) -> int | None:
+        """The process of a rank that this one shares memory with."""
+        return self._processes.get(peer)
 
     async def open(self, timeout_s: float) -> None:
         """Offer the window to all neighbours, once their streams are open, and wait for their answers."""
@@ -79,11 +96,21 @@ class Sharing:
         for peer in peers:
             await self._put(peer, chunk)
 
+    def lend(self, peer: int, chunk: Chunk, loan: Loan) -> None:
+        """Tell a borrower where a chunk's data lies; see `Mesh.lend`."""
+        control = mesh_pb2.Control(loan=loan.of(chunk.data))
+        if chunk.control is not None:
+            control.MergeFrom(chunk.control)
+        self._put_now(peer, replace(chunk, data=b"", control=control, frame=None))
+
     def receive(self, peer: int, chunk: Chunk, deliver: Callable[[Chunk], None]) -> None:
         """Take a chunk that is about windows; `deliver` gets what it stands for. Raises ProtocolError."""
         assert chunk.control is not None
         if chunk.control.HasField("window_piece"):
             self._on_piece(peer, chunk, chunk.control.window_piece, deliver)
+            return
+        if chunk.control.HasField("loan"):
+            self._on_loan(peer, chunk, chunk.control.loan, deliver)
             return
         match chunk.control.WhichOneof("kind"):
             case "window_released":
@@ -95,25 +122,30 @@ class Sharing:
             case "window_offer":
                 self._on_offer(peer, chunk.control.window_offer)
             case "window_answer":
-                self._on_answer(peer, chunk.control.window_answer.refusal)
+                self._on_answer(peer, chunk.control.window_answer)
 
     def leave(self, peer: int) -> None:
         """The peer has said goodbye: it takes part in nothing any more."""
-        self._readers.discard(peer)
+        self._forget(peer)
         if self._window is not None:
             self._window.leave(peer)
         self._settle(peer)
 
     def lose(self, peer: int) -> None:
         """The peer is lost, dead or not."""
-        self._readers.discard(peer)
+        self._forget(peer)
         if self._window is not None:
             self._window.lose(peer)
         self._settle(peer)
 
+    def _forget(self, peer: int) -> None:
+        self._readers.discard(peer)
+        self._borrowers.discard(peer)
+
     def close(self) -> None:
         """Give the memory back. What is still sent goes nowhere."""
         self._readers.clear()
+        self._borrowers.clear()
         if self._window is not None:
             self._window.close()
         for view in self._views.values():
@@ -148,6 +180,11 @@ class Sharing:
         if view.take(piece):
             self._post(peer, mesh_pb2.Control(window_released=view.report()))
 
+    def _on_loan(self, peer: int, chunk: Chunk, loan: mesh_pb2.Loan, deliver: Callable[[Chunk], None]) -> None:
+        if peer not in self._lenders:
+            raise ProtocolError(f"rank {peer} lent data to this rank, which cannot read its memory")
+        deliver(replace(chunk, lent=Borrowed(self._processes[peer], loan), frame=None))
+
     def _on_offer(self, peer: int, offer: mesh_pb2.WindowOffer) -> None:
         if peer not in self._neighbours or peer in self._views:
             raise ProtocolError(f"rank {peer} offered a window, which only a rank of this node may, and once")
@@ -156,14 +193,21 @@ class Sharing:
             self._views[peer] = View(offer)
         except (OSError, ValueError) as error:  # ValueError: mmap's word for sizes that make no sense
             refusal = str(error)
-        self._post(peer, mesh_pb2.Control(window_answer=mesh_pb2.WindowAnswer(refusal=refusal)))
+        borrows = not refusal and self._lending and can_read(offer)
+        if not refusal:
+            self._processes[peer] = offer.pid
+        if borrows:
+            self._lenders.add(peer)
+        self._post(peer, mesh_pb2.Control(window_answer=mesh_pb2.WindowAnswer(refusal=refusal, borrows=borrows)))
 
-    def _on_answer(self, peer: int, refusal: str) -> None:
+    def _on_answer(self, peer: int, answer: mesh_pb2.WindowAnswer) -> None:
         if peer in self._asked:
-            if refusal:
-                self._refusals[peer] = refusal
+            if answer.refusal:
+                self._refusals[peer] = answer.refusal
             else:
                 self._readers.add(peer)
+                if answer.borrows and self._lending:
+                    self._borrowers.add(peer)
         self._settle(peer)
 
     def _settle(self, peer: int) -> None:

@@ -1,19 +1,16 @@
 """`View`: the window of another rank of this node."""
 
-import fcntl
 import mmap
-import os
 from contextlib import suppress
 from hmac import compare_digest
-from pathlib import Path
 
 from shardnet.errors import ProtocolError
 from shardnet.pb import mesh_pb2
+from shardnet.transport.shared_memory.memfd import Stranger, found
 from shardnet.transport.shared_memory.window import HEADER_BYTES, NAME, SECRET_BYTES
 
 _REPORTS = 4  # in the time in which the window is written once: rarer costs less, but its owner may have to wait and ask
 _MAX_POSITION = 1 << 63  # far beyond what is ever written; the end of a piece must be a number that a message can carry
-_STRANGER = "its process is not to be seen from here (is it in another container?)"
 
 
 class View:
@@ -55,23 +52,12 @@ class View:
 
 
 def _find(offer: mesh_pb2.WindowOffer) -> mmap.mmap:
-    path = Path(f"/proc/{offer.pid}/fd/{offer.descriptor}")
-    try:
-        found = str(path.readlink())
-    except FileNotFoundError:
-        raise OSError(_STRANGER) from None
-    if found != f"/memfd:{NAME} (deleted)":  # the files of whichever process has the number here are not to be touched
-        raise OSError(_STRANGER)
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    if not offer.capacity:
+        raise OSError("its memory is not what was offered")
     size = HEADER_BYTES + offer.capacity
-    try:
-        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
-        if not seals & fcntl.F_SEAL_SHRINK or os.fstat(descriptor).st_size != size or not offer.capacity:
-            raise OSError("its memory is not what was offered")
+    with found(NAME, offer.pid, offer.descriptor, size) as descriptor:
         mapped = mmap.mmap(descriptor, size, prot=mmap.PROT_READ)
-    finally:
-        os.close(descriptor)
     if not compare_digest(mapped[:SECRET_BYTES], offer.secret):
         mapped.close()
-        raise OSError(_STRANGER)
+        raise Stranger
     return mapped

@@ -1,7 +1,6 @@
 """`Window`: the memory that this rank writes and its node's other ranks read."""
 
 import asyncio
-import fcntl
 import mmap
 import os
 import secrets
@@ -12,6 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardnet.pb import mesh_pb2
+from shardnet.transport.shared_memory.lending import Secret
+from shardnet.transport.shared_memory.memfd import allocate, keep_others_from_writing
 from shardnet.wire import Buffer
 
 NAME = "shardnet-window"
@@ -19,8 +20,6 @@ HEADER_BYTES = mmap.PAGESIZE  # the secret, then nothing
 SECRET_BYTES = 32
 PATIENCE_S = 0.5  # with readers, who release what they were told of in milliseconds
 _ALIGNMENT = 64  # of pieces: a cache line, and more than any element needs
-_F_SEAL_FUTURE_WRITE = 0x10  # linux/fcntl.h; in Python's fcntl from 3.13 on
-_SEALS = (fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL | _F_SEAL_FUTURE_WRITE) if hasattr(fcntl, "F_SEAL_SHRINK") else 0
 
 
 @dataclass(slots=True)
@@ -43,19 +42,31 @@ class Window:
         """`on_full` is told who holds the oldest piece while somebody waits for room. Raises OSError if there is no memory."""
         self.capacity = capacity + -capacity % _ALIGNMENT
         self._on_full = on_full
-        self._secret = secrets.token_bytes(SECRET_BYTES)
+        self._secret = Secret(secrets.token_bytes(SECRET_BYTES))
         self._head = 0  # where the next piece may start
         self._pieces: deque[Piece] = deque()  # not released, by position
         self._room = asyncio.Event()
         self._stuck = False  # somebody has waited in vain for room since the last time that there was some
         self._over = False  # nothing is put any more
-        self._descriptor, self._map = _allocate(HEADER_BYTES + self.capacity)
-        self._map[:SECRET_BYTES] = self._secret
+        self._descriptor = allocate(NAME, HEADER_BYTES + self.capacity)
+        try:
+            self._map = mmap.mmap(self._descriptor, HEADER_BYTES + self.capacity)
+            keep_others_from_writing(self._descriptor)
+        except BaseException:
+            self.hide()
+            raise
+        self._map[:SECRET_BYTES] = self._secret.content
         self._data = np.frombuffer(self._map, np.uint8, self.capacity, HEADER_BYTES)
 
     def offer(self) -> mesh_pb2.WindowOffer:
         """Where a reader finds it, until `hide`."""
-        return mesh_pb2.WindowOffer(pid=os.getpid(), descriptor=self._descriptor, capacity=self.capacity, secret=self._secret)
+        return mesh_pb2.WindowOffer(
+            pid=os.getpid(),
+            descriptor=self._descriptor,
+            capacity=self.capacity,
+            secret=self._secret.content,
+            secret_address=self._secret.address,
+        )
 
     def hide(self) -> None:
         """Every reader has found it, or never will."""
@@ -132,17 +143,3 @@ class Window:
             self._pieces.popleft()
             self._stuck = False
             self._room.set()
-
-
-def _allocate(size: int) -> tuple[int, mmap.mmap]:
-    if not hasattr(os, "memfd_create"):
-        raise OSError("this system has no memfd")
-    descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.posix_fallocate(descriptor, 0, size)
-        mapped = mmap.mmap(descriptor, size)
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)  # behind the mapping, which it would forbid
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor, mapped

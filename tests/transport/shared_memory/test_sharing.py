@@ -171,7 +171,7 @@ async def test_who_waits_for_room_hears_that_a_reader_is_gone() -> None:
 async def test_a_frozen_rank_holds_up_nobody_else(wire: Wire) -> None:
     """It keeps the room of what it was told of, so the others' data goes over their streams."""
     limits = Limits(chunk_bytes=8 * KIB, window_bytes=64 * KIB, inline_bytes=KIB, eager_bytes=KIB)
-    async with local_cluster(3, limits=limits) as ranks:
+    async with local_cluster(3, limits=limits, lending=False) as ranks:
         frozen = mesh_of(ranks[2])
         receive, held = frozen.receive, []
         frozen.receive = lambda *what: held.append(what)  # type: ignore[method-assign]  # it comes to nothing
@@ -296,6 +296,20 @@ async def test_who_is_asked_again_and_again_answers_what_is_new() -> None:
         window.close()
     assert [control.WhichOneof("kind") for control in said] == ["window_answer", "window_released"]
     assert said[1].window_released.position == piece.end
+
+
+@pytest.mark.parametrize("lending", [False, True])
+async def test_who_lends_nothing_has_no_borrowers(lending: bool) -> None:
+    """Whatever others say that they can read."""
+
+    async def put(peer: int, chunk: Chunk) -> None:
+        raise AssertionError
+
+    sharing = Sharing("", 1, [1], LIMITS, put, lambda peer, chunk: None, lending=lending)
+    answer = mesh_pb2.Control(window_answer=mesh_pb2.WindowAnswer(borrows=True))
+    sharing.receive(1, Chunk(1, 0, 0, control=answer), lambda _: None)
+    assert sharing.borrowers == (frozenset({1}) if lending else frozenset())
+    sharing.close()
 
 
 @pytest.mark.parametrize("how", [Sharing.leave, Sharing.lose])

@@ -1,0 +1,210 @@
+"""`Commons`: memory that ranks of one node have in common, so that what all of them gather is there once.
+
+[Note: one buffer a node] A collective whose result is the same on all ranks of a node is written into one piece of memory, a
+slot, by all of them: each its own block, and each carrier those that come from other nodes. Nobody copies what another one
+has written; where a chunk would have gone, it is told that it is in its place.
+
+One rank, the keeper, says which slot: with its announcement, for which the others wait before they write and announce
+themselves. A slot is granted again only when every rank of the node has released it. So a rank that runs ahead cannot
+overwrite what another one still reads: the keeper makes another slot, and later drops what is more than was ever in use at once.
+Ranks tell the keeper what they have released with their next announcement, which costs no message, and again until a collective
+that said so has ended well. Every grant has a serial number, so what is said twice or late does no harm. Where the keeper's side of a
+collective fails, it never grants that slot again, for it cannot know who has it.
+
+Each rank computes with a private mapping of a slot: what it writes there, only it sees, and only until it releases it.
+"""
+
+import asyncio
+import weakref
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from shardnet.errors import ProtocolError
+from shardnet.pb import mesh_pb2
+from shardnet.transport.base import Mesh
+from shardnet.transport.shared_memory import Segment, Stranger
+
+if TYPE_CHECKING:
+    from shardnet.collectives.operation import Operation
+
+
+@dataclass(slots=True, eq=False)
+class _Slot:
+    id: int
+    size: int  # bytes
+    segment: Segment
+    serial: int = 0  # of its last grant
+    holders: set[int] = field(default_factory=set)  # ranks that may still read or write it; known to the keeper
+
+
+@dataclass(slots=True, eq=False)
+class Claim:
+    """One rank's share in one grant, or in none; lives as long as its collective."""
+
+    slot: _Slot | None = None
+    serial: int = 0
+    told: list[int] = field(default_factory=list)  # what the announcements of the collective say about other slots
+
+    @property
+    def granted(self) -> bool:
+        return self.slot is not None
+
+    @property
+    def shared(self) -> np.ndarray:
+        """The slot's bytes, for all ranks of the node to write."""
+        assert self.slot is not None
+        return self.slot.segment.shared
+
+
+class Commons:
+    """One rank's side of it, for all groups that have the same ranks on this node; lives as long as the mesh. Ranks are global.
+
+    Runs on the loop thread. See [Note: one buffer a node].
+    """
+
+    def __init__(self, mesh: Mesh, node: frozenset[int]) -> None:
+        self._mesh = mesh
+        self._node = node
+        self._keeper = min(node)
+        self._slots: dict[int, _Slot] = {}  # by id, oldest first
+        self._next_id = 0
+        self._serial = 0
+        self._peak_bytes = 0  # the most that was granted at once
+        self._peak_count = 0  # in how many slots
+        self._dropped: list[int] = []  # ids of slots that the others may not know to be gone
+        self._released: list[int] = []  # serials that the keeper may not know to be released
+
+    async def claim(self, op: "Operation", size: int) -> Claim:
+        """A slot for a result of so many bytes, if the keeper grants one; the others wait for its announcement.
+
+        Raises ProtocolError if it was granted and cannot be mapped.
+        """
+        if self._keeps:
+            return self._grant(size)
+        announcement = await op.cleared(op.group.members.index(self._keeper))
+        if not announcement.HasField("grant"):
+            return Claim()
+        grant = announcement.grant
+        for each in grant.dropped:
+            self._drop(each)
+        if grant.id not in self._slots:
+            try:
+                self._slots[grant.id] = _Slot(grant.id, grant.size, self._open(grant))
+            except Stranger:  # it is gone, which its stream is about to show
+                await asyncio.get_running_loop().create_future()
+            except (OSError, ValueError) as error:
+                where = f"{op.group.board.where()} {op.name}"
+                raise ProtocolError(f"{where}: the memory that rank {self._keeper} granted cannot be used: {error}") from error
+        return Claim(self._slots[grant.id], grant.serial)
+
+    async def announce(self, op: "Operation", peer: int, claim: Claim) -> None:
+        """Announce an operation to a peer, and say what concerns it: to this node the keeper's grant, to the keeper what is released."""
+        rank = op.group.members[peer]
+        if self._keeps and rank in self._node and claim.slot is not None:
+            slot, claim.told = claim.slot, list(self._dropped)
+            place = {"id": slot.id, "size": slot.size, "descriptor": max(slot.segment.descriptor, 0)}
+            await op.announce(peer, grant=mesh_pb2.Grant(serial=claim.serial, dropped=claim.told, **place))
+        elif rank == self._keeper:
+            claim.told = list(self._released)
+            await op.announce(peer, released=claim.told)
+        else:
+            await op.announce(peer)
+
+    async def hear(self, op: "Operation", peer: int) -> None:
+        """Wait for a peer's announcement, unless `claim` has."""
+        rank = op.group.members[peer]
+        if rank != self._keeper:
+            self._on_released(rank, (await op.cleared(peer)).released)
+
+    def end(self, claim: Claim) -> None:
+        """The collective has ended well, so everybody has heard what was told, and has mapped the slot."""
+        if claim.slot is not None:
+            claim.slot.segment.close()
+        pending = self._dropped if self._keeps else self._released
+        pending[:] = [each for each in pending if each not in claim.told]
+
+    def fail(self, claim: Claim) -> None:
+        """The collective has failed."""
+        if claim.slot is not None and self._keeps:
+            self._retire(claim.slot)
+        else:
+            self._release(claim)
+
+    def lend(self, claim: Claim, call: Callable[..., None]) -> tuple[np.ndarray, Callable[[], object]]:
+        """The slot's bytes, for this rank to compute with, and what releases them: on any thread, once, and at the latest when nobody has
+        them any more. `call` runs a function on the loop thread."""
+        assert claim.slot is not None
+        # an array of its own, which all that are made of it keep: numpy refers to the last one that is over something else than an array
+        view = np.frombuffer(claim.slot.segment.private.data, np.uint8)
+        release = weakref.finalize(view, call, self._release, claim)
+        release.atexit = False
+        return view, release
+
+    def close(self) -> None:
+        for slot in list(self._slots):
+            self._drop(slot)
+
+    def _release(self, claim: Claim) -> None:
+        """This rank neither reads nor writes the slot any more."""
+        if claim.slot is None:
+            return
+        claim.slot.segment.refresh()
+        if self._keeps:
+            self._on_released(self._keeper, (claim.serial,))
+        else:
+            self._released.append(claim.serial)
+
+    def _drop(self, slot: int) -> None:
+        if slot in self._slots:
+            self._slots.pop(slot).segment.close()
+
+    def _open(self, grant: mesh_pb2.Grant) -> Segment:
+        process = self._mesh.process(self._keeper)
+        if process is None:
+            raise OSError("this rank does not see it")
+        return Segment(grant.size, (process, grant.descriptor))
+
+    # --- the keeper's
+
+    @property
+    def _keeps(self) -> bool:
+        return self._keeper == self._mesh.rank
+
+    def _grant(self, size: int) -> Claim:
+        """Of nothing, if the node's ranks do not share memory, or there is none."""
+        others = self._node - {self._keeper}
+        if not others <= self._mesh.memory_peers or any(self._mesh.process(rank) is None for rank in others):
+            return Claim()
+        slot = next((slot for slot in self._slots.values() if slot.size == size and not slot.holders), None)
+        if slot is None:
+            try:
+                slot = self._slots[self._next_id] = _Slot(self._next_id, size, Segment(size))
+            except OSError:
+                return Claim()
+            self._next_id += 1
+        self._serial += 1
+        slot.serial, slot.holders = self._serial, set(self._node)
+        self._trim()
+        return Claim(slot, slot.serial)
+
+    def _on_released(self, rank: int, serials: Collection[int]) -> None:
+        for slot in self._slots.values():
+            if slot.serial in serials:
+                slot.holders.discard(rank)
+
+    def _trim(self) -> None:
+        """Drop the oldest free slots while there are more, or larger ones together, than were in use at once."""
+        used = [slot.size for slot in self._slots.values() if slot.holders]
+        self._peak_bytes, self._peak_count = max(self._peak_bytes, sum(used)), max(self._peak_count, len(used))
+        total = sum(slot.size for slot in self._slots.values())
+        for slot in [slot for slot in self._slots.values() if not slot.holders]:
+            if total > self._peak_bytes or len(self._slots) > self._peak_count:
+                total -= slot.size
+                self._retire(slot)
+
+    def _retire(self, slot: _Slot) -> None:
+        self._drop(slot.id)
+        self._dropped.append(slot.id)

@@ -1,0 +1,358 @@
+"""One buffer a node: where gathered data lies, who may use its memory again, and what happens where there is none."""
+
+import asyncio
+import errno
+import operator
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from shardnet.backend import Backend, NodeBuffer
+from shardnet.backend.cluster import ClusterBackend
+from shardnet.collectives.hierarchical import Hierarchical
+from shardnet.config import KIB, Limits
+from shardnet.errors import ClosedError, CollectiveError, CollectiveMismatch, CollectiveTimeout, PeerLost, ProtocolError
+from shardnet.pb import mesh_pb2
+from shardnet.testing import each_error, each_rank, local_cluster, loopback_cluster
+from shardnet.transport.shared_memory import Segment, Stranger, lending
+from shardnet.wire import Chunk
+from tests.segments import since_now
+
+LIMITS = Limits(chunk_bytes=8 * KIB, window_bytes=32 * KIB, inline_bytes=KIB, eager_bytes=KIB)
+ROWS = 5_000
+Work = Callable[[Backend], Awaitable[NodeBuffer]]
+
+
+def gather(rows: int = ROWS, add: float = 0.0) -> Work:
+    return lambda rank: rank.all_gather_on_node(torch.full((rows,), rank.rank + add))
+
+
+def gathered(ranks: int, rows: int = ROWS, add: float = 0.0) -> torch.Tensor:
+    return (torch.arange(float(ranks)) + add).repeat_interleave(rows)
+
+
+def release(buffers: Sequence[NodeBuffer]) -> None:
+    for buffer in buffers:
+        buffer.release()
+
+
+@pytest.fixture
+def segments() -> Callable[[], int]:
+    return since_now()
+
+
+@pytest.mark.parametrize("per_node", [2, 3, 4])
+async def test_the_ranks_of_a_node_have_it_in_the_same_memory(per_node: int) -> None:
+    async with local_cluster(5, ranks_per_node=per_node, limits=LIMITS) as ranks:
+        buffers = await each_rank(ranks, gather())
+        assert all(torch.equal(buffer.tensor, gathered(5)) for buffer in buffers)
+        for rank, buffer in enumerate(buffers):
+            neighbours = [other for other in range(5) if other // per_node == rank // per_node and other != rank]
+            assert buffer.shared == bool(neighbours)
+            for slot in ranks[rank]._group.commons._slots.values():
+                slot.segment.shared.view(np.float32)[rank] = 99.0
+            for other in range(5):
+                assert (buffers[other].tensor[rank] == 99.0) == (other in (rank, *neighbours) and buffer.shared)
+        release(buffers)
+
+
+async def test_what_a_rank_writes_only_it_sees_and_not_for_long() -> None:
+    async with local_cluster(3, limits=LIMITS) as ranks:
+        for turn in range(4):
+            buffers = await each_rank(ranks, gather(add=float(turn)))
+            assert all(torch.equal(buffer.tensor, gathered(3, add=float(turn))) for buffer in buffers)
+            buffers[turn % 3].tensor.numpy()[:] = -1.0
+            buffers[(turn + 1) % 3].tensor.mul_(100.0)
+            assert torch.equal(buffers[(turn + 2) % 3].tensor, gathered(3, add=float(turn)))
+            release(buffers)
+
+
+async def test_what_nobody_has_any_more_is_released(segments: Callable[[], int]) -> None:
+    async with local_cluster(2, limits=LIMITS) as ranks:
+        for _ in range(10):
+            await each_rank(ranks, gather())  # and drop it
+        assert segments() <= 2 * 2 * 2
+        views = [buffer.tensor[5:10] for buffer in await each_rank(ranks, gather())]
+        for turn in range(5):
+            release(await each_rank(ranks, gather(add=turn + 1.0)))
+        assert all(torch.equal(view, torch.zeros(5)) for view in views), "a tensor over the memory still was there"
+
+
+async def test_a_rank_that_shares_no_memory_makes_its_node_do_without() -> None:
+    """All of it, whichever rank that is."""
+    for apart in range(3):
+        async with local_cluster(3, limits=LIMITS, shared_memory=partial(operator.ne, apart)) as ranks:
+            buffers = await each_rank(ranks, gather())
+            assert not any(buffer.shared for buffer in buffers)
+            assert all(torch.equal(buffer.tensor, gathered(3)) for buffer in buffers)
+
+
+async def test_a_plain_gather_is_another_collective() -> None:
+    async with local_cluster(3, limits=LIMITS) as ranks:
+
+        def mixed(rank: Backend) -> Any:
+            mine = torch.ones(ROWS)
+            return rank.all_gather(mine, sizes=[ROWS] * 3) if rank.rank == 1 else rank.all_gather_on_node(mine)
+
+        assert all(isinstance(error, CollectiveMismatch) for error in await each_error(ranks, mixed))
+
+
+async def test_nobody_copies_what_a_neighbour_has_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(*_: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(lending.Borrowed, "read", read)
+    async with local_cluster(3, limits=LIMITS) as ranks:
+        release(await each_rank(ranks, gather()))
+        assert [rank.telemetry.bytes_sent for rank in ranks] == [2 * 4 * ROWS] * 3  # to whom it is there
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float64, torch.bool])
+@pytest.mark.parametrize("per_node", [1, 2, 4])
+async def test_any_sizes_and_dtypes(per_node: int, dtype: torch.dtype) -> None:
+    sizes = [3_000, 0, 7_001, 5]
+    async with local_cluster(4, ranks_per_node=per_node, limits=LIMITS) as ranks, loopback_cluster(4) as reference:
+
+        async def work(rank: Backend) -> torch.Tensor:
+            mine = (torch.arange(sizes[rank.rank] * 3) % 100 + rank.rank).view(-1, 3).to(dtype)
+            buffer = await rank.all_gather_on_node(mine, sizes=sizes)
+            return buffer.tensor
+
+        expected = await each_rank(reference, work)
+        for result in await each_rank(ranks, work):
+            assert result.shape == (sum(sizes), 3)
+            assert torch.equal(result, expected[0])
+
+
+async def test_memory_is_used_again_when_all_have_released_it(segments: Callable[[], int]) -> None:
+    async with local_cluster(3, limits=LIMITS) as ranks:
+        release(await each_rank(ranks, gather()))
+        release(await each_rank(ranks, gather()))  # the others say with their next call what they have released
+        mapped = segments()
+        for turn in range(20):
+            buffers = await each_rank(ranks, gather(add=float(turn)))
+            assert torch.equal(buffers[turn % 3].tensor, gathered(3, add=float(turn)))
+            release(buffers)
+        assert segments() == mapped == 2 * 2 * 3  # two views of each slot
+
+
+@pytest.mark.parametrize("late", [0, 1, 2])
+async def test_a_rank_that_lags_keeps_what_it_reads(segments: Callable[[], int], late: int) -> None:
+    async with local_cluster(3, limits=LIMITS) as ranks:
+        kept: list[NodeBuffer] = []
+        for turn in range(6):
+            buffers = await each_rank(ranks, gather(add=float(turn)))
+            kept.append(buffers[late])
+            release([buffer for buffer in buffers if buffer is not buffers[late]])
+        for turn, buffer in enumerate(kept):
+            assert torch.equal(buffer.tensor, gathered(3, add=float(turn)))
+        release(kept)
+        mapped = segments()
+        for turn in range(6):
+            release(await each_rank(ranks, gather(add=float(turn))))
+        assert segments() <= mapped + 2 * 3  # one more: the keeper hears of what is released with the next call
+
+
+async def test_no_more_memory_stays_than_was_in_use_at_once(segments: Callable[[], int]) -> None:
+    async with local_cluster(2, limits=LIMITS) as ranks:
+        for rows in range(ROWS, ROWS + 30):
+            release(await each_rank(ranks, gather(rows)))
+        assert segments() <= 2 * 3 * 2
+
+
+async def test_a_large_one_makes_no_room_for_many_small_ones(segments: Callable[[], int]) -> None:
+    async with local_cluster(2, limits=LIMITS) as ranks:
+        release(await each_rank(ranks, gather(100 * ROWS)))
+        for rows in range(ROWS, ROWS + 30):
+            release(await each_rank(ranks, gather(rows)))
+        assert segments() <= 2 * 3 * 2
+
+
+async def test_what_was_said_is_not_said_again() -> None:
+    async with local_cluster(2, limits=LIMITS) as ranks:
+        for rows in range(ROWS, ROWS + 10):
+            release(await each_rank(ranks, gather(rows)))
+        for rank in ranks:
+            commons = rank._group.commons
+            assert len(commons._released) + len(commons._dropped) <= 2
+
+
+async def test_what_nobody_heard_is_said_again(segments: Callable[[], int]) -> None:
+    """Rank 2 tells the keeper what it has released, which waits for rank 1 in vain and hears nothing."""
+    async with local_cluster(3, limits=LIMITS) as ranks:
+        for _ in range(8):
+            release(await each_rank(ranks, gather()))
+            handles = [ranks[rank].all_gather_on_node(torch.ones(ROWS), timeout_s=0.1) for rank in (0, 2)]
+            for handle in handles:
+                with pytest.raises(CollectiveError):
+                    await handle
+            with pytest.raises(CollectiveError):
+                await ranks[1].all_gather_on_node(torch.ones(ROWS), timeout_s=0.1)
+        release(await each_rank(ranks, gather()))
+        assert segments() <= 2 * 3 * 3
+
+
+async def test_models_that_come_and_go_share_it(segments: Callable[[], int]) -> None:
+    async with local_cluster(2, limits=LIMITS) as ranks:
+        for _ in range(10):
+            groups = [rank.subgroup([0, 1]) for rank in ranks]
+            release(await each_rank(groups, gather()))
+        assert segments() <= 2 * 2 * 2
+
+
+async def test_what_is_small_is_not_worth_it() -> None:
+    async with local_cluster(2, limits=LIMITS) as ranks:
+        buffers = await each_rank(ranks, gather(10))
+        assert not any(buffer.shared for buffer in buffers)
+        assert torch.equal(buffers[0].tensor, gathered(2, 10))
+
+
+async def test_released_twice_is_released_once() -> None:
+    async with local_cluster(2, limits=LIMITS) as ranks:
+        first = await each_rank(ranks, gather())
+        release([first[0], first[0], first[0]])
+        second = await each_rank(ranks, gather(add=1.0))
+        assert torch.equal(first[1].tensor, gathered(2))
+        release([first[1], *second])
+
+
+async def test_without_memory_each_rank_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int, offset: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    async with local_cluster(3, limits=LIMITS) as ranks:
+        monkeypatch.setattr(os, "posix_fallocate", full)
+        buffers = await each_rank(ranks, gather())
+        assert not any(buffer.shared for buffer in buffers)
+        assert all(torch.equal(buffer.tensor, gathered(3)) for buffer in buffers)
+    async with local_cluster(3, limits=LIMITS, shared_memory=False) as ranks:
+        assert not any(buffer.shared for buffer in await each_rank(ranks, gather()))
+
+
+async def test_memory_that_a_rank_cannot_map_is_an_error_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = Segment.__init__
+
+    def out_of_addresses(segment: Segment, size: int, owner: tuple[int, int] | None = None) -> None:
+        if owner is not None:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        make(segment, size)
+
+    async with local_cluster(2, limits=LIMITS) as ranks:
+        monkeypatch.setattr(Segment, "__init__", out_of_addresses)
+        errors = await each_error(ranks, gather())
+        assert all("the memory that rank 0 granted cannot be used: [Errno 12]" in str(error) for error in errors)
+        monkeypatch.undo()
+        release(await each_rank(ranks, gather()))
+
+
+async def test_a_keeper_that_is_gone_is_named_and_not_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process may end before its streams do: who looks for what it granted finds nobody."""
+    make = Segment.__init__
+
+    def gone(segment: Segment, size: int, owner: tuple[int, int] | None = None) -> None:
+        if owner is not None:
+            raise Stranger
+        make(segment, size)
+
+    async with local_cluster(3, limits=LIMITS) as ranks:
+        monkeypatch.setattr(Segment, "__init__", gone)
+        handles = [rank.all_gather_on_node(torch.ones(ROWS)) for rank in ranks]
+        with pytest.raises(TimeoutError):
+            await asyncio.to_thread(handles[1].wait, 0.1)
+        ranks[0].abort()
+        for handle in handles[1:]:
+            with pytest.raises(PeerLost, match="rank 0"):
+                await handle
+        with pytest.raises(ClosedError):
+            await handles[0]
+        for rank in ranks[1:]:
+            rank.abort()
+
+
+async def test_a_collective_that_fails_gives_its_memory_back(segments: Callable[[], int]) -> None:
+    async with local_cluster(2, limits=LIMITS) as ranks:
+        for turn in range(12):
+            if turn % 2:
+                errors = await each_error(ranks, lambda rank: rank.all_gather_on_node(torch.ones(ROWS + rank.rank)))
+                assert all(isinstance(error, CollectiveMismatch) for error in errors)
+            else:
+                with pytest.raises(CollectiveTimeout):
+                    await ranks[turn // 2 % 2].all_gather_on_node(torch.ones(ROWS), timeout_s=0.05)
+                with pytest.raises(CollectiveError):
+                    await ranks[1 - turn // 2 % 2].all_gather_on_node(torch.ones(ROWS), timeout_s=0.05)
+            buffers = await each_rank(ranks, gather())
+            assert torch.equal(buffers[1].tensor, gathered(2))
+            release(buffers)
+        assert segments() <= 2 * 3 * 2
+
+
+async def test_all_nodes_get_the_same_bytes_when_a_shard_changes_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What goes to other nodes is what lies in this one's buffer."""
+    shards = [torch.full((ROWS,), float(rank)) for rank in range(4)]
+    write = Hierarchical._write_own
+
+    async def then_change(algorithm: Hierarchical) -> None:
+        await write(algorithm)
+        for shard in shards:
+            shard.fill_(99.0)
+
+    async with local_cluster(4, ranks_per_node=2, limits=LIMITS) as ranks:
+        monkeypatch.setattr(Hierarchical, "_write_own", then_change)
+        buffers = await each_rank(ranks, lambda rank: rank.all_gather_on_node(shards[rank.rank]))
+        assert all(torch.equal(buffer.tensor, buffers[0].tensor) for buffer in buffers)
+        release(buffers)
+
+
+async def test_the_others_go_on_when_a_rank_is_lost() -> None:
+    async with local_cluster(3, limits=LIMITS) as ranks:
+        buffers = await each_rank(ranks, gather())
+        ranks[2].abort()
+        for rank in ranks[:2]:
+            with pytest.raises(PeerLost, match="rank 2"):
+                await rank.all_gather_on_node(torch.ones(ROWS))
+        rest = [rank.subgroup([0, 1]) for rank in ranks[:2]]
+        release(await each_rank(rest, gather(add=5.0)))
+        assert all(torch.equal(buffer.tensor, gathered(3)) for buffer in buffers)
+        for rank in ranks[:2]:
+            rank.abort()
+
+
+async def test_what_was_gathered_outlives_the_backend() -> None:
+    async with local_cluster(2, limits=LIMITS) as ranks:
+        buffers = await each_rank(ranks, gather())
+    assert torch.equal(buffers[0].tensor, gathered(2))
+    release(buffers)
+    del buffers
+
+
+async def test_many_at_once() -> None:
+    async with local_cluster(4, ranks_per_node=2, limits=LIMITS) as ranks:
+        groups = [[rank.subgroup(range(4)) for rank in ranks] for _ in range(2)]
+
+        async def work(rank: ClusterBackend) -> None:
+            pending = [groups[turn % 2][rank.rank].all_gather_on_node(torch.full((ROWS,), float(rank.rank + turn))) for turn in range(20)]
+            for turn, handle in enumerate(pending):
+                buffer = await handle
+                assert torch.equal(buffer.tensor, gathered(4, add=float(turn)))
+                if turn % 3:
+                    buffer.release()
+
+        await asyncio.gather(*map(work, ranks))
+
+
+async def test_word_of_memory_that_was_not_granted_is_refused() -> None:
+    """It would count as data that is there."""
+    async with local_cluster(2, limits=LIMITS) as ranks:
+        board = ranks[0]._board
+        placed = Chunk(1, 0, 0, 2, control=mesh_pb2.Control(placed=mesh_pb2.Placed(size=4 * ROWS)))
+        handle = ranks[1].all_gather(torch.ones(ROWS))
+        board.loop.call(board.post, 1, placed)
+        with pytest.raises(ProtocolError, match="there is no memory that it could share"):
+            await handle
+        with pytest.raises(CollectiveError):
+            await ranks[0].all_gather(torch.ones(ROWS))

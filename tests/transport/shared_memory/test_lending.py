@@ -1,0 +1,114 @@
+"""Data that is read where it lies, in this process and in others."""
+
+import ctypes
+import errno
+import os
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shardnet.errors import ProtocolError
+from shardnet.pb import mesh_pb2
+from shardnet.transport.shared_memory import lending
+from shardnet.transport.shared_memory.lending import Borrowed, Loan, Secret, can_read
+from shardnet.wire import LoanRevoked
+
+pytestmark = pytest.mark.skipif(lending._process_vm_readv is None, reason="this system has no process_vm_readv")
+SECRET = bytes(range(32))
+LENDER = """
+import sys
+from shardnet.transport.shared_memory.lending import Loan, Secret
+data, loan, secret = bytes(range(256)) * 4096, Loan(), Secret(bytes(range(32)))
+print(secret.address, loan.of(data).SerializeToString().hex(), flush=True)
+sys.stdin.readline()
+loan.revoke()
+print("revoked", flush=True)
+sys.stdin.readline()
+"""
+
+
+def read(borrowed: Borrowed, start: int = 0, size: int | None = None) -> bytes:
+    target = np.zeros(borrowed.size - start if size is None else size, np.uint8)
+    borrowed.read(start, target)
+    return target.tobytes()
+
+
+def test_any_part_of_it_is_read() -> None:
+    data, loan = bytes(range(100)), Loan()
+    borrowed = Borrowed(os.getpid(), loan.of(data))
+    assert (borrowed.size, read(borrowed), read(borrowed, 40), read(borrowed, 7, 3)) == (100, data, data[40:], data[7:10])
+
+
+def test_the_reader_gets_what_is_there_when_it_reads() -> None:
+    """And not a copy, which is what this is for."""
+    data, loan = np.zeros(100, np.uint8), Loan()
+    borrowed = Borrowed(os.getpid(), loan.of(data.data))
+    data[:] = 7
+    assert read(borrowed) == b"\7" * 100
+
+
+def test_what_was_revoked_is_worth_nothing() -> None:
+    data, loan, other = bytes(100), Loan(), Loan()
+    borrowed, standing = Borrowed(os.getpid(), loan.of(data)), Borrowed(os.getpid(), other.of(data))
+    loan.revoke()
+    with pytest.raises(LoanRevoked):
+        read(borrowed)
+    assert read(standing) == data  # each collective has a loan of its own
+
+
+@pytest.mark.parametrize("field", ["address", "token_address"])
+def test_memory_that_is_not_there_is_worth_nothing(field: str) -> None:
+    data = bytes(100)
+    place = Loan().of(data)
+    setattr(place, field, 4096)
+    with pytest.raises(LoanRevoked):
+        read(Borrowed(os.getpid(), place))
+
+
+def test_another_process_lends_takes_back_and_dies() -> None:
+    with subprocess.Popen([sys.executable, "-c", LENDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as lender:
+        assert lender.stdin is not None
+        assert lender.stdout is not None
+        address, place = lender.stdout.readline().split()
+        offer = mesh_pb2.WindowOffer(pid=lender.pid, secret=SECRET, secret_address=int(address))
+        assert can_read(offer)
+        loan = mesh_pb2.Loan.FromString(bytes.fromhex(place))
+        borrowed, lasting = Borrowed(lender.pid, loan), Borrowed(lender.pid, loan)
+        assert read(borrowed) == bytes(range(256)) * 4096
+        print(file=lender.stdin, flush=True)
+        assert lender.stdout.readline() == "revoked\n"
+        with pytest.raises(LoanRevoked):
+            read(borrowed)
+        lender.kill()
+        lender.wait()
+        with pytest.raises(LoanRevoked):
+            read(lasting)
+        assert not can_read(offer)
+
+
+def test_only_a_process_that_has_the_secret_is_read() -> None:
+    secret = Secret(SECRET)
+    offer = mesh_pb2.WindowOffer(pid=os.getpid(), secret=SECRET, secret_address=secret.address)
+    assert can_read(offer)
+    offer.secret = SECRET[:-1] + b"!"
+    assert not can_read(offer)
+
+
+def test_a_system_that_forbids_it_is_no_lender(monkeypatch: pytest.MonkeyPatch) -> None:
+    secret, loan, data = Secret(SECRET), Loan(), bytes(8)
+    offer = mesh_pb2.WindowOffer(pid=os.getpid(), secret=SECRET, secret_address=secret.address)
+    borrowed = Borrowed(os.getpid(), loan.of(data))
+
+    def forbidden(*_: Any) -> int:
+        ctypes.set_errno(errno.EPERM)
+        return -1
+
+    monkeypatch.setattr(lending, "_process_vm_readv", forbidden)
+    assert not can_read(offer)
+    with pytest.raises(ProtocolError, match=f"process {os.getpid()} cannot be read any more: Operation not permitted"):
+        read(borrowed)
+    monkeypatch.setattr(lending, "_process_vm_readv", None)
+    assert not can_read(offer)
