@@ -45,7 +45,7 @@ def _measure(case: Case, backend: Backend, session: Collectives) -> Row:
         transport=str(session.transport),
         chunk_bytes=session.chunk_bytes,
         memcpy_ms=memcpy[0].quartiles_ms()[1] if memcpy else None,
-        explained_ms=explain(str(case.op), tasks[0].contender, backend) if session.explain else None,
+        explained_ms=explain(case.op.counted_as, tasks[0].contender, backend) if session.explain else None,
     )
 
 
@@ -73,9 +73,15 @@ class _Task:
         elif case.op is Op.REDUCE_SCATTER:
             self.result = torch.empty_like(shard)
             self.contender = Contender(engine.name, lambda: engine.reduce_scatter(full, self.result))
+        elif case.op is Op.GATHER_ON_NODE:
+            self._out = torch.empty_like(full)
+            self.contender = Contender(engine.name, lambda: self._gather_on_node(engine, shard))
         else:
             self.result = torch.empty_like(full)
             self.contender = Contender(engine.name, lambda: engine.all_reduce(self.result), prepare=lambda: self.result.copy_(full))
+
+    def _gather_on_node(self, engine: Engine, shard: Tensor) -> None:
+        self.result = engine.gather_on_node(shard, self._out)
 
 
 def _whole_numbers(count: int, seed: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""The two engines, with the three collectives under the same names. Every call returns when the result is there."""
+"""The two engines, with the same collectives under the same names. Every call returns when the result is there."""
 
 from typing import Protocol
 
@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardnet import Backend
+from shardnet.backend import NodeBuffer
 
 
 class Engine(Protocol):
@@ -21,12 +22,16 @@ class Engine(Protocol):
     def all_reduce(self, tensor: Tensor) -> None:
         """[n] → [n], summed in place."""
 
+    def gather_on_node(self, shard: Tensor, out: Tensor) -> Tensor:
+        """[k] → [k · ranks], in `out` or in memory that is good until the next call."""
+
 
 class Shardnet:
     name = "shardnet"
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
+        self._buffer: NodeBuffer | None = None
 
     def all_gather(self, shard: Tensor, out: Tensor) -> None:
         self._backend.all_gather(shard, out=out).wait()
@@ -36,6 +41,12 @@ class Shardnet:
 
     def all_reduce(self, tensor: Tensor) -> None:
         self._backend.all_reduce(tensor, out=tensor).wait()
+
+    def gather_on_node(self, shard: Tensor, out: Tensor) -> Tensor:
+        if self._buffer is not None:
+            self._buffer.release()
+        self._buffer = self._backend.all_gather_on_node(shard).wait()
+        return self._buffer.tensor
 
 
 class Gloo:
@@ -51,3 +62,7 @@ class Gloo:
 
     def all_reduce(self, tensor: Tensor) -> None:
         dist.all_reduce(tensor)
+
+    def gather_on_node(self, shard: Tensor, out: Tensor) -> Tensor:
+        self.all_gather(shard, out)
+        return out

@@ -78,7 +78,10 @@ def _sessions(options: argparse.Namespace) -> Iterator[Session]:
     if options.only != "step":
         for ranks, topology, transport in _places(options, options.ranks):
             cases = tuple(
-                Case(op, size, options.repeats or default_repeats(size, topology)) for op in options.ops for size in options.sizes
+                Case(op, size, options.repeats or default_repeats(size, topology))
+                for op in options.ops
+                if op in topology.ops(transport)
+                for size in options.sizes
             )
             yield Collectives(ranks, topology, transport, options.chunk, cases, options.explain)
     if options.only != "collectives":

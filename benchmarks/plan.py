@@ -13,10 +13,19 @@ class Op(StrEnum):
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
     ALL_REDUCE = "all_reduce"
+    GATHER_ON_NODE = "gather_on_node"  # as FSDP gathers a unit: one buffer a node; the peer's is an all_gather
+
+    @property
+    def counted_as(self) -> str:
+        """The name under which a backend counts it."""
+        return "all_gather" if self is Op.GATHER_ON_NODE else str(self)
 
     def moved_bytes(self, full_bytes: int, ranks: int) -> int:
         """What a ring sends, all ranks together: the least that any algorithm can do with equal load on all links."""
         return (ranks - 1) * full_bytes * (2 if self is Op.ALL_REDUCE else 1)
+
+
+COLLECTIVES = (Op.ALL_GATHER, Op.REDUCE_SCATTER, Op.ALL_REDUCE)
 
 
 class Transport(StrEnum):
@@ -57,6 +66,10 @@ class Topology(StrEnum):
                 return (Transport.GRPC,)
             case _:
                 return (Transport.HIER,)
+
+    def ops(self, transport: Transport) -> tuple[Op, ...]:
+        """What is worth measuring there."""
+        return tuple(Op) if transport is Transport.SHM else COLLECTIVES
 
     @property
     def rate(self) -> str | None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from benchmarks.parts import PARTS
 from benchmarks.plan import Topology, Transport
 from benchmarks.row import Row, collectives, steps
-from benchmarks.targets import Outcome, StepOutcome, judge, judge_steps
+from benchmarks.targets import Outcome, StepOutcome, StepTarget, Target, judge, judge_steps
 from shardnet.cli.units import short_bytes
 from shardnet.config import KIB, MIB
 
@@ -23,6 +23,7 @@ _VIA = {
     (Topology.NETNS_1GBIT, Transport.HIER): "over gRPC, inside the nodes through shared memory,",
 }
 _LINK_HEAD = ("link's bound ms", "reached")
+_VERDICT_HEAD = ("where", "by", "ranks", "ratio", "target", "")
 _MEMORY_HEAD = ("memcpy ms", "reached")
 Place = tuple[Topology, int, Transport]  # the number is what makes a table of its own, besides where and how: ranks or bytes
 
@@ -116,20 +117,18 @@ def _explained(place: Place, rows: Sequence[Row]) -> Table:
 def _targets(outcomes: Sequence[Outcome]) -> Table:
     return Table(
         "Geometric means over 1, 16 and 64 MiB, and the targets",
-        ("collectives", "where", "by", "ranks", "ratio", "target", ""),
+        ("collectives", *_VERDICT_HEAD),
         tuple(
-            (
-                outcome.target.name,
-                str(outcome.target.topology),
-                str(outcome.target.transport),
-                str(outcome.ranks),
-                _ratio(outcome.mean),
-                _ratio(outcome.target.ratio),
-                {True: "met", False: "missed", None: f"only {outcome.cases} of {outcome.target.cases} cases measured"}[outcome.met],
-            )
-            for outcome in outcomes
+            _verdict(each.target, each.ranks, each.mean, each.met, f"only {each.cases} of {each.target.cases} cases measured")
+            for each in outcomes
         ),
     )
+
+
+def _verdict(target: Target | StepTarget, ranks: int, ratio: float, met: bool | None, why_none: str) -> tuple[str, ...]:
+    """One line of a table of targets; `why_none` is said where there is no verdict."""
+    verdict = {True: "met", False: "missed", None: why_none}[met]
+    return target.name, str(target.topology), str(target.transport), str(ranks), _ratio(ratio), _ratio(target.ratio), verdict
 
 
 def _steps(place: Place, rows: Sequence[Row]) -> Table:
@@ -160,19 +159,8 @@ def _step_lines(rows: Sequence[Row]) -> list[tuple[str, ...]]:
 def _step_targets(outcomes: Sequence[StepOutcome]) -> Table:
     return Table(
         "Training steps, and the targets",
-        ("times of", "where", "by", "ranks", "ratio", "target", ""),
-        tuple(
-            (
-                outcome.target.name,
-                str(outcome.target.topology),
-                str(outcome.target.transport),
-                str(outcome.ranks),
-                _ratio(outcome.ratio),
-                _ratio(outcome.target.ratio),
-                {True: "met", False: "missed", None: "too small a model to say"}[outcome.met],
-            )
-            for outcome in outcomes
-        ),
+        ("times of", *_VERDICT_HEAD),
+        tuple(_verdict(each.target, each.ranks, each.ratio, each.met, "too small a model to say") for each in outcomes),
     )
 
 

@@ -4,25 +4,28 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from benchmarks.plan import Op, Topology, Transport
+from benchmarks.plan import COLLECTIVES, Op, Topology, Transport
 from benchmarks.row import Row, collectives, steps
 from shardnet.config import MIB
 
 SIZES = (MIB, 16 * MIB, 64 * MIB)  # that count; below them it is latency that is measured
+GLOO = "gloo"
+MEMCPY = "memcpy"
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The least geometric mean of ratios over `ops` and SIZES that will do, at each number of ranks."""
+    """The least geometric mean of ratios to `peer` over `ops` and SIZES that will do, at each number of ranks."""
 
     topology: Topology
     transport: Transport
     ops: tuple[Op, ...]
     ratio: float
+    peer: str = GLOO
 
     @property
     def name(self) -> str:
-        return " + ".join(self.ops)
+        return " + ".join(self.ops) + ("" if self.peer == GLOO else f" ({self.peer} / shardnet)")
 
     @property
     def cases(self) -> int:
@@ -32,10 +35,11 @@ class Target:
 TARGETS = (
     Target(Topology.ONE_NODE, Transport.GRPC, (Op.ALL_GATHER, Op.REDUCE_SCATTER), 1.0),
     Target(Topology.ONE_NODE, Transport.GRPC, (Op.ALL_REDUCE,), 0.6),
-    Target(Topology.ONE_NODE, Transport.SHM, tuple(Op), 5.0),
+    Target(Topology.ONE_NODE, Transport.SHM, COLLECTIVES, 5.0),
+    Target(Topology.ONE_NODE, Transport.SHM, (Op.GATHER_ON_NODE,), 1.0, MEMCPY),
     Target(Topology.NETNS, Transport.GRPC, (Op.ALL_GATHER, Op.REDUCE_SCATTER), 1.3),
     Target(Topology.NETNS, Transport.GRPC, (Op.ALL_REDUCE,), 1.0),
-    Target(Topology.NETNS_1GBIT, Transport.HIER, tuple(Op), 1.8),
+    Target(Topology.NETNS_1GBIT, Transport.HIER, COLLECTIVES, 1.8),
 )
 
 
@@ -123,7 +127,11 @@ def _step_ratio(target: StepTarget, rows: Sequence[Row]) -> float | None:
 
 def _judge(target: Target, ranks: int, rows: Iterable[Row]) -> Outcome | None:
     place = (ranks, target.topology, target.transport)
-    ratios = {(row.op, row.bytes): row.ratio for row in rows if (row.ranks, row.topology, row.transport) == place and row.op in target.ops}
+    here = [row for row in rows if (row.ranks, row.topology, row.transport) == place and row.op in target.ops]
+    if target.peer == MEMCPY:
+        ratios = {(row.op, row.bytes): row.memcpy_ms / row.ours_ms for row in here if row.memcpy_ms is not None}
+    else:
+        ratios = {(row.op, row.bytes): row.ratio for row in here}
     if not ratios:
         return None
     mean = geometric_mean(ratios.values())

@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.plan import Op
 from benchmarks.row import Row
-from benchmarks.targets import ALONE, COMPRESSED, FSDP2, STEP_BYTES, geometric_mean, judge, judge_steps
+from benchmarks.targets import ALONE, COMPRESSED, FSDP2, SIZES, STEP_BYTES, geometric_mean, judge, judge_steps
 from shardnet.config import KIB, MIB
 from tests.benchmarks.rows import complete, row
 
@@ -90,3 +90,13 @@ def test_a_small_model_is_no_verdict() -> None:
 
 def test_places_without_a_target_are_not_judged() -> None:
     assert judge_steps(steps("netns", "grpc", fsdp2=9.0) + complete({Op.ALL_REDUCE: 2.0})) == []
+
+
+@pytest.mark.parametrize(("memcpy_ms", "met"), [(11.0, True), (9.0, False)])
+def test_a_gather_for_a_node_is_compared_with_memcpy(memcpy_ms: float, met: bool) -> None:
+    """Whatever gloo takes."""
+    rows = [row(0.5, op=Op.GATHER_ON_NODE, bytes=size, transport="shm", memcpy_ms=memcpy_ms) for size in SIZES]
+    (outcome,) = judge(rows)
+    assert (outcome.met, outcome.target.peer) == (met, "memcpy")
+    assert outcome.mean == pytest.approx(memcpy_ms / 10.0)
+    assert judge([row(0.5, op=Op.GATHER_ON_NODE, bytes=MIB, transport="shm")]) == []
