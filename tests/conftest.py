@@ -7,8 +7,8 @@ from tests.training.workers import nursery
 
 __all__ = ["nursery"]
 
-# Virtual machines exist that announce AMX and then end a process for using it, as torch does for products of 16-bit floats. Without AMX these
-# also have the same bits on more machines. What the tests start inherits this; torch reads it with its first product.
+# Virtual machines exist that announce AMX and then end a process for using it, as torch does for products of 16-bit floats. Without it
+# these also have the same bits on more machines. What the tests start inherits this; torch reads it with its first product.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
 pytest_plugins = ["tests.guards"]
