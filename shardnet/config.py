@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 KIB = 1024
 MIB = 1024 * KIB
+_LETTERS = 4  # of the largest size, in a mailbox; what finds no room goes over gRPC
 _PIECES = 4  # of a window: one is written, one is read, and the rest lets each side get on; more would cost more messages
 
 
@@ -59,6 +60,8 @@ class Limits:
     window_bytes       memory in which a rank's data waits for the other ranks of its node, where they share memory; not what they
                        can read from where it is
     inline_bytes       less than this goes over gRPC in any case, which is sooner than copied and announced
+    letter_bytes       a collective of ranks of one node in which none sends more than this goes through their mailboxes, in the
+                       threads that wait for it; 0: none does
     max_outstanding    collectives under way per group and rank; more wait their turn. With eager_bytes it
                        bounds what a peer that runs ahead can make this rank hold
     """
@@ -68,6 +71,7 @@ class Limits:
     max_message_bytes: int = 16 * MIB
     window_bytes: int = 16 * MIB
     inline_bytes: int = 32 * KIB
+    letter_bytes: int = MIB
     max_outstanding: int = 32
 
     def __post_init__(self) -> None:
@@ -76,6 +80,8 @@ class Limits:
             raise ValueError(f"Limits.eager_bytes must not be negative, got {self.eager_bytes}")
         if self.inline_bytes < 0:
             raise ValueError(f"Limits.inline_bytes must not be negative, got {self.inline_bytes}")
+        if self.letter_bytes < 0:
+            raise ValueError(f"Limits.letter_bytes must not be negative, got {self.letter_bytes}")
         if self.window_bytes < 2 * self.chunk_bytes:  # a chunk is written while another one is read
             raise ValueError(f"Limits.window_bytes ({self.window_bytes}) must hold two of chunk_bytes ({self.chunk_bytes})")
         if self.chunk_bytes % 8:
@@ -88,6 +94,11 @@ class Limits:
         """What one message stands for between ranks of a node: a chunk, or more where the window holds several of that size."""
         most = min(self.window_bytes // _PIECES, self.max_message_bytes - 64 * KIB)
         return max(self.chunk_bytes, most - most % 8)
+
+    @property
+    def mailbox_bytes(self) -> int:
+        """For letters that their readers have yet to read."""
+        return _LETTERS * self.letter_bytes
 
     @property
     def direct_bytes(self) -> int:

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16shardnet/pb/mesh.proto\x12\x0bshardnet.v1\"\x0c\n\nPushResult\"\xbb\x02\n\x05\x43hunk\x12\x12\n\x05\x65poch\x18\x01 \x01(\x07H\x00\x88\x01\x01\x12\x12\n\x05group\x18\x02 \x01(\x06H\x01\x88\x01\x01\x12\x15\n\x08sequence\x18\x03 \x01(\x06H\x02\x88\x01\x01\x12\x12\n\x05\x62lock\x18\x04 \x01(\x07H\x03\x88\x01\x01\x12\x13\n\x06offset\x18\x05 \x01(\x06H\x04\x88\x01\x01\x12\x13\n\x06\x63rc32c\x18\x06 \x01(\x07H\x05\x88\x01\x01\x12*\n\x07\x63ontrol\x18\x07 \x01(\x0b\x32\x14.shardnet.v1.ControlH\x06\x88\x01\x01\x12\x14\n\x07padding\x18\x08 \x01(\x0cH\x07\x88\x01\x01\x12\x11\n\x04\x64\x61ta\x18\x0f \x01(\x0cH\x08\x88\x01\x01\x42\x08\n\x06_epochB\x08\n\x06_groupB\x0b\n\t_sequenceB\x08\n\x06_blockB\t\n\x07_offsetB\t\n\x07_crc32cB\n\n\x08_controlB\n\n\x08_paddingB\x07\n\x05_data\"\x82\x05\n\x07\x43ontrol\x12\x31\n\x0c\x61nnouncement\x18\x01 \x01(\x0b\x32\x19.shardnet.v1.AnnouncementH\x00\x12#\n\x05\x61\x62ort\x18\x02 \x01(\x0b\x32\x12.shardnet.v1.AbortH\x00\x12#\n\x05probe\x18\x03 \x01(\x0b\x32\x12.shardnet.v1.ProbeH\x00\x12.\n\x0bprobe_reply\x18\x04 \x01(\x0b\x32\x17.shardnet.v1.ProbeReplyH\x00\x12\'\n\x07goodbye\x18\x05 \x01(\x0b\x32\x14.shardnet.v1.GoodbyeH\x00\x12!\n\x04loss\x18\x06 \x01(\x0b\x32\x11.shardnet.v1.LossH\x00\x12\x30\n\x0cwindow_offer\x18\x07 \x01(\x0b\x32\x18.shardnet.v1.WindowOfferH\x00\x12\x32\n\rwindow_answer\x18\x08 \x01(\x0b\x32\x19.shardnet.v1.WindowAnswerH\x00\x12\x36\n\x0fwindow_released\x18\n \x01(\x0b\x32\x1b.shardnet.v1.WindowReleasedH\x00\x12.\n\x0bwindow_full\x18\x0b \x01(\x0b\x32\x17.shardnet.v1.WindowFullH\x00\x12\x32\n\rloan_returned\x18\r \x01(\x0b\x32\x19.shardnet.v1.LoanReturnedH\x00\x12.\n\x0cwindow_piece\x18\t \x01(\x0b\x32\x18.shardnet.v1.WindowPiece\x12\x1f\n\x04loan\x18\x0c \x01(\x0b\x32\x11.shardnet.v1.Loan\x12#\n\x06placed\x18\x0e \x01(\x0b\x32\x13.shardnet.v1.PlacedB\x06\n\x04kind\"\x80\x01\n\x0c\x41nnouncement\x12\x11\n\tsignature\x18\x01 \x01(\t\x12\x12\n\nsend_bytes\x18\x02 \x01(\x04\x12\x14\n\x0c\x65xpect_bytes\x18\x03 \x01(\x04\x12!\n\x05grant\x18\x04 \x01(\x0b\x32\x12.shardnet.v1.Grant\x12\x10\n\x08released\x18\x05 \x03(\x04\"V\n\x05Grant\x12\x0e\n\x06serial\x18\x05 \x01(\x04\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x12\n\ndescriptor\x18\x02 \x01(\r\x12\x0c\n\x04size\x18\x03 \x01(\x04\x12\x0f\n\x07\x64ropped\x18\x04 \x03(\x04\"\xa4\x01\n\x05\x41\x62ort\x12)\n\x06reason\x18\x01 \x01(\x0e\x32\x19.shardnet.v1.Abort.Reason\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\x12\r\n\x05ranks\x18\x03 \x03(\r\"Q\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x0c\n\x08MISMATCH\x10\x01\x12\x0b\n\x07TIMEOUT\x10\x02\x12\n\n\x06\x46\x41ILED\x10\x03\x12\x08\n\x04LOST\x10\x04\"\x13\n\x05Probe\x12\n\n\x02id\x18\x01 \x01(\x04\"X\n\nProbeReply\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0f\n\x07\x65ntered\x18\x02 \x01(\x08\x12\x15\n\rnext_sequence\x18\x03 \x01(\x04\x12\x16\n\x0elast_signature\x18\x04 \x01(\t\"\x14\n\x04Loss\x12\x0c\n\x04rank\x18\x01 \x01(\r\"m\n\x07Goodbye\x12\x30\n\tpositions\x18\x01 \x03(\x0b\x32\x1d.shardnet.v1.Goodbye.Position\x1a\x30\n\x08Position\x12\r\n\x05group\x18\x01 \x01(\x04\x12\x15\n\rnext_sequence\x18\x02 \x01(\x04\"h\n\x0bWindowOffer\x12\x0b\n\x03pid\x18\x01 \x01(\r\x12\x12\n\ndescriptor\x18\x02 \x01(\r\x12\x10\n\x08\x63\x61pacity\x18\x03 \x01(\x04\x12\x0e\n\x06secret\x18\x04 \x01(\x0c\x12\x16\n\x0esecret_address\x18\x05 \x01(\x06\"0\n\x0cWindowAnswer\x12\x0f\n\x07refusal\x18\x01 \x01(\t\x12\x0f\n\x07\x62orrows\x18\x02 \x01(\x08\"-\n\x0bWindowPiece\x12\x10\n\x08position\x18\x01 \x01(\x06\x12\x0c\n\x04size\x18\x02 \x01(\x06\"\"\n\x0eWindowReleased\x12\x10\n\x08position\x18\x01 \x01(\x06\"\x0c\n\nWindowFull\"K\n\x04Loan\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\x06\x12\x0c\n\x04size\x18\x02 \x01(\x06\x12\x15\n\rtoken_address\x18\x03 \x01(\x06\x12\r\n\x05token\x18\x04 \x01(\x06\"\x0e\n\x0cLoanReturned\"\x16\n\x06Placed\x12\x0c\n\x04size\x18\x01 \x01(\x04\x32=\n\x04Mesh\x12\x35\n\x04Push\x12\x12.shardnet.v1.Chunk\x1a\x17.shardnet.v1.PushResult(\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16shardnet/pb/mesh.proto\x12\x0bshardnet.v1\"\x0c\n\nPushResult\"\xbb\x02\n\x05\x43hunk\x12\x12\n\x05\x65poch\x18\x01 \x01(\x07H\x00\x88\x01\x01\x12\x12\n\x05group\x18\x02 \x01(\x06H\x01\x88\x01\x01\x12\x15\n\x08sequence\x18\x03 \x01(\x06H\x02\x88\x01\x01\x12\x12\n\x05\x62lock\x18\x04 \x01(\x07H\x03\x88\x01\x01\x12\x13\n\x06offset\x18\x05 \x01(\x06H\x04\x88\x01\x01\x12\x13\n\x06\x63rc32c\x18\x06 \x01(\x07H\x05\x88\x01\x01\x12*\n\x07\x63ontrol\x18\x07 \x01(\x0b\x32\x14.shardnet.v1.ControlH\x06\x88\x01\x01\x12\x14\n\x07padding\x18\x08 \x01(\x0cH\x07\x88\x01\x01\x12\x11\n\x04\x64\x61ta\x18\x0f \x01(\x0cH\x08\x88\x01\x01\x42\x08\n\x06_epochB\x08\n\x06_groupB\x0b\n\t_sequenceB\x08\n\x06_blockB\t\n\x07_offsetB\t\n\x07_crc32cB\n\n\x08_controlB\n\n\x08_paddingB\x07\n\x05_data\"\x82\x05\n\x07\x43ontrol\x12\x31\n\x0c\x61nnouncement\x18\x01 \x01(\x0b\x32\x19.shardnet.v1.AnnouncementH\x00\x12#\n\x05\x61\x62ort\x18\x02 \x01(\x0b\x32\x12.shardnet.v1.AbortH\x00\x12#\n\x05probe\x18\x03 \x01(\x0b\x32\x12.shardnet.v1.ProbeH\x00\x12.\n\x0bprobe_reply\x18\x04 \x01(\x0b\x32\x17.shardnet.v1.ProbeReplyH\x00\x12\'\n\x07goodbye\x18\x05 \x01(\x0b\x32\x14.shardnet.v1.GoodbyeH\x00\x12!\n\x04loss\x18\x06 \x01(\x0b\x32\x11.shardnet.v1.LossH\x00\x12\x30\n\x0cwindow_offer\x18\x07 \x01(\x0b\x32\x18.shardnet.v1.WindowOfferH\x00\x12\x32\n\rwindow_answer\x18\x08 \x01(\x0b\x32\x19.shardnet.v1.WindowAnswerH\x00\x12\x36\n\x0fwindow_released\x18\n \x01(\x0b\x32\x1b.shardnet.v1.WindowReleasedH\x00\x12.\n\x0bwindow_full\x18\x0b \x01(\x0b\x32\x17.shardnet.v1.WindowFullH\x00\x12\x32\n\rloan_returned\x18\r \x01(\x0b\x32\x19.shardnet.v1.LoanReturnedH\x00\x12.\n\x0cwindow_piece\x18\t \x01(\x0b\x32\x18.shardnet.v1.WindowPiece\x12\x1f\n\x04loan\x18\x0c \x01(\x0b\x32\x11.shardnet.v1.Loan\x12#\n\x06placed\x18\x0e \x01(\x0b\x32\x13.shardnet.v1.PlacedB\x06\n\x04kind\"\x90\x01\n\x0c\x41nnouncement\x12\x11\n\tsignature\x18\x01 \x01(\t\x12\x12\n\nsend_bytes\x18\x02 \x01(\x04\x12\x14\n\x0c\x65xpect_bytes\x18\x03 \x01(\x04\x12!\n\x05grant\x18\x04 \x01(\x0b\x32\x12.shardnet.v1.Grant\x12\x10\n\x08released\x18\x05 \x03(\x04\x12\x0e\n\x06posted\x18\x06 \x01(\x08\"V\n\x05Grant\x12\x0e\n\x06serial\x18\x05 \x01(\x04\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x12\n\ndescriptor\x18\x02 \x01(\r\x12\x0c\n\x04size\x18\x03 \x01(\x04\x12\x0f\n\x07\x64ropped\x18\x04 \x03(\x04\"\xa4\x01\n\x05\x41\x62ort\x12)\n\x06reason\x18\x01 \x01(\x0e\x32\x19.shardnet.v1.Abort.Reason\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\x12\r\n\x05ranks\x18\x03 \x03(\r\"Q\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x0c\n\x08MISMATCH\x10\x01\x12\x0b\n\x07TIMEOUT\x10\x02\x12\n\n\x06\x46\x41ILED\x10\x03\x12\x08\n\x04LOST\x10\x04\"\x13\n\x05Probe\x12\n\n\x02id\x18\x01 \x01(\x04\"X\n\nProbeReply\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0f\n\x07\x65ntered\x18\x02 \x01(\x08\x12\x15\n\rnext_sequence\x18\x03 \x01(\x04\x12\x16\n\x0elast_signature\x18\x04 \x01(\t\"\x14\n\x04Loss\x12\x0c\n\x04rank\x18\x01 \x01(\r\"m\n\x07Goodbye\x12\x30\n\tpositions\x18\x01 \x03(\x0b\x32\x1d.shardnet.v1.Goodbye.Position\x1a\x30\n\x08Position\x12\r\n\x05group\x18\x01 \x01(\x04\x12\x15\n\rnext_sequence\x18\x02 \x01(\x04\"\x94\x01\n\x0bWindowOffer\x12\x0b\n\x03pid\x18\x01 \x01(\r\x12\x12\n\ndescriptor\x18\x02 \x01(\r\x12\x10\n\x08\x63\x61pacity\x18\x03 \x01(\x04\x12\x0e\n\x06secret\x18\x04 \x01(\x0c\x12\x16\n\x0esecret_address\x18\x05 \x01(\x06\x12*\n\x07mailbox\x18\x06 \x01(\x0b\x32\x19.shardnet.v1.MailboxOffer\"C\n\x0cMailboxOffer\x12\x12\n\ndescriptor\x18\x01 \x01(\r\x12\x10\n\x08\x63\x61pacity\x18\x02 \x01(\x04\x12\r\n\x05place\x18\x03 \x01(\r\"0\n\x0cWindowAnswer\x12\x0f\n\x07refusal\x18\x01 \x01(\t\x12\x0f\n\x07\x62orrows\x18\x02 \x01(\x08\"-\n\x0bWindowPiece\x12\x10\n\x08position\x18\x01 \x01(\x06\x12\x0c\n\x04size\x18\x02 \x01(\x06\"\"\n\x0eWindowReleased\x12\x10\n\x08position\x18\x01 \x01(\x06\"\x0c\n\nWindowFull\"K\n\x04Loan\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\x06\x12\x0c\n\x04size\x18\x02 \x01(\x06\x12\x15\n\rtoken_address\x18\x03 \x01(\x06\x12\r\n\x05token\x18\x04 \x01(\x06\"\x0e\n\x0cLoanReturned\"\x16\n\x06Placed\x12\x0c\n\x04size\x18\x01 \x01(\x04\x32=\n\x04Mesh\x12\x35\n\x04Push\x12\x12.shardnet.v1.Chunk\x1a\x17.shardnet.v1.PushResult(\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,39 +38,41 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CONTROL']._serialized_start=372
   _globals['_CONTROL']._serialized_end=1014
   _globals['_ANNOUNCEMENT']._serialized_start=1017
-  _globals['_ANNOUNCEMENT']._serialized_end=1145
-  _globals['_GRANT']._serialized_start=1147
-  _globals['_GRANT']._serialized_end=1233
-  _globals['_ABORT']._serialized_start=1236
-  _globals['_ABORT']._serialized_end=1400
-  _globals['_ABORT_REASON']._serialized_start=1319
-  _globals['_ABORT_REASON']._serialized_end=1400
-  _globals['_PROBE']._serialized_start=1402
-  _globals['_PROBE']._serialized_end=1421
-  _globals['_PROBEREPLY']._serialized_start=1423
-  _globals['_PROBEREPLY']._serialized_end=1511
-  _globals['_LOSS']._serialized_start=1513
-  _globals['_LOSS']._serialized_end=1533
-  _globals['_GOODBYE']._serialized_start=1535
-  _globals['_GOODBYE']._serialized_end=1644
-  _globals['_GOODBYE_POSITION']._serialized_start=1596
-  _globals['_GOODBYE_POSITION']._serialized_end=1644
-  _globals['_WINDOWOFFER']._serialized_start=1646
-  _globals['_WINDOWOFFER']._serialized_end=1750
-  _globals['_WINDOWANSWER']._serialized_start=1752
-  _globals['_WINDOWANSWER']._serialized_end=1800
-  _globals['_WINDOWPIECE']._serialized_start=1802
-  _globals['_WINDOWPIECE']._serialized_end=1847
-  _globals['_WINDOWRELEASED']._serialized_start=1849
-  _globals['_WINDOWRELEASED']._serialized_end=1883
-  _globals['_WINDOWFULL']._serialized_start=1885
-  _globals['_WINDOWFULL']._serialized_end=1897
-  _globals['_LOAN']._serialized_start=1899
-  _globals['_LOAN']._serialized_end=1974
-  _globals['_LOANRETURNED']._serialized_start=1976
-  _globals['_LOANRETURNED']._serialized_end=1990
-  _globals['_PLACED']._serialized_start=1992
-  _globals['_PLACED']._serialized_end=2014
-  _globals['_MESH']._serialized_start=2016
-  _globals['_MESH']._serialized_end=2077
+  _globals['_ANNOUNCEMENT']._serialized_end=1161
+  _globals['_GRANT']._serialized_start=1163
+  _globals['_GRANT']._serialized_end=1249
+  _globals['_ABORT']._serialized_start=1252
+  _globals['_ABORT']._serialized_end=1416
+  _globals['_ABORT_REASON']._serialized_start=1335
+  _globals['_ABORT_REASON']._serialized_end=1416
+  _globals['_PROBE']._serialized_start=1418
+  _globals['_PROBE']._serialized_end=1437
+  _globals['_PROBEREPLY']._serialized_start=1439
+  _globals['_PROBEREPLY']._serialized_end=1527
+  _globals['_LOSS']._serialized_start=1529
+  _globals['_LOSS']._serialized_end=1549
+  _globals['_GOODBYE']._serialized_start=1551
+  _globals['_GOODBYE']._serialized_end=1660
+  _globals['_GOODBYE_POSITION']._serialized_start=1612
+  _globals['_GOODBYE_POSITION']._serialized_end=1660
+  _globals['_WINDOWOFFER']._serialized_start=1663
+  _globals['_WINDOWOFFER']._serialized_end=1811
+  _globals['_MAILBOXOFFER']._serialized_start=1813
+  _globals['_MAILBOXOFFER']._serialized_end=1880
+  _globals['_WINDOWANSWER']._serialized_start=1882
+  _globals['_WINDOWANSWER']._serialized_end=1930
+  _globals['_WINDOWPIECE']._serialized_start=1932
+  _globals['_WINDOWPIECE']._serialized_end=1977
+  _globals['_WINDOWRELEASED']._serialized_start=1979
+  _globals['_WINDOWRELEASED']._serialized_end=2013
+  _globals['_WINDOWFULL']._serialized_start=2015
+  _globals['_WINDOWFULL']._serialized_end=2027
+  _globals['_LOAN']._serialized_start=2029
+  _globals['_LOAN']._serialized_end=2104
+  _globals['_LOANRETURNED']._serialized_start=2106
+  _globals['_LOANRETURNED']._serialized_end=2120
+  _globals['_PLACED']._serialized_start=2122
+  _globals['_PLACED']._serialized_end=2144
+  _globals['_MESH']._serialized_start=2146
+  _globals['_MESH']._serialized_end=2207
 # @@protoc_insertion_point(module_scope)

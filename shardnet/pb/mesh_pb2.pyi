@@ -66,18 +66,20 @@ class Control(_message.Message):
     def __init__(self, announcement: _Optional[_Union[Announcement, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ..., probe_reply: _Optional[_Union[ProbeReply, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., loss: _Optional[_Union[Loss, _Mapping]] = ..., window_offer: _Optional[_Union[WindowOffer, _Mapping]] = ..., window_answer: _Optional[_Union[WindowAnswer, _Mapping]] = ..., window_released: _Optional[_Union[WindowReleased, _Mapping]] = ..., window_full: _Optional[_Union[WindowFull, _Mapping]] = ..., loan_returned: _Optional[_Union[LoanReturned, _Mapping]] = ..., window_piece: _Optional[_Union[WindowPiece, _Mapping]] = ..., loan: _Optional[_Union[Loan, _Mapping]] = ..., placed: _Optional[_Union[Placed, _Mapping]] = ...) -> None: ...
 
 class Announcement(_message.Message):
-    __slots__ = ("signature", "send_bytes", "expect_bytes", "grant", "released")
+    __slots__ = ("signature", "send_bytes", "expect_bytes", "grant", "released", "posted")
     SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     SEND_BYTES_FIELD_NUMBER: _ClassVar[int]
     EXPECT_BYTES_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
     RELEASED_FIELD_NUMBER: _ClassVar[int]
+    POSTED_FIELD_NUMBER: _ClassVar[int]
     signature: str
     send_bytes: int
     expect_bytes: int
     grant: Grant
     released: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, signature: _Optional[str] = ..., send_bytes: _Optional[int] = ..., expect_bytes: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., released: _Optional[_Iterable[int]] = ...) -> None: ...
+    posted: bool
+    def __init__(self, signature: _Optional[str] = ..., send_bytes: _Optional[int] = ..., expect_bytes: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., released: _Optional[_Iterable[int]] = ..., posted: _Optional[bool] = ...) -> None: ...
 
 class Grant(_message.Message):
     __slots__ = ("serial", "id", "descriptor", "size", "dropped")
@@ -153,18 +155,30 @@ class Goodbye(_message.Message):
     def __init__(self, positions: _Optional[_Iterable[_Union[Goodbye.Position, _Mapping]]] = ...) -> None: ...
 
 class WindowOffer(_message.Message):
-    __slots__ = ("pid", "descriptor", "capacity", "secret", "secret_address")
+    __slots__ = ("pid", "descriptor", "capacity", "secret", "secret_address", "mailbox")
     PID_FIELD_NUMBER: _ClassVar[int]
     DESCRIPTOR_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_FIELD_NUMBER: _ClassVar[int]
     SECRET_FIELD_NUMBER: _ClassVar[int]
     SECRET_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    MAILBOX_FIELD_NUMBER: _ClassVar[int]
     pid: int
     descriptor: int
     capacity: int
     secret: bytes
     secret_address: int
-    def __init__(self, pid: _Optional[int] = ..., descriptor: _Optional[int] = ..., capacity: _Optional[int] = ..., secret: _Optional[bytes] = ..., secret_address: _Optional[int] = ...) -> None: ...
+    mailbox: MailboxOffer
+    def __init__(self, pid: _Optional[int] = ..., descriptor: _Optional[int] = ..., capacity: _Optional[int] = ..., secret: _Optional[bytes] = ..., secret_address: _Optional[int] = ..., mailbox: _Optional[_Union[MailboxOffer, _Mapping]] = ...) -> None: ...
+
+class MailboxOffer(_message.Message):
+    __slots__ = ("descriptor", "capacity", "place")
+    DESCRIPTOR_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_FIELD_NUMBER: _ClassVar[int]
+    PLACE_FIELD_NUMBER: _ClassVar[int]
+    descriptor: int
+    capacity: int
+    place: int
+    def __init__(self, descriptor: _Optional[int] = ..., capacity: _Optional[int] = ..., place: _Optional[int] = ...) -> None: ...
 
 class WindowAnswer(_message.Message):
     __slots__ = ("refusal", "borrows")

@@ -1,11 +1,11 @@
 """`Mesh`: ordered, bounded pipes from one rank to every other, for one membership epoch."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from shardnet.pb import mesh_pb2
-from shardnet.transport.shared_memory import Loan
+from shardnet.transport.shared_memory import Loan, Mailbox, MailboxView
 from shardnet.wire import Chunk
 
 
@@ -52,6 +52,16 @@ class Mesh(ABC):
     def borrowers(self) -> frozenset[int]:
         """The ranks that can read data where this rank has it: see `lend`."""
         return frozenset()
+
+    @property
+    def mailbox(self) -> Mailbox | None:
+        """Where this rank leaves letters for others of its node."""
+        return None
+
+    @property
+    def mailboxes(self) -> Mapping[int, MailboxView]:
+        """Those of other ranks of its node that it can read."""
+        return {}
 
     @abstractmethod
     async def start(self, receiver: Receiver) -> None:

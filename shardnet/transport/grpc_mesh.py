@@ -25,7 +25,7 @@ from shardnet.transport.http2 import CallBroken
 from shardnet.transport.mesh_service import MeshService
 from shardnet.transport.options import HANDSHAKE_S
 from shardnet.transport.outbox import Outbox
-from shardnet.transport.shared_memory import Loan, Sharing
+from shardnet.transport.shared_memory import Loan, Mailbox, MailboxView, Sharing
 from shardnet.wire import Chunk
 
 FLUSH_S = 0.2  # how long an abort waits for the peers to take what was sent; those that live take it in milliseconds
@@ -69,7 +69,8 @@ class GrpcMesh(Mesh):
         self._lost: dict[int, str] = {}
         self._changed = asyncio.Event()  # any of the three above did
         self._closing = False
-        self._sharing = Sharing(where, self.epoch, topology.neighbours, limits, self._put, self._put_now, lending=lending)
+        place = topology.me.local_rank
+        self._sharing = Sharing(where, self.epoch, place, topology.neighbours, limits, self._put, self._put_now, lending=lending)
         self._aborting: concurrent.futures.Future[None] | None = None
 
     # --- opening
@@ -124,6 +125,14 @@ class GrpcMesh(Mesh):
     @property
     def borrowers(self) -> frozenset[int]:
         return self._sharing.borrowers
+
+    @property
+    def mailbox(self) -> Mailbox | None:
+        return self._sharing.mailbox
+
+    @property
+    def mailboxes(self) -> Mapping[int, MailboxView]:
+        return self._sharing.mailboxes
 
     def process(self, peer: int) -> int | None:
         return self._sharing.process(peer)

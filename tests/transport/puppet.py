@@ -20,7 +20,7 @@ from shardnet.transport.options import channel_options
 from shardnet.wire import Chunk, decode, encode
 
 JOB = "puppet theatre"
-LIMITS = Limits(chunk_bytes=64, eager_bytes=32, max_message_bytes=128 * 1024)
+LIMITS = Limits(chunk_bytes=64, eager_bytes=32, max_message_bytes=128 * 1024, letter_bytes=0)  # a puppet has no mailbox
 TIMEOUTS = replace(Timeouts.for_tests(), connect_s=5.0)
 PUSH = "/shardnet.v1.Mesh/Push"
 

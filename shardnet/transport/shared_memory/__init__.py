@@ -12,15 +12,18 @@ Whether two ranks share memory is found out, for containers of one host may not:
 process the window is, and the reader opens it below /proc and compares the secret that the window begins with. Where that
 fails, or there is no memory, data goes over the stream as between nodes.
 
-What need not be copied into a window is lent: see [Note: loans] in `lending.py`. And where all ranks of a node want the same, they
-write it into one segment (`segment.py`).
+What need not be copied into a window is lent: see [Note: loans] in `lending.py`. Where all ranks of a node want the same, they
+write it into one segment (`segment.py`). And what is small is left in a mailbox, of which nobody is told: see [Note: mailboxes] in
+`mailbox.py`.
 
 `window.py` is the writer's side, `view.py` the reader's, `sharing.py` what a mesh does with both.
 """
 
+from shardnet.transport.shared_memory.futex import give_way
 from shardnet.transport.shared_memory.lending import Loan
+from shardnet.transport.shared_memory.mailbox import Letter, Mailbox, MailboxView, Posted
 from shardnet.transport.shared_memory.memfd import Stranger
 from shardnet.transport.shared_memory.segment import Segment
 from shardnet.transport.shared_memory.sharing import Sharing
 
-__all__ = ["Loan", "Segment", "Sharing", "Stranger"]
+__all__ = ["Letter", "Loan", "Mailbox", "MailboxView", "Posted", "Segment", "Sharing", "Stranger", "give_way"]

@@ -10,6 +10,7 @@ from shardnet.config import Limits
 from shardnet.errors import PeerLost, ProtocolError
 from shardnet.pb import mesh_pb2
 from shardnet.transport.shared_memory.lending import Borrowed, Loan, can_read
+from shardnet.transport.shared_memory.mailbox import Mailbox, MailboxView
 from shardnet.transport.shared_memory.view import View
 from shardnet.transport.shared_memory.window import Piece, Window
 from shardnet.wire import Chunk
@@ -24,11 +25,23 @@ class Sharing:
     """One rank's window, and its views of those of `neighbours`, the other ranks of its node. Runs on the loop thread."""
 
     def __init__(
-        self, where: str, epoch: int, neighbours: Sequence[int], limits: Limits, put: Put, put_now: PutNow, *, lending: bool = True
+        self,
+        where: str,
+        epoch: int,
+        place: int,
+        neighbours: Sequence[int],
+        limits: Limits,
+        put: Put,
+        put_now: PutNow,
+        *,
+        lending: bool = True,
     ) -> None:
-        """lending  whether data may be read from this process, and from others, where it lies"""
+        """place    this rank's among those of its node
+        lending  whether data may be read from this process, and from others, where it lies
+        """
         self._where = where
         self._epoch = epoch
+        self._place = place
         self._limits = limits
         self._put = put
         self._put_now = put_now
@@ -38,6 +51,8 @@ class Sharing:
         self._views: dict[int, View] = {}
         self._readers: set[int] = set()  # who see the window
         self._borrowers: set[int] = set()  # of those, who can read this process's memory
+        self.mailbox: Mailbox | None = None  # this rank's own
+        self.mailboxes: dict[int, MailboxView] = {}  # those of the neighbours that this rank sees
         self._processes: dict[int, int] = {}  # whose window this rank sees, by rank
         self._lenders: set[int] = set()  # of those, whose memory it can read
         self._neighbours = frozenset(neighbours)
@@ -68,8 +83,13 @@ class Sharing:
         except OSError as error:
             log.warning("%s no shared memory (%s): data for the ranks of this node goes over gRPC", self._where, error)
             return
+        offer = self._window.offer()
+        if self._limits.letter_bytes:
+            with suppress(OSError):  # then everything goes as it can
+                self.mailbox = Mailbox(self._place, self._limits.mailbox_bytes)
+                offer.mailbox.CopyFrom(self.mailbox.offer())
         for peer in self._asked:
-            self._post(peer, mesh_pb2.Control(window_offer=self._window.offer()))
+            self._post(peer, mesh_pb2.Control(window_offer=offer))
         try:
             async with asyncio.timeout(timeout_s):
                 await self._settled.wait()
@@ -77,6 +97,8 @@ class Sharing:
             self._refusals.update(dict.fromkeys(self._asked, f"no answer within {timeout_s:g} s"))
             self._asked.clear()
         self._window.hide()
+        if self.mailbox is not None:
+            self.mailbox.hide()
         if self._refusals:
             why = "; ".join(f"rank {peer}: {reason}" for peer, reason in sorted(self._refusals.items()))
             log.warning("%s data for some ranks of this node goes over gRPC, not through shared memory: %s", self._where, why)
@@ -139,6 +161,8 @@ class Sharing:
         self._settle(peer)
 
     def _forget(self, peer: int) -> None:
+        if peer in self.mailboxes:
+            self.mailboxes[peer].gone = True
         self._readers.discard(peer)
         self._borrowers.discard(peer)
 
@@ -148,6 +172,8 @@ class Sharing:
         self._borrowers.clear()
         if self._window is not None:
             self._window.close()
+        if self.mailbox is not None:
+            self.mailbox.hide()
         for view in self._views.values():
             view.close()
         self._views.clear()
@@ -196,6 +222,8 @@ class Sharing:
         borrows = not refusal and self._lending and can_read(offer)
         if not refusal:
             self._processes[peer] = offer.pid
+            with suppress(OSError):
+                self.mailboxes[peer] = MailboxView(offer.pid, offer.mailbox)
         if borrows:
             self._lenders.add(peer)
         self._post(peer, mesh_pb2.Control(window_answer=mesh_pb2.WindowAnswer(refusal=refusal, borrows=borrows)))

@@ -162,7 +162,7 @@ async def test_a_reader_that_dies_ends_the_collective() -> None:
 
 async def test_a_loan_that_nobody_may_make_is_refused() -> None:
     """By an exchange, which takes none, with an error for all; and by who cannot read the lender's memory, with the end of the stream."""
-    async with local_cluster(2, limits=LIMITS) as ranks:
+    async with local_cluster(2, limits=replace(LIMITS, letter_bytes=0)) as ranks:
         board = ranks[0]._board
         data = torch.ones(4).numpy().tobytes()
         chunk = Chunk(1, 0, 0, 0, 0, data)

@@ -282,7 +282,7 @@ async def test_who_is_asked_again_and_again_answers_what_is_new() -> None:
     async def put(peer: int, chunk: Chunk) -> None:
         raise AssertionError
 
-    sharing = Sharing("", 1, [1], LIMITS, put, lambda peer, chunk: said.append(chunk.control or mesh_pb2.Control()))
+    sharing = Sharing("", 1, 0, [1], LIMITS, put, lambda peer, chunk: said.append(chunk.control or mesh_pb2.Control()))
     window = Window(LIMITS.window_bytes, lambda _: None)
     try:
         piece = await window.put(bytes(64), [0])
@@ -305,7 +305,7 @@ async def test_who_lends_nothing_has_no_borrowers(lending: bool) -> None:
     async def put(peer: int, chunk: Chunk) -> None:
         raise AssertionError
 
-    sharing = Sharing("", 1, [1], LIMITS, put, lambda peer, chunk: None, lending=lending)
+    sharing = Sharing("", 1, 0, [1], LIMITS, put, lambda peer, chunk: None, lending=lending)
     answer = mesh_pb2.Control(window_answer=mesh_pb2.WindowAnswer(borrows=True))
     sharing.receive(1, Chunk(1, 0, 0, control=answer), lambda _: None)
     assert sharing.borrowers == (frozenset({1}) if lending else frozenset())
@@ -317,7 +317,7 @@ async def test_nobody_waits_for_the_answer_of_one_who_is_gone(how: Callable[[Sha
     async def put(peer: int, chunk: Chunk) -> None:
         raise AssertionError
 
-    sharing = Sharing("", 1, [1], LIMITS, put, lambda peer, chunk: None)
+    sharing = Sharing("", 1, 0, [1], LIMITS, put, lambda peer, chunk: None)
     opening = asyncio.ensure_future(sharing.open(60.0))
     await asyncio.sleep(0)
     how(sharing, 1)

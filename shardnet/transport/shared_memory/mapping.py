@@ -1,0 +1,37 @@
+"""Mapping memory for longer than its descriptor is open, and reading pages again as they are (mmap(2), madvise(2))."""
+
+import ctypes
+import mmap
+import os
+import weakref
+
+import numpy as np
+
+_FAILED = ctypes.c_void_p(-1).value
+_libc = ctypes.CDLL(None, use_errno=True)
+_mmap, _munmap, _madvise = _libc.mmap, _libc.munmap, _libc.madvise
+_mmap.restype = ctypes.c_void_p
+_mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+def mapped(descriptor: int, size: int, flags: int, *, write: bool = True) -> tuple[np.ndarray, int]:
+    """The memory, unmapped with the last reference to it, and where it is. Unlike mmap's own this needs no descriptor meanwhile.
+
+    Without `write` nothing may be written there. Raises OSError.
+    """
+    address = _mmap(None, size, mmap.PROT_READ | (mmap.PROT_WRITE if write else 0), flags, descriptor, 0)
+    if address in (None, _FAILED):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    owner = (ctypes.c_uint8 * size).from_address(address)
+    weakref.finalize(owner, _munmap, address, size).atexit = False
+    array = np.frombuffer(memoryview(owner).cast("B"), np.uint8)
+    array.flags.writeable = write
+    return array, address
+
+
+def forget(address: int, size: int) -> None:
+    """Drop what was written to a private mapping: its pages are read from their file again. Raises OSError."""
+    if _madvise(address, size, mmap.MADV_DONTNEED):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

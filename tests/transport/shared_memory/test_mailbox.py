@@ -1,0 +1,214 @@
+"""Letters in memory: who finds them, when their room is used again, and what a reader sees of one that was taken back."""
+
+import mmap
+import os
+import random
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from shardnet.errors import ProtocolError
+from shardnet.pb import mesh_pb2
+from shardnet.transport.shared_memory import Mailbox, MailboxView, futex, mailbox
+from shardnet.transport.shared_memory.mapping import mapped
+
+pytestmark = pytest.mark.skipif(not futex.available, reason="mailboxes need Linux on x86-64")
+
+CAPACITY = 1024
+GROUP = 2**64 - 3
+NOTE = b"barrier()"
+
+
+class Three:
+    """A writer, which has place 0, and two readers with mailboxes of their own."""
+
+    def __init__(self) -> None:
+        self.writer = Mailbox(0, CAPACITY)
+        self.view = MailboxView(os.getpid(), self.writer.offer())
+        self.readers = [Mailbox(place, CAPACITY) for place in (1, 2)]
+        self.views = [MailboxView(os.getpid(), reader.offer()) for reader in self.readers]
+
+    def post(self, sequence: int, data: bytes = b"", *, group: int = GROUP) -> mailbox.Posted | None:
+        return self.writer.post(group, sequence, NOTE, data, self.views)
+
+    def read(self, sequence: int, *, group: int = GROUP) -> bytes | None:
+        letter = self.view.find(group, sequence)
+        return None if letter is None else bytes(letter.data)
+
+    def acknowledge(self, sequence: int, *places: int) -> None:
+        letter = self.view.find(GROUP, sequence)
+        assert letter is not None
+        for place in places:
+            self.readers[place - 1].acknowledge(self.view, letter)
+
+
+@pytest.fixture
+def three() -> Iterator[Three]:
+    made = Three()
+    yield made
+    for each in (made.writer, *made.readers):
+        each.hide()
+
+
+@pytest.mark.parametrize("size", [0, 1, 63, 64, 65, CAPACITY - 64])
+def test_a_letter_is_found_by_group_and_number(three: Three, size: int) -> None:
+    data = random.Random(size).randbytes(size)
+    assert three.post(5, data) is not None
+    letter = three.view.find(GROUP, 5)
+    assert letter is not None
+    assert (bytes(letter.note), bytes(letter.data)) == (NOTE, data)
+    assert three.view.holds(letter)
+    assert three.read(4) is None
+    assert three.read(5 + 64) is None
+    assert three.read(5, group=GROUP - 64) is None  # which has the same place in the directory
+
+
+def test_there_is_room_again_when_every_reader_has_acknowledged(three: Three) -> None:
+    assert three.post(0, bytes(600))
+    assert three.post(1, bytes(600)) is None
+    three.acknowledge(0, 1)
+    assert three.post(1, bytes(600)) is None
+    three.acknowledge(0, 2)
+    assert three.post(1, b"x" * 600)
+    assert three.read(1) == b"x" * 600
+    assert three.post(2, bytes(CAPACITY)) is None  # larger than all of it, with its note
+
+
+def test_letters_are_acknowledged_in_any_order(three: Three) -> None:
+    for number in range(3):
+        assert three.post(number, bytes(200))
+    for number in (2, 1):
+        three.acknowledge(number, 1, 2)
+    assert three.post(3, bytes(600)) is None  # the oldest one lies before it
+    three.acknowledge(0, 1, 2)
+    assert three.post(3, bytes(600))
+
+
+def test_as_many_letters_stand_at_a_place_of_the_directory_as_it_has_entries(three: Three) -> None:
+    sequences = [number * 64 for number in range(9)]
+    posted = [three.post(sequence) for sequence in sequences]
+    assert [each is not None for each in posted] == [True] * 8 + [False]
+    assert [three.read(sequence) for sequence in sequences] == [b""] * 8 + [None]
+    three.acknowledge(sequences[3], 1, 2)
+    assert three.post(sequences[8])
+    assert three.read(sequences[8]) == b""
+    assert three.read(sequences[3]) is None
+
+
+def test_one_that_is_taken_back_is_seen_to_be(three: Three) -> None:
+    posted = three.post(0, bytes(600))
+    letter = three.view.find(GROUP, 0)
+    assert posted is not None
+    assert letter is not None
+    before = three.view.count
+    three.writer.withdraw(posted)
+    assert not three.view.holds(letter)
+    assert three.read(0) is None
+    assert three.view.count != before  # who sleeps is woken
+    assert three.post(1, bytes(600))  # nobody has acknowledged the other one
+    three.writer.withdraw(posted)  # again: changes nothing
+    assert three.read(1) == bytes(600)
+
+
+def test_a_reader_that_is_gone_is_not_waited_for_and_sees_that_its_letter_is_not_there(three: Three) -> None:
+    """It may be frozen rather than dead, and go on reading."""
+    assert three.post(0, bytes(600))
+    letter = three.view.find(GROUP, 0)
+    assert letter is not None
+    three.acknowledge(0, 1)
+    three.views[1].gone = True
+    assert three.post(1, b"x" * 600)
+    assert not three.view.holds(letter)
+    assert three.read(0) is None
+
+
+def test_a_letter_in_the_same_entry_is_another_one(three: Three) -> None:
+    assert three.post(0)
+    first = three.view.find(GROUP, 0)
+    assert first is not None
+    three.acknowledge(0, 1, 2)
+    assert three.post(0, group=GROUP - 64)
+    assert not three.view.holds(first)
+    assert three.read(0) is None
+
+
+def test_any_letters(three: Three) -> None:
+    """What is found is what was written, and what is not acknowledged stays, however the ring and the directory fill."""
+    rng = random.Random(1)
+    there: dict[int, tuple[bytes, set[int]]] = {}
+    refused = 0
+    for number in range(5_000):
+        if rng.random() < 0.6:
+            data = rng.randbytes(rng.choice((0, 1, 64, 100, 300)))
+            if three.post(number, data):
+                there[number] = data, {1, 2}
+            else:
+                refused += 1
+        elif there:
+            chosen = rng.choice(list(there))
+            place = rng.choice(list(there[chosen][1]))
+            three.acknowledge(chosen, place)
+            there[chosen][1].discard(place)
+            if not there[chosen][1]:
+                del there[chosen]
+        for sequence, (data, _) in there.items():
+            assert three.read(sequence) == data
+    assert 100 < refused < 2_500
+
+
+def test_who_waits_is_woken_by_a_letter(three: Three) -> None:
+    woken_s: list[float] = []
+
+    def wait() -> None:
+        while three.read(0) is None:
+            seen = three.view.count
+            if three.read(0) is None:
+                three.view.wait(seen, 10.0)
+        woken_s.append(time.monotonic())
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    three.post(0)
+    thread.join(10.0)
+    assert woken_s
+
+
+def test_waiting_ends_by_itself_by_a_wake_and_at_once_if_something_has_changed(three: Three) -> None:
+    three.view.wait(three.view.count, 0.001)
+    three.view.wait(three.view.count + 1, 30.0)
+    thread = threading.Thread(target=three.view.wait, args=(three.view.count, 30.0))
+    thread.start()
+    while thread.is_alive():
+        three.view.wake()
+        thread.join(0.001)
+
+
+def test_readers_cannot_write(three: Three) -> None:
+    with pytest.raises(TypeError, match="read-only"):
+        three.view._words[0] = 1
+    with pytest.raises(PermissionError):
+        mapped(three.writer.offer().descriptor, mailbox.HEAD_BYTES, mmap.MAP_SHARED)
+
+
+def test_a_mailbox_that_is_none() -> None:
+    with pytest.raises(OSError, match="no mailbox"):
+        MailboxView(os.getpid(), mesh_pb2.MailboxOffer())
+    with pytest.raises(OSError, match="64 ranks"):
+        Mailbox(64, CAPACITY)
+    made = Mailbox(0, CAPACITY)
+    offer = made.offer()
+    with pytest.raises(OSError, match="not what was offered"):
+        MailboxView(os.getpid(), mesh_pb2.MailboxOffer(descriptor=offer.descriptor, capacity=2 * CAPACITY))
+    made.hide()
+    with pytest.raises(OSError, match="not to be seen"):
+        MailboxView(os.getpid(), offer)
+
+
+def test_an_entry_that_makes_no_sense(three: Three) -> None:
+    assert three.post(0)
+    entry = mailbox._DIRECTORY + mailbox._entries(GROUP, 0)[0] * mailbox._ENTRY_WORDS
+    three.writer._words[entry + mailbox._DATA_BYTES] = 2**63
+    with pytest.raises(ProtocolError, match="a letter of 9223372036854775808 bytes"):
+        three.view.find(GROUP, 0)
