@@ -48,7 +48,7 @@ class Observer(Protocol):
         """A pass has ended, on the thread that trains. How long it computed, by span name; waiting is not computing."""
 
     def on_collective(self, op: str, label: str, start_ns: int, end_ns: int, bytes_sent: int) -> None:
-        """A collective has succeeded, on the loop thread. Ends come in order."""
+        """A collective has succeeded, on the thread that ended it. Ends come in order, but where two threads end one each at a time."""
 
 
 @dataclass(slots=True)
@@ -58,7 +58,7 @@ class OpCounter:
     count: int = 0
     failed: int = 0
     bytes: int = 0  # payload bytes sent by this rank
-    seconds: float = 0.0  # from the loop thread's taking it up to its end
+    seconds: float = 0.0  # from when its work was taken up to its end
     waited_s: float = 0.0  # of these for ranks that had not entered it yet
 
 

@@ -2,6 +2,8 @@
 
 from typing import Self
 
+import torch
+
 from shardnet.backend.mesh_backend import MeshBackend
 from shardnet.collectives.route import Routing
 from shardnet.collectives.switchboard import Switchboard
@@ -31,9 +33,24 @@ class ClusterBackend(MeshBackend):
         board = Switchboard(mesh, telemetry or Telemetry(), limits, nodes, routing)
         try:
             await LoopThread.shared().run_here(mesh.start(board))
+            await cls._correspond(board, topology.node_ranks(topology.me.node_group), timeouts)
         except BaseException:
             mesh.abort()
             raise
         board.telemetry.memory_peers, board.telemetry.borrowers = mesh.memory_peers, mesh.borrowers
-        board.telemetry.routing = str(board.world.route)
+        board.telemetry.routing = f"{board.world.route}" + (", small ones by letter" if board.world.mail is not None else "")
         return cls(board, board.world, timeouts)
+
+    @classmethod
+    async def _correspond(cls, board: Switchboard, node: tuple[int, ...], timeouts: Timeouts) -> None:
+        """Find out which ranks of this node can read each other's mailboxes. All of them ask, whatever they can do themselves."""
+        if len(node) == 1 or not board.mesh.shares_memory or not board.limits.letter_bytes:
+            return
+        ours = MeshBackend(board, board.group(node, "mailboxes", Telemetry()), timeouts)
+
+        async def gather(row: list[bool]) -> list[list[bool]]:
+            rows: list[list[bool]] = (await ours.all_gather(torch.tensor([row]), label="mailboxes")).tolist()
+            return rows
+
+        await ours.barrier(label="mailboxes")  # what others have offered on their streams has come before this ends
+        await board.correspond(node, gather)

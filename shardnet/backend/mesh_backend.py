@@ -9,10 +9,11 @@ import torch
 from shardnet.backend.base import Backend, Tensor
 from shardnet.backend.node_buffer import NodeBuffer
 from shardnet.backend.pending import Pending
-from shardnet.collectives import plans
+from shardnet.collectives import plans, shares
 from shardnet.collectives.exchange import Disagreement, Exchange
 from shardnet.collectives.group import Group
 from shardnet.collectives.hierarchical import Hierarchical
+from shardnet.collectives.mail import Mail, Share
 from shardnet.collectives.operation import Algorithm, Call, Operation
 from shardnet.collectives.reduction import ReduceOp, Reduction, as_array, as_tensor, check_dtype, dtype_name
 from shardnet.collectives.switchboard import Switchboard
@@ -60,8 +61,10 @@ class MeshBackend(Backend):
         if self.world_size == 1 or not source.numel():
             return self._at_once("all_reduce", _copy(source, result))
         call = self._call("all_reduce", f"{_kind(tensor)}, {op}", timeout_s, label)
-        reduction = Reduction(op, tensor.dtype, self.world_size)
-        return self._begin(call, plans.all_reduce(self._group, as_array(source), as_array(result), reduction), result)
+        arrays, reduction = (as_array(source), as_array(result)), Reduction(op, tensor.dtype, self.world_size)
+        if (mail := self._mail(source.nbytes)) is not None:
+            return self._begin_round(mail, call, shares.all_reduce(self._group, *arrays, reduction), result)
+        return self._begin(call, plans.all_reduce(self._group, *arrays, reduction), result)
 
     def broadcast(
         self, tensor: Tensor, root: int, *, out: Tensor | None = None, timeout_s: float | None = None, label: str = ""
@@ -74,6 +77,8 @@ class MeshBackend(Backend):
         if self.world_size == 1 or not source.numel():
             return self._at_once("broadcast", result)
         call = self._call("broadcast", f"{_kind(tensor)}, root {root}", timeout_s, label)
+        if (mail := self._mail(source.nbytes)) is not None:
+            return self._begin_round(mail, call, shares.broadcast(self._group, as_array(result), root), result)
         return self._begin(call, plans.broadcast(self._group, as_array(result), root), result)
 
     def all_gather(
@@ -94,8 +99,10 @@ class MeshBackend(Backend):
             return self._at_once("all_gather", _copy(source, result))
         detail = _kind(tensor) if sizes is None else f"{dtype_name(tensor.dtype)} {list(source.shape[1:])}, sizes {shape}"
         call = self._call("all_gather", detail, timeout_s, label)
-        bounds = plans.bounds_of([size * width for size in shape])
-        return self._begin(call, plans.all_gather(self._group, as_array(source), as_array(result), bounds), result)
+        bounds, arrays = plans.bounds_of([size * width for size in shape]), (as_array(source), as_array(result))
+        if (mail := self._mail(max(shape) * width * source.itemsize)) is not None:
+            return self._begin_round(mail, call, shares.all_gather(self._group, *arrays, bounds), result)
+        return self._begin(call, plans.all_gather(self._group, *arrays, bounds), result)
 
     def all_gather_on_node(
         self, tensor: Tensor, *, sizes: Sequence[int] | None = None, timeout_s: float | None = None, label: str = ""
@@ -148,9 +155,10 @@ class MeshBackend(Backend):
         detail = f"{_kind(tensor)}, {op}" + ("" if sizes is None else f", sizes {shape}")
         call = self._call("reduce_scatter", detail, timeout_s, label)
         bounds = plans.bounds_of([size * prod(source.shape[1:]) for size in shape])
-        reduction = Reduction(op, tensor.dtype, self.world_size)
-        algorithm = plans.reduce_scatter(self._group, as_array(source), as_array(result), bounds, reduction)
-        return self._begin(call, algorithm, result)
+        arrays, reduction = (as_array(source), as_array(result)), Reduction(op, tensor.dtype, self.world_size)
+        if (mail := self._mail(source.nbytes)) is not None:
+            return self._begin_round(mail, call, shares.reduce_scatter(self._group, *arrays, bounds, reduction), result)
+        return self._begin(call, plans.reduce_scatter(self._group, *arrays, bounds, reduction), result)
 
     def all_to_all(
         self,
@@ -182,6 +190,10 @@ class MeshBackend(Backend):
         if self.world_size == 1:
             return self._at_once("all_to_all", result)
         even = _kind(tensor) if send_sizes is None else f"{dtype_name(tensor.dtype)} {list(source.shape[1:])}, uneven"
+        call = self._call("all_to_all", even, timeout_s, label)
+        # only where the signature settles the sizes: see below
+        if send_sizes is None and (mail := self._mail(source.nbytes)) is not None:
+            return self._begin_round(mail, call, shares.all_to_all(self._group, outgoing, incoming, sends[0] * width), result)
         exchange = Exchange(
             {peer: outgoing[slice(*send_bounds[peer])] for peer in self._group.peers},
             {peer: incoming[slice(*recv_bounds[peer])] for peer in self._group.peers},
@@ -190,7 +202,7 @@ class MeshBackend(Backend):
             eager=send_sizes is None and plans.is_small(self._group, send_bounds, outgoing.itemsize),
             disagree=_disagree_all_to_all,
         )
-        return self._begin(self._call("all_to_all", even, timeout_s, label), exchange.run, result)
+        return self._begin(call, exchange.run, result)
 
     def send(self, tensor: Tensor, to: int, *, timeout_s: float | None = None, label: str = "") -> Pending[None]:
         source = _input(tensor)
@@ -210,6 +222,8 @@ class MeshBackend(Backend):
         if self.world_size == 1:
             return self._at_once("barrier", None)
         call = self._call("barrier", "", timeout_s, label)
+        if (mail := self._mail(0)) is not None:
+            return self._begin_round(mail, call, shares.barrier(), None)
         return Pending(self._group.begin(call, plans.barrier(self._group), None), "barrier")
 
     # --- groups and the end
@@ -239,6 +253,14 @@ class MeshBackend(Backend):
 
     def _begin(self, call: Call, algorithm: Algorithm, result: Tensor) -> Pending[Tensor]:
         return Pending(self._group.begin(call, algorithm, result), call.op)
+
+    def _mail(self, bytes: int) -> Mail | None:
+        """The way for a collective of which no rank sends more than that, if letters are."""
+        mail = self._group.mail
+        return mail if mail is not None and bytes <= mail.largest else None
+
+    def _begin_round(self, mail: Mail, call: Call, share: Share, result: T) -> Pending[T]:
+        return Pending(self._group.begin_round(mail, call, share, result), call.op)
 
     def _channel(self, other: int, *, sending: bool) -> tuple[Group, int]:
         """The two-rank group to or from another rank, and that rank's place in it."""

@@ -19,15 +19,17 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
 
 from shardnet.collectives import verdict
 from shardnet.collectives.commons import Commons
+from shardnet.collectives.mail import Mail, Round, Share
 from shardnet.collectives.operation import Algorithm, Call, Operation
 from shardnet.collectives.route import Route
 from shardnet.errors import ClosedError, CollectiveMismatch, CollectiveTimeout, PeerLost, ProtocolError, ShardnetError
 from shardnet.pb import mesh_pb2
-from shardnet.telemetry import Track
+from shardnet.telemetry import Telemetry, Track
 from shardnet.transport.shared_memory import Loan
 from shardnet.wire import Chunk
 
@@ -42,8 +44,9 @@ PROBE_WAIT_S = 0.4  # a hang must not outlive its timeout by more than 0.5 s
 class Group:
     """One group of ranks, as one of them sees it; lives as long as its mesh."""
 
-    def __init__(self, board: "Switchboard", group_id: int, members: tuple[int, ...]) -> None:
+    def __init__(self, board: "Switchboard", group_id: int, members: tuple[int, ...], telemetry: Telemetry | None = None) -> None:
         self.board = board
+        self.telemetry = telemetry or board.telemetry
         self.id = group_id
         self.members = members  # global ranks, ascending
         self.rank = members.index(board.mesh.rank)
@@ -53,8 +56,10 @@ class Group:
         self.nodes = tuple(node for node in nodes if node)  # ranks of the group
         self.route = Route.of(board.routing.cut(self.nodes), self.rank)
         self._lock = threading.Lock()
-        self._next = 0  # the next number to give out (any thread, under the lock)
-        self._entered = 0  # the next number to enter (loop thread)
+        self._next = 0  # the next number to give out (any thread, under the lock; as the next three)
+        self._ahead: set[int] = set()  # numbers that were given out and are not entered yet
+        self._rounds: dict[int, Round] = {}  # under way; see [Note: rounds]
+        self._queue: deque[Round] = deque()  # of these, those that have not begun
         self._last_signature = ""  # of the one entered last
         self._running: dict[int, Operation] = {}
         self._queued: deque[Operation] = deque()
@@ -83,9 +88,103 @@ class Group:
         result.set_running_or_notify_cancel()  # a started collective cannot be cancelled
         with self._lock:
             operation = Operation(self, self._next, call, algorithm, value, result)
+            self._ahead.add(self._next)
             self._next += 1
             self.board.loop.call(self._submit, operation)
         return result
+
+    # --- rounds (any thread)
+
+    @cached_property
+    def mail(self) -> Mail | None:
+        """Its way to the mailboxes of all members, if all of them agree that there is one; the same on all of them."""
+        return self.board.mail(self)
+
+    def begin_round(self, mail: Mail, call: Call, share: Share, value: object) -> Round:
+        """Number a collective that goes by letters, and begin it."""
+        begun = Round(mail, call, share, value)
+        with self._lock:
+            begun.sequence = self._next
+            self._next += 1
+            is_late = begun.sequence in self._early
+            begun.queued = len(self._rounds) >= self.board.limits.max_outstanding
+            self._rounds[begun.sequence] = begun
+            if begun.queued:
+                self._queue.append(begun)
+            self._last_signature = call.signature
+        if is_late or self.board.is_impaired:
+            self.board.loop.call(self._inspect, begun)
+        if begun.queued:
+            for each in self.rounds:  # it waits for these, whoever waits for them
+                mail.attendant.take(each)
+        else:
+            begun.begin()
+        if len(self._rounds) > 1:
+            self.sweep()
+        return begun
+
+    @property
+    def rounds(self) -> list[Round]:
+        """Those under way."""
+        with self._lock:
+            return list(self._rounds.values())
+
+    def sweep(self) -> None:
+        """End the rounds that can end, whoever waits for them."""
+        for each in self.rounds:
+            each.advance()
+
+    def end_round(self, ended: Round) -> None:
+        """Forget one, and begin another that waits for its turn."""
+        following = None
+        with self._lock:
+            self._rounds.pop(ended.sequence, None)
+            if ended in self._queue:  # it has failed before its turn
+                self._queue.remove(ended)
+            if self._queue and len(self._rounds) - len(self._queue) < self.board.limits.max_outstanding:
+                following = self._queue.popleft()
+        if following is not None:
+            following.begin()
+
+    # --- rounds (loop thread)
+
+    def _inspect(self, begun: Round) -> None:
+        """What has come for a round before it began, and whether it can end."""
+        with self._lock:
+            early = self._early.pop(begun.sequence, ())
+        for source, chunk in early:
+            self._answer(begun, source, chunk)
+        try:
+            self._check(begun)
+        except ShardnetError as error:
+            self.fail(begun, error)
+
+    def _answer(self, begun: Round, source: int, chunk: Chunk) -> None:
+        """A chunk that came for a round: its letter, or where its sender is, or an end to it."""
+        control = chunk.control or mesh_pb2.Control()
+        if control.HasField("abort"):
+            begun.fail(self._verdict(begun, source, control.abort))
+        elif control.HasField("announcement") and control.announcement.signature != begun.call.signature:
+            self.mismatch(begun, source, control.announcement.signature)
+        elif control.HasField("announcement") and not control.announcement.posted:
+            begun.deliver(source, chunk.data if chunk.frame is not None else bytes(chunk.data))
+        elif chunk.size:
+            self.fail(begun, ProtocolError(f"rank {self.members[source]} sent data for {begun.name} otherwise than it may"))
+
+    def announce_round(self, begun: Round, peers: Sequence[int], data: bytes | None = None) -> None:
+        """Tell others on their streams which round this rank is in; with data if its letter found no room."""
+        announcement = mesh_pb2.Announcement(signature=begun.call.signature, posted=data is None)
+        for peer in peers:
+            control = mesh_pb2.Control(announcement=announcement)
+            self.board.post(self.members[peer], Chunk(self.epoch, self.id, begun.sequence, data=data or b"", control=control))
+
+    def time_out(self, late: Round) -> None:
+        """The time of a round is over: say who is missing."""
+
+        async def end() -> None:
+            self.fail(late, await self._diagnose(late))
+
+        self.board.spawn(end())
 
     # --- the life of an operation (loop thread)
 
@@ -96,7 +195,8 @@ class Group:
             self._enter(operation)
 
     def _enter(self, operation: Operation) -> None:
-        self._entered = operation.sequence + 1
+        with self._lock:
+            self._ahead.discard(operation.sequence)
         self._last_signature = operation.call.signature
         self._running[operation.sequence] = operation
         operation.task = self.board.spawn(self._run(operation))
@@ -107,7 +207,7 @@ class Group:
         try:
             await self._attempt(operation)
         except Exception as error:  # noqa: BLE001 - whatever it is belongs to the awaiter
-            self._fail(operation, error)
+            self.fail(operation, error)
         except BaseException:  # noqa: BLE001 - cancelled by fail(), whose error stays, or the process ends
             operation.fail(self.board.closed_error(operation.name))
         finally:
@@ -126,7 +226,7 @@ class Group:
                 raise
             raise await self._diagnose(operation) from None
 
-    def _check(self, operation: Operation) -> None:
+    def _check(self, operation: Operation | Round) -> None:
         """Raise if the operation cannot end, or was failed before it began."""
         if operation.error is not None:
             raise operation.error
@@ -146,7 +246,7 @@ class Group:
         operation.revoke()
         self._early.pop(operation.sequence, None)
         end = time.perf_counter_ns()
-        telemetry = self.board.telemetry
+        telemetry = self.telemetry
         telemetry.record(operation.name, Track.COMMUNICATION, start_ns, end, operation.bytes_sent)
         call, failed = operation.call, operation.error is not None
         telemetry.count_op(call.op, call.label, start_ns, end, operation.bytes_sent, waited_ns=operation.waited_ns, failed=failed)
@@ -161,6 +261,7 @@ class Group:
 
     async def send(self, operation: Operation, peers: Sequence[int], chunk: Chunk) -> None:
         """Send a chunk of an operation to one peer or more. Raises PeerLost naming the collective."""
+        self.telemetry.count_traffic(sent=chunk.size * len(peers))
         with self._naming(operation):
             await self.board.send_all([self.members[peer] for peer in peers], chunk)
 
@@ -171,6 +272,7 @@ class Group:
 
     def lend(self, operation: Operation, peer: int, chunk: Chunk, loan: Loan) -> None:
         """Tell one of them where a chunk's data lies. Raises PeerLost naming the collective."""
+        self.telemetry.count_traffic(sent=len(chunk.data))
         with self._naming(operation):
             self.board.lend(self.members[peer], chunk, loan)
 
@@ -187,6 +289,7 @@ class Group:
         source = self._local.get(source_global)
         if source is None:
             raise ProtocolError(f"rank {source_global} is no member of group {self.id:#x}")
+        self.telemetry.count_traffic(received=chunk.size)
         if chunk.control is not None and chunk.control.WhichOneof("kind") in ("probe", "probe_reply"):
             self._on_probe(source, chunk)
         elif (operation := self._running.get(chunk.sequence)) is not None:
@@ -194,10 +297,23 @@ class Group:
                 self._deliver(operation, source, chunk)
             else:
                 self._keep(source, chunk)
-        elif chunk.sequence >= self._entered:
-            self._keep(source, chunk)
+        else:
+            self._on_other(source, chunk)
+
+    def _on_other(self, source: int, chunk: Chunk) -> None:
+        """A chunk of a collective that is no operation under way."""
+        with self._lock:
+            begun = self._rounds.get(chunk.sequence)
+            if begun is None and not self._has_entered(chunk.sequence):
+                self._keep(source, chunk)
+                return
+        if begun is not None:
+            self._answer(begun, source, chunk)
         else:
             self.board.stale_chunks += 1
+
+    def _has_entered(self, sequence: int) -> bool:
+        return sequence < self._next and sequence not in self._ahead
 
     def _keep(self, source: int, chunk: Chunk) -> None:
         if chunk.frame is None and chunk.lent is None:
@@ -206,47 +322,59 @@ class Group:
 
     def _deliver(self, operation: Operation, source: int, chunk: Chunk) -> None:
         if chunk.control is not None and chunk.control.HasField("abort"):
-            where = f"{self.board.where()} {operation.name} was aborted by rank {self.members[source]}"
-            operation.fail(verdict.unpack(chunk.control.abort, where))
+            operation.fail(self._verdict(operation, source, chunk.control.abort))
             return
         try:
             operation.on_chunk(source, chunk)
         except ProtocolError as error:
-            self._fail(operation, error)
+            self.fail(operation, error)
+
+    def _verdict(self, operation: Operation | Round, source: int, abort: mesh_pb2.Abort) -> ShardnetError:
+        return verdict.unpack(abort, f"{self.board.where()} {operation.name} was aborted by rank {self.members[source]}")
 
     # --- failure (loop thread)
+
+    @property
+    def _under_way(self) -> list[Operation | Round]:
+        return [*self._running.values(), *self.rounds]
 
     def lose(self, global_rank: int, reason: str) -> None:
         """A member is gone: whatever is under way cannot end."""
         if global_rank in self._local:
-            for operation in list(self._running.values()):
-                self._fail(operation, self._peer_lost(global_rank, reason, operation))
+            for operation in self._under_way:
+                self.fail(operation, self._peer_lost(global_rank, reason, operation))
 
     def leave(self, global_rank: int, next_sequence: int) -> None:
         """A member said goodbye before it entered `next_sequence`: that one and later ones cannot end."""
         if global_rank in self._local:
-            for operation in list(self._running.values()):
+            for operation in self._under_way:
                 if operation.sequence >= next_sequence:
                     operation.fail(self._peer_lost(global_rank, "it left the cluster without entering this collective", operation))
 
     def fail_all(self, error: ShardnetError) -> None:
-        for operation in (*self._running.values(), *self._queued):
+        for operation in (*self._under_way, *self._queued):
             operation.fail(error)
         while self._queued:
             self._queued.popleft().result.set_exception(error)
 
     def position(self) -> mesh_pb2.Goodbye.Position:
-        return mesh_pb2.Goodbye.Position(group=self.id, next_sequence=self._entered)
+        return mesh_pb2.Goodbye.Position(group=self.id, next_sequence=self._position)
 
-    def mismatch(self, operation: Operation, peer: int, theirs: str) -> None:
+    @property
+    def _position(self) -> int:
+        """The next number to enter."""
+        with self._lock:
+            return min(self._ahead, default=self._next)
+
+    def mismatch(self, operation: Operation | Round, peer: int, theirs: str) -> None:
         """This rank and a peer disagree on what the collective is: end it for everyone."""
         detail = (
             f"rank {self.members[self.rank]} is in {operation.call.signature} but rank {self.members[peer]} is in {theirs} "
             f"(collective #{operation.sequence} of {self._title()}); call the same collectives in the same order on all ranks"
         )
-        self._fail(operation, CollectiveMismatch(f"{self.board.where()} {detail}"))
+        self.fail(operation, CollectiveMismatch(f"{self.board.where()} {detail}"))
 
-    def _fail(self, operation: Operation, error: BaseException) -> None:
+    def fail(self, operation: Operation | Round, error: BaseException) -> None:
         """End an operation on every rank. If it has failed already, the others know."""
         if operation.error is None:
             operation.fail(error)
@@ -256,7 +384,7 @@ class Group:
             for peer in self.peers:
                 self.board.post(self.members[peer], Chunk(self.epoch, self.id, operation.sequence, control=control))
 
-    def _peer_lost(self, global_rank: int, reason: str, operation: Operation) -> PeerLost:
+    def _peer_lost(self, global_rank: int, reason: str, operation: Operation | Round) -> PeerLost:
         cause = self.board.cause(global_rank)
         if cause != global_rank:
             reason = f"rank {global_rank} lost it, and left"
@@ -268,7 +396,7 @@ class Group:
 
     # --- diagnosis of a timeout (loop thread)
 
-    async def _diagnose(self, operation: Operation) -> CollectiveTimeout:
+    async def _diagnose(self, operation: Operation | Round) -> CollectiveTimeout:
         """Ask every member whether it has entered the collective, and say who has not."""
         self.board.probe_id += 1
         probe_id = self.board.probe_id
@@ -303,8 +431,8 @@ class Group:
         if chunk.control.HasField("probe"):
             reply = mesh_pb2.ProbeReply(
                 id=chunk.control.probe.id,
-                entered=chunk.sequence < self._entered,
-                next_sequence=self._entered,
+                entered=self._has_entered(chunk.sequence),
+                next_sequence=self._position,
                 last_signature=self._last_signature,
             )
             answer = Chunk(self.epoch, self.id, chunk.sequence, control=mesh_pb2.Control(probe_reply=reply))

@@ -34,6 +34,10 @@ class Call:
         """Equal on all ranks, or the collective is refused: `all_gather(float32 [4, 3]) of layer4.mlp`."""
         return f"{self.on_the_wire}({self.detail})" + (f" of {self.label}" if self.label else "")
 
+    def name(self, sequence: int) -> str:
+        """As errors name it: `all_gather #841 of layer4.mlp`."""
+        return f"{self.op} #{sequence}" + (f" of {self.label}" if self.label else "")
+
 
 @dataclass(slots=True, eq=False)
 class Operation:
@@ -67,8 +71,7 @@ class Operation:
 
     @property
     def name(self) -> str:
-        """As errors name it: `all_gather #841 of layer4.mlp`."""
-        return f"{self.call.op} #{self.sequence}" + (f" of {self.call.label}" if self.call.label else "")
+        return self.call.name(self.sequence)
 
     def announcement(self, *, sends: int = 0, expects: int = 0) -> mesh_pb2.Announcement:
         return mesh_pb2.Announcement(signature=self.call.signature, send_bytes=sends, expect_bytes=expects)

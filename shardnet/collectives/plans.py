@@ -72,7 +72,7 @@ def all_gather_on_node(group: Group, source: Array, bounds: Bounds) -> Hierarchi
 
 def reduce_scatter(group: Group, source: Array, output: Array, bounds: Bounds, reduction: Reduction) -> Algorithm:
     """`output` is this rank's block of the reduced `source`; it may be that part of it, or overlap it."""
-    source = _apart(source, source[slice(*bounds[group.rank])], output)
+    source = apart(source, source[slice(*bounds[group.rank])], output)
     small = is_small(group, bounds, source.itemsize)
     if small or (reduction.widens and group.route.is_ring):
         own = source[slice(*bounds[group.rank])]
@@ -83,7 +83,7 @@ def reduce_scatter(group: Group, source: Array, output: Array, bounds: Bounds, r
 
 def all_reduce(group: Group, source: Array, output: Array, reduction: Reduction) -> Algorithm:
     """`output` may be `source` itself, or overlap it. Exchanged directly, a rank sends N / 2 times the bytes of a ring, but in one step."""
-    source = _apart(source, source, output)
+    source = apart(source, source, output)
     if source.nbytes * group.size <= 2 * small_bytes(group):
         return _reduce_direct(group, dict.fromkeys(group.peers, source), source, output, reduction, eager=True)
     bounds = balanced_bounds(source.size, group.size)
@@ -110,7 +110,7 @@ def barrier(group: Group) -> Algorithm:
     return Exchange({}, {}, group.peers, eager=True).run
 
 
-def _apart(source: Array, place: Array, output: Array) -> Array:
+def apart(source: Array, place: Array, output: Array) -> Array:
     """`source`, or a copy where the result would overwrite what has yet to be sent: anything in it but `place`, element by element."""
     if output.ctypes.data != place.ctypes.data and np.may_share_memory(source, output):
         return source.copy()

@@ -9,11 +9,14 @@ rank is lost each one decides by its own connection.
 import asyncio
 import hashlib
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from itertools import permutations
 from typing import Any
 
+from shardnet.collectives.attendant import Attendant
 from shardnet.collectives.commons import Commons
 from shardnet.collectives.group import Group
+from shardnet.collectives.mail import Mail, Round
 from shardnet.collectives.route import Nodes, Routing
 from shardnet.config import Limits
 from shardnet.errors import ClosedError, ProtocolError, ShardnetError
@@ -45,6 +48,8 @@ class Switchboard:
         self._made: dict[tuple[int, ...], int] = {}  # how often a group of these members was made
         self._commons: dict[frozenset[int], Commons] = {}
         self._channels: dict[tuple[int, int], Group] = {}
+        self._correspondents: frozenset[tuple[int, int]] = frozenset()  # pairs of which each reads the other's mailbox; all know them
+        self._attendant: Attendant | None = None  # where there are any
         self._groups: dict[int, Group] = {}  # by id; on the loop thread only, as all that follows
         self._unknown: dict[int, list[tuple[int, Chunk]]] = {}  # for groups that this rank has not made yet
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -54,11 +59,14 @@ class Switchboard:
 
     # --- groups (any thread)
 
-    def group(self, members: tuple[int, ...], purpose: str = "") -> Group:
-        """A new group of these global ranks. Its id follows from who, what for and how many times before: all agree."""
+    def group(self, members: tuple[int, ...], purpose: str = "", telemetry: Telemetry | None = None) -> Group:
+        """A new group of these global ranks. Its id follows from who, what for and how many times before: all agree.
+
+        What it does is counted in this rank's telemetry, or in another one.
+        """
         with self._lock:
             self._made[members] = again = self._made.get(members, 0) + 1
-        return self._add(Group(self, group_id(members, purpose, again), members))
+        return self._add(Group(self, group_id(members, purpose, again), members, telemetry))
 
     def commons(self, node: frozenset[int]) -> Commons:
         """Of these ranks, which are this one and others of its node."""
@@ -76,6 +84,26 @@ class Switchboard:
                 self._channels[source, target] = found
             return found
 
+    async def correspond(self, node: tuple[int, ...], gather: Callable[[list[bool]], Awaitable[list[list[bool]]]]) -> None:
+        """Find out which ranks of this node can read each other's mailboxes, before anything else is called.
+
+        `gather` gives each one's list, of whom it can read, to all of them.
+        """
+        rows = await gather([self.mesh.mailbox is not None and rank in self.mesh.mailboxes for rank in node])
+        reads = {(reader, writer) for reader, row in zip(node, rows, strict=True) for writer, does in zip(node, row, strict=True) if does}
+        self._correspondents = frozenset((one, other) for one, other in reads if (other, one) in reads)
+        if self._correspondents:
+            self._attendant = Attendant(f"shardnet-attendant-{self.mesh.rank}")
+
+    def mail(self, group: Group) -> Mail | None:
+        """A group's way to the mailboxes of its members, if each of them can read all others'."""
+        if group.size == 1 or any(pair not in self._correspondents for pair in permutations(group.members, 2)):
+            return None
+        assert self.mesh.mailbox is not None
+        assert self._attendant is not None
+        views = {rank: self.mesh.mailboxes[group.members[rank]] for rank in group.peers}
+        return Mail(group, self.mesh.mailbox, views, self._attendant)
+
     def _add(self, group: Group) -> Group:
         self.loop.call(self._introduce, group)  # before anything that is called on the group
         return group
@@ -88,11 +116,9 @@ class Switchboard:
     # --- outgoing
 
     async def send_all(self, peers: Sequence[int], chunk: Chunk) -> None:
-        self.telemetry.count_traffic(sent=chunk.size * len(peers))
         await self.mesh.send_all(peers, chunk)
 
     def lend(self, peer: int, chunk: Chunk, loan: Loan) -> None:
-        self.telemetry.count_traffic(sent=len(chunk.data))
         self.mesh.lend(peer, chunk, loan)
 
     def post(self, peer: int, chunk: Chunk) -> None:
@@ -118,7 +144,6 @@ class Switchboard:
     def on_chunk(self, source: int, chunk: Chunk) -> None:
         if chunk.control is not None and chunk.control.HasField("placed"):
             chunk.lent = InPlace(chunk.control.placed.size)
-        self.telemetry.count_traffic(received=chunk.size)
         if chunk.epoch != self.mesh.epoch:
             self.stale_chunks += 1
         elif chunk.control is not None and chunk.control.HasField("loss"):
@@ -165,6 +190,11 @@ class Switchboard:
         """The prefix of every error and log line."""
         return f"[rank {self.mesh.rank}/{self.mesh.world_size} epoch {self.mesh.epoch} step {self.telemetry.step}]"
 
+    @property
+    def is_impaired(self) -> bool:
+        """Whether a collective that is begun now may be impossible."""
+        return self._closed or bool(self.lost)
+
     def check_open(self) -> None:
         if self._closed:
             raise ClosedError(f"{self.where()} the backend is closed")
@@ -175,11 +205,16 @@ class Switchboard:
     async def aclose(self) -> None:
         """Let what is under way end, then tell the peers and close the mesh; after `abort`, wait until that is done."""
         async with self._closing:
-            while self._tasks:
-                await asyncio.wait(self._tasks)
+            while under_way := [*self._tasks, *(self._ended(each) for group in self._groups.values() for each in group.rounds)]:
+                await asyncio.wait(under_way)
             self._closed = True
             await self.mesh.aclose()
-            self._close_commons()
+            self._free()
+
+    def _ended(self, begun: Round) -> "asyncio.Future[None]":
+        ended = self.loop.loop.create_future()
+        begun.add_done_callback(lambda _: self.loop.call(ended.set_result, None))
+        return ended
 
     def abort(self) -> None:
         """Fail what is under way and close the mesh at once. Any thread."""
@@ -191,9 +226,11 @@ class Switchboard:
     def _fail_all(self) -> None:
         for group in self._groups.values():
             group.fail_all(ClosedError(f"{self.where()} the backend was aborted"))
-        self._close_commons()
+        self._free()
 
-    def _close_commons(self) -> None:
+    def _free(self) -> None:
+        if self._attendant is not None:
+            self._attendant.close()
         for commons in self._commons.values():
             commons.close()
 

@@ -4,7 +4,7 @@ MAX_OPEN = 256  # intervals that a later one may still overlap; beyond that the 
 
 
 class BusyTime:
-    """The length of the union of intervals that are told in order of their ends, as collectives are. In ns."""
+    """The length of the union of intervals that are told in order of their ends, more or less: as collectives are. In ns."""
 
     def __init__(self) -> None:
         self._settled_ns = 0
@@ -16,7 +16,8 @@ class BusyTime:
 
     def add(self, start_ns: int, end_ns: int) -> None:
         while self._open and self._open[-1][1] >= start_ns:
-            start_ns = min(start_ns, self._open.pop()[0])
+            start, end = self._open.pop()
+            start_ns, end_ns = min(start_ns, start), max(end_ns, end)
         self._open.append((start_ns, end_ns))
         if len(self._open) > MAX_OPEN:
             start_ns, end_ns = self._open.pop(0)

@@ -79,7 +79,7 @@ class PerformanceRecorder:
         # by the labels of their reduction and of its average over replicas
         self._gradients = {label: group.layout.numel for group in groups for label in (group.label, group.reduction_label)}
         self._link_bytes_per_s = link_bytes_per_s
-        self._lock = threading.Lock()  # passes end on the training thread, collectives on the loop thread
+        self._lock = threading.Lock()  # passes end on the training thread, collectives on any
         self._totals = _Totals()  # up to now, but for times that are totals elsewhere
         self._settled = _Totals()  # up to the end of the last step
         self._uncounted = {Pass.FORWARD: 0, Pass.BACKWARD: 0}  # tokens that no pass of the kind has taken yet

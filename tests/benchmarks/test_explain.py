@@ -1,4 +1,4 @@
-"""Which part of a collective's time a function on the loop thread counts as."""
+"""Which part of a collective's time a function counts as."""
 
 import asyncio
 import socket
@@ -9,12 +9,14 @@ import pytest
 from crc32c import crc32c
 
 from benchmarks.explain import _part_of
-from benchmarks.parts import CHECKSUMS, COLLECTIVES, COPYING, RECEIVING, REDUCING, SENDING, TRANSPORT
+from benchmarks.parts import CHECKSUMS, COLLECTIVES, COPYING, PEERS, RECEIVING, REDUCING, SENDING, TRANSPORT
 from shardnet import wire
 from shardnet.collectives.exchange import Exchange
+from shardnet.collectives.mail import Round
 from shardnet.collectives.reduction import Reduction, copy_bytes
 from shardnet.pb import mesh_pb2
 from shardnet.transport.grpc_mesh import GrpcMesh
+from shardnet.transport.shared_memory import Mailbox, futex
 from shardnet.transport.shared_memory.window import Window
 
 
@@ -29,6 +31,11 @@ from shardnet.transport.shared_memory.window import Window
         (GrpcMesh.send.__code__, TRANSPORT),
         (Exchange.run.__code__, COLLECTIVES),
         (asyncio.sleep.__code__, COLLECTIVES),
+        (Round._wait.__code__, PEERS),
+        (Round.advance.__code__, COLLECTIVES),
+        (futex.wait.__code__, PEERS),
+        (futex.wake.__code__, SENDING),
+        (Mailbox.post.__code__, TRANSPORT),
     ],
     ids=lambda value: getattr(value, "co_qualname", value),
 )

@@ -1,0 +1,291 @@
+"""Small collectives among ranks of one node: everybody leaves a letter, and whoever waits reads those of the others itself.
+
+[Note: rounds] Handing a collective to the loop thread and its result back takes longer than a small collective needs. So a round
+begins in the thread that calls it: the rank's letter, with what the collective is and with the rank's data, goes into the mailbox that
+the node's other ranks can read (see [Note: mailboxes]). The thread that waits for the round looks for the letters of the others, for a
+moment without sleeping, and does the work when all are there. A round for which nobody waits is done in passing by the next one, or
+by the attendant, a thread that looks after those that an event loop or a callback is interested in.
+
+Rounds have numbers of the group's like its other collectives, and which are rounds follows from what all ranks know. Ranks that are in
+different collectives find out by the letters, or by their streams: who waits for long announces its round there, and an announcement
+that finds a round of something else ends both. A rank whose round fails takes its letter back and tells the others why; what they have
+read of it by then they do not use. A rank that has all letters is sure that all ranks have entered the same collective, so a round that
+has ended well for one rank fails on another only if that one gave up first, or lost somebody.
+
+Where a mailbox has no room, for its readers are behind, the letter goes over the streams instead: rounds never wait for those of
+another group.
+"""
+
+import concurrent.futures
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from shardnet.collectives.operation import Call
+from shardnet.loop import LoopThread
+from shardnet.telemetry import Track
+from shardnet.transport.shared_memory import Letter, Mailbox, MailboxView, Posted, give_way
+from shardnet.wire import Buffer
+
+if TYPE_CHECKING:
+    from shardnet.collectives.attendant import Attendant
+    from shardnet.collectives.group import Group
+
+SLICE_S = 0.02  # the longest sleep: an error of this rank's that comes when it begins is seen behind it
+REMIND_S = 0.05  # who waits for so long says so on its streams: the others may be in a collective that is no round
+SPIN_S = 0.0002  # longer than the ranks of a busy node are usually apart; halved whenever it was in vain, down to the next one
+LEAST_SPIN_S = 0.00001
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a collective is for one rank: what its letter brings to the others, and what it makes of theirs."""
+
+    data: Buffer
+    finish: Callable[[Mapping[int, Buffer]], None]  # gets the data of the other ranks
+
+
+class Mail:
+    """One group's way to each other member's mailbox; all of them are on this node. Safe to use from any thread."""
+
+    def __init__(self, group: "Group", mailbox: Mailbox, views: Mapping[int, MailboxView], attendant: "Attendant") -> None:
+        """views  by rank of the group"""
+        limits = group.board.limits
+        self.largest = min(limits.letter_bytes, limits.direct_bytes)  # bytes of data that a letter may have
+        self.group = group
+        self.mailbox = mailbox
+        self.views = dict(views)
+        self.readers = tuple(views.values())
+        self.attendant = attendant
+        self.spin_s = SPIN_S
+
+    def learn(self, *, in_vain: bool) -> None:
+        """Looking without sleeping was worth it, or not."""
+        self.spin_s = max(self.spin_s / 2, LEAST_SPIN_S) if in_vain else min(self.spin_s * 2, SPIN_S)
+
+
+class Round(concurrent.futures.Future[Any]):
+    """A small collective on one rank; ranks here are those of its group. Whoever waits for it does its work."""
+
+    def __init__(self, mail: Mail, call: Call, share: Share, value: object) -> None:
+        super().__init__()
+        self.call = call
+        self.sequence = -1
+        self.error: BaseException | None = None
+        self.queued = False  # its letter is not written yet: too many are under way
+        self._mail = mail
+        self._share = share
+        self._value = value
+        self._note = call.signature.encode()
+        self._deadline = time.monotonic() + call.timeout_s
+        self._lock = threading.Lock()  # over what follows
+        self._over = False
+        self._given_up = False  # what is left to come is its error
+        self._posted: Posted | None = None
+        self._missing = [*mail.views]
+        self._letters: dict[int, Letter] = {}
+        self._data: dict[int, Buffer] = {}
+        self._looking = threading.Lock()  # held by the thread that does the work
+        self._reminded = False
+        self._writing_ns = 0
+        self._since_ns = 0  # since when letters have been looked for: what nobody waits for is not under way
+        self._waited_ns = 0  # for ranks that had not entered it
+
+    @property
+    def name(self) -> str:
+        return self.call.name(self.sequence)
+
+    @property
+    def readers(self) -> Sequence[MailboxView]:
+        """Where the letters of the others are."""
+        return self._mail.readers
+
+    @property
+    def is_settled(self) -> bool:
+        """There is nothing more to do for it."""
+        return self._over or self._given_up
+
+    # --- for whoever has the handle
+
+    def done(self) -> bool:
+        if not self._over and self._looking.acquire(blocking=False):
+            try:
+                self.advance()
+            finally:
+                self._looking.release()
+        return super().done()
+
+    def result(self, timeout: float | None = None) -> Any:
+        self._look(timeout)
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._look(timeout)
+        return super().exception(timeout)
+
+    def add_done_callback(self, fn: Callable[["concurrent.futures.Future[Any]"], object]) -> None:
+        if not self._over:
+            self._look(0.0)
+        super().add_done_callback(fn)
+        if not self._over:
+            self._mail.attendant.take(self)
+
+    # --- the work
+
+    def begin(self) -> None:
+        """Leave this rank's letter."""
+        mail = self._mail
+        with self._lock:
+            if self._over:
+                return
+            self.queued = False
+            start = time.perf_counter_ns()
+            self._posted = mail.mailbox.post(mail.group.id, self.sequence, self._note, self._share.data, mail.readers)
+            if self._posted is None:
+                mail.group.board.loop.call(mail.group.announce_round, self, tuple(mail.views), bytes(self._share.data))
+            self._writing_ns = time.perf_counter_ns() - start
+
+    def advance(self) -> MailboxView | None:
+        """Take the letters that are there, and end the round if they all are. Returns where the next one will be; None if there is
+        nothing to look for any more."""
+        mail = self._mail
+        with self._lock:
+            if self.queued:
+                return mail.readers[0]
+            now = time.perf_counter_ns()
+            self._since_ns = self._since_ns or now
+            while self._missing and not (self._over or self._given_up):
+                rank = self._missing[-1]
+                letter = mail.views[rank].find(mail.group.id, self.sequence)
+                if letter is None:
+                    return mail.views[rank]
+                if letter.note != self._note:
+                    self._give_up(mail.group.mismatch, self, rank, bytes(letter.note).decode(errors="replace"))
+                    return None
+                self._letters[rank], self._data[rank] = letter, letter.data
+                self._missing.pop()
+            if self._over or self._given_up:
+                return None
+            self._waited_ns = now - self._since_ns
+            try:
+                self._share.finish(self._data)
+            except BaseException as error:
+                self._give_up(mail.group.fail, self, error)
+                if not isinstance(error, Exception):  # Ctrl-C, which may have left half a result
+                    raise
+                return None
+            if not all(mail.views[rank].holds(letter) for rank, letter in self._letters.items()):
+                self._given_up = True  # one was taken back, and its writer says why
+                return None
+            self._over = True
+        try:
+            self._conclude()
+        finally:  # or whoever waits would for ever
+            self.set_result(self._value)
+        return None
+
+    def fail(self, error: BaseException) -> None:
+        """End it with an error on this rank. The first error stays."""
+        with self._lock:
+            if self._over:
+                return
+            self._over = True
+            self.error = error
+            if self._posted is not None:
+                self._mail.mailbox.withdraw(self._posted)
+        for rank in self._missing:  # who has ended it well has left a letter before this one was taken back
+            letter = self._mail.views[rank].find(self._mail.group.id, self.sequence)
+            if letter is not None:
+                self._letters[rank] = letter
+        self._conclude()
+        self.set_exception(error)
+        for view in self._mail.readers:
+            view.wake()
+
+    def deliver(self, rank: int, data: Buffer) -> None:
+        """A letter that came over a stream."""
+        with self._lock:
+            if rank in self._missing:
+                self._data[rank] = data
+                self._missing.remove(rank)
+        self._mail.views[rank].wake()
+
+    def is_late(self, now_s: float) -> bool:
+        """Whether its time is over; who hears it first has it diagnosed, which ends it."""
+        if now_s < self._deadline:
+            return False
+        with self._lock:
+            if self._over or self._given_up:
+                return False
+            self._give_up(self._mail.group.time_out, self)
+        return True
+
+    def _give_up(self, function: Callable[..., object], *args: object) -> None:
+        """Have the loop thread end it with an error."""
+        self._given_up = True
+        self._mail.group.board.loop.call(function, *args)
+
+    def remind(self) -> None:
+        """It takes long: tell the others where this rank is."""
+        if not self._reminded:
+            self._reminded = True
+            self._mail.group.board.loop.call(self._mail.group.announce_round, self, tuple(self._missing))
+
+    def _look(self, timeout_s: float | None) -> None:
+        """Do the work in this thread, unless another one does, until the round is over or the time is."""
+        if self._over or not self._looking.acquire(blocking=False):
+            return
+        try:
+            if (view := self.advance()) is not None:
+                self._wait(view, timeout_s)
+        finally:
+            self._looking.release()
+        if not self.is_settled:
+            self._mail.attendant.take(self)  # another thread may have left the work to this one
+
+    def _wait(self, view: MailboxView | None, timeout_s: float | None) -> None:
+        """Wait for letters, the next one there."""
+        if LoopThread.shared().is_current():
+            return
+        mail, start = self._mail, time.monotonic()
+        until, spin_until = None if timeout_s is None else start + timeout_s, start + mail.spin_s
+        while view is not None:
+            seen = view.count
+            if (current := self.progress()) is not view:
+                view = current
+                continue
+            now = time.monotonic()
+            if now < spin_until:
+                give_way()
+                continue
+            if spin_until:
+                mail.learn(in_vain=True)
+                spin_until = 0.0
+            if self.is_late(now) or (until is not None and now >= until):
+                return
+            if now > start + REMIND_S:
+                self.remind()
+            view.wait(seen, min(SLICE_S, self._deadline - now, SLICE_S if until is None else until - now))
+        if spin_until:
+            mail.learn(in_vain=False)
+
+    def progress(self) -> MailboxView | None:
+        """`advance`, and if it waits for its turn, that of those before it."""
+        if self.queued:
+            self._mail.group.sweep()
+        return self.advance()
+
+    def _conclude(self) -> None:
+        """Acknowledge the letters, count it, and make room for the next one."""
+        mail, end = self._mail, time.perf_counter_ns()
+        for rank, letter in self._letters.items():
+            mail.mailbox.acknowledge(mail.views[rank], letter)
+        sent, start = len(self._share.data) * len(mail.readers), (self._since_ns or end) - self._writing_ns
+        telemetry, failed = mail.group.telemetry, self.error is not None
+        telemetry.count_traffic(sent=sent, received=sum(len(letter.data) for letter in self._letters.values()))
+        telemetry.record(self.name, Track.COMMUNICATION, start, end, sent)
+        telemetry.count_op(self.call.op, self.call.label, start, end, sent, waited_ns=self._waited_ns, failed=failed)
+        self._letters, self._data = {}, {}
+        mail.group.end_round(self)
