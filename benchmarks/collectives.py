@@ -1,6 +1,7 @@
 """Collectives: the same case on both engines, with the results compared."""
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -69,16 +70,17 @@ class _Task:
         shard = full[: len(full) // backend.world_size]
         if case.op is Op.ALL_GATHER:
             self.result = torch.empty_like(full)
-            self.contender = Contender(engine.name, lambda: engine.all_gather(shard, self.result))
+            self.contender = Contender(engine.name, lambda: engine.all_gather(shard, self.result), calls=case.calls)
         elif case.op is Op.REDUCE_SCATTER:
             self.result = torch.empty_like(shard)
-            self.contender = Contender(engine.name, lambda: engine.reduce_scatter(full, self.result))
+            self.contender = Contender(engine.name, lambda: engine.reduce_scatter(full, self.result), calls=case.calls)
         elif case.op is Op.GATHER_ON_NODE:
             self._out = torch.empty_like(full)
-            self.contender = Contender(engine.name, lambda: self._gather_on_node(engine, shard))
+            self.contender = Contender(engine.name, lambda: self._gather_on_node(engine, shard), calls=case.calls)
         else:
             self.result = torch.empty_like(full)
-            self.contender = Contender(engine.name, lambda: engine.all_reduce(self.result), prepare=lambda: self.result.copy_(full))
+            prepare = partial(self.result.copy_, full)
+            self.contender = Contender(engine.name, lambda: engine.all_reduce(self.result), prepare, calls=case.calls)
 
     def _gather_on_node(self, engine: Engine, shard: Tensor) -> None:
         self.result = engine.gather_on_node(shard, self._out)

@@ -1,6 +1,7 @@
-"""Where the time of shardnet's collectives goes: what a caller waits for, and what the loop thread did meanwhile.
+"""Where the time of shardnet's collectives goes: what a caller waits for, and what the loop thread did meanwhile; or what the
+caller did itself, where it is a round of letters.
 
-The loop thread runs under cProfile, which makes Python itself look slower than it is: believe the figures for large
+That thread runs under cProfile, which makes Python itself look slower than it is: believe the figures for large
 collectives, and for small ones their order.
 """
 
@@ -30,11 +31,14 @@ from benchmarks.parts import (
 )
 from benchmarks.race import Contender
 from shardnet import Backend
+from shardnet.collectives.mail import Round
 from shardnet.loop import LoopThread
 
 RUNS = 5
 # A copy by numpy has no entry of its own, nor has one by the kernel from another process: they count as their caller.
 _COPIES = {("reduction.py", "copy_bytes"), ("window.py", "put"), ("lending.py", "_read"), ("hierarchical.py", "_write_own")}
+# Nor have calls by way of ctypes.
+_CALLS = {("futex.py", "wait"): PEERS, ("mail.py", "_wait"): PEERS, ("futex.py", "wake"): SENDING}
 
 Explanation = dict[str, float]  # ms of one run, by part
 
@@ -44,8 +48,7 @@ def explain(op: str, contender: Contender, backend: Backend) -> Explanation:
 
     `op` is the name under which the backend counts what the contender runs.
     """
-    with_profile = _Profiled()
-    contender.run()  # what came before was the peer's
+    with_profile = _Profiled(here=_is_round(contender))  # what came before that run was the peer's
     counter = backend.telemetry.ops[op]
     seconds, waited_s, wall_s = counter.seconds, counter.waited_s, 0.0
     for _ in range(RUNS):
@@ -57,30 +60,42 @@ def explain(op: str, contender: Contender, backend: Backend) -> Explanation:
         wall_s += time.perf_counter() - start
         with_profile.stop()
     busy = with_profile.parts()
-    inside_s = counter.seconds - seconds
-    idle_s = max(0.0, inside_s - sum(busy.values()))
-    peers_s = min(idle_s, counter.waited_s - waited_s)  # what the loop thread does while it waits for peers is no waiting
-    parts = {**busy, HANDED_OVER: wall_s - inside_s, PEERS: peers_s, DATA: idle_s - peers_s}
+    if with_profile.here:
+        parts = {**busy, HANDED_OVER: max(0.0, wall_s - sum(busy.values())), DATA: 0.0}
+    else:
+        inside_s = counter.seconds - seconds
+        idle_s = max(0.0, inside_s - sum(busy.values()))
+        peers_s = min(idle_s, counter.waited_s - waited_s)  # what the loop thread does while it waits for peers is no waiting
+        parts = {**busy, HANDED_OVER: wall_s - inside_s, PEERS: peers_s, DATA: idle_s - peers_s}
     mean_ms = torch.tensor([parts[name] for name in PARTS], dtype=torch.float64) * 1e3 / RUNS / backend.world_size
     dist.all_reduce(mean_ms)
     return dict(zip(PARTS, mean_ms.tolist(), strict=True))
 
 
-class _Profiled:
-    """The loop thread under cProfile, now and then."""
+def _is_round(contender: Contender) -> bool:
+    """Whether this thread does the work: by trying."""
+    profile = cProfile.Profile()
+    contender.prepare()
+    profile.runcall(contender.run)
+    return any(entry.code is Round.advance.__code__ for entry in profile.getstats())
 
-    def __init__(self) -> None:
+
+class _Profiled:
+    """The loop thread, or this one, under cProfile, now and then."""
+
+    def __init__(self, *, here: bool) -> None:
+        self.here = here
         self._profile = cProfile.Profile()
 
     def start(self) -> None:
-        _on_loop(self._profile.enable)
+        self._profile.enable() if self.here else _on_loop(self._profile.enable)
 
     def stop(self) -> None:
-        _on_loop(self._profile.disable)
+        self._profile.disable() if self.here else _on_loop(self._profile.disable)
 
     def parts(self) -> dict[str, float]:
         """Seconds by part; functions that are not shardnet's count as the one that is theirs by kind."""
-        seconds = dict.fromkeys(BUSY, 0.0)
+        seconds = dict.fromkeys((PEERS, *BUSY), 0.0)
         for entry in self._profile.getstats():
             seconds[_part_of(entry.code)] += entry.inlinetime
         return seconds
@@ -103,6 +118,8 @@ def _part_of(code: CodeType | str) -> str:
                 return part
         return COLLECTIVES
     path, name = PurePath(code.co_filename), code.co_name
+    if (path.name, name) in _CALLS:
+        return _CALLS[path.name, name]
     if (path.name, name) in _COPIES or "numpy" in path.parts:
         return COPYING
     if path.name == "reduction.py":

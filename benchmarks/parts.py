@@ -1,6 +1,6 @@
 """The parts of a collective's time, as a caller meets them."""
 
-HANDED_OVER = "handed over"  # from the calling thread to the loop thread and back
+HANDED_OVER = "handed over"  # from the calling thread to the loop thread and back, where it is
 PEERS = "waiting for peers"  # to enter the collective
 COPYING = "copying"
 REDUCING = "reducing"
@@ -11,5 +11,5 @@ TRANSPORT = "Python: transport"
 COLLECTIVES = "Python: the rest"
 DATA = "waiting for data"
 
-BUSY = (COPYING, REDUCING, SENDING, RECEIVING, CHECKSUMS, TRANSPORT, COLLECTIVES)  # what the loop thread does
+BUSY = (COPYING, REDUCING, SENDING, RECEIVING, CHECKSUMS, TRANSPORT, COLLECTIVES)  # what the thread does that has the work
 PARTS = (HANDED_OVER, PEERS, *BUSY, DATA)

@@ -25,6 +25,8 @@ class Op(StrEnum):
         return (ranks - 1) * full_bytes * (2 if self is Op.ALL_REDUCE else 1)
 
 
+LATENCY_BYTES, LATENCY_CALLS = 64 * KIB, 20
+
 COLLECTIVES = (Op.ALL_GATHER, Op.REDUCE_SCATTER, Op.ALL_REDUCE)
 
 
@@ -93,6 +95,11 @@ class Case:
     op: Op
     bytes: int
     repeats: int
+
+    @property
+    def calls(self) -> int:
+        """How many collectives make one run: of small ones, which are a matter of latency, several."""
+        return LATENCY_CALLS if self.bytes <= LATENCY_BYTES else 1
 
 
 @dataclass(frozen=True, slots=True)
