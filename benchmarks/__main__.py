@@ -7,6 +7,7 @@ import argparse
 import datetime
 import signal
 import sys
+from pathlib import Path
 
 from benchmarks.launching import SessionFailed, run_session
 from benchmarks.machine import describe_machine
@@ -22,7 +23,9 @@ def main() -> int:
     try:
         if options.markdown is None:
             return measure(options)
-        print(markdown_report(read_json(options.markdown)))
+        rows = read_json(options.markdown)
+        print(markdown_report(rows))
+        draw(rows, options.plots)
     except (OSError, ValueError) as error:
         print(f"benchmarks: {error}", file=sys.stderr)
         return 1
@@ -46,7 +49,17 @@ def measure(options: argparse.Namespace) -> int:
     if rows:
         write_json(rows, options.json)
         print(f"{text_report(rows)}\n\nAll numbers: {options.json}")
+        draw(rows, options.plots)
     return 1 if left_out.intersection(options.topologies or ()) else 0
+
+
+def draw(rows: list[Row], directory: Path | None) -> None:
+    """Plots of what was measured of growth, if they are wanted."""
+    if directory is not None:
+        from benchmarks.plots import draw_all  # which needs matplotlib
+
+        for path in draw_all(rows, directory):
+            print(f"Plot: {path}")
 
 
 def _run_where_possible(session: Session, left_out: set[Topology]) -> list[Row]:

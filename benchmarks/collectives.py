@@ -27,7 +27,7 @@ def measure(session: Collectives, backend: Backend) -> Iterator[Row]:
 def _measure(case: Case, backend: Backend, session: Collectives) -> Row:
     tasks = [_Task(engine, case, backend) for engine in (Shardnet(backend), Gloo())]
     contenders = [task.contender for task in tasks]
-    if session.transport is Transport.SHM:
+    if session.transport is Transport.SHM and case.outstanding == 1:
         contenders.append(_memcpy(case))
     ours, theirs, *memcpy = race(contenders, case.repeats)
     if not torch.equal(tasks[0].result, tasks[1].result):
@@ -35,11 +35,12 @@ def _measure(case: Case, backend: Backend, session: Collectives) -> Row:
     return Row.compare(
         ours,
         theirs,
-        moved_bytes=case.op.moved_bytes(case.bytes, backend.world_size),
+        moved_bytes=case.outstanding * case.op.moved_bytes(case.bytes, backend.world_size),
         kind="collective",
         op=str(case.op),
         ranks=backend.world_size,
         bytes=case.bytes,
+        outstanding=case.outstanding,
         peer="gloo",
         topology=str(session.topology),
         nodes=session.topology.nodes(backend.world_size),
@@ -77,6 +78,11 @@ class _Task:
         elif case.op is Op.GATHER_ON_NODE:
             self._out = torch.empty_like(full)
             self.contender = Contender(engine.name, lambda: self._gather_on_node(engine, shard), calls=case.calls)
+        elif case.outstanding > 1:
+            self.result = torch.empty(case.outstanding, len(full))
+            all_of_them = list(self.result)
+            prepare = partial(self.result.copy_, full.expand_as(self.result))
+            self.contender = Contender(engine.name, lambda: engine.all_reduce_at_once(all_of_them), prepare)
         else:
             self.result = torch.empty_like(full)
             prepare = partial(self.result.copy_, full)

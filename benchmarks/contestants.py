@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from benchmarks.plan import Training
-from benchmarks.targets import ALONE, COMPRESSED, FSDP2
+from benchmarks.targets import ALONE, COMPRESSED, FSDP2, OURS
 from gpt import GPT, Block, GPTConfig
 from shardnet import FSDP, Backend
 from shardnet.fsdp import Compression
@@ -70,18 +70,20 @@ def parameter_bytes(session: Training) -> int:
 
 def trainers(session: Training, backend: Backend) -> list[Trainer]:
     """Shardnet, FSDP2 over gloo, alone, and shardnet with compression if that is wanted; equal parameters and data. A collective."""
+    return [trainer(name, session, backend) for name in (OURS, FSDP2, ALONE, *([COMPRESSED] if session.compression else []))]
+
+
+def trainer(name: str, session: Training, backend: Backend) -> Trainer:
+    """One of them. A collective."""
     generator = torch.Generator().manual_seed(backend.rank)
     batch = torch.randint(256, (session.batch, session.context + 1), generator=generator)
-    ours, peer, alone = (_new_model(session) for _ in range(3))
-    trainers = [
-        Trainer("shardnet", FSDP(ours, backend, units=(Block,)), batch),
-        Trainer(FSDP2, _fully_sharded(peer, backend.world_size), batch),
-        Alone(ALONE, alone, batch, backend.world_size),
-    ]
-    if session.compression:
-        compressed = FSDP(_new_model(session), backend, units=(Block,), compression=Compression(session.compression, "int8"))
-        trainers.append(Trainer(COMPRESSED, compressed, batch))
-    return trainers
+    model = _new_model(session)
+    if name == FSDP2:
+        return Trainer(name, _fully_sharded(model, backend.world_size), batch)
+    if name == ALONE:
+        return Alone(name, model, batch, backend.world_size)
+    compression = Compression(session.compression, "int8") if name == COMPRESSED and session.compression else None
+    return Trainer(name, FSDP(model, backend, units=(Block,), compression=compression), batch)
 
 
 def _new_model(session: Training) -> GPT:

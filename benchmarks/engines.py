@@ -1,5 +1,6 @@
 """The two engines, with the same collectives under the same names. Every call returns when the result is there."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch.distributed as dist
@@ -22,6 +23,9 @@ class Engine(Protocol):
     def all_reduce(self, tensor: Tensor) -> None:
         """[n] → [n], summed in place."""
 
+    def all_reduce_at_once(self, tensors: Sequence[Tensor]) -> None:
+        """All of them are started before the first one is waited for."""
+
     def gather_on_node(self, shard: Tensor, out: Tensor) -> Tensor:
         """[k] → [k · ranks], in `out` or in memory that is good until the next call."""
 
@@ -41,6 +45,10 @@ class Shardnet:
 
     def all_reduce(self, tensor: Tensor) -> None:
         self._backend.all_reduce(tensor, out=tensor).wait()
+
+    def all_reduce_at_once(self, tensors: Sequence[Tensor]) -> None:
+        for handle in [self._backend.all_reduce(tensor, out=tensor) for tensor in tensors]:
+            handle.wait()
 
     def gather_on_node(self, shard: Tensor, out: Tensor) -> Tensor:
         if self._buffer is not None:
@@ -62,6 +70,10 @@ class Gloo:
 
     def all_reduce(self, tensor: Tensor) -> None:
         dist.all_reduce(tensor)
+
+    def all_reduce_at_once(self, tensors: Sequence[Tensor]) -> None:
+        for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
+            work.wait()
 
     def gather_on_node(self, shard: Tensor, out: Tensor) -> Tensor:
         self.all_gather(shard, out)

@@ -4,11 +4,22 @@ A file, because asking the worker over its port would take CPU time from what is
 """
 
 import json
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.row import Row
+from benchmarks.row import Row, Timing
 from shardnet.telemetry import Progress
+
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """What one engine needed for a training of its own."""
+
+    timing: Timing
+    peak_bytes: int
+    parameter_bytes: int
+    loss: float  # of rank 0 at the last step
 
 
 class Journal:
@@ -24,6 +35,14 @@ class Journal:
 
     def add(self, row: Row) -> None:
         self._append({"row": row.to_dict()})
+
+    def add_alone(self, alone: Alone) -> None:
+        self._append({"alone": asdict(alone)})
+
+    def alone(self) -> Alone:
+        (found,) = (entry["alone"] for entry in self._read() if "alone" in entry)
+        timing = found.pop("timing")
+        return Alone(Timing(tuple(timing["wall_s"]), timing["cpu_s"]), **found)
 
     def rows(self) -> list[Row]:
         return [Row.from_dict(entry["row"]) for entry in self._read() if "row" in entry]

@@ -3,18 +3,26 @@
 import asyncio
 import secrets
 import signal
+import sys
 import tempfile
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
-from benchmarks.journal import Journal
+from benchmarks.journal import Alone, Journal
 from benchmarks.nodes import NodeFailed, run_on_nodes
-from benchmarks.plan import Session, Topology, to_json
+from benchmarks.plan import Memory, Session, Topology, to_json
 from benchmarks.row import Row
+from benchmarks.tables import one_line
+from benchmarks.targets import FSDP2, OURS
 from shardnet.cli.launch.console import Console
 from shardnet.cli.launch.job import Job
 from shardnet.cli.launch.launcher import launch
 from shardnet.cli.services import local_rendezvous
 from shardnet.telemetry import Progress
+
+T = TypeVar("T")
 
 
 class SessionFailed(Exception):
@@ -33,6 +41,13 @@ def run_session(session: Session) -> list[Row]:
 
     Raises SessionFailed, and NamespacesUnavailable for a topology that this machine cannot have.
     """
+    if isinstance(session, Memory) and not session.engine:
+        return [_memory_row(session, *(_run(replace(session, engine=engine), Journal.alone) for engine in (OURS, FSDP2)))]
+    return _run(session, Journal.rows)
+
+
+def _run(session: Session, result: Callable[[Journal], T]) -> T:
+    """What the workers have written down."""
     with tempfile.TemporaryDirectory(prefix="shardnet-bench-") as name:
         directory = Path(name)
         journal = Journal(directory / Journal.FILE_NAME)
@@ -40,7 +55,31 @@ def run_session(session: Session) -> list[Row]:
         status = run(session, directory, journal)
         if status != 0:
             raise SessionFailed(status)
-        return journal.rows()
+        return result(journal)
+
+
+def _memory_row(session: Memory, ours: Alone, theirs: Alone) -> Row:
+    row = Row.compare(
+        ours.timing,
+        theirs.timing,
+        moved_bytes=0,
+        kind="memory",
+        op="train_step",
+        ranks=session.ranks,
+        bytes=ours.parameter_bytes,
+        peer=FSDP2,
+        topology=str(session.topology),
+        nodes=session.topology.nodes(session.ranks),
+        transport=str(session.transport),
+        chunk_bytes=session.chunk_bytes,
+        layers=session.layers,
+        ours_peak_bytes=ours.peak_bytes,
+        peer_peak_bytes=theirs.peak_bytes,
+        ours_loss=ours.loss,
+        peer_loss=theirs.loss,
+    )
+    print(one_line(row), file=sys.stderr)
+    return row
 
 
 def _run_here(session: Session, directory: Path, journal: Journal) -> int:

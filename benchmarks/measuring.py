@@ -15,7 +15,7 @@ import torch.distributed as dist
 import shardnet
 from benchmarks import collectives
 from benchmarks.journal import Journal
-from benchmarks.plan import Collectives, Session, Topology, Training, Transport
+from benchmarks.plan import Collectives, Memory, Session, Topology, Training, Transport
 from benchmarks.row import Row
 from benchmarks.tables import one_line
 
@@ -40,6 +40,8 @@ def _measure(session: Session, backend: shardnet.Backend, directory: Path) -> No
     with _gloo(directory / STORE, backend):
         if isinstance(session, Collectives):
             _measure_collectives(session, backend, journal)
+        elif isinstance(session, Memory):
+            _measure_memory(session, backend, journal)
         else:
             _measure_training(session, backend, journal)
 
@@ -58,6 +60,13 @@ def _measure_training(session: Training, backend: shardnet.Backend, journal: Jou
 
     for row in training.measure(session, backend, on_step):
         _publish(row, backend, journal)
+
+
+def _measure_memory(session: Memory, backend: shardnet.Backend, journal: Journal) -> None:
+    from benchmarks import memory  # which brings FSDP2 along, too
+
+    journal.progress(0, session.steps, f"{session.ranks} ranks, {session.engine} alone")
+    journal.add_alone(memory.measure(session, backend))
 
 
 def _publish(row: Row, backend: shardnet.Backend, journal: Journal) -> None:

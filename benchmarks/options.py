@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from benchmarks.plan import Case, Collectives, Op, Session, Topology, Training, Transport, default_repeats, default_steps
+from benchmarks import growth
+from benchmarks.plan import Case, Collectives, Memory, Op, Session, Topology, Training, Transport, default_repeats, default_steps
 from shardnet.config import KIB, MIB, Limits
 
 T = TypeVar("T")
 
 LATEST = Path(__file__).resolve().parent / "latest.json"
+MEMORY_STEPS = 4  # what is needed at once is known after two
 ELEMENT_BYTES = 4  # everything is measured in float32
 _UNITS = {"": 1, "b": 1, "k": KIB, "kib": KIB, "m": MIB, "mib": MIB, "g": 1024 * MIB, "gib": 1024 * MIB}
 DESCRIPTION = """\
@@ -26,6 +28,7 @@ examples:
   python -m benchmarks --only collectives --transports shm --ranks 4 --sizes 16MiB,64MiB --ops all_reduce
   python -m benchmarks --topologies netns,netns-1gbit         across nodes alone; as root, on Linux
   python -m benchmarks --markdown benchmarks/latest.json      the tables of an earlier run, as Markdown
+  python -m benchmarks --growth --json benchmarks/growth.json --plots benchmarks/plots
 """
 
 
@@ -60,7 +63,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     for name in _Preset.__dataclass_fields__:
         if getattr(options, name) is None:
             setattr(options, name, getattr(preset, name))
-    options.sessions = list(_sessions(options))
+    options.sessions = list(growth.sessions(options.chunk) if options.growth else _sessions(options))
     for session in options.sessions:
         for case in session.cases if isinstance(session, Collectives) else ():
             if case.bytes % (ELEMENT_BYTES * session.ranks):
@@ -75,7 +78,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def _sessions(options: argparse.Namespace) -> Iterator[Session]:
-    if options.only != "step":
+    if options.only in (None, "collectives"):
         for ranks, topology, transport in _places(options, options.ranks):
             cases = tuple(
                 Case(op, size, options.repeats or default_repeats(size, topology))
@@ -84,13 +87,17 @@ def _sessions(options: argparse.Namespace) -> Iterator[Session]:
                 for size in options.sizes
             )
             yield Collectives(ranks, topology, transport, options.chunk, cases, options.explain)
-    if options.only != "collectives":
-        model = {name: getattr(options, name) for name in ("dim", "layers", "heads", "context", "bigrams", "batch")}
+    model = {name: getattr(options, name) for name in ("dim", "layers", "heads", "context", "bigrams", "batch")}
+    if options.only in (None, "step"):
         for ranks, topology, transport in _places(options, options.step_ranks):
             compression = options.compress if topology.rate and options.compress != "none" else None  # where there is a link to spare
             yield Training(
                 *(ranks, topology, transport, options.chunk), options.steps or default_steps(topology), **model, compression=compression
             )
+    if options.only in (None, "memory") and Path("/proc/self/smaps_rollup").exists():
+        for ranks, topology, transport in _places(options, options.step_ranks):
+            if (topology, transport) == (Topology.ONE_NODE, Transport.SHM):
+                yield Memory(ranks, topology, transport, options.chunk, options.steps or MEMORY_STEPS, **model)
 
 
 def _places(options: argparse.Namespace, choice: Sequence[int]) -> Iterator[tuple[int, Topology, Transport]]:
@@ -106,7 +113,15 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", choices=("collectives", "step"), help="leave out the other half")
+    parser.add_argument("--only", choices=("collectives", "step", "memory"), help="leave out the others")
+    parser.add_argument(
+        "--growth",
+        action="store_true",
+        help="something else: how cost grows with 2 to 16 ranks, size, collectives at once and depth of the model; give --json a path, too",
+    )
+    parser.add_argument(
+        "--plots", type=Path, metavar="DIR", help="draw what --growth has measured, now or in the file of --markdown; needs matplotlib"
+    )
     parser.add_argument("--quick", action="store_true", help="small, few and short: to see that it works, not for the record")
     parser.add_argument("--chunk", type=_size, default=Limits().chunk_bytes, metavar="SIZE", help="shardnet's chunk (default: 2MiB)")
     parser.add_argument("--json", type=Path, default=LATEST, metavar="PATH", help="where the numbers go (default: %(default)s)")

@@ -90,16 +90,18 @@ class Case:
 
     bytes    size of the full tensor on a rank: gathered for all_gather, not yet reduced for the other two
     repeats  how often each engine runs it, besides the warm-up
+    outstanding  how many of them are started before the first one is waited for; all of them are one run
     """
 
     op: Op
     bytes: int
     repeats: int
+    outstanding: int = 1
 
     @property
     def calls(self) -> int:
         """How many collectives make one run: of small ones, which are a matter of latency, several."""
-        return LATENCY_CALLS if self.bytes <= LATENCY_BYTES else 1
+        return LATENCY_CALLS if self.bytes <= LATENCY_BYTES and self.outstanding == 1 else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +137,13 @@ class Training:
     compression: Literal["int8", "bfloat16"] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Memory(Training):
+    """The same training for its memory: by one engine alone, `engine`, or by each in processes of its own."""
+
+    engine: str = ""
+
+
 Session = Collectives | Training
 
 
@@ -161,7 +170,7 @@ def to_json(session: Session) -> str:
 def from_json(text: str) -> Session:
     fields = json.loads(text)
     fields["transport"], fields["topology"] = Transport(fields["transport"]), Topology(fields["topology"])
-    if fields.pop("kind") == Training.__name__:
-        return Training(**fields)
-    cases = tuple(Case(Op(case["op"]), case["bytes"], case["repeats"]) for case in fields.pop("cases"))
+    if (kind := fields.pop("kind")) != Collectives.__name__:
+        return (Memory if kind == Memory.__name__ else Training)(**fields)
+    cases = tuple(Case(Op(case.pop("op")), **case) for case in fields.pop("cases"))
     return Collectives(**fields, cases=cases)

@@ -33,7 +33,7 @@ class Timing:
 class Row:
     """Two engines at one task.
 
-    kind         "collective" or "step"
+    kind         "collective", "step", or "memory": a step of each engine in processes of its own
     op           which collective, or "train_step"
     topology     where the ranks are: "one-node" is all on one machine, "netns" each in a network namespace, "netns-1gbit" on two
                  nodes (namespaces) with links of 1 Gbit/s
@@ -45,6 +45,9 @@ class Row:
     *_cpu_s      of one run, all ranks together
     moved_bytes  what a ring sends in one run, all ranks together: the same amount for both, to compare CPU time by
     chunk_bytes  shardnet's
+    outstanding  collective: how many were started before the first one was waited for; times are for all of them
+    layers       step: blocks of the model
+    *_peak_bytes memory: the most that all ranks' processes had together; what several have in common counts once
     memcpy_ms    collective, where ranks share memory: how long a copy of `bytes`, or for an all_reduce two, takes all ranks at once
     explained_ms collective, with --explain: where a run's time went, by part (explain.py)
     *_loss       step: mean training loss over ranks at the last step, where the peer trains the same
@@ -70,6 +73,10 @@ class Row:
     moved_bytes: int
     chunk_bytes: int
     nodes: int = 1
+    outstanding: int = 1
+    layers: int | None = None
+    ours_peak_bytes: int | None = None
+    peer_peak_bytes: int | None = None
     memcpy_ms: float | None = None
     explained_ms: dict[str, float] | None = None
     ours_loss: float | None = None
@@ -130,3 +137,7 @@ def collectives(rows: Sequence[Row]) -> list[Row]:
 
 def steps(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row.kind == "step"]
+
+
+def memories(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if row.kind == "memory"]

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from benchmarks.parts import PARTS
 from benchmarks.plan import Topology, Transport
-from benchmarks.row import Row, collectives, steps
-from benchmarks.targets import Outcome, StepOutcome, StepTarget, Target, judge, judge_steps
+from benchmarks.row import Row, collectives, memories, steps
+from benchmarks.targets import MEMORY_RATIO, OURS, STEP_BYTES, Outcome, StepOutcome, StepTarget, Target, judge, judge_steps
 from shardnet.cli.units import short_bytes
 from shardnet.config import KIB, MIB
 
@@ -40,7 +40,8 @@ def tables(rows: Sequence[Row]) -> list[Table]:
     by_ranks = [_collectives(place, group) for place, group in _grouped(collectives(rows), lambda row: row.ranks)]
     why = [_explained(place, group) for place, group in _grouped(collectives(rows), lambda row: row.ranks)]
     by_size = [_steps(place, group) for place, group in _grouped(steps(rows), lambda row: row.bytes)]
-    return [table for table in (*by_ranks, *why, _targets(judge(rows)), *by_size, _step_targets(judge_steps(rows))) if table.rows]
+    all_of_them = (*by_ranks, *why, _targets(judge(rows)), *by_size, _step_targets(judge_steps(rows)), _memory(memories(rows)))
+    return [table for table in all_of_them if table.rows]
 
 
 def _grouped(rows: Sequence[Row], number: Callable[[Row], int]) -> list[tuple[Place, list[Row]]]:
@@ -54,7 +55,10 @@ def _grouped(rows: Sequence[Row], number: Callable[[Row], int]) -> list[tuple[Pl
 
 def one_line(row: Row) -> str:
     """A row while the rest is still being measured."""
-    what = f"{row.op} {size(row.bytes)}" if row.kind == "collective" else row.op
+    what = f"{_op(row)} {size(row.bytes)}" if row.kind == "collective" else row.op
+    if row.ours_peak_bytes is not None and row.peer_peak_bytes is not None:
+        peaks = f"shardnet {_mb(row.ours_peak_bytes)} MB  {row.peer} {_mb(row.peer_peak_bytes)} MB"
+        return f"{row.topology:<11}  {row.ranks} ranks  {row.transport:<4}  {'peak memory':<22}  {peaks}"
     times = f"shardnet {_ms(row.ours_ms)} ms  {row.peer} {_ms(row.peer_ms)} ms"
     return f"{row.topology:<11}  {row.ranks} ranks  {row.transport:<4}  {what:<22}  {times}  {_ratio(row.ratio)}"
 
@@ -63,25 +67,30 @@ def _collectives(place: Place, rows: Sequence[Row]) -> Table:
     topology, ranks, transport = place
     engines = ("shardnet ms", "q1-q3", "gloo ms", "q1-q3", "ratio")
     costs = ("shardnet CPU s/GiB", "gloo CPU s/GiB")
+    bound = _bound_head(rows[0])
     return Table(
         f"{ranks} ranks {_WHERE[topology]}: shardnet {_VIA[topology, transport]} and torch over gloo",
-        ("collective", "size", *engines, *_bound_head(rows[0]), *costs),
+        ("collective", "size", *engines, *bound, *costs),
         tuple(
             (
-                row.op,
+                _op(row),
                 size(row.bytes),
                 _ms(row.ours_ms),
                 _spread(row.ours_q1_ms, row.ours_q3_ms),
                 _ms(row.peer_ms),
                 _spread(row.peer_q1_ms, row.peer_q3_ms),
                 _ratio(row.ratio),
-                *_of_bound(row),
+                *(_of_bound(row) if bound else ()),
                 _cpu_per_gib(row, row.ours_cpu_s),
                 _cpu_per_gib(row, row.peer_cpu_s),
             )
             for row in rows
         ),
     )
+
+
+def _op(row: Row) -> str:
+    return row.op if row.outstanding == 1 else f"{row.outstanding} {row.op} at once"
 
 
 def _bound_head(row: Row) -> tuple[str, ...]:
@@ -91,12 +100,12 @@ def _bound_head(row: Row) -> tuple[str, ...]:
 
 
 def _of_bound(row: Row) -> tuple[str, ...]:
-    """The least time that the links or memory allow, and what part of shardnet's time that is: empty for small messages, whose time
-    is no matter of either, and no cells at all where there is no bound."""
+    """The least time that the links or memory allow, and what part of shardnet's time that is: nothing for small messages, whose time
+    is no matter of either."""
     bound_ms = row.memcpy_ms if row.link_bound_ms is None else row.link_bound_ms
-    if bound_ms is None:
-        return ()
-    return (_ms(bound_ms), f"{bound_ms / row.ours_ms:.0%}") if row.bytes >= MIB else ("", "")
+    if bound_ms is None or row.bytes < MIB:
+        return ("", "")
+    return _ms(bound_ms), f"{bound_ms / row.ours_ms:.0%}"
 
 
 def _explained(place: Place, rows: Sequence[Row]) -> Table:
@@ -162,6 +171,29 @@ def _step_targets(outcomes: Sequence[StepOutcome]) -> Table:
         ("times of", *_VERDICT_HEAD),
         tuple(_verdict(each.target, each.ranks, each.ratio, each.met, "too small a model to say") for each in outcomes),
     )
+
+
+def _memory(rows: Sequence[Row]) -> Table:
+    """The peer's part of it is what the target is about: at most 0.7 of that."""
+    return Table(
+        "Peak memory of all ranks together in such a training, each engine in processes of its own",
+        ("engine", "ranks", "parameters MB", "peak MB", "step ms", "ratio", "target", ""),
+        tuple(line for row in rows for line in _memory_lines(row)),
+    )
+
+
+def _memory_lines(row: Row) -> list[tuple[str, ...]]:
+    ours, theirs = row.ours_peak_bytes or 0, row.peer_peak_bytes or 0
+    facts = str(row.ranks), _mb(row.bytes)
+    verdict = ("met" if theirs / ours >= MEMORY_RATIO else "missed") if row.bytes >= STEP_BYTES else "too small a model to say"
+    return [
+        (OURS, *facts, _mb(ours), _ms(row.ours_ms), "", "", ""),
+        (row.peer, *facts, _mb(theirs), _ms(row.peer_ms), _ratio(theirs / ours), _ratio(MEMORY_RATIO), verdict),
+    ]
+
+
+def _mb(count: int) -> str:
+    return f"{count / 1e6:.0f}"
 
 
 def _cpu_per_gib(row: Row, cpu_s: float) -> str:

@@ -71,6 +71,7 @@ STEP_TARGETS = (
     StepTarget(Topology.NETNS_1GBIT, Transport.HIER, OURS, FSDP2, 1.5),
     StepTarget(Topology.NETNS_1GBIT, Transport.HIER, COMPRESSED, FSDP2, 3.0),
 )
+MEMORY_RATIO = 1 / 0.7  # of FSDP2's peak to shardnet's, on one machine through shared memory
 STEP_BYTES = 100_000_000  # of parameters, from which on the targets count
 
 
@@ -97,7 +98,7 @@ class Outcome:
 
 def judge(rows: Sequence[Row]) -> list[Outcome]:
     """One outcome a target and number of ranks for which anything was measured."""
-    counting = [row for row in collectives(rows) if row.bytes in SIZES]
+    counting = [row for row in collectives(rows) if row.bytes in SIZES and row.outstanding == 1]
     ranks = sorted({row.ranks for row in counting})
     return [outcome for count in ranks for target in TARGETS if (outcome := _judge(target, count, counting)) is not None]
 

@@ -41,6 +41,7 @@ def measure(session: Training, backend: Backend, on_step: Callable[[int], None])
             nodes=session.topology.nodes(backend.world_size),
             transport=str(session.transport),
             chunk_bytes=session.chunk_bytes,
+            layers=session.layers,
             ours_loss=losses[0][-1].item(),
             peer_loss=None if isinstance(peer, Alone) else peer_losses[-1].item(),
         )

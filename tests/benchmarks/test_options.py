@@ -1,5 +1,6 @@
 """From the command line to what is measured."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from benchmarks.plan import (
     COLLECTIVES,
     Case,
     Collectives,
+    Memory,
     Op,
     Topology,
     Training,
@@ -24,7 +26,8 @@ from shardnet.config import KIB, MIB
 def test_by_default_everything_is_measured() -> None:
     options = parse_options([])
     collectives = [session for session in options.sessions if isinstance(session, Collectives)]
-    trainings = [session for session in options.sessions if isinstance(session, Training)]
+    trainings = [session for session in options.sessions if type(session) is Training]
+    memories = [session for session in options.sessions if isinstance(session, Memory)]
     assert [(session.topology, session.ranks, session.transport) for session in collectives] == [
         *((Topology.ONE_NODE, ranks, transport) for ranks in (2, 4) for transport in (Transport.GRPC, Transport.SHM)),
         *((Topology.NETNS, ranks, Transport.GRPC) for ranks in (2, 4)),
@@ -34,6 +37,9 @@ def test_by_default_everything_is_measured() -> None:
         *((Topology.ONE_NODE, ranks, transport) for ranks in (2, 4) for transport in (Transport.GRPC, Transport.SHM)),
         *((Topology.NETNS, ranks, Transport.GRPC) for ranks in (2, 4)),
         (Topology.NETNS_1GBIT, 4, Transport.HIER),
+    ]
+    assert [(session.topology, session.ranks, session.transport) for session in memories] == [
+        (Topology.ONE_NODE, ranks, Transport.SHM) for ranks in (2, 4)
     ]
     assert [session.compression for session in trainings] == [*[None] * 6, "int8"]
     assert not any(session.explain for session in collectives)
@@ -72,11 +78,28 @@ def test_each_half_alone() -> None:
 
 
 def test_what_is_given_goes_before_quick() -> None:
-    session, training = parse_options(["--quick", "--transports", "shm", "--ranks", "4"]).sessions
+    session, training, memory = parse_options(["--quick", "--transports", "shm", "--ranks", "4"]).sessions
     assert session.ranks == 4
     assert max(case.bytes for case in session.cases) == MIB
-    assert training.steps < parse_options([]).sessions[-1].steps
-    assert parse_options(["--quick", "--steps", "50"]).sessions[-1].steps == 50
+    assert (training.layers, memory.layers) == (2, 2)
+    assert training.steps < parse_options(["--only", "step"]).sessions[-1].steps
+    assert [each.steps for each in parse_options(["--quick", "--steps", "50", "--transports", "shm"]).sessions[1:]] == [50, 50]
+
+
+def test_growth_is_another_question_that_varies_one_thing_at_a_time() -> None:
+    sessions = parse_options(["--growth", "--chunk", "64K"]).sessions
+    collectives = [session for session in sessions if isinstance(session, Collectives)]
+    cases = [(session.ranks, case) for session in collectives for case in session.cases]
+    assert {ranks for ranks, _ in cases} == {2, 4, 8, 16}
+    assert len({(ranks, case.op, case.bytes, case.outstanding) for ranks, case in cases}) == len(cases)
+    assert {case.outstanding for _, case in cases} == {1, 2, 4, 8, 16, 32}
+    assert all(case.outstanding == 1 or (ranks, case.op) == (2, Op.ALL_REDUCE) for ranks, case in cases)
+    trainings = [session for session in sessions if isinstance(session, Training)]
+    assert [session.layers for session in trainings] == [2, 4, 8, 16]
+    assert len({replace(session, layers=0) for session in trainings}) == 1
+    assert all(session.chunk_bytes == 64 * KIB for session in sessions)
+    for session in sessions:
+        assert from_json(to_json(session)) == session
 
 
 def test_each_topology_alone() -> None:

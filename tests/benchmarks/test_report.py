@@ -9,7 +9,8 @@ from benchmarks.parts import PARTS
 from benchmarks.plan import Op
 from benchmarks.report import markdown_report, read_json, text_report, write_json
 from benchmarks.row import Row
-from benchmarks.tables import size
+from benchmarks.tables import one_line, size
+from benchmarks.targets import FSDP2, STEP_BYTES
 from shardnet.config import KIB, MIB
 from tests.benchmarks.rows import complete, row
 
@@ -127,3 +128,23 @@ def test_what_was_not_measured_has_no_table() -> None:
 
 def test_sizes_as_people_write_them() -> None:
     assert [size(count) for count in (KIB, 64 * KIB, 64 * MIB, 3 * MIB // 2, 1000)] == ["1 KiB", "64 KiB", "64 MiB", "1536 KiB", "1000 B"]
+
+
+def memory(peer_peak_bytes: int, size: int) -> Row:
+    return row(kind="memory", op="train_step", peer=FSDP2, bytes=size, ours_peak_bytes=1_000_000_000, peer_peak_bytes=peer_peak_bytes)
+
+
+def test_memory_is_judged_by_what_fsdp2_needs() -> None:
+    text = text_report([memory(1_500_000_000, STEP_BYTES), memory(1_400_000_000, STEP_BYTES), memory(10**10, STEP_BYTES // 2)])
+    assert [line.split()[1:] for line in text.splitlines() if line.startswith(FSDP2)] == [
+        ["2", "100", "1500", "20", "1.50x", "1.43x", "met"],
+        ["2", "100", "1400", "20", "1.40x", "1.43x", "missed"],
+        ["2", "50", "10000", "20", "10.00x", "1.43x", *["too", "small", "a", "model", "to", "say"]],
+    ]
+    assert "one-node     2 ranks  grpc  peak memory" in one_line(memory(1_500_000_000, STEP_BYTES))
+
+
+def test_several_at_once_are_told_apart_and_not_judged() -> None:
+    text = text_report([row(memcpy_ms=5.0, transport="shm"), row(outstanding=8, transport="shm")])
+    assert "8 all_gather at once" in text
+    assert "only 1 of 9 cases measured" in text

@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Iterator
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -32,9 +33,7 @@ def _a_thread_each() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def fsdp2_runs(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with what the ranks of fsdp2_worker.py, real processes, have written. Give a test that uses it 2 · START_S."""
-    folder = tmp_path_factory.mktemp("fsdp2")
-    nursery.call("tests.fsdp.fsdp2_worker:main", str(folder), within_s=START_S)
-    return folder
+    return nursery.reference("tests.fsdp.fsdp2_worker:main", partial(tmp_path_factory.mktemp, "fsdp2"), within_s=START_S)
 
 
 @pytest.fixture(scope="session")

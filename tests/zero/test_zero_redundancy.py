@@ -1,5 +1,6 @@
 """The same training as PyTorch's own ZeroRedundancyOptimizer over gloo: losses and parameters after every step."""
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +17,7 @@ START_S = 100  # a process imports torch and its compiler; most of this is for a
 @pytest.fixture(scope="module")
 def reference(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with what torch's ranks, real processes, have written."""
-    folder = tmp_path_factory.mktemp("redundancy")
-    nursery.call("tests.zero.redundancy_worker:main", str(folder), within_s=START_S)
-    return folder
+    return nursery.reference("tests.zero.redundancy_worker:main", partial(tmp_path_factory.mktemp, "redundancy"), within_s=START_S)
 
 
 @pytest.mark.timeout(2 * START_S)
