@@ -125,7 +125,7 @@ def _explained(place: Place, rows: Sequence[Row]) -> Table:
 
 def _targets(outcomes: Sequence[Outcome]) -> Table:
     return Table(
-        "Geometric means over 1, 16 and 64 MiB, and the targets",
+        "Geometric means over 1, 16 and 64 MiB, and of what is small over 1 and 64 KiB, and the targets",
         ("collectives", *_VERDICT_HEAD),
         tuple(
             _verdict(each.target, each.ranks, each.mean, each.met, f"only {each.cases} of {each.target.cases} cases measured")

@@ -6,36 +6,40 @@ from dataclasses import dataclass
 
 from benchmarks.plan import COLLECTIVES, Op, Topology, Transport
 from benchmarks.row import Row, collectives, steps
-from shardnet.config import MIB
+from shardnet.config import KIB, MIB
 
-SIZES = (MIB, 16 * MIB, 64 * MIB)  # that count; below them it is latency that is measured
+SIZES = (MIB, 16 * MIB, 64 * MIB)
+SMALL = (KIB, 64 * KIB)  # of which it is latency that is measured
 GLOO = "gloo"
 MEMCPY = "memcpy"
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The least geometric mean of ratios to `peer` over `ops` and SIZES that will do, at each number of ranks."""
+    """The least geometric mean of ratios to `peer` over `ops` and `sizes` that will do, at each number of ranks."""
 
     topology: Topology
     transport: Transport
     ops: tuple[Op, ...]
     ratio: float
     peer: str = GLOO
+    sizes: tuple[int, ...] = SIZES
 
     @property
     def name(self) -> str:
-        return " + ".join(self.ops) + ("" if self.peer == GLOO else f" ({self.peer} / shardnet)")
+        name = " + ".join(self.ops) + ("" if self.peer == GLOO else f" ({self.peer} / shardnet)")
+        return name if self.sizes == SIZES else f"{name}, small"
 
     @property
     def cases(self) -> int:
-        return len(self.ops) * len(SIZES)
+        return len(self.ops) * len(self.sizes)
 
 
 TARGETS = (
     Target(Topology.ONE_NODE, Transport.GRPC, (Op.ALL_GATHER, Op.REDUCE_SCATTER), 1.0),
     Target(Topology.ONE_NODE, Transport.GRPC, (Op.ALL_REDUCE,), 0.6),
     Target(Topology.ONE_NODE, Transport.SHM, COLLECTIVES, 5.0),
+    Target(Topology.ONE_NODE, Transport.SHM, COLLECTIVES, 3.0, sizes=SMALL),
     Target(Topology.ONE_NODE, Transport.SHM, (Op.GATHER_ON_NODE,), 1.0, MEMCPY),
     Target(Topology.NETNS, Transport.GRPC, (Op.ALL_GATHER, Op.REDUCE_SCATTER), 1.3),
     Target(Topology.NETNS, Transport.GRPC, (Op.ALL_REDUCE,), 1.0),
@@ -98,7 +102,7 @@ class Outcome:
 
 def judge(rows: Sequence[Row]) -> list[Outcome]:
     """One outcome a target and number of ranks for which anything was measured."""
-    counting = [row for row in collectives(rows) if row.bytes in SIZES and row.outstanding == 1]
+    counting = [row for row in collectives(rows) if row.outstanding == 1]
     ranks = sorted({row.ranks for row in counting})
     return [outcome for count in ranks for target in TARGETS if (outcome := _judge(target, count, counting)) is not None]
 
@@ -128,7 +132,7 @@ def _step_ratio(target: StepTarget, rows: Sequence[Row]) -> float | None:
 
 def _judge(target: Target, ranks: int, rows: Iterable[Row]) -> Outcome | None:
     place = (ranks, target.topology, target.transport)
-    here = [row for row in rows if (row.ranks, row.topology, row.transport) == place and row.op in target.ops]
+    here = [row for row in rows if (row.ranks, row.topology, row.transport) == place and row.op in target.ops and row.bytes in target.sizes]
     if target.peer == MEMCPY:
         ratios = {(row.op, row.bytes): row.memcpy_ms / row.ours_ms for row in here if row.memcpy_ms is not None}
     else:

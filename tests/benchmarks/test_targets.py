@@ -50,6 +50,18 @@ def test_small_messages_do_not_count() -> None:
     assert judge(slow) == []
 
 
+@pytest.mark.parametrize(("ratio", "met"), [(3.0, True), (2.9, False)])
+def test_through_memory_they_have_a_target_of_their_own(ratio: float, met: bool) -> None:
+    small = [
+        row(ratio, op=op, bytes=size * KIB, transport="shm") for op in (Op.ALL_GATHER, Op.REDUCE_SCATTER, Op.ALL_REDUCE) for size in (1, 64)
+    ]
+    (outcome,) = judge(small)
+    assert outcome.target.name == "all_gather + reduce_scatter + all_reduce, small"
+    assert outcome.met is met
+    assert judge([*small[1:], row(9.0, op=Op.ALL_GATHER, bytes=16 * KIB, transport="shm")])[0].met is None
+    assert judge([row(1.0, op=Op.ALL_GATHER, bytes=KIB, transport="shm", outstanding=2)]) == []
+
+
 def test_a_part_of_the_cases_is_no_verdict() -> None:
     (outcome,) = judge([row(5.0, op=Op.ALL_REDUCE, bytes=MIB)])
     assert outcome.met is None
