@@ -20,6 +20,14 @@ T = TypeVar("T")
 THREAD_NAME = "shardnet-loop"
 
 
+_helping = threading.local()
+
+
+def help_out() -> None:
+    """This thread serves others: nothing may block it, as the loop thread."""
+    _helping.out = True
+
+
 class LoopThread:
     """The process's event loop thread; started at first use, ends with the process."""
 
@@ -46,6 +54,10 @@ class LoopThread:
 
     def is_current(self) -> bool:
         return threading.current_thread() is self._thread
+
+    def may_block(self) -> bool:
+        """Whether the current thread may wait for a collective: neither this one nor one that helps out."""
+        return not (self.is_current() or getattr(_helping, "out", False))
 
     def call(self, function: Callable[..., object], *args: object) -> None:
         """Run a short function on the loop thread, soon, after everything that was handed over before."""

@@ -46,7 +46,7 @@ class Pending(Generic[T]):
         """Block this thread until the result is there.
 
         Raises TimeoutError after `timeout_s` (the collective goes on), or the collective's own error; StateError on
-        shardnet's loop thread, which it would block for ever.
+        shardnet's own threads, where callbacks run: it could block them for ever.
         """
         self._may_block()
         return self._future.result(timeout_s)
@@ -97,8 +97,8 @@ class Pending(Generic[T]):
 
     def _may_block(self) -> None:
         self._retrieved = True
-        if not self._future.done() and LoopThread.shared().is_current():
-            raise StateError(f"waiting for {self.op_name} on the loop thread, which has to finish it; await it instead")
+        if not self._future.done() and not LoopThread.shared().may_block():
+            raise StateError(f"waiting for {self.op_name} on a thread of shardnet's, which may have to finish it; await it instead")
 
     def __del__(self) -> None:
         if not self._retrieved:

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
 
 from shardnet.collectives import verdict
@@ -107,7 +108,7 @@ class Group:
             begun.sequence = self._next
             self._next += 1
             is_late = begun.sequence in self._early
-            begun.queued = len(self._rounds) >= self.board.limits.max_outstanding
+            begun.queued, is_first = len(self._rounds) >= self.board.limits.max_outstanding, not self._queue
             self._rounds[begun.sequence] = begun
             if begun.queued:
                 self._queue.append(begun)
@@ -115,7 +116,7 @@ class Group:
         if is_late or self.board.is_impaired:
             self.board.loop.call(self._inspect, begun)
         if begun.queued:
-            for each in self.rounds:  # it waits for these, whoever waits for them
+            for each in [*self._open(), begun] if is_first else [begun]:  # it waits for these, whoever waits for them
                 mail.attendant.take(each)
         else:
             begun.begin()
@@ -131,15 +132,20 @@ class Group:
 
     def sweep(self) -> None:
         """End the rounds that can end, whoever waits for them."""
-        for each in self.rounds:
+        for each in self._open():
             each.advance()
+
+    def _open(self) -> list[Round]:
+        """Those that have begun: the oldest ones."""
+        with self._lock:
+            return [each for each in islice(self._rounds.values(), self.board.limits.max_outstanding) if not each.queued]
 
     def end_round(self, ended: Round) -> None:
         """Forget one, and begin another that waits for its turn."""
         following = None
         with self._lock:
             self._rounds.pop(ended.sequence, None)
-            if ended in self._queue:  # it has failed before its turn
+            if ended.queued and ended in self._queue:  # it has failed before its turn
                 self._queue.remove(ended)
             if self._queue and len(self._rounds) - len(self._queue) < self.board.limits.max_outstanding:
                 following = self._queue.popleft()
@@ -147,6 +153,11 @@ class Group:
             following.begin()
 
     # --- rounds (loop thread)
+
+    def inspect_rounds(self) -> None:
+        """This group is new to the loop thread, and something has happened before."""
+        for each in self.rounds:
+            self._inspect(each)
 
     def _inspect(self, begun: Round) -> None:
         """What has come for a round before it began, and whether it can end."""
@@ -375,14 +386,12 @@ class Group:
         self.fail(operation, CollectiveMismatch(f"{self.board.where()} {detail}"))
 
     def fail(self, operation: Operation | Round, error: BaseException) -> None:
-        """End an operation on every rank. If it has failed already, the others know."""
-        if operation.error is None:
-            operation.fail(error)
-            if isinstance(error, ClosedError):  # the others lose this rank, and that is what their errors shall say
-                return
-            control = mesh_pb2.Control(abort=verdict.pack(error))
-            for peer in self.peers:
-                self.board.post(self.members[peer], Chunk(self.epoch, self.id, operation.sequence, control=control))
+        """End an operation on every rank. If it has ended already, the others know."""
+        if not operation.fail(error) or isinstance(error, ClosedError):  # then the others lose this rank, and that is what they shall hear
+            return
+        control = mesh_pb2.Control(abort=verdict.pack(error))
+        for peer in self.peers:
+            self.board.post(self.members[peer], Chunk(self.epoch, self.id, operation.sequence, control=control))
 
     def _peer_lost(self, global_rank: int, reason: str, operation: Operation | Round) -> PeerLost:
         cause = self.board.cause(global_rank)

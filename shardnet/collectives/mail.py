@@ -47,6 +47,9 @@ class Share:
     finish: Callable[[Mapping[int, Buffer]], None]  # gets the data of the other ranks
 
 
+_NOTHING = Share(b"", lambda _: None)
+
+
 class Mail:
     """One group's way to each other member's mailbox; all of them are on this node. Safe to use from any thread."""
 
@@ -79,10 +82,12 @@ class Round(concurrent.futures.Future[Any]):
         self._share = share
         self._value = value
         self._note = call.signature.encode()
-        self._deadline = time.monotonic() + call.timeout_s
+        self._begun_s = time.monotonic()
+        self._deadline = self._begun_s + call.timeout_s
         self._lock = threading.Lock()  # over what follows
         self._over = False
-        self._given_up = False  # what is left to come is its error
+        self._given_up = False  # what is left to come is its error, from this rank's loop thread
+        self._taken_back = False  # one of the letters was; its writer says why, or is lost, or it is late
         self._posted: Posted | None = None
         self._missing = [*mail.views]
         self._letters: dict[int, Letter] = {}
@@ -110,20 +115,15 @@ class Round(concurrent.futures.Future[Any]):
     # --- for whoever has the handle
 
     def done(self) -> bool:
-        if not self._over and self._looking.acquire(blocking=False):
-            try:
-                self.advance()
-            finally:
-                self._looking.release()
+        if self.progress() is not None:
+            self.has_waited(time.monotonic())
         return super().done()
 
     def result(self, timeout: float | None = None) -> Any:
-        self._look(timeout)
-        return super().result(timeout)
+        return super().result(self._look(timeout))
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        self._look(timeout)
-        return super().exception(timeout)
+        return super().exception(self._look(timeout))
 
     def add_done_callback(self, fn: Callable[["concurrent.futures.Future[Any]"], object]) -> None:
         if not self._over:
@@ -142,9 +142,12 @@ class Round(concurrent.futures.Future[Any]):
                 return
             self.queued = False
             start = time.perf_counter_ns()
-            self._posted = mail.mailbox.post(mail.group.id, self.sequence, self._note, self._share.data, mail.readers)
-            if self._posted is None:
-                mail.group.board.loop.call(mail.group.announce_round, self, tuple(mail.views), bytes(self._share.data))
+            try:
+                self._posted = mail.mailbox.post(mail.group.id, self.sequence, self._note, self._share.data, mail.readers)
+                if self._posted is None:
+                    mail.group.board.loop.call(mail.group.announce_round, self, tuple(mail.views), bytes(self._share.data))
+            except Exception as error:  # noqa: BLE001 - whatever it is belongs to who waits for this round
+                self._give_up(mail.group.fail, self, error)
             self._writing_ns = time.perf_counter_ns() - start
 
     def advance(self) -> MailboxView | None:
@@ -156,20 +159,12 @@ class Round(concurrent.futures.Future[Any]):
                 return mail.readers[0]
             now = time.perf_counter_ns()
             self._since_ns = self._since_ns or now
-            while self._missing and not (self._over or self._given_up):
-                rank = self._missing[-1]
-                letter = mail.views[rank].find(mail.group.id, self.sequence)
-                if letter is None:
-                    return mail.views[rank]
-                if letter.note != self._note:
-                    self._give_up(mail.group.mismatch, self, rank, bytes(letter.note).decode(errors="replace"))
-                    return None
-                self._letters[rank], self._data[rank] = letter, letter.data
-                self._missing.pop()
-            if self._over or self._given_up:
-                return None
-            self._waited_ns = now - self._since_ns
+            if self._taken_back:
+                return mail.readers[0]
             try:
+                if (missing := self._collect()) is not None or self.is_settled:
+                    return missing
+                self._waited_ns = now - self._since_ns
                 self._share.finish(self._data)
             except BaseException as error:
                 self._give_up(mail.group.fail, self, error)
@@ -177,8 +172,8 @@ class Round(concurrent.futures.Future[Any]):
                     raise
                 return None
             if not all(mail.views[rank].holds(letter) for rank, letter in self._letters.items()):
-                self._given_up = True  # one was taken back, and its writer says why
-                return None
+                self._taken_back = True
+                return mail.readers[0]
             self._over = True
         try:
             self._conclude()
@@ -186,11 +181,26 @@ class Round(concurrent.futures.Future[Any]):
             self.set_result(self._value)
         return None
 
-    def fail(self, error: BaseException) -> None:
-        """End it with an error on this rank. The first error stays."""
+    def _collect(self) -> MailboxView | None:
+        """Find the letters. Returns where the next one will be; None if all are there, or none will be."""
+        mail = self._mail
+        while self._missing and not self.is_settled:
+            rank = self._missing[-1]
+            letter = mail.views[rank].find(mail.group.id, self.sequence)
+            if letter is None:
+                return mail.views[rank]
+            if (note := bytes(letter.note)) != self._note and mail.views[rank].holds(letter):
+                self._give_up(mail.group.mismatch, self, rank, note.decode(errors="replace"))
+                return None
+            self._letters[rank], self._data[rank] = letter, letter.data
+            self._missing.pop()
+        return None
+
+    def fail(self, error: BaseException) -> bool:
+        """End it with an error on this rank. Returns whether it is that one: it may have ended before."""
         with self._lock:
             if self._over:
-                return
+                return False
             self._over = True
             self.error = error
             if self._posted is not None:
@@ -203,6 +213,7 @@ class Round(concurrent.futures.Future[Any]):
         self.set_exception(error)
         for view in self._mail.readers:
             view.wake()
+        return True
 
     def deliver(self, rank: int, data: Buffer) -> None:
         """A letter that came over a stream."""
@@ -212,9 +223,12 @@ class Round(concurrent.futures.Future[Any]):
                 self._missing.remove(rank)
         self._mail.views[rank].wake()
 
-    def is_late(self, now_s: float) -> bool:
-        """Whether its time is over; who hears it first has it diagnosed, which ends it."""
+    def has_waited(self, now_s: float) -> bool:
+        """After a while the others are told where this rank is. Returns whether its time is over, which who hears it first has diagnosed:
+        that ends it."""
         if now_s < self._deadline:
+            if now_s > self._begun_s + REMIND_S and not self.queued:
+                self._remind()
             return False
         with self._lock:
             if self._over or self._given_up:
@@ -227,27 +241,31 @@ class Round(concurrent.futures.Future[Any]):
         self._given_up = True
         self._mail.group.board.loop.call(function, *args)
 
-    def remind(self) -> None:
-        """It takes long: tell the others where this rank is."""
+    def _remind(self) -> None:
         if not self._reminded:
             self._reminded = True
             self._mail.group.board.loop.call(self._mail.group.announce_round, self, tuple(self._missing))
 
-    def _look(self, timeout_s: float | None) -> None:
-        """Do the work in this thread, unless another one does, until the round is over or the time is."""
-        if self._over or not self._looking.acquire(blocking=False):
-            return
+    def _look(self, timeout_s: float | None) -> float | None:
+        """Do the work in this thread, unless another one does, until the round is over or the time is. Returns how much of it is left."""
+        if self._over:
+            return timeout_s
+        if not self._looking.acquire(blocking=False):
+            self._mail.attendant.take(self)  # should who looks give up
+            return timeout_s
+        start = time.monotonic()
         try:
-            if (view := self.advance()) is not None:
+            if (view := self.progress()) is not None:
                 self._wait(view, timeout_s)
         finally:
             self._looking.release()
-        if not self.is_settled:
-            self._mail.attendant.take(self)  # another thread may have left the work to this one
+            if not self.is_settled:
+                self._mail.attendant.take(self)  # other threads may have left the work to this one
+        return None if timeout_s is None else max(0.0, start + timeout_s - time.monotonic())
 
     def _wait(self, view: MailboxView | None, timeout_s: float | None) -> None:
         """Wait for letters, the next one there."""
-        if LoopThread.shared().is_current():
+        if not LoopThread.shared().may_block():
             return
         mail, start = self._mail, time.monotonic()
         until, spin_until = None if timeout_s is None else start + timeout_s, start + mail.spin_s
@@ -263,10 +281,8 @@ class Round(concurrent.futures.Future[Any]):
             if spin_until:
                 mail.learn(in_vain=True)
                 spin_until = 0.0
-            if self.is_late(now) or (until is not None and now >= until):
+            if self.has_waited(now) or (until is not None and now >= until):
                 return
-            if now > start + REMIND_S:
-                self.remind()
             view.wait(seen, min(SLICE_S, self._deadline - now, SLICE_S if until is None else until - now))
         if spin_until:
             mail.learn(in_vain=False)
@@ -287,5 +303,5 @@ class Round(concurrent.futures.Future[Any]):
         telemetry.count_traffic(sent=sent, received=sum(len(letter.data) for letter in self._letters.values()))
         telemetry.record(self.name, Track.COMMUNICATION, start, end, sent)
         telemetry.count_op(self.call.op, self.call.label, start, end, sent, waited_ns=self._waited_ns, failed=failed)
-        self._letters, self._data = {}, {}
+        self._letters, self._data, self._share = {}, {}, _NOTHING
         mail.group.end_round(self)

@@ -182,9 +182,11 @@ class Operation:
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
-    def fail(self, error: BaseException) -> None:
-        """End it with an error on this rank. The first error stays."""
-        if self.error is None:
-            self.error = error
-            if self.task is not None and self.started and self.task is not asyncio.current_task():
-                self.task.cancel()
+    def fail(self, error: BaseException) -> bool:
+        """End it with an error on this rank. Returns whether it is that one: the first error stays."""
+        if self.error is not None:
+            return False
+        self.error = error
+        if self.task is not None and self.started and self.task is not asyncio.current_task():
+            self.task.cancel()
+        return True

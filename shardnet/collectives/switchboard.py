@@ -112,6 +112,8 @@ class Switchboard:
         self._groups[group.id] = group
         for source, chunk in self._unknown.pop(group.id, ()):
             group.on_chunk(source, chunk)
+        if self.is_impaired:
+            group.inspect_rounds()
 
     # --- outgoing
 
@@ -208,6 +210,8 @@ class Switchboard:
             while under_way := [*self._tasks, *(self._ended(each) for group in self._groups.values() for each in group.rounds)]:
                 await asyncio.wait(under_way)
             self._closed = True
+            for group in self._groups.values():  # what another thread has begun meanwhile
+                group.fail_all(ClosedError(f"{self.where()} the backend is closed"))
             await self.mesh.aclose()
             self._free()
 

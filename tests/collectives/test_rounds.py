@@ -18,9 +18,9 @@ from shardnet.collectives.group import Group
 from shardnet.collectives.mail import Round
 from shardnet.collectives.reduction import Reduction
 from shardnet.config import KIB, Limits, Timeouts
-from shardnet.errors import ClosedError, CollectiveError, CollectiveMismatch, CollectiveTimeout, PeerLost, ShardnetError
-from shardnet.testing import each_error, each_rank, local_cluster
-from shardnet.transport.shared_memory import futex
+from shardnet.errors import ClosedError, CollectiveError, CollectiveMismatch, CollectiveTimeout, PeerLost, ShardnetError, StateError
+from shardnet.testing import each_error, each_rank, local_cluster, loopback_cluster
+from shardnet.transport.shared_memory import MailboxView, futex
 from tests.contract.programs import Runner, random_step
 
 pytestmark = pytest.mark.skipif(not futex.available, reason="mailboxes need Linux on x86-64")
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(not futex.available, reason="mailboxes need Linu
 Ranks = Sequence[ClusterBackend]
 # 16 KiB by letter, of which a mailbox holds four; twice that and more otherwise
 LIMITS = Limits(letter_bytes=16 * KIB)
-SMALL, LARGE = torch.ones(4), torch.ones(5_000)
+SMALL, LARGE, LARGER = torch.ones(4), torch.ones(5_000), torch.ones(10_000)
 
 
 def ones_of(ranks: int, small: torch.Tensor = SMALL) -> torch.Tensor:
@@ -78,6 +78,29 @@ async def _run_programs(limits: Limits) -> None:
         for seed in range(40):
             rng = random.Random(seed)
             await asyncio.to_thread(runner.run, [random_step(rng, rows=40) for _ in range(30)], seed)
+
+
+async def test_a_letter_is_no_larger_than_a_message_may_be() -> None:
+    for limits, largest in ((Limits(eager_bytes=32), 32), (Limits(chunk_bytes=64, eager_bytes=128), 64), (LIMITS, 16 * KIB)):
+        async with local_cluster(2, limits=limits) as ranks:
+            mail = ranks[0]._group.mail
+            assert mail is not None
+            assert mail.largest == largest
+
+
+@pytest.mark.parametrize("offset", [0, 1, 3])
+async def test_a_result_over_the_input(offset: int) -> None:
+    """Which is read in rank order, the own part of rank 2 last."""
+    async with local_cluster(3, limits=LIMITS) as ranks, loopback_cluster(3) as reference:
+
+        async def work(rank: Backend) -> list[torch.Tensor]:
+            first, second = (torch.arange(12.0) * (rank.rank + 1) for _ in range(2))
+            await rank.all_reduce(first[:8], out=first[offset : offset + 8])
+            await rank.reduce_scatter(second[:9], out=second[offset : offset + 3])
+            return [first, second]
+
+        for mine, theirs in zip(await each_rank(ranks, work), await each_rank(reference, work), strict=True):
+            assert all(map(torch.equal, mine, theirs))
 
 
 # --- who does the work
@@ -244,7 +267,7 @@ MISMATCHES: dict[str, tuple[Call, Call]] = {
     "two rounds": (lambda rank: rank.all_reduce(SMALL), lambda rank: rank.all_gather(SMALL)),
     "a round and a large one": (lambda rank: rank.all_reduce(SMALL), lambda rank: rank.all_reduce(LARGE)),
     "a large one and a round": (lambda rank: rank.all_reduce(LARGE), lambda rank: rank.all_reduce(SMALL)),
-    "a round and one that waits for it": (lambda rank: rank.barrier(), lambda rank: rank.all_gather_on_node(LARGE)),
+    "a round and one that waits for it": (lambda rank: rank.barrier(), lambda rank: rank.all_gather_on_node(LARGER)),
     "a broadcast that nobody answers": (lambda rank: rank.broadcast(LARGE, 2), lambda rank: rank.broadcast(SMALL, 2)),
 }
 
@@ -292,8 +315,9 @@ async def test_a_missing_rank_is_named_in_time(threads: bool) -> None:
         assert torch.equal((await each_rank(ranks, lambda rank: rank.all_reduce(SMALL)))[2], ones_of(3))
 
 
-async def test_a_letter_of_a_rank_that_has_given_up_is_not_used() -> None:
-    """Rank 0 gives up in the middle of rank 1's reading, so its input is its caller's again."""
+@pytest.mark.parametrize("told", [True, False])
+async def test_a_letter_of_a_rank_that_has_given_up_is_not_used(told: bool) -> None:
+    """Rank 0 gives up in the middle of rank 1's reading, so its input is its caller's again; and does not get to say so."""
     async with local_cluster(2, limits=LIMITS) as ranks:
         handle = ranks[0].all_reduce(SMALL)
         given_up, late, reduce = ranks[0]._group.rounds[0], ranks[1]._group, Reduction.reduce
@@ -302,15 +326,16 @@ async def test_a_letter_of_a_rank_that_has_given_up_is_not_used() -> None:
             reduce(*args)
             given_up.fail(CollectiveError("rank 0 has given up"))
 
-        theirs = ranks[1].all_reduce(SMALL)
+        theirs = ranks[1].all_reduce(SMALL, timeout_s=0.5)
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(Reduction, "reduce", reduced)
             assert not theirs.done()
-        assert late.rounds[0]._given_up
+        assert late.rounds[0]._taken_back
         with pytest.raises(CollectiveError, match="given up"):
             await handle
-        late.fail(late.rounds[0], CollectiveError("told by rank 0"))
-        with pytest.raises(CollectiveError, match="told by rank 0"):
+        if told:
+            late.fail(late.rounds[0], CollectiveError("told by rank 0"))
+        with pytest.raises(CollectiveError, match="told by rank 0" if told else "did not end within 0.5 s"):
             await theirs
 
 
@@ -326,6 +351,7 @@ async def test_a_rank_that_is_lost_ends_what_waits_for_it() -> None:
         assert time.monotonic() - start < 1.0
         with pytest.raises(PeerLost, match=r"lost during barrier #1"):  # as is what comes after
             await ranks[0].barrier()
+        assert [rank._board.mesh.mailboxes[2].gone for rank in ranks[:2]] == [True, True]  # nobody waits for its receipts
         survivors = [rank.subgroup([0, 1]) for rank in ranks[:2]]
         results = await each_rank(survivors, lambda rank: rank.all_reduce(torch.ones(4 * KIB)))
         assert torch.equal(results[0], torch.full((4 * KIB,), 2.0))
@@ -394,3 +420,122 @@ async def test_a_queue_goes_on_behind_one_that_has_failed_in_it() -> None:
         for number in range(6):
             result = await follow(number)
             assert number == 3 or torch.equal(await handles[number], result if result is not None else SMALL)
+
+
+# --- threads
+
+
+async def test_who_only_asks_whether_it_is_done_is_told_in_time() -> None:
+    async with local_cluster(2, limits=LIMITS) as ranks:
+        handle = ranks[0].all_reduce(SMALL, timeout_s=0.3)
+        start = time.monotonic()
+        while not handle.done():
+            await asyncio.sleep(0.01)
+            assert time.monotonic() - start < 1.0
+        assert isinstance(handle.exception(), CollectiveTimeout)
+
+
+async def test_waiting_gives_up_when_it_is_time() -> None:
+    async with local_cluster(2, limits=LIMITS) as ranks:
+        handle = ranks[0].all_reduce(SMALL)
+        start = time.monotonic()
+        with pytest.raises(TimeoutError):
+            await asyncio.to_thread(handle.wait, 0.5)
+        assert 0.5 <= time.monotonic() - start < 0.9
+        await ranks[1].all_reduce(SMALL)
+        await handle
+
+
+async def test_ctrl_c_where_one_waits_leaves_the_work_to_somebody_else() -> None:
+    async with local_cluster(2, limits=LIMITS) as ranks:
+        handle, sleeps, interrupted, sleep = ranks[0].all_reduce(SMALL), threading.Event(), threading.Event(), MailboxView.wait
+        waiting: list[threading.Thread] = []
+
+        def interrupted_sleep(view: MailboxView, *args: Any) -> None:
+            if threading.current_thread() in waiting:
+                sleeps.set()
+                _interrupt(interrupted.wait(10.0))
+            sleep(view, *args)
+
+        def first_waits() -> bool:
+            waiting.append(threading.current_thread())
+            return _interrupted(handle)
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(MailboxView, "wait", interrupted_sleep)
+            first = asyncio.create_task(asyncio.to_thread(first_waits))
+            assert await asyncio.to_thread(sleeps.wait, 10.0)
+            second = asyncio.create_task(asyncio.to_thread(wait, handle))
+            await asyncio.sleep(0.05)
+            interrupted.set()
+            assert await first
+        await ranks[1].all_reduce(SMALL)
+        assert torch.equal(await second, ones_of(2))
+
+
+def _interrupted(handle: Pending[torch.Tensor]) -> bool:
+    """A future passes on any error but this one."""
+    try:
+        handle.wait()
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+async def test_a_callback_may_not_wait_and_its_errors_are_its_own(caplog: pytest.LogCaptureFixture) -> None:
+    """It runs on the thread that ends a round, which others need."""
+    said: list[BaseException] = []
+    called = threading.Event()
+    async with local_cluster(2, limits=LIMITS) as ranks:
+        first, second = ranks[0].all_reduce(SMALL), ranks[0].all_reduce(SMALL)
+
+        def wait_here(_: object) -> None:
+            try:
+                second.wait()
+            except StateError as error:
+                said.append(error)
+            called.set()
+            raise asyncio.CancelledError
+
+        first.add_done_callback(wait_here)
+        await ranks[1].all_reduce(SMALL)
+        assert await asyncio.to_thread(called.wait, 10.0)
+        assert "on a thread of shardnet's" in str(said[0])
+        waiting = asyncio.create_task(_result(second))
+        await asyncio.sleep(0.05)
+        await ranks[1].all_reduce(SMALL)
+        assert torch.equal(await waiting, ones_of(2))
+        assert first.exception() is None
+
+
+async def test_what_does_not_fit_a_mailbox_goes_over_the_streams() -> None:
+    async with local_cluster(2, limits=replace(LIMITS, letter_bytes=64)) as ranks:
+        for length in (150, 400):
+            results = await each_rank(ranks, lambda rank, n=length: rank.all_reduce(SMALL, label="x" * n))  # type: ignore[misc]
+            assert torch.equal(results[0], ones_of(2))
+
+
+async def test_many_more_than_may_be_outstanding() -> None:
+    async with local_cluster(2, limits=LIMITS) as ranks:
+
+        async def work(rank: Backend) -> None:
+            for number, handle in enumerate([rank.all_reduce(SMALL + number) for number in range(1_000)]):
+                assert torch.equal(await handle, ones_of(2, SMALL + number))
+
+        await each_rank(ranks, work)
+
+
+async def test_a_member_that_is_lost_before_its_group_is_known() -> None:
+    """By the thread that hears of the loss: it is busy when the group is made."""
+    async with local_cluster(3, limits=LIMITS) as ranks:
+        board, busy = ranks[0]._board, threading.Event()
+        board.loop.call(busy.wait, 10.0)
+        board.loop.call(board.on_lost, 2, "its connection broke")
+        handle = ranks[0].subgroup([0, 2]).all_reduce(SMALL, timeout_s=10.0)
+        start = time.monotonic()
+        busy.set()
+        with pytest.raises(PeerLost, match="rank 2"):
+            await handle
+        assert time.monotonic() - start < 1.0
+        for rank in ranks:
+            rank.abort()

@@ -142,9 +142,9 @@ async def test_blocking_the_loop_thread_is_refused(pair: Ranks) -> None:
     handle = pair[0].all_reduce(torch.ones(1))
 
     async def block() -> None:
-        with pytest.raises(StateError, match="waiting for all_reduce on the loop thread"):
+        with pytest.raises(StateError, match="waiting for all_reduce on a thread of shardnet's"):
             handle.wait()
-        with pytest.raises(StateError, match="waiting for all_reduce on the loop thread"):
+        with pytest.raises(StateError, match="waiting for all_reduce on a thread of shardnet's"):
             handle.exception()
 
     await LoopThread.shared().run_here(block())

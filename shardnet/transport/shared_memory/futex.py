@@ -33,6 +33,7 @@ give_way = _libc.sched_yield
 def wait(address: int, seen: int, timeout_s: float) -> None:
     """Sleep until somebody wakes those who wait there; or not at all if the 32-bit word is not `seen` any more. It may also return
     earlier, for no reason."""
+    timeout_s = max(timeout_s, 0.0)
     span = _Span(int(timeout_s), int(timeout_s % 1 * 1e9))
     if _syscall(_SYSCALL, address, _WAIT, seen, ctypes.addressof(span), None, 0) == -1:
         error = ctypes.get_errno()

@@ -5,7 +5,8 @@ than moving 100 KiB. So what is small, and waited for, is left in memory instead
 which the others map read-only, and a thread that waits for one looks there itself.
 
 A mailbox begins with a count of letters, which is the word that readers sleep on (futex.py). A directory says which letters there are:
-an entry is a few words, of which `number` is written last and taken away first, so an entry is seen whole or not at all. The letters'
+an entry is a few words, of which `number` is written last and taken away first, and `serial`, which is never the same again, written
+before the others: who finds both as they were when he has read the rest has seen one entry and all of it. The letters'
 bytes lie in a ring. A reader acknowledges a letter in its own mailbox, by the letter's serial number, so all memory has one writer;
 a letter that all of its readers have acknowledged is forgotten by its writer, who looks when it needs the room.
 
@@ -119,7 +120,7 @@ class Mailbox:
         with self._lock:
             start = self._place(noted + len(data))
             entry = self._entry(group, sequence)
-            if entry is None or not self._make_room(start + noted + len(data)):
+            if entry is None or noted + len(data) > self.capacity or not self._make_room(start + noted + len(data)):
                 return None
             posted = self._at[entry] = Posted(entry, next(self._serials), start, start + noted + len(data), readers)
             self._posted.append(posted)
@@ -129,8 +130,8 @@ class Mailbox:
             np.copyto(self._ring[at + noted : at + noted + len(data)], np.frombuffer(data, np.uint8))  # lets other threads run
             words, base = self._words, _DIRECTORY + entry * _ENTRY_WORDS
             words[base + _NUMBER] = 0
-            words[base + _GROUP] = group
             words[base + _SERIAL] = posted.serial
+            words[base + _GROUP] = group
             words[base + _START] = at
             words[base + _NOTE_BYTES] = len(note)
             words[base + _DATA_BYTES] = len(data)
@@ -147,8 +148,10 @@ class Mailbox:
                 self._ring_bell()
 
     def acknowledge(self, view: "MailboxView", letter: Letter) -> None:
-        """This rank needs a letter no more."""
-        self._words[_RECEIPTS + view.place * _ENTRIES + letter.entry] = letter.serial
+        """This rank needs a letter no more. One that was taken back may be acknowledged after the next one in its entry."""
+        place = _RECEIPTS + view.place * _ENTRIES + letter.entry
+        with self._lock:
+            self._words[place] = max(self._words[place], letter.serial)
 
     def _ring_bell(self) -> None:
         self._words[_COUNT] = (self._words[_COUNT] + 1) % (1 << 32)
@@ -178,7 +181,7 @@ class Mailbox:
             if self._at[posted.entry] is posted:  # a reader that was taken for dead may look for it again
                 self._words[_DIRECTORY + posted.entry * _ENTRY_WORDS + _NUMBER] = 0
             self._posted.popleft()
-        return end - (self._posted[0].start if self._posted else end) <= self.capacity
+        return True
 
     def _is_free(self, posted: Posted) -> bool:
         if not posted.free:
@@ -211,9 +214,10 @@ class MailboxView:
         words, number = self._words, sequence + 1
         for entry in _entries(group, sequence):
             base = _DIRECTORY + entry * _ENTRY_WORDS
+            serial = words[base + _SERIAL]
             if words[base + _NUMBER] == number and words[base + _GROUP] == group:
-                serial, at, note_bytes, data_bytes = words[base + _SERIAL : base + _ENTRY_WORDS - 2]
-                if words[base + _NUMBER] != number:  # taken back while it was looked at
+                at, note_bytes, data_bytes = words[base + _START], words[base + _NOTE_BYTES], words[base + _DATA_BYTES]
+                if words[base + _NUMBER] != number or words[base + _SERIAL] != serial:  # another one, or none, since it was looked at
                     return None
                 data = at + note_bytes + -note_bytes % _ALIGNMENT
                 if data + data_bytes > len(self._ring):
@@ -228,7 +232,7 @@ class MailboxView:
 
     def has_acknowledged(self, place: int, posted: Posted) -> bool:
         """Whether its owner needs this letter of the rank with that place no more."""
-        return self._words[_RECEIPTS + place * _ENTRIES + posted.entry] == posted.serial
+        return self._words[_RECEIPTS + place * _ENTRIES + posted.entry] >= posted.serial
 
     def wait(self, seen: int, timeout_s: float) -> None:
         """Sleep until `count` is not `seen` any more, or for some time, or less."""

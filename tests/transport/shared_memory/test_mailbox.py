@@ -212,3 +212,82 @@ def test_an_entry_that_makes_no_sense(three: Three) -> None:
     three.writer._words[entry + mailbox._DATA_BYTES] = 2**63
     with pytest.raises(ProtocolError, match="a letter of 9223372036854775808 bytes"):
         three.view.find(GROUP, 0)
+
+
+def test_a_receipt_that_comes_late_does_not_take_back_the_next_one(three: Three) -> None:
+    """For a letter that was taken back: its entry has served another one since."""
+    posted = three.post(0)
+    first = three.view.find(GROUP, 0)
+    assert posted is not None
+    assert first is not None
+    three.writer.withdraw(posted)
+    second = three.post(64)
+    assert second is not None
+    assert second.entry == first.entry
+    three.acknowledge(64, 1, 2)
+    three.readers[0].acknowledge(three.view, first)
+    assert three.writer._is_free(second)
+
+
+def test_an_entry_that_changes_while_it_is_read(three: Three, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One letter follows another in its entry, with the same number in another group, its words written between the reader's reads:
+    the reader finds the new one or none."""
+    found = 0
+    for seed in range(500):
+        group, other = GROUP - 64 * (2 * seed + 1), GROUP - 64 * (2 * seed + 2)
+        rng, words = random.Random(seed), three.writer._words
+        assert three.post(0, b"other", group=other)
+        letter = three.view.find(other, 0)
+        assert letter is not None
+        for reader in three.readers:
+            reader.acknowledge(three.view, letter)
+        written = _Writes(words)
+        with monkeypatch.context() as patched:
+            patched.setattr(three.writer, "_words", written)
+            posted = three.post(0, b"new", group=group)
+            patched.setattr(three.view, "_words", _Between(words, written, rng))
+            seen = three.view.find(group, 0)
+        written.apply(100)
+        assert posted is not None
+        if seen is not None:
+            assert three.view.holds(seen)
+            assert (bytes(seen.note), bytes(seen.data)) == (NOTE, b"new")
+            found += 1
+        letter = three.view.find(group, 0)
+        assert letter is not None
+        for reader in three.readers:
+            reader.acknowledge(three.view, letter)
+    assert 0 < found < 500
+
+
+class _Writes:
+    """The words of a mailbox whose entries are written when `apply` says so."""
+
+    def __init__(self, words: memoryview) -> None:
+        self._words = words
+        self._waiting: list[tuple[int, int]] = []
+
+    def __getitem__(self, index: int) -> int:
+        return self._words[index]
+
+    def __setitem__(self, index: int, value: int) -> None:
+        if index < mailbox._DIRECTORY:
+            self._words[index] = value
+        else:
+            self._waiting.append((index, value))
+
+    def apply(self, count: int) -> None:
+        for index, value in self._waiting[:count]:
+            self._words[index] = value
+        del self._waiting[:count]
+
+
+class _Between:
+    """The words as a reader sees them who is interrupted now and then."""
+
+    def __init__(self, words: memoryview, written: _Writes, rng: random.Random) -> None:
+        self._words, self._written, self._rng = words, written, rng
+
+    def __getitem__(self, index: int) -> int:
+        self._written.apply(self._rng.choice((0, 0, 1, 2, 3, 9)))
+        return self._words[index]
