@@ -174,7 +174,8 @@ class Group:
         """A chunk that came for a round: its letter, or where its sender is, or an end to it."""
         control = chunk.control or mesh_pb2.Control()
         if control.HasField("abort"):
-            begun.fail(self._verdict(begun, source, control.abort))
+            if not begun.fail(self._verdict(begun, source, control.abort)):
+                self._take_back(begun.sequence)
         elif control.HasField("announcement") and control.announcement.signature != begun.call.signature:
             self.mismatch(begun, source, control.announcement.signature)
         elif control.HasField("announcement") and not control.announcement.posted:
@@ -320,8 +321,15 @@ class Group:
                 return
         if begun is not None:
             self._answer(begun, source, chunk)
-        else:
-            self.board.stale_chunks += 1
+            return
+        self.board.stale_chunks += 1
+        if chunk.control is not None and chunk.control.HasField("abort"):
+            self._take_back(chunk.sequence)
+
+    def _take_back(self, sequence: int) -> None:
+        """A collective that has ended well here has failed elsewhere."""
+        if self.mail is not None:
+            self.mail.take_back(sequence)
 
     def _has_entered(self, sequence: int) -> bool:
         return sequence < self._next and sequence not in self._ahead

@@ -9,8 +9,9 @@ by the attendant, a thread that looks after those that an event loop or a callba
 Rounds have numbers of the group's like its other collectives, and which are rounds follows from what all ranks know. Ranks that are in
 different collectives find out by the letters, or by their streams: who waits for long announces its round there, and an announcement
 that finds a round of something else ends both. A rank whose round fails takes its letter back and tells the others why; what they have
-read of it by then they do not use. A rank that has all letters is sure that all ranks have entered the same collective, so a round that
-has ended well for one rank fails on another only if that one gave up first, or lost somebody.
+read of it by then they do not use. Who has ended the round well when it hears of that takes its letter back, too: a rank that has failed
+need not have seen it, and would never acknowledge it. A rank that has all letters is sure that all ranks have entered the same
+collective, so a round that has ended well for one rank fails on another only if that one gave up first, or lost somebody.
 
 Where a mailbox has no room, for its readers are behind, the letter goes over the streams instead: rounds never wait for those of
 another group.
@@ -26,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from shardnet.collectives.operation import Call
 from shardnet.loop import LoopThread
 from shardnet.telemetry import Track
-from shardnet.transport.shared_memory import Letter, Mailbox, MailboxView, Posted, give_way
+from shardnet.transport.shared_memory import Letter, Mailbox, MailboxView, give_way
 from shardnet.wire import Buffer
 
 if TYPE_CHECKING:
@@ -64,6 +65,10 @@ class Mail:
         self.attendant = attendant
         self.spin_s = SPIN_S
 
+    def take_back(self, sequence: int) -> None:
+        """A round has failed, here or elsewhere: its letter is not for anybody who has yet to read it."""
+        self.mailbox.withdraw(self.group.id, sequence)
+
     def learn(self, *, in_vain: bool) -> None:
         """Looking without sleeping was worth it, or not."""
         self.spin_s = max(self.spin_s / 2, LEAST_SPIN_S) if in_vain else min(self.spin_s * 2, SPIN_S)
@@ -88,7 +93,6 @@ class Round(concurrent.futures.Future[Any]):
         self._over = False
         self._given_up = False  # what is left to come is its error, from this rank's loop thread
         self._taken_back = False  # one of the letters was; its writer says why, or is lost, or it is late
-        self._posted: Posted | None = None
         self._missing = [*mail.views]
         self._letters: dict[int, Letter] = {}
         self._data: dict[int, Buffer] = {}
@@ -143,8 +147,7 @@ class Round(concurrent.futures.Future[Any]):
             self.queued = False
             start = time.perf_counter_ns()
             try:
-                self._posted = mail.mailbox.post(mail.group.id, self.sequence, self._note, self._share.data, mail.readers)
-                if self._posted is None:
+                if not mail.mailbox.post(mail.group.id, self.sequence, self._note, self._share.data, mail.readers):
                     mail.group.board.loop.call(mail.group.announce_round, self, tuple(mail.views), bytes(self._share.data))
             except Exception as error:  # noqa: BLE001 - whatever it is belongs to who waits for this round
                 self._give_up(mail.group.fail, self, error)
@@ -203,8 +206,7 @@ class Round(concurrent.futures.Future[Any]):
                 return False
             self._over = True
             self.error = error
-            if self._posted is not None:
-                self._mail.mailbox.withdraw(self._posted)
+        self._mail.take_back(self.sequence)
         for rank in self._missing:  # who has ended it well has left a letter before this one was taken back
             letter = self._mail.views[rank].find(self._mail.group.id, self.sequence)
             if letter is not None:

@@ -21,6 +21,7 @@ from shardnet.config import KIB, Limits, Timeouts
 from shardnet.errors import ClosedError, CollectiveError, CollectiveMismatch, CollectiveTimeout, PeerLost, ShardnetError, StateError
 from shardnet.testing import each_error, each_rank, local_cluster, loopback_cluster
 from shardnet.transport.shared_memory import MailboxView, futex
+from shardnet.wire import Chunk
 from tests.contract.programs import Runner, random_step
 
 pytestmark = pytest.mark.skipif(not futex.available, reason="mailboxes need Linux on x86-64")
@@ -337,6 +338,39 @@ async def test_a_letter_of_a_rank_that_has_given_up_is_not_used(told: bool) -> N
             late.fail(late.rounds[0], CollectiveError("told by rank 0"))
         with pytest.raises(CollectiveError, match="told by rank 0" if told else "did not end within 0.5 s"):
             await theirs
+
+
+async def test_a_letter_that_nobody_will_acknowledge_is_taken_back() -> None:
+    """Rank 1, whose letter went over its stream, gives up before rank 0 begins, which hears of it when it has ended well."""
+    async with local_cluster(2, limits=LIMITS) as ranks:
+        group, held, received = ranks[0]._group, [], threading.Event()
+        on_chunk = group.on_chunk
+
+        def hold_back(source: int, chunk: Chunk) -> None:
+            if chunk.control is not None and chunk.control.HasField("abort"):
+                held.append((source, chunk))
+                received.set()
+            else:
+                on_chunk(source, chunk)
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(group, "on_chunk", hold_back)
+            patched.setattr(ranks[1]._board.mesh.mailbox, "post", lambda *_: None)
+            theirs = ranks[1].all_reduce(SMALL, timeout_s=0.1)
+            with pytest.raises(CollectiveTimeout):
+                await theirs
+            assert await asyncio.to_thread(received.wait, 10.0)
+            assert torch.equal(await ranks[0].all_reduce(SMALL), ones_of(2))
+        mailbox = ranks[0]._board.mesh.mailbox
+        assert mailbox is not None
+        assert not all(map(mailbox._is_free, mailbox._posted))
+        await ranks[0]._board.loop.run_here(_call(on_chunk, *held[0]))
+        assert all(map(mailbox._is_free, mailbox._posted))
+        assert torch.equal((await each_rank(ranks, lambda rank: rank.all_reduce(SMALL)))[0], ones_of(2))
+
+
+async def _call(function: Callable[..., object], *args: object) -> None:
+    function(*args)
 
 
 async def test_a_rank_that_is_lost_ends_what_waits_for_it() -> None:

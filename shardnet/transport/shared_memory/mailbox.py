@@ -68,6 +68,8 @@ class Letter:
 class Posted:
     """A letter as its writer knows it."""
 
+    group: int
+    sequence: int
     entry: int
     serial: int
     start: int  # in the ring, from the first byte ever written
@@ -122,7 +124,8 @@ class Mailbox:
             entry = self._entry(group, sequence)
             if entry is None or noted + len(data) > self.capacity or not self._make_room(start + noted + len(data)):
                 return None
-            posted = self._at[entry] = Posted(entry, next(self._serials), start, start + noted + len(data), readers)
+            posted = Posted(group, sequence, entry, next(self._serials), start, start + noted + len(data), readers)
+            self._at[entry] = posted
             self._posted.append(posted)
             self._head = posted.end
             at = start % self.capacity
@@ -139,13 +142,14 @@ class Mailbox:
             self._ring_bell()
         return posted
 
-    def withdraw(self, posted: Posted) -> None:
-        """Take a letter back: who has not read it never will."""
+    def withdraw(self, group: int, sequence: int) -> None:
+        """Take a letter back, if it is still there: who has not read it never will."""
         with self._lock:
-            if not posted.free:
-                posted.free = True
-                self._words[_DIRECTORY + posted.entry * _ENTRY_WORDS + _NUMBER] = 0
-                self._ring_bell()
+            for posted in self._posted:
+                if (posted.group, posted.sequence) == (group, sequence) and not posted.free:
+                    posted.free = True
+                    self._words[_DIRECTORY + posted.entry * _ENTRY_WORDS + _NUMBER] = 0
+                    self._ring_bell()
 
     def acknowledge(self, view: "MailboxView", letter: Letter) -> None:
         """This rank needs a letter no more. One that was taken back may be acknowledged after the next one in its entry."""

@@ -103,12 +103,12 @@ def test_one_that_is_taken_back_is_seen_to_be(three: Three) -> None:
     assert posted is not None
     assert letter is not None
     before = three.view.count
-    three.writer.withdraw(posted)
+    three.writer.withdraw(GROUP, 0)
     assert not three.view.holds(letter)
     assert three.read(0) is None
     assert three.view.count != before  # who sleeps is woken
     assert three.post(1, bytes(600))  # nobody has acknowledged the other one
-    three.writer.withdraw(posted)  # again: changes nothing
+    three.writer.withdraw(GROUP, 0)  # again: changes nothing
     assert three.read(1) == bytes(600)
 
 
@@ -220,7 +220,7 @@ def test_a_receipt_that_comes_late_does_not_take_back_the_next_one(three: Three)
     first = three.view.find(GROUP, 0)
     assert posted is not None
     assert first is not None
-    three.writer.withdraw(posted)
+    three.writer.withdraw(GROUP, 0)
     second = three.post(64)
     assert second is not None
     assert second.entry == first.entry
