@@ -158,12 +158,12 @@ class Round(concurrent.futures.Future[Any]):
         nothing to look for any more."""
         mail = self._mail
         with self._lock:
-            if self.queued:
+            if self.is_settled:
+                return None
+            if self.queued or self._taken_back:
                 return mail.readers[0]
             now = time.perf_counter_ns()
             self._since_ns = self._since_ns or now
-            if self._taken_back:
-                return mail.readers[0]
             try:
                 if (missing := self._collect()) is not None or self.is_settled:
                     return missing
