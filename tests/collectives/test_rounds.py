@@ -441,9 +441,13 @@ def _interrupt(*_: object) -> None:
 @pytest.mark.parametrize("thread", [True, False])
 async def test_a_queue_goes_on_behind_one_that_has_failed_in_it(thread: bool) -> None:
     async with local_cluster(2, timeouts=Timeouts.for_tests(), limits=replace(LIMITS, max_outstanding=2)) as ranks:
-        handles = [ranks[0].all_reduce(SMALL, timeout_s=0.3 if number == 3 else 10.0) for number in range(6)]
-        with pytest.raises(CollectiveTimeout):
-            await (asyncio.to_thread(handles[3].wait) if thread else _result(handles[3]))
+        handles = [ranks[0].all_reduce(SMALL, timeout_s=10.0) for _ in range(6)]
+        waiting = asyncio.create_task(asyncio.to_thread(handles[3].wait) if thread else _result(handles[3]))
+        await asyncio.sleep(0.05)
+        group = ranks[0]._group
+        group.board.loop.call(group.fail, group.rounds[3], CollectiveError("told"))
+        with pytest.raises(CollectiveError, match="told"):
+            await asyncio.wait_for(waiting, 1.0)
 
         async def follow(number: int) -> torch.Tensor | None:
             try:
