@@ -91,7 +91,9 @@ def _figure(plot: Plot) -> Figure:
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks], minor=False)
     axes.set_xticks([], minor=True)
     axes.grid(visible=True, which="major", color="#d0d7de", linewidth=0.6)
-    axes.legend(fontsize="small", frameon=False)
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("")
+    axes.legend(fontsize="small", frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     axes.spines[["top", "right"]].set_visible(False)
     return figure
 
@@ -101,7 +103,8 @@ def _draw(axes: Axes, plot: Plot, line: Line) -> None:
     xs, peer = [x for x, _ in rows], rows[0][1].peer
     ours_ms = [row.ours_ms / plot.per(row) for _, row in rows]
     peer_ms = [row.peer_ms / plot.per(row) for _, row in rows]
-    axes.plot(xs, ours_ms, color=line.colour, marker="o", markersize=4, label=_label(OURS, line))
+    if _label(OURS, line) not in axes.get_legend_handles_labels()[1]:  # one that has two peers is drawn once
+        axes.plot(xs, ours_ms, color=line.colour, marker="o", markersize=4, label=_label(OURS, line))
     axes.plot(xs, peer_ms, color=line.colour, marker="s", markersize=3, linestyle="--", alpha=0.65, label=_label(peer, line))
 
 
