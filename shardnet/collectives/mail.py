@@ -130,9 +130,14 @@ class Round(concurrent.futures.Future[Any]):
         return super().exception(self._look(timeout))
 
     def add_done_callback(self, fn: Callable[["concurrent.futures.Future[Any]"], object]) -> None:
+        """It runs on the loop thread, as those of any other collective do, unless the round is done already: whoever ends a round, even by
+        asking whether it is done, may hold a lock that it needs."""
         if not self._over:
             self._look(0.0)
-        super().add_done_callback(fn)
+        if super().done():
+            super().add_done_callback(fn)
+            return
+        super().add_done_callback(lambda done: self._mail.group.board.loop.call(fn, done))
         if not self._over:
             self._mail.attendant.take(self)
 

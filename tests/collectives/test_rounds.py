@@ -547,6 +547,31 @@ async def test_a_callback_may_not_wait_and_its_errors_are_its_own(caplog: pytest
         assert first.exception() is None
 
 
+async def test_callbacks_do_not_run_where_somebody_asks_whether_it_is_done() -> None:
+    """Who may hold a lock that the callback needs."""
+    lock, order = threading.Lock(), []
+    async with local_cluster(2, limits=LIMITS) as ranks:
+        for _ in range(20):
+            ended = threading.Event()
+            first, second = ranks[0].all_reduce(SMALL), ranks[0].all_reduce(SMALL)
+
+            def advance(_: object, other: Pending[torch.Tensor] = second, ended: threading.Event = ended) -> None:
+                with lock:
+                    order.append(other.done())
+                    if len(order) % 2 == 0:
+                        ended.set()
+
+            first.add_done_callback(advance)
+            second.add_done_callback(advance)
+            theirs = [ranks[1].all_reduce(SMALL) for _ in range(2)]
+            with lock:
+                first.done()
+                second.done()
+            assert await asyncio.to_thread(ended.wait, 10.0)
+            for each in (first, second, *theirs):
+                assert torch.equal(await each, ones_of(2))
+
+
 async def test_what_does_not_fit_a_mailbox_goes_over_the_streams() -> None:
     async with local_cluster(2, limits=replace(LIMITS, letter_bytes=64)) as ranks:
         for length in (150, 400):
