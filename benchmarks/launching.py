@@ -20,6 +20,7 @@ from shardnet.cli.launch.console import Console
 from shardnet.cli.launch.job import Job
 from shardnet.cli.launch.launcher import launch
 from shardnet.cli.services import local_rendezvous
+from shardnet.credentials import Security
 from shardnet.telemetry import Progress
 
 T = TypeVar("T")
@@ -95,7 +96,7 @@ def _run_here(session: Session, directory: Path, journal: Journal) -> int:
         return journal.last_progress()
 
     with Console() as console:
-        return asyncio.run(launch(job, console, local_rendezvous, progress))
+        return asyncio.run(launch(job, console, lambda: local_rendezvous(Security()), progress))
 
 
 def _run_on_nodes(session: Session, directory: Path, _: Journal) -> int:

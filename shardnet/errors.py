@@ -9,6 +9,7 @@ ShardnetError
 │   ├── DtypeError
 │   ├── AddressError               not host:port
 │   ├── PlaintextRefused           unprotected traffic off this machine
+│   ├── CredentialsError           certificates or a join token that cannot be used
 │   └── StateError (RuntimeError)  right call, wrong moment
 ├── CollectiveError                a collective failed; the process goes on
 │   ├── CollectiveMismatch         ranks disagree on what the collective is
@@ -16,6 +17,7 @@ ShardnetError
 │   └── PeerLost                   (ConnectionError) a rank died, froze or left
 ├── ListenError (OSError)          this process cannot listen on that address
 ├── EndpointUnavailable (ConnectionError)  nobody answers at that address
+├── HandshakeError (ConnectionError)  one end would not trust the other
 ├── ProtocolError                  a peer sent what no shardnet worker sends
 ├── ClosedError                    the backend or cluster is closed
 └── RendezvousError                joining failed
@@ -81,6 +83,10 @@ class PlaintextRefused(UsageError):
     """Unencrypted traffic would leave this machine, and nobody said that it may."""
 
 
+class CredentialsError(UsageError):
+    """Certificates or a join token that cannot be used: missing, damaged, expired, or for something else."""
+
+
 class StateError(UsageError, RuntimeError):
     """The call is right but comes at the wrong moment."""
 
@@ -115,6 +121,10 @@ class ListenError(ShardnetError, OSError):
 
 class EndpointUnavailable(ShardnetError, ConnectionError):
     """No shardnet process answered at an address in time."""
+
+
+class HandshakeError(ShardnetError, ConnectionError):
+    """A connection was refused before anything was asked: one end has no certificate that the other trusts, or no TLS at all."""
 
 
 class ProtocolError(ShardnetError):

@@ -15,6 +15,7 @@ class Member:
     address: str  # host:port
     node: str  # identity of the host
     incarnation: str  # new at every start
+    identity: str = ""  # which its certificate has proved: a URI (credentials/identity.py); empty without TLS
 
 
 @dataclass(frozen=True, slots=True)

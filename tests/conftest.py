@@ -2,6 +2,8 @@
 
 import os
 
+import hypothesis  # noqa: F401 - its plugin imports it at the end of a run otherwise, deep in calls, at which Python 3.11 may fail (gh-106905)
+
 import shardnet  # noqa: F401 - before grpc, which reads from the environment that shardnet sets how much it prints
 from tests.training.workers import nursery
 

@@ -6,7 +6,9 @@ import signal
 
 from shardnet.address import Address
 from shardnet.cli import arguments
-from shardnet.credentials import Security
+from shardnet.cli.protection import Protection
+from shardnet.credentials import Role, Security
+from shardnet.errors import CredentialsError
 from shardnet.rendezvous.server import RendezvousServer
 
 DEFAULT_LISTEN = "127.0.0.1:7000"
@@ -18,6 +20,8 @@ EPILOG = """\
 examples:
   shardnet rendezvous
       for workers of this machine, on 127.0.0.1:7000
+  shardnet rendezvous --listen 10.0.0.1:7000 --certs cluster/rendezvous
+      for workers of other machines, with certificates: see 'shardnet certs --help'
   shardnet rendezvous --listen 10.0.0.1:7000 --insecure
       for workers of a network that you trust: connections are neither encrypted nor authenticated
 """
@@ -32,32 +36,43 @@ def add_to(commands: arguments.Commands) -> None:
         metavar="HOST:PORT",
         help="address to listen on; port 0 lets the system choose (default: %(default)s)",
     )
-    parser.add_argument("--insecure", action="store_true", help="allow unencrypted connections from other machines")
+    Protection.add_to(parser)
     parser.set_defaults(execute=execute)
 
 
 def execute(options: arguments.Arguments) -> int:
     """Serve until SIGINT or SIGTERM. Raises ListenError, or PlaintextRefused for another machine's sake."""
     logging.getLogger("shardnet.rendezvous").setLevel(logging.INFO)
-    return asyncio.run(_serve(options.listen, insecure=options.insecure))
+    protection = Protection.of(options)
+    return asyncio.run(_serve(options.listen, protection, _as_rendezvous(protection)))
 
 
-async def _serve(listen: str, *, insecure: bool) -> int:
+def _as_rendezvous(protection: Protection) -> Security:
+    security = protection.security(Role.RENDEZVOUS)
+    if security.credentials is not None and security.credentials.identity.role is not Role.RENDEZVOUS:
+        raise CredentialsError(
+            f"{protection.certs} is for {security.credentials.identity}, whom no worker takes for a rendezvous; use the folder "
+            "'rendezvous' that `shardnet certs init` has made, or make one with `shardnet certs issue --rendezvous`"
+        )
+    return security
+
+
+async def _serve(listen: str, protection: Protection, security: Security) -> int:
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopped.set)
-    async with RendezvousServer(listen, security=Security(insecure=insecure)) as server:
-        print(_welcome(server.address, insecure=insecure), flush=True)
+    async with RendezvousServer(listen, security=security) as server:
+        print(_welcome(server.address, protection), flush=True)
         await stopped.wait()
     print("rendezvous: closed", flush=True)
     return 0
 
 
-def _welcome(address: str, *, insecure: bool) -> str:
+def _welcome(address: str, protection: Protection) -> str:
     parsed = Address.parse(address)
     reachable = f"THIS-MACHINE:{parsed.port}" if parsed.is_unspecified else address
-    flag = " --insecure" if insecure else ""
+    flag = protection.flags
     return (
         f"rendezvous: listening on {address}; Ctrl-C ends it\n"
         f"rendezvous: on each of M machines: shardnet run --nproc N --nnodes M --rendezvous {reachable}{flag} SCRIPT\n"

@@ -11,9 +11,10 @@ from shardnet.cli import arguments
 from shardnet.cli.launch.console import Console
 from shardnet.cli.launch.job import Job
 from shardnet.cli.launch.launcher import launch
+from shardnet.cli.protection import Protection
 from shardnet.cli.services import local_rendezvous, worker_progress
-from shardnet.credentials import check_plaintext
-from shardnet.errors import UsageError
+from shardnet.credentials import Identity, Role
+from shardnet.errors import CredentialsError, UsageError
 
 DESCRIPTION = """\
 Start NPROC workers on this machine, show their output with rank prefixes, and end all of them when one fails.
@@ -27,9 +28,9 @@ examples:
       two workers on this machine; what follows the script is the script's
   shardnet run --nproc 4 -m my_project.train -- --help
       a module; '--' is optional
-  shardnet run --nproc 2 --nnodes 3 --rendezvous 10.0.0.1:7000 --listen 10.0.0.2 --insecure train.py
+  shardnet run --nproc 2 --nnodes 3 --rendezvous 10.0.0.1:7000 --listen 10.0.0.2 --certs node-2 train.py
       one of three machines with two workers each; the rendezvous was started with
-      'shardnet rendezvous --listen 10.0.0.1:7000 --insecure'
+      'shardnet rendezvous --listen 10.0.0.1:7000 --certs cluster/rendezvous' (see 'shardnet certs --help')
 """
 
 
@@ -59,7 +60,7 @@ def add_to(commands: arguments.Commands) -> None:
         metavar="HOST",
         help="this machine's address for the others (default: the one from which it reaches the rendezvous)",
     )
-    parser.add_argument("--insecure", action="store_true", help="allow unencrypted connections to other machines")
+    Protection.add_to(parser)
     parser.add_argument(
         "--grace",
         type=arguments.seconds,
@@ -81,13 +82,12 @@ def add_to(commands: arguments.Commands) -> None:
 
 
 def execute(options: arguments.Arguments) -> int:
-    """Raises UsageError for a script that is not there, or for addresses off this machine without --insecure."""
+    """Raises UsageError for a script that is not there, for certificates that are of no use, or for addresses off this machine
+    without protection."""
     if not options.module and not Path(options.script).exists():
         raise UsageError(f"there is no file {options.script!r}; to run a module, put -m before its name")
-    if not options.insecure:  # here, where it is one line: the workers would all tell it, each with a traceback
-        for given in (options.rendezvous, options.listen and str(Address(options.listen, 0))):
-            if given:
-                check_plaintext(given, insecure=False)
+    protection = Protection.of(options)
+    identity = _check(options, protection)
     return run_job(
         Job(
             target=options.script,
@@ -96,18 +96,33 @@ def execute(options: arguments.Arguments) -> int:
             nproc=options.nproc,
             nnodes=options.nnodes,
             rendezvous=options.rendezvous,
-            name=options.job or ("default" if options.nnodes > 1 else f"run-{secrets.token_hex(4)}"),
+            name=options.job or (identity and identity.job) or ("default" if options.nnodes > 1 else f"run-{secrets.token_hex(4)}"),
             node=options.node,
             listen=options.listen,
-            insecure=options.insecure,
+            protection=protection if options.rendezvous else protection.on_this_machine(),
             grace_s=options.grace,
             trace=None if options.trace is None else str(options.trace.absolute()),
         )
     )
 
 
+def _check(options: arguments.Arguments, protection: Protection) -> Identity | None:
+    """Whose certificate the workers have. Here, where it is one line: the workers would all say what is wrong, each with a traceback."""
+    security = protection.security(Role.WORKER)
+    for given in (options.rendezvous, options.listen and str(Address(options.listen, 0))):
+        if given:
+            security.check(given)
+    identity = None if security.credentials is None else security.credentials.identity
+    if identity is not None and options.rendezvous and not identity.may_join(options.job or identity.job or "default"):
+        raise CredentialsError(
+            f"{protection.certs} is for {identity}, which does not let workers join job {options.job!r}; "
+            "make one that does with `shardnet certs issue --job`, or use another folder"
+        )
+    return identity
+
+
 def run_job(job: Job) -> int:
     """Launch in the foreground; returns the exit status."""
-    ask = functools.partial(worker_progress, insecure=job.insecure)
+    ask = functools.partial(worker_progress, security=job.protection.security(Role.OPERATOR))
     with Console() as console:
-        return asyncio.run(launch(job, console, local_rendezvous, ask))
+        return asyncio.run(launch(job, console, lambda: local_rendezvous(job.protection.security(Role.RENDEZVOUS)), ask))

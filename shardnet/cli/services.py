@@ -11,14 +11,14 @@ PROGRESS_TIMEOUT_S = 2.0  # a busy worker answers late; a bar that stands still 
 CLOSE_S = 0.2  # the workers are gone when a local rendezvous closes: nobody's goodbye is waited for
 
 
-def local_rendezvous() -> RendezvousServer:
+def local_rendezvous(security: Security) -> RendezvousServer:
     """A rendezvous for the workers of this machine alone, on a port that the system chooses."""
-    return RendezvousServer("127.0.0.1:0", timeouts=Timeouts(drain_s=CLOSE_S))
+    return RendezvousServer("127.0.0.1:0", timeouts=Timeouts(drain_s=CLOSE_S), security=security)
 
 
-async def worker_progress(address: str, *, insecure: bool) -> Progress:
-    """What the worker's program reported last; raises EndpointUnavailable or ProtocolError."""
-    reply = await snapshot(address, timeout_s=PROGRESS_TIMEOUT_S, security=Security(insecure=insecure))
+async def worker_progress(address: str, *, security: Security) -> Progress:
+    """What the worker's program reported last; raises EndpointUnavailable, HandshakeError or ProtocolError."""
+    reply = await snapshot(address, timeout_s=PROGRESS_TIMEOUT_S, security=security)
     return read_progress(reply.progress)
 
 

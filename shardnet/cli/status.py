@@ -4,8 +4,9 @@ import asyncio
 
 from shardnet.cli import arguments
 from shardnet.cli.observation import Observer
+from shardnet.cli.protection import Protection
 from shardnet.cli.table import as_json, as_text
-from shardnet.credentials import Security
+from shardnet.credentials import Role
 
 TIMEOUT_S = 3.0
 DESCRIPTION = """\
@@ -16,7 +17,7 @@ The exit status is 1 if nobody answers at ADDRESS.
 EPILOG = """\
 examples:
   shardnet status 127.0.0.1:7000
-  shardnet status 10.0.0.1:7000 --insecure --json
+  shardnet status 10.0.0.1:7000 --certs cluster/alice --json
 """
 
 
@@ -24,13 +25,13 @@ def add_to(commands: arguments.Commands) -> None:
     parser = commands.add_parser("status", help="who is in the cluster, and how they are doing", description=DESCRIPTION, epilog=EPILOG)
     parser.add_argument("address", type=arguments.address, metavar="ADDRESS", help="HOST:PORT of a rendezvous or a worker")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--insecure", action="store_true", help="allow unencrypted connections to other machines")
+    Protection.add_to(parser)
     parser.set_defaults(execute=execute)
 
 
 def execute(options: arguments.Arguments) -> int:
-    """Raises EndpointUnavailable or ProtocolError."""
-    observer = Observer(Security(insecure=options.insecure), TIMEOUT_S)
+    """Raises EndpointUnavailable, HandshakeError or ProtocolError."""
+    observer = Observer(Protection.of(options).security(Role.OPERATOR), TIMEOUT_S)
     view = asyncio.run(observer.look(options.address))
     print(as_json(view) if options.json else as_text(view))
     return 0

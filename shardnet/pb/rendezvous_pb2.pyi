@@ -59,20 +59,22 @@ class Assignment(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., rank: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ...) -> None: ...
 
 class Member(_message.Message):
-    __slots__ = ("rank", "local_rank", "node_group", "address", "node", "incarnation")
+    __slots__ = ("rank", "local_rank", "node_group", "address", "node", "incarnation", "identity")
     RANK_FIELD_NUMBER: _ClassVar[int]
     LOCAL_RANK_FIELD_NUMBER: _ClassVar[int]
     NODE_GROUP_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
     rank: int
     local_rank: int
     node_group: int
     address: str
     node: str
     incarnation: str
-    def __init__(self, rank: _Optional[int] = ..., local_rank: _Optional[int] = ..., node_group: _Optional[int] = ..., address: _Optional[str] = ..., node: _Optional[str] = ..., incarnation: _Optional[str] = ...) -> None: ...
+    identity: str
+    def __init__(self, rank: _Optional[int] = ..., local_rank: _Optional[int] = ..., node_group: _Optional[int] = ..., address: _Optional[str] = ..., node: _Optional[str] = ..., incarnation: _Optional[str] = ..., identity: _Optional[str] = ...) -> None: ...
 
 class MemberLost(_message.Message):
     __slots__ = ("epoch", "rank", "reason", "left")

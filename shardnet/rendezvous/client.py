@@ -9,7 +9,7 @@ from typing import Self
 import grpc
 
 from shardnet.config import Limits, Timeouts
-from shardnet.credentials import Security
+from shardnet.credentials import Role, Security
 from shardnet.errors import ShardnetError, StateError
 from shardnet.pb import rendezvous_pb2 as pb
 from shardnet.rendezvous import messages
@@ -46,6 +46,7 @@ def join(
     - RendezvousUnavailable when nobody answers at the address for `connect_s`,
     - JoinTimeout when too few workers came within `join_s`,
     - JoinRefused when the rendezvous says no, and why,
+    - HandshakeError when it and this process do not trust each other, and why,
     - ProtocolError when somebody else answers.
     Cancelling it frees the place.
     """
@@ -91,9 +92,10 @@ class Membership:
     async def __aenter__(self) -> Self:
         if self._channel is not None:
             raise StateError("a membership is entered once; join again with a new incarnation")
-        self._channel = self._security.channel(self._address, channel_options(self._timeouts, Limits()))
+        self._channel = self._security.channel(self._address, channel_options(self._timeouts, Limits()), to=Role.RENDEZVOUS)
+        joining = Joining(self._channel, self._address, self._request, self._timeouts, self._on_waiting, self._security)
         try:
-            self._lease, self._topology = await Joining(self._channel, self._address, self._request, self._timeouts, self._on_waiting).run()
+            self._lease, self._topology = await joining.run()
         except BaseException:
             await self._channel.close()
             raise

@@ -49,6 +49,10 @@ class Job:
             return self._tell_waiting()
         return [Notice(other, Lost(self.epoch, member.rank, reason, left)) for other in self._live]
 
+    def identity(self, incarnation: str) -> str:
+        """What a live member's certificate has proved."""
+        return self._live[incarnation].identity
+
     def tick(self, now: float) -> list[Notice]:
         """Form the world if enough workers are there and no more came for `settle_s`."""
         deadline = self.deadline
@@ -86,6 +90,14 @@ class Job:
         return [Notice(incarnation, waiting) for incarnation in self._live]
 
     def _check_duplicate(self, request: JoinRequest) -> None:
+        same = next((r for r in self._live.values() if r.identity and r.worker == request.worker), None)
+        if same is not None:
+            raise JoinRefused(
+                f"local rank {request.local_rank_hint} of the machine with this certificate is a live worker of job {self.name!r} at "
+                f"{same.address}; give each machine a certificate of its own (shardnet certs issue), or, if it is that one's restart, "
+                "start it again when the rendezvous has noticed the old one's end (seconds)",
+                Refusal.DUPLICATE_WORKER,
+            )
         holder = next((r for r in self._live.values() if r.address == request.address), None)
         if holder is None:
             return

@@ -8,6 +8,7 @@ from itertools import count
 import grpc
 
 from shardnet.config import Timeouts
+from shardnet.credentials import Role, Security
 from shardnet.errors import JoinRefused, JoinTimeout, RendezvousUnavailable, ShardnetError
 from shardnet.rendezvous.backoff import delays
 from shardnet.rendezvous.events import Assigned, Waiting
@@ -15,6 +16,8 @@ from shardnet.rendezvous.lease import Lease, LeaseBroken
 from shardnet.rendezvous.refusal import Refusal
 from shardnet.rendezvous.request import JoinRequest
 from shardnet.topology import Topology
+from shardnet.transport.dialing import check_trust
+from shardnet.transport.options import HANDSHAKE_S
 
 log = logging.getLogger(__name__)
 
@@ -30,9 +33,16 @@ class Joining:
     """
 
     def __init__(
-        self, channel: grpc.aio.Channel, address: str, request: JoinRequest, timeouts: Timeouts, on_waiting: OnWaiting | None
+        self,
+        channel: grpc.aio.Channel,
+        address: str,
+        request: JoinRequest,
+        timeouts: Timeouts,
+        on_waiting: OnWaiting | None,
+        security: Security,
     ) -> None:
         self._channel = channel
+        self._security = security
         self._address = address
         self._request = request
         self._timeouts = timeouts
@@ -43,7 +53,7 @@ class Joining:
         self._pauses = delays()
 
     async def run(self) -> tuple[Lease, Topology]:
-        """Try until there is a place. Raises RendezvousUnavailable, JoinTimeout, JoinRefused or ProtocolError."""
+        """Try until there is a place. Raises RendezvousUnavailable, JoinTimeout, JoinRefused, HandshakeError or ProtocolError."""
         notice = asyncio.get_running_loop().call_later(PATIENCE_S, self._say_what_is_missing)
         try:
             async with asyncio.timeout(self._timeouts.join_s):
@@ -61,6 +71,8 @@ class Joining:
                 return await self._try()
             except LeaseBroken as broken:
                 trouble = str(broken)
+                left_s = self._silent_since_s + self._timeouts.connect_s - self._clock()
+                await check_trust(self._address, self._security, min(left_s, HANDSHAKE_S), Role.RENDEZVOUS)
             except JoinRefused as refusal:
                 # our own last lease may still look alive over there, until its keepalive fails
                 if tries == 1 or refusal.reason != Refusal.DUPLICATE_INCARNATION:

@@ -56,6 +56,11 @@ class Registry:
     def is_member(self, incarnation: str) -> bool:
         return incarnation in self._job_of
 
+    def identity(self, incarnation: str) -> str | None:
+        """What a member's certificate has proved; None if it is no member."""
+        job = self._job_of.get(incarnation)
+        return None if job is None else job.identity(incarnation)
+
     def leave(self, job: str, incarnation: str) -> list[Notice]:
         """A member says goodbye. Nothing happens if it is none: leaving twice is leaving once."""
         home = self._job_of.get(incarnation)

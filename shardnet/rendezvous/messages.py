@@ -112,8 +112,11 @@ def _write_member(member: Member) -> pb.Member:
         address=member.address,
         node=member.node,
         incarnation=member.incarnation,
+        identity=member.identity,
     )
 
 
 def _read_member(message: pb.Member) -> Member:
-    return Member(message.rank, message.local_rank, message.node_group, message.address, message.node, message.incarnation)
+    return Member(
+        *(message.rank, message.local_rank, message.node_group, message.address, message.node, message.incarnation, message.identity)
+    )

@@ -20,5 +20,6 @@ def place(arrivals: Sequence[JoinRequest]) -> tuple[Member, ...]:
     for node_group, (node, requests) in enumerate(nodes.items()):
         # sorted() is stable: equal hints keep their order of arrival
         for local_rank, request in enumerate(sorted(requests, key=lambda r: r.local_rank_hint)):
-            members.append(Member(len(members), local_rank, node_group, request.address, node, request.incarnation))
+            place = (len(members), local_rank, node_group)
+            members.append(Member(*place, request.address, node, request.incarnation, request.identity))
     return tuple(members)

@@ -11,5 +11,7 @@ class Refusal(StrEnum):
     WISH = "wish"  # it asks for another world size than the job was started with
     DUPLICATE_INCARNATION = "duplicate-incarnation"  # this very start of a worker is a member already
     DUPLICATE_ADDRESS = "duplicate-address"  # a live member listens there; it is never overwritten
+    DUPLICATE_WORKER = "duplicate-worker"  # a live member has the same certificate and local rank
+    IDENTITY = "identity"  # its certificate is for something else
     FULL = "full"  # the job has its maximum of workers, or the rendezvous all that it takes
     RUNNING = "running"  # the world is formed and takes no one in

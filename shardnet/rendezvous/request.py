@@ -22,6 +22,7 @@ class JoinRequest:
     min_world_size   the job may start with this many workers when no more come for a while
     max_world_size   the job starts at once with this many; equal for all workers of the job, like the minimum
     local_rank_hint  order among the workers of one node, as their launcher counted them
+    identity         what the worker's certificate has proved to the rendezvous, which fills it in; empty without TLS
     """
 
     job: str
@@ -31,6 +32,7 @@ class JoinRequest:
     min_world_size: int
     max_world_size: int
     local_rank_hint: int = 0
+    identity: str = ""
 
     def __post_init__(self) -> None:
         for name in ("job", "incarnation", "node"):
@@ -42,6 +44,11 @@ class JoinRequest:
             )
         if self.local_rank_hint < 0:
             raise UsageError(f"local_rank_hint must not be negative, got {self.local_rank_hint}")
+
+    @property
+    def worker(self) -> tuple[str, int]:
+        """Which worker this is, whichever start of it: its machine's certificate and its number there."""
+        return self.identity, self.local_rank_hint
 
     @property
     def wish(self) -> str:

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import grpc
 
@@ -17,7 +18,10 @@ from shardnet.rendezvous import messages
 from shardnet.rendezvous.events import Assigned, Notice
 from shardnet.rendezvous.mailbox import Mailbox
 from shardnet.rendezvous.membership import Registry
+from shardnet.rendezvous.refusal import Refusal
+from shardnet.rendezvous.request import JoinRequest
 from shardnet.rendezvous.status import refuse
+from shardnet.transport.admission import caller
 from shardnet.transport.handlers import Context, stream, unary
 
 log = logging.getLogger(__name__)
@@ -66,7 +70,7 @@ class RendezvousService:
         if self._closing:
             await _say_closing(context)
         try:
-            request = messages.read_request(message)
+            request = _identified(messages.read_request(message))
             notices = self._registry.join(request, self._clock())
         except JoinRefused as refusal:
             log.info("refused %s: %s", context.peer(), refusal)
@@ -85,7 +89,10 @@ class RendezvousService:
         if self._closing:
             await _say_closing(context)
 
-    async def _leave(self, message: pb.LeaveRequest, _: Context[pb.LeaveReply]) -> pb.LeaveReply:
+    async def _leave(self, message: pb.LeaveRequest, context: Context[pb.LeaveReply]) -> pb.LeaveReply:
+        identity, joined = caller(), self._registry.identity(message.incarnation)
+        if identity is not None and joined not in (None, identity.uri):
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, f"{identity} is not the one who joined")
         self._deliver(self._registry.leave(message.job, message.incarnation))
         if (mailbox := self._mailboxes.get(message.incarnation)) is not None:
             mailbox.close()
@@ -102,6 +109,20 @@ class RendezvousService:
             if (mailbox := self._mailboxes.get(notice.to)) is not None:
                 mailbox.put(notice.event)
         self._changed.set()
+
+
+def _identified(request: JoinRequest) -> JoinRequest:
+    """The request with what its certificate says, which the caller has no say in. Raises JoinRefused for a claim beyond it."""
+    identity = caller()
+    if identity is None:
+        return request
+    if not identity.may_join(request.job):
+        raise JoinRefused(
+            f"a certificate for {identity} does not let its holder join job {request.job!r}; issue one that does "
+            f"(shardnet certs issue --job), or join the job that it is for",
+            Refusal.IDENTITY,
+        )
+    return replace(request, identity=identity.uri)
 
 
 async def _say_closing(context: Context[pb.MembershipEvent]) -> None:

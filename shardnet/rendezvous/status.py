@@ -18,6 +18,8 @@ CODES = {
     Refusal.WISH: grpc.StatusCode.FAILED_PRECONDITION,
     Refusal.DUPLICATE_INCARNATION: grpc.StatusCode.ALREADY_EXISTS,
     Refusal.DUPLICATE_ADDRESS: grpc.StatusCode.ALREADY_EXISTS,
+    Refusal.DUPLICATE_WORKER: grpc.StatusCode.ALREADY_EXISTS,
+    Refusal.IDENTITY: grpc.StatusCode.PERMISSION_DENIED,
     Refusal.FULL: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Refusal.RUNNING: grpc.StatusCode.FAILED_PRECONDITION,
 }

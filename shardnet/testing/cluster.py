@@ -32,13 +32,16 @@ async def local_cluster(
     routing: Routing = Routing.AUTO,
     shared_memory: bool | Callable[[int], bool] = True,
     lending: bool = True,
+    security: Security | None = None,
     timeouts: Timeouts | None = None,
     limits: Limits | None = None,
 ) -> AsyncIterator[list[ClusterBackend]]:
     """Backends over gRPC on loopback ports, by rank. They are closed on leaving, or aborted where an error is the reason.
 
-    `shared_memory` may be a function of the rank.
+    `shared_memory` may be a function of the rank. All ranks have the same `security`.
     """
+    security = security or Security()
+    identity = "" if security.credentials is None else security.credentials.identity.uri
     shares = shared_memory if callable(shared_memory) else lambda _: shared_memory
     timeouts, limits = timeouts or Timeouts.for_tests(), limits or Limits()
     loop = LoopThread.shared()
@@ -47,14 +50,15 @@ async def local_cluster(
         services = [MeshService(timeouts, limits) for _ in range(world_size)]
         members = []
         for rank, service in enumerate(services):
-            endpoint = Endpoint("127.0.0.1:0", limits=limits, timeouts=timeouts, snapshot=stats_pb2.SnapshotReply)
+            endpoint = Endpoint("127.0.0.1:0", limits=limits, timeouts=timeouts, snapshot=stats_pb2.SnapshotReply, security=security)
             endpoint.add_mesh(service)
             await loop.run_here(endpoint.start())
             stack.push_async_callback(_close, loop, endpoint)
-            members.append(Member(rank, rank % per_node, rank // per_node, endpoint.address, f"node{rank // per_node}", f"worker{rank}"))
+            node = rank // per_node
+            members.append(Member(rank, rank % per_node, node, endpoint.address, f"node{node}", f"worker{rank}", identity))
         topologies = [Topology(epoch=1, rank=rank, members=tuple(members)) for rank in range(world_size)]
         meshes = [
-            GrpcMesh("test", topology, service, Security(), timeouts, limits, shared_memory=shares(topology.rank), lending=lending)
+            GrpcMesh("test", topology, service, security, timeouts, limits, shared_memory=shares(topology.rank), lending=lending)
             for topology, service in zip(topologies, services, strict=True)
         ]
         starting = (

@@ -15,7 +15,6 @@ from shardnet import process
 from shardnet.backend.base import Backend
 from shardnet.backend.cluster import ClusterBackend
 from shardnet.backend.loopback import LoopbackBackend
-from shardnet.credentials import Security
 from shardnet.errors import UsageError
 from shardnet.fsdp import AsyncFSDP, Compression, MixedPrecision, ShardingStrategy
 from shardnet.fsdp.initial_values import InitFunction
@@ -196,7 +195,7 @@ async def _alone(settings: Settings, stack: AsyncExitStack) -> tuple[Backend, To
 async def _join_cluster(settings: Settings, stack: AsyncExitStack) -> tuple[Backend, Topology]:
     """Listen, join, connect to every peer. What is opened is closed by `stack`, in the opposite order."""
     loop, telemetry = LoopThread.shared(), Telemetry(tracing=bool(settings.trace))
-    security = Security(insecure=settings.insecure)
+    security = settings.security()
     topology: Topology | None = None
     endpoint = Endpoint(
         await settings.listen_address(),

@@ -11,7 +11,8 @@ from typing import Self
 from shardnet.address import Address
 from shardnet.collectives.route import Routing
 from shardnet.config import Limits, Timeouts
-from shardnet.errors import AddressError, RendezvousUnavailable, UsageError
+from shardnet.credentials import Role, Security
+from shardnet.errors import AddressError, CredentialsError, RendezvousUnavailable, UsageError
 from shardnet.rendezvous.request import MAX_WORLD_SIZE, check_text
 
 RESOLVE_EVERY_S = 0.5  # a rendezvous that starts later may have no name yet (container networks)
@@ -29,6 +30,10 @@ class Settings:
     routing         which way large collectives go: "auto" (direct inside a node, a ring across nodes), "ring" (one of all
                     ranks) or "direct" (everyone to everyone). Alike on all ranks
     report_file     where the launcher wants to read this worker's address and rank; empty: nowhere
+    insecure        allow unencrypted connections to and from other machines
+    certs           folder with this machine's certificate, as `shardnet certs issue` makes it: all connections are encrypted, and only
+                    holders of certificates of the same authority take part
+    token           in place of `certs`: a secret that all processes share, as `shardnet certs token` makes it
     trace           where rank 0 writes a timeline of all ranks at the end; empty: none is kept. Alike on all ranks
     """
 
@@ -40,6 +45,8 @@ class Settings:
     node: str = ""
     listen: str = ""
     insecure: bool = False
+    certs: str = ""
+    token: str = field(default="", repr=False)
     shared_memory: bool = True
     routing: Routing = Routing.AUTO
     report_file: str = ""
@@ -67,6 +74,8 @@ class Settings:
             "node": environment.get("SHARDNET_NODE", ""),
             "listen": environment.get("SHARDNET_LISTEN", ""),
             "insecure": _flag(environment, "SHARDNET_INSECURE"),
+            "certs": environment.get("SHARDNET_CERTS", ""),
+            "token": environment.get("SHARDNET_TOKEN", ""),
             "shared_memory": _flag(environment, "SHARDNET_SHARED_MEMORY", default=True),
             "routing": environment.get("SHARDNET_ROUTING", "") or Routing.AUTO,
             "report_file": environment.get("SHARDNET_REPORT_FILE", ""),
@@ -114,6 +123,17 @@ class Settings:
                 f"{least} asks for {self.min_world_size} workers, but without {source('rendezvous')} they cannot meet; "
                 "start the program with `shardnet run`, or give the host:port of a rendezvous"
             )
+
+    def security(self) -> Security:
+        """How this worker's connections are protected. Raises CredentialsError for certificates that are of no use for its job."""
+        security = Security.find(Role.WORKER, insecure=self.insecure, certs=self.certs, token=self.token)
+        identity = None if security.credentials is None else security.credentials.identity
+        if identity is not None and not identity.may_join(self.job):
+            raise CredentialsError(
+                f"{self.certs}: a certificate for {identity} does not let its holder join job {self.job!r}; "
+                f"make one with `shardnet certs issue --job {self.job}`, or use the folder of another"
+            )
+        return security
 
     async def listen_address(self) -> str:
         """host:port to bind; port 0 where the system shall choose. Waits until the rendezvous' name is known, up to `connect_s`."""

@@ -2,8 +2,6 @@
 
 import asyncio
 import contextlib
-import sys
-import uuid
 from enum import Enum, auto
 from types import TracebackType
 from typing import Self
@@ -13,10 +11,11 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from shardnet.address import Address
 from shardnet.config import Limits, Timeouts
-from shardnet.credentials import Security, check_plaintext
-from shardnet.errors import ListenError, StateError
-from shardnet.transport.front_door import Behind, FrontDoor
-from shardnet.transport.listening import check_free, listening_sockets
+from shardnet.credentials import Security
+from shardnet.errors import StateError
+from shardnet.transport.admission import Admission
+from shardnet.transport.front_door import FrontDoor
+from shardnet.transport.listening import listening_sockets
 from shardnet.transport.mesh_service import MeshService
 from shardnet.transport.options import server_options
 from shardnet.transport.stats_service import Snapshot, stats_handlers
@@ -44,7 +43,7 @@ class Endpoint:
         """Raises AddressError or PlaintextRefused at once; opens nothing yet."""
         self._listen = Address.parse(listen)
         self._security = security or Security()
-        check_plaintext(listen, insecure=self._security.insecure)
+        self._security.check(listen)
         self._options = server_options(timeouts, limits)
         self._drain_s = timeouts.drain_s
         self._handlers = [stats_handlers(snapshot)]
@@ -79,11 +78,12 @@ class Endpoint:
             raise StateError(f"the endpoint on {self._listen} was started before; make a new one")
         self._state = _State.CLOSED  # until everything below has worked
         await self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
-        server = grpc.aio.server(options=self._options, maximum_concurrent_rpcs=MAX_CALLS)
+        admission = Admission()
+        server = grpc.aio.server(options=self._options, maximum_concurrent_rpcs=MAX_CALLS, interceptors=[admission])
         server.add_generic_rpc_handlers(self._handlers)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         try:
-            port = await (self._bind_alone(server) if self._mesh is None else self._bind_behind(server, self._mesh))
+            port = await self._bind(server, admission)
             await server.start()
         except BaseException:
             await server.stop(0)
@@ -91,24 +91,17 @@ class Endpoint:
             raise
         self._server, self._bound, self._state = server, self._listen.with_port(port), _State.OPEN
 
-    async def _bind_alone(self, server: grpc.aio.Server) -> int:
-        """Give the port to grpcio."""
-        await check_free(self._listen)
-        try:
-            return self._security.bind(server, str(self._listen))
-        except RuntimeError as error:
-            raise ListenError(f"cannot listen on {self._listen}: another process took it in this moment; try again") from error
-
-    async def _bind_behind(self, server: grpc.aio.Server, mesh: MeshService) -> int:
-        """Give the port to a front door, and grpcio a place behind it that only this machine reaches."""
+    async def _bind(self, server: grpc.aio.Server, admission: Admission) -> int:
+        """Give the port to a front door, and grpcio a place behind it."""
         sockets = await listening_sockets(self._listen)  # first: grpcio keeps what it has bound, where this fails
         try:
-            behind = _bind_unseen(server)
+            admission.bind(server)
         except BaseException:
             for sock in sockets:
                 sock.close()
             raise
-        self._door = FrontDoor(sockets, mesh.take, behind)
+        take = None if self._mesh is None else self._mesh.take
+        self._door = FrontDoor(sockets, admission, self._security, take)
         port: int = sockets[0].getsockname()[1]
         return port
 
@@ -149,12 +142,3 @@ class Endpoint:
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         await self.aclose()
-
-
-def _bind_unseen(server: grpc.aio.Server) -> Behind:
-    """Have grpcio listen where only this machine reaches it. Raises RuntimeError."""
-    if sys.platform != "linux":
-        return "127.0.0.1", server.add_insecure_port("127.0.0.1:0")
-    name = f"shardnet-{uuid.uuid4()}"
-    server.add_insecure_port(f"unix-abstract:{name}")  # a socket without a file: nothing is left of it
-    return "\0" + name

@@ -1,7 +1,9 @@
-"""`FrontDoor`: the one port of a worker, behind which two servers live.
+"""`FrontDoor`: the one port of a process, through which everything comes that it is asked.
 
-A caller that begins with OPENING (http2/call.py) speaks our HTTP/2 and gets it. All others are passed on to grpcio, byte for
-byte: health checks, statistics, tools, and mesh streams that come through a proxy, whose connections begin in its own way.
+It does the TLS, where there is any, and so knows who calls, and says who was turned away and why: grpcio tells nobody
+(github.com/grpc/grpc/issues/38665). A caller that begins with OPENING (http2/call.py) speaks our HTTP/2 and gets it. All
+others are passed on to grpcio, byte for byte: the rendezvous' calls, health checks, statistics, tools, and mesh streams
+that come through a proxy, whose connections begin in its own way.
 """
 
 import asyncio
@@ -11,26 +13,36 @@ from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
+from shardnet.credentials import Security
+from shardnet.errors import HandshakeError
+from shardnet.transport import tls
+from shardnet.transport.admission import Admission
+from shardnet.transport.connection import Connection, PlainConnection
 from shardnet.transport.http2 import OPENING
+from shardnet.transport.http2.frames import ErrorCode, goaway, settings
 from shardnet.transport.options import HANDSHAKE_S
+from shardnet.transport.throttle import Throttle
 
 log = logging.getLogger(__name__)
 
 _RELAY_BYTES = 64 * 1024
 _REST_S = 0.1  # before the next try where a connection cannot be had
 _STALL_S = 30.0  # in which a caller must take what _RELAY_BYTES hold
+_LINGER_S = 0.5
+_TLS_ONLY = "this port takes TLS only; give this process certificates (--certs) or the join token of the cluster (SHARDNET_TOKEN)"
 
-Taker = Callable[[socket.socket], Awaitable[None]]  # owns the socket; OPENING was read from it
-Behind = str | tuple[str, int]  # where grpcio listens: a Unix socket, or a TCP address
+Taker = Callable[[Connection], Awaitable[None]]  # owns the connection; OPENING was read from it
 
 
 class FrontDoor:
     """Listening sockets and the connections that came through them; lives as long as the endpoint."""
 
-    def __init__(self, sockets: list[socket.socket], take: Taker, behind: Behind) -> None:
-        """Takes over the sockets, which listen."""
+    def __init__(self, sockets: list[socket.socket], admission: Admission, security: Security, take: Taker | None) -> None:
+        """Takes over the sockets, which listen. Without `take` our HTTP/2 is spoken to nobody."""
         self._take = take
-        self._behind = behind
+        self._admission = admission
+        self._credentials = security.credentials
+        self._refused = Throttle(log)
         self._tasks: set[asyncio.Task[None]] = set()
         self._listeners = [self._spawn(self._accept(sock), sock) for sock in sockets]
 
@@ -58,50 +70,79 @@ class FrontDoor:
         loop = asyncio.get_running_loop()
         while True:
             try:
-                sock, _ = await loop.sock_accept(listener)
+                sock, where = await loop.sock_accept(listener)
             except OSError as error:  # no descriptors, or an error of that one connection (accept(2)): there will be others
                 log.warning("cannot take a connection: %s", error.strerror)
                 await asyncio.sleep(_REST_S)
                 continue
             sock.setblocking(False)
-            self._spawn(self._welcome(sock), sock)
+            self._spawn(self._welcome(sock, f"{where[0]}:{where[1]}"), sock)
 
-    async def _welcome(self, sock: socket.socket) -> None:
+    async def _welcome(self, sock: socket.socket, caller: str) -> None:
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             async with asyncio.timeout(HANDSHAKE_S):
-                said = await _first_words(sock)
-            if said == OPENING:
-                await self._take(sock)
+                connection = await self._secure(sock)
+                said = await _first_words(connection)
+            if said == OPENING and self._take is not None:
+                await self._take(connection)
             elif said:
-                await _relay(said, sock, self._behind)
+                await _relay(said, connection, self._admission)
+        except HandshakeError as error:
+            self._refused.warning("refused a connection from %s: %s", caller, error)
+            await _linger(sock)
         except OSError:  # a timeout, too
             return
         except Exception:
             log.exception("serving a connection failed")
 
+    async def _secure(self, sock: socket.socket) -> Connection:
+        """The connection, with its caller known if that is wanted. Raises HandshakeError."""
+        loop = asyncio.get_running_loop()
+        if self._credentials is None:
+            return PlainConnection(sock)
+        first = await loop.sock_recv(sock, 1)
+        if first and first != tls.FIRST_BYTE:
+            with suppress(OSError):
+                await loop.sock_sendall(sock, settings({}) + goaway(ErrorCode.INADEQUATE_SECURITY, _TLS_ONLY))
+            raise HandshakeError("it does not begin with TLS, which this port demands")
+        return await tls.handshake(sock, self._credentials.accepting, accepting=True, said=first)
 
-async def _first_words(sock: socket.socket) -> bytes:
-    """What a caller says until it is clear whether it is OPENING; empty if it left without a word."""
-    loop, said = asyncio.get_running_loop(), b""
+
+async def _first_words(connection: Connection) -> bytes:
+    """What a caller says until it is clear whether it is OPENING; empty if it left without a word. Raises HandshakeError for TLS
+    where there is none."""
+    said = b""
     while said != OPENING and OPENING.startswith(said):
-        more = await loop.sock_recv(sock, len(OPENING) - len(said))
+        more = await connection.receive(len(OPENING) - len(said) if said else 1)
         if not more:
             break
         said += more
+    if said == tls.FIRST_BYTE:
+        with suppress(OSError):
+            await connection.send_all(tls.NO_TLS)
+        raise HandshakeError("it begins with TLS, but this process has no certificates (--certs) and no join token (SHARDNET_TOKEN)")
     return said
 
 
-async def _relay(said: bytes, caller: socket.socket, behind: Behind) -> None:
+async def _linger(sock: socket.socket) -> None:
+    """Give a caller time to read why. Closing a socket on which something arrives unread would take it back."""
+    with suppress(OSError):  # a timeout, too
+        sock.shutdown(socket.SHUT_WR)
+        async with asyncio.timeout(_LINGER_S):
+            while await asyncio.get_running_loop().sock_recv(sock, _RELAY_BYTES):
+                pass
+
+
+async def _relay(said: bytes, caller: Connection, admission: Admission) -> None:
     """Pass bytes on, both ways, until grpcio has closed, as it does soon where a caller has.
 
     A caller that stays then, or does not take what it asked for, would hold the descriptors for as long as it likes.
     """
     loop = asyncio.get_running_loop()
-    with socket.socket(socket.AF_UNIX if isinstance(behind, str) else socket.AF_INET) as server:
-        server.setblocking(False)
-        await loop.sock_connect(server, behind)
-        await loop.sock_sendall(server, said)
+    async with admission.visit(caller.identity) as sock:
+        server = PlainConnection(sock)
+        await server.send_all(said)
         asking = loop.create_task(_pump(caller, server, None))
         try:
             await _pump(server, caller, _STALL_S)
@@ -110,12 +151,11 @@ async def _relay(said: bytes, caller: socket.socket, behind: Behind) -> None:
             await asyncio.wait({asking})
 
 
-async def _pump(source: socket.socket, target: socket.socket, stall_s: float | None) -> None:
+async def _pump(source: Connection, target: Connection, stall_s: float | None) -> None:
     """Until `source` has ended, or `target` breaks or takes nothing for `stall_s`."""
-    loop = asyncio.get_running_loop()
     with suppress(OSError):
-        while data := await loop.sock_recv(source, _RELAY_BYTES):
+        while data := await source.receive(_RELAY_BYTES):
             async with asyncio.timeout(stall_s):
-                await loop.sock_sendall(target, data)
+                await target.send_all(data)
     with suppress(OSError):
-        target.shutdown(socket.SHUT_WR)
+        target.finish()

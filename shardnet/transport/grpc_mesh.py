@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from shardnet.config import Limits, Timeouts
-from shardnet.credentials import Security
+from shardnet.credentials import Identity, Security
 from shardnet.errors import PeerLost
 from shardnet.loop import LoopThread
 from shardnet.pb import mesh_pb2
@@ -79,7 +79,8 @@ class GrpcMesh(Mesh):
         self._receiver = receiver
         for peer in self.peers:
             hello = Hello(self._job, self.epoch, self.rank, peer, self._topology.me.incarnation, self._terms)
-            outbox = self._outboxes[peer] = Outbox(peer, self.address(peer), hello, self._security, self._timeouts, self._limits)
+            member = self._topology.members[peer]
+            outbox = self._outboxes[peer] = Outbox(member, hello, self._security, self._timeouts, self._limits)
             self._spawn(self._run(outbox))
         await self._service.attach(self)
         why = "not connected yet"  # a peer that gave up first is lost, but those that it waited for are the cause
@@ -157,14 +158,16 @@ class GrpcMesh(Mesh):
     def _put_now(self, peer: int, chunk: Chunk) -> None:
         self._outboxes[peer].put_now(chunk)
 
-    def refuse(self, hello: Hello) -> str | None:
-        """Why a caller may not open a stream to this rank; None if it may."""
+    def refuse(self, hello: Hello, identity: Identity | None) -> str | None:
+        """Why a caller, who has proved to be `identity`, may not open a stream to this rank; None if it may."""
         if hello.job != self._job:
             return f"this worker belongs to job {self._job!r}, the caller to {hello.job!r}"
         if hello.epoch != self.epoch or hello.target != self.rank:
             return f"this worker is rank {self.rank} of epoch {self.epoch}, the caller wants rank {hello.target} of epoch {hello.epoch}"
         if hello.source not in self.peers or hello.incarnation != self._topology.members[hello.source].incarnation:
             return f"the caller is not the rank {hello.source} that the rendezvous placed"
+        if (placed := self._topology.members[hello.source].identity) != (identity.uri if identity else ""):
+            return f"the caller is {identity or 'nobody known'}, but rank {hello.source} is {placed or 'nobody known'}"
         if (difference := disagreement(hello.terms, self._terms)) is not None:
             return f"the settings of rank {hello.source} are not those of rank {self.rank}, as they must be: {difference}"
         if hello.source in self._inbound:

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import socket
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
@@ -10,8 +9,11 @@ from typing import TYPE_CHECKING, NoReturn
 import grpc
 
 from shardnet.config import Limits, Timeouts
+from shardnet.credentials import Identity
 from shardnet.errors import ProtocolError
 from shardnet.pb import mesh_pb2
+from shardnet.transport.admission import caller
+from shardnet.transport.connection import Connection
 from shardnet.transport.hello import ACCEPTED, Hello
 from shardnet.transport.http2 import Call, CallBroken, Headers, Status
 from shardnet.transport.http2.headers import reply
@@ -63,14 +65,14 @@ class MeshService:
 
     # --- over our own HTTP/2
 
-    async def take(self, sock: socket.socket) -> None:
-        """Serve the one call of a connection, from which OPENING was read. Owns the socket."""
-        call = Call(sock, self._limits)
+    async def take(self, connection: Connection) -> None:
+        """Serve the one call of a connection, from which OPENING was read. Owns the connection."""
+        call = Call(connection, self._limits)
         call.answer()
         try:
             async with Pulse(self._timeouts).beating(call):
                 try:
-                    await self._serve(call, str(sock.getpeername()))
+                    await self._serve(call, str(connection.socket.getpeername()), connection.identity)
                 except _Refused as refusal:
                     call.send_status(Status(refusal.code, refusal.why))
             await call.linger(LINGER_S)
@@ -79,10 +81,10 @@ class MeshService:
         finally:
             call.close()
 
-    async def _serve(self, call: Call, caller: str) -> None:
+    async def _serve(self, call: Call, address: str, identity: Identity | None) -> None:
         async with asyncio.timeout(HANDSHAKE_S):
             metadata = await _request(call)
-        mesh, hello = await self._admit(metadata, caller)
+        mesh, hello = await self._admit(metadata, address, identity)
         with mesh.connected(hello.source):
             call.deliver(lambda message: mesh.receive(hello.source, decode(message)))
             call.send_headers(reply((ACCEPTED,)))
@@ -97,7 +99,7 @@ class MeshService:
 
     async def _push(self, frames: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, bytes]) -> bytes:
         try:
-            mesh, hello = await self._admit(context.invocation_metadata() or (), context.peer())
+            mesh, hello = await self._admit(context.invocation_metadata() or (), context.peer(), caller())
             with mesh.connected(hello.source):
                 await context.send_initial_metadata((ACCEPTED,))
                 try:
@@ -111,15 +113,17 @@ class MeshService:
 
     # --- both
 
-    async def _admit(self, metadata: "Headers | grpc.aio.Metadata | tuple[()]", caller: str) -> "tuple[GrpcMesh, Hello]":
+    async def _admit(
+        self, metadata: "Headers | grpc.aio.Metadata | tuple[()]", address: str, identity: Identity | None
+    ) -> "tuple[GrpcMesh, Hello]":
         """Who calls, and the mesh that it wants. Nothing is awaited after the check, or two streams could pass it at once."""
         try:
             hello = Hello.read(metadata)
         except ProtocolError as error:
             raise _Refused(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from error
         mesh = await self._find(hello)
-        if (refusal := mesh.refuse(hello)) is not None:
-            log.warning("refused a stream from %s: %s", caller, refusal)
+        if (refusal := mesh.refuse(hello, identity)) is not None:
+            log.warning("refused a stream from %s: %s", address, refusal)
             raise _Refused(grpc.StatusCode.FAILED_PRECONDITION, refusal)
         return mesh, hello
 

@@ -13,6 +13,7 @@ from shardnet.credentials import Security
 from shardnet.errors import ProtocolError
 from shardnet.pb import stats_pb2
 from shardnet.transport import stats_service
+from shardnet.transport.dialing import check_trust
 from shardnet.transport.options import channel_options
 from shardnet.transport.rpc_errors import translate
 
@@ -32,7 +33,8 @@ class Health(StrEnum):
 async def snapshot(address: str, *, timeout_s: float = ANSWER_S, security: Security | None = None) -> stats_pb2.SnapshotReply:
     """The statistics of the worker or rendezvous at `address`.
 
-    Raises EndpointUnavailable when nobody answers, ProtocolError when somebody else does.
+    Raises EndpointUnavailable when nobody answers, HandshakeError when one side does not trust the other, ProtocolError when
+    somebody else answers.
     """
     method = f"/{stats_service.SERVICE}/{stats_service.SNAPSHOT}"
     request = stats_pb2.SnapshotRequest()
@@ -56,12 +58,15 @@ async def health(address: str, *, timeout_s: float = ANSWER_S, security: Securit
 async def ask(
     address: str, method: str, request: Message, parse: Callable[[bytes], Reply], *, timeout_s: float, security: Security | None = None
 ) -> Reply:
-    """One call over a connection of its own; raises EndpointUnavailable or ProtocolError."""
-    channel = (security or Security()).channel(address, channel_options(Timeouts(), Limits()))
+    """One call over a connection of its own; raises EndpointUnavailable, HandshakeError or ProtocolError."""
+    security = security or Security()
+    channel = security.channel(address, channel_options(Timeouts(), Limits()))
     try:
         call = channel.unary_unary(method, request_serializer=_serialize, response_deserializer=bytes)
         return parse(await call(request, timeout=timeout_s))
     except grpc.aio.AioRpcError as error:
+        if error.code() is grpc.StatusCode.UNAVAILABLE:
+            await check_trust(address, security, timeout_s)
         raise translate(error, address, method) from error
     except DecodeError as error:
         raise ProtocolError(f"{address} answered {method} with something else than its reply") from error

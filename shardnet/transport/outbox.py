@@ -1,7 +1,6 @@
 """The outgoing half of a link: one stream to one peer."""
 
 import asyncio
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -10,7 +9,10 @@ import grpc
 from shardnet.address import Address
 from shardnet.config import Limits, Timeouts
 from shardnet.credentials import Security
-from shardnet.errors import PeerLost, ProtocolError
+from shardnet.errors import HandshakeError, PeerLost, ProtocolError
+from shardnet.topology import Member
+from shardnet.transport.connection import Connection
+from shardnet.transport.dialing import dial
 from shardnet.transport.hello import ACCEPTED, Hello
 from shardnet.transport.http2 import Call, CallBroken, Status
 from shardnet.transport.options import HANDSHAKE_S
@@ -29,11 +31,13 @@ class Outbox:
     begun goes out whole.
     """
 
-    def __init__(self, peer: int, address: str, hello: Hello, security: Security, timeouts: Timeouts, limits: Limits) -> None:
-        self.peer = peer
+    def __init__(self, peer: Member, hello: Hello, security: Security, timeouts: Timeouts, limits: Limits) -> None:
+        self.peer = peer.rank
         self.accepted = False
-        security.check(address)
-        self._address = Address.parse(address)
+        security.check(peer.address)
+        self._address = Address.parse(peer.address)
+        self._identity = peer.identity
+        self._security = security
         self._hello = hello
         self._limits = limits
         self._pulse = Pulse(timeouts)
@@ -70,7 +74,7 @@ class Outbox:
                 return await self._watch(call, on_accepted)
             finally:
                 call.close()
-        except (CallBroken, ProtocolError) as error:
+        except (CallBroken, HandshakeError, ProtocolError) as error:
             return self._failure or str(error)
         finally:
             self._over.set()
@@ -107,18 +111,29 @@ class Outbox:
 
     async def _connect(self) -> Call:
         """A connection to the peer, tried until there is one."""
-        loop, pause_s = asyncio.get_running_loop(), _RETRY_S
+        pause_s = _RETRY_S
         while True:
             try:
                 async with asyncio.timeout(HANDSHAKE_S):
-                    sock = await _dial(loop, self._address)
+                    connection = await self._dial()
+            except HandshakeError:
+                raise  # the next try would end like this one
             except OSError:  # a timeout, too
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _MAX_RETRY_S)
             else:
-                self._call = Call(sock, self._limits)
+                self._call = Call(connection, self._limits)
                 self._call.open(str(self._address), PUSH, self._hello.metadata())
                 return self._call
+
+    async def _dial(self) -> Connection:
+        """A connection to the peer, and to nobody else. Raises OSError, of which HandshakeError is one."""
+        connection = await dial(self._address, self._security)
+        found = connection.identity
+        if (found.uri if found else "") != self._identity:
+            connection.close()
+            raise HandshakeError(f"the one at {self._address} is {found or 'nobody known'}, but the rendezvous placed {self._identity}")
+        return connection
 
     async def _watch(self, call: Call, on_accepted: Callable[[], None]) -> str | None:
         async with self._pulse.beating(call):
@@ -128,26 +143,6 @@ class Outbox:
                 on_accepted()
                 block = await call.headers()
             return reason(Status.read(block))
-
-
-async def _dial(loop: asyncio.AbstractEventLoop, address: Address) -> socket.socket:
-    """A connected socket. Raises OSError with the last address's reason."""
-    problem: OSError = OSError(f"{address} has no address")
-    for family, kind, protocol, _, where in await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM):
-        sock = socket.socket(family, kind, protocol)
-        try:
-            sock.setblocking(False)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            await loop.sock_connect(sock, where)
-        except OSError as error:
-            sock.close()
-            problem = error
-        except BaseException:
-            sock.close()
-            raise
-        else:
-            return sock
-    raise problem
 
 
 def reason(status: Status) -> str | None:

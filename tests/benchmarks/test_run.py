@@ -102,8 +102,9 @@ def test_a_run_of_nothing_writes_nothing(tmp_path: Path, capsys: pytest.CaptureF
 def test_a_node_that_fails_ends_the_others_and_is_told(capfd: pytest.CaptureFixture[str]) -> None:
     with nodes_or_skip(2):
         pass
+    before = psutil.Process().children(recursive=True)
     with pytest.raises(NodeFailed) as failure:
         run_on_nodes("no.such.module", (), nodes=2, ranks_per_node=1, rate=None)
     assert failure.value.status == 1
     assert "no.such.module" in capfd.readouterr().err
-    assert not psutil.Process().children(recursive=True)
+    assert psutil.Process().children(recursive=True) == before

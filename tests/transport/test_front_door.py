@@ -16,6 +16,8 @@ from shardnet.credentials import Security
 from shardnet.errors import ListenError
 from shardnet.pb import stats_pb2
 from shardnet.transport import listening
+from shardnet.transport.admission import Admission
+from shardnet.transport.connection import Connection, PlainConnection
 from shardnet.transport.endpoint import Endpoint
 from shardnet.transport.front_door import FrontDoor, _relay
 from shardnet.transport.http2 import OPENING, Call, Status
@@ -82,7 +84,7 @@ async def test_a_port_that_somebody_has() -> None:
 async def test_our_opening_gets_our_server() -> None:
     """Which knows one method, and says so in gRPC's words."""
     async with worker() as endpoint:
-        call = Call(await connect(endpoint), LIMITS)
+        call = Call(PlainConnection(await connect(endpoint)), LIMITS)
         call.open(endpoint.address, "/shardnet.v1.Stats/Snapshot", ())
         status = Status.read(await call.headers())
         assert status.code is grpc.StatusCode.UNIMPLEMENTED
@@ -143,7 +145,9 @@ async def test_who_does_not_take_an_answer_is_shown_the_door(monkeypatch: pytest
     with socket.create_server(("127.0.0.1", 0)) as behind:
         behind.setblocking(False)
         near, far = sockets()
-        relaying = asyncio.ensure_future(_relay(b"hello", far, behind.getsockname()))
+        admission = Admission()
+        admission._place = behind.getsockname()
+        relaying = asyncio.ensure_future(_relay(b"hello", PlainConnection(far), admission))
         server, _ = await loop.sock_accept(behind)
         server.setblocking(False)
         answering = asyncio.ensure_future(loop.sock_sendall(server, bytes(64 * MIB)))
@@ -174,10 +178,10 @@ async def test_a_connection_that_cannot_be_taken_is_not_the_last() -> None:
     listener.listen()
     taken = asyncio.Event()
 
-    async def take(sock: socket.socket) -> None:
+    async def take(connection: Connection) -> None:
         taken.set()
 
-    door = FrontDoor([listener], take, "")
+    door = FrontDoor([listener], Admission(), Security(), take)
     with socket.create_connection(listener.getsockname()) as caller:
         caller.sendall(OPENING)
         async with asyncio.timeout(5.0):
@@ -185,7 +189,7 @@ async def test_a_connection_that_cannot_be_taken_is_not_the_last() -> None:
     await door.aclose()
 
 
-async def nobody(sock: socket.socket) -> None:
+async def nobody(connection: Connection) -> None:
     raise AssertionError("nobody called")
 
 
@@ -193,7 +197,7 @@ async def nobody(sock: socket.socket) -> None:
 async def test_closing_at_once_closes_the_socket() -> None:
     """Its task is cancelled before it has begun, and runs no `finally` then."""
     (listener,) = await listening_sockets(Address.parse("127.0.0.1:0"))
-    door = FrontDoor([listener], nobody, "")
+    door = FrontDoor([listener], Admission(), Security(), nobody)
     await door.aclose()
     assert listener.fileno() == -1
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from shardnet.config import KIB, MIB, Limits, Timeouts
 from shardnet.credentials import Security
 from shardnet.topology import Member, Topology
+from shardnet.transport.connection import PlainConnection
 from shardnet.transport.grpc_mesh import GrpcMesh
 from shardnet.transport.hello import Hello
 from shardnet.transport.http2 import Call, frames
@@ -29,8 +30,8 @@ def stream() -> Iterator[tuple[GrpcMesh, Call, socket.socket]]:
     near, far = sockets()
     near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * MIB)
     far.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 32 * KIB)
-    outbox = Outbox(1, members[1].address, Hello("job", 1, 0, 1, "w0", ""), Security(), TIMEOUTS, LIMITS)
-    outbox._call = call = Call(near, LIMITS)
+    outbox = Outbox(members[1], Hello("job", 1, 0, 1, "w0", ""), Security(), TIMEOUTS, LIMITS)
+    outbox._call = call = Call(PlainConnection(near), LIMITS)
     call._writer.widen(0, 10**9)
     call._writer.set_initial_window(frames.MAX_WINDOW)
     mesh._outboxes[1] = outbox

@@ -10,6 +10,7 @@ import pytest
 
 from shardnet.config import KIB, MIB, Limits, Timeouts
 from shardnet.errors import ProtocolError
+from shardnet.transport.connection import PlainConnection
 from shardnet.transport.http2 import Call, CallBroken, frames
 from shardnet.transport.http2.frames import Flags, Type
 from shardnet.transport.pulse import SILENT, Pulse
@@ -23,7 +24,7 @@ PING = frames.frame(Type.PING, Flags(0), 0, bytes(8))
 def silent_peer() -> Iterator[tuple[Call, socket.socket]]:
     """A connection whose other end is open and says nothing."""
     near, far = sockets()
-    call = Call(near, Limits())
+    call = Call(PlainConnection(near), Limits())
     with far:
         yield call, far
     call.close()
@@ -62,7 +63,7 @@ async def test_sooner_if_the_rendezvous_says_so_too() -> None:
 
 async def test_suspicion_does_not_harm_who_answers() -> None:
     near, far = sockets()
-    call, peer = Call(near, Limits()), Call(far, Limits())
+    call, peer = Call(PlainConnection(near), Limits()), Call(PlainConnection(far), Limits())
     pulse = Pulse(TIMEOUTS)
     pulse.suspect()
     async with pulse.beating(call):
@@ -95,7 +96,7 @@ async def test_a_peer_whose_system_takes_what_is_sent_is_alive() -> None:
     """A slow link: everything lies in the system's buffer, and the ping behind it, but it gets less."""
     with silent_peer() as (call, far):
         far.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        call._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * MIB)
+        call._connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * MIB)
         call._writer.widen(0, 10**9)
         call._writer.set_initial_window(10**9)
         await call.send(bytes(2 * MIB))

@@ -8,7 +8,9 @@ SHARDNET_LOCAL_WORLD_SIZE  workers on this machine
 SHARDNET_REPORT_FILE       file to which the worker appends one line, "address rank world_size", when it has joined
 SHARDNET_NODE              only if given: what this machine calls itself
 SHARDNET_LISTEN            only if given: host to listen on
-SHARDNET_INSECURE          only if given: 1 allows unencrypted connections to other machines
+SHARDNET_INSECURE          1 allows unencrypted connections to other machines; else 0
+SHARDNET_CERTS             folder with this machine's certificate, or empty
+SHARDNET_TOKEN             join token, or empty
 SHARDNET_TRACE             only if given: path of the trace
 OMP_NUM_THREADS            this worker's part of the cores, unless the user set it
 """
@@ -31,7 +33,7 @@ def worker_environment(job: Job, local_rank: int, rendezvous: str, inherited: Ma
         "SHARDNET_LOCAL_RANK": str(local_rank),
         "SHARDNET_LOCAL_WORLD_SIZE": str(job.nproc),
     }
-    return environment | _choices(job)
+    return environment | job.protection.environment | _choices(job)
 
 
 def _choices(job: Job) -> dict[str, str]:
@@ -39,7 +41,6 @@ def _choices(job: Job) -> dict[str, str]:
     choices = {
         "SHARDNET_NODE": job.node,
         "SHARDNET_LISTEN": job.listen,
-        "SHARDNET_INSECURE": "1" if job.insecure else None,
         "SHARDNET_TRACE": job.trace,
     }
     return {name: value for name, value in choices.items() if value is not None}

@@ -3,6 +3,7 @@
 import sys
 from dataclasses import dataclass
 
+from shardnet.cli.protection import NO_PROTECTION, Protection
 from shardnet.errors import UsageError
 
 
@@ -18,7 +19,7 @@ class Job:
     name        id of the job at the rendezvous; equal on all machines
     node        what this machine calls itself; None leaves it to the workers
     listen      host that the workers listen on; None leaves it to them
-    insecure    allow unencrypted connections to and from other machines
+    protection  of the connections, to and from other machines and here
     trace       where the workers write a trace; None: nowhere
     grace_s     how long the other workers have to leave when one has failed, before they are killed
     """
@@ -32,7 +33,7 @@ class Job:
     name: str = "default"
     node: str | None = None
     listen: str | None = None
-    insecure: bool = False
+    protection: Protection = NO_PROTECTION
     trace: str | None = None
     grace_s: float = 5.0
 

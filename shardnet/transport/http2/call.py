@@ -1,15 +1,12 @@
 """`Call`: one streaming gRPC call on an HTTP/2 connection of its own, either end of it."""
 
 import asyncio
-import fcntl
-import socket
-import struct
-import termios
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from shardnet.config import KIB, MIB, Limits
 from shardnet.errors import ProtocolError
+from shardnet.transport.connection import Connection
 from shardnet.transport.http2 import frames, headers
 from shardnet.transport.http2.frames import Flags, Setting, Type
 from shardnet.transport.http2.headers import Headers, Status
@@ -21,7 +18,6 @@ from shardnet.wire import Buffer
 STREAM = 1  # the only one
 _FRAME_BYTES = 16 * MIB - 1
 _COPY_BYTES = 32 * KIB  # a message up to this size is copied and sent in passing; a larger one lends its buffer
-_INT = struct.Struct("i")
 _REQUEST_BYTES = 64 * KIB  # that a caller may say before somebody wants its messages; pings while it waits included
 _READS = 8  # at a time, then others get their turn
 
@@ -39,16 +35,17 @@ _OPEN_CONNECTION = frames.window_update(0, frames.MAX_WINDOW - frames.DEFAULT_WI
 
 
 class Call:
-    """One end of the call; lives as long as its socket, which it owns. Runs on the loop that made it.
+    """One end of the call; lives as long as its connection, which it owns. Runs on the loop that made it.
 
     Messages go to whoever `deliver` names; until then none may come but an empty one. Everything else is awaited, and
     raises CallBroken once the connection is gone, or ProtocolError for what the peer may not send.
     """
 
-    def __init__(self, sock: socket.socket, limits: Limits) -> None:
-        """`sock` is connected and does not block; nothing is sent yet."""
+    def __init__(self, connection: Connection, limits: Limits) -> None:
+        """Nothing is sent yet."""
         self._reads = 0
-        self._socket = sock
+        self._connection = connection
+        self._data_end = 0  # of what was written to the wire, where the last data ends
         self._loop = asyncio.get_running_loop()
         self._writer = FrameWriter(STREAM)
         self._messages = MessageReader(0, lambda message: None)
@@ -65,7 +62,9 @@ class Call:
         self._broken: Exception | None = None  # why the socket is closed
         self._changed = asyncio.Event()
         self._room = asyncio.Event()
-        self._loop.add_reader(sock, self._readable)
+        self._loop.add_reader(connection.socket, self._readable)
+        if connection.has_input:
+            self._loop.call_soon(self._readable)
 
     # --- opening
 
@@ -152,7 +151,7 @@ class Call:
     def signs_of_life(self) -> int:
         """Grows by whatever comes, and with what the peer's system acknowledges of messages: over a slow link megabytes may be
         on their way before a ping and its answer. Not with what it acknowledges of pings, as that of a frozen peer would."""
-        return self._reads + min(self._writer.sent_bytes - self._unacknowledged_bytes(), self._writer.data_end)
+        return self._reads + min(self._connection.written_bytes - self._unacknowledged_bytes(), self._data_end)
 
     @property
     def outgoing_bytes(self) -> int:
@@ -176,12 +175,12 @@ class Call:
         self._stop(CallBroken("this rank has closed it"))
         with suppress(TimeoutError, OSError):
             async with asyncio.timeout(timeout_s):
-                while self._broken is None and self._writer.buffers():
+                while self._broken is None and (self._writing or self._writer.buffers()):
                     self._room.clear()
                     await self._room.wait()
                 if self._broken is None:
-                    self._socket.shutdown(socket.SHUT_WR)
-                    while await self._loop.sock_recv(self._socket, _COPY_BYTES):
+                    self._connection.finish()
+                    while await self._loop.sock_recv(self._connection.socket, _COPY_BYTES):
                         pass
         self.close()
 
@@ -189,14 +188,16 @@ class Call:
 
     def _readable(self) -> None:
         for _ in range(_READS):
-            if not self._read():
+            if self._failure is not None or not self._read():
                 return
+        if self._connection.has_input:
+            self._loop.call_soon(self._readable)
 
     def _read(self) -> bool:
         """Read once; returns whether there may be more."""
         try:
             room = self._reader.room
-            count = self._socket.recv_into(room)
+            count = self._connection.recv_into(room)
             if count:
                 self._reads += 1
                 self._count(count)
@@ -230,11 +231,14 @@ class Call:
     def _write(self) -> None:
         try:
             while buffers := self._writer.buffers():
-                self._writer.sent(self._socket.sendmsg(buffers))
+                self._writer.sent(self._connection.sendmsg(buffers))
+                if self._writer.sent_bytes <= self._writer.data_end:
+                    self._data_end = self._connection.written_bytes
+            self._connection.flush()
         except (BlockingIOError, InterruptedError):
             if not self._writing:
                 self._writing = True
-                self._loop.add_writer(self._socket, self._write)
+                self._loop.add_writer(self._connection.socket, self._write)
             self._room.set()
             return
         except OSError as error:
@@ -242,7 +246,7 @@ class Call:
             return
         if self._writing:
             self._writing = False
-            self._loop.remove_writer(self._socket)
+            self._loop.remove_writer(self._connection.socket)
         self._room.set()
 
     def _lost_while_writing(self, error: OSError) -> None:
@@ -253,11 +257,7 @@ class Call:
         self._fail(CallBroken(f"its connection broke ({error.strerror})"))
 
     def _unacknowledged_bytes(self) -> int:
-        """In the system's send buffer, be they on their way or not (TIOCOUTQ, tcp(7))."""
-        if self._broken is not None:
-            return 0
-        (count,) = _INT.unpack(fcntl.ioctl(self._socket, termios.TIOCOUTQ, bytes(_INT.size)))
-        return int(count)
+        return 0 if self._broken is not None else self._connection.unacknowledged_bytes
 
     def _fail(self, error: Exception) -> None:
         """Close the socket; who waits gets the error. Only the first one counts."""
@@ -266,8 +266,8 @@ class Call:
         self._stop(error)
         self._broken = error
         if self._writing:
-            self._loop.remove_writer(self._socket)
-        self._socket.close()
+            self._loop.remove_writer(self._connection.socket)
+        self._connection.close()
         self._writer.fail(error)
         self._changed.set()
         self._room.set()
@@ -276,7 +276,7 @@ class Call:
         """Read no more. Who waits gets the error, and may still send a status."""
         if self._failure is None:
             self._failure = error
-            self._loop.remove_reader(self._socket)
+            self._loop.remove_reader(self._connection.socket)
             self._changed.set()
 
     def _check(self) -> None:

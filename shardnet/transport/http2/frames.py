@@ -54,6 +54,7 @@ class ErrorCode(IntEnum):
     PROTOCOL_ERROR = 1
     REFUSED_STREAM = 7
     CANCEL = 8
+    INADEQUATE_SECURITY = 12
 
 
 def head(length: int, kind: int, flags: int, stream: int) -> bytes:
@@ -86,6 +87,23 @@ def window_update(stream: int, increment: int) -> bytes:
 
 def reset(stream: int, code: ErrorCode) -> bytes:
     return frame(Type.RST_STREAM, Flags.NONE, stream, _U32.pack(code))
+
+
+def goaway(code: ErrorCode, why: str) -> bytes:
+    """The connection ends, and no stream was looked at."""
+    return frame(Type.GOAWAY, Flags.NONE, 0, _U32.pack(0) + _U32.pack(code) + why.encode())
+
+
+def inadequate_security(answer: bytes) -> str | None:
+    """What a server says that begins with a GOAWAY for that reason; None for any other beginning."""
+    at = 0
+    while at + HEAD_BYTES <= len(answer):
+        length, kind, _, _ = read_head(answer, at)
+        payload = answer[at + HEAD_BYTES : at + HEAD_BYTES + length]
+        if kind == Type.GOAWAY and payload[4:8] == _U32.pack(ErrorCode.INADEQUATE_SECURITY):
+            return payload[8:].decode(errors="replace")
+        at += HEAD_BYTES + length
+    return None
 
 
 def read_u32(payload: bytes) -> int:

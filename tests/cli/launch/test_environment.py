@@ -6,6 +6,7 @@ import pytest
 
 from shardnet.cli.launch.environment import available_cores, worker_environment
 from shardnet.cli.launch.job import Job
+from shardnet.cli.protection import Protection
 from shardnet.errors import UsageError
 
 
@@ -19,11 +20,14 @@ def test_the_least_that_every_worker_gets() -> None:
         "SHARDNET_WORLD_SIZE": "2",
         "SHARDNET_LOCAL_RANK": "1",
         "SHARDNET_LOCAL_WORLD_SIZE": "2",
+        "SHARDNET_INSECURE": "0",
+        "SHARDNET_CERTS": "",
+        "SHARDNET_TOKEN": "",
     }
 
 
 def test_what_only_some_get() -> None:
-    job = Job("a.py", nnodes=3, rendezvous="r:1", name="j", node="n", listen="10.0.0.1", insecure=True, trace="/t")
+    job = Job("a.py", nnodes=3, rendezvous="r:1", name="j", node="n", listen="10.0.0.1", protection=Protection(insecure=True), trace="/t")
     environment = worker_environment(job, 0, "r:1", {})
     added = {"SHARDNET_NODE": "n", "SHARDNET_LISTEN": "10.0.0.1", "SHARDNET_INSECURE": "1", "SHARDNET_TRACE": "/t"}
     assert added.items() <= environment.items()

@@ -2,17 +2,21 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from functools import partial
 
 import grpc
 import pytest
 
 from shardnet.config import MIB, Limits
 from shardnet.errors import ProtocolError
+from shardnet.transport.connection import Connection, PlainConnection
 from shardnet.transport.http2 import OPENING, Call, CallBroken, Status, frames
 from shardnet.transport.http2.frames import ErrorCode, Flags, Type
 from shardnet.transport.http2.headers import reply
+from shardnet.transport.tls import handshake
+from tests.credentials.made import credentials
 
 LIMITS = Limits(max_message_bytes=16 * MIB)
 REQUEST = ("127.0.0.1:1", "/test.Service/Push", (("name", "value %"),))
@@ -28,14 +32,35 @@ def sockets() -> tuple[socket.socket, socket.socket]:
     return near, far
 
 
-@asynccontextmanager
-async def ends() -> AsyncIterator[tuple[Call, Call, "asyncio.Queue[bytes]"]]:
-    """Caller, callee and what the callee hears. The callee has answered."""
+async def plain() -> tuple[Connection, Connection]:
     near, far = sockets()
-    loop, heard = asyncio.get_running_loop(), asyncio.Queue[bytes]()
+    return PlainConnection(near), PlainConnection(far)
+
+
+async def under_tls() -> tuple[Connection, Connection]:
+    near, far = sockets()
+    accepting = asyncio.ensure_future(handshake(far, credentials().accepting, accepting=True))
+    return await handshake(near, credentials().calling, accepting=False), await accepting
+
+
+Ends = Callable[[], AbstractAsyncContextManager[tuple[Call, Call, "asyncio.Queue[bytes]"]]]
+
+
+@pytest.fixture(params=[plain, under_tls], ids=["plain", "TLS"])
+def ends(request: pytest.FixtureRequest) -> Ends:
+    """Makes caller, callee and what the callee hears. The callee has answered."""
+    return partial(_ends, request.param)
+
+
+@asynccontextmanager
+async def _ends(
+    connect: Callable[[], Awaitable[tuple[Connection, Connection]]],
+) -> AsyncIterator[tuple[Call, Call, "asyncio.Queue[bytes]"]]:
+    near, far = await connect()
+    heard = asyncio.Queue[bytes]()
     caller = Call(near, LIMITS)
     caller.open(*REQUEST)
-    assert await loop.sock_recv(far, len(OPENING)) == OPENING
+    assert await far.receive(len(OPENING)) == OPENING
     callee = Call(far, LIMITS)
     callee.answer()
     assert dict(await callee.headers()).items() >= {":path": REQUEST[1], "name": "value %", "te": "trailers"}.items()
@@ -49,7 +74,7 @@ async def ends() -> AsyncIterator[tuple[Call, Call, "asyncio.Queue[bytes]"]]:
         callee.close()
 
 
-async def test_from_request_to_status() -> None:
+async def test_from_request_to_status(ends: Ends) -> None:
     async with ends() as (caller, callee, heard):
         for message in (b"", b"small", bytes(range(256)) * 40_000):
             await asyncio.gather(caller.send(message[:3], message[3:]), until(heard, message))
@@ -63,7 +88,7 @@ async def until(heard: "asyncio.Queue[bytes]", message: bytes) -> None:
     assert await heard.get() == message
 
 
-async def test_many_at_once_keep_their_order() -> None:
+async def test_many_at_once_keep_their_order(ends: Ends) -> None:
     async with ends() as (caller, _, heard):
         messages = [bytes([index]) * (index * index * 5000) for index in range(16)]
         sending = asyncio.gather(*(caller.send(message) for message in messages))
@@ -74,7 +99,7 @@ async def test_many_at_once_keep_their_order() -> None:
 async def test_a_message_is_sent_when_the_peer_reads() -> None:
     """More than all buffers of the system hold: `send` waits for the reader, and then is done."""
     near, far = sockets()
-    caller = Call(near, LIMITS)
+    caller = Call(PlainConnection(near), LIMITS)
     caller.open(*REQUEST)
     caller._writer.set_initial_window(frames.MAX_WINDOW)  # as if the peer had said so
     caller._writer.widen(0, 10**9)
@@ -88,10 +113,10 @@ async def test_a_message_is_sent_when_the_peer_reads() -> None:
     caller.close()
 
 
-async def test_a_cancelled_message_arrives_as_it_was() -> None:
+async def test_a_cancelled_message_arrives_as_it_was(ends: Ends) -> None:
     """Its buffer is free at once, though only a part of it is out."""
     async with ends() as (caller, callee, heard):
-        asyncio.get_running_loop().remove_reader(callee._socket)  # the callee does not read for a while
+        asyncio.get_running_loop().remove_reader(callee._connection.socket)  # the callee does not read for a while
         lent = bytearray(b"x" * 12 * MIB)
         sending = asyncio.ensure_future(caller.send(lent))
         await asyncio.wait({sending}, timeout=0.1)
@@ -99,22 +124,22 @@ async def test_a_cancelled_message_arrives_as_it_was() -> None:
         with pytest.raises(asyncio.CancelledError):
             await sending
         lent[:] = bytes(len(lent))
-        asyncio.get_running_loop().add_reader(callee._socket, callee._readable)
+        asyncio.get_running_loop().add_reader(callee._connection.socket, callee._readable)
         await caller.send(b"next")
         assert await heard.get() == b"x" * 12 * MIB
         assert await heard.get() == b"next"
 
 
-async def test_small_messages_wait_for_room() -> None:
+async def test_small_messages_wait_for_room(ends: Ends) -> None:
     """What may wait is bounded: a reader that is slow holds up the writer, not the memory."""
     async with ends() as (caller, callee, heard):
-        asyncio.get_running_loop().remove_reader(callee._socket)
+        asyncio.get_running_loop().remove_reader(callee._connection.socket)
         message = bytes(30_000)
         sending = asyncio.ensure_future(flood(caller, message, 1000))
         await asyncio.wait({sending}, timeout=0.2)
         assert not sending.done()
         assert caller._writer.queued_bytes < 2 * LIMITS.chunk_bytes + len(message) + 10
-        asyncio.get_running_loop().add_reader(callee._socket, callee._readable)
+        asyncio.get_running_loop().add_reader(callee._connection.socket, callee._readable)
         for _ in range(1000):
             assert await heard.get() == message
         await sending
@@ -125,7 +150,7 @@ async def flood(caller: Call, message: bytes, count: int) -> None:
         await caller.send(message)
 
 
-async def test_windows_are_filled_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_windows_are_filled_up_again(monkeypatch: pytest.MonkeyPatch, ends: Ends) -> None:
     """Two gigabytes are a window; here it is a thousandth."""
     monkeypatch.setattr("shardnet.transport.http2.state._REFILL_BYTES", MIB)
     async with ends() as (caller, _, heard):
@@ -146,7 +171,7 @@ async def test_a_stranger_gets_no_memory() -> None:
 async def test_a_caller_that_is_not_let_in_may_not_talk_for_ever() -> None:
     """Frames of nothing cost the loop microseconds each, and a megabyte holds a hundred thousand."""
     near, far = sockets()
-    callee, loop = Call(far, LIMITS), asyncio.get_running_loop()
+    callee, loop = Call(PlainConnection(far), LIMITS), asyncio.get_running_loop()
     callee.answer()
     with near:
         flooding = asyncio.ensure_future(loop.sock_sendall(near, frames.frame(Type.DATA, Flags.NONE, 1) * MIB))
@@ -158,7 +183,7 @@ async def test_a_caller_that_is_not_let_in_may_not_talk_for_ever() -> None:
 
 
 class TestEnds:
-    async def test_the_peer_closes(self) -> None:
+    async def test_the_peer_closes(self, ends: Ends) -> None:
         async with ends() as (caller, callee, _):
             waiting = asyncio.ensure_future(caller.headers())
             callee.close()
@@ -167,9 +192,9 @@ class TestEnds:
             with pytest.raises(CallBroken):
                 await flood(caller, bytes(100_000), 100)
 
-    async def test_closing_ends_who_waits(self) -> None:
+    async def test_closing_ends_who_waits(self, ends: Ends) -> None:
         async with ends() as (caller, callee, _):
-            asyncio.get_running_loop().remove_reader(callee._socket)
+            asyncio.get_running_loop().remove_reader(callee._connection.socket)
             waiting = [asyncio.ensure_future(work) for work in (caller.headers(), caller.ended(), caller.send(bytes(64 * MIB)))]
             await asyncio.wait(waiting, timeout=0.05)
             caller.close("enough")
@@ -178,7 +203,7 @@ class TestEnds:
                 with pytest.raises(CallBroken, match="enough"):
                     await each
 
-    async def test_why_reaches_a_peer_that_is_still_sending(self) -> None:
+    async def test_why_reaches_a_peer_that_is_still_sending(self, ends: Ends) -> None:
         """Closing a socket with unread data resets it, and the peer would see that instead of the status."""
         async with ends() as (caller, callee, _):
             callee.deliver(refuse)
@@ -193,10 +218,10 @@ class TestEnds:
             await asyncio.wait({sending})
             assert isinstance(sending.exception(), CallBroken | None)
 
-    async def test_nothing_follows_the_end(self) -> None:
+    async def test_nothing_follows_the_end(self, ends: Ends) -> None:
         """Not even what waited for room, which would be data behind the end of its stream."""
         async with ends() as (caller, callee, heard):
-            asyncio.get_running_loop().remove_reader(callee._socket)
+            asyncio.get_running_loop().remove_reader(callee._connection.socket)
             sending = asyncio.ensure_future(flood(caller, bytes(30_000), 1000))
             await asyncio.wait({sending}, timeout=0.1)
             caller.end()
@@ -204,7 +229,7 @@ class TestEnds:
                 await sending
             with pytest.raises(CallBroken, match="this rank has ended the stream"):
                 await caller.send(b"more")
-            asyncio.get_running_loop().add_reader(callee._socket, callee._readable)
+            asyncio.get_running_loop().add_reader(callee._connection.socket, callee._readable)
             await callee.ended()
             count = heard.qsize()
             callee.send_status(Status(grpc.StatusCode.OK))
@@ -220,19 +245,19 @@ class TestEnds:
             with pytest.raises(CallBroken, match="ended the stream without a status"):
                 await caller.headers()
 
-    async def test_what_was_said_last_reaches_a_peer_that_reads_late(self) -> None:
+    async def test_what_was_said_last_reaches_a_peer_that_reads_late(self, ends: Ends) -> None:
         """A full socket holds up messages and status: none overtakes what is before it, and closing waits for all."""
         async with ends() as (caller, callee, _):
             heard: list[int] = []
             caller.deliver(lambda message: heard.append(len(message)))
-            asyncio.get_running_loop().remove_reader(caller._socket)
+            asyncio.get_running_loop().remove_reader(caller._connection.socket)
             sending = asyncio.gather(callee.send(bytes(12 * MIB)), callee.send(bytes(MIB)))
             await asyncio.wait({sending}, timeout=0.1)
             assert not sending.done()
             callee.send_status(Status(grpc.StatusCode.OK))
             lingering = asyncio.ensure_future(callee.linger(5.0))
             await asyncio.wait({lingering}, timeout=0.1)
-            asyncio.get_running_loop().add_reader(caller._socket, caller._readable)
+            asyncio.get_running_loop().add_reader(caller._connection.socket, caller._readable)
             assert Status.read(await caller.headers()) == Status(grpc.StatusCode.OK)
             assert heard == [12 * MIB, MIB]
             caller.close()
@@ -305,7 +330,7 @@ class TestFrames:
 @contextmanager
 def caller_and_peer() -> Iterator[tuple[Call, socket.socket]]:
     near, far = sockets()
-    caller = Call(near, LIMITS)
+    caller = Call(PlainConnection(near), LIMITS)
     caller.open(*REQUEST)
     with far:
         yield caller, far
@@ -329,7 +354,7 @@ async def test_a_server_of_grpcio_with_small_windows(options: tuple[tuple[str, i
     await server.start()
     sock = socket.create_connection(("127.0.0.1", port))
     sock.setblocking(False)
-    caller = Call(sock, LIMITS)
+    caller = Call(PlainConnection(sock), LIMITS)
     caller.open(f"127.0.0.1:{port}", "/test.Service/Push", ())
     assert ("hello", "caller") in await caller.headers()
     messages = [b"a" * 3 * MIB, b"", b"b" * 100_000, b"c" * 10]

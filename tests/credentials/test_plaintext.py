@@ -4,8 +4,7 @@ import logging
 
 import pytest
 
-from shardnet import credentials
-from shardnet.credentials import Security, check_plaintext
+from shardnet.credentials import Security, check_plaintext, security
 from shardnet.errors import AddressError, PlaintextRefused
 
 
@@ -17,13 +16,14 @@ def test_loopback_is_allowed(address: str) -> None:
 @pytest.mark.parametrize("address", ["0.0.0.0:1", "[::]:1", "10.0.0.1:1", "example.org:1"])
 def test_elsewhere_is_refused_with_what_to_do(address: str) -> None:
     with pytest.raises(
-        PlaintextRefused, match=r"is no loopback address.*use a loopback address such as 127\.0\.0\.1, or allow it with insecure=True"
+        PlaintextRefused,
+        match=r"is no loopback address.*shardnet certs token.*use a loopback address such as 127\.0\.0\.1, or allow it with insecure=True",
     ):
         check_plaintext(address, insecure=False)
 
 
 def test_explicit_choice_is_logged_once_a_host(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(credentials, "_warned", set())
+    monkeypatch.setattr(security, "_warned", set())
     with caplog.at_level(logging.WARNING):
         for port in (1, 2, 3):
             check_plaintext(f"192.0.2.7:{port}", insecure=True)

@@ -1,0 +1,67 @@
+"""`Protection`: what the user has said of how connections are protected."""
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+from shardnet.cli import arguments
+from shardnet.credentials import Role, Security
+
+
+@dataclass(frozen=True, slots=True)
+class Protection:
+    """At most one of them is set.
+
+    insecure  unencrypted connections to and from other machines are allowed
+    certs     folder with certificates
+    token     join token
+    """
+
+    insecure: bool = False
+    certs: str = ""
+    token: str = field(default="", repr=False)
+
+    @staticmethod
+    def add_to(parser: arguments.Parser) -> None:
+        """The options."""
+        parser.add_argument(
+            "--certs",
+            type=Path,
+            default=os.environ.get("SHARDNET_CERTS") or None,
+            metavar="DIR",
+            help="encrypt all connections and take only holders of certificates: folder with one, from 'shardnet certs issue' "
+            "(default: $SHARDNET_CERTS; or give all processes the same $SHARDNET_TOKEN, from 'shardnet certs token')",
+        )
+        parser.add_argument("--insecure", action="store_true", help="allow unencrypted connections to and from other machines")
+
+    @classmethod
+    def of(cls, options: arguments.Arguments) -> Self:
+        """What the command line and the environment say."""
+        certs = "" if options.certs is None else str(options.certs.absolute())
+        return cls(options.insecure, certs, os.environ.get("SHARDNET_TOKEN", ""))
+
+    def security(self, role: Role) -> Security:
+        """Raises CredentialsError for what cannot be used."""
+        return Security.find(role, insecure=self.insecure, certs=self.certs, token=self.token)
+
+    def on_this_machine(self) -> "Protection":
+        """For a run that has a rendezvous of its own. A machine's certificate is for no rendezvous: such a run has its own token."""
+        if not self.certs:
+            return self
+        from shardnet.credentials.token import new_token  # costs 0.1 s, for those who want it
+
+        return Protection(token=new_token())
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """For a worker. Complete: what it inherits beside does not count."""
+        return {"SHARDNET_INSECURE": str(int(self.insecure)), "SHARDNET_CERTS": self.certs, "SHARDNET_TOKEN": self.token}
+
+    @property
+    def flags(self) -> str:
+        """The options that others need to reach this process, as text for messages."""
+        return " --insecure" if self.insecure else " --certs DIR" if self.certs else ""
+
+
+NO_PROTECTION = Protection()  # plaintext that does not leave this machine

@@ -1,0 +1,154 @@
+"""`Authority`: makes certificates of one cluster, and checks them."""
+
+import ipaddress
+from collections.abc import Iterable
+from datetime import UTC, datetime, timedelta
+from typing import Self
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID
+
+from shardnet.credentials.bundle import ANYONE, RENDEZVOUS, Credentials
+from shardnet.credentials.identity import Identity, Role
+from shardnet.errors import CredentialsError
+
+AUTHORITY_DAYS = 3650
+_EARLIER = timedelta(hours=1)  # clocks of a cluster differ
+_CURVE = ec.SECP256R1()  # what every TLS has; grpcio's takes no Ed25519 certificate
+_USAGES = (  # that a certificate must deny by name, or allow (RFC 5280, section 4.2.1.3)
+    *("digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement"),
+    *("key_cert_sign", "crl_sign", "encipher_only", "decipher_only"),
+)
+
+
+class Authority:
+    """A key that signs, and its certificate, which everyone trusts."""
+
+    def __init__(self, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> None:
+        self.certificate = certificate
+        self.key = key
+
+    @classmethod
+    def create(cls, key: ec.EllipticCurvePrivateKey | None = None, *, days: float = AUTHORITY_DAYS) -> Self:
+        """A new one; its own certificate is good for `days`. `key`: default, a new one."""
+        key = key or ec.generate_private_key(_CURVE)
+        name = _name("shardnet authority")
+        certificate = (
+            _builder(name, key.public_key(), days)
+            .issuer_name(name)
+            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+            .add_extension(_usage("key_cert_sign", "crl_sign"), critical=True)
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+            .sign(key, hashes.SHA256())
+        )
+        return cls(certificate, key)
+
+    @classmethod
+    def of_secret(cls, number: int) -> Self:
+        """The one whose key follows from a number, the same wherever it is made."""
+        order = int("ffffffff00000000ffffffffffffffffbce6faada7179e84f3b9cac2fc632551", 16)  # of P-256 (NIST SP 800-186)
+        return cls.create(ec.derive_private_key(number % (order - 1) + 1, _CURVE))
+
+    @classmethod
+    def load(cls, certificate: bytes, key: bytes) -> Self:
+        """Raises ValueError for what is no PEM, CredentialsError for another kind of key."""
+        private = serialization.load_pem_private_key(key, None)
+        if not isinstance(private, ec.EllipticCurvePrivateKey):
+            raise CredentialsError(f"the authority's key is of another kind than `shardnet certs init` makes: {type(private).__name__}")
+        return cls(x509.load_pem_x509_certificate(certificate), private)
+
+    def issue(self, identity: Identity, *, days: float = 365.0, hosts: Iterable[str] = ()) -> Credentials:
+        """A new key and its certificate. `hosts`: names and addresses that it holds for, too, for tools that compare them."""
+        key = ec.generate_private_key(_CURVE)
+        names = [ANYONE, *((RENDEZVOUS,) if identity.role is Role.RENDEZVOUS else ())]
+        alternatives = [x509.UniformResourceIdentifier(identity.uri), *map(x509.DNSName, names), *map(_host, hosts)]
+        usages = [ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH]
+        certificate = (
+            _builder(_name(identity.name[:64]), key.public_key(), days)
+            .issuer_name(self.certificate.subject)
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(_usage("digital_signature"), critical=True)
+            .add_extension(x509.ExtendedKeyUsage(usages if identity.role is not Role.OPERATOR else usages[:1]), critical=False)
+            .add_extension(x509.SubjectAlternativeName(alternatives), critical=False)
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(self.key.public_key()), critical=False)
+            .sign(self.key, hashes.SHA256())
+        )
+        return Credentials(identity, self.pem, certificate.public_bytes(serialization.Encoding.PEM), key_pem(key))
+
+    @property
+    def pem(self) -> bytes:
+        """The certificate."""
+        return self.certificate.public_bytes(serialization.Encoding.PEM)
+
+
+def key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+
+
+def expiry(certificate: bytes) -> datetime:
+    """Until when a certificate is good."""
+    return x509.load_pem_x509_certificate(certificate).not_valid_after_utc
+
+
+def check(authority: bytes, certificate: bytes, key: bytes) -> Identity:
+    """Whose credentials these are. Raises ValueError for what is no PEM, and CredentialsError, saying what to do, for those
+    that do not belong together or are out of date."""
+    trusted, own = x509.load_pem_x509_certificate(authority), x509.load_pem_x509_certificate(certificate)
+    if serialization.load_pem_private_key(key, None).public_key() != own.public_key():
+        raise CredentialsError("the key is not that of the certificate; copy both from one folder that `shardnet certs issue` has made")
+    try:
+        own.verify_directly_issued_by(trusted)
+    except (ValueError, TypeError, InvalidSignature):
+        raise CredentialsError(
+            "the certificate is not from the authority beside it; copy both from one folder that `shardnet certs issue` has made"
+        ) from None
+    now = datetime.now(UTC)
+    for what, each in (("certificate", own), ("authority", trusted)):
+        if now >= each.not_valid_after_utc:
+            raise CredentialsError(f"the {what} has expired on {each.not_valid_after_utc:%Y-%m-%d %H:%M} UTC; {_REMEDY[what]}")
+        if now < each.not_valid_before_utc:
+            raise CredentialsError(
+                f"the {what} is not good before {each.not_valid_before_utc:%Y-%m-%d %H:%M} UTC; set this machine's clock"
+            )
+    try:
+        names = own.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        raise CredentialsError("the certificate names no identity of shardnet's; make it with `shardnet certs issue`") from None
+    return Identity.of_uris(names.get_values_for_type(x509.UniformResourceIdentifier))
+
+
+_REMEDY = {
+    "certificate": "issue another with `shardnet certs issue`",
+    "authority": "make a new one with `shardnet certs init`, and all certificates with it",
+}
+
+
+def _builder(name: x509.Name, key: ec.EllipticCurvePublicKey, days: float) -> x509.CertificateBuilder:
+    now = datetime.now(UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - _EARLIER)
+        .not_valid_after(now + timedelta(days=days))
+    )
+
+
+def _name(text: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, text)])
+
+
+def _usage(*allowed: str) -> x509.KeyUsage:
+    return x509.KeyUsage(**{usage: usage in allowed for usage in _USAGES})
+
+
+def _host(text: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(text))
+    except ValueError:
+        return x509.DNSName(text)

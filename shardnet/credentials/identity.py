@@ -1,0 +1,82 @@
+"""`Identity`: who a certificate says that its holder is."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Self
+from urllib.parse import quote, unquote
+
+from shardnet.errors import CredentialsError
+
+_SCHEME = "shardnet"
+_ANY = "*"  # quoting never writes it bare, so that no job's name can be taken for it
+
+
+class Role(StrEnum):
+    """What the holder of a certificate may do, beside asking anyone for health and statistics."""
+
+    WORKER = "worker"  # join its job, and take part in its collectives
+    RENDEZVOUS = "rendezvous"  # place workers
+    OPERATOR = "operator"  # nothing more
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """A name in a role. Raises CredentialsError at construction for what cannot be one.
+
+    name  of the machine, for a worker: all of its workers have one certificate
+    job   the one that a worker may join; None: any
+    """
+
+    role: Role
+    name: str
+    job: str | None = None
+
+    def __post_init__(self) -> None:
+        for what, text in (("name", self.name), ("job", "-" if self.job is None else self.job)):
+            if not text or not text.isprintable() or len(text) > 128:
+                raise CredentialsError(f"the {what} of a certificate must be 1 to 128 printable characters, got {text!r}")
+        if self.job is not None and self.role is not Role.WORKER:
+            raise CredentialsError(f"only a worker belongs to a job, not a certificate for a {self.role}")
+
+    @property
+    def uri(self) -> str:
+        """As the certificate has it, and as members compare it."""
+        job = () if self.role is not Role.WORKER else (_ANY if self.job is None else quote(self.job, safe=""),)
+        return ":".join((_SCHEME, self.role, *job, quote(self.name, safe="")))
+
+    def may_join(self, job: str) -> bool:
+        return self.role is Role.WORKER and self.job in (None, job)
+
+    @classmethod
+    def parse(cls, uri: str) -> Self:
+        """Raises CredentialsError for a URI that is none of ours."""
+        match uri.split(":"):
+            case [scheme, Role.WORKER, job, name] if scheme == _SCHEME:
+                found = cls(Role.WORKER, unquote(name), None if job == _ANY else unquote(job))
+            case [scheme, (Role.RENDEZVOUS | Role.OPERATOR) as role, name] if scheme == _SCHEME:
+                found = cls(Role(role), unquote(name))
+            case _:
+                raise CredentialsError(f"{uri!r} is no identity of shardnet's")
+        if found.uri != uri:  # two spellings of one identity would be two to whoever compares them
+            raise CredentialsError(f"{uri!r} is not how shardnet writes the identity of {found}")
+        return found
+
+    @classmethod
+    def of_peer(cls, certificate: Mapping[str, Any] | None) -> Self:
+        """The identity in what `ssl` says of a peer's certificate, which it has verified. Raises CredentialsError."""
+        names = (certificate or {}).get("subjectAltName", ())
+        return cls.of_uris([name for kind, name in names if kind == "URI"])
+
+    @classmethod
+    def of_uris(cls, uris: list[str]) -> Self:
+        """The one among a certificate's URIs that is ours. Raises CredentialsError unless there is exactly one."""
+        ours = [uri for uri in uris if uri.startswith(f"{_SCHEME}:")]
+        if len(ours) != 1:
+            raise CredentialsError(f"the certificate must name one identity of shardnet's, but it names {len(ours)}")
+        return cls.parse(ours[0])
+
+    def __str__(self) -> str:
+        """Such as: worker 'node-0' of job 'lm'."""
+        of = "" if self.role is not Role.WORKER else " of any job" if self.job is None else f" of job {self.job!r}"
+        return f"{self.role} {self.name!r}{of}"

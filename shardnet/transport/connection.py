@@ -1,0 +1,103 @@
+"""`Connection`: a stream of bytes to a peer over a TCP socket, plain or under TLS (tls.py)."""
+
+import asyncio
+import fcntl
+import socket
+import struct
+import termios
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from shardnet.credentials import Identity
+from shardnet.wire import Buffer
+
+_INT = struct.Struct("i")
+
+
+class Connection(ABC):
+    """One end of a connection; lives as long as its socket, which it owns. Runs on one loop.
+
+    `recv_into` and `sendmsg` never wait: BlockingIOError says that the socket must be readable, or writable, first. Use
+    either them or `receive` and `send_all`, which wait.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        """`sock` is connected and does not block."""
+        self.socket = sock
+
+    @property
+    def identity(self) -> Identity | None:
+        """Who the other end has proved to be; None in plaintext."""
+        return None
+
+    @property
+    def has_input(self) -> bool:
+        """Whether there is something to receive of which the socket knows nothing any more."""
+        return False
+
+    @property
+    @abstractmethod
+    def written_bytes(self) -> int:
+        """Of what was sent so far, as it goes over the wire."""
+
+    @property
+    def unacknowledged_bytes(self) -> int:
+        """Those of them that the peer's system does not have, be they on their way or not (TIOCOUTQ, tcp(7))."""
+        (count,) = _INT.unpack(fcntl.ioctl(self.socket, termios.TIOCOUTQ, bytes(_INT.size)))
+        return int(count)
+
+    @abstractmethod
+    def recv_into(self, room: memoryview) -> int:
+        """Receive; returns how many bytes, 0 at the end. As many as there are and `room` takes."""
+
+    @abstractmethod
+    def sendmsg(self, buffers: Sequence[Buffer]) -> int:
+        """Send; returns how many bytes were taken, whose buffers may be used again."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Give the system what was taken. Raises BlockingIOError if it does not take all of it."""
+
+    @abstractmethod
+    async def receive(self, count: int) -> bytes:
+        """At most `count` bytes; empty at the end."""
+
+    @abstractmethod
+    async def send_all(self, data: bytes) -> None:
+        """Send; returns when the system has it."""
+
+    def finish(self) -> None:
+        """Nothing more will be sent. Raises OSError."""
+        self.socket.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+class PlainConnection(Connection):
+    """The socket as it is."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        super().__init__(sock)
+        self._written_bytes = 0
+
+    @property
+    def written_bytes(self) -> int:
+        return self._written_bytes
+
+    def recv_into(self, room: memoryview) -> int:
+        return self.socket.recv_into(room)
+
+    def sendmsg(self, buffers: Sequence[Buffer]) -> int:
+        count = self.socket.sendmsg(buffers)
+        self._written_bytes += count
+        return count
+
+    def flush(self) -> None:
+        """It has all of it."""
+
+    async def receive(self, count: int) -> bytes:
+        return await asyncio.get_running_loop().sock_recv(self.socket, count)
+
+    async def send_all(self, data: bytes) -> None:
+        await asyncio.get_running_loop().sock_sendall(self.socket, data)

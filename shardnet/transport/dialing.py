@@ -1,0 +1,78 @@
+"""Connections to other processes, and why one is not to be had."""
+
+import asyncio
+import socket
+
+from shardnet.address import Address
+from shardnet.credentials import Role, Security
+from shardnet.errors import HandshakeError
+from shardnet.transport import tls
+from shardnet.transport.connection import Connection, PlainConnection
+from shardnet.transport.http2 import frames
+
+_ANSWER_BYTES = 4096
+
+
+async def dial(address: Address, security: Security) -> Connection:
+    """A connection, with TLS where the security says so; the caller bounds the time.
+
+    Raises HandshakeError where one end does not trust the other, else OSError with the last address's reason.
+    """
+    sock = await _connect(address)
+    if security.credentials is None:
+        return PlainConnection(sock)
+    try:
+        return await tls.handshake(sock, security.credentials.calling, accepting=False)
+    except BaseException:
+        sock.close()
+        raise
+
+
+async def check_trust(address: str, security: Security, timeout_s: float, to: Role | None = None) -> None:
+    """Raise HandshakeError, saying why, if the process at `address`, which should have the role `to`, and this one would not
+    trust each other. For a call that failed: grpcio does not say. Nothing happens if they would, or if nobody answers in time."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            connection = await dial(Address.parse(address), security)
+            try:
+                await _greet(connection, to)
+            finally:
+                connection.close()
+    except HandshakeError as error:
+        raise HandshakeError(f"{address} and this process do not trust each other: {error}") from error
+    except OSError:  # a timeout, too
+        return
+
+
+async def _greet(connection: Connection, to: Role | None) -> None:
+    """Begin as any gRPC client does, and see whether that is taken. Raises HandshakeError."""
+    if connection.identity is not None and to not in (None, connection.identity.role):
+        raise HandshakeError(f"its certificate is for {connection.identity}, not for a {to}")
+    try:
+        await connection.send_all(frames.PREFACE + frames.settings({}))
+        answer = await connection.receive(_ANSWER_BYTES)
+    except tls.TlsBroken as error:
+        raise HandshakeError(error.strerror) from error
+    if (why := frames.inadequate_security(answer)) is not None:
+        raise HandshakeError(why)
+
+
+async def _connect(address: Address) -> socket.socket:
+    """A connected socket. Raises OSError with the last address's reason."""
+    loop = asyncio.get_running_loop()
+    problem: OSError = OSError(f"{address} has no address")
+    for family, kind, protocol, _, where in await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM):
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.setblocking(False)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            await loop.sock_connect(sock, where)
+        except OSError as error:
+            sock.close()
+            problem = error
+        except BaseException:
+            sock.close()
+            raise
+        else:
+            return sock
+    raise problem

@@ -1,0 +1,230 @@
+"""`TlsConnection`: a connection under mutual TLS, and the handshake that makes one.
+
+OpenSSL works in memory here, and what it makes is sent by us, many records a system call: given the socket, it would make
+a call for each 16 KiB, and two to read them. asyncio's own TLS copies everything twice more.
+"""
+
+import asyncio
+import errno
+import socket
+import ssl
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+from shardnet.credentials import Identity
+from shardnet.errors import CredentialsError, HandshakeError
+from shardnet.transport.connection import Connection
+from shardnet.wire import Buffer
+
+FIRST_BYTE = b"\x16"  # of a connection that begins with TLS (RFC 8446, section 5.1: a handshake record)
+NO_TLS = bytes((21, 3, 3, 0, 2, 2, 40))  # what who takes none answers: a fatal alert, handshake_failure (section 6.2)
+
+_BATCH_BYTES = 64 * 1024  # encrypted at a time: still in the cache when it is sent
+_RECORD_BYTES = 16 * 1024  # the most that one holds
+_STAGE_BYTES = _BATCH_BYTES + 4 * 1024  # with what TLS adds
+
+
+class TlsConnection(Connection):
+    """The socket under TLS; made by `handshake`, which has verified the peer's certificate."""
+
+    def __init__(self, sock: socket.socket, tls: ssl.SSLObject, incoming: ssl.MemoryBIO, outgoing: ssl.MemoryBIO) -> None:
+        super().__init__(sock)
+        self._tls = tls
+        self._incoming = incoming  # encrypted, from the socket
+        self._outgoing = outgoing  # encrypted, to the socket
+        self._stage = memoryview(bytearray(_STAGE_BYTES))
+        self._waiting = memoryview(b"")  # encrypted; the system does not take it yet
+        self._written_bytes = 0
+        self._ended = False  # the peer sends nothing more
+        self._identity = Identity.of_peer(tls.getpeercert())
+
+    @property
+    def identity(self) -> Identity:
+        return self._identity
+
+    @property
+    def has_input(self) -> bool:
+        return self._incoming.pending > 0 or self._tls.pending() > 0
+
+    @property
+    def written_bytes(self) -> int:
+        return self._written_bytes
+
+    @property
+    def unacknowledged_bytes(self) -> int:
+        return len(self._waiting) + super().unacknowledged_bytes
+
+    def recv_into(self, room: memoryview) -> int:
+        filled = 0
+        try:
+            while filled < len(room):
+                count = self._decrypt(room[filled:])
+                filled += count
+                if not count and not self._fetch():
+                    break
+        except BlockingIOError:
+            if not filled:
+                raise
+        return filled
+
+    def sendmsg(self, buffers: Sequence[Buffer]) -> int:
+        self.flush()
+        taken = 0
+        with _understood():
+            for piece in _records(buffers):
+                taken += self._tls.write(piece)
+        self._put(self._outgoing.read())
+        with suppress(BlockingIOError, InterruptedError):  # it is taken all the same
+            self.flush()
+        return taken
+
+    def flush(self) -> None:
+        while self._waiting:
+            self._waiting = self._waiting[self.socket.send(self._waiting) :]
+
+    async def receive(self, count: int) -> bytes:
+        room = memoryview(bytearray(count))
+        while not (filled := self._decrypt(room)) and not self._ended:
+            self._store(await asyncio.get_running_loop().sock_recv(self.socket, _STAGE_BYTES))
+        return bytes(room[:filled])
+
+    async def send_all(self, data: bytes) -> None:
+        with _understood():
+            self._tls.write(data)
+        self._put(self._outgoing.read())
+        waiting, self._waiting = self._waiting, memoryview(b"")
+        await asyncio.get_running_loop().sock_sendall(self.socket, waiting)
+
+    def finish(self) -> None:
+        with suppress(ssl.SSLError):  # it waits for the peer's own farewell, which we do not
+            self._tls.unwrap()
+        with suppress(BlockingIOError, InterruptedError):  # somebody who does not read gets no farewell
+            self.flush()
+            self._put(self._outgoing.read())
+            self.flush()
+        super().finish()
+
+    def _decrypt(self, room: memoryview) -> int:
+        """As much as is there already; 0 if that is nothing. Raises OSError for what is not as it was sent."""
+        if not self.has_input:
+            return 0
+        try:
+            with _understood():
+                count: int = self._tls.read(min(len(room), _RECORD_BYTES), room)  # type: ignore[assignment]  # not with a buffer
+                return count
+        except ssl.SSLWantReadError:
+            return 0
+        except ssl.SSLZeroReturnError:
+            self._ended = True
+            return 0
+
+    def _fetch(self) -> bool:
+        """Take from the socket; False at the end. Raises BlockingIOError."""
+        if self._ended:
+            return False
+        count = self.socket.recv_into(self._stage)
+        self._store(self._stage[:count])
+        return count > 0
+
+    def _store(self, data: bytes | memoryview) -> None:
+        if data:
+            self._incoming.write(data)
+        else:
+            self._ended = True
+
+    def _put(self, data: bytes) -> None:
+        self._written_bytes += len(data)
+        self._waiting = memoryview(data)
+
+
+async def handshake(sock: socket.socket, context: ssl.SSLContext, *, accepting: bool, said: bytes = b"") -> TlsConnection:
+    """TLS on a socket that is connected and does not block; the caller bounds the time, and owns the socket until this returns.
+
+    said  what was read of the peer already
+
+    Raises HandshakeError, whose text is about the peer ("its certificate has expired"), or OSError where the connection breaks.
+    """
+    loop, incoming, outgoing = asyncio.get_running_loop(), ssl.MemoryBIO(), ssl.MemoryBIO()
+    tls = context.wrap_bio(incoming, outgoing, server_side=accepting)
+    incoming.write(said)
+    while True:
+        try:
+            tls.do_handshake()
+            break
+        except ssl.SSLWantReadError:
+            await loop.sock_sendall(sock, outgoing.read())
+            data = await loop.sock_recv(sock, _STAGE_BYTES)
+            if not data:
+                raise ConnectionResetError(errno.ECONNRESET, "closed in the middle of the TLS handshake") from None
+            incoming.write(data)
+        except ssl.SSLError as error:
+            with suppress(OSError):
+                await loop.sock_sendall(sock, outgoing.read())  # which tells the peer why
+            raise HandshakeError(_explain(error)) from error
+    await loop.sock_sendall(sock, outgoing.read())
+    try:
+        return TlsConnection(sock, tls, incoming, outgoing)
+    except CredentialsError as error:
+        raise HandshakeError(str(error)) from error
+
+
+class TlsBroken(OSError):
+    """TLS ends the connection; `strerror` says why."""
+
+
+@contextmanager
+def _understood() -> Iterator[None]:
+    """OpenSSL's errors in words. Those that mean "later" pass."""
+    try:
+        yield
+    except (ssl.SSLWantReadError, ssl.SSLZeroReturnError):
+        raise
+    except ssl.SSLError as error:
+        raise TlsBroken(error.errno, _explain(error)) from error
+
+
+def _records(buffers: Sequence[Buffer]) -> Iterator[Buffer]:
+    """The next batch, in pieces of which each begins a record: what is small is joined, as a record of its own costs more
+    than to copy it."""
+    left, small = _BATCH_BYTES, bytearray()
+    for buffer in buffers:
+        piece = memoryview(buffer)[:left]
+        left -= len(piece)
+        if len(piece) < _RECORD_BYTES:
+            small += piece
+        else:
+            head = _RECORD_BYTES - len(small) % _RECORD_BYTES if small else 0
+            if head:
+                yield bytes(small + piece[:head])
+                small.clear()
+            if head < len(piece):
+                yield piece[head:]
+        if not left:
+            break
+    if small:
+        yield bytes(small)
+
+
+# What OpenSSL says, or the peer by its alert, in words about the peer (RFC 8446, section 6).
+_WORDS = {
+    "TLSV1_ALERT_UNKNOWN_CA": "it does not trust the authority of this process's certificate",
+    "TLSV13_ALERT_CERTIFICATE_REQUIRED": "it wants a certificate of this process, which showed none",
+    "SSLV3_ALERT_CERTIFICATE_EXPIRED": "it takes this process's certificate for expired; compare the clocks",
+    "SSLV3_ALERT_BAD_CERTIFICATE": "it does not accept this process's certificate",
+    "SSLV3_ALERT_CERTIFICATE_UNKNOWN": "it does not accept this process's certificate",
+    "SSLV3_ALERT_UNSUPPORTED_CERTIFICATE": "it does not accept this process's certificate",
+    "TLSV1_ALERT_DECRYPT_ERROR": "it does not accept this process's certificate: a wrong authority of the same name",
+    "SSLV3_ALERT_HANDSHAKE_FAILURE": "it takes no TLS",
+    "TLSV1_ALERT_PROTOCOL_VERSION": "it takes no TLS 1.3",
+    "PEER_DID_NOT_RETURN_A_CERTIFICATE": "it showed no certificate",
+    "WRONG_VERSION_NUMBER": "what it says is no TLS",
+    "HTTP_REQUEST": "what it says is no TLS",
+    "UNSUPPORTED_PROTOCOL": "it speaks no TLS 1.3",
+    "NO_SHARED_CIPHER": "it speaks no TLS 1.3",
+}
+
+
+def _explain(error: ssl.SSLError) -> str:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is not one of this cluster's: {error.verify_message}"
+    return _WORDS.get(error.reason or "", f"TLS: {(error.reason or str(error)).lower().replace('_', ' ')}")

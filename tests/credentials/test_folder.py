@@ -1,0 +1,126 @@
+"""Certificates as files: what is written, and what is said of files that cannot be used."""
+
+import stat
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding
+
+from shardnet.credentials import Identity, Role, Security
+from shardnet.credentials.authority import Authority, key_pem
+from shardnet.credentials.folder import load, load_authority, save, save_authority
+from shardnet.errors import CredentialsError
+from tests.credentials.made import authority, credentials
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save(credentials(job="lm"), tmp_path / "node-0")
+    return tmp_path / "node-0"
+
+
+def test_there_and_back(folder: Path) -> None:
+    assert load(folder) == credentials(job="lm")
+    assert Security.find(Role.WORKER, certs=str(folder)).credentials == credentials(job="lm")
+
+
+def test_an_authority_there_and_back(tmp_path: Path) -> None:
+    save_authority(authority(), tmp_path / "cluster")
+    again = load_authority(tmp_path / "cluster")
+    save(again.issue(Identity(Role.OPERATOR, "me"), hosts=["10.0.0.1", "example.org"]), tmp_path / "cluster/me")
+    assert load(tmp_path / "cluster/me").authority == credentials().authority
+
+
+def test_keys_are_for_their_owner(folder: Path, tmp_path: Path) -> None:
+    save_authority(authority(), tmp_path)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (*folder.iterdir(), tmp_path / "authority.key")}
+    assert {name for name, mode in modes.items() if mode == 0o600} == {"key.pem", "authority.key"}
+
+
+def test_nothing_is_overwritten(folder: Path) -> None:
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(CredentialsError, match=r"authority\.pem exists, and whoever uses it would lose it"):
+        save(credentials("another"), folder)
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def remove(folder: Path) -> None:
+    (folder / "key.pem").unlink()
+
+
+def damage(folder: Path) -> None:
+    (folder / "certificate.pem").write_bytes(b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n")
+
+
+def empty(folder: Path) -> None:
+    (folder / "key.pem").write_bytes(b"")
+
+
+def take_another_key(folder: Path) -> None:
+    (folder / "key.pem").write_bytes(credentials("another").key)
+
+
+def take_another_authority(folder: Path) -> None:
+    (folder / "authority.pem").write_bytes(authority("another").pem)
+
+
+def expire(folder: Path) -> None:
+    reissue(folder, -0.01)
+
+
+def come_from_the_future(folder: Path) -> None:
+    reissue(folder, 30.0, later=timedelta(days=2))
+
+
+def reissue(folder: Path, days: float, later: timedelta = timedelta(0)) -> None:
+    """A certificate of the authority, good from a while ago, or `later`, on."""
+    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
+    names = x509.SubjectAlternativeName([x509.UniformResourceIdentifier("shardnet:operator:x")])
+    certificate = (
+        x509.CertificateBuilder(authority().certificate.subject, x509.Name([]), key.public_key(), 1)
+        .not_valid_before(now - timedelta(days=1) + later)
+        .not_valid_after(now + timedelta(days=days))
+        .add_extension(names, critical=False)
+        .sign(authority().key, hashes.SHA256())
+    )
+    (folder / "certificate.pem").write_bytes(certificate.public_bytes(Encoding.PEM))
+    (folder / "key.pem").write_bytes(key_pem(key))
+
+
+def let_the_authority_expire(folder: Path) -> None:
+    old = Authority.create(days=-0.01)
+    issued = old.issue(Identity(Role.WORKER, "n"))
+    for name, content in (("authority.pem", old.pem), ("certificate.pem", issued.certificate), ("key.pem", issued.key)):
+        (folder / name).write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("harm", "text"),
+    [
+        (remove, r"cannot read .*key\.pem: No such file or directory; `shardnet certs issue` makes it"),
+        (damage, "no certificate or key in PEM form"),
+        (empty, "no certificate or key in PEM form"),
+        (take_another_key, "the key is not that of the certificate"),
+        (take_another_authority, "the certificate is not from the authority beside it"),
+        (expire, r"the certificate has expired on .* UTC; issue another with `shardnet certs issue`"),
+        (come_from_the_future, r"the certificate is not good before .* UTC; set this machine's clock"),
+        (let_the_authority_expire, r"the authority has expired on .* UTC; make a new one"),
+    ],
+)
+def test_what_cannot_be_used_is_said(folder: Path, harm: Callable[[Path], None], text: str) -> None:
+    harm(folder)
+    with pytest.raises(CredentialsError, match=text) as caught:
+        load(folder)
+    assert str(folder) in str(caught.value)
+
+
+def test_one_protection_is_enough(folder: Path) -> None:
+    with pytest.raises(CredentialsError, match="choose one of"):
+        Security.find(Role.WORKER, certs=str(folder), insecure=True)
+    with pytest.raises(CredentialsError, match="choose one of"):
+        Security.find(Role.WORKER, certs=str(folder), token="x")

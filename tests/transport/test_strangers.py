@@ -1,0 +1,218 @@
+"""Who calls a port that demands certificates and has none that count: no handler runs, one line says who and why, and so does
+what the caller is told."""
+
+import asyncio
+import logging
+import re
+import socket
+import ssl
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
+
+import grpc
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding
+
+from shardnet.address import Address
+from shardnet.config import Limits, Timeouts
+from shardnet.credentials import Credentials, Identity, Role, Security
+from shardnet.credentials.authority import key_pem
+from shardnet.errors import EndpointUnavailable, HandshakeError
+from shardnet.pb import stats_pb2
+from shardnet.transport.dialing import dial
+from shardnet.transport.endpoint import Endpoint
+from shardnet.transport.mesh_service import MeshService
+from shardnet.transport.observe import Health, health, snapshot
+from tests.credentials.made import authority, credentials, security
+from tests.shared_loop import on_shared_loop
+
+TIMEOUTS, LIMITS = Timeouts.for_tests(), Limits()
+
+
+class Host:
+    """A worker's endpoint, and what it was made to do."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
+        self.handled = 0
+
+    def snapshot(self) -> stats_pb2.SnapshotReply:
+        self.handled += 1
+        return stats_pb2.SnapshotReply(role="worker")
+
+    @property
+    def address(self) -> str:
+        return self.endpoint.address
+
+
+@asynccontextmanager
+async def worker(protection: Security) -> AsyncIterator[Host]:
+    host: Host
+    endpoint = Endpoint("127.0.0.1:0", limits=LIMITS, timeouts=TIMEOUTS, snapshot=lambda: host.snapshot(), security=protection)
+    host = Host(endpoint)
+    endpoint.add_mesh(MeshService(TIMEOUTS, LIMITS))
+    async with endpoint:
+        yield host
+
+
+def expired() -> Credentials:
+    """What was once a worker's."""
+    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
+    uri, name = x509.UniformResourceIdentifier("shardnet:worker:lm:n"), x509.DNSName("member.shardnet")
+    certificate = (
+        x509.CertificateBuilder(authority().certificate.subject, x509.Name([]), key.public_key(), 1)
+        .not_valid_before(now - timedelta(days=2))
+        .not_valid_after(now - timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([uri, name]), critical=False)
+        .sign(authority().key, hashes.SHA256())
+    )
+    return Credentials(Identity(Role.WORKER, "n", "lm"), authority().pem, certificate.public_bytes(Encoding.PEM), key_pem(key))
+
+
+class Nameless(Credentials):
+    """Trusts the authority, and shows nothing."""
+
+    def _context(self, protocol: int) -> ssl.SSLContext:
+        context = ssl.SSLContext(protocol)
+        context.set_alpn_protocols(["h2"])
+        context.load_verify_locations(cadata=self.authority.decode())
+        return context
+
+    def for_grpcio(self) -> grpc.ChannelCredentials:
+        return grpc.ssl_channel_credentials(self.authority)
+
+
+def nameless() -> Credentials:
+    known = credentials()
+    return Nameless(known.identity, known.authority, known.certificate, known.key)
+
+
+@pytest.mark.parametrize(
+    ("stranger", "line", "told"),
+    [
+        (nameless, "it showed no certificate", "it wants a certificate of this process, which showed none"),
+        (
+            lambda: credentials(by="another"),
+            "it does not trust the authority of this process's certificate",  # the caller looked first
+            "its certificate is not one of this cluster's",
+        ),
+        (
+            expired,
+            "its certificate is not one of this cluster's: certificate has expired",
+            "it takes this process's certificate for expired",
+        ),
+    ],
+    ids=["no certificate", "wrong authority", "expired"],
+)
+@on_shared_loop
+async def test_who_is_not_let_in(
+    stranger: Callable[[], Credentials], line: str, told: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardnet.transport.throttle.EVERY_S", 0.0)  # here each refusal is one of its own
+    async with worker(security()) as host:
+        with caplog.at_level(logging.WARNING), pytest.raises(HandshakeError, match=re.escape(told)) as caught:
+            await snapshot(host.address, security=Security(credentials=stranger()))
+        assert str(caught.value).startswith(f"{host.address} and this process do not trust each other: ")
+        assert host.handled == 0
+    lines = {re.sub(r"127\.0\.0\.1:\d+", "ADDRESS", record.getMessage()) for record in caplog.records}
+    assert f"refused a connection from ADDRESS: {line}" in lines
+    assert all(each.startswith("refused a connection from ADDRESS: ") for each in lines)
+
+
+@on_shared_loop
+async def test_a_trusted_caller_that_another_authority_signed(caplog: pytest.LogCaptureFixture) -> None:
+    """It trusts us, and shows a certificate of its own authority: the callee is the one that looks."""
+    mine, theirs = credentials(), credentials(by="another")
+    mixed = Credentials(theirs.identity, mine.authority, theirs.certificate, theirs.key)
+    async with worker(security()) as host:
+        with pytest.raises(HandshakeError, match="it does not trust the authority of this process's certificate"):
+            await snapshot(host.address, security=Security(credentials=mixed))
+        assert host.handled == 0
+    assert "its certificate is not one of this cluster's" in caplog.text
+
+
+@on_shared_loop
+async def test_plaintext_to_a_port_that_demands_tls(caplog: pytest.LogCaptureFixture) -> None:
+    async with worker(security()) as host:
+        with pytest.raises(HandshakeError, match="this port takes TLS only; give this process certificates"):
+            await snapshot(host.address)
+        assert host.handled == 0
+    assert "it does not begin with TLS, which this port demands" in caplog.text
+
+
+@on_shared_loop
+async def test_tls_to_a_port_that_has_none(caplog: pytest.LogCaptureFixture) -> None:
+    async with worker(Security()) as host:
+        with pytest.raises(HandshakeError, match="do not trust each other: it takes no TLS"):
+            await snapshot(host.address, security=security())
+        assert host.handled == 0
+    assert "it begins with TLS, but this process has no certificates" in caplog.text
+
+
+@on_shared_loop
+async def test_who_has_a_certificate_gets_answers() -> None:
+    """Whatever its role: this is what operators are for."""
+    async with worker(security()) as host:
+        for role in Role:
+            assert (await snapshot(host.address, security=security("x", role))).role == "worker"
+        await host.endpoint.set_serving(True)
+        assert await health(host.address, security=security("x", Role.OPERATOR)) is Health.SERVING
+
+
+@on_shared_loop
+async def test_garbage_costs_one_line_a_second(caplog: pytest.LogCaptureFixture) -> None:
+    async with worker(security()) as host:
+        async with asyncio.TaskGroup() as callers:
+            for _ in range(100):
+                callers.create_task(talk(host.address, b"GET / HTTP/1.1\r\n\r\n"))
+            for _ in range(100):
+                callers.create_task(talk(host.address, b"\x16\x03\x01\x00\x05hello"))
+        assert host.handled == 0
+        assert (await snapshot(host.address, security=security())).role == "worker"
+    assert 1 <= len(caplog.records) <= 3
+
+
+async def talk(address: str, said: bytes) -> None:
+    """Say that, and listen to the end."""
+    connection = await dial(Address.parse(address), Security())
+    try:
+        async with asyncio.timeout(10.0):
+            await connection.send_all(said)
+            connection.finish()
+            while await connection.receive(4096):
+                pass
+    finally:
+        connection.close()
+
+
+@on_shared_loop
+async def test_grpcios_own_place_lets_nobody_in_but_through_the_door() -> None:
+    """A local user can find the socket behind the front door (/proc/net/unix), but not come from a visitor's address."""
+    async with worker(security()) as host:
+        door = host.endpoint._door
+        assert door is not None
+        place = door._admission._place
+        assert isinstance(place, str)
+        async with grpc.aio.insecure_channel(f"unix-abstract:{place[1:]}") as channel:
+            for method in ("/shardnet.v1.Stats/Snapshot", "/grpc.health.v1.Health/Check", "/shardnet.v1.Mesh/Push"):
+                with pytest.raises(grpc.aio.AioRpcError, match="call the port that this process listens on") as caught:
+                    await call(channel, method)
+                assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
+        assert host.handled == 0
+
+
+async def call(channel: grpc.aio.Channel, method: str) -> None:
+    ask: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(method)
+    await ask(b"")
+
+
+@on_shared_loop
+async def test_nobody_answers_is_no_matter_of_trust() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+    with pytest.raises(EndpointUnavailable):
+        await snapshot(address, security=security())
