@@ -12,15 +12,17 @@ from typing import TypeVar
 
 from benchmarks.journal import Alone, Journal
 from benchmarks.nodes import NodeFailed, run_on_nodes
-from benchmarks.plan import Memory, Session, Topology, to_json
+from benchmarks.plan import Memory, Session, Topology, Transport, to_json
 from benchmarks.row import Row
 from benchmarks.tables import one_line
 from benchmarks.targets import FSDP2, OURS
 from shardnet.cli.launch.console import Console
 from shardnet.cli.launch.job import Job
 from shardnet.cli.launch.launcher import launch
+from shardnet.cli.protection import Protection
 from shardnet.cli.services import local_rendezvous
-from shardnet.credentials import Security
+from shardnet.credentials import Role
+from shardnet.credentials.token import new_token
 from shardnet.telemetry import Progress
 
 T = TypeVar("T")
@@ -90,20 +92,28 @@ def _run_here(session: Session, directory: Path, journal: Journal) -> int:
         arguments=(to_json(session), str(directory)),
         nproc=session.ranks,
         name=f"bench-{secrets.token_hex(4)}",
+        protection=_protection(session),
     )
 
     async def progress(_: str) -> Progress:
         return journal.last_progress()
 
     with Console() as console:
-        return asyncio.run(launch(job, console, lambda: local_rendezvous(Security()), progress))
+        return asyncio.run(launch(job, console, lambda: local_rendezvous(job.protection.security(Role.RENDEZVOUS)), progress))
+
+
+def _protection(session: Session) -> Protection:
+    """Elsewhere than on this machine nobody is but the session itself: see nodes.py."""
+    if session.transport is Transport.MTLS:
+        return Protection(token=new_token())
+    return Protection(insecure=session.topology is not Topology.ONE_NODE)
 
 
 def _run_on_nodes(session: Session, directory: Path, _: Journal) -> int:
     """Without a bar: two launchers would draw two. Each row is a line all the same."""
     nodes = session.topology.nodes(session.ranks)
     try:
-        run_on_nodes(WORKER, (to_json(session), str(directory)), nodes, session.ranks // nodes, session.topology.rate)
+        run_on_nodes(WORKER, (to_json(session), str(directory)), nodes, session.ranks // nodes, session.topology.rate, _protection(session))
     except NodeFailed as failure:
         return failure.status
     except KeyboardInterrupt:

@@ -28,7 +28,7 @@ async def measure(session: Session, directory: Path) -> None:
     torch.set_num_threads(1)  # for both sides: ranks that share cores must not fight for them with threads as well
     logging.getLogger("shardnet.credentials").setLevel(logging.ERROR)  # it warns of plaintext; nobody else is in the namespaces
     limits = shardnet.Limits(chunk_bytes=session.chunk_bytes)
-    apart = session.topology is Topology.ONE_NODE and session.transport is Transport.GRPC
+    apart = session.topology is Topology.ONE_NODE and session.transport is not Transport.SHM
     alone = {"node": f"rank {os.environ['SHARDNET_LOCAL_RANK']}"} if apart else {}
     async with shardnet.connect(limits=limits, **alone) as cluster:
         # In a thread of its own, so that signals find this loop awake. The first one closes the cluster, which ends the thread.

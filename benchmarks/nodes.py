@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from shardnet.cli.launch.tether import tethered
+from shardnet.cli.protection import Protection
 from shardnet.testing.namespaces import INTERFACE, Namespace, Network, bridged_nodes
 
 RENDEZVOUS_PORT = 7000  # free: nobody else is in the namespace
@@ -21,7 +22,7 @@ class NodeFailed(Exception):
         self.status = status
 
 
-def run_on_nodes(module: str, arguments: Sequence[str], nodes: int, ranks_per_node: int, rate: str | None) -> None:
+def run_on_nodes(module: str, arguments: Sequence[str], nodes: int, ranks_per_node: int, rate: str | None, protection: Protection) -> None:
     """Run `python -m module arguments` as `ranks_per_node` workers on each of `nodes` nodes. What they write to stderr is seen here.
 
     Neither a process nor a namespace is left when this returns or raises. Raises NodeFailed, NamespacesUnavailable for a
@@ -29,23 +30,25 @@ def run_on_nodes(module: str, arguments: Sequence[str], nodes: int, ranks_per_no
     """
     with bridged_nodes(nodes, rate=rate) as network:
         try:
-            asyncio.run(_run(network, ("-m", module, "--", *arguments), ranks_per_node))
+            asyncio.run(_run(network, ("-m", module, "--", *arguments), ranks_per_node, protection))
         except BaseExceptionGroup as group:
             raise _first(group) from None
 
 
-async def _run(network: Network, program: Sequence[str], ranks_per_node: int) -> None:
+async def _run(network: Network, program: Sequence[str], ranks_per_node: int, protection: Protection) -> None:
     meeting = f"{network.hub.address}:{RENDEZVOUS_PORT}"
-    shape = f"--nproc {ranks_per_node} --nnodes {len(network.nodes)} --rendezvous {meeting} --insecure".split()
+    shape = f"--nproc {ranks_per_node} --nnodes {len(network.nodes)} --rendezvous {meeting}{protection.flags}".split()
     async with asyncio.TaskGroup() as tasks:
-        rendezvous = tasks.create_task(_shardnet(network.hub, "rendezvous", "--listen", meeting, "--insecure", quiet=True))
+        rendezvous = tasks.create_task(
+            _shardnet(network.hub, "rendezvous", "--listen", meeting, *protection.flags.split(), token=protection.token, quiet=True)
+        )
         async with asyncio.TaskGroup() as launchers:
             for node in network.nodes:
-                launchers.create_task(_shardnet(node, "run", *shape, "--node", node.name, *program))
+                launchers.create_task(_shardnet(node, "run", *shape, "--node", node.name, *program, token=protection.token))
         rendezvous.cancel()
 
 
-async def _shardnet(where: Namespace, *arguments: str, quiet: bool = False) -> None:
+async def _shardnet(where: Namespace, *arguments: str, token: str, quiet: bool = False) -> None:
     """Run the command to its end; cancelling ends it. Raises NodeFailed. `quiet`: what it writes is seen only if it fails."""
     command = tethered(where.command(sys.executable, "-m", "shardnet.cli", *arguments))
     process = await asyncio.create_subprocess_exec(
@@ -53,7 +56,7 @@ async def _shardnet(where: Namespace, *arguments: str, quiet: bool = False) -> N
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.DEVNULL if quiet else None,
         stderr=asyncio.subprocess.PIPE if quiet else None,
-        env=os.environ | {"GLOO_SOCKET_IFNAME": INTERFACE},
+        env=os.environ | {"GLOO_SOCKET_IFNAME": INTERFACE, "SHARDNET_TOKEN": token},
         start_new_session=True,  # a Ctrl-C in the terminal reaches it through this process only, and once
     )
     try:

@@ -90,6 +90,8 @@ def _sessions(options: argparse.Namespace) -> Iterator[Session]:
     model = {name: getattr(options, name) for name in ("dim", "layers", "heads", "context", "bigrams", "batch")}
     if options.only in (None, "step"):
         for ranks, topology, transport in _places(options, options.step_ranks):
+            if transport is Transport.MTLS:
+                continue
             compression = options.compress if topology.rate and options.compress != "none" else None  # where there is a link to spare
             yield Training(
                 *(ranks, topology, transport, options.chunk), options.steps or default_steps(topology), **model, compression=compression
@@ -133,8 +135,8 @@ def _parser() -> argparse.ArgumentParser:
         type=_list_of(Transport),
         default=tuple(Transport),
         metavar="NAME,...",
-        help="what carries shardnet's data: grpc (each rank is a node), shm (all ranks are one node and share memory), hier (nodes of "
-        "several ranks: both); default: whatever each topology has",
+        help="what carries shardnet's data: grpc (each rank is a node), grpc-mtls (the same under TLS; collectives only), shm (all ranks "
+        "are one node and share memory), hier (nodes of several ranks: both); default: whatever each topology has",
     )
     parser.add_argument(
         "--topologies",

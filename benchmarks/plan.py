@@ -34,11 +34,13 @@ class Transport(StrEnum):
     """What carries shardnet's data.
 
     GRPC  gRPC alone; on one machine each rank says that it is a node of its own
+    MTLS  the same under mutual TLS, where the peer's is plaintext
     SHM   shared memory: all ranks are one node
     HIER  both: nodes of several ranks, direct collectives through memory inside them and a ring over gRPC across
     """
 
     GRPC = "grpc"
+    MTLS = "grpc-mtls"
     SHM = "shm"
     HIER = "hier"
 
@@ -63,9 +65,9 @@ class Topology(StrEnum):
         """What can carry data there."""
         match self:
             case Topology.ONE_NODE:
-                return Transport.GRPC, Transport.SHM
+                return Transport.GRPC, Transport.MTLS, Transport.SHM
             case Topology.NETNS:
-                return (Transport.GRPC,)
+                return Transport.GRPC, Transport.MTLS
             case _:
                 return (Transport.HIER,)
 

@@ -18,8 +18,10 @@ _WHERE = {
 }
 _VIA = {
     (Topology.ONE_NODE, Transport.GRPC): "over gRPC",
+    (Topology.ONE_NODE, Transport.MTLS): "over gRPC with mutual TLS",
     (Topology.ONE_NODE, Transport.SHM): "through shared memory",
     (Topology.NETNS, Transport.GRPC): "over gRPC",
+    (Topology.NETNS, Transport.MTLS): "over gRPC with mutual TLS",
     (Topology.NETNS_1GBIT, Transport.HIER): "over gRPC, inside the nodes through shared memory,",
 }
 _LINK_HEAD = ("link's bound ms", "reached")
@@ -58,9 +60,9 @@ def one_line(row: Row) -> str:
     what = f"{_op(row)} {size(row.bytes)}" if row.kind == "collective" else row.op
     if row.ours_peak_bytes is not None and row.peer_peak_bytes is not None:
         peaks = f"shardnet {_mb(row.ours_peak_bytes)} MB  {row.peer} {_mb(row.peer_peak_bytes)} MB"
-        return f"{row.topology:<11}  {row.ranks} ranks  {row.transport:<4}  {'peak memory':<22}  {peaks}"
+        return f"{row.topology:<11}  {row.ranks} ranks  {row.transport:<9}  {'peak memory':<22}  {peaks}"
     times = f"shardnet {_ms(row.ours_ms)} ms  {row.peer} {_ms(row.peer_ms)} ms"
-    return f"{row.topology:<11}  {row.ranks} ranks  {row.transport:<4}  {what:<22}  {times}  {_ratio(row.ratio)}"
+    return f"{row.topology:<11}  {row.ranks} ranks  {row.transport:<9}  {what:<22}  {times}  {_ratio(row.ratio)}"
 
 
 def _collectives(place: Place, rows: Sequence[Row]) -> Table:

@@ -43,6 +43,7 @@ TARGETS = (
     Target(Topology.ONE_NODE, Transport.SHM, (Op.GATHER_ON_NODE,), 1.0, MEMCPY),
     Target(Topology.NETNS, Transport.GRPC, (Op.ALL_GATHER, Op.REDUCE_SCATTER), 1.3),
     Target(Topology.NETNS, Transport.GRPC, (Op.ALL_REDUCE,), 1.0),
+    Target(Topology.NETNS, Transport.MTLS, COLLECTIVES, 0.7),
     Target(Topology.NETNS_1GBIT, Transport.HIER, COLLECTIVES, 1.8),
 )
 

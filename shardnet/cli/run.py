@@ -113,9 +113,10 @@ def _check(options: arguments.Arguments, protection: Protection) -> Identity | N
         if given:
             security.check(given)
     identity = None if security.credentials is None else security.credentials.identity
-    if identity is not None and options.rendezvous and not identity.may_join(options.job or identity.job or "default"):
+    job = options.job or (identity and identity.job) or "default"
+    if identity is not None and options.rendezvous and not identity.may_join(job):
         raise CredentialsError(
-            f"{protection.certs} is for {identity}, which does not let workers join job {options.job!r}; "
+            f"{protection.certs} is for {identity}, which does not let its holder join job {job!r}; "
             "make one that does with `shardnet certs issue --job`, or use another folder"
         )
     return identity

@@ -19,9 +19,9 @@ from shardnet.wire import Buffer
 FIRST_BYTE = b"\x16"  # of a connection that begins with TLS (RFC 8446, section 5.1: a handshake record)
 NO_TLS = bytes((21, 3, 3, 0, 2, 2, 40))  # what who takes none answers: a fatal alert, handshake_failure (section 6.2)
 
-_BATCH_BYTES = 64 * 1024  # encrypted at a time: still in the cache when it is sent
+_BATCH_BYTES = 256 * 1024
 _RECORD_BYTES = 16 * 1024  # the most that one holds
-_STAGE_BYTES = _BATCH_BYTES + 4 * 1024  # with what TLS adds
+_STAGE_BYTES = 264 * 1024
 
 
 class TlsConnection(Connection):
@@ -55,16 +55,20 @@ class TlsConnection(Connection):
         return len(self._waiting) + super().unacknowledged_bytes
 
     def recv_into(self, room: memoryview) -> int:
-        filled = 0
+        filled, want = 0, len(room)
         try:
-            while filled < len(room):
-                count = self._decrypt(room[filled:])
-                filled += count
-                if not count and not self._fetch():
-                    break
-        except BlockingIOError:
+            while filled < want and not self._ended:
+                try:
+                    while count := self._read(room[filled : filled + _RECORD_BYTES]):
+                        filled += count
+                    self._ended = filled < want  # the peer has said so
+                except ssl.SSLWantReadError:
+                    self._fetch()
+        except (BlockingIOError, InterruptedError):
             if not filled:
                 raise
+        except ssl.SSLError as error:
+            raise TlsBroken(error.errno, _explain(error)) from error
         return filled
 
     def sendmsg(self, buffers: Sequence[Buffer]) -> int:
@@ -84,9 +88,15 @@ class TlsConnection(Connection):
 
     async def receive(self, count: int) -> bytes:
         room = memoryview(bytearray(count))
-        while not (filled := self._decrypt(room)) and not self._ended:
-            self._store(await asyncio.get_running_loop().sock_recv(self.socket, _STAGE_BYTES))
-        return bytes(room[:filled])
+        while not self._ended:
+            try:
+                with _understood():
+                    filled = self._read(room)
+                self._ended = not filled
+                return bytes(room[:filled])
+            except ssl.SSLWantReadError:
+                self._store(await asyncio.get_running_loop().sock_recv(self.socket, _STAGE_BYTES))
+        return b""
 
     async def send_all(self, data: bytes) -> None:
         with _understood():
@@ -104,27 +114,14 @@ class TlsConnection(Connection):
             self.flush()
         super().finish()
 
-    def _decrypt(self, room: memoryview) -> int:
-        """As much as is there already; 0 if that is nothing. Raises OSError for what is not as it was sent."""
-        if not self.has_input:
-            return 0
-        try:
-            with _understood():
-                count: int = self._tls.read(min(len(room), _RECORD_BYTES), room)  # type: ignore[assignment]  # not with a buffer
-                return count
-        except ssl.SSLWantReadError:
-            return 0
-        except ssl.SSLZeroReturnError:
-            self._ended = True
-            return 0
+    def _read(self, room: memoryview) -> int:
+        """As much of one record as `room` takes; 0 where that is nothing, or once the peer has ended. Raises SSLWantReadError."""
+        count: int = self._tls.read(len(room), room) if room else 0  # type: ignore[assignment]  # bytes without a buffer only
+        return count
 
-    def _fetch(self) -> bool:
-        """Take from the socket; False at the end. Raises BlockingIOError."""
-        if self._ended:
-            return False
-        count = self.socket.recv_into(self._stage)
-        self._store(self._stage[:count])
-        return count > 0
+    def _fetch(self) -> None:
+        """Take from the socket. Raises BlockingIOError."""
+        self._store(self._stage[: self.socket.recv_into(self._stage)])
 
     def _store(self, data: bytes | memoryview) -> None:
         if data:
@@ -174,10 +171,10 @@ class TlsBroken(OSError):
 
 @contextmanager
 def _understood() -> Iterator[None]:
-    """OpenSSL's errors in words. Those that mean "later" pass."""
+    """OpenSSL's errors in words. The one that means "later" passes."""
     try:
         yield
-    except (ssl.SSLWantReadError, ssl.SSLZeroReturnError):
+    except ssl.SSLWantReadError:
         raise
     except ssl.SSLError as error:
         raise TlsBroken(error.errno, _explain(error)) from error

@@ -29,8 +29,8 @@ def test_by_default_everything_is_measured() -> None:
     trainings = [session for session in options.sessions if type(session) is Training]
     memories = [session for session in options.sessions if isinstance(session, Memory)]
     assert [(session.topology, session.ranks, session.transport) for session in collectives] == [
-        *((Topology.ONE_NODE, ranks, transport) for ranks in (2, 4) for transport in (Transport.GRPC, Transport.SHM)),
-        *((Topology.NETNS, ranks, Transport.GRPC) for ranks in (2, 4)),
+        *((Topology.ONE_NODE, ranks, transport) for ranks in (2, 4) for transport in (Transport.GRPC, Transport.MTLS, Transport.SHM)),
+        *((Topology.NETNS, ranks, transport) for ranks in (2, 4) for transport in (Transport.GRPC, Transport.MTLS)),
         (Topology.NETNS_1GBIT, 4, Transport.HIER),
     ]
     assert [(session.topology, session.ranks, session.transport) for session in trainings] == [

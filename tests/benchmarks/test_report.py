@@ -141,7 +141,7 @@ def test_memory_is_judged_by_what_fsdp2_needs() -> None:
         ["2", "100", "1400", "20", "1.40x", "1.43x", "missed"],
         ["2", "50", "10000", "20", "10.00x", "1.43x", *["too", "small", "a", "model", "to", "say"]],
     ]
-    assert "one-node     2 ranks  grpc  peak memory" in one_line(memory(1_500_000_000, STEP_BYTES))
+    assert "one-node     2 ranks  grpc       peak memory" in one_line(memory(1_500_000_000, STEP_BYTES))
 
 
 def test_several_at_once_are_told_apart_and_not_judged() -> None:

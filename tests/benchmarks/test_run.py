@@ -16,6 +16,7 @@ from benchmarks.parts import COLLECTIVES, HANDED_OVER, PARTS, REDUCING, SENDING,
 from benchmarks.plan import Session, Topology
 from benchmarks.report import read_json
 from benchmarks.row import Row
+from shardnet.cli.protection import Protection
 from shardnet.testing.namespaces import NamespacesUnavailable
 from tests.benchmarks.rows import row
 from tests.networks import nodes_or_skip
@@ -104,7 +105,7 @@ def test_a_node_that_fails_ends_the_others_and_is_told(capfd: pytest.CaptureFixt
         pass
     before = psutil.Process().children(recursive=True)
     with pytest.raises(NodeFailed) as failure:
-        run_on_nodes("no.such.module", (), nodes=2, ranks_per_node=1, rate=None)
+        run_on_nodes("no.such.module", (), nodes=2, ranks_per_node=1, rate=None, protection=Protection(insecure=True))
     assert failure.value.status == 1
     assert "no.such.module" in capfd.readouterr().err
     assert psutil.Process().children(recursive=True) == before

@@ -84,7 +84,7 @@ def test_a_token_is_new_every_time(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (
             ["run", "--certs", "{}/node-0", "--rendezvous", "10.0.0.1:1", "--job", "x", "-m", "a"],
-            "is for worker 'node-0' of job 'lm', which",
+            "is for worker 'node-0' of job 'lm', which does not let its holder join job 'x'",
         ),
         (["run", "--certs", "{}/node-0", "--insecure", "-m", "a"], "shardnet run: choose one of a folder of certificates"),
         (["rendezvous", "--certs", "{}/node-0"], "is for worker 'node-0' of job 'lm', whom no worker takes for a rendezvous"),

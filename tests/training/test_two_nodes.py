@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from shardnet.credentials import Role
+from shardnet.credentials.folder import save
 from shardnet.testing.namespaces import INTERFACE, Namespace
+from tests.credentials.made import credentials
 from tests.networks import nodes_or_skip
 
 PATIENCE_S = 45.0
@@ -41,17 +44,21 @@ shardnet.run(main)
 
 
 @pytest.mark.timeout(120)
-def test_collectives_cross_nodes_and_memory_stays_inside_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("protection", ["--insecure", "--certs"])
+def test_collectives_cross_nodes_and_memory_stays_inside_them(protection: str, tmp_path: Path) -> None:
+    """With certificates each machine has its own, and so has the rendezvous."""
     program = tmp_path / "worker.py"
     program.write_text(WORKER)
     with nodes_or_skip(2) as network, ExitStack() as stack:
+        roles = {network.hub: Role.RENDEZVOUS, **dict.fromkeys(network.nodes, Role.WORKER)}
+        options = {node: protected(node.name, role, tmp_path, protection) for node, role in roles.items()}
         meeting = f"{network.hub.address}:7000"
-        rendezvous = stack.enter_context(started(network.hub, "rendezvous", "--listen", meeting, "--insecure"))
+        rendezvous = stack.enter_context(started(network.hub, "rendezvous", "--listen", meeting, *options[network.hub]))
         stack.callback(rendezvous.kill)
         launchers = []
         for node in network.nodes:
-            arguments = f"run --nproc 2 --nnodes 2 --node {node.name} --rendezvous {meeting} --insecure {program}"
-            launchers.append(stack.enter_context(started(node, *arguments.split())))
+            arguments = f"run --nproc 2 --nnodes 2 --node {node.name} --rendezvous {meeting}".split()
+            launchers.append(stack.enter_context(started(node, *arguments, *options[node], str(program))))
             stack.callback(launchers[-1].kill)
         outputs = [launcher.communicate(timeout=PATIENCE_S) for launcher in launchers]
         assert [launcher.returncode for launcher in launchers] == [0, 0], outputs
@@ -66,6 +73,14 @@ def test_collectives_cross_nodes_and_memory_stays_inside_them(tmp_path: Path) ->
         {"rank": rank, "address": addresses[rank], "shares memory with": [neighbours[rank]], **right} for rank in range(len(neighbours))
     ]
     assert {*addresses} == {node.address for node in network.nodes}
+
+
+def protected(name: str, role: Role, directory: Path, protection: str) -> tuple[str, ...]:
+    """The options for one machine; what they name is made."""
+    if protection == "--insecure":
+        return ("--insecure",)
+    save(credentials(name, role, job="default" if role is Role.WORKER else None), directory / name)
+    return "--certs", str(directory / name)
 
 
 def bytes_sent(node: Namespace) -> int:

@@ -110,6 +110,17 @@ async def test_a_full_socket_takes_no_more_than_a_batch() -> None:
         assert 0 < caller.unacknowledged_bytes <= before
 
 
+async def test_the_end_behind_data() -> None:
+    """Which OpenSSL tells as nothing read, for as long as one asks."""
+    async with connected() as (caller, callee):
+        await caller.send_all(b"last words")
+        caller.finish()
+        await readable(callee)
+        room = memoryview(bytearray(100))
+        assert callee.recv_into(room) == 10
+        assert callee.recv_into(room) == 0
+
+
 def fill(connection: TlsConnection, data: memoryview) -> None:
     while True:
         connection.sendmsg([data])
