@@ -105,14 +105,14 @@ def test_growth_is_another_question_that_varies_one_thing_at_a_time() -> None:
 def test_each_topology_alone() -> None:
     arguments = ["--only", "collectives", "--ranks", "2,3", "--sizes", "12KiB"]
     places = {
-        "one-node": [(2, "grpc", 1), (2, "shm", 1), (3, "grpc", 1), (3, "shm", 1)],
-        "netns": [(2, "grpc", 2), (3, "grpc", 3)],
+        "one-node": [(ranks, transport, 1) for ranks in (2, 3) for transport in ("grpc", "grpc-mtls", "shm")],
+        "netns": [(ranks, transport, ranks) for ranks in (2, 3) for transport in ("grpc", "grpc-mtls")],
         "netns-1gbit": [(4, "hier", 2)],
     }
     for name, expected in places.items():
         sessions = parse_options([*arguments, "--topologies", name]).sessions
         assert [(session.ranks, session.transport, session.topology.nodes(session.ranks)) for session in sessions] == expected
-    assert len(parse_options([*arguments, "--topologies", "netns,one-node"]).sessions) == 6
+    assert len(parse_options([*arguments, "--topologies", "netns,one-node"]).sessions) == 10
 
 
 def test_memory_does_not_reach_another_node() -> None:
