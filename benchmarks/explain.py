@@ -27,6 +27,7 @@ from benchmarks.parts import (
     RECEIVING,
     REDUCING,
     SENDING,
+    TLS,
     TRANSPORT,
 )
 from benchmarks.race import Contender
@@ -110,13 +111,16 @@ def _on_loop(function: Callable[[], object]) -> None:
     done.wait()
 
 
+_BUILT_IN = (
+    *(("_ssl.", TLS), ("'send", SENDING), ("'recv", RECEIVING)),
+    *(("crc32c", CHECKSUMS), ("google", TRANSPORT), ("numpy", COPYING)),
+)
+
+
 def _part_of(code: CodeType | str) -> str:
     """By the name of a built-in function, or by where one in Python lies."""
     if isinstance(code, str):
-        for name, part in (("sendmsg", SENDING), ("'recv", RECEIVING), ("crc32c", CHECKSUMS), ("google", TRANSPORT), ("numpy", COPYING)):
-            if name in code:
-                return part
-        return COLLECTIVES
+        return next((part for name, part in _BUILT_IN if name in code), COLLECTIVES)
     path, name = PurePath(code.co_filename), code.co_name
     if (path.name, name) in _CALLS:
         return _CALLS[path.name, name]
@@ -124,4 +128,6 @@ def _part_of(code: CodeType | str) -> str:
         return COPYING
     if path.name == "reduction.py":
         return REDUCING
+    if path.name == "ssl.py":
+        return TLS
     return TRANSPORT if "transport" in path.parts or "protobuf" in path.parts or path.name == "wire.py" else COLLECTIVES

@@ -7,9 +7,10 @@ REDUCING = "reducing"
 SENDING = "kernel: sending"
 RECEIVING = "kernel: receiving"
 CHECKSUMS = "checksums"
+TLS = "TLS"
 TRANSPORT = "Python: transport"
 COLLECTIVES = "Python: the rest"
 DATA = "waiting for data"
 
-BUSY = (COPYING, REDUCING, SENDING, RECEIVING, CHECKSUMS, TRANSPORT, COLLECTIVES)  # what the thread does that has the work
+BUSY = (COPYING, REDUCING, SENDING, RECEIVING, CHECKSUMS, TLS, TRANSPORT, COLLECTIVES)  # what the thread does that has the work
 PARTS = (HANDED_OVER, PEERS, *BUSY, DATA)

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardnet
+from shardnet.cli.main import main
+from shardnet.credentials.folder import load
 from shardnet.topology import Member, Topology
 from tests.fsdp.ranks import run_ranks
 
@@ -48,7 +50,21 @@ def test_the_optimizer_alone() -> None:
     assert all(loss < 0.5 for loss, _ in found.values()), lines  # untrained it is about 1
 
 
-def test_files_named_in_the_readme_exist() -> None:
+def test_certificates_as_the_readme_makes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    commands = re.findall(r"^\$ \.venv/bin/shardnet (certs .*)$", README.read_text(), re.MULTILINE)
+    assert [main(command.split()) for command in commands] == [0, 0, 0, 0]
+    made = {path.name: str(load(path).identity) for path in Path("cluster").iterdir() if path.is_dir()}
+    assert made == {
+        "rendezvous": "rendezvous 'rendezvous'",
+        "left": "worker 'left' of job 'lm'",
+        "right": "worker 'right' of job 'lm'",
+        "me": "operator 'me'",
+    }
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/architecture.md", "docs/security.md"])
+def test_files_named_in_the_docs_exist(page: str) -> None:
     root = README.parent
-    for name in re.findall(r"`((?:shardnet|workers|docs|benchmarks|docker|protos)/[\w./-]+)`", README.read_text()):
+    for name in re.findall(r"`((?:shardnet|workers|docs|benchmarks|docker|protos|tests)/[\w./-]+)`", (root / page).read_text()):
         assert (root / name).exists(), name

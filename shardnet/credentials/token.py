@@ -7,14 +7,13 @@ It is for the impatient: whoever has it may be any worker of any job, and it can
 import hashlib
 import secrets
 
-from shardnet.credentials.authority import Authority
+from shardnet.credentials.authority import AUTHORITY_DAYS, Authority
 from shardnet.credentials.bundle import Credentials
 from shardnet.credentials.identity import Identity, Role
 from shardnet.errors import CredentialsError
 
 _PREFIX = "shardnet-"
 _BYTES = 32
-_DAYS = 90.0  # a process that runs longer can open no connection any more
 
 
 def new_token() -> str:
@@ -28,4 +27,4 @@ def from_token(token: str, role: Role) -> Credentials:
     if not token.startswith(_PREFIX) or len(secret) < len(secrets.token_urlsafe(_BYTES)) or not secret.isascii():
         raise CredentialsError("the join token is not one that `shardnet certs token` has made; give all processes one that it prints")
     number = int.from_bytes(hashlib.sha512(b"shardnet authority, version 1: " + secret.encode()).digest())
-    return Authority.of_secret(number).issue(Identity(role, secrets.token_hex(8)), days=_DAYS)
+    return Authority.of_secret(number).issue(Identity(role, secrets.token_hex(8)), days=AUTHORITY_DAYS)

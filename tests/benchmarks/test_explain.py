@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import ssl
 from types import CodeType
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from crc32c import crc32c
 
 from benchmarks.explain import _part_of
-from benchmarks.parts import CHECKSUMS, COLLECTIVES, COPYING, PEERS, RECEIVING, REDUCING, SENDING, TRANSPORT
+from benchmarks.parts import CHECKSUMS, COLLECTIVES, COPYING, PEERS, RECEIVING, REDUCING, SENDING, TLS, TRANSPORT
 from shardnet import wire
 from shardnet.collectives.exchange import Exchange
 from shardnet.collectives.mail import Round
@@ -33,6 +34,7 @@ from shardnet.transport.shared_memory.window import Window
         (asyncio.sleep.__code__, COLLECTIVES),
         (Round._wait.__code__, PEERS),
         (Round.advance.__code__, COLLECTIVES),
+        (ssl.SSLObject.read.__code__, TLS),
         (futex.wait.__code__, PEERS),
         (futex.wake.__code__, SENDING),
         (Mailbox.post.__code__, TRANSPORT),
@@ -47,7 +49,9 @@ def test_built_in_functions_count_by_their_name() -> None:
     """As cProfile writes them down."""
     with socket.socket() as sock:
         assert _part_of(repr(type(sock).sendmsg)) == SENDING
+        assert _part_of(repr(type(sock).send)) == SENDING
         assert _part_of(repr(type(sock).recv_into)) == RECEIVING
+    assert _part_of(repr(ssl.MemoryBIO.write)) == TLS
     assert _part_of(repr(crc32c)) == CHECKSUMS
     assert _part_of(repr(mesh_pb2.Control.SerializeToString)) == TRANSPORT
     assert _part_of(repr(len)) == COLLECTIVES
