@@ -38,6 +38,7 @@ class Stats:
     memory_peers: tuple[int, ...]  # ranks to which it sends through shared memory
     borrowers: tuple[int, ...]  # those of them that read what it sends where it is, so that nothing is copied in between
     routing: str  # which way large collectives go, in words
+    connections: str  # how they are protected, in words
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,4 +133,5 @@ def _read(reply: stats_pb2.SnapshotReply) -> Stats:
         memory_peers=tuple(reply.memory_peers),
         borrowers=tuple(reply.borrowers),
         routing=reply.routing,
+        connections=reply.connections,
     )

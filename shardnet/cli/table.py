@@ -32,7 +32,8 @@ _COPIED_WORDS = f"{_COPIED} large data is copied through memory: this system doe
 
 
 def as_text(view: ClusterView) -> str:
-    head = f"{view.stats.role} {view.address}: {view.health}, up {short_duration(view.stats.uptime_s)}, shardnet {view.stats.version}"
+    stats = view.stats
+    head = f"{stats.role} {view.address}: {view.health}, {stats.connections}, up {short_duration(stats.uptime_s)}, shardnet {stats.version}"
     if view.stats.role == RENDEZVOUS:
         jobs = [_job(job) for job in view.jobs] or ["no jobs"]
         return "\n\n".join([head, *jobs])

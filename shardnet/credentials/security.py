@@ -52,6 +52,10 @@ class Security:
             return cls(credentials=from_token(token, role))
         return cls(insecure=insecure)
 
+    def __str__(self) -> str:
+        """For people who ask."""
+        return "plaintext" if self.credentials is None else "mutual TLS"
+
     def check(self, address: str) -> None:
         """Whether connections to or at `address` may be opened. Raises AddressError or PlaintextRefused."""
         if self.credentials is None:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from enum import Enum, auto
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -13,6 +14,7 @@ from shardnet.address import Address
 from shardnet.config import Limits, Timeouts
 from shardnet.credentials import Security
 from shardnet.errors import StateError
+from shardnet.pb import stats_pb2
 from shardnet.transport.admission import Admission
 from shardnet.transport.front_door import FrontDoor
 from shardnet.transport.listening import listening_sockets
@@ -46,7 +48,7 @@ class Endpoint:
         self._security.check(listen)
         self._options = server_options(timeouts, limits)
         self._drain_s = timeouts.drain_s
-        self._handlers = [stats_handlers(snapshot)]
+        self._handlers = [stats_handlers(partial(_with_connections, snapshot, str(self._security)))]
         self._health = health.aio.HealthServicer()
         self._state = _State.NEW
         self._server: grpc.aio.Server | None = None
@@ -142,3 +144,9 @@ class Endpoint:
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         await self.aclose()
+
+
+def _with_connections(snapshot: Snapshot, connections: str) -> stats_pb2.SnapshotReply:
+    reply = snapshot()
+    reply.connections = connections
+    return reply

@@ -144,7 +144,7 @@ def test_a_rendezvous_and_somebody_who_looks(cluster: Path, tmp_path: Path) -> N
         address = first.split()[3].rstrip(";")
         (tmp_path / "me").mkdir()
         looked = shardnet(tmp_path / "me", "status", address, "--certs", str(cluster / "me"))
-        assert looked.out.startswith(f"rendezvous {address}: serving")
+        assert looked.out.startswith(f"rendezvous {address}: serving, mutual TLS, up ")
         refused = shardnet(tmp_path / "me", "status", address)
         assert refused.status == 1
         assert refused.err.startswith(f"shardnet status: {address} and this process do not trust each other: this port takes TLS only")

@@ -18,7 +18,7 @@ def test_it_tells_its_address_answers_and_ends_cleanly_on_ctrl_c(tmp_path: Path)
         rendezvous.process.send_signal(signal.SIGINT)
         result = rendezvous.finish()
     assert status.status == 0
-    assert status.out.startswith(f"rendezvous {address}: serving, up 0:0")
+    assert status.out.startswith(f"rendezvous {address}: serving, plaintext, up 0:0")
     assert status.out.endswith("\nno jobs\n")
     assert json.loads(as_json.out)["stats"]["role"] == "rendezvous"
     assert (result.status, result.err) == (0, "")

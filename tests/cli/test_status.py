@@ -115,7 +115,7 @@ async def test_one_worker_is_shown_with_its_collectives() -> None:
     addresses: list[str] = []
     async with worker(addresses) as alive:
         text = as_text(await look(alive))
-    assert text.splitlines()[0] == f"worker {alive}: serving, up 1:23, shardnet 1.2.3, rank 0 of 1, epoch 1"
+    assert text.splitlines()[0] == f"worker {alive}: serving, plaintext, up 1:23, shardnet 1.2.3, rank 0 of 1, epoch 1"
     assert text.splitlines()[1] == "collectives: direct between 4 ranks"
     assert text.splitlines()[4].split()[-2:] == ["1*,3", "240"]
     assert "* large data is copied through memory: this system does not let processes read each other's" in text
