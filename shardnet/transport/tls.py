@@ -19,9 +19,9 @@ from shardnet.wire import Buffer
 FIRST_BYTE = b"\x16"  # of a connection that begins with TLS (RFC 8446, section 5.1: a handshake record)
 NO_TLS = bytes((21, 3, 3, 0, 2, 2, 40))  # what who takes none answers: a fatal alert, handshake_failure (section 6.2)
 
-_BATCH_BYTES = 256 * 1024
 _RECORD_BYTES = 16 * 1024  # the most that one holds
-_STAGE_BYTES = 264 * 1024
+_BATCH_BYTES = 16 * _RECORD_BYTES  # encrypted at a time, and still in the cache when it is sent; a quarter and twice as much are as fast
+_STAGE_BYTES = _BATCH_BYTES + 8 * 1024  # with what TLS adds
 
 
 class TlsConnection(Connection):
@@ -150,7 +150,7 @@ async def handshake(sock: socket.socket, context: ssl.SSLContext, *, accepting: 
             break
         except ssl.SSLWantReadError:
             await loop.sock_sendall(sock, outgoing.read())
-            data = await loop.sock_recv(sock, _STAGE_BYTES)
+            data = await loop.sock_recv(sock, _RECORD_BYTES)
             if not data:
                 raise ConnectionResetError(errno.ECONNRESET, "closed in the middle of the TLS handshake") from None
             incoming.write(data)
