@@ -1,11 +1,16 @@
 """`shardnet certs`: the certificates of a cluster."""
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shardnet.cli import arguments
-from shardnet.credentials import Identity, Role
+from shardnet.credentials import Credentials, Identity, Role
 from shardnet.errors import UsageError
+
+if TYPE_CHECKING:
+    from shardnet.credentials.authority import Authority
 
 RENDEZVOUS = "rendezvous"
 DESCRIPTION = """\
@@ -79,8 +84,9 @@ def _init(options: arguments.Arguments) -> int:
     from shardnet.credentials.folder import save, save_authority
 
     authority = Authority.create()
+    credentials = _issued(authority, Identity(Role.RENDEZVOUS, RENDEZVOUS), options.days)
     save_authority(authority, options.folder)
-    save(authority.issue(Identity(Role.RENDEZVOUS, RENDEZVOUS), days=options.days), options.folder / RENDEZVOUS)
+    save(credentials, options.folder / RENDEZVOUS)
     print(f"certs: the authority of a new cluster is in {options.folder}; authority.key can make any certificate, so keep it there")
     print(f"certs: the rendezvous:    shardnet rendezvous --certs {options.folder / RENDEZVOUS} --listen HOST:PORT")
     print(f"certs: for each machine:  shardnet certs issue {options.folder} NAME --job ID")
@@ -96,14 +102,19 @@ def _issue(options: arguments.Arguments) -> int:
     role = Role.OPERATOR if options.operator else Role.RENDEZVOUS if options.rendezvous else Role.WORKER
     identity = Identity(role, options.name, None if role is not Role.WORKER or options.any_job else options.job)
     folder = options.folder / options.name
-    authority = load_authority(options.folder)
-    try:
-        credentials = authority.issue(identity, days=options.days, hosts=options.host)
-    except (ValueError, OverflowError) as error:
-        raise UsageError(f"no certificate can say that: {error}") from error
+    credentials = _issued(load_authority(options.folder), identity, options.days, options.host)
     save(credentials, folder)
     print(f"certs: {folder} is for {identity}, until {expiry(credentials.certificate):%Y-%m-%d}; copy the folder to where it is used")
     return 0
+
+
+def _issued(authority: "Authority", identity: Identity, days: float, hosts: Sequence[str] = ()) -> Credentials:
+    try:
+        return authority.issue(identity, days=days, hosts=hosts)
+    except (ValueError, OverflowError) as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(f"no certificate can say that: {error}") from error
 
 
 def _show(options: arguments.Arguments) -> int:

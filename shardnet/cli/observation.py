@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from shardnet.cli.services import read_progress
 from shardnet.credentials import Security
-from shardnet.errors import EndpointUnavailable, ProtocolError
+from shardnet.errors import EndpointUnavailable, HandshakeError, ProtocolError
 from shardnet.pb import stats_pb2
 from shardnet.rendezvous import client
 from shardnet.rendezvous.events import JobStatus
@@ -14,6 +14,7 @@ from shardnet.transport.observe import health, snapshot
 
 RENDEZVOUS = "rendezvous"  # the role that it gives itself
 UNREACHABLE = "unreachable"  # the rendezvous counts it as a member, but it does not answer
+UNTRUSTED = "not trusted"  # it, or who is at its address now, has no certificate that counts, or does not take ours
 GONE = "gone"  # it was given a rank and is no member any more
 
 
@@ -48,7 +49,7 @@ class WorkerView:
     rank: int
     node: str  # empty if only the worker itself was asked: it does not say
     address: str
-    state: str  # what its health says, or UNREACHABLE or GONE
+    state: str  # what its health says, or UNREACHABLE, UNTRUSTED or GONE
     stats: Stats | None = None
 
 
@@ -81,7 +82,7 @@ class Observer:
         self._timeout_s = timeout_s
 
     async def look(self, address: str) -> ClusterView:
-        """The process at `address` and all that it leads to. Raises EndpointUnavailable or ProtocolError for that one only."""
+        """The process at `address` and all that it leads to. Raises EndpointUnavailable, HandshakeError or ProtocolError for it alone."""
         stats = await self._stats(address)
         state = await health(address, timeout_s=self._timeout_s, security=self._security)
         if stats.role != RENDEZVOUS:
@@ -99,6 +100,8 @@ class Observer:
     async def _worker(self, rank: int, node: str, address: str) -> WorkerView:
         try:
             stats, state = await asyncio.gather(self._stats(address), health(address, timeout_s=self._timeout_s, security=self._security))
+        except HandshakeError:
+            return WorkerView(rank, node, address, UNTRUSTED)
         except (EndpointUnavailable, ProtocolError):
             return WorkerView(rank, node, address, UNREACHABLE)
         return WorkerView(rank, node, address, state, stats)

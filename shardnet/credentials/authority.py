@@ -1,14 +1,16 @@
 """`Authority`: makes certificates of one cluster, and checks them."""
 
 import ipaddress
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from typing import Self
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from shardnet.credentials.bundle import ANYONE, RENDEZVOUS, Credentials
@@ -16,6 +18,7 @@ from shardnet.credentials.identity import Identity, Role
 from shardnet.errors import CredentialsError
 
 AUTHORITY_DAYS = 3650
+_OURS = ".shardnet"  # the end of ANYONE and RENDEZVOUS
 _EARLIER = timedelta(hours=1)  # clocks of a cluster differ
 _CURVE = ec.SECP256R1()  # what every TLS has; grpcio's takes no Ed25519 certificate
 _USAGES = (  # that a certificate must deny by name, or allow (RFC 5280, section 4.2.1.3)
@@ -54,20 +57,32 @@ class Authority:
 
     @classmethod
     def load(cls, certificate: bytes, key: bytes) -> Self:
-        """Raises ValueError for what is no PEM, CredentialsError for another kind of key."""
-        private = serialization.load_pem_private_key(key, None)
-        if not isinstance(private, ec.EllipticCurvePrivateKey):
-            raise CredentialsError(f"the authority's key is of another kind than `shardnet certs init` makes: {type(private).__name__}")
-        return cls(x509.load_pem_x509_certificate(certificate), private)
+        """Raises CredentialsError for what is no authority of ours."""
+        with _readable():
+            private, own = serialization.load_pem_private_key(key, None), x509.load_pem_x509_certificate(certificate)
+            if not isinstance(private, ec.EllipticCurvePrivateKey) or private.public_key() != own.public_key():
+                raise CredentialsError("the key is not that of the authority; both must be from the same `shardnet certs init`")
+        return cls(own, private)
 
     def issue(self, identity: Identity, *, days: float = 365.0, hosts: Iterable[str] = ()) -> Credentials:
-        """A new key and its certificate. `hosts`: names and addresses that it holds for, too, for tools that compare them."""
+        """A new key and its certificate. `hosts`: names and addresses that it holds for, too, for tools that compare them.
+
+        Raises CredentialsError for what the authority may not say, ValueError or OverflowError for what no certificate can.
+        """
+        hosts = list(hosts)
+        if any(host.lower().endswith(_OURS) for host in hosts):
+            raise CredentialsError(f"the names that end in {_OURS} say what role a process has; choose another host than one of these")
+        last = self.certificate.not_valid_after_utc
+        if datetime.now(UTC) + timedelta(days=days) > last:
+            raise CredentialsError(
+                f"the authority is good until {last:%Y-%m-%d} itself; choose fewer --days, or make a new one with `shardnet certs init`"
+            )
         key = ec.generate_private_key(_CURVE)
         names = [ANYONE, *((RENDEZVOUS,) if identity.role is Role.RENDEZVOUS else ())]
         alternatives = [x509.UniformResourceIdentifier(identity.uri), *map(x509.DNSName, names), *map(_host, hosts)]
         usages = [ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH]
         certificate = (
-            _builder(_name(identity.name[:64]), key.public_key(), days)
+            _builder(_name(identity.name), key.public_key(), days)
             .issuer_name(self.certificate.subject)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(_usage("digital_signature"), critical=True)
@@ -77,15 +92,19 @@ class Authority:
             .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(self.key.public_key()), critical=False)
             .sign(self.key, hashes.SHA256())
         )
-        return Credentials(identity, self.pem, certificate.public_bytes(serialization.Encoding.PEM), key_pem(key))
+        return Credentials(identity, self.pem, _pem(certificate), key_pem(key))
 
     @property
     def pem(self) -> bytes:
         """The certificate."""
-        return self.certificate.public_bytes(serialization.Encoding.PEM)
+        return _pem(self.certificate)
 
 
-def key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+def _pem(certificate: x509.Certificate) -> bytes:
+    return certificate.public_bytes(serialization.Encoding.PEM)
+
+
+def key_pem(key: PrivateKeyTypes) -> bytes:
     return key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
 
 
@@ -94,12 +113,14 @@ def expiry(certificate: bytes) -> datetime:
     return x509.load_pem_x509_certificate(certificate).not_valid_after_utc
 
 
-def check(authority: bytes, certificate: bytes, key: bytes) -> Identity:
-    """Whose credentials these are. Raises ValueError for what is no PEM, and CredentialsError, saying what to do, for those
-    that do not belong together or are out of date."""
-    trusted, own = x509.load_pem_x509_certificate(authority), x509.load_pem_x509_certificate(certificate)
-    if serialization.load_pem_private_key(key, None).public_key() != own.public_key():
-        raise CredentialsError("the key is not that of the certificate; copy both from one folder that `shardnet certs issue` has made")
+def check(authority: bytes, certificate: bytes, key: bytes) -> Credentials:
+    """Credentials of these PEM texts, without what else they hold. Raises CredentialsError, saying what to do, for those that
+    cannot be read, do not belong together, or are out of date."""
+    with _readable():
+        trusted, own = x509.load_pem_x509_certificate(authority), x509.load_pem_x509_certificate(certificate)
+        private = serialization.load_pem_private_key(key, None)
+        if private.public_key() != own.public_key():
+            raise CredentialsError("the key is not that of the certificate; copy both from one folder that `shardnet certs issue` has made")
     try:
         own.verify_directly_issued_by(trusted)
     except (ValueError, TypeError, InvalidSignature):
@@ -118,7 +139,19 @@ def check(authority: bytes, certificate: bytes, key: bytes) -> Identity:
         names = own.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:
         raise CredentialsError("the certificate names no identity of shardnet's; make it with `shardnet certs issue`") from None
-    return Identity.of_uris(names.get_values_for_type(x509.UniformResourceIdentifier))
+    identity = Identity.of_uris(names.get_values_for_type(x509.UniformResourceIdentifier))
+    return Credentials(identity, _pem(trusted), _pem(own), key_pem(private))
+
+
+@contextmanager
+def _readable() -> Iterator[None]:
+    """PEM texts are being read."""
+    try:
+        yield
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        if isinstance(error, CredentialsError):
+            raise
+        raise CredentialsError(f"a file is no certificate or key in PEM form, or a key with a password: {error}") from error
 
 
 _REMEDY = {
@@ -140,6 +173,8 @@ def _builder(name: x509.Name, key: ec.EllipticCurvePublicKey, days: float) -> x5
 
 
 def _name(text: str) -> x509.Name:
+    """For people: who looks for an identity finds it in the URI."""
+    text = text.encode()[:64].decode(errors="ignore")  # as long as it may be (RFC 5280, appendix A)
     return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, text)])
 
 

@@ -8,6 +8,7 @@ cluster/NAME/key.pem
 """
 
 import os
+from contextlib import ExitStack
 from pathlib import Path
 
 from shardnet.credentials.authority import Authority, check, key_pem
@@ -16,6 +17,7 @@ from shardnet.errors import CredentialsError
 
 AUTHORITY, AUTHORITY_KEY = "authority.pem", "authority.key"
 CERTIFICATE, KEY = "certificate.pem", "key.pem"
+_PRIVATE = {AUTHORITY_KEY, KEY}
 
 
 def load(folder: str | Path) -> Credentials:
@@ -23,20 +25,14 @@ def load(folder: str | Path) -> Credentials:
     folder = Path(folder)
     authority, certificate, key = (_read(folder / name, "issue") for name in (AUTHORITY, CERTIFICATE, KEY))
     try:
-        return Credentials(check(authority, certificate, key), authority, certificate, key)
+        return check(authority, certificate, key)
     except CredentialsError as error:
         raise CredentialsError(f"{folder}: {error}") from None
-    except (ValueError, TypeError) as error:
-        raise CredentialsError(f"{folder} has files that are no certificate or key in PEM form: {error}") from error
 
 
 def save(credentials: Credentials, folder: str | Path) -> None:
     """Write them, the key for its owner only. Raises CredentialsError where they cannot be written; nothing is overwritten."""
-    folder = Path(folder)
-    _make(folder)
-    _write(folder / AUTHORITY, credentials.authority)
-    _write(folder / CERTIFICATE, credentials.certificate)
-    _write(folder / KEY, credentials.key, private=True)
+    _write(Path(folder), {AUTHORITY: credentials.authority, CERTIFICATE: credentials.certificate, KEY: credentials.key})
 
 
 def load_authority(folder: str | Path) -> Authority:
@@ -45,16 +41,13 @@ def load_authority(folder: str | Path) -> Authority:
     certificate, key = (_read(folder / name, "init") for name in (AUTHORITY, AUTHORITY_KEY))
     try:
         return Authority.load(certificate, key)
-    except ValueError as error:
-        raise CredentialsError(f"{folder} has files that are no certificate or key in PEM form: {error}") from error
+    except CredentialsError as error:
+        raise CredentialsError(f"{folder}: {error}") from None
 
 
 def save_authority(authority: Authority, folder: str | Path) -> None:
     """Write it, the key for its owner only. Raises CredentialsError where it cannot be written; nothing is overwritten."""
-    folder = Path(folder)
-    _make(folder)
-    _write(folder / AUTHORITY, authority.pem)
-    _write(folder / AUTHORITY_KEY, key_pem(authority.key), private=True)
+    _write(Path(folder), {AUTHORITY: authority.pem, AUTHORITY_KEY: key_pem(authority.key)})
 
 
 def _read(path: Path, command: str) -> bytes:
@@ -64,18 +57,21 @@ def _read(path: Path, command: str) -> bytes:
         raise CredentialsError(f"cannot read {path}: {error.strerror}; `shardnet certs {command}` makes it") from error
 
 
-def _make(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CredentialsError(f"cannot make the folder {folder}: {error.strerror}") from error
-
-
-def _write(path: Path, content: bytes, *, private: bool = False) -> None:
-    try:
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o644), "wb") as file:
-            file.write(content)
-    except FileExistsError:
-        raise CredentialsError(f"{path} exists, and whoever uses it would lose it; remove it first, or choose another name") from None
-    except OSError as error:
-        raise CredentialsError(f"cannot write {path}: {error.strerror}") from error
+def _write(folder: Path, files: dict[str, bytes]) -> None:
+    """All of them or, whatever goes wrong, none."""
+    with ExitStack() as undo:
+        try:
+            folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+            for name, content in files.items():
+                path = folder / name
+                mode = 0o600 if name in _PRIVATE else 0o644
+                with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+                    undo.callback(path.unlink)
+                    file.write(content)
+        except FileExistsError as error:
+            raise CredentialsError(
+                f"{error.filename} exists, and whoever uses it would lose it; remove it, or choose another name"
+            ) from None
+        except OSError as error:
+            raise CredentialsError(f"cannot write {error.filename or folder}: {error.strerror}") from error
+        undo.pop_all()

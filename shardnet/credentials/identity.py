@@ -8,6 +8,7 @@ from urllib.parse import quote, unquote
 
 from shardnet.errors import CredentialsError
 
+ANONYMOUS = "token/"  # begins the name of a process that has made its certificate itself, with a join token
 _SCHEME = "shardnet"
 _ANY = "*"  # quoting never writes it bare, so that no job's name can be taken for it
 
@@ -44,6 +45,11 @@ class Identity:
         """As the certificate has it, and as members compare it."""
         job = () if self.role is not Role.WORKER else (_ANY if self.job is None else quote(self.job, safe=""),)
         return ":".join((_SCHEME, self.role, *job, quote(self.name, safe="")))
+
+    @property
+    def is_anonymous(self) -> bool:
+        """Whether it says nothing of the machine."""
+        return self.name.startswith(ANONYMOUS)
 
     def may_join(self, job: str) -> bool:
         return self.role is Role.WORKER and self.job in (None, job)

@@ -5,15 +5,18 @@ It is for the impatient: whoever has it may be any worker of any job, and it can
 """
 
 import hashlib
+import re
 import secrets
 
 from shardnet.credentials.authority import AUTHORITY_DAYS, Authority
 from shardnet.credentials.bundle import Credentials
-from shardnet.credentials.identity import Identity, Role
+from shardnet.credentials.identity import ANONYMOUS, Identity, Role
 from shardnet.errors import CredentialsError
 
 _PREFIX = "shardnet-"
 _BYTES = 32
+_FORM = re.compile(_PREFIX + r"[\w-]{43}", re.ASCII)
+_DAYS = AUTHORITY_DAYS - 1.0  # its authority was made a moment before
 
 
 def new_token() -> str:
@@ -23,8 +26,8 @@ def new_token() -> str:
 def from_token(token: str, role: Role) -> Credentials:
     """Credentials of a name that nobody else has. Raises CredentialsError for a token that `new_token` did not make: one
     that can be guessed would be, as whoever calls a port sees the authority's public key."""
-    secret = token.removeprefix(_PREFIX)
-    if not token.startswith(_PREFIX) or len(secret) < len(secrets.token_urlsafe(_BYTES)) or not secret.isascii():
+    if not _FORM.fullmatch(token):
         raise CredentialsError("the join token is not one that `shardnet certs token` has made; give all processes one that it prints")
+    secret = token.removeprefix(_PREFIX)
     number = int.from_bytes(hashlib.sha512(b"shardnet authority, version 1: " + secret.encode()).digest())
-    return Authority.of_secret(number).issue(Identity(role, secrets.token_hex(8)), days=AUTHORITY_DAYS)
+    return Authority.of_secret(number).issue(Identity(role, ANONYMOUS + secrets.token_hex(8)), days=_DAYS)

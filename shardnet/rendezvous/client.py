@@ -169,7 +169,10 @@ class Membership:
 
 
 async def status(address: str, job: str = "", *, timeout_s: float = ANSWER_S, security: Security | None = None) -> tuple[JobStatus, ...]:
-    """The jobs of the rendezvous at `address`, or only `job`. Raises EndpointUnavailable, or ProtocolError for a stranger."""
+    """The jobs of the rendezvous at `address`, or only `job`. Raises EndpointUnavailable, HandshakeError, or ProtocolError
+    for a stranger."""
     method = f"/{messages.SERVICE}/Status"
-    reply = await ask(address, method, pb.StatusRequest(job=job), pb.StatusReply.FromString, timeout_s=timeout_s, security=security)
+    reply = await ask(
+        address, method, pb.StatusRequest(job=job), pb.StatusReply.FromString, timeout_s=timeout_s, security=security, to=Role.RENDEZVOUS
+    )
     return tuple(messages.read_status(j) for j in reply.jobs)

@@ -4,7 +4,7 @@ from shardnet.errors import JoinRefused
 from shardnet.rendezvous.events import Assigned, JobState, JobStatus, Lost, Notice, Waiting
 from shardnet.rendezvous.placement import place
 from shardnet.rendezvous.refusal import Refusal
-from shardnet.rendezvous.request import JoinRequest
+from shardnet.rendezvous.request import JoinRequest, may_share_node
 from shardnet.topology import Member, Topology
 
 
@@ -94,9 +94,17 @@ class Job:
         if same is not None:
             raise JoinRefused(
                 f"local rank {request.local_rank_hint} of the machine with this certificate is a live worker of job {self.name!r} at "
-                f"{same.address}; give each machine a certificate of its own (shardnet certs issue), or, if it is that one's restart, "
-                "start it again when the rendezvous has noticed the old one's end (seconds)",
+                f"{same.address}; give each machine a certificate of its own (shardnet certs issue) and each of its workers a local rank "
+                "(`shardnet run` does; else SHARDNET_LOCAL_RANK), or, if it is that one's restart, start it again when the rendezvous has "
+                "noticed the old one's end (seconds)",
                 Refusal.DUPLICATE_WORKER,
+            )
+        owner = next((r for r in self._live.values() if r.node == request.node and not may_share_node(r, request)), None)
+        if owner is not None:
+            raise JoinRefused(
+                f"node {request.node!r} is that of {owner.identity}, and this worker has the certificate of another machine; "
+                "a machine has one certificate, or, if these are two, each needs a name of its own (--node, SHARDNET_NODE)",
+                Refusal.IDENTITY,
             )
         holder = next((r for r in self._live.values() if r.address == request.address), None)
         if holder is None:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from shardnet.address import Address
+from shardnet.credentials import Identity
 from shardnet.errors import JoinRefused, UsageError
 from shardnet.rendezvous.refusal import Refusal
 from shardnet.version import VERSION
@@ -55,6 +56,14 @@ class JoinRequest:
         """The world size asked for, as text for messages."""
         least, most = self.min_world_size, self.max_world_size
         return str(most) if least == most else f"{least} to {most}"
+
+
+def may_share_node(one: JoinRequest, other: JoinRequest) -> bool:
+    """Whether two workers may be on one machine, and so be told to look into each other's memory: if their certificates are the
+    same, or say nothing of the machine."""
+    if one.identity == other.identity:
+        return True
+    return all(each.identity and Identity.parse(each.identity).is_anonymous for each in (one, other))
 
 
 def check_protocol(protocol: int, version: str) -> None:

@@ -135,7 +135,8 @@ async def connect(**settings: Any) -> AsyncIterator[Cluster]:
     Any field of `Settings` may be given instead: `connect(rendezvous="10.0.0.1:7000", min_world_size=4, …)`.
     Entering waits until the world is complete; raises `UsageError` for a setting that makes no sense, a `RendezvousError`
     if joining fails and `PeerLost` if a peer cannot be reached. Leaving says goodbye to the peers; leaving by an exception
-    does not, so that they fail at once, too. A second connect in a process is a member of its own, with a port of its own.
+    does not, so that they fail at once, too. A second connect in a process is a member of its own, with a port of its own, and under the
+    same certificate with a `local_rank` of its own.
     """
     chosen = Settings.from_environment(None, **settings)
     trace = _trace_file(chosen)

@@ -102,7 +102,7 @@ class Settings:
         for each in fields(self):
             value = getattr(self, each.name)
             if not isinstance(value, each.type) or isinstance(value, bool) is not (each.type is bool):  # type: ignore[arg-type]
-                raise UsageError(f"{source(each.name)} must be of type {each.type.__name__}, got {value!r}")  # type: ignore[union-attr]
+                raise UsageError(f"{source(each.name)} must be of type {each.type.__name__}, got {value if each.repr else '...'!r}")  # type: ignore[union-attr]
         check_text(source("job"), self.job)
         if self.node:
             check_text(source("node"), self.node)

@@ -6,7 +6,10 @@ any other runs none.
 """
 
 import asyncio
+import errno
+import os
 import socket
+import struct
 import sys
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -57,6 +60,7 @@ class Admission(grpc.aio.ServerInterceptor):
             self._visitors[address] = identity
             try:
                 await asyncio.get_running_loop().sock_connect(sock, self._place)
+                _check_own(sock)
                 yield sock
             finally:
                 del self._visitors[address]
@@ -89,4 +93,14 @@ class Admission(grpc.aio.ServerInterceptor):
         return run
 
 
+def _check_own(sock: socket.socket) -> None:
+    """Raise ConnectionRefusedError unless the other end is this process: once grpcio has let go of its place, as when it closes,
+    whoever has read its name (/proc/net/unix) can take it."""
+    if sock.family is socket.AF_UNIX and sys.platform == "linux":
+        pid, _, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+        if pid != os.getpid():
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "somebody else listens in grpcio's place")
+
+
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid (unix(7))
 _KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")

@@ -32,7 +32,7 @@ class Connection(ABC):
 
     @property
     def has_input(self) -> bool:
-        """Whether there is something to receive of which the socket knows nothing any more."""
+        """Whether there is something to receive, be it the end, of which the socket knows nothing any more."""
         return False
 
     @property

@@ -42,7 +42,7 @@ class FrontDoor:
         self._take = take
         self._admission = admission
         self._credentials = security.credentials
-        self._refused = Throttle(log)
+        self._refused, self._troubles = Throttle(log), Throttle(log)
         self._tasks: set[asyncio.Task[None]] = set()
         self._listeners = [self._spawn(self._accept(sock), sock) for sock in sockets]
 
@@ -72,7 +72,7 @@ class FrontDoor:
             try:
                 sock, where = await loop.sock_accept(listener)
             except OSError as error:  # no descriptors, or an error of that one connection (accept(2)): there will be others
-                log.warning("cannot take a connection: %s", error.strerror)
+                self._troubles.warning("cannot take a connection: %s", error.strerror)
                 await asyncio.sleep(_REST_S)
                 continue
             sock.setblocking(False)

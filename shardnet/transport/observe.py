@@ -9,7 +9,7 @@ from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health_pb2
 
 from shardnet.config import Limits, Timeouts
-from shardnet.credentials import Security
+from shardnet.credentials import Role, Security
 from shardnet.errors import ProtocolError
 from shardnet.pb import stats_pb2
 from shardnet.transport import stats_service
@@ -56,17 +56,27 @@ async def health(address: str, *, timeout_s: float = ANSWER_S, security: Securit
 
 
 async def ask(
-    address: str, method: str, request: Message, parse: Callable[[bytes], Reply], *, timeout_s: float, security: Security | None = None
+    address: str,
+    method: str,
+    request: Message,
+    parse: Callable[[bytes], Reply],
+    *,
+    timeout_s: float,
+    security: Security | None = None,
+    to: Role | None = None,
 ) -> Reply:
-    """One call over a connection of its own; raises EndpointUnavailable, HandshakeError or ProtocolError."""
+    """One call over a connection of its own, to a process in the role `to` (None: any).
+
+    Raises EndpointUnavailable, HandshakeError or ProtocolError.
+    """
     security = security or Security()
-    channel = security.channel(address, channel_options(Timeouts(), Limits()))
+    channel = security.channel(address, channel_options(Timeouts(), Limits()), to=to)
     try:
         call = channel.unary_unary(method, request_serializer=_serialize, response_deserializer=bytes)
         return parse(await call(request, timeout=timeout_s))
     except grpc.aio.AioRpcError as error:
         if error.code() is grpc.StatusCode.UNAVAILABLE:
-            await check_trust(address, security, timeout_s)
+            await check_trust(address, security, timeout_s, to)
         raise translate(error, address, method) from error
     except DecodeError as error:
         raise ProtocolError(f"{address} answered {method} with something else than its reply") from error

@@ -36,6 +36,7 @@ class TlsConnection(Connection):
         self._waiting = memoryview(b"")  # encrypted; the system does not take it yet
         self._written_bytes = 0
         self._ended = False  # the peer sends nothing more
+        self._problem: OSError | None = None  # of the connection, behind what was received: to be raised by the next try
         self._identity = Identity.of_peer(tls.getpeercert())
 
     @property
@@ -44,7 +45,7 @@ class TlsConnection(Connection):
 
     @property
     def has_input(self) -> bool:
-        return self._incoming.pending > 0 or self._tls.pending() > 0
+        return self._incoming.pending > 0 or self._tls.pending() > 0 or self._ended or self._problem is not None
 
     @property
     def written_bytes(self) -> int:
@@ -55,6 +56,8 @@ class TlsConnection(Connection):
         return len(self._waiting) + super().unacknowledged_bytes
 
     def recv_into(self, room: memoryview) -> int:
+        if self._problem is not None:
+            raise self._problem
         filled, want = 0, len(room)
         try:
             while filled < want and not self._ended:
@@ -67,8 +70,10 @@ class TlsConnection(Connection):
         except (BlockingIOError, InterruptedError):
             if not filled:
                 raise
-        except ssl.SSLError as error:
-            raise TlsBroken(error.errno, _explain(error)) from error
+        except OSError as error:
+            self._problem = TlsBroken(error.errno, _explain(error)) if isinstance(error, ssl.SSLError) else error
+            if not filled:
+                raise self._problem from error
         return filled
 
     def sendmsg(self, buffers: Sequence[Buffer]) -> int:

@@ -60,6 +60,8 @@ def test_issue(tmp_path: Path, options: list[str], identity: Identity, capsys: p
         (["issue", "{}", "node-0"], "shardnet certs: {}/node-0/authority.pem exists, and whoever uses it would lose it"),
         (["issue", "{}", "../x"], "shardnet certs: the certificate goes to a folder of its name, so '../x' cannot be one"),
         (["issue", "{}", "y", "--days", "9999999"], "shardnet certs: no certificate can say that"),
+        (["issue", "{}", "y", "--days", "4000"], "shardnet certs: the authority is good until"),
+        (["init", "{}/new", "--days", "9999999"], "shardnet certs: no certificate can say that"),
         (["init", "{}"], "shardnet certs: {}/authority.pem exists"),
         (["show", "{}"], "shardnet certs: cannot read {}/certificate.pem: No such file or directory; `shardnet certs issue` makes it"),
     ],
@@ -71,6 +73,13 @@ def test_what_cannot_be_done_is_one_line_with_status_2(
     error = capsys.readouterr().err
     assert error.startswith(complaint.format(cluster))
     assert error.count("\n") == 1
+    assert not (cluster / "new").exists()
+
+
+def test_a_long_name_of_any_script(tmp_path: Path) -> None:
+    main(["certs", "init", str(tmp_path)])
+    assert main(["certs", "issue", str(tmp_path), 40 * "я"]) == 0
+    assert load(tmp_path / (40 * "я")).identity.name == 40 * "я"
 
 
 def test_a_token_is_new_every_time(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,16 +7,17 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from shardnet.cli.observation import GONE, UNREACHABLE, ClusterView, Observer
+from shardnet.cli.observation import GONE, UNREACHABLE, UNTRUSTED, ClusterView, Observer
 from shardnet.cli.table import as_json, as_text
 from shardnet.config import Limits, Timeouts
-from shardnet.credentials import Security
+from shardnet.credentials import Role, Security
 from shardnet.errors import EndpointUnavailable
 from shardnet.pb import stats_pb2
 from shardnet.rendezvous.client import Membership, join
 from shardnet.rendezvous.request import JoinRequest
 from shardnet.rendezvous.server import RendezvousServer
 from shardnet.transport.endpoint import Endpoint
+from tests.credentials.made import security
 from tests.shared_loop import on_shared_loop
 
 TIMEOUTS = Timeouts.for_tests()
@@ -100,6 +101,22 @@ async def test_a_rendezvous_leads_to_its_workers_and_a_dead_one_is_shown_as_unre
     assert lines[4].split()[:6] == ["rank", "node", "address", "state", "step", "loss"]
     assert lines[5].split() == f"0 laptop {alive} serving 120/400 2.310 45.2k 12% 3.0 MiB 5.0 MiB 300.0 MiB 1*,3 240".split()
     assert lines[6].split() == f"1 laptop {DEAD} unreachable - - - - - - - - -".split()
+
+
+@on_shared_loop
+async def test_a_member_that_is_not_trusted_is_shown_as_such() -> None:
+    """Its port answers in plaintext, or its certificate has run out: the others are shown all the same."""
+    async with contextlib.AsyncExitStack() as stack:
+        addresses: list[str] = []
+        stranger = await stack.enter_async_context(worker(addresses))
+        rendezvous = await stack.enter_async_context(
+            RendezvousServer("127.0.0.1:0", timeouts=TIMEOUTS, security=security("r", Role.RENDEZVOUS))
+        )
+        request = JoinRequest("demo", "w0", stranger, "laptop", 1, 1)
+        await stack.enter_async_context(join(rendezvous.address, request, timeouts=TIMEOUTS, security=security("laptop")))
+        view = await Observer(security("me", Role.OPERATOR), timeout_s=5.0).look(rendezvous.address)
+    assert [(w.address, w.state) for w in view.jobs[0].workers] == [(stranger, UNTRUSTED)]
+    assert as_text(view).startswith(f"rendezvous {rendezvous.address}: serving, mutual TLS, up ")
 
 
 @on_shared_loop

@@ -1,5 +1,6 @@
 """Certificates as files: what is written, and what is said of files that cannot be used."""
 
+import ssl
 import stat
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
@@ -9,7 +10,7 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import Encoding
+from cryptography.hazmat.primitives.serialization import BestAvailableEncryption, Encoding, PrivateFormat
 
 from shardnet.credentials import Identity, Role, Security
 from shardnet.credentials.authority import Authority, key_pem
@@ -61,6 +62,11 @@ def empty(folder: Path) -> None:
     (folder / "key.pem").write_bytes(b"")
 
 
+def protect(folder: Path) -> None:
+    key, password = ec.generate_private_key(ec.SECP256R1()), BestAvailableEncryption(b"secret")
+    (folder / "key.pem").write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, password))
+
+
 def take_another_key(folder: Path) -> None:
     (folder / "key.pem").write_bytes(credentials("another").key)
 
@@ -93,8 +99,8 @@ def reissue(folder: Path, days: float, later: timedelta = timedelta(0)) -> None:
 
 
 def let_the_authority_expire(folder: Path) -> None:
-    old = Authority.create(days=-0.01)
-    issued = old.issue(Identity(Role.WORKER, "n"))
+    new = Authority.create()
+    old, issued = Authority.create(new.key, days=-0.01), new.issue(Identity(Role.WORKER, "n"))
     for name, content in (("authority.pem", old.pem), ("certificate.pem", issued.certificate), ("key.pem", issued.key)):
         (folder / name).write_bytes(content)
 
@@ -105,6 +111,7 @@ def let_the_authority_expire(folder: Path) -> None:
         (remove, r"cannot read .*key\.pem: No such file or directory; `shardnet certs issue` makes it"),
         (damage, "no certificate or key in PEM form"),
         (empty, "no certificate or key in PEM form"),
+        (protect, "or a key with a password"),
         (take_another_key, "the key is not that of the certificate"),
         (take_another_authority, "the certificate is not from the authority beside it"),
         (expire, r"the certificate has expired on .* UTC; issue another with `shardnet certs issue`"),
@@ -117,6 +124,43 @@ def test_what_cannot_be_used_is_said(folder: Path, harm: Callable[[Path], None],
     with pytest.raises(CredentialsError, match=text) as caught:
         load(folder)
     assert str(folder) in str(caught.value)
+
+
+def test_what_else_stands_in_a_file_does_not_count(folder: Path) -> None:
+    """`openssl x509 -text` writes for people, and not only ASCII."""
+    path = folder / "authority.pem"
+    path.write_bytes("Aussteller: für alle\n".encode() + path.read_bytes())
+    assert load(folder) == credentials(job="lm")
+    for context in (load(folder).accepting, load(folder).calling):
+        assert context.verify_mode is ssl.CERT_REQUIRED
+
+
+def test_an_authority_of_two_halves(tmp_path: Path) -> None:
+    save_authority(authority(), tmp_path)
+    (tmp_path / "authority.key").write_bytes(key_pem(authority("another").key))
+    with pytest.raises(CredentialsError, match="the key is not that of the authority"):
+        load_authority(tmp_path)
+
+
+def test_all_files_or_none(tmp_path: Path) -> None:
+    (tmp_path / "key.pem").write_text("in the way")
+    with pytest.raises(CredentialsError, match=r"key\.pem exists"):
+        save(credentials(), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["key.pem"]
+
+
+@pytest.mark.parametrize("host", ["rendezvous.shardnet", "x.Shardnet", "*.shardnet"])
+def test_a_host_name_gives_no_role(host: str) -> None:
+    """grpcio knows a rendezvous by such a name."""
+    with pytest.raises(CredentialsError, match=r"the names that end in \.shardnet say what role a process has"):
+        authority().issue(Identity(Role.WORKER, "n"), hosts=[host])
+
+
+def test_nothing_outlives_its_authority() -> None:
+    with pytest.raises(CredentialsError, match=r"the authority is good until .* itself; choose fewer --days"):
+        authority().issue(Identity(Role.WORKER, "n"), days=4000)
+    with pytest.raises(CredentialsError, match="the authority is good until"):
+        Authority.create(days=-0.01).issue(Identity(Role.WORKER, "n"))
 
 
 def test_one_protection_is_enough(folder: Path) -> None:

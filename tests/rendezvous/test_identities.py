@@ -10,10 +10,11 @@ import pytest
 
 from shardnet.config import Limits, Timeouts
 from shardnet.credentials import Role, Security
+from shardnet.credentials.token import from_token, new_token
 from shardnet.errors import HandshakeError, JoinRefused
 from shardnet.pb import rendezvous_pb2 as pb
 from shardnet.rendezvous import messages
-from shardnet.rendezvous.client import Membership, join
+from shardnet.rendezvous.client import Membership, join, status
 from shardnet.rendezvous.refusal import Refusal
 from shardnet.rendezvous.request import JoinRequest
 from shardnet.rendezvous.server import RendezvousServer
@@ -46,7 +47,8 @@ async def refusal(address: str, request: JoinRequest, protection: Security) -> t
 async def test_members_learn_who_the_others_have_proved_to_be() -> None:
     protections = [security("node-0", job="job"), security("node-1", job="job")]
     async with rendezvous() as address:
-        memberships = [joining(address, worker(number), protection) for number, protection in enumerate(protections)]
+        requests = [worker(number, node=f"node-{number}") for number in range(2)]
+        memberships = [joining(address, *both) for both in zip(requests, protections, strict=True)]
         await asyncio.gather(*(membership.__aenter__() for membership in memberships))
         for membership in memberships:  # in order of arrival
             found = sorted(member.identity for member in membership.topology.members)
@@ -83,11 +85,45 @@ async def test_one_worker_is_there_once() -> None:
         assert "give each machine a certificate of its own (shardnet certs issue)" in text
         others = [
             joining(address, worker(2, most=3, least=3, hint=1), protection),
-            joining(address, worker(3, most=3, least=3), security("node-1")),
+            joining(address, worker(3, most=3, least=3, node="b"), security("node-1")),
         ]
         await asyncio.gather(entering, *(other.__aenter__() for other in others))
         assert first.topology.world_size == 3
         await asyncio.gather(*(membership.aclose() for membership in (first, *others)))
+
+
+@on_shared_loop
+async def test_a_machine_is_that_of_one_certificate() -> None:
+    """Workers of one node open what another one names on their machine, so nobody else may say that he is there."""
+    there = asyncio.Event()
+    async with rendezvous() as address:
+        first = join(address, worker(0), timeouts=TIMEOUTS, security=security("node-0"), on_waiting=lambda _: there.set())
+        entering = asyncio.ensure_future(first.__aenter__())
+        await there.wait()
+        reason, text = await refusal(address, worker(1), security("node-9"))
+        assert reason == Refusal.IDENTITY
+        assert text.startswith("node 'a' is that of shardnet:worker:*:node-0, and this worker has the certificate of another machine")
+        async with joining(address, worker(2, hint=1), security("node-0")):
+            await entering
+            await first.aclose()
+
+
+@on_shared_loop
+async def test_with_a_token_workers_of_a_machine_have_nothing_in_common() -> None:
+    token = new_token()
+    protections = [Security(credentials=from_token(token, Role.WORKER)) for _ in range(2)]
+    async with rendezvous(Security(credentials=from_token(token, Role.RENDEZVOUS))) as address:
+        memberships = [joining(address, worker(number), protection) for number, protection in enumerate(protections)]
+        await asyncio.gather(*(membership.__aenter__() for membership in memberships))
+        assert {len(membership.topology.neighbours) for membership in memberships} == {1}
+        await asyncio.gather(*(membership.aclose() for membership in memberships))
+
+
+@on_shared_loop
+async def test_a_worker_is_not_asked_who_is_there() -> None:
+    async with rendezvous(security("node-0")) as address:
+        with pytest.raises(HandshakeError, match="not for a rendezvous"):
+            await status(address, security=security("me", Role.OPERATOR))
 
 
 @on_shared_loop

@@ -118,6 +118,7 @@ def test_an_address_that_is_none_is_named_by_where_it_came_from(name: str, value
         ({"min_world_size": "2"}, "min_world_size of connect() must be of type int, got '2'"),
         ({"local_rank": True}, "local_rank of connect() must be of type int, got True"),
         ({"insecure": 1}, "insecure of connect() must be of type bool, got 1"),
+        ({"token": b"secret"}, "token of connect() must be of type str, got '...'"),
         ({"rendezvous": None}, "rendezvous of connect() must be of type str, got None"),
         ({"timeouts": 5.0}, "timeouts of connect() must be of type Timeouts, got 5.0"),
         ({"routing": None}, "routing of connect() must be one of auto, ring, direct, got None"),

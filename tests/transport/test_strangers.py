@@ -6,6 +6,9 @@ import logging
 import re
 import socket
 import ssl
+import subprocess
+import sys
+import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
@@ -23,6 +26,7 @@ from shardnet.credentials import Credentials, Identity, Role, Security
 from shardnet.credentials.authority import key_pem
 from shardnet.errors import EndpointUnavailable, HandshakeError
 from shardnet.pb import stats_pb2
+from shardnet.transport.admission import Admission
 from shardnet.transport.dialing import dial
 from shardnet.transport.endpoint import Endpoint
 from shardnet.transport.mesh_service import MeshService
@@ -203,6 +207,39 @@ async def test_grpcios_own_place_lets_nobody_in_but_through_the_door() -> None:
                     await call(channel, method)
                 assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
         assert host.handled == 0
+
+
+@on_shared_loop
+async def test_visitors_are_forgotten() -> None:
+    async with worker(security()) as host:
+        for _ in range(3):
+            await snapshot(host.address, security=security())
+        door = host.endpoint._door
+        assert door is not None
+        while connections := door._tasks.difference(door._listeners):
+            await asyncio.wait(connections)
+        assert not door._admission._visitors
+
+
+def started(program: str, argument: str) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen([sys.executable, "-c", program, argument], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="abstract sockets are Linux's")
+@on_shared_loop
+async def test_nobody_else_gets_what_is_meant_for_grpcio() -> None:
+    """Who takes its name when grpcio has let go of it would hear what callers say, decrypted."""
+    admission = Admission()
+    program = (
+        "import socket, sys; s = socket.socket(socket.AF_UNIX); s.bind('\\0' + sys.argv[1]); s.listen(); print(flush=True); s.accept()"
+    )
+    name = f"thief-{uuid.uuid4()}"
+    with started(program, name) as thief:
+        assert thief.stdout is not None
+        await asyncio.to_thread(thief.stdout.readline)
+        admission._place = f"\0{name}"
+        with pytest.raises(ConnectionRefusedError, match="somebody else listens in grpcio's place"):
+            await admission.visit(None).__aenter__()
 
 
 async def call(channel: grpc.aio.Channel, method: str) -> None:

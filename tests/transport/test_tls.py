@@ -3,6 +3,7 @@
 import asyncio
 import random
 import socket
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -119,6 +120,55 @@ async def test_the_end_behind_data() -> None:
         room = memoryview(bytearray(100))
         assert callee.recv_into(room) == 10
         assert callee.recv_into(room) == 0
+
+
+async def test_a_reset_behind_data() -> None:
+    """What was sent before it arrives, as over a plain socket: it may say why."""
+    async with connected() as (caller, callee):
+        await callee.send_all(b"unread, so that closing resets")
+        await readable(caller)
+        await caller.send_all(b"last words")
+        caller.close()
+        await readable(callee)
+        room = memoryview(bytearray(100))
+        assert callee.recv_into(room) == 10
+        with pytest.raises(ConnectionResetError):
+            callee.recv_into(room)
+
+
+async def test_a_farewell_is_said() -> None:
+    """An end that the peer has said, not one that somebody between has made."""
+    async with connected() as (caller, callee):
+        caller.finish()
+        await readable(callee)
+        callee._fetch()
+        assert callee._tls.read(10) == b""  # without one it would want more
+
+
+async def test_what_waits_is_not_acknowledged() -> None:
+    async with connected() as (caller, _):
+        with pytest.raises(BlockingIOError):
+            fill(caller, memoryview(bytes(MIB)))
+        assert caller.unacknowledged_bytes > super(TlsConnection, caller).unacknowledged_bytes > 0
+
+
+async def test_no_older_tls() -> None:
+    near, far = sockets()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode, context.maximum_version = False, ssl.CERT_NONE, ssl.TLSVersion.TLSv1_2
+    with near, far:
+        calling = asyncio.ensure_future(handshake(near, context, accepting=False))
+        with pytest.raises(HandshakeError, match=r"speaks no TLS 1\.3"):
+            await handshake(far, credentials().accepting, accepting=True)
+        with pytest.raises(HandshakeError, match=r"takes no TLS 1\.3"):
+            await calling
+
+
+async def test_a_callee_says_nothing_that_nobody_asked_for() -> None:
+    """Tickets, which a caller that only sends would leave unread: its closing would reset the connection."""
+    async with connected() as (caller, _):
+        with pytest.raises(BlockingIOError):
+            caller.socket.recv(1)
 
 
 def fill(connection: TlsConnection, data: memoryview) -> None:

@@ -189,8 +189,8 @@ class Call:
     def _readable(self) -> None:
         for _ in range(_READS):
             if self._failure is not None or not self._read():
-                return
-        if self._connection.has_input:
+                break
+        if self._failure is None and self._connection.has_input:
             self._loop.call_soon(self._readable)
 
     def _read(self) -> bool:

@@ -192,6 +192,26 @@ class TestEnds:
             with pytest.raises(CallBroken):
                 await flood(caller, bytes(100_000), 100)
 
+    async def test_the_peers_last_words(self, ends: Ends) -> None:
+        """It says why, and closes at once with something unread, which resets the connection."""
+        async with ends() as (caller, callee, _):
+            asyncio.get_running_loop().remove_reader(callee._connection.socket)
+            asyncio.get_running_loop().remove_reader(caller._connection.socket)
+            await caller.send(b"x")
+            callee.send_status(Status(grpc.StatusCode.DATA_LOSS, "enough of this"))
+            callee._connection.close()
+            asyncio.get_running_loop().add_reader(caller._connection.socket, caller._readable)
+            assert Status.read(await caller.headers()).details == "enough of this"
+            callee._broken = CallBroken("closed above")
+
+    async def test_the_peer_says_farewell_and_stays(self, ends: Ends) -> None:
+        """An end behind data, and then nothing: the socket tells nobody of it again."""
+        async with ends() as (caller, callee, _):
+            callee.send_now(b"x")
+            callee._connection.finish()
+            with pytest.raises((CallBroken, ProtocolError)):
+                await asyncio.wait_for(caller.headers(), 2.0)
+
     async def test_closing_ends_who_waits(self, ends: Ends) -> None:
         async with ends() as (caller, callee, _):
             asyncio.get_running_loop().remove_reader(callee._connection.socket)
