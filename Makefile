@@ -7,6 +7,8 @@ PYTHON ?= $(DEFAULT_PYTHON)
 TORCH_INDEX ?=
 # Passed on to the program behind the target: `make test ARGS="tests/backend -x"`, `make demo ARGS="--steps 50"`.
 ARGS ?=
+# Processes that share the tests, file by file. Most tests leave a core free; with JOBS=0 they run in one, as a debugger likes it.
+JOBS ?= 2
 
 VENV := .venv$(if $(filter-out $(DEFAULT_PYTHON),$(PYTHON)),-$(notdir $(PYTHON)))
 BIN := $(VENV)/bin
@@ -35,7 +37,7 @@ demo: $(STAMP) ## train a small language model on a local cluster of two workers
 	$(BIN)/shardnet demo $(ARGS)
 
 test: $(STAMP) ## run the tests
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 check: $(STAMP) ## formatting, lint, types, import rules, and whether the generated protobuf code is current
 	$(BIN)/ruff format --check .

@@ -116,7 +116,7 @@ def test_memory_has_a_bound_of_its_own() -> None:
 def test_where_the_time_went_stands_in_a_table_of_its_own() -> None:
     explained = {part: float(number) for number, part in enumerate(PARTS)}
     lines = [line.split() for line in text_report([row(explained_ms=explained), row(op=Op.ALL_REDUCE)]).splitlines()]
-    assert ["all_gather", "1", "MiB", "45", *map(str, range(len(PARTS)))] in lines
+    assert ["all_gather", "1", "MiB", str(sum(range(len(PARTS)))), *map(str, range(len(PARTS)))] in lines
     assert len([line for line in lines if line[:1] == ["all_reduce"]]) == 2  # times and target; nobody asked where it went
 
 
