@@ -170,9 +170,11 @@ class Unlucky(socket.socket):
 
 
 @on_shared_loop
-async def test_a_connection_that_cannot_be_taken_is_not_the_last() -> None:
+async def test_a_connection_that_cannot_be_taken_is_not_the_last(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is told once a second, however long there are no descriptors."""
+    monkeypatch.setattr("shardnet.transport.front_door._REST_S", 0.0)
     listener = Unlucky()
-    listener.problems = [errno.EPROTO, errno.EMFILE]
+    listener.problems = [errno.EPROTO, *[errno.EMFILE] * 9]
     listener.setblocking(False)
     listener.bind(("127.0.0.1", 0))
     listener.listen()
@@ -187,6 +189,7 @@ async def test_a_connection_that_cannot_be_taken_is_not_the_last() -> None:
         async with asyncio.timeout(5.0):
             await taken.wait()
     await door.aclose()
+    assert [record.getMessage() for record in caplog.records] == ["cannot take a connection: as accept(2) says"]
 
 
 async def nobody(connection: Connection) -> None:

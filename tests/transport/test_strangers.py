@@ -139,22 +139,22 @@ async def test_a_trusted_caller_that_another_authority_signed(caplog: pytest.Log
     assert "its certificate is not one of this cluster's" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("demands", "told", "line"),
+    [
+        (True, "this port takes TLS only; give this process certificates", "it does not begin with TLS, which this port demands"),
+        (False, "do not trust each other: it takes no TLS", "it begins with TLS, but this process has no certificates"),
+    ],
+    ids=["plaintext where TLS is wanted", "TLS where there is none"],
+)
 @on_shared_loop
-async def test_plaintext_to_a_port_that_demands_tls(caplog: pytest.LogCaptureFixture) -> None:
-    async with worker(security()) as host:
-        with pytest.raises(HandshakeError, match="this port takes TLS only; give this process certificates"):
-            await snapshot(host.address)
+async def test_two_that_speak_differently(demands: bool, told: str, line: str, caplog: pytest.LogCaptureFixture) -> None:
+    caller, callee = (Security(), security()) if demands else (security(), Security())
+    async with worker(callee) as host:
+        with pytest.raises(HandshakeError, match=told):
+            await snapshot(host.address, security=caller)
         assert host.handled == 0
-    assert "it does not begin with TLS, which this port demands" in caplog.text
-
-
-@on_shared_loop
-async def test_tls_to_a_port_that_has_none(caplog: pytest.LogCaptureFixture) -> None:
-    async with worker(Security()) as host:
-        with pytest.raises(HandshakeError, match="do not trust each other: it takes no TLS"):
-            await snapshot(host.address, security=security())
-        assert host.handled == 0
-    assert "it begins with TLS, but this process has no certificates" in caplog.text
+    assert line in caplog.text
 
 
 @on_shared_loop

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from functools import partial
@@ -15,7 +16,7 @@ from shardnet.transport.connection import Connection, PlainConnection
 from shardnet.transport.http2 import OPENING, Call, CallBroken, Status, frames
 from shardnet.transport.http2.frames import ErrorCode, Flags, Type
 from shardnet.transport.http2.headers import reply
-from shardnet.transport.tls import handshake
+from shardnet.transport.tls import TlsConnection, handshake
 from tests.credentials.made import credentials
 
 LIMITS = Limits(max_message_bytes=16 * MIB)
@@ -204,13 +205,19 @@ class TestEnds:
             assert Status.read(await caller.headers()).details == "enough of this"
             callee._broken = CallBroken("closed above")
 
-    async def test_the_peer_says_farewell_and_stays(self, ends: Ends) -> None:
-        """An end behind data, and then nothing: the socket tells nobody of it again."""
-        async with ends() as (caller, callee, _):
-            callee.send_now(b"x")
-            callee._connection.finish()
-            with pytest.raises((CallBroken, ProtocolError)):
-                await asyncio.wait_for(caller.headers(), 2.0)
+    async def test_the_peer_says_farewell_and_stays(self) -> None:
+        """Of TLS alone, behind data, and then nothing: the socket tells nobody of it again."""
+        near, far = await under_tls()
+        assert isinstance(far, TlsConnection)
+        caller = Call(near, LIMITS)
+        far._tls.write(frames.settings({}))
+        with pytest.raises(ssl.SSLWantReadError):  # for the caller's own
+            far._tls.unwrap()
+        far._put(far._outgoing.read())
+        far.flush()
+        with pytest.raises(CallBroken, match="it was closed"):
+            await asyncio.wait_for(caller.headers(), 2.0)
+        far.close()
 
     async def test_closing_ends_who_waits(self, ends: Ends) -> None:
         async with ends() as (caller, callee, _):
