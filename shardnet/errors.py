@@ -20,6 +20,8 @@ ShardnetError
 ├── HandshakeError (ConnectionError)  one end would not trust the other
 ├── ProtocolError                  a peer sent what no shardnet worker sends
 ├── ClosedError                    the backend or cluster is closed
+├── StateLost                      more workers are gone than there were copies of their state
+├── WorldChanges                   no failure: the epoch ends here, for `shardnet.elastic` to go on with the next one
 └── RendezvousError                joining failed
     ├── RendezvousUnavailable      (ConnectionError) nobody answers at the address
     ├── JoinTimeout                (TimeoutError) too few workers came in time
@@ -133,6 +135,14 @@ class ProtocolError(ShardnetError):
 
 class ClosedError(ShardnetError):
     """The backend or cluster was closed before or during the call."""
+
+
+class StateLost(ShardnetError):
+    """The state of some step cannot be put together any more: workers are gone, and the copies that others held of theirs with them."""
+
+
+class WorldChanges(ShardnetError):
+    """All ranks have committed a step and agreed to take in the workers that wait. Let it through to `shardnet.elastic.run`."""
 
 
 class RendezvousError(ShardnetError):

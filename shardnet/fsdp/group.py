@@ -6,6 +6,7 @@ kept a reference see these. While a unit computes, its modules hold other tensor
 shape that view the full buffer. Autograd puts their gradients on the leaves, from where they are collected.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,7 +27,7 @@ from shardnet.fsdp.pool import BufferPool
 from shardnet.fsdp.precision import Dtypes
 from shardnet.fsdp.secondary import SecondaryShard
 from shardnet.fsdp.wire_memory import WireMemory
-from shardnet.sharding import FlatLayout
+from shardnet.sharding import FlatLayout, ParameterSlice
 
 Tensor = torch.Tensor
 Gathering = Pending[Any]  # of a Tensor, or of a NodeBuffer
@@ -92,6 +93,16 @@ class FlatGroup:
         self._watched: set[int] = set()  # leaves with a gradient hook
 
     # --- content
+
+    @property
+    def slices(self) -> tuple[ParameterSlice, ...]:
+        """What this rank holds of each parameter."""
+        return self.layout.slices(self._comms.shard_rank)
+
+    @property
+    def replica_count(self) -> int:
+        """How many ranks hold the same shard, this one included."""
+        return self._comms.replica_count
 
     @property
     def trainable(self) -> list[int]:
@@ -249,12 +260,16 @@ class FlatGroup:
                 parameter.grad.add_(piece)
 
     def _watch(self, index: int) -> None:
+        # The leaf keeps its hook where Python's collector of cycles does not look: a hook that held the group would keep it for ever.
+        reference = weakref.ref(self)
+
         def collect(leaf: Tensor) -> None:
-            if leaf.grad is None:
-                return  # frozen since forward
-            self.gradients.add(index, leaf.grad)
+            group = reference()
+            if group is None or leaf.grad is None:  # the model is gone, or the leaf is frozen since forward
+                return
+            group.gradients.add(index, leaf.grad)
             leaf.grad = None
-            self._on_gradient(self, index)
+            group._on_gradient(group, index)
 
         self.leaves[index].register_post_accumulate_grad_hook(collect)  # type: ignore[no-untyped-call]  # torch has no annotation for it
         self._watched.add(index)

@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class JoinRequest(_message.Message):
-    __slots__ = ("protocol", "version", "job", "incarnation", "address", "node", "min_world_size", "max_world_size", "local_rank_hint")
+    __slots__ = ("protocol", "version", "job", "incarnation", "address", "node", "min_world_size", "max_world_size", "local_rank_hint", "elastic", "previous", "last_epoch")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
@@ -17,6 +17,9 @@ class JoinRequest(_message.Message):
     MIN_WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     LOCAL_RANK_HINT_FIELD_NUMBER: _ClassVar[int]
+    ELASTIC_FIELD_NUMBER: _ClassVar[int]
+    PREVIOUS_FIELD_NUMBER: _ClassVar[int]
+    LAST_EPOCH_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     version: str
     job: str
@@ -26,17 +29,22 @@ class JoinRequest(_message.Message):
     min_world_size: int
     max_world_size: int
     local_rank_hint: int
-    def __init__(self, protocol: _Optional[int] = ..., version: _Optional[str] = ..., job: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., node: _Optional[str] = ..., min_world_size: _Optional[int] = ..., max_world_size: _Optional[int] = ..., local_rank_hint: _Optional[int] = ...) -> None: ...
+    elastic: bool
+    previous: str
+    last_epoch: int
+    def __init__(self, protocol: _Optional[int] = ..., version: _Optional[str] = ..., job: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., node: _Optional[str] = ..., min_world_size: _Optional[int] = ..., max_world_size: _Optional[int] = ..., local_rank_hint: _Optional[int] = ..., elastic: _Optional[bool] = ..., previous: _Optional[str] = ..., last_epoch: _Optional[int] = ...) -> None: ...
 
 class MembershipEvent(_message.Message):
-    __slots__ = ("waiting", "assignment", "lost")
+    __slots__ = ("waiting", "assignment", "lost", "joiners")
     WAITING_FIELD_NUMBER: _ClassVar[int]
     ASSIGNMENT_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
+    JOINERS_FIELD_NUMBER: _ClassVar[int]
     waiting: Waiting
     assignment: Assignment
     lost: MemberLost
-    def __init__(self, waiting: _Optional[_Union[Waiting, _Mapping]] = ..., assignment: _Optional[_Union[Assignment, _Mapping]] = ..., lost: _Optional[_Union[MemberLost, _Mapping]] = ...) -> None: ...
+    joiners: Joiners
+    def __init__(self, waiting: _Optional[_Union[Waiting, _Mapping]] = ..., assignment: _Optional[_Union[Assignment, _Mapping]] = ..., lost: _Optional[_Union[MemberLost, _Mapping]] = ..., joiners: _Optional[_Union[Joiners, _Mapping]] = ...) -> None: ...
 
 class Waiting(_message.Message):
     __slots__ = ("joined", "min_world_size", "max_world_size")
@@ -87,6 +95,12 @@ class MemberLost(_message.Message):
     reason: str
     left: bool
     def __init__(self, epoch: _Optional[int] = ..., rank: _Optional[int] = ..., reason: _Optional[str] = ..., left: _Optional[bool] = ...) -> None: ...
+
+class Joiners(_message.Message):
+    __slots__ = ("count",)
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    count: int
+    def __init__(self, count: _Optional[int] = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
     __slots__ = ("job", "incarnation")

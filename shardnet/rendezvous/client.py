@@ -13,7 +13,7 @@ from shardnet.credentials import Role, Security
 from shardnet.errors import ShardnetError, StateError
 from shardnet.pb import rendezvous_pb2 as pb
 from shardnet.rendezvous import messages
-from shardnet.rendezvous.events import JobStatus, Lost
+from shardnet.rendezvous.events import JobStatus, Joiners, Lost
 from shardnet.rendezvous.joining import Joining, OnWaiting
 from shardnet.rendezvous.lease import Lease, LeaseBroken
 from shardnet.rendezvous.request import JoinRequest
@@ -49,6 +49,9 @@ def join(
     - HandshakeError when it and this process do not trust each other, and why,
     - ProtocolError when somebody else answers.
     Cancelling it frees the place.
+
+    To form the next epoch of an elastic job all members join again, each with a new incarnation and its old one as `previous`, and
+    end the old membership with `abort` when that is done: see [Note: reforming] in job.py.
     """
     return Membership(address, request, timeouts or Timeouts(), on_lost, on_waiting, security or Security())
 
@@ -81,6 +84,7 @@ class Membership:
         self._watch: asyncio.Task[None] | None = None  # owned: awaited by _close
         self._topology: Topology | None = None
         self._leaving = False  # whatever happens to the lease from now on is meant
+        self._joiners = 0
 
     @property
     def topology(self) -> Topology:
@@ -88,6 +92,11 @@ class Membership:
         if self._topology is None:
             raise StateError("the world is not formed yet: enter the membership first (async with join(...))")
         return self._topology
+
+    @property
+    def joiners(self) -> int:
+        """How many workers would come in if all members of an elastic job joined again now, as far as is known. Any thread."""
+        return self._joiners
 
     async def __aenter__(self) -> Self:
         if self._channel is not None:
@@ -129,6 +138,8 @@ class Membership:
                 event = await lease.next_event()
                 if isinstance(event, Lost):
                     self._report(event)
+                elif isinstance(event, Joiners):
+                    self._joiners = event.count
         except (LeaseBroken, ShardnetError) as error:
             if self._leaving:
                 return

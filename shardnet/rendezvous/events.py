@@ -32,7 +32,14 @@ class Lost:
     left: bool  # it said goodbye
 
 
-Event = Waiting | Assigned | Lost
+@dataclass(frozen=True, slots=True)
+class Joiners:
+    """So many workers would be taken in if the members of an elastic job formed a new epoch now. A newer one makes older ones worthless."""
+
+    count: int
+
+
+Event = Waiting | Assigned | Lost | Joiners
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +52,9 @@ class Notice:
 
 class JobState(StrEnum):
     FORMING = "forming"  # members come and go freely; RUNNING comes when enough are there
-    RUNNING = "running"  # ranks are given out; members only go; FINISHED comes when all are gone
+    # ranks are given out; members only go. FINISHED comes when all are gone, or FORMING if workers wait for the next epoch, as
+    # they may in an elastic job
+    RUNNING = "running"
     FINISHED = "finished"  # nobody is left; the next worker that joins makes it FORMING again, for a higher epoch
 
 
@@ -56,7 +65,7 @@ class JobStatus:
     job: str
     state: JobState
     epoch: int
-    joined: int
+    joined: int  # members, and who waits to be one
     min_world_size: int
     max_world_size: int
     members: tuple[Member, ...]  # the live ones by rank; empty unless RUNNING

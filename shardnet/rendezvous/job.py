@@ -1,17 +1,27 @@
 """`Job`: the membership of one job, as a pure state machine. No I/O, no clock: time comes in as an argument."""
 
+from collections.abc import Iterable
+
 from shardnet.errors import JoinRefused
-from shardnet.rendezvous.events import Assigned, JobState, JobStatus, Lost, Notice, Waiting
+from shardnet.rendezvous.events import Assigned, JobState, JobStatus, Joiners, Lost, Notice, Waiting
 from shardnet.rendezvous.placement import place
 from shardnet.rendezvous.refusal import Refusal
-from shardnet.rendezvous.request import JoinRequest, may_share_node
+from shardnet.rendezvous.request import MAX_WORLD_SIZE, JoinRequest, may_share_node
 from shardnet.topology import Member, Topology
+
+REFORMS = "it forms the next epoch"
 
 
 class Job:
     """Who is in one job; lives through all of the job's epochs. `JobState` says what may follow what.
 
     Every method returns the notices to deliver, in order.
+
+    [Note: reforming] A running elastic job takes in whoever joins, as a joiner: live, but without a rank. Its members hear of
+    it, and end the epoch at a moment of their own choice, or when they lose one of them: each joins again, which ends its
+    membership and makes it a joiner in one step, so that nobody takes it for gone. When no member is left the joiners form the
+    next epoch: at once if they are enough, since there is nobody left to wait for but those that may never come. Of too many
+    the former members are taken first, and the others stay for the epoch after that.
     """
 
     def __init__(self, name: str, epoch: int, settle_s: float) -> None:
@@ -22,32 +32,74 @@ class Job:
         self.ever_ran = False
         self._settle_s = settle_s
         self._live: dict[str, JoinRequest] = {}  # by incarnation, in order of arrival
-        self._members: dict[str, Member] = {}  # the same ones with their ranks; empty unless RUNNING
+        self._members: dict[str, Member] = {}  # those with ranks; empty unless RUNNING
+        self._former_ranks: dict[str, int] = {}  # of joiners that were members
         self._wish: JoinRequest | None = None  # of the one who started the forming: its sizes hold for all
         self._last_arrival_s = 0.0
 
     def join(self, request: JoinRequest, now: float) -> list[Notice]:
         """Take a worker in, or raise JoinRefused and change nothing."""
         self._check_duplicate(request)
-        if self.state is JobState.RUNNING:
+        if self.state is JobState.RUNNING and not (request.elastic and self._elastic):
             raise self._too_late()
-        if not self._live:
+        if self._live:
+            self._check_wish(request)
+        else:
             self.state, self._wish = JobState.FORMING, request
-        self._check_wish(request)
+        notices = self._leave_epoch(request) if self._previous(request) is not None else []
         self._live[request.incarnation] = request
         self._last_arrival_s = now
-        return self._form() if len(self._live) == request.max_world_size else self._tell_waiting()
+        return notices + self._welcome(request)
+
+    def _welcome(self, request: JoinRequest) -> list[Notice]:
+        """What follows from a new joiner."""
+        if self.state is JobState.RUNNING and self._members:
+            return [*self._tell_waiting([request.incarnation]), *self._tell_joiners()]
+        if self.state is JobState.RUNNING:
+            return self._reform()
+        return self._form() if len(self._live) >= request.max_world_size else self._tell_waiting()
 
     def remove(self, incarnation: str, reason: str, *, left: bool) -> list[Notice]:
-        """A member left or vanished: its place is free while FORMING, and the others are told."""
+        """A worker left or vanished: a joiner's place is free again, and of a member the other ones are told."""
         del self._live[incarnation]
+        self._former_ranks.pop(incarnation, None)
         member = self._members.pop(incarnation, None)
         if not self._live:
             self.state = JobState.FINISHED
+            self._former_ranks.clear()
             return []
-        if member is None:
+        if self.state is JobState.FORMING:
             return self._tell_waiting()
-        return [Notice(other, Lost(self.epoch, member.rank, reason, left)) for other in self._live]
+        notices = [] if member is None else self._tell_lost(member, reason, left=left)
+        return notices + (self._tell_joiners() if self._members else self._reform())
+
+    def _leave_epoch(self, request: JoinRequest) -> list[Notice]:
+        """A member becomes a joiner; see [Note: reforming]. One that is a joiner already keeps its turn."""
+        del self._live[request.previous]
+        member = self._members.pop(request.previous, None)
+        rank = self._former_ranks.pop(request.previous, None) if member is None else member.rank
+        if rank is not None:
+            self._former_ranks[request.incarnation] = rank
+        return [] if member is None else self._tell_lost(member, REFORMS, left=True)
+
+    def _previous(self, request: JoinRequest) -> JoinRequest | None:
+        """The live membership that a request follows. Nobody ends another one's by naming it."""
+        previous = self._live.get(request.previous)
+        return previous if previous is not None and (previous.identity, previous.address) == (request.identity, request.address) else None
+
+    @property
+    def _elastic(self) -> bool:
+        return self._wish is not None and self._wish.elastic
+
+    @property
+    def joiners(self) -> list[JoinRequest]:
+        """Who is live without a rank, in the order in which they are taken: former members by their rank, then by arrival."""
+        waiting = [request for incarnation, request in self._live.items() if incarnation not in self._members]
+        return sorted(waiting, key=lambda request: self._former_ranks.get(request.incarnation, len(waiting) + MAX_WORLD_SIZE))
+
+    def has(self, incarnation: str) -> bool:
+        """Whether this is a live worker, member or not."""
+        return incarnation in self._live
 
     def identity(self, incarnation: str) -> str:
         """What a live member's certificate has proved."""
@@ -77,20 +129,41 @@ class Job:
             members=tuple(sorted(self._members.values(), key=lambda m: m.rank)),
         )
 
+    def _reform(self) -> list[Notice]:
+        """The last member of an epoch has left it."""
+        assert self._wish is not None
+        self.state = JobState.FORMING
+        return self._form() if len(self._live) >= self._wish.min_world_size else self._tell_waiting()
+
     def _form(self) -> list[Notice]:
-        self.epoch += 1
+        assert self._wish is not None
+        chosen = self.joiners[: self._wish.max_world_size]
+        self.epoch = max(self.epoch, *(request.last_epoch for request in chosen)) + 1
         self.state, self.ever_ran = JobState.RUNNING, True
-        members = place(list(self._live.values()))
+        self._former_ranks.clear()
+        members = place(chosen)
         self._members = {m.incarnation: m for m in members}
         return [Notice(m.incarnation, Assigned(Topology(self.epoch, m.rank, members))) for m in members]
 
-    def _tell_waiting(self) -> list[Notice]:
+    def _tell_waiting(self, to: Iterable[str] | None = None) -> list[Notice]:
         assert self._wish is not None
         waiting = Waiting(len(self._live), self._wish.min_world_size, self._wish.max_world_size)
-        return [Notice(incarnation, waiting) for incarnation in self._live]
+        return [Notice(incarnation, waiting) for incarnation in (self._live if to is None else to)]
+
+    def _tell_lost(self, member: Member, reason: str, *, left: bool) -> list[Notice]:
+        return [Notice(other, Lost(self.epoch, member.rank, reason, left)) for other in self._members]
+
+    def _tell_joiners(self) -> list[Notice]:
+        if not self._elastic:
+            return []
+        assert self._wish is not None
+        room = max(0, self._wish.max_world_size - len(self._members))
+        joiners = Joiners(min(room, len(self._live) - len(self._members)))
+        return [Notice(incarnation, joiners) for incarnation in self._members]
 
     def _check_duplicate(self, request: JoinRequest) -> None:
-        same = next((r for r in self._live.values() if r.identity and r.worker == request.worker), None)
+        others = [other for other in self._live.values() if other is not self._previous(request)]
+        same = next((r for r in others if r.identity and r.worker == request.worker), None)
         if same is not None:
             raise JoinRefused(
                 f"local rank {request.local_rank_hint} of the machine with this certificate is a live worker of job {self.name!r} at "
@@ -99,14 +172,14 @@ class Job:
                 "noticed the old one's end (seconds)",
                 Refusal.DUPLICATE_WORKER,
             )
-        owner = next((r for r in self._live.values() if r.node == request.node and not may_share_node(r, request)), None)
+        owner = next((r for r in others if r.node == request.node and not may_share_node(r, request)), None)
         if owner is not None:
             raise JoinRefused(
                 f"node {request.node!r} is that of {owner.identity}, and this worker has the certificate of another machine; "
                 "a machine has one certificate, or, if these are two, each needs a name of its own (--node, SHARDNET_NODE)",
                 Refusal.IDENTITY,
             )
-        holder = next((r for r in self._live.values() if r.address == request.address), None)
+        holder = next((r for r in others if r.address == request.address), None)
         if holder is None:
             return
         raise JoinRefused(
@@ -133,7 +206,7 @@ class Job:
                 Refusal.FULL,
             )
         return JoinRefused(
-            f"job {self.name!r} runs already (epoch {self.epoch}, {len(self._live)} of at most {most} workers) and this version takes "
-            "nobody into a running job; start this worker when the job has ended, or use another job id",
+            f"job {self.name!r} runs already (epoch {self.epoch}, {len(self._live)} of at most {most} workers) and is not elastic: "
+            "it takes nobody in; start this worker when the job has ended, or use another job id",
             Refusal.RUNNING,
         )

@@ -74,8 +74,7 @@ class Joining:
                 left_s = self._silent_since_s + self._timeouts.connect_s - self._clock()
                 await check_trust(self._address, self._security, min(left_s, HANDSHAKE_S), Role.RENDEZVOUS)
             except JoinRefused as refusal:
-                # our own last lease may still look alive over there, until its keepalive fails
-                if tries == 1 or refusal.reason != Refusal.DUPLICATE_INCARNATION:
+                if not self._may_pass(refusal, tries):
                     raise
                 trouble = str(refusal)
             pause_s = next(self._pauses)
@@ -85,6 +84,13 @@ class Joining:
                 log.info("the rendezvous at %s does not answer yet (%s); trying for %g s", self._address, trouble, self._timeouts.connect_s)
             await asyncio.sleep(pause_s)
         raise AssertionError("unreachable: count() does not end")
+
+    def _may_pass(self, refusal: JoinRefused, tries: int) -> bool:
+        """Whether it is about what is already gone but looks alive over there, until its keepalive fails: this worker's own last
+        lease, or the worker that it replaces in an elastic job."""
+        if refusal.reason == Refusal.DUPLICATE_INCARNATION:
+            return tries > 1
+        return self._request.elastic and refusal.reason in (Refusal.DUPLICATE_WORKER, Refusal.DUPLICATE_ADDRESS)
 
     async def _try(self) -> tuple[Lease, Topology]:
         """One lease, up to the assignment or its break."""

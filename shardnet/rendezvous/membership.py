@@ -51,6 +51,8 @@ class Registry:
             job = Job(request.job, self._forgotten_epoch, self._settle_s)
         notices = job.join(request, now)
         self._jobs[request.job] = self._job_of[request.incarnation] = job
+        if self._job_of.get(request.previous) is job and not job.has(request.previous):
+            del self._job_of[request.previous]  # this membership follows that one
         return notices
 
     def is_member(self, incarnation: str) -> bool:

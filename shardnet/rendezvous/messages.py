@@ -2,7 +2,7 @@
 
 from shardnet.errors import JoinRefused, ProtocolError, UsageError
 from shardnet.pb import rendezvous_pb2 as pb
-from shardnet.rendezvous.events import Assigned, Event, JobState, JobStatus, Lost, Waiting
+from shardnet.rendezvous.events import Assigned, Event, JobState, JobStatus, Joiners, Lost, Waiting
 from shardnet.rendezvous.refusal import Refusal
 from shardnet.rendezvous.request import PROTOCOL, JoinRequest, check_protocol
 from shardnet.topology import Member, Topology
@@ -22,6 +22,9 @@ def write_request(request: JoinRequest) -> pb.JoinRequest:
         min_world_size=request.min_world_size,
         max_world_size=request.max_world_size,
         local_rank_hint=request.local_rank_hint,
+        elastic=request.elastic,
+        previous=request.previous,
+        last_epoch=request.last_epoch,
     )
 
 
@@ -37,6 +40,9 @@ def read_request(message: pb.JoinRequest) -> JoinRequest:
             min_world_size=message.min_world_size,
             max_world_size=message.max_world_size,
             local_rank_hint=message.local_rank_hint,
+            elastic=message.elastic,
+            previous=message.previous,
+            last_epoch=message.last_epoch,
         )
     except UsageError as error:
         raise JoinRefused(f"the join request makes no sense: {error}", Refusal.MALFORMED) from error
@@ -51,6 +57,8 @@ def write_event(event: Event) -> pb.MembershipEvent:
             return pb.MembershipEvent(assignment=pb.Assignment(epoch=topology.epoch, rank=topology.rank, members=members))
         case Lost(epoch, rank, reason, left):
             return pb.MembershipEvent(lost=pb.MemberLost(epoch=epoch, rank=rank, reason=reason, left=left))
+        case Joiners(count):
+            return pb.MembershipEvent(joiners=pb.Joiners(count=count))
 
 
 def read_event(message: pb.MembershipEvent) -> Event:
@@ -64,6 +72,8 @@ def read_event(message: pb.MembershipEvent) -> Event:
         case "lost":
             lost = message.lost
             return Lost(lost.epoch, lost.rank, lost.reason, lost.left)
+        case "joiners":
+            return Joiners(message.joiners.count)
         case _:
             raise ProtocolError("the rendezvous sent an event of an unknown kind; install the same version of shardnet on both")
 

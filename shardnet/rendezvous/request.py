@@ -11,6 +11,7 @@ from shardnet.version import VERSION
 PROTOCOL = 1  # raise it when an old worker and a new rendezvous, or the other way, would misunderstand each other
 MAX_TEXT = 256  # characters of a job id, incarnation or node: they are kept, logged and sent to every member
 MAX_WORLD_SIZE = 2**16
+MAX_EPOCH = 2**31  # half of what the wire's 32 bits hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,10 @@ class JoinRequest:
     min_world_size   the job may start with this many workers when no more come for a while
     max_world_size   the job starts at once with this many; equal for all workers of the job, like the minimum
     local_rank_hint  order among the workers of one node, as their launcher counted them
+    elastic          the job goes on with fewer workers, at least its minimum, when some are lost, and takes in others up to its
+                     maximum; equal for all workers of the job
+    previous         the incarnation of the membership that this one follows, which ends with it; empty for a worker's first one
+    last_epoch       the newest epoch that this worker was a member of; 0 for none
     identity         what the worker's certificate has proved to the rendezvous, which fills it in; empty without TLS
     """
 
@@ -33,6 +38,9 @@ class JoinRequest:
     min_world_size: int
     max_world_size: int
     local_rank_hint: int = 0
+    elastic: bool = False
+    previous: str = ""
+    last_epoch: int = 0
     identity: str = ""
 
     def __post_init__(self) -> None:
@@ -45,6 +53,10 @@ class JoinRequest:
             )
         if self.local_rank_hint < 0:
             raise UsageError(f"local_rank_hint must not be negative, got {self.local_rank_hint}")
+        if self.previous:
+            check_text("previous", self.previous)
+        if not 0 <= self.last_epoch <= MAX_EPOCH:
+            raise UsageError(f"last_epoch must be from 0 to {MAX_EPOCH}, got {self.last_epoch}")
 
     @property
     def worker(self) -> tuple[str, int]:
@@ -55,7 +67,7 @@ class JoinRequest:
     def wish(self) -> str:
         """The world size asked for, as text for messages."""
         least, most = self.min_world_size, self.max_world_size
-        return str(most) if least == most else f"{least} to {most}"
+        return (str(most) if least == most else f"{least} to {most}") + (" elastic" if self.elastic else "")
 
 
 def may_share_node(one: JoinRequest, other: JoinRequest) -> bool:

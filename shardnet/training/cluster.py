@@ -13,36 +13,50 @@ from torch import nn
 
 from shardnet import process
 from shardnet.backend.base import Backend
-from shardnet.backend.cluster import ClusterBackend
-from shardnet.backend.loopback import LoopbackBackend
-from shardnet.errors import UsageError
+from shardnet.errors import StateError, UsageError
 from shardnet.fsdp import AsyncFSDP, Compression, MixedPrecision, ShardingStrategy
 from shardnet.fsdp.initial_values import InitFunction
-from shardnet.loop import LoopThread
 from shardnet.performance import PerformanceRecorder, measure_link
-from shardnet.rendezvous.client import join
-from shardnet.rendezvous.identity import new_incarnation, node_identity
-from shardnet.rendezvous.request import JoinRequest
 from shardnet.telemetry import Progress, Telemetry
-from shardnet.topology import Member, Topology
+from shardnet.topology import Topology
+from shardnet.training.seat import Seat
 from shardnet.training.settings import Settings
-from shardnet.training.snapshot import worker_snapshot
+from shardnet.training.station import Station, open_station
 from shardnet.training.trace import gather_spans, write_trace
-from shardnet.transport.endpoint import Endpoint
-from shardnet.transport.grpc_mesh import GrpcMesh
-from shardnet.transport.mesh_service import MeshService
 
 log = logging.getLogger(__name__)
 
 
 class Cluster:
-    """This process's membership of one epoch of a cluster; made by `connect`."""
+    """This process's membership of a cluster; made by `connect`. `backend`, `topology` and what follows from them are those of one
+    epoch, until `reform`."""
 
     def __init__(self, backend: Backend, topology: Topology) -> None:
-        self.backend = backend
-        self.topology = topology
+        """A cluster that somebody else has formed, and closes."""
+        self._seat = Seat(backend, topology)
+        self._station: Station | None = None
         self._models: list[AsyncFSDP] = []
         self._recorders: list[PerformanceRecorder] = []
+
+    @classmethod
+    async def _at(cls, station: Station) -> "Cluster":
+        seat = await station.join()
+        cluster = cls(seat.backend, seat.topology)
+        cluster._seat, cluster._station = seat, station
+        return cluster
+
+    @property
+    def backend(self) -> Backend:
+        return self._seat.backend
+
+    @property
+    def topology(self) -> Topology:
+        return self._seat.topology
+
+    @property
+    def joiners(self) -> int:
+        """How many workers wait for `reform` to take them in, as far as this rank has heard."""
+        return self._seat.joiners
 
     @property
     def rank(self) -> int:
@@ -121,11 +135,39 @@ class Cluster:
         self.telemetry.step = step
         self.telemetry.progress = Progress(step, total_steps, loss, tokens_per_s, exposed_share, note)
 
+    async def reform(self, *, agreed: bool = False) -> None:
+        """Leave this epoch and take a place in the next one, with every other member that does so and with those that wait to join.
+
+        For the members of an elastic job (`connect(elastic=True)`): after `PeerLost`, or, with `agreed`, where all ranks call it at the
+        same point; then they take leave of each other first. Else what the other ranks are in fails with PeerLost, and they must
+        reform, too. Rank, world size, backend and topology are new
+        afterwards. Models and recorders that this cluster has made are closed, and so are backends and sub-groups: make them anew, and
+        bring the state along with `shardnet.elastic`. Waits until all members have come or are gone, and for joiners if fewer are left
+        than the job's minimum.
+
+        Raises StateError where nobody joins, RendezvousUnavailable, JoinTimeout or JoinRefused if there is no next epoch for this
+        worker, and PeerLost if its peers cannot be reached; the cluster is closed then, as after cancelling.
+        """
+        if self._station is None:
+            raise StateError("this cluster was formed elsewhere; only one that connect() has joined can reform")
+        if not agreed:
+            self.backend.abort()  # first, so that no compute thread waits for a collective any more
+        await self._close_models()
+        self._seat = await self._station.join(await self._seat.abandon())
+
+    async def _leave(self, error: BaseException | None) -> None:
+        try:
+            if error is not None:
+                self.backend.abort()  # first, so that no compute thread waits for a collective any more
+            await self._close_models()
+        finally:
+            await self._seat.leave(error)
+
     async def _close_models(self) -> None:
-        for recorder in self._recorders:
-            recorder.close()
-        for model in self._models:
-            await model.aclose()
+        while self._recorders:
+            self._recorders.pop().close()
+        while self._models:
+            await self._models.pop().aclose()
 
 
 @asynccontextmanager
@@ -142,25 +184,11 @@ async def connect(**settings: Any) -> AsyncIterator[Cluster]:
     trace = _trace_file(chosen)
     process.tune()
     async with AsyncExitStack() as stack:
-        enter = _join_cluster if chosen.rendezvous else _alone
-        backend, topology = await enter(chosen, stack)
-        cluster = Cluster(backend, topology)
-        try:
-            yield cluster
-            if trace is not None:
-                await _write_trace(cluster, trace)
-        except BaseException:
-            backend.abort()  # first, so that no compute thread waits for a collective any more
-            raise
-        finally:
-            await cluster._close_models()
-
-
-async def _end(backend: Backend, error: BaseException | None) -> None:
-    """Say goodbye and close; after an error without a goodbye."""
-    if error is not None:
-        backend.abort()
-    await backend.aclose()
+        cluster = await Cluster._at(await stack.enter_async_context(open_station(chosen)))
+        stack.push_async_exit(lambda kind, error, trace: cluster._leave(error))
+        yield cluster
+        if trace is not None:
+            await _write_trace(cluster, trace)
 
 
 def _trace_file(settings: Settings) -> Path | None:
@@ -182,64 +210,3 @@ async def _write_trace(cluster: Cluster, path: Path) -> None:
     if cluster.rank == 0:
         write_trace(path, spans)
         log.info("timeline of %d ranks for https://ui.perfetto.dev: %s", len(spans), path)
-
-
-async def _alone(settings: Settings, stack: AsyncExitStack) -> tuple[Backend, Topology]:
-    """A world of one: no network, the same API."""
-    backend = LoopbackBackend.create_group(1, timeouts=settings.timeouts, limits=settings.limits)[0]
-    stack.push_async_exit(lambda kind, error, trace: _end(backend, error))
-    backend.telemetry.tracing = bool(settings.trace)
-    member = Member(0, 0, 0, "127.0.0.1:0", node_identity(settings.node), new_incarnation())
-    return backend, Topology(epoch=1, rank=0, members=(member,))
-
-
-async def _join_cluster(settings: Settings, stack: AsyncExitStack) -> tuple[Backend, Topology]:
-    """Listen, join, connect to every peer. What is opened is closed by `stack`, in the opposite order."""
-    loop, telemetry = LoopThread.shared(), Telemetry(tracing=bool(settings.trace))
-    security = settings.security()
-    topology: Topology | None = None
-    endpoint = Endpoint(
-        await settings.listen_address(),
-        limits=settings.limits,
-        timeouts=settings.timeouts,
-        snapshot=lambda: worker_snapshot(telemetry, topology),
-        security=security,
-    )
-    service = MeshService(settings.timeouts, settings.limits)
-    endpoint.add_mesh(service)
-    await loop.run_here(endpoint.start())
-    stack.push_async_callback(lambda: loop.run_here(endpoint.aclose()))
-
-    def on_lost(rank: int, reason: str, left: bool) -> None:
-        # Only a hint: the rendezvous may have lost a worker whose peers still reach it. The mesh sees for itself, sooner for it.
-        if service.mesh is not None:
-            service.mesh.suspect(rank)
-        log.info("[rank %d] the rendezvous says that rank %d is gone (%s)", topology.rank if topology else -1, rank, reason)
-
-    request = JoinRequest(
-        job=settings.job,
-        incarnation=new_incarnation(),
-        address=await settings.public_address(endpoint.address),
-        node=node_identity(settings.node),
-        min_world_size=settings.min_world_size,
-        max_world_size=settings.max_world_size,
-        local_rank_hint=settings.local_rank,
-    )
-    membership = join(settings.rendezvous, request, timeouts=settings.timeouts, on_lost=on_lost, security=security)
-    await loop.run_here(membership.__aenter__())
-    stack.push_async_exit(lambda kind, error, trace: loop.run_here(membership.__aexit__(kind, error, trace)))
-    topology = membership.topology
-    mesh = GrpcMesh(
-        *(settings.job, topology, service, security, settings.timeouts, settings.limits),
-        shared_memory=settings.shared_memory,
-        terms={"routing": settings.routing},
-    )
-    backend = await ClusterBackend.start(
-        mesh, topology, timeouts=settings.timeouts, limits=settings.limits, routing=settings.routing, telemetry=telemetry
-    )
-    stack.push_async_exit(lambda kind, error, trace: _end(backend, error))  # at once: what follows may fail
-    await loop.run_here(endpoint.set_serving(True))
-    if settings.report_file:
-        with Path(settings.report_file).open("a") as report:  # noqa: ASYNC230 - one line to a local file
-            report.write(f"{topology.me.address} {topology.rank} {topology.world_size}\n")
-    return backend, topology

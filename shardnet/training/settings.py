@@ -25,6 +25,8 @@ class Settings:
     rendezvous      host:port; empty: no cluster, a world of one
     listen          host or host:port of this worker; empty: loopback if the rendezvous is there, else the address of
                     this machine from which the rendezvous is reached
+    elastic         the job goes on when workers are lost, down to `min_world_size` of them, and takes in new ones: see `Cluster.reform`
+                    and shardnet.elastic. Alike on all ranks
     node            identity of this machine; empty: found (host name and boot id)
     shared_memory   whether data for the other ranks of this node may go through memory, and gathered parameters be shared with them
     routing         which way large collectives go: "auto" (direct inside a node, a ring across nodes), "ring" (one of all
@@ -44,6 +46,7 @@ class Settings:
     local_rank: int = 0
     node: str = ""
     listen: str = ""
+    elastic: bool = False
     insecure: bool = False
     certs: str = ""
     token: str = field(default="", repr=False)
@@ -71,6 +74,7 @@ class Settings:
             "min_world_size": _number(environment, "SHARDNET_MIN_WORLD_SIZE", world_size),
             "max_world_size": _number(environment, "SHARDNET_MAX_WORLD_SIZE", world_size),
             "local_rank": _number(environment, "SHARDNET_LOCAL_RANK", 0),
+            "elastic": _flag(environment, "SHARDNET_ELASTIC"),
             "node": environment.get("SHARDNET_NODE", ""),
             "listen": environment.get("SHARDNET_LISTEN", ""),
             "insecure": _flag(environment, "SHARDNET_INSECURE"),

@@ -1,7 +1,12 @@
-"""Optimizer state as bytes and back: a JSON header that says what is where, and the tensors' bytes. No code in it."""
+"""State as bytes and back: a JSON header that says what is where, and the tensors' bytes. No code in it.
+
+[Note: plain values] JSON has neither tensors nor tuples, and only text as keys. So these become objects of one key that no
+other object has: {"tensor": …}, {"tuple": […]} and {"dict": [[key, value], …]}; the last one for every dict.
+"""
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,42 +18,97 @@ State = dict[str, Any]  # of one parameter: tensors, numbers, text
 _ALIGNMENT = 16  # bytes; a tensor may begin only at a multiple of its item size
 
 
-def encode(states: Mapping[int, State]) -> tuple[Tensor, Tensor]:
-    """The states of some parameters as header and payload: uint8, 1-D each. Raises UsageError for values of other kinds."""
-    header: dict[str, dict[str, Any]] = {}
-    payload: list[Tensor] = []
-    offset = 0
-    for index, state in states.items():
-        entries = header.setdefault(str(index), {})
-        for key, value in state.items():
-            if not isinstance(value, Tensor):
-                entries[key] = {"value": value}
-                continue
-            entries[key] = {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape), "offset": offset}
-            data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            payload += [data, torch.zeros(-data.numel() % _ALIGNMENT, dtype=torch.uint8)]
-            offset += data.numel() + payload[-1].numel()
-    try:
-        text = json.dumps(header).encode()
-    except TypeError as error:
-        raise UsageError(f"the optimizer's state holds what cannot be sent (only tensors, numbers and text can): {error}") from error
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8), torch.cat(payload) if payload else torch.empty(0, dtype=torch.uint8)
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """A value with its tensors taken out."""
+
+    header: bytes  # the value, and in it where each tensor lies in the payload
+    tensors: tuple[Tensor, ...]  # as they were given, wherever they are
+    offsets: tuple[int, ...]  # bytes into the payload, of each
+    payload_bytes: int
+
+    @classmethod
+    def of(cls, value: Any) -> "Outline":
+        """`value` may consist of dicts, lists, tuples, tensors, numbers, text and None. Raises UsageError for anything else."""
+        tensors: list[Tensor] = []
+        offsets: list[int] = []
+        end = 0
+
+        def plain(value: Any) -> Any:
+            nonlocal end
+            match value:
+                case Tensor():
+                    tensors.append(value)
+                    offsets.append(end)
+                    end += value.nbytes + -value.nbytes % _ALIGNMENT
+                    dtype = str(value.dtype).removeprefix("torch.")
+                    return {"tensor": [dtype, list(value.shape), offsets[-1]]}
+                case Mapping():
+                    return {"dict": [[plain(key), plain(inner)] for key, inner in value.items()]}
+                case list():
+                    return [plain(inner) for inner in value]
+                case tuple():
+                    return {"tuple": [plain(inner) for inner in value]}
+                case None | bool() | int() | float() | str():
+                    return value
+            raise UsageError(
+                f"a {type(value).__name__} cannot be kept or sent, only tensors, numbers, text and containers of them: {value!r}"
+            )
+
+        header = json.dumps(plain(value), separators=(",", ":")).encode()
+        return cls(header, tuple(tensors), tuple(offsets), end)
+
+    def views(self, payload: Tensor) -> list[Tensor]:
+        """Where each tensor belongs in a payload, uint8 [payload_bytes]."""
+        return [
+            payload[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for offset, tensor in zip(self.offsets, self.tensors, strict=True)
+        ]
+
+    def fill(self, payload: Tensor) -> None:
+        """Copy the tensors into a payload."""
+        for view, tensor in zip(self.views(payload), self.tensors, strict=True):
+            view.copy_(tensor.detach())
 
 
-def decode(header: Tensor, payload: Tensor) -> dict[int, State]:
+def encode(value: Any) -> tuple[Tensor, Tensor]:
+    """A value as header and payload: uint8, 1-D each. See `Outline.of`."""
+    outline = Outline.of(value)
+    payload = torch.zeros(outline.payload_bytes, dtype=torch.uint8)
+    outline.fill(payload)
+    return torch.frombuffer(bytearray(outline.header), dtype=torch.uint8), payload
+
+
+def decode(header: Tensor, payload: Tensor) -> Any:
     """What `encode` was given. The tensors share the payload's memory. Raises ProtocolError for anything else."""
     try:
-        entries = json.loads(header.numpy().tobytes())
-        return {int(index): {key: _value(entry, payload) for key, entry in state.items()} for index, state in entries.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-        raise ProtocolError(f"received optimizer state that no rank of this version sends: {error!r}") from error
+        return _read(json.loads(header.numpy().tobytes()), payload)
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
+        raise ProtocolError(f"received state that no rank of this version sends: {error!r}") from error
 
 
-def _value(entry: Mapping[str, Any], payload: Tensor) -> Any:
-    if "value" in entry:
-        return entry["value"]
-    dtype = getattr(torch, entry["dtype"])
+def _read(plain: Any, payload: Tensor) -> Any:
+    if isinstance(plain, list):
+        return [_read(inner, payload) for inner in plain]
+    if not isinstance(plain, dict):
+        return plain
+    ((kind, content),) = plain.items()
+    match kind:
+        case "tensor":
+            name, shape, offset = content
+            return _tensor(name, shape, offset, payload)
+        case "tuple":
+            return tuple(_read(inner, payload) for inner in content)
+        case "dict":
+            return {_read(key, payload): _read(inner, payload) for key, inner in content}
+    raise ValueError(f"{kind!r} is no kind of value")
+
+
+def _tensor(name: str, shape: list[int], offset: int, payload: Tensor) -> Tensor:
+    dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{entry['dtype']} is no dtype")
-    count = torch.Size(entry["shape"]).numel() * dtype.itemsize
-    return payload[entry["offset"] :][:count].view(dtype).view(entry["shape"])
+        raise ValueError(f"{name} is no dtype")
+    count = torch.Size(shape).numel() * dtype.itemsize
+    if not 0 <= offset <= offset + count <= payload.numel():
+        raise ValueError(f"a tensor at {offset} of {count} bytes is not in the payload of {payload.numel()}")
+    return payload[offset : offset + count].view(dtype).view(shape)

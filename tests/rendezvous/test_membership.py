@@ -207,7 +207,7 @@ class TestRefusals:
         registry.tick(SETTLE_S)
         error = refusal(registry, 2, most=4)
         assert error.reason == Refusal.RUNNING
-        assert "runs already (epoch 1, 2 of at most 4 workers) and this version takes nobody into a running job" in str(error)
+        assert "runs already (epoch 1, 2 of at most 4 workers) and is not elastic: it takes nobody in" in str(error)
 
     def test_replacement_of_a_lost_member_is_late_too(self, registry: Registry) -> None:
         registry.join(worker(0), 0.0)

@@ -16,6 +16,7 @@ LAUNCHED = {
     "SHARDNET_REPORT_FILE": "/dev/fd/3",
     "SHARDNET_NODE": "left",
     "SHARDNET_LISTEN": "::1",
+    "SHARDNET_ELASTIC": "1",
     "SHARDNET_INSECURE": "1",
     "SHARDNET_SHARED_MEMORY": "0",
     "SHARDNET_ROUTING": "ring",
@@ -31,6 +32,7 @@ def test_without_variables_it_is_a_world_of_one() -> None:
 def test_every_variable_of_the_launcher_is_read() -> None:
     assert Settings.from_environment(LAUNCHED) == Settings(
         *("127.0.0.1:7000", "j", 4, 4, 1, "left", "::1"),
+        elastic=True,
         insecure=True,
         shared_memory=False,
         routing=Routing.RING,

@@ -223,19 +223,23 @@ class TestCodec:
                     assert decoded[index][key] == value
 
     def test_what_cannot_be_sent_is_refused(self) -> None:
-        with pytest.raises(UsageError, match="only tensors, numbers and text"):
+        with pytest.raises(UsageError, match="a object cannot be kept or sent, only tensors, numbers, text"):
             encode({0: {"callback": object()}})
 
     @pytest.mark.parametrize(
         "header",
         [
             b"\xff",
-            b"[]",
+            b"{}",
             b"{}extra",
             b'{"x": {}}',
-            b'{"0": {"a": {"dtype": "float32"}}}',
-            b'{"0": {"a": {"dtype": "load", "shape": [1], "offset": 0}}}',
-            b'{"0": {"a": {"dtype": "float32", "shape": [9], "offset": 0}}}',
+            b'{"dict": 3}',
+            b'{"dict": [[1]]}',
+            b'{"tensor": ["float32"]}',
+            b'{"tensor": ["load", [1], 0]}',
+            b'{"tensor": ["float32", [9], 0]}',
+            b'{"tensor": ["float32", [1], -8]}',
+            b"[" * 100_000,
         ],
     )
     def test_what_no_rank_sends_is_refused(self, header: bytes) -> None:

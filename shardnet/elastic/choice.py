@@ -1,0 +1,78 @@
+"""Which state to go on with, and who has what of it. Pure: every rank works out the same from what all ranks have told."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from shardnet.elastic.generation import Mark
+from shardnet.elastic.piece import Span, covered
+from shardnet.errors import StateLost, UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """One generation that a rank has."""
+
+    rank: int
+    mark: Mark
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The state that all ranks go on with."""
+
+    mark: Mark
+    holders: dict[str, list[tuple[Span, int]]]  # of each parameter: spans and the ranks that have them, in order
+    ranks: tuple[int, ...]  # that were there then, ascending; the first one speaks for all
+
+
+def choose(offers: Sequence[Offer], sizes: Mapping[str, int]) -> Choice | None:
+    """The latest state that is complete; None if nobody has any. `sizes` are the elements of each parameter.
+
+    Raises StateLost if there is no complete one, and UsageError if they are not of these parameters.
+    """
+    for mark in sorted({offer.mark for offer in offers}, reverse=True):
+        holders: dict[str, list[tuple[Span, int]]] = {name: [] for name in sizes}
+        having = [offer for offer in offers if offer.mark == mark]
+        for offer in having:
+            for span in offer.spans:
+                if span.name not in holders or span.stop > sizes[span.name]:
+                    raise UsageError(
+                        f"the state of step {mark.step} has {span.name} with at least {span.stop} elements, but the program's models do "
+                        "not: build the same models in every epoch, and give State.resume() the same things in the same order"
+                    )
+                holders[span.name].append((span, offer.rank))
+        if all(covered((span for span, _ in holders[name]), numel) for name, numel in sizes.items()):
+            for held in holders.values():
+                held.sort(key=lambda entry: (entry[0].start, entry[1]))
+            return Choice(mark, holders, tuple(sorted(offer.rank for offer in having)))
+    if not offers:
+        return None
+    latest = max(offer.mark for offer in offers)
+    raise StateLost(
+        f"the state of step {latest.step} (epoch {latest.epoch}) is lost: more workers are gone than there were copies of what they held; "
+        "load the last checkpoint and start again from there"
+    )
+
+
+def sources(wanted: Span, holders: Sequence[tuple[Span, int]], rank: int) -> list[tuple[Span, int]]:
+    """Where `rank` gets a span from, in order: from itself if it can, else from others in turn. `holders` must cover it."""
+    found = []
+    at = wanted.start
+    while at < wanted.stop:
+        having = [(span, holder) for span, holder in holders if span.start <= at < span.stop]
+        span, holder = next((entry for entry in having if entry[1] == rank), having[rank % len(having)])
+        stop = min(span.stop, wanted.stop)
+        found.append((Span(wanted.name, at, stop), holder))
+        at = stop
+    return found
+
+
+def keeper(rank: int, nodes: Sequence[Sequence[int]]) -> int:
+    """The rank to which `rank` entrusts a copy of what it holds: each has one to keep.
+
+    On another node, if there are several of one size: then a whole node may be lost. With nodes of different sizes most are.
+    """
+    world_size = sum(len(node) for node in nodes)
+    shift = max(len(node) for node in nodes) if len(nodes) > 1 else 1
+    return (rank + shift) % world_size

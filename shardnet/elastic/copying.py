@@ -1,0 +1,70 @@
+"""Making the state of a step safe: on all ranks or on none.
+
+[Note: all or none] A rank writes the new generation beside the one before it, never over it, and entrusts its pieces to
+another rank. Then comes a barrier, and only who is through it takes the new one for committed and may write over the old one.
+So wherever a rank dies, either nobody is through, and all survivors still have the old generation, or somebody is, and then all
+have written everything of the new one. What counts is found out afterwards, by comparing what the survivors have: choice.py.
+"""
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardnet.backend import Backend, Pending
+from shardnet.elastic.choice import keeper
+from shardnet.elastic.generation import Generation
+from shardnet.errors import StateError
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """What each rank tells all others before it sends."""
+
+    step: int
+    header_bytes: int
+    payload_bytes: int
+    joiners: int
+
+    def tensor(self) -> torch.Tensor:
+        return torch.tensor([[self.step, self.header_bytes, self.payload_bytes, self.joiners]])
+
+
+class Copying:
+    """The exchange of copies in one epoch; thrown away when any member changes."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._keeper = keeper(backend.rank, backend.node_ranks)
+        ranks = range(backend.world_size)
+        self._entrusting = next(rank for rank in ranks if keeper(rank, backend.node_ranks) == backend.rank)
+
+    async def commit(self, generation: Generation, joiners: int) -> bool:
+        """Complete a generation whose own snapshots are taken. True if workers wait to join, as far as any rank has heard.
+
+        Raises StateError on all ranks if they are not at the same step.
+        """
+        spread, entrusted, label = generation.spread, generation.entrusted, f"commit of step {generation.mark.step}"
+        mine = _Row(generation.mark.step, spread.header.numel(), spread.payload.numel(), joiners)
+        rows = [_Row(*row) for row in (await self._backend.all_gather(mine.tensor(), label=label)).tolist()]
+        if len({row.step for row in rows}) > 1:
+            steps = ", ".join(f"rank {rank}: {row.step}" for rank, row in enumerate(rows))
+            raise StateError(f"ranks commit different steps ({steps}); call State.commit() with the same step on all ranks")
+        generation.has_entrusted = self._backend.world_size > 1 and rows[self._entrusting].payload_bytes > 0
+        theirs = rows[self._entrusting]
+        pending: list[Pending[Any]] = []
+        if generation.has_entrusted:
+            entrusted.prepare(theirs.header_bytes, theirs.payload_bytes)
+            pending.append(self._backend.recv(entrusted.header, self._entrusting, label=label))
+            pending.append(self._backend.recv(entrusted.payload, self._entrusting, label=label))
+        if self._backend.world_size > 1 and mine.payload_bytes > 0:
+            pending.append(self._backend.send(spread.header, self._keeper, label=label))
+            pending.append(self._backend.send(spread.payload, self._keeper, label=label))
+        for outcome in await asyncio.gather(*pending, return_exceptions=True):
+            if isinstance(outcome, BaseException):
+                raise outcome
+        generation.complete = True
+        if any(row.payload_bytes for row in rows):
+            await self._backend.barrier(label=label)
+        return any(row.joiners for row in rows)

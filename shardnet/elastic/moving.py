@@ -1,0 +1,91 @@
+"""Bringing pieces from the ranks that have them to those that need them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from shardnet.backend import Backend
+from shardnet.elastic.choice import Choice, sources
+from shardnet.elastic.generation import plain
+from shardnet.elastic.piece import Piece, Span, join
+from shardnet.errors import ProtocolError
+from shardnet.zero.codec import decode, encode
+
+Tensor = torch.Tensor
+BATCH_ELEMENTS = 4 * 2**20  # of parameters that move at once: with Adam's state 48 MiB, which a rank has twice if it gets all of it
+_ALIGNMENT = 16
+
+
+async def move(
+    backend: Backend, choice: Choice, wanted: Sequence[Mapping[str, Span]], held: Sequence[Piece], sizes: Mapping[str, int]
+) -> dict[str, Piece]:
+    """What this rank wants, by name. A collective.
+
+    wanted  of each rank: what it wants, by name
+    held    what this rank has of the chosen state; the result may share its memory
+    """
+    own: dict[str, list[Piece]] = {}
+    for piece in held:
+        own.setdefault(piece.span.name, []).append(piece)
+    arrived: dict[str, Piece] = {}
+    for names in _batches(sizes):
+        outgoing = [
+            encode(plain([_find(own[span.name], span) for span in _asked(backend.rank, choice, rank, spans, names)]))
+            for rank, spans in enumerate(wanted)
+        ]
+        incoming = await _exchange(backend, outgoing)
+        parts: dict[str, list[Piece]] = {}
+        for header, payload in incoming:
+            for name, start, stop, state in decode(header, payload):
+                parts.setdefault(name, []).append(Piece(Span(name, start, stop), state))
+        arrived |= {name: join(sorted(pieces, key=lambda piece: piece.span.start)) for name, pieces in parts.items()}
+    if missing := [span for name, span in wanted[backend.rank].items() if name not in arrived or arrived[name].span != span]:
+        raise ProtocolError(f"{missing[0]} did not arrive as it was wanted")
+    return arrived
+
+
+def _batches(sizes: Mapping[str, int]) -> Iterator[list[str]]:
+    """Names of parameters that move together, of which there may be one that is larger than a batch."""
+    batch: list[str] = []
+    elements = 0
+    for name, numel in sizes.items():
+        if batch and elements + numel > BATCH_ELEMENTS:
+            yield batch
+            batch, elements = [], 0
+        batch.append(name)
+        elements += numel
+    if batch:
+        yield batch
+
+
+def _asked(me: int, choice: Choice, rank: int, spans: Mapping[str, Span], names: Sequence[str]) -> list[Span]:
+    """What a rank is to get from this one."""
+    return [span for name in names if name in spans for span, holder in sources(spans[name], choice.holders[name], rank) if holder == me]
+
+
+def _find(held: Sequence[Piece], span: Span) -> Piece:
+    piece = next(each for each in held if each.span.start <= span.start and span.stop <= each.span.stop)
+    return piece.cut(span.start, span.stop)
+
+
+async def _exchange(backend: Backend, outgoing: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """A header and a payload to each rank, and one from each."""
+    label = "state of the step before"
+    sizes = torch.tensor([[header.numel(), payload.numel()] for header, payload in outgoing])
+    expected = await backend.all_to_all(sizes, label=label)
+    flat = torch.cat([part for header, payload in outgoing for part in (_padded(header), _padded(payload))])
+    send_sizes, recv_sizes = (_up(each).sum(dim=1).tolist() for each in (sizes, expected))
+    received = await backend.all_to_all(flat, send_sizes=send_sizes, recv_sizes=recv_sizes, label=label)
+    found = []
+    for (header, payload), part in zip(expected.tolist(), received.split_with_sizes(recv_sizes), strict=True):
+        start = header + -header % _ALIGNMENT
+        found.append((part[:header], part[start : start + payload]))
+    return found
+
+
+def _up(sizes: Tensor) -> Tensor:
+    return (sizes + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
+
+
+def _padded(flat: Tensor) -> Tensor:
+    return torch.nn.functional.pad(flat, (0, -flat.numel() % _ALIGNMENT))

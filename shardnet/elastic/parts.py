@@ -1,0 +1,212 @@
+"""The things that a training has, as what must be kept of them."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from shardnet.elastic.piece import VALUES, Piece, Span
+from shardnet.errors import UsageError
+from shardnet.fsdp import FSDP, AsyncFSDP
+from shardnet.sharding import ParameterSlice
+from shardnet.zero import ZeroOptimizer
+from shardnet.zero.pieces import all_slices, owned, replace_owned
+
+Tensor = torch.Tensor
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Schedulers, scalers, and whatever else has a small state that is the same on all ranks."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state_dict: Any) -> Any: ...
+
+
+class Part:
+    """One thing that a training has. What it does not override it has nothing of."""
+
+    replicated = False  # whether other ranks hold the same pieces
+
+    def sizes(self) -> dict[str, int]:
+        """The elements of each parameter that is spread over ranks, by name; the same on all of them."""
+        return {}
+
+    def wanted(self) -> list[Span]:
+        """What this rank holds of them, where that is anything."""
+        return []
+
+    def pieces(self) -> Iterator[Piece]:
+        """The same with content; the tensors are the part's own."""
+        return iter(())
+
+    def load(self, pieces: Mapping[str, Piece]) -> None:
+        """Take back what is wanted, by name; the tensors are copied. A collective."""
+
+    def rest(self) -> dict[str, Tensor]:
+        """What every rank has whole and for itself; the part's own."""
+        return {}
+
+    def shared(self) -> Any:
+        """What is the same on all ranks."""
+        return None
+
+    def load_shared(self, state: Any) -> None:
+        """Take it back."""
+
+
+class ModelPart(Part):
+    """A sharded model, with what plain optimizers know of its parameters."""
+
+    def __init__(self, model: FSDP, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._model = model
+        self._stepped_by = {parameter: each for each in optimizers for group in each.param_groups for parameter in group["params"]}
+        self.replicated = any(group.replica_count > 1 for group in model.groups)
+
+    def sizes(self) -> dict[str, int]:
+        return {spec.name: spec.numel for group in self._model.groups for spec in group.layout.specs}
+
+    def wanted(self) -> list[Span]:
+        return _spans(piece for group in self._model.groups for piece in group.slices)
+
+    def pieces(self) -> Iterator[Piece]:
+        for piece, parameter in self._held():
+            optimizer = self._optimizer_of(parameter)
+            state = {} if optimizer is None else optimizer.state.get(parameter, {})
+            yield Piece(_span(piece), {VALUES: parameter.detach(), **state})
+
+    @torch.no_grad()
+    def load(self, pieces: Mapping[str, Piece]) -> None:
+        for piece, parameter in self._held():
+            found = dict(pieces[piece.name].state)
+            parameter.copy_(found.pop(VALUES))
+            if (optimizer := self._optimizer_of(parameter)) is not None and found:
+                optimizer.state[parameter] = _own(found, parameter)
+
+    def rest(self) -> dict[str, Tensor]:
+        sharded = set(self.sizes())
+        whole = {name: parameter.detach() for name, parameter in self._model.named_parameters() if name not in sharded}
+        return {**whole, **dict(self._model.named_buffers())}
+
+    def _held(self) -> Iterator[tuple[ParameterSlice, nn.Parameter]]:
+        for group in self._model.groups:
+            for piece, placed in zip(group.slices, group.placed, strict=True):
+                if piece.numel:
+                    yield piece, placed.parameter
+
+    def _optimizer_of(self, parameter: Tensor) -> torch.optim.Optimizer | None:
+        return self._stepped_by.get(parameter)
+
+
+class ZeroPart(Part):
+    """A `ZeroOptimizer`, with the parameters that it steps."""
+
+    def __init__(self, optimizer: ZeroOptimizer) -> None:
+        self._optimizer = optimizer
+
+    def sizes(self) -> dict[str, int]:
+        return {piece.name: torch.Size(piece.shape).numel() for piece in all_slices(self._optimizer)}
+
+    def wanted(self) -> list[Span]:
+        return _spans(all_slices(self._optimizer))
+
+    def pieces(self) -> Iterator[Piece]:
+        for piece, values, state in owned(self._optimizer):
+            yield Piece(_span(piece), {VALUES: values, **state})
+
+    def load(self, pieces: Mapping[str, Piece]) -> None:
+        found = {}
+        for name, piece in pieces.items():
+            state = dict(piece.state)
+            values = state.pop(VALUES)
+            found[name] = values, _own(state, values)
+        replace_owned(self._optimizer, found)
+
+
+class ModulePart(Part):
+    """A module that every rank has whole: its parameters are those of its optimizer's part, unless they are frozen."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def rest(self) -> dict[str, Tensor]:
+        frozen = {name: parameter.detach() for name, parameter in self._module.named_parameters() if not parameter.requires_grad}
+        return {**frozen, **dict(self._module.named_buffers())}
+
+
+class OptionsPart(Part):
+    """An optimizer's options, such as learning rates."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def shared(self) -> list[dict[str, Any]]:
+        return [
+            {key: value for key, value in group.items() if key not in ("params", "param_names")} for group in self._optimizer.param_groups
+        ]
+
+    def load_shared(self, state: Any) -> None:
+        for group, options in zip(self._optimizer.param_groups, state, strict=True):
+            group.update(options)
+
+
+class StatefulPart(Part):
+    """Whatever has a `state_dict`."""
+
+    def __init__(self, thing: Stateful) -> None:
+        self._thing = thing
+
+    def shared(self) -> Any:
+        return self._thing.state_dict()
+
+    def load_shared(self, state: Any) -> None:
+        self._thing.load_state_dict(state)
+
+
+def parts_of(things: Sequence[object]) -> list[Part]:
+    """The parts of models, optimizers, schedulers and the like. Raises UsageError for anything else."""
+    models = [thing.fsdp if isinstance(thing, AsyncFSDP) else thing for thing in things if isinstance(thing, FSDP | AsyncFSDP)]
+    plain = [thing for thing in things if isinstance(thing, torch.optim.Optimizer) and not isinstance(thing, ZeroOptimizer)]
+    sharded = {parameter for model in models for parameter in model.parameters()}
+    for optimizer in plain:
+        if any(parameter not in sharded for group in optimizer.param_groups for parameter in group["params"]):
+            raise UsageError(
+                f"a {type(optimizer).__name__} has parameters of no sharded model that was given: give the model, too, or, if every rank "
+                "has the parameters whole, make it a ZeroOptimizer"
+            )
+    parts: list[Part] = []
+    for thing in things:
+        match thing:
+            case AsyncFSDP():
+                parts.append(ModelPart(thing.fsdp, plain))
+            case FSDP():
+                parts.append(ModelPart(thing, plain))
+            case ZeroOptimizer():
+                parts += [ZeroPart(thing), OptionsPart(thing)]
+            case torch.optim.Optimizer():
+                parts.append(OptionsPart(thing))
+            case nn.Module():
+                parts.append(ModulePart(thing))
+            case Stateful():
+                parts.append(StatefulPart(thing))
+            case _:
+                raise UsageError(f"a {type(thing).__name__} has no state_dict() and load_state_dict(), so it cannot be kept: {thing!r}")
+    return parts
+
+
+def _span(piece: ParameterSlice) -> Span:
+    return Span(piece.name, piece.start, piece.stop)
+
+
+def _spans(pieces: Iterable[ParameterSlice]) -> list[Span]:
+    return [_span(piece) for piece in pieces if piece.numel]
+
+
+def _own(state: Mapping[str, Any], like: Tensor) -> dict[str, Any]:
+    """A copy of an optimizer's state of one parameter, where the optimizer wants it: what has dimensions lies beside the parameter."""
+    return {
+        key: (value.to(like.device, copy=True) if value.dim() else value.clone()) if isinstance(value, Tensor) else value
+        for key, value in state.items()
+    }

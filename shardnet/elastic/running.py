@@ -1,0 +1,79 @@
+"""`run`: a training function that is begun again whenever the world has changed."""
+
+import gc
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any, TypeVar
+
+from shardnet.elastic.state import State
+from shardnet.errors import PeerLost, WorldChanges
+from shardnet.training import Cluster, connect
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+Train = Callable[[Cluster, State], Awaitable[T]]
+
+
+async def run(train: Train[T], *, every: int = 1, **settings: Any) -> T:
+    """Join a cluster and train; when a worker is lost, or others wait to join, form the next epoch and call `train` again.
+
+        async def train(cluster, state):
+            model = await cluster.shard(Net(), units=(Block,))
+            optimizer = torch.optim.AdamW(model.parameters())
+            await state.resume(model, optimizer)
+            while state.step < 1000:
+                ...
+                await state.commit(state.step + 1)
+
+        await elastic.run(train, min_world_size=2, max_world_size=4)
+
+    train     makes everything that it needs, for the cluster as it is now; `State.resume` brings it to where the training stands.
+              Its last result is returned, when all ranks have one
+    every     steps between commits: a loss costs at most so many and the one in flight
+    settings  of `connect`, of which `elastic` is true
+
+    What `train` raises ends this worker, unless it is PeerLost or comes from one: then the survivors go on without it. Raises
+    JoinTimeout if fewer workers than `min_world_size` are left and no others come within `join_s`.
+    """
+    async with connect(**{"elastic": True, **settings}) as cluster:
+        state = State(cluster, every=every)
+        while True:
+            try:
+                result = await train(cluster, state)
+                await cluster.backend.barrier(label="the end of the training")
+            except Exception as error:
+                why = _reason(error)
+                if why is None:
+                    raise
+            else:
+                return result
+            began_s = time.perf_counter()
+            await cluster.reform(agreed=isinstance(why, WorldChanges))
+            gc.collect()  # models and their hooks are cycles: without this two of them would be there at once
+            if cluster.rank == 0:
+                log.warning(
+                    "epoch %d: %d workers go on behind step %d (%s); formed in %.1f s",
+                    *(cluster.topology.epoch, cluster.world_size, state.step, why, time.perf_counter() - began_s),
+                )
+
+
+def _reason(error: BaseException) -> PeerLost | WorldChanges | None:
+    """Why the epoch has ended; None for an error of the training itself."""
+    return next((each for each in _chain(error) if isinstance(each, PeerLost | WorldChanges)), None)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, those that it stands for and those that it came from."""
+    seen: set[int] = set()
+    waiting = [error]
+    while waiting:
+        each = waiting.pop()
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        yield each
+        waiting += [each.__cause__, None if each.__suppress_context__ else each.__context__]
+        if isinstance(each, BaseExceptionGroup):
+            waiting += each.exceptions

@@ -1,0 +1,48 @@
+"""`Snapshot`: a value as it was at some moment, tensors and all, in one piece of memory."""
+
+from typing import Any
+
+import torch
+
+from shardnet.zero.codec import Outline, decode
+
+Tensor = torch.Tensor
+
+
+class Snapshot:
+    """A copy of a value in host memory, which is used again by the next copy if that has the same sizes."""
+
+    def __init__(self) -> None:
+        self.header = torch.empty(0, dtype=torch.uint8)  # both as `shardnet.zero.codec` has them
+        self.payload = torch.empty(0, dtype=torch.uint8)
+        self._views: list[Tensor] = []
+        self._text = b""
+
+    @property
+    def nbytes(self) -> int:
+        return self.header.nbytes + self.payload.nbytes
+
+    @torch.no_grad()
+    def take(self, value: Any) -> bool:
+        """Copy a value. True if its header is another one than that of the value before. Raises UsageError as `Outline.of` does."""
+        outline = Outline.of(value)
+        changed = outline.header != self._text
+        if changed:
+            self._text = outline.header
+            self.prepare(len(outline.header), outline.payload_bytes)
+            self.header.copy_(torch.frombuffer(bytearray(outline.header), dtype=torch.uint8))
+            self._views = outline.views(self.payload)
+        for view, tensor in zip(self._views, outline.tensors, strict=True):
+            view.copy_(tensor)
+        return changed
+
+    def prepare(self, header_bytes: int, payload_bytes: int) -> None:
+        """Have memory of these sizes; its content is undefined, and for who calls this to fill."""
+        if self.header.numel() != header_bytes:
+            self.header = torch.empty(header_bytes, dtype=torch.uint8)
+        if self.payload.numel() != payload_bytes:
+            self.payload = torch.empty(payload_bytes, dtype=torch.uint8)
+
+    def value(self) -> Any:
+        """What it holds; the tensors are views of its memory."""
+        return decode(self.header, self.payload)

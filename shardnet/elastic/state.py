@@ -1,0 +1,209 @@
+"""`State`: what a training must not lose."""
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from shardnet.backend import Backend
+from shardnet.backend.gather import gather_json
+from shardnet.elastic.choice import Choice, Offer, choose
+from shardnet.elastic.copying import Copying
+from shardnet.elastic.generation import Generation, Mark, plain
+from shardnet.elastic.moving import move
+from shardnet.elastic.parts import Part, parts_of
+from shardnet.elastic.piece import Piece, Span
+from shardnet.elastic.randomness import random_state, set_random_state
+from shardnet.errors import StateError, UsageError, WorldChanges
+from shardnet.training import Cluster
+from shardnet.zero.codec import decode, encode
+
+
+class State:
+    """The state of a training as of its last committed step, in the memory of its workers; lives through all epochs of a cluster.
+
+    `resume` says what belongs to it, at the beginning of an epoch; `commit` makes a step safe. In between `values` are the
+    program's own, such as a position in the data.
+
+    Each rank keeps what it holds twice, as of the last commit and as of the one that is being made, and the same of one other
+    rank: four times its parameters and optimizer state, in host memory. What several ranks hold anyway (NO_SHARD, HYBRID_SHARD)
+    is kept twice.
+    """
+
+    def __init__(self, cluster: Cluster, *, every: int = 1) -> None:
+        """`every`: so many steps from one commit to the next."""
+        if every < 1:
+            raise UsageError(f"every must be at least 1 step, got {every}")
+        self.every = every
+        self.step = 0
+        self.values: dict[str, Any] = {}
+        self.resumed = False
+        self.commit_s = 0.0  # how long the last one took
+        self._cluster = cluster
+        self._committed, self._next = Generation(Mark(0, 0)), Generation(Mark(0, 0))
+        self._parts: list[Part] | None = None
+        self._copying: Copying | None = None
+
+    def __getitem__(self, name: str) -> Any:
+        return self.values[name]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that the copies take, in bytes."""
+        return self._committed.nbytes + self._next.nbytes
+
+    # --- the beginning of an epoch
+
+    async def resume(self, *things: object, **values: Any) -> None:
+        """Say what is to be kept, and bring it to where the training stands; call it when everything is made, before the first step.
+
+        things  sharded models, their optimizers, ZeroOptimizers and their modules, schedulers, scalers, and whatever else has a small
+                `state_dict()` that is the same on all ranks; the same ones in the same order in each epoch
+        values  what `values` has at the very beginning
+
+        Afterwards `step` and `values` are those of the last committed step, which is committed again for the ranks of this epoch; 0 and
+        the given ones if there is none. `resumed` says which. Random generators go on on the ranks that were there, while new
+        ones stay as the program has set them; buffers and ignored modules are each rank's own, new ranks get the first one's.
+
+        A collective. Raises StateLost on all ranks if more workers are gone than there were copies, and UsageError for a thing that
+        cannot be kept or that was not there in the epoch before.
+        """
+        self._parts = parts_of(things)
+        backend = self._cluster.backend
+        everyone = backend.subgroup(range(backend.world_size))
+        self._copying = Copying(everyone)
+        sizes = {name: numel for index, part in enumerate(self._parts) for name, numel in _numbered(index, part.sizes())}
+        wanted = {name: span for index, part in enumerate(self._parts) for name, span in _spans(index, part)}
+        told = await gather_json(
+            everyone,
+            {"offers": [_tell(each) for each in self._generations()], "wanted": [[s.name, s.start, s.stop] for s in wanted.values()]},
+            "what is left of the state",
+        )
+        offers = [_heard(rank, offer) for rank, said in enumerate(told) for offer in said["offers"]]
+        choice = choose(offers, sizes)
+        self.resumed = choice is not None
+        if choice is None:
+            self.step, self.values = 0, dict(values)
+        else:
+            everyones = [{name: Span(name, start, stop) for name, start, stop in said["wanted"]} for said in told]
+            await self._load(choice, everyones, sizes, everyone)
+        await self._commit(Mark(self._cluster.topology.epoch, self.step))
+
+    def _generations(self) -> Iterator[Generation]:
+        return (each for each in (self._committed, self._next) if each.complete)
+
+    async def _load(self, choice: Choice, wanted: Sequence[dict[str, Span]], sizes: dict[str, int], everyone: Backend) -> None:
+        assert self._parts is not None
+        mine = next((each for each in self._generations() if each.mark == choice.mark), None)
+        if mine is self._next:
+            self._committed, self._next = self._next, self._committed
+        arrived = await move(everyone, choice, wanted, [] if mine is None else mine.pieces(), sizes)
+        local = None if mine is None else mine.local.value()
+        leading = await _broadcast(everyone, choice.ranks[0], local and {"shared": local["shared"], "rest": local["rest"]})
+        rest = leading["rest"] if local is None else local["rest"]
+        shared = leading["shared"]
+        if len(shared["parts"]) != len(self._parts):
+            raise UsageError(
+                f"State.resume() was given {len(shared['parts'])} things in the epoch before and {len(self._parts)} in this one"
+            )
+        await asyncio.to_thread(self._load_parts, arrived, rest, shared["parts"])
+        self.step, self.values = choice.mark.step, shared["values"]
+        self._cluster.telemetry.step = self.step
+        if local is not None:
+            set_random_state(local["random"])
+
+    @torch.no_grad()
+    def _load_parts(self, arrived: dict[str, Piece], rest: list[dict[str, torch.Tensor]], shared: list[Any]) -> None:
+        assert self._parts is not None
+        for index, (part, tensors, state) in enumerate(zip(self._parts, rest, shared, strict=True)):
+            prefix = _prefix(index)
+            part.load({name.removeprefix(prefix): piece for name, piece in arrived.items() if name.startswith(prefix)})
+            for name, tensor in part.rest().items():
+                tensor.copy_(tensors[name])
+            if state is not None:
+                part.load_shared(state)
+
+    # --- steps
+
+    async def commit(self, step: int, **values: Any) -> None:
+        """Say that all ranks have done a step, and make the state after it safe, unless it is not `every`-th; `values` are set before.
+
+        When it returns the step is done for good: whoever dies from now on, the training goes on behind it. If it raises PeerLost,
+        either all survivors go on behind it or none does. Waits for the copies to be exchanged.
+
+        A collective. Raises WorldChanges, for `run` and nobody else to catch, if workers wait to join, and StateError if
+        ranks commit different steps.
+        """
+        if self._parts is None:
+            raise StateError("nothing is to be kept yet: call State.resume(model, optimizer, ...) before the first commit")
+        self.values |= values
+        self.step = self._cluster.telemetry.step = step
+        if step % self.every == 0 and await self._commit(Mark(self._cluster.topology.epoch, step)):
+            raise WorldChanges(f"step {step} is committed, and {self._cluster.joiners or 'some'} workers wait to join")
+
+    async def _commit(self, mark: Mark) -> bool:
+        assert self._copying is not None
+        begin_s = time.perf_counter()
+        generation = self._next
+        generation.complete = False
+        generation.mark = mark
+        await asyncio.to_thread(self._take, generation)
+        reforms = await self._copying.commit(generation, self._cluster.joiners)
+        self._committed, self._next = generation, self._committed
+        self.commit_s = time.perf_counter() - begin_s
+        return reforms
+
+    def _take(self, generation: Generation) -> None:
+        """Copy what this rank holds."""
+        assert self._parts is not None
+        spread: list[Piece] = []
+        replicated: list[Piece] = []
+        for index, part in enumerate(self._parts):
+            for piece in part.pieces():
+                renamed = Piece(Span(_prefix(index) + piece.span.name, piece.span.start, piece.span.stop), piece.state)
+                (replicated if part.replicated else spread).append(renamed)
+        generation.spread.take(plain(spread))
+        generation.local.take(
+            {
+                "pieces": plain(replicated),
+                "rest": [part.rest() for part in self._parts],
+                "random": random_state(),
+                "shared": {"values": self.values, "parts": [part.shared() for part in self._parts]},
+            }
+        )
+
+
+def _prefix(index: int) -> str:
+    return f"{index}/"
+
+
+def _numbered(index: int, sizes: dict[str, int]) -> Iterator[tuple[str, int]]:
+    return ((_prefix(index) + name, numel) for name, numel in sizes.items())
+
+
+def _spans(index: int, part: Part) -> Iterator[tuple[str, Span]]:
+    for span in part.wanted():
+        name = _prefix(index) + span.name
+        yield name, Span(name, span.start, span.stop)
+
+
+def _tell(generation: Generation) -> dict[str, Any]:
+    return {"mark": generation.mark, "spans": [[p.span.name, p.span.start, p.span.stop] for p in generation.pieces()]}
+
+
+def _heard(rank: int, offer: dict[str, Any]) -> Offer:
+    return Offer(rank, Mark(*offer["mark"]), tuple(Span(*span) for span in offer["spans"]))
+
+
+async def _broadcast(backend: Backend, root: int, value: Any) -> Any:
+    """Root's value on every rank. A collective."""
+    header, payload = encode(value)
+    label = "state that is the same on all ranks"
+    sizes = (await backend.broadcast(torch.tensor([header.numel(), payload.numel()]), root, label=label)).tolist()
+    if backend.rank != root:
+        header, payload = (torch.empty(size, dtype=torch.uint8) for size in sizes)
+    header = await backend.broadcast(header, root, label=label)
+    payload = await backend.broadcast(payload, root, label=label)
+    return decode(header, payload)

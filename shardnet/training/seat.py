@@ -1,0 +1,50 @@
+"""`Seat`: a place in one epoch of a cluster."""
+
+from shardnet.backend.base import Backend
+from shardnet.loop import LoopThread
+from shardnet.rendezvous.client import Membership
+from shardnet.topology import Topology
+
+
+class Seat:
+    """A backend to the ranks of one epoch, and the membership that gave this process its rank; thrown away when any member changes."""
+
+    def __init__(self, backend: Backend, topology: Topology, membership: Membership | None = None) -> None:
+        """`membership` is None where no rendezvous has a say; both are closed with the seat."""
+        self.backend = backend
+        self.topology = topology
+        self.membership = membership
+
+    @property
+    def joiners(self) -> int:
+        """How many workers wait to come in with the next epoch."""
+        return 0 if self.membership is None else self.membership.joiners
+
+    async def leave(self, error: BaseException | None) -> None:
+        """Say goodbye to the peers and then to the rendezvous; after an error to neither, so that they take this rank for lost at once."""
+        try:
+            if error is not None:
+                self.backend.abort()
+            await self.backend.aclose()
+        finally:
+            # dropped: whoever still has the cluster would keep the connection
+            membership, self.membership = self.membership, None
+            if membership is not None:
+                await end_membership(membership, goodbye=error is None)
+
+    async def abandon(self) -> Membership | None:
+        """Close the backend, with a goodbye to the peers unless it was aborted. The membership is the caller's to end."""
+        await self.backend.aclose()
+        membership, self.membership = self.membership, None
+        return membership
+
+
+async def end_membership(membership: Membership, *, goodbye: bool) -> None:
+    """Without a goodbye, if what it stood for has failed, or if another one has followed it."""
+
+    async def end() -> None:
+        if not goodbye:
+            membership.abort()
+        await membership.aclose()
+
+    await LoopThread.shared().run_here(end())

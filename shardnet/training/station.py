@@ -1,0 +1,158 @@
+"""`Station`: from where a process joins its cluster, epoch after epoch."""
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Protocol
+
+from shardnet.backend.base import Backend
+from shardnet.backend.cluster import ClusterBackend
+from shardnet.backend.loopback import LoopbackBackend
+from shardnet.errors import PeerLost
+from shardnet.loop import LoopThread
+from shardnet.rendezvous.client import Membership, join
+from shardnet.rendezvous.identity import new_incarnation, node_identity
+from shardnet.rendezvous.request import JoinRequest
+from shardnet.telemetry import Telemetry
+from shardnet.topology import Member, Topology
+from shardnet.training.seat import Seat, end_membership
+from shardnet.training.settings import Settings
+from shardnet.training.snapshot import worker_snapshot
+from shardnet.transport.endpoint import Endpoint
+from shardnet.transport.grpc_mesh import GrpcMesh
+from shardnet.transport.mesh_service import MeshService
+
+log = logging.getLogger(__name__)
+_TRIES = 5  # to form an elastic world: in each somebody may die meanwhile, but where that many fail the network is at fault
+
+
+class Station(Protocol):
+    """What outlives the epochs of one process's membership."""
+
+    async def join(self, after: Membership | None = None) -> Seat:
+        """A place in the next epoch. `after` is the membership that this one follows; it is ended in any case.
+
+        Raises a RendezvousError if joining fails, and PeerLost if a peer cannot be reached.
+        """
+
+
+@asynccontextmanager
+async def open_station(settings: Settings) -> AsyncIterator[Station]:
+    """Listen on a port, closed at the end; or, where there is no rendezvous, be a world of one."""
+    if not settings.rendezvous:
+        yield _Alone(settings)
+        return
+    loop, station = LoopThread.shared(), _Connected(settings, await settings.listen_address())
+    await loop.run_here(station.endpoint.start())
+    try:
+        yield station
+    finally:
+        await loop.run_here(station.endpoint.aclose())
+
+
+class _Alone:
+    """No network, the same API."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._telemetry_tracing = bool(settings.trace)
+        self._epoch = 0
+
+    async def join(self, after: Membership | None = None) -> Seat:
+        self._epoch += 1
+        backend = LoopbackBackend.create_group(1, timeouts=self._settings.timeouts, limits=self._settings.limits)[0]
+        backend.telemetry.tracing = self._telemetry_tracing
+        member = Member(0, 0, 0, "127.0.0.1:0", node_identity(self._settings.node), new_incarnation())
+        return Seat(backend, Topology(self._epoch, 0, (member,)))
+
+
+class _Connected:
+    """A port on which the peers of all epochs reach this process."""
+
+    def __init__(self, settings: Settings, listen: str) -> None:
+        self._settings = settings
+        self._security = settings.security()
+        self._telemetry = Telemetry(tracing=bool(settings.trace))
+        self._topology: Topology | None = None  # of the newest epoch
+        self._service = MeshService(settings.timeouts, settings.limits)
+        self.endpoint = Endpoint(
+            listen,
+            limits=settings.limits,
+            timeouts=settings.timeouts,
+            snapshot=lambda: worker_snapshot(self._telemetry, self._topology),
+            security=self._security,
+        )
+        self.endpoint.add_mesh(self._service)
+
+    async def join(self, after: Membership | None = None) -> Seat:
+        await LoopThread.shared().run_here(self.endpoint.set_serving(False))
+        seat = await self._take_seat(after)
+        try:
+            await LoopThread.shared().run_here(self.endpoint.set_serving(True))
+            self._tell_launcher(seat.topology)
+        except BaseException as error:
+            await seat.leave(error)
+            raise
+        return seat
+
+    def _tell_launcher(self, topology: Topology) -> None:
+        if self._settings.report_file:
+            with Path(self._settings.report_file).open("a") as report:
+                report.write(f"{topology.me.address} {topology.rank} {topology.world_size}\n")
+
+    async def _take_seat(self, after: Membership | None) -> Seat:
+        for tries_left in reversed(range(_TRIES if self._settings.elastic else 1)):
+            membership = await self._become_member(after)
+            self._topology = topology = membership.topology
+            try:
+                return Seat(await self._connect(topology), topology, membership)
+            except PeerLost as error:
+                if not tries_left:
+                    await end_membership(membership, goodbye=False)
+                    raise
+                log.warning("%s; trying again with those that are there", error)
+                after = membership
+            except BaseException:
+                await end_membership(membership, goodbye=False)
+                raise
+        raise AssertionError("unreachable: the last try returns or raises")
+
+    async def _become_member(self, after: Membership | None) -> Membership:
+        settings = self._settings
+        request = JoinRequest(
+            job=settings.job,
+            incarnation=new_incarnation(),
+            address=await settings.public_address(self.endpoint.address),
+            node=node_identity(settings.node),
+            min_world_size=settings.min_world_size,
+            max_world_size=settings.max_world_size,
+            local_rank_hint=settings.local_rank,
+            elastic=settings.elastic,
+            previous="" if after is None else after.topology.me.incarnation,
+            last_epoch=0 if after is None else after.topology.epoch,
+        )
+        membership = join(settings.rendezvous, request, timeouts=settings.timeouts, on_lost=self._on_lost, security=self._security)
+        try:
+            await LoopThread.shared().run_here(membership.__aenter__())
+        finally:
+            if after is not None:  # not sooner: the rendezvous must see that this worker goes on, not that it is gone
+                await end_membership(after, goodbye=False)
+        return membership
+
+    async def _connect(self, topology: Topology) -> Backend:
+        settings = self._settings
+        mesh = GrpcMesh(
+            *(settings.job, topology, self._service, self._security, settings.timeouts, settings.limits),
+            shared_memory=settings.shared_memory,
+            terms={"routing": settings.routing},
+        )
+        return await ClusterBackend.start(
+            mesh, topology, timeouts=settings.timeouts, limits=settings.limits, routing=settings.routing, telemetry=self._telemetry
+        )
+
+    def _on_lost(self, rank: int, reason: str, left: bool) -> None:
+        # Only a hint: the rendezvous may have lost a worker whose peers still reach it. The mesh sees for itself, sooner for it.
+        if self._service.mesh is not None:
+            self._service.mesh.suspect(rank)
+        log.info("[rank %d] the rendezvous says that rank %d is gone (%s)", self._topology.rank if self._topology else -1, rank, reason)

@@ -1,0 +1,112 @@
+"""Any history of an elastic job keeps the promises of its membership: nobody is left out, forgotten, or in two epochs at once."""
+
+from collections.abc import Sequence
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from shardnet.rendezvous.events import Assigned, JobState, Joiners, Lost, Notice
+from shardnet.rendezvous.membership import Registry
+from shardnet.rendezvous.request import JoinRequest
+from shardnet.topology import Topology
+
+LEAST, MOST, SETTLE_S = 2, 4, 2.0
+
+
+class ElasticHistories(RuleBasedStateMachine):
+    """Workers start, die, say goodbye and move on to the next epoch at random."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.registry = Registry(settle_s=SETTLE_S)
+        self.now = 0.0
+        self.starts = 0
+        self.epoch = 0
+        self.live: dict[str, JoinRequest] = {}
+        self.world: dict[str, Topology] = {}  # what each live member was told
+        self.heard: dict[str, int] = {}  # the last number of joiners that each member was told
+
+    @rule(node=st.sampled_from("ab"))
+    def start(self, node: str) -> None:
+        self.starts += 1
+        self._join(JoinRequest("job", f"w{self.starts}", f"h:{self.starts}", node, LEAST, MOST, elastic=True))
+
+    @precondition(lambda self: self.world)
+    @rule(data=st.data())
+    def move_on(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.world)))
+        before = self.live.pop(name)
+        world = self.world.pop(name)
+        self.heard.pop(name, None)
+        self.starts += 1
+        self._join(
+            JoinRequest(
+                *("job", f"w{self.starts}", before.address, before.node, LEAST, MOST),
+                elastic=True,
+                previous=name,
+                last_epoch=world.epoch,
+            )
+        )
+        assert not self.registry.is_member(name)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), left=st.booleans())
+    def end(self, data: st.DataObject, left: bool) -> None:
+        name = data.draw(st.sampled_from(sorted(self.live)))
+        del self.live[name]
+        self.world.pop(name, None)
+        self.heard.pop(name, None)
+        self._take(self.registry.leave("job", name) if left else self.registry.vanish(name))
+
+    @rule()
+    def time_passes(self) -> None:
+        self.now += SETTLE_S
+        self._take(self.registry.tick(self.now))
+
+    def _join(self, request: JoinRequest) -> None:
+        self.live[request.incarnation] = request
+        self._take(self.registry.join(request, self.now))
+
+    def _take(self, notices: Sequence[Notice]) -> None:
+        new = {notice.to: notice.event.topology for notice in notices if isinstance(notice.event, Assigned)}
+        for notice in notices:
+            assert notice.to in self.live, "told somebody who is gone"
+            match notice.event:
+                case Lost(epoch):
+                    assert epoch == self.world[notice.to].epoch
+                case Joiners(count):
+                    self.heard[notice.to] = count
+        if new:
+            assert not self.world, "an epoch began before the one before had ended"
+            (epoch,) = {world.epoch for world in new.values()}
+            assert epoch > self.epoch
+            assert LEAST <= len(new) <= MOST
+            for name, world in new.items():
+                assert {member.incarnation for member in world.members} == set(new)
+                assert world.me.incarnation == name
+            self.epoch, self.world = epoch, new
+
+    @invariant()
+    def nobody_waits_for_nothing(self) -> None:
+        if self.world or not self.live:
+            return
+        (status,) = self.registry.status()
+        assert status.state is JobState.FORMING
+        assert len(self.live) < LEAST or self.registry.deadline() is not None
+
+    @invariant()
+    def members_know_who_waits(self) -> None:
+        for name in self.world:
+            room = min(MOST - len(self.world), len(self.live) - len(self.world))
+            assert self.heard.get(name, 0) == room, "a member does not know of joiners"
+
+    @invariant()
+    def status_is_true(self) -> None:
+        for status in self.registry.status():
+            assert {member.incarnation for member in status.members} == set(self.world)
+            assert status.joined == len(self.live)
+
+
+TestElasticHistories = ElasticHistories.TestCase
+TestElasticHistories.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

@@ -1,0 +1,215 @@
+"""The next epoch of an elastic job: who is told what, when it forms, and with whom."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from shardnet.config import Timeouts
+from shardnet.errors import JoinRefused
+from shardnet.rendezvous.client import Membership, join
+from shardnet.rendezvous.events import JobState, Joiners, Notice, Waiting
+from shardnet.rendezvous.membership import Registry
+from shardnet.rendezvous.refusal import Refusal
+from shardnet.rendezvous.request import JoinRequest
+from tests.rendezvous.builders import assigned, lost, to, worker
+from tests.rendezvous.people import SETTLE_S, Person, rendezvous
+
+SETTLE = 2.0
+
+
+def elastic(number: int, *, least: int = 2, most: int = 4) -> JoinRequest:
+    return replace(worker(number, least=least, most=most), elastic=True)
+
+
+def again(request: JoinRequest, *, epoch: int = 1) -> JoinRequest:
+    """The same worker, joining for the next epoch."""
+    return replace(request, incarnation=f"{request.incarnation}+", previous=request.incarnation, last_epoch=epoch)
+
+
+def joiners(notices: Sequence[Notice]) -> dict[str, int]:
+    return {n.to: n.event.count for n in notices if isinstance(n.event, Joiners)}
+
+
+@pytest.fixture
+def registry() -> Registry:
+    return Registry(settle_s=SETTLE)
+
+
+def formed(registry: Registry, count: int, *, least: int = 2, most: int = 4) -> list[JoinRequest]:
+    """A running epoch of so many workers, by rank."""
+    requests = [elastic(number, least=least, most=most) for number in range(count)]
+    notices = [notice for request in requests for notice in registry.join(request, 0.0)]
+    if count < most:
+        notices = registry.tick(SETTLE)
+    assert [assigned(notices)[request.incarnation].rank for request in requests] == list(range(count))
+    return requests
+
+
+def test_survivors_form_the_next_epoch_when_the_last_of_them_has_come(registry: Registry) -> None:
+    workers = formed(registry, 4)
+    assert lost(registry.vanish("w1")) == {"w0": (1, False), "w2": (1, False), "w3": (1, False)}
+    first = registry.join(again(workers[3]), 10.0)
+    assert not assigned(first)
+    assert lost(first) == {"w0": (3, True), "w2": (3, True)}
+    assert not assigned(registry.join(again(workers[0]), 10.1))
+    worlds = assigned(registry.join(again(workers[2]), 10.2))
+    assert {name: (world.epoch, world.rank) for name, world in worlds.items()} == {"w0+": (2, 0), "w2+": (2, 1), "w3+": (2, 2)}
+
+
+def test_a_member_that_dies_is_not_waited_for(registry: Registry) -> None:
+    workers = formed(registry, 4)
+    registry.vanish("w1")
+    for number in (0, 2):
+        assert not assigned(registry.join(again(workers[number]), 10.0))
+    assert set(assigned(registry.vanish("w3"))) == {"w0+", "w2+"}
+
+
+def test_with_fewer_than_the_minimum_they_wait_for_others(registry: Registry) -> None:
+    workers = formed(registry, 2)
+    registry.vanish("w1")
+    notices = registry.join(again(workers[0]), 10.0)
+    assert to(notices, 0) == []
+    assert [n.event for n in notices if n.to == "w0+"] == [Waiting(1, 2, 4)]
+    assert registry.status()[0].state is JobState.FORMING
+    assert not assigned(registry.join(elastic(7), 20.0))  # enough, but more may come
+    assert {name: world.epoch for name, world in assigned(registry.tick(20.0 + SETTLE)).items()} == {"w0+": 2, "w7": 2}
+
+
+def test_members_hear_of_joiners_that_there_is_room_for(registry: Registry) -> None:
+    formed(registry, 3)
+    notices = registry.join(elastic(7), 10.0)
+    assert joiners(notices) == {"w0": 1, "w1": 1, "w2": 1}
+    assert to(notices, 7) == [Waiting(4, 2, 4)]
+    assert set(joiners(registry.join(elastic(8), 10.0)).values()) == {1}
+    assert joiners(registry.vanish("w1")) == {"w0": 2, "w2": 2}
+    assert joiners(registry.vanish("w8")) == {"w0": 1, "w2": 1}
+
+
+def test_spares_wait_until_there_is_room_and_come_behind_the_members(registry: Registry) -> None:
+    workers = formed(registry, 4)
+    for spare in (7, 8):
+        assert set(joiners(registry.join(elastic(spare), 10.0)).values()) == {0}
+    registry.vanish("w0")
+    registry.join(again(workers[1]), 11.0)
+    registry.join(again(workers[2]), 11.0)
+    notices = registry.join(again(workers[3]), 11.0)
+    assert {name: world.rank for name, world in assigned(notices).items()} == {"w1+": 0, "w2+": 1, "w3+": 2, "w7": 3}
+    assert registry.status()[0].joined == 5
+    assert registry.is_member("w8")
+
+
+def test_the_workers_of_a_job_that_has_ended_do_not_count(registry: Registry) -> None:
+    formed(registry, 2)
+    registry.leave("job", "w0")
+    registry.leave("job", "w1")
+    assert registry.status()[0].state is JobState.FINISHED
+    registry.join(elastic(5), 10.0)
+    assert {world.epoch for world in assigned(registry.join(elastic(6), 10.0) + registry.tick(10.0 + SETTLE)).values()} == {2}
+
+
+def test_nobody_is_taken_for_another_ones_successor(registry: Registry) -> None:
+    formed(registry, 3)
+    stranger = replace(elastic(9), previous="w0")
+    assert not lost(registry.join(stranger, 10.0))
+    assert registry.is_member("w0")
+    other_job = replace(elastic(5), job="other", previous="w0", address="10.0.0.1:7000")
+    registry.join(other_job, 10.0)
+    assert registry.is_member("w0")
+
+
+def test_a_successor_needs_the_same_certificate(registry: Registry) -> None:
+    one, two = (replace(elastic(number, most=2), identity="shardnet:worker:job:one", local_rank_hint=number) for number in range(2))
+    registry.join(one, 0.0)
+    registry.join(two, 0.0)
+    with pytest.raises(JoinRefused) as refused:
+        registry.join(replace(again(one), identity="shardnet:worker:job:two"), 1.0)
+    assert refused.value.reason == Refusal.IDENTITY
+    assert registry.is_member("w0")
+
+
+def test_epochs_grow_even_where_the_rendezvous_has_forgotten_them(registry: Registry) -> None:
+    registry.join(replace(elastic(0, most=2), previous="gone", last_epoch=41), 0.0)
+    assert {world.epoch for world in assigned(registry.join(elastic(1, most=2), 0.0)).values()} == {42}
+
+
+def test_a_running_job_that_is_not_elastic_takes_nobody(registry: Registry) -> None:
+    for number in range(2):
+        registry.join(worker(number), 0.0)
+    for request in (worker(5), elastic(5, most=2), replace(worker(5), previous="w0", address="10.0.0.1:7000")):
+        with pytest.raises(JoinRefused) as refused:
+            registry.join(request, 1.0)
+        assert refused.value.reason in (Refusal.FULL, Refusal.RUNNING)
+
+
+def test_an_elastic_job_has_elastic_workers_only(registry: Registry) -> None:
+    registry.join(elastic(0), 0.0)
+    with pytest.raises(JoinRefused, match="asks for 2 to 4 workers, but job 'job' was started with 2 to 4 elastic"):
+        registry.join(worker(1, least=2, most=4), 0.0)
+
+
+# --- over gRPC
+
+
+async def test_survivors_meet_again() -> None:
+    async with rendezvous() as server:
+        people = [Person(server.address, elastic(number, least=1, most=3)) for number in range(3)]
+        memberships = [await person.joined for person in people]
+        assert [membership.topology.epoch for membership in memberships] == [1, 1, 1]
+        places = {membership.topology.rank: (person, membership) for person, membership in zip(people, memberships, strict=True)}
+        await places[1][0].die()
+        for rank in (0, 2):
+            assert await places[rank][0].lost.get() == (1, "its connection to the rendezvous broke", False)
+        successors = [Person(server.address, again(_request(places[rank][1]))) for rank in (0, 2)]
+        worlds = [(await person.joined).topology for person in successors]
+        assert [(world.epoch, world.rank, world.world_size) for world in worlds] == [(2, 0, 2), (2, 1, 2)]
+        for person in (*(places[rank][0] for rank in (0, 2)), *successors):
+            await person.leave()
+
+
+async def test_members_are_told_over_the_wire_that_somebody_waits() -> None:
+    async with rendezvous(settle_s=SETTLE_S) as server:
+        member = Person(server.address, elastic(0, least=1, most=2))
+        membership = await member.joined
+        assert membership.joiners == 0
+        waiting = Person(server.address, elastic(1, least=1, most=2))
+        await waiting.arrived.wait()
+        assert await waiting.waiting.get() == Waiting(2, 1, 2)
+        successor = Person(server.address, again(_request(membership)))
+        worlds = [(await person.joined).topology for person in (successor, waiting)]
+        assert [(world.epoch, world.rank) for world in worlds] == [(2, 0), (2, 1)]
+        assert membership.joiners == 1
+        for person in (member, successor, waiting):
+            await person.leave()
+
+
+async def test_a_restart_waits_until_the_rendezvous_has_seen_the_end_of_the_one_before() -> None:
+    async with rendezvous() as server:
+        first = Person(server.address, elastic(0, least=1, most=2))
+        await first.joined
+        second = Person(server.address, replace(elastic(1, least=1, most=2), address="10.0.0.1:7000"))
+        third = Person(server.address, elastic(2, least=1, most=2))
+        await third.arrived.wait()
+        assert not second.arrived.is_set()
+        await first.die()
+        assert await third.rank() == 0
+        await second.arrived.wait()
+        assert await second.waiting.get() == Waiting(2, 1, 2)
+        await third.leave()
+        assert await second.rank() == 0
+        await second.leave()
+
+
+async def test_one_that_is_not_elastic_is_refused_at_once() -> None:
+    async with rendezvous() as server:
+        first = Person(server.address, worker(0, least=1, most=2))
+        await first.joined
+        strict = join(server.address, replace(worker(1, least=1, most=2), address="10.0.0.1:7000"), timeouts=Timeouts.for_tests())
+        with pytest.raises(JoinRefused) as refused:
+            await strict.__aenter__()
+        assert refused.value.reason == Refusal.DUPLICATE_ADDRESS
+        await first.leave()
+
+
+def _request(membership: Membership) -> JoinRequest:
+    return membership._request
