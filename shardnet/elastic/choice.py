@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 
 from shardnet.elastic.generation import Mark
 from shardnet.elastic.piece import Span, covered
@@ -14,6 +15,7 @@ class Offer:
 
     rank: int
     mark: Mark
+    structure: str  # equal for generations of the same parameters
     spans: tuple[Span, ...]
 
 
@@ -26,6 +28,11 @@ class Choice:
     ranks: tuple[int, ...]  # that were there then, ascending; the first one speaks for all
 
 
+def structure_of(sizes: Mapping[str, int]) -> str:
+    """What is the same wherever the parameters have these names and numbers of elements."""
+    return blake2b(repr(sorted(sizes.items())).encode(), digest_size=8).hexdigest()
+
+
 def choose(offers: Sequence[Offer], sizes: Mapping[str, int]) -> Choice | None:
     """The latest state that is complete; None if nobody has any. `sizes` are the elements of each parameter.
 
@@ -35,12 +42,12 @@ def choose(offers: Sequence[Offer], sizes: Mapping[str, int]) -> Choice | None:
         holders: dict[str, list[tuple[Span, int]]] = {name: [] for name in sizes}
         having = [offer for offer in offers if offer.mark == mark]
         for offer in having:
+            if offer.structure != structure_of(sizes):
+                raise UsageError(
+                    f"the state of step {mark.step} is that of other parameters than the program's models have now: build the same models "
+                    "in every epoch, and give State.resume() the same things in the same order"
+                )
             for span in offer.spans:
-                if span.name not in holders or span.stop > sizes[span.name]:
-                    raise UsageError(
-                        f"the state of step {mark.step} has {span.name} with at least {span.stop} elements, but the program's models do "
-                        "not: build the same models in every epoch, and give State.resume() the same things in the same order"
-                    )
                 holders[span.name].append((span, offer.rank))
         if all(covered((span for span, _ in holders[name]), numel) for name, numel in sizes.items()):
             for held in holders.values():

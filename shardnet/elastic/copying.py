@@ -15,20 +15,18 @@ import torch
 from shardnet.backend import Backend, Pending
 from shardnet.elastic.choice import keeper
 from shardnet.elastic.generation import Generation
-from shardnet.errors import StateError
 
 
 @dataclass(frozen=True, slots=True)
 class _Row:
     """What each rank tells all others before it sends."""
 
-    step: int
     header_bytes: int
     payload_bytes: int
     joiners: int
 
     def tensor(self) -> torch.Tensor:
-        return torch.tensor([[self.step, self.header_bytes, self.payload_bytes, self.joiners]])
+        return torch.tensor([[self.header_bytes, self.payload_bytes, self.joiners]])
 
 
 class Copying:
@@ -43,14 +41,11 @@ class Copying:
     async def commit(self, generation: Generation, joiners: int) -> bool:
         """Complete a generation whose own snapshots are taken. True if workers wait to join, as far as any rank has heard.
 
-        Raises StateError on all ranks if they are not at the same step.
+        Raises CollectiveMismatch on all ranks if they are not at the same step.
         """
         spread, entrusted, label = generation.spread, generation.entrusted, f"commit of step {generation.mark.step}"
-        mine = _Row(generation.mark.step, spread.header.numel(), spread.payload.numel(), joiners)
+        mine = _Row(spread.header.numel(), spread.payload.numel(), joiners)
         rows = [_Row(*row) for row in (await self._backend.all_gather(mine.tensor(), label=label)).tolist()]
-        if len({row.step for row in rows}) > 1:
-            steps = ", ".join(f"rank {rank}: {row.step}" for rank, row in enumerate(rows))
-            raise StateError(f"ranks commit different steps ({steps}); call State.commit() with the same step on all ranks")
         generation.has_entrusted = self._backend.world_size > 1 and rows[self._entrusting].payload_bytes > 0
         theirs = rows[self._entrusting]
         pending: list[Pending[Any]] = []

@@ -1,18 +1,15 @@
 """`run`: a training function that is begun again whenever the world has changed."""
 
 import gc
-import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, TypeVar
 
-from shardnet.elastic.state import State
+from shardnet.elastic.state import Ended, State
 from shardnet.errors import PeerLost, WorldChanges
 from shardnet.training import Cluster, connect
 
 T = TypeVar("T")
-log = logging.getLogger(__name__)
-
 Train = Callable[[Cluster, State], Awaitable[T]]
 
 
@@ -49,14 +46,10 @@ async def run(train: Train[T], *, every: int = 1, **settings: Any) -> T:
                     raise
             else:
                 return result
-            began_s = time.perf_counter()
+            state.ended = Ended(time.perf_counter(), str(why))
             await cluster.reform(agreed=isinstance(why, WorldChanges))
-            gc.collect()  # models and their hooks are cycles: without this two of them would be there at once
-            if cluster.rank == 0:
-                log.warning(
-                    "epoch %d: %d workers go on behind step %d (%s); formed in %.1f s",
-                    *(cluster.topology.epoch, cluster.world_size, state.step, why, time.perf_counter() - began_s),
-                )
+            why = None  # with what it refers to: the frames of `train` and all that is in them
+            gc.collect()  # models and their hooks are cycles: without this there would be two at once
 
 
 def _reason(error: BaseException) -> PeerLost | WorldChanges | None:

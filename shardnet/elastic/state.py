@@ -1,24 +1,36 @@
 """`State`: what a training must not lose."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from shardnet.backend import Backend
 from shardnet.backend.gather import gather_json
-from shardnet.elastic.choice import Choice, Offer, choose
+from shardnet.elastic.choice import Choice, Offer, choose, structure_of
 from shardnet.elastic.copying import Copying
 from shardnet.elastic.generation import Generation, Mark, plain
 from shardnet.elastic.moving import move
 from shardnet.elastic.parts import Part, parts_of
 from shardnet.elastic.piece import Piece, Span
 from shardnet.elastic.randomness import random_state, set_random_state
-from shardnet.errors import StateError, UsageError, WorldChanges
+from shardnet.errors import ShardnetError, StateError, UsageError, WorldChanges
 from shardnet.training import Cluster
 from shardnet.zero.codec import decode, encode
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How an epoch has ended, as one rank saw it."""
+
+    at_s: float  # of time.perf_counter
+    why: str
 
 
 class State:
@@ -45,6 +57,8 @@ class State:
         self._committed, self._next = Generation(Mark(0, 0)), Generation(Mark(0, 0))
         self._parts: list[Part] | None = None
         self._copying: Copying | None = None
+        self._structure = ""
+        self.ended: Ended | None = None  # how the epoch before has, until that is told
 
     def __getitem__(self, name: str) -> Any:
         return self.values[name]
@@ -82,7 +96,12 @@ class State:
             "what is left of the state",
         )
         offers = [_heard(rank, offer) for rank, said in enumerate(told) for offer in said["offers"]]
-        choice = choose(offers, sizes)
+        try:
+            choice = choose(offers, sizes)
+        except ShardnetError:
+            await backend.aclose()  # in peace: all ranks end here, and who is later than others must not take those for lost
+            raise
+        self._structure = structure_of(sizes)
         self.resumed = choice is not None
         if choice is None:
             self.step, self.values = 0, dict(values)
@@ -90,6 +109,16 @@ class State:
             everyones = [{name: Span(name, start, stop) for name, start, stop in said["wanted"]} for said in told]
             await self._load(choice, everyones, sizes, everyone)
         await self._commit(Mark(self._cluster.topology.epoch, self.step))
+        self._say_so()
+
+    def _say_so(self) -> None:
+        """One line a changed world, from the rank that nobody misses."""
+        ended, self.ended = self.ended, None
+        if ended is not None and self._cluster.rank == 0:
+            log.warning(
+                "epoch %d: %d workers go on behind step %d, %.1f s after: %s",
+                *(self._cluster.topology.epoch, self._cluster.world_size, self.step, time.perf_counter() - ended.at_s, ended.why),
+            )
 
     def _generations(self) -> Iterator[Generation]:
         return (each for each in (self._committed, self._next) if each.complete)
@@ -133,14 +162,15 @@ class State:
         When it returns the step is done for good: whoever dies from now on, the training goes on behind it. If it raises PeerLost,
         either all survivors go on behind it or none does. Waits for the copies to be exchanged.
 
-        A collective. Raises WorldChanges, for `run` and nobody else to catch, if workers wait to join, and StateError if
-        ranks commit different steps.
+        A collective. Raises WorldChanges, for `run` and nobody else to catch, if workers wait to join, and CollectiveMismatch
+        if ranks commit different steps.
         """
         if self._parts is None:
             raise StateError("nothing is to be kept yet: call State.resume(model, optimizer, ...) before the first commit")
         self.values |= values
+        joiners = step % self.every == 0 and await self._commit(Mark(self._cluster.topology.epoch, step))
         self.step = self._cluster.telemetry.step = step
-        if step % self.every == 0 and await self._commit(Mark(self._cluster.topology.epoch, step)):
+        if joiners:
             raise WorldChanges(f"step {step} is committed, and {self._cluster.joiners or 'some'} workers wait to join")
 
     async def _commit(self, mark: Mark) -> bool:
@@ -170,6 +200,7 @@ class State:
                 "pieces": plain(replicated),
                 "rest": [part.rest() for part in self._parts],
                 "random": random_state(),
+                "structure": self._structure,
                 "shared": {"values": self.values, "parts": [part.shared() for part in self._parts]},
             }
         )
@@ -190,11 +221,16 @@ def _spans(index: int, part: Part) -> Iterator[tuple[str, Span]]:
 
 
 def _tell(generation: Generation) -> dict[str, Any]:
-    return {"mark": generation.mark, "spans": [[p.span.name, p.span.start, p.span.stop] for p in generation.pieces()]}
+    structure = generation.local.value()["structure"]
+    return {
+        "mark": generation.mark,
+        "structure": structure,
+        "spans": [[p.span.name, p.span.start, p.span.stop] for p in generation.pieces()],
+    }
 
 
 def _heard(rank: int, offer: dict[str, Any]) -> Offer:
-    return Offer(rank, Mark(*offer["mark"]), tuple(Span(*span) for span in offer["spans"]))
+    return Offer(rank, Mark(*offer["mark"]), offer["structure"], tuple(Span(*span) for span in offer["spans"]))
 
 
 async def _broadcast(backend: Backend, root: int, value: Any) -> Any:

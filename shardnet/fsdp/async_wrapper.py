@@ -76,6 +76,7 @@ class AsyncFSDP:
             device=device,
         )
         self._fsdp: FSDP | None = None
+        self._closed = False
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"shardnet-compute-{backend.rank}")
 
     @property
@@ -176,7 +177,10 @@ class AsyncFSDP:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Wait for the calls that were made, and end the compute thread. Safe to call twice."""
+        """Wait for the calls that were made, and for what they have begun, and end the compute thread. Safe to call twice."""
+        if self._fsdp is not None and not self._closed:
+            self._closed = True
+            self._thread.submit(self._fsdp.settle)
         await asyncio.to_thread(self._thread.shutdown)
 
 

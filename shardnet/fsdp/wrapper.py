@@ -237,6 +237,11 @@ class FSDP(nn.Module):
         if self.strategy is ShardingStrategy.SHARD_GRAD_OP:
             self._runtime.prefetcher.gather_all()
 
+    def settle(self) -> None:
+        """Wait for whatever is under way, well or not, and shard everything, as before the first forward; for who ends in the middle of
+        an iteration, whose gradients are lost."""
+        self._runtime.reset()
+
     def unwrap(self) -> nn.Module:
         """Return the inner module with whole parameters, the same objects, and without hooks. A collective, and the end
         of this wrapper."""

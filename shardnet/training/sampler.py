@@ -62,8 +62,15 @@ class ShardedSampler:
     def share(self, step: int) -> Share:
         """This rank's share of a step, counted from 0 over all epochs."""
         epoch, within = divmod(step, self.steps_per_epoch)
-        order = self._order(epoch)
-        batch = order[within * self.global_batch : (within + 1) * self.global_batch]
+        return self._share(epoch, within * self.global_batch)
+
+    def at(self, position: int) -> Share:
+        """This rank's share of the step that begins at a position: the number of samples that all ranks together have seen before, over
+        all epochs. The next step begins `share.batch` further on, whatever the world size is by then."""
+        return self._share(*divmod(position, self.samples))
+
+    def _share(self, epoch: int, first: int) -> Share:
+        batch = self._order(epoch)[first : first + self.global_batch]
         mine = batch[self._rank :: self._world_size]
         if not mine:
             return Share((batch[0],), 0.0, len(batch))
