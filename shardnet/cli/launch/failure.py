@@ -16,13 +16,15 @@ class Exit:
     """How a worker ended.
 
     code       exit status, or minus the number of the signal that killed it
-    ended_s    time.monotonic() of its end
+    started_s  time.monotonic() of its start
+    ended_s    and of its end
     was_ended  the launcher had sent it a signal before
     tail       the last lines of its stderr
     """
 
     label: str
     code: int
+    started_s: float
     ended_s: float
     was_ended: bool
     tail: tuple[str, ...]

@@ -48,6 +48,7 @@ class Worker:
         self._console = console
         self._process: asyncio.subprocess.Process | None = None
         self._was_ended = False
+        self._early: int | None = None  # a signal that came before the process was there
         self._stdout = Output(console, console.out, self._prefix)
         self._stderr = Output(console, console.err, self._prefix)
 
@@ -65,6 +66,7 @@ class Worker:
 
         Whatever it started in its own session is killed with it. Cancelling kills it. Raises OSError if it cannot be started.
         """
+        started_s = time.monotonic()
         async with Pipe() as out, Pipe() as err, Pipe() as report:
             process = await self._start(command, environment, out, err, report)
             async with asyncio.TaskGroup() as tasks:
@@ -78,17 +80,21 @@ class Worker:
                     await process.wait()
                     listening.cancel()
                 await _drain(pumps, (out, err))
-        return Exit(self.label, code, ended_s, self._was_ended, self._stderr.tail)
+        return Exit(self.label, code, started_s, ended_s, self._was_ended, self._stderr.tail)
 
     def signal(self, number: int) -> None:
-        """Send a signal to the worker alone: the processes that it started are its own to end."""
-        if self._process is not None and self.running:
+        """Send a signal to the worker alone: the processes that it started are its own to end. Before its start: as soon as it is there."""
+        if self._process is None:
+            self._early = number  # lost otherwise, and whoever waits for the worker's end waits for ever
+        elif self.running:
             self._was_ended = True
             self._process.send_signal(number)
 
     def kill(self) -> None:
         """End it and everything that it started in its session, at once."""
-        if self._process is not None and self.running:
+        if self._process is None:
+            self._early = signal.SIGKILL
+        elif self.running:
             self._was_ended = True
             self._kill_group(self._process.pid)
 
@@ -107,6 +113,8 @@ class Worker:
         )
         for pipe in (out, err, report):
             pipe.close_writer()
+        if self._early is not None:
+            self.signal(self._early)
         return self._process
 
     async def _listen(self, pipe: Pipe) -> None:

@@ -6,7 +6,7 @@ from shardnet.cli.launch.failure import Exit, culprit, describe
 
 
 def end(label: str, code: int, at: float, *, was_ended: bool = False, tail: tuple[str, ...] = ()) -> Exit:
-    return Exit(label, code, at, was_ended, tail)
+    return Exit(label, code, 0.0, at, was_ended, tail)
 
 
 LOST = ("Traceback (most recent call last):", "shardnet.errors.PeerLost: rank 1 is gone; call reform()")
