@@ -4,14 +4,14 @@ import asyncio
 import contextlib
 import functools
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 from shardnet.cli.launch.console import Console
-from shardnet.cli.launch.environment import worker_environment
 from shardnet.cli.launch.failure import describe
 from shardnet.cli.launch.job import Job
+from shardnet.cli.launch.place import Place
 from shardnet.cli.launch.progress import Ask, ProgressView, follow
 from shardnet.cli.launch.supervisor import Supervisor, Verdict
 from shardnet.cli.launch.worker import Worker
@@ -63,15 +63,14 @@ async def _meeting_point(job: Job, open_rendezvous: OpenRendezvous) -> AsyncIter
 
 
 async def _supervise(job: Job, console: Console, rendezvous: str, ask: Ask) -> Verdict:
-    workers = [Worker(local_rank, console, unique_here=job.nnodes == 1) for local_rank in range(job.nproc)]
-    starts = [functools.partial(worker.run, job.command, worker_environment(job, worker.local_rank, rendezvous)) for worker in workers]
-    supervisor = Supervisor(workers, starts, grace_s=job.grace_s)
+    places = [Place(local_rank, job, rendezvous, console) for local_rank in range(job.nproc)]
+    supervisor = Supervisor(places, grace_s=job.grace_s)
     with _stop_signals(supervisor, console):
         async with asyncio.TaskGroup() as tasks:
-            progress = tasks.create_task(follow(functools.partial(_lowest_rank, workers), ask, ProgressView(console)))
+            progress = tasks.create_task(follow(functools.partial(_lowest_rank, places), ask, ProgressView(console)))
             verdict = await supervisor.run()
             progress.cancel()
-    if job.trace is not None and verdict.status == 0 and any(worker.report is not None and worker.report.rank == 0 for worker in workers):
+    if job.trace is not None and verdict.status == 0 and any(_was_rank_0(place.worker) for place in places):
         console.say(f"timeline of all ranks, for https://ui.perfetto.dev: {job.trace}")  # the machine with rank 0 has it
     return verdict
 
@@ -99,10 +98,14 @@ def _stop_signals(supervisor: Supervisor, console: Console) -> Iterator[None]:
             loop.remove_signal_handler(number)
 
 
-def _lowest_rank(workers: list[Worker]) -> str | None:
+def _lowest_rank(places: Sequence[Place]) -> str | None:
     """The address of the worker whose progress is shown: the lowest rank of those that have joined and run."""
-    reports = [worker.report for worker in workers if worker.report is not None and worker.running]
+    reports = [place.worker.report for place in places if place.worker.report is not None and place.worker.running]
     return min(reports, key=lambda report: report.rank).address if reports else None
+
+
+def _was_rank_0(worker: Worker) -> bool:
+    return worker.report is not None and worker.report.rank == 0
 
 
 def _first_leaf(error: BaseException) -> BaseException:

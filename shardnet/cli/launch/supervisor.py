@@ -6,12 +6,12 @@ time. The second kills them.
 
 import asyncio
 import signal
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Protocol
 
 from shardnet.cli.launch.failure import Exit, culprit
-from shardnet.cli.launch.worker import Worker
 
 SETTLE_S = 3.0  # how long the culprit may take to print its error after a peer has noticed that it is gone; at most the grace
 
@@ -33,32 +33,38 @@ class Verdict:
     ended_with_it: int = 0  # workers that had to be ended because of the failure
 
 
-class Supervisor:
-    """Runs each worker once.
+class Supervised(Protocol):
+    """What starts workers and passes signals on to the one that runs: a `Place`."""
 
-    starts   for each worker a function that runs it: Worker.run with its command line and environment
+    async def run(self) -> Exit: ...
+
+    def signal(self, number: int) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+class Supervisor:
+    """Runs each place's worker.
+
     grace_s  when one has failed: from SIGTERM to SIGKILL for the others
     """
 
-    def __init__(
-        self, workers: Sequence[Worker], starts: Sequence[Callable[[], Coroutine[object, object, Exit]]], *, grace_s: float
-    ) -> None:
-        self._workers = workers
-        self._starts = starts
+    def __init__(self, places: Sequence[Supervised], *, grace_s: float) -> None:
+        self._places = places
         self._limits_s = {_Stage.SETTLING: min(SETTLE_S, grace_s), _Stage.TERMINATING: grace_s}
         self._stage = _Stage.RUNNING
-        self._deadline_s: float | None = None  # of the event loop's clock, when the next stage begins by itself
+        self._escalation: asyncio.TimerHandle | None = None  # for stages that last only so long
         self._stopped_by: int | None = None
-        self._ended: asyncio.Queue[Exit] = asyncio.Queue()
         self._exits: list[Exit] = []
 
     async def run(self) -> Verdict:
         """Start all, return when all have ended. Cancelling kills them. Raises OSError if one cannot be started."""
-        async with asyncio.TaskGroup() as tasks:
-            for start in self._starts:
-                tasks.create_task(self._follow(start))
-            while len(self._exits) < len(self._starts):
-                await self._next_event()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for place in self._places:
+                    tasks.create_task(self._fill(place))
+        finally:
+            self._cancel_escalation()
         return self._verdict()
 
     def stop(self, number: int) -> None:
@@ -75,20 +81,11 @@ class Supervisor:
     def stopping(self) -> bool:
         return self._stage is not _Stage.RUNNING
 
-    async def _follow(self, start: Callable[[], Coroutine[object, object, Exit]]) -> None:
-        self._ended.put_nowait(await start())
-
-    async def _next_event(self) -> None:
-        """Wait for an exit, or for the moment at which this stage has lasted long enough."""
-        try:
-            async with asyncio.timeout_at(self._deadline_s):
-                ended = await self._ended.get()
-        except TimeoutError:
-            self._escalate()
-        else:
-            self._exits.append(ended)
-            if ended.failed:
-                self._on_failure(ended)
+    async def _fill(self, place: Supervised) -> None:
+        ended = await place.run()
+        self._exits.append(ended)
+        if ended.failed:
+            self._on_failure(ended)
 
     def _on_failure(self, failure: Exit) -> None:
         if self._stage not in (_Stage.RUNNING, _Stage.SETTLING):
@@ -109,18 +106,23 @@ class Supervisor:
         self._signal_all(signal.SIGTERM)
 
     def _signal_all(self, number: int) -> None:
-        for worker in self._workers:
-            worker.signal(number)
+        for place in self._places:
+            place.signal(number)
 
     def _kill_all(self) -> None:
         self._enter(_Stage.KILLED)
-        for worker in self._workers:
-            worker.kill()
+        for place in self._places:
+            place.kill()
 
     def _enter(self, stage: _Stage) -> None:
         self._stage = stage
-        limit_s = self._limits_s.get(stage)
-        self._deadline_s = None if limit_s is None else asyncio.get_running_loop().time() + limit_s
+        self._cancel_escalation()
+        if stage in self._limits_s:
+            self._escalation = asyncio.get_running_loop().call_later(self._limits_s[stage], self._escalate)
+
+    def _cancel_escalation(self) -> None:
+        if self._escalation is not None:
+            self._escalation.cancel()
 
     def _verdict(self) -> Verdict:
         if self._stopped_by is not None:

@@ -1,0 +1,37 @@
+"""`Place`: a local rank of this machine and whoever has it."""
+
+from shardnet.cli.launch.console import Console
+from shardnet.cli.launch.environment import worker_environment
+from shardnet.cli.launch.failure import Exit
+from shardnet.cli.launch.job import Job
+from shardnet.cli.launch.worker import Worker
+
+
+class Place:
+    """Its worker, and those that take over when that has died; lives as long as the launch."""
+
+    def __init__(self, local_rank: int, job: Job, rendezvous: str, console: Console) -> None:
+        self._console = console
+        self._command = job.command
+        self._environment = worker_environment(job, local_rank, rendezvous)
+        self._worker = Worker(local_rank, console, unique_here=job.nnodes == 1)
+        self._taken = False
+
+    @property
+    def worker(self) -> Worker:
+        """The latest. It may have ended."""
+        return self._worker
+
+    async def run(self) -> Exit:
+        """Run a worker to its end, see Worker.run; each further call runs a new one."""
+        if self._taken:
+            # the others may have closed ranks meanwhile, so that its old one is another's until it reports
+            self._worker = Worker(self._worker.local_rank, self._console, unique_here=False)
+        self._taken = True
+        return await self._worker.run(self._command, self._environment)
+
+    def signal(self, number: int) -> None:
+        self._worker.signal(number)
+
+    def kill(self) -> None:
+        self._worker.kill()
