@@ -2,10 +2,12 @@
 
 SHARDNET_RENDEZVOUS        host:port of the rendezvous
 SHARDNET_JOB               id of the job there
-SHARDNET_WORLD_SIZE        workers on all nodes; the least and the most that the job runs with
+SHARDNET_WORLD_SIZE        workers on all nodes; the most that the job runs with, and unless it is elastic, the least
+SHARDNET_ELASTIC           only if the job is elastic: 1
+SHARDNET_MIN_WORLD_SIZE    only if the job is elastic: the least workers with which it goes on
 SHARDNET_LOCAL_RANK        0-based number of the worker on this machine
 SHARDNET_LOCAL_WORLD_SIZE  workers on this machine
-SHARDNET_REPORT_FILE       file to which the worker appends one line, "address rank world_size", when it has joined
+SHARDNET_REPORT_FILE       file to which the worker appends one line, "address rank world_size", whenever these are new
 SHARDNET_NODE              only if given: what this machine calls itself
 SHARDNET_LISTEN            only if given: host to listen on
 SHARDNET_INSECURE          1 allows unencrypted connections to other machines; else 0
@@ -33,6 +35,8 @@ def worker_environment(job: Job, local_rank: int, rendezvous: str, inherited: Ma
         "SHARDNET_LOCAL_RANK": str(local_rank),
         "SHARDNET_LOCAL_WORLD_SIZE": str(job.nproc),
     }
+    if job.elastic:
+        environment |= {"SHARDNET_ELASTIC": "1", "SHARDNET_MIN_WORLD_SIZE": str(job.least_workers)}
     return environment | job.protection.environment | _choices(job)
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 _CONSEQUENCES = frozenset({"PeerLost", "MembershipLost"})
 # The last line of a traceback, also inside the frame that is drawn around a member of an exception group.
 _ERROR_LINE = re.compile(r"[\s|+-]*(?:[A-Za-z_]\w*\.)*([A-Z]\w*)(?::\s|:?$)")
+_WORD = re.compile(r"\w")  # not found in the frame around an exception group
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +41,22 @@ class Exit:
         return next(errors, None) in _CONSEQUENCES
 
     @property
+    def lived_s(self) -> float:
+        return self.ended_s - self.started_s
+
+    @property
     def status(self) -> int:
         """As a shell reports it: 128 + n for signal n."""
         return self.code if self.code >= 0 else 128 - self.code
 
     @property
+    def how(self) -> str:
+        return f"exit code {self.code}" if self.code >= 0 else f"killed by {_signal_name(-self.code)}"
+
+    @property
     def cause(self) -> str:
-        if self.code >= 0:
-            return f"exit code {self.code}"
-        name = _signal_name(-self.code)
-        hint = " (the system does this when memory runs out)" if name == "SIGKILL" and not self.was_ended else ""
-        return f"killed by {name}{hint}"
+        hint = " (the system does this when memory runs out)" if self.code == -signal.SIGKILL and not self.was_ended else ""
+        return f"{self.how}{hint}"
 
 
 def culprit(exits: Sequence[Exit]) -> Exit | None:
@@ -59,10 +65,36 @@ def culprit(exits: Sequence[Exit]) -> Exit | None:
     return min(failures, key=lambda end: (end.was_ended, end.is_consequence, end.ended_s), default=None)
 
 
-def describe(failure: Exit, others: int) -> str:
-    """What the user reads last, with the worker's own error as the last line of all. `others`: workers ended because of it."""
+def last_straw(exits: Sequence[Exit]) -> Exit | None:
+    """As `culprit`, of an elastic job, which has borne all failures but the last."""
+    failures = (end for end in exits if end.failed)
+    return min(failures, key=lambda end: (end.was_ended, end.is_consequence, -end.ended_s), default=None)
+
+
+def announce(failure: Exit, what_follows: str) -> str:
+    """What the user reads while the job goes on. The worker's output stands above; its last line may be far up."""
+    head = f"{failure.label} failed: {failure.cause}; {what_follows}"
+    last_line = next((line for line in reversed(failure.tail) if _WORD.search(line)), None)
+    return head if last_line is None else f"{head}. Its last line on stderr:\n    {last_line.strip()}"
+
+
+def describe_losses(lost: Sequence[Exit], replaced: Sequence[Exit]) -> str:
+    """What the user reads when an elastic job has ended well nonetheless."""
+    told = [(end, end.how) for end in lost] + [(end, f"{end.how}, replaced") for end in replaced]
+    told.sort(key=lambda loss: loss[0].ended_s)
+    count = "1 worker was" if len(told) == 1 else f"{len(told)} workers were"
+    return f"{count} lost on the way: {', '.join(f'{end.label} ({how})' for end, how in told)}"
+
+
+def describe(failure: Exit, others: int, least: int | None = None) -> str:
+    """What the user reads last, with the worker's own error as the last line of all.
+
+    others  workers ended because of it
+    least   workers that an elastic job needs, if these were no longer there
+    """
     ended = f"; {others} other{'s' if others > 1 else ''} ended with it" if others else ""
-    head = f"{failure.label} failed: {failure.cause}{ended}"
+    too_few = f"; fewer than {least} workers cannot go on" if least is not None and least > 1 else ""
+    head = f"{failure.label} failed: {failure.cause}{ended}{too_few}"
     if not failure.tail:
         return f"{head}. It wrote nothing to stderr."
     return "\n".join([f"{head}. The end of its stderr:", *(f"    {line}" for line in failure.tail)])

@@ -11,17 +11,19 @@ from shardnet.errors import UsageError
 class Job:
     """A program and how many workers run it, checked when it is made.
 
-    target      path of a script, or the name of a module if `is_module`
-    arguments   what the program gets, untouched
-    nproc       workers on this machine
-    nnodes      machines, each with its own launcher and the same nproc
-    rendezvous  host:port of a running rendezvous; None starts one here
-    name        id of the job at the rendezvous; equal on all machines
-    node        what this machine calls itself; None leaves it to the workers
-    listen      host that the workers listen on; None leaves it to them
-    protection  of the connections, to and from other machines and here
-    trace       where the workers write a trace; None: nowhere
-    grace_s     how long the other workers have to leave when one has failed, before they are killed
+    target       path of a script, or the name of a module if `is_module`
+    arguments    what the program gets, untouched
+    nproc        workers on this machine
+    nnodes       machines, each with its own launcher and the same nproc
+    rendezvous   host:port of a running rendezvous; None starts one here
+    name         id of the job at the rendezvous; equal on all machines
+    node         what this machine calls itself; None leaves it to the workers
+    listen       host that the workers listen on; None leaves it to them
+    protection   of the connections, to and from other machines and here
+    trace        where the workers write a trace; None: nowhere
+    min_workers  workers, over all machines, with which the program goes on when others have died; None: all
+    restarts     replacements for workers of this machine that have died; None: 0. The job is elastic if either is given
+    grace_s      how long the other workers have to leave when one has failed, before they are killed
     """
 
     target: str
@@ -35,6 +37,8 @@ class Job:
     listen: str | None = None
     protection: Protection = NO_PROTECTION
     trace: str | None = None
+    min_workers: int | None = None
+    restarts: int | None = None
     grace_s: float = 5.0
 
     def __post_init__(self) -> None:
@@ -44,10 +48,31 @@ class Job:
             raise UsageError(f"the grace must not be negative, got {self.grace_s} s")
         if self.nnodes > 1 and self.rendezvous is None:
             raise UsageError(f"{self.nnodes} nodes need --rendezvous HOST:PORT to find each other; start one with 'shardnet rendezvous'")
+        if not 1 <= self.least_workers <= self.world_size:
+            raise UsageError(
+                f"a job of {self.world_size} workers (nproc={self.nproc} times nnodes={self.nnodes}) cannot go on with {self.min_workers}; "
+                f"give --min-workers a number from 1 to {self.world_size}"
+            )
+        if self.restarts is not None and self.restarts < 0:
+            raise UsageError(f"the number of restarts must not be negative, got {self.restarts}")
 
     @property
     def world_size(self) -> int:
         return self.nproc * self.nnodes
+
+    @property
+    def elastic(self) -> bool:
+        """Whether its program can go on when a worker has died."""
+        return self.min_workers is not None or self.restarts is not None
+
+    @property
+    def least_workers(self) -> int:
+        return self.world_size if self.min_workers is None else self.min_workers
+
+    @property
+    def least_workers_here(self) -> int:
+        """What of these this machine has to give even if no other machine has lost one."""
+        return max(0, self.least_workers - (self.world_size - self.nproc))
 
     @property
     def command(self) -> tuple[str, ...]:

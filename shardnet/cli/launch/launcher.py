@@ -9,10 +9,11 @@ from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 from shardnet.cli.launch.console import Console
-from shardnet.cli.launch.failure import describe
+from shardnet.cli.launch.failure import describe, describe_losses
 from shardnet.cli.launch.job import Job
 from shardnet.cli.launch.place import Place
 from shardnet.cli.launch.progress import Ask, ProgressView, follow
+from shardnet.cli.launch.recovery import Recovery
 from shardnet.cli.launch.supervisor import Supervisor, Verdict
 from shardnet.cli.launch.worker import Worker
 
@@ -36,8 +37,8 @@ async def launch(job: Job, console: Console, open_rendezvous: OpenRendezvous, as
     open_rendezvous  makes the rendezvous to use if the job names none; open as long as the workers run
     ask              how to learn a worker's progress
 
-    The status is that of the worker that failed first, 128 + n if it died of signal n or the user sent n, 141 if nobody
-    reads the output any more, and 0 if all is well. Cancelling kills the workers. Raises RendezvousError or OSError
+    The status is that of the worker whose failure ended the run, 128 + n if it died of signal n or the user sent n, 141 if
+    nobody reads the output any more, and 0 if all is well. Cancelling kills the workers. Raises RendezvousError or OSError
     if the rendezvous or a worker cannot be started.
     """
     try:
@@ -49,7 +50,9 @@ async def launch(job: Job, console: Console, open_rendezvous: OpenRendezvous, as
         raise _first_leaf(group) from group
     console.remove_bar()
     if verdict.failure is not None:
-        console.say(describe(verdict.failure, verdict.ended_with_it))
+        console.say(describe(verdict.failure, verdict.ended_with_it, job.least_workers if verdict.too_few else None))
+    elif verdict.lost or verdict.replaced:
+        console.say(describe_losses(verdict.lost, verdict.replaced))
     return verdict.status
 
 
@@ -64,15 +67,19 @@ async def _meeting_point(job: Job, open_rendezvous: OpenRendezvous) -> AsyncIter
 
 async def _supervise(job: Job, console: Console, rendezvous: str, ask: Ask) -> Verdict:
     places = [Place(local_rank, job, rendezvous, console) for local_rank in range(job.nproc)]
-    supervisor = Supervisor(places, grace_s=job.grace_s)
+    supervisor = Supervisor(places, grace_s=job.grace_s, recovery=_recovery(job, console))
     with _stop_signals(supervisor, console):
         async with asyncio.TaskGroup() as tasks:
-            progress = tasks.create_task(follow(functools.partial(_lowest_rank, places), ask, ProgressView(console)))
+            progress = tasks.create_task(follow(functools.partial(_by_rank, places), ask, ProgressView(console)))
             verdict = await supervisor.run()
             progress.cancel()
-    if job.trace is not None and verdict.status == 0 and any(_was_rank_0(place.worker) for place in places):
+    if job.trace is not None and verdict.status == 0 and any(_ended_as_rank_0(place.worker) for place in places):
         console.say(f"timeline of all ranks, for https://ui.perfetto.dev: {job.trace}")  # the machine with rank 0 has it
     return verdict
+
+
+def _recovery(job: Job, console: Console) -> Recovery | None:
+    return Recovery(job.restarts or 0, job.least_workers_here, console.say) if job.elastic else None
 
 
 @contextlib.contextmanager
@@ -98,14 +105,14 @@ def _stop_signals(supervisor: Supervisor, console: Console) -> Iterator[None]:
             loop.remove_signal_handler(number)
 
 
-def _lowest_rank(places: Sequence[Place]) -> str | None:
-    """The address of the worker whose progress is shown: the lowest rank of those that have joined and run."""
+def _by_rank(places: Sequence[Place]) -> list[str]:
+    """The addresses of the workers that have joined and run, the one whose progress is shown first: the lowest rank."""
     reports = [place.worker.report for place in places if place.worker.report is not None and place.worker.running]
-    return min(reports, key=lambda report: report.rank).address if reports else None
+    return [report.address for report in sorted(reports, key=lambda report: report.rank)]
 
 
-def _was_rank_0(worker: Worker) -> bool:
-    return worker.report is not None and worker.report.rank == 0
+def _ended_as_rank_0(worker: Worker) -> bool:
+    return worker.succeeded and worker.report is not None and worker.report.rank == 0
 
 
 def _first_leaf(error: BaseException) -> BaseException:

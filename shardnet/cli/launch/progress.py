@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from shardnet.cli.launch.console import Console
 from shardnet.cli.units import short_duration, short_number
@@ -46,17 +46,19 @@ class ProgressView:
         return (progress.total_steps - progress.step) * (now_s - since_s) / (progress.step - step)
 
 
-async def follow(pick: Callable[[], str | None], ask: Ask, view: ProgressView) -> None:
-    """Show the progress of the worker at `pick()` twice a second until cancelled.
+async def follow(pick: Callable[[], Sequence[str]], ask: Ask, view: ProgressView) -> None:
+    """Show the progress of the first worker of `pick()` that answers, twice a second until cancelled.
 
-    A worker that does not answer is asked again later: it may have ended, which its exit tells better.
+    A worker that does not answer is asked again later: it may have ended, which its exit tells better, or hang, while the others of an
+    elastic job go on.
     """
     while True:
-        if address := pick():
+        for address in pick():
             with contextlib.suppress(ShardnetError):
                 progress = await ask(address)
                 if progress.step or progress.total_steps:
                     await view.show(progress)
+                break
         await asyncio.sleep(POLL_S)
 
 

@@ -1,23 +1,25 @@
-"""`Supervisor`: the workers of one launch, which end together.
+"""`Supervisor`: the workers of one launch, which end together when one fails, or see [Note: elastic].
 
 [Note: two-stage stop] The first signal from the user is passed on: workers finish their step and leave in their own
-time. The second kills them.
+time. The second kills them, and nobody is replaced after either.
 """
 
 import asyncio
+import contextlib
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol
 
-from shardnet.cli.launch.failure import Exit, culprit
+from shardnet.cli.launch.failure import Exit, culprit, last_straw
+from shardnet.cli.launch.recovery import Recovery
 
 SETTLE_S = 3.0  # how long the culprit may take to print its error after a peer has noticed that it is gone; at most the grace
 
 
 class _Stage(Enum):
-    RUNNING = auto()  # no worker has failed; waits for each to end
+    RUNNING = auto()  # no worker has failed, or the job can bear it; waits for each to end
     STOPPING = auto()  # the user asked once; the workers may take as long as they need. KILLED comes next
     SETTLING = auto()  # a worker failed because it lost a peer, whose own error is still to come. TERMINATING comes next
     TERMINATING = auto()  # a worker failed and the rest got SIGTERM. KILLED comes next
@@ -31,6 +33,9 @@ class Verdict:
     status: int
     failure: Exit | None = None
     ended_with_it: int = 0  # workers that had to be ended because of the failure
+    too_few: bool = False  # an elastic job could not bear it
+    lost: Sequence[Exit] = ()  # failures that an elastic job could bear
+    replaced: Sequence[Exit] = ()  # failures after which another worker was started
 
 
 class Supervised(Protocol):
@@ -46,16 +51,20 @@ class Supervised(Protocol):
 class Supervisor:
     """Runs each place's worker.
 
-    grace_s  when one has failed: from SIGTERM to SIGKILL for the others
+    grace_s   when one has failed: from SIGTERM to SIGKILL for the others
+    recovery  of an elastic job, see [Note: elastic]; None: the first failure ends all
     """
 
-    def __init__(self, places: Sequence[Supervised], *, grace_s: float) -> None:
+    def __init__(self, places: Sequence[Supervised], *, grace_s: float, recovery: Recovery | None = None) -> None:
         self._places = places
+        self._recovery = recovery
         self._limits_s = {_Stage.SETTLING: min(SETTLE_S, grace_s), _Stage.TERMINATING: grace_s}
         self._stage = _Stage.RUNNING
         self._escalation: asyncio.TimerHandle | None = None  # for stages that last only so long
         self._stopped_by: int | None = None
-        self._exits: list[Exit] = []
+        self._leaving = asyncio.Event()  # the stage is no longer RUNNING
+        self._exits: list[Exit] = []  # after which nobody was started
+        self._replaced: list[Exit] = []
 
     async def run(self) -> Verdict:
         """Start all, return when all have ended. Cancelling kills them. Raises OSError if one cannot be started."""
@@ -82,12 +91,31 @@ class Supervisor:
         return self._stage is not _Stage.RUNNING
 
     async def _fill(self, place: Supervised) -> None:
-        ended = await place.run()
+        """Run the place's worker, and those that replace it."""
+        while (ended := await place.run()).failed and await self._replace(place, ended):
+            self._replaced.append(ended)
         self._exits.append(ended)
-        if ended.failed:
-            self._on_failure(ended)
 
-    def _on_failure(self, failure: Exit) -> None:
+    async def _replace(self, place: Supervised, failure: Exit) -> bool:
+        """Do what follows from a failure. Returns when it is time to start a new worker in the place, False if none is to be."""
+        if self._recovery is not None and self._stage is _Stage.RUNNING:
+            others = len(self._places) - len(self._exits) - 1
+            pause_s = self._recovery.replace(place, failure, others)
+            if pause_s is not None:
+                return await self._pause(pause_s)
+            if self._recovery.go_on(failure, others, sum(not end.failed for end in self._exits)):
+                return False
+        self._end_all(failure)
+        return False
+
+    async def _pause(self, pause_s: float) -> bool:
+        """Whether the launch still goes on after it."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(pause_s):
+                await self._leaving.wait()
+        return self._stage is _Stage.RUNNING
+
+    def _end_all(self, failure: Exit) -> None:
         if self._stage not in (_Stage.RUNNING, _Stage.SETTLING):
             return
         if not failure.is_consequence:
@@ -116,6 +144,7 @@ class Supervisor:
 
     def _enter(self, stage: _Stage) -> None:
         self._stage = stage
+        self._leaving.set()
         self._cancel_escalation()
         if stage in self._limits_s:
             self._escalation = asyncio.get_running_loop().call_later(self._limits_s[stage], self._escalate)
@@ -127,7 +156,10 @@ class Supervisor:
     def _verdict(self) -> Verdict:
         if self._stopped_by is not None:
             return Verdict(128 + self._stopped_by)
-        failure = culprit(self._exits)
+        if self._stage is _Stage.RUNNING and not all(end.failed for end in self._exits):
+            return Verdict(0, lost=[end for end in self._exits if end.failed], replaced=self._replaced)
+        failure = culprit(self._exits) if self._recovery is None else last_straw(self._exits)
         if failure is None:
             return Verdict(0)
-        return Verdict(failure.status, failure, sum(end.was_ended for end in self._exits))
+        too_few = self._recovery is not None and self._stage is not _Stage.RUNNING
+        return Verdict(failure.status, failure, sum(end.was_ended for end in self._exits), too_few)

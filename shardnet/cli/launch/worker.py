@@ -20,7 +20,7 @@ STRAGGLER_S = 1.0  # waiting for bytes after which a pipe that outlives its work
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a worker tells its launcher when it has joined."""
+    """What a worker tells its launcher when it has joined, and again when that has changed."""
 
     address: str
     rank: int
@@ -55,6 +55,10 @@ class Worker:
     @property
     def running(self) -> bool:
         return self._process is not None and self._process.returncode is None
+
+    @property
+    def succeeded(self) -> bool:
+        return self._process is not None and self._process.returncode == 0
 
     @property
     def label(self) -> str:

@@ -34,6 +34,19 @@ def test_what_only_some_get() -> None:
     assert (environment["SHARDNET_JOB"], environment["SHARDNET_WORLD_SIZE"]) == ("j", "3")
 
 
+@pytest.mark.parametrize(("min_workers", "restarts", "least"), [(2, None, "2"), (None, 3, "4"), (1, 0, "1")])
+def test_what_those_of_an_elastic_job_get(min_workers: int | None, restarts: int | None, least: str) -> None:
+    job = Job("a.py", nproc=2, nnodes=2, rendezvous="r:1", min_workers=min_workers, restarts=restarts)
+    environment = worker_environment(job, 0, "r:1", {})
+    added = {"SHARDNET_ELASTIC": "1", "SHARDNET_MIN_WORLD_SIZE": least, "SHARDNET_WORLD_SIZE": "4"}
+    assert added.items() <= environment.items()
+
+
+@pytest.mark.parametrize(("nnodes", "min_workers", "here"), [(1, 2, 2), (1, None, 4), (2, None, 4), (2, 5, 1), (2, 4, 0), (3, 1, 0)])
+def test_what_a_machine_has_to_give_if_the_others_lose_nobody(nnodes: int, min_workers: int | None, here: int) -> None:
+    assert Job("a.py", nproc=4, nnodes=nnodes, rendezvous="r:1", min_workers=min_workers).least_workers_here == here
+
+
 @pytest.mark.parametrize(("nproc", "threads"), [(1, available_cores()), (available_cores(), 1), (10 * available_cores(), 1)])
 def test_the_cores_are_shared_out(nproc: int, threads: int) -> None:
     assert worker_environment(Job("a.py", nproc=nproc), 0, "r:1", {})["OMP_NUM_THREADS"] == str(threads)
@@ -45,7 +58,10 @@ def test_the_launchers_own_environment_is_inherited_and_left_alone(monkeypatch: 
     assert "SHARDNET_LOCAL_RANK" not in os.environ
 
 
-@pytest.mark.parametrize("wrong", [{"nproc": 0}, {"nnodes": 0}, {"nnodes": 2}, {"grace_s": -1.0}])
+@pytest.mark.parametrize(
+    "wrong",
+    [{"nproc": 0}, {"nnodes": 0}, {"nnodes": 2}, {"grace_s": -1.0}, {"min_workers": 0}, {"min_workers": 2}, {"restarts": -1}],
+)
 def test_jobs_that_cannot_be(wrong: dict[str, int]) -> None:
     with pytest.raises(UsageError):
         Job("a.py", **wrong)  # type: ignore[arg-type]

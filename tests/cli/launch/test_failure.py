@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardnet.cli.launch.failure import Exit, culprit, describe
+from shardnet.cli.launch.failure import Exit, announce, culprit, describe, describe_losses, last_straw
 
 
 def end(label: str, code: int, at: float, *, was_ended: bool = False, tail: tuple[str, ...] = ()) -> Exit:
@@ -62,4 +62,40 @@ def test_the_description_ends_with_the_workers_own_error() -> None:
 def test_a_kill_from_outside_is_explained() -> None:
     assert describe(end("rank 2", -9, 0.0), 0) == (
         "rank 2 failed: killed by SIGKILL (the system does this when memory runs out). It wrote nothing to stderr."
+    )
+
+
+def test_an_elastic_job_ends_with_its_last_failure_of_its_own() -> None:
+    ends = [end("rank 0", 1, 1.0), end("rank 1", 2, 2.0), end("rank 2", 1, 3.0, tail=LOST), end("rank 3", -15, 4.0, was_ended=True)]
+    assert last_straw(ends) == ends[1]
+    assert last_straw([end("rank 0", 0, 1.0)]) is None
+
+
+def test_too_few_that_are_left_are_told() -> None:
+    assert describe(end("rank 2", 1, 0.0), 1, 3) == (
+        "rank 2 failed: exit code 1; 1 other ended with it; fewer than 3 workers cannot go on. It wrote nothing to stderr."
+    )
+    assert (
+        describe(end("rank 2", 1, 0.0), 0, 3)
+        == "rank 2 failed: exit code 1; fewer than 3 workers cannot go on. It wrote nothing to stderr."
+    )
+    assert describe(end("rank 2", 1, 0.0), 0, 1) == "rank 2 failed: exit code 1. It wrote nothing to stderr."
+
+
+@pytest.mark.parametrize(
+    ("tail", "told"),
+    [
+        ((), ""),
+        (OWN, ". Its last line on stderr:\n    ValueError: boom"),
+        (("    | ValueError: boom", "    +-----------", ""), ". Its last line on stderr:\n    | ValueError: boom"),
+    ],
+)
+def test_in_the_middle_of_a_run_few_words_are_made(tail: tuple[str, ...], told: str) -> None:
+    assert announce(end("rank 2", 1, 0.0, tail=tail), "the others go on") == f"rank 2 failed: exit code 1; the others go on{told}"
+
+
+def test_losses_are_told_in_the_order_in_which_they_came() -> None:
+    assert describe_losses([end("rank 3", 1, 2.0)], []) == "1 worker was lost on the way: rank 3 (exit code 1)"
+    assert describe_losses([end("rank 3", 1, 2.0)], [end("rank 1", -9, 1.0)]) == (
+        "2 workers were lost on the way: rank 1 (killed by SIGKILL, replaced), rank 3 (exit code 1)"
     )
