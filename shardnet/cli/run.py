@@ -19,8 +19,11 @@ from shardnet.errors import CredentialsError, UsageError
 DESCRIPTION = """\
 Start NPROC workers on this machine, show their output with rank prefixes, and end all of them when one fails.
 
+With --min-workers or --restarts the others are left alone: the program is one that goes on when a worker has died, or with a new one
+in its place (see 'shardnet.elastic'). Such a run has succeeded if a worker of this machine has, and the end says which were lost.
+
 The first Ctrl-C or SIGTERM is passed on to the workers, which close their cluster and leave; the second kills them.
-The exit status is that of the worker that failed first (128 + n if signal n killed it), 130 after Ctrl-C.
+The exit status is that of the worker whose failure ended the run (128 + n if signal n killed it), 130 after Ctrl-C.
 """
 EPILOG = """\
 examples:
@@ -28,6 +31,8 @@ examples:
       two workers on this machine; what follows the script is the script's
   shardnet run --nproc 4 -m my_project.train -- --help
       a module; '--' is optional
+  shardnet run --nproc 4 --min-workers 2 --restarts 3 train.py
+      goes on without up to two of its workers; the first three that die are replaced
   shardnet run --nproc 2 --nnodes 3 --rendezvous 10.0.0.1:7000 --listen 10.0.0.2 --certs node-2 train.py
       one of three machines with two workers each; the rendezvous was started with
       'shardnet rendezvous --listen 10.0.0.1:7000 --certs cluster/rendezvous' (see 'shardnet certs --help')
@@ -69,6 +74,18 @@ def add_to(commands: arguments.Commands) -> None:
         help="when a worker has failed, how long the others have to leave before they are killed (default: %(default)g)",
     )
     parser.add_argument(
+        "--min-workers",
+        type=arguments.positive,
+        metavar="N",
+        help="go on with as few workers as that, over all machines, when others have died (default: all of them)",
+    )
+    parser.add_argument(
+        "--restarts",
+        type=arguments.whole,
+        metavar="N",
+        help="how often in all a worker of this machine that has died is replaced by a new one (default: 0)",
+    )
+    parser.add_argument(
         "--trace",
         type=Path,
         metavar="PATH",
@@ -100,6 +117,8 @@ def execute(options: arguments.Arguments) -> int:
             node=options.node,
             listen=options.listen,
             protection=protection if options.rendezvous else protection.on_this_machine(),
+            min_workers=options.min_workers,
+            restarts=options.restarts,
             grace_s=options.grace,
             trace=None if options.trace is None else str(options.trace.absolute()),
         )

@@ -20,9 +20,12 @@ class Result:
 
 
 class Launched:
-    """A running command; killed if a test leaves before it has ended. Its stdout is read here, its stderr goes to a file."""
+    """A running command; killed if a test leaves before it has ended. Its stdout is read here, its stderr goes to a file.
 
-    def __init__(self, directory: Path, *arguments: str) -> None:
+    merged  its stderr is read with its stdout, by a test that waits for what the launcher says
+    """
+
+    def __init__(self, directory: Path, *arguments: str, merged: bool = False) -> None:
         self._directory = directory
         self._err = directory / "stderr.txt"
         self._seen = b""
@@ -32,7 +35,7 @@ class Launched:
                 cwd=directory,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
-                stderr=err,
+                stderr=subprocess.STDOUT if merged else err,
             )
 
     def __enter__(self) -> Self:

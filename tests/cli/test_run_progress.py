@@ -39,6 +39,38 @@ async def main():
 asyncio.run(main())
 """
 
+HEIR = """
+import asyncio
+from shardnet.config import Limits, Timeouts
+from shardnet.pb import stats_pb2
+from shardnet.transport.endpoint import Endpoint
+
+alive = os.open('fifo', os.O_RDONLY if rank else os.O_WRONLY)
+asked = asyncio.Event()
+
+def snapshot():
+    if rank == 0:
+        os._exit(1)
+    asked.set()
+    return stats_pb2.SnapshotReply(role='worker', step=1, progress=stats_pb2.Progress(step=1))
+
+def report(endpoint, rank, world_size):
+    with open(os.environ['SHARDNET_REPORT_FILE'], 'a') as report:
+        report.write(f'{endpoint.address} {rank} {world_size}\\n')
+
+async def main():
+    async with Endpoint('127.0.0.1:0', limits=Limits(), timeouts=Timeouts.for_tests(), snapshot=snapshot) as endpoint:
+        report(endpoint, rank, 2)
+        await asyncio.to_thread(os.read, alive, 1) if rank else await asyncio.Event().wait()
+        report(endpoint, 0, 1)
+        await asked.wait()
+        while True:
+            print('asked')
+            await asyncio.sleep(0.01)
+
+asyncio.run(main())
+"""
+
 
 def test_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
     started_s = time.monotonic()
@@ -61,6 +93,14 @@ def test_a_bar_at_the_bottom_of_a_terminal(tmp_path: Path) -> None:
     assert before.endswith(" " * 20), "the bar was not cleared before the line"
     assert screen.rpartition("\r")[2] == "", "something is left in the bar's line"
     assert screen.rpartition("\r")[0].endswith(" " * 20), "the bar was not cleared at the end"
+
+
+def test_another_worker_is_asked_when_the_first_has_died(tmp_path: Path) -> None:
+    """Rank 0 dies of being asked; rank 1 becomes rank 0, as its next report says, and is called so."""
+    os.mkfifo(tmp_path / "fifo")
+    with Launched(tmp_path, "run", "--nproc", "2", "--min-workers", "1", script(tmp_path, HEIR), merged=True) as run:
+        output = run.read_until("[0] asked")
+    assert "shardnet: rank 0 failed: exit code 1; the others go on\n" in output
 
 
 def on_a_terminal(directory: Path, *arguments: str) -> str:
