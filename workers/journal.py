@@ -14,14 +14,14 @@ RECENT = 20  # steps over which the speed is said
 class Journal:
     """One run as one rank saw it. Rank 0 is the one that prints."""
 
-    def __init__(self, cluster: Cluster, total_steps: int, max_seconds: float | None) -> None:
-        self._cluster = cluster
-        self._total_steps = total_steps
+    def __init__(self, max_seconds: float | None) -> None:
+        self._cluster: Cluster  # from `began` on
+        self._total_steps = 0
         self._max_seconds = max_seconds
         self.parameters = 0
         self.started = datetime.now().astimezone()
         self._start_s = self._last_s = time.perf_counter()
-        self._exposed_before_ns = self._last_exposed_ns = cluster.telemetry.exposed_ns
+        self._exposed_before_ns = self._last_exposed_ns = 0
         self.steps: list[StepRecord] = []
         self.validations: list[Validation] = []
 
@@ -38,8 +38,16 @@ class Journal:
         if self._cluster.rank == 0:
             print(text, flush=True)
 
-    def began(self, parameters: int, text: Text, *, tokens_per_step: int) -> None:
-        self.parameters = parameters
+    def began(
+        self, cluster: Cluster, parameters: int, text: Text, total_steps: int, tokens_per_step: int, *, done: int, elapsed_s: float
+    ) -> None:
+        """The training begins, or goes on behind step `done`, for which it has taken so long. What was told of later ones is forgotten."""
+        if not hasattr(self, "_cluster"):
+            self._exposed_before_ns = cluster.telemetry.exposed_ns
+        self._cluster, self._total_steps, self.parameters = cluster, total_steps, parameters
+        self._start_s = time.perf_counter() - elapsed_s
+        self.steps = [step for step in self.steps if step.step <= done]
+        self.validations = [validation for validation in self.validations if validation.step <= done]
         ranks, files = _count(self._cluster.world_size, "rank"), _count(text.files, "file")
         self.say(
             f"{parameters / 1e6:.2f} million parameters over {ranks}, {tokens_per_step:,} tokens a step, "

@@ -26,6 +26,7 @@ COMPRESSIONS = {
 EXAMPLES = """\
 examples:
   shardnet run --nproc 2 workers/train_lm.py -- --max-seconds 60
+  shardnet run --nproc 3 --min-workers 2 --restarts 1 workers/train_lm.py
   shardnet run --nproc 4 workers/train_lm.py -- --text book.txt --epochs 3 --out runs/book
   python workers/train_lm.py --steps 50          alone, without a cluster
 """
@@ -70,6 +71,14 @@ def _add_run(group: argparse._ArgumentGroup) -> None:
     length.add_argument("--epochs", type=_positive, metavar="N", help="passes over the text, instead of --steps")
     group.add_argument(
         "--max-seconds", type=float, metavar="S", help="end after this time even if steps are left; the learning rate decays in time for it"
+    )
+    group.add_argument(
+        "--commit-every",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="steps from one commit to the next, where workers may be lost: each costs time, and so many are done again after a loss "
+        "(default: %(default)s)",
     )
     group.add_argument("--batch", type=_positive, default=4, metavar="N", help="sequences of one worker in one step (default: %(default)s)")
     group.add_argument("--text", type=Path, metavar="PATH", help="file or folder to learn (default: Python's standard library)")

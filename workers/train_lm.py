@@ -2,7 +2,10 @@
 
     shardnet run --nproc 2 workers/train_lm.py -- --max-seconds 60
 
-Every rank has the whole text and, in each step, sequences of its own. `--help` lists the options; model, text and
+    shardnet run --nproc 3 --min-workers 2 --restarts 1 workers/train_lm.py
+
+Every rank has the whole text and, in each step, sequences of its own. With the second command line the training goes on when a
+worker dies, at the step behind the last committed one. `--help` lists the options; model, text and
 report have files of their own beside this one.
 """
 
@@ -18,6 +21,7 @@ from gpt import GPT, Bigrams, Block, GPTConfig, parameter_count
 from journal import Journal
 from options import COMPRESSIONS, PRECISIONS, parse_options
 from outputs import conclude, prepare
+from shardnet import elastic
 from shardnet.backend.gather import gather_json
 from shardnet.performance import PerformanceRecorder, cluster_figures
 from shardnet.training.sampler import ShardedSampler
@@ -30,24 +34,37 @@ async def main() -> None:
         text = read_text(options.text, options.context)
     except TextError as error:
         sys.exit(f"train_lm: {error}")
-    async with shardnet.connect() as cluster:
-        prepare(options)
-        cluster.telemetry.tracing |= options.out is not None
-        await check_same_text(cluster, text)
-        trainer = await Trainer.create(cluster, options, text)
-        await trainer.run()
-        figures = await cluster_figures(cluster.backend, trainer.recorder.figures())
-        trainer.journal.say(f"speed: {figures}")
-        await conclude(cluster, trainer.journal, trainer.model, trainer.optimizer, trainer.config, options)
+    prepare(options)
+    journal = Journal(options.max_seconds)
+    await elastic.run(lambda cluster, state: train(cluster, state, options, text, journal), every=options.commit_every)
+
+
+async def train(cluster: shardnet.Cluster, state: elastic.State, options: argparse.Namespace, text: Text, journal: Journal) -> None:
+    """The training with the workers that there are now, from where it stands."""
+    cluster.telemetry.tracing |= options.out is not None
+    await check_same_text(cluster, text)
+    trainer = await Trainer.create(cluster, state, options, text, journal)
+    await trainer.run()
+    figures = await cluster_figures(cluster.backend, trainer.recorder.figures())
+    journal.say(f"speed: {figures}")
+    await conclude(cluster, journal, trainer.model, trainer.optimizer, trainer.config, options)
 
 
 class Trainer:
-    """One run, as one rank takes part in it. Every coroutine here is a collective."""
+    """One run, as one rank takes part in it while nobody comes or goes. Every coroutine here is a collective."""
 
     def __init__(
-        self, cluster: shardnet.Cluster, options: argparse.Namespace, text: Text, config: GPTConfig, model: shardnet.AsyncFSDP
+        self,
+        cluster: shardnet.Cluster,
+        state: elastic.State,
+        options: argparse.Namespace,
+        text: Text,
+        config: GPTConfig,
+        model: shardnet.AsyncFSDP,
+        journal: Journal,
     ) -> None:
         self.cluster = cluster
+        self.state = state
         self.options = options
         self.text = text
         self.config = config
@@ -56,13 +73,15 @@ class Trainer:
             model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=options.weight_decay, fused=True
         )
         self.sampler = self._sampler(len(text.train), seed=options.seed)
-        self.total_steps = options.steps or options.epochs * self.sampler.steps_per_epoch
-        self.journal = Journal(cluster, self.total_steps, options.max_seconds)
+        self.journal = journal
+        self.total_steps = 0
         self.recorder: PerformanceRecorder  # from `create`, since it measures the network first
-        self.elapsed_s = 0.0  # the mean over ranks, so that all ranks decide alike
+        self.elapsed_s = 0.0  # the mean over ranks, so that all ranks decide alike; 0 until the first step is done
 
     @classmethod
-    async def create(cls, cluster: shardnet.Cluster, options: argparse.Namespace, text: Text) -> "Trainer":
+    async def create(
+        cls, cluster: shardnet.Cluster, state: elastic.State, options: argparse.Namespace, text: Text, journal: Journal
+    ) -> "Trainer":
         torch.manual_seed(options.seed)
         config = GPTConfig(options.dim, options.layers, options.heads, options.context, options.bigrams)
         whole = GPT(config)
@@ -76,14 +95,24 @@ class Trainer:
             mixed_precision=PRECISIONS[options.precision],
             compression=COMPRESSIONS[options.compress],
         )
-        trainer = cls(cluster, options, text, config, model)
+        trainer = cls(cluster, state, options, text, config, model, journal)
         trainer.recorder = await cluster.record(model, trainer.optimizer)
-        trainer.journal.began(parameters, text, tokens_per_step=trainer.sampler.global_batch * options.context)
+        await state.resume(model, trainer.optimizer, position=0, elapsed_s=0.0)
+        trainer.total_steps = options.steps or state.step + trainer.steps_left(options.epochs)
+        tokens_per_step = trainer.sampler.global_batch * options.context
+        journal.began(cluster, parameters, text, trainer.total_steps, tokens_per_step, done=state.step, elapsed_s=state["elapsed_s"])
         return trainer
+
+    def steps_left(self, epochs: int) -> int:
+        """How many steps go through what is left of so many passes over the text."""
+        position: int = self.state["position"]
+        passes, seen = divmod(position, self.sampler.samples)
+        left = math.ceil((self.sampler.samples - seen) / self.sampler.global_batch)
+        return left + (epochs - passes - 1) * self.sampler.steps_per_epoch
 
     async def run(self) -> None:
         """All steps, with validation in between and at the end."""
-        for step in range(1, self.total_steps + 1):
+        for step in range(self.state.step + 1, self.total_steps + 1):
             await self.step(step)
             last = step == self.total_steps or self.elapsed_s >= (self.options.max_seconds or math.inf)
             if last or step % self.options.valid_every == 0:
@@ -98,7 +127,7 @@ class Trainer:
         rate = learning_rate(self.options, step, self.total_steps, self.elapsed_s)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        share = self.sampler.share(step - 1)
+        share = self.sampler.at(self.state["position"])
         inputs, targets = self.text.train.batch(share.indices)
         self.recorder.count(samples=share.samples, tokens=share.samples * self.options.context)
         loss = share.weight * cross_entropy(await self.model(inputs), targets)
@@ -115,6 +144,7 @@ class Trainer:
         self.journal.end_step(
             step, loss=mean_loss, tokens=share.batch * self.options.context, learning_rate=rate, gradient_norm=float(norm)
         )
+        await self.state.commit(step, position=self.state["position"] + share.batch, elapsed_s=self.elapsed_s)
 
     async def validate(self) -> float:
         """Mean loss on windows of the held-out text; each rank evaluates a part of them."""

@@ -24,17 +24,21 @@ async def run(train: Train[T], *, every: int = 1, **settings: Any) -> T:
                 ...
                 await state.commit(state.step + 1)
 
-        await elastic.run(train, min_world_size=2, max_world_size=4)
+        await elastic.run(train)
+
+    How many workers there may be and whether the job is elastic say `shardnet run --min-workers` and --restarts, or the settings
+    `min_world_size`, `max_world_size` and `elastic`. In a job that is not, `train` is called once, commits cost nothing, and the
+    first loss ends the run, as it does with `connect`.
 
     train     makes everything that it needs, for the cluster as it is now; `State.resume` brings it to where the training stands.
               Its last result is returned, when all ranks have one
     every     steps between commits: a loss costs at most so many and the one in flight
-    settings  of `connect`, of which `elastic` is true
+    settings  of `connect`
 
     What `train` raises ends this worker, unless it is PeerLost or comes from one: then the survivors go on without it. Raises
     JoinTimeout if fewer workers than `min_world_size` are left and no others come within `join_s`.
     """
-    async with connect(**{"elastic": True, **settings}) as cluster:
+    async with connect(**settings) as cluster:
         state = State(cluster, every=every)
         while True:
             try:
@@ -42,7 +46,7 @@ async def run(train: Train[T], *, every: int = 1, **settings: Any) -> T:
                 await cluster.backend.barrier(label="the end of the training")
             except Exception as error:
                 why = _reason(error)
-                if why is None:
+                if why is None or not cluster.elastic:
                     raise
             else:
                 return result

@@ -108,7 +108,8 @@ class State:
         else:
             everyones = [{name: Span(name, start, stop) for name, start, stop in said["wanted"]} for said in told]
             await self._load(choice, everyones, sizes, everyone)
-        await self._commit(Mark(self._cluster.topology.epoch, self.step))
+        if self._cluster.elastic:
+            await self._commit(Mark(self._cluster.topology.epoch, self.step))
         self._say_so()
 
     def _say_so(self) -> None:
@@ -168,10 +169,10 @@ class State:
         if self._parts is None:
             raise StateError("nothing is to be kept yet: call State.resume(model, optimizer, ...) before the first commit")
         self.values |= values
-        joiners = step % self.every == 0 and await self._commit(Mark(self._cluster.topology.epoch, step))
+        joiners = self._cluster.elastic and step % self.every == 0 and await self._commit(Mark(self._cluster.topology.epoch, step))
         self.step = self._cluster.telemetry.step = step
         if joiners:
-            raise WorldChanges(f"step {step} is committed, and {self._cluster.joiners or 'some'} workers wait to join")
+            raise WorldChanges(f"step {step} is committed, and workers wait to join")
 
     async def _commit(self, mark: Mark) -> bool:
         assert self._copying is not None

@@ -54,6 +54,11 @@ class Cluster:
         return self._seat.topology
 
     @property
+    def elastic(self) -> bool:
+        """Whether there may be a next epoch: see `reform`."""
+        return self._station is not None and self._station.elastic
+
+    @property
     def joiners(self) -> int:
         """How many workers wait for `reform` to take them in, as far as this rank has heard."""
         return self._seat.joiners
@@ -148,8 +153,11 @@ class Cluster:
         Raises StateError where nobody joins, RendezvousUnavailable, JoinTimeout or JoinRefused if there is no next epoch for this
         worker, and PeerLost if its peers cannot be reached; the cluster is closed then, as after cancelling.
         """
-        if self._station is None:
-            raise StateError("this cluster was formed elsewhere; only one that connect() has joined can reform")
+        if self._station is None or not self.elastic:
+            raise StateError(
+                "this cluster ends with its first loss; start the program with `shardnet run --min-workers` (or --restarts), or with "
+                "connect(elastic=True) on all ranks, to have one that can reform"
+            )
         if not agreed:
             self.backend.abort()  # first, so that no compute thread waits for a collective any more
         await self._close_models()

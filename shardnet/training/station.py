@@ -30,6 +30,8 @@ _TRIES = 5  # to form an elastic world: in each somebody may die meanwhile, but 
 class Station(Protocol):
     """What outlives the epochs of one process's membership."""
 
+    elastic: bool  # whether an epoch may follow another one
+
     async def join(self, after: Membership | None = None) -> Seat:
         """A place in the next epoch. `after` is the membership that this one follows; it is ended in any case.
 
@@ -56,15 +58,13 @@ class _Alone:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._telemetry_tracing = bool(settings.trace)
-        self._epoch = 0
+        self.elastic = False
 
     async def join(self, after: Membership | None = None) -> Seat:
-        self._epoch += 1
         backend = LoopbackBackend.create_group(1, timeouts=self._settings.timeouts, limits=self._settings.limits)[0]
-        backend.telemetry.tracing = self._telemetry_tracing
+        backend.telemetry.tracing = bool(self._settings.trace)
         member = Member(0, 0, 0, "127.0.0.1:0", node_identity(self._settings.node), new_incarnation())
-        return Seat(backend, Topology(self._epoch, 0, (member,)))
+        return Seat(backend, Topology(epoch=1, rank=0, members=(member,)))
 
 
 class _Connected:
@@ -72,6 +72,7 @@ class _Connected:
 
     def __init__(self, settings: Settings, listen: str) -> None:
         self._settings = settings
+        self.elastic = settings.elastic
         self._security = settings.security()
         self._telemetry = Telemetry(tracing=bool(settings.trace))
         self._topology: Topology | None = None  # of the newest epoch
@@ -102,7 +103,7 @@ class _Connected:
                 report.write(f"{topology.me.address} {topology.rank} {topology.world_size}\n")
 
     async def _take_seat(self, after: Membership | None) -> Seat:
-        for tries_left in reversed(range(_TRIES if self._settings.elastic else 1)):
+        for tries_left in reversed(range(_TRIES if self.elastic else 1)):
             membership = await self._become_member(after)
             self._topology = topology = membership.topology
             try:
@@ -128,7 +129,7 @@ class _Connected:
             min_world_size=settings.min_world_size,
             max_world_size=settings.max_world_size,
             local_rank_hint=settings.local_rank,
-            elastic=settings.elastic,
+            elastic=self.elastic,
             previous="" if after is None else after.topology.me.incarnation,
             last_epoch=0 if after is None else after.topology.epoch,
         )

@@ -57,6 +57,7 @@ class Crew:
                     every=every,
                     rendezvous=self.address,
                     job="job",
+                    elastic=True,
                     min_world_size=least,
                     max_world_size=most,
                     node=node,

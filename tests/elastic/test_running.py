@@ -104,8 +104,16 @@ async def test_the_others_go_on_behind_the_last_committed_step(place: str) -> No
     ],
 )
 async def test_a_whole_node_may_die_under_every_strategy(strategy: ShardingStrategy, size: int | None) -> None:
+    both = asyncio.Barrier(2)  # one after the other would be three for a moment, which no nodes of two can be made of
+
+    async def together(step: int) -> None:
+        if step == 3:
+            await both.wait()
+
     async with crew() as members:
-        make = [trainer(event, strategy=strategy, intra_node_size=size) for event in (lives, lives, dies("step", 3), dies("step", 3))]
+        stays = trainer(strategy=strategy, intra_node_size=size)
+        goes = trainer(dies("begin", 3), strategy=strategy, intra_node_size=size, before=together)
+        make = [stays, stays, goes, goes]
         lives_ = [members.hire(train, least=2, most=4, node=f"node{place // 2}") for place, train in enumerate(make)]
         await members.wait()
     check(lives_[:2])

@@ -34,6 +34,7 @@ from shardnet.config import Timeouts
 from shardnet.loop import LoopThread
 from shardnet.testing import same_bits
 from tests.contract.programs import GROUPS, expected, inputs_of, random_step, start
+from tests.elastic.learner import Learner
 from tests.fsdp.models import Block, loss_of, make_gpt, token_batches
 from tests.guards import idle_channel, lasting_leaks
 from tests.resources import Resources
@@ -66,7 +67,13 @@ class Worker:
         threading.Thread(target=read, name="standard input", daemon=True).start()
         poller = await LoopThread.shared().run_here(idle_channel())
         while line := await self._lines.get():
-            await self.join(json.loads(line))
+            command = json.loads(line)
+            if command.get("stop"):
+                continue  # it has
+            if command["work"] == "learn":
+                await Learner(self._rendezvous, command, say, lambda: self._lines.qsize() > 0).run()
+            else:
+                await self.join(command)
         await LoopThread.shared().run_here(poller.close())
 
     async def join(self, command: Command) -> None:

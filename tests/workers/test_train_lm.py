@@ -17,8 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardnet
+from journal import Journal
 from options import parse_options
 from outputs import count_ranks, write_sample
+from shardnet.elastic import State
 from tests.training.workers import Nursery, rendezvous
 from tests.workers.forked import PROGRAM, ROOT
 from text import read_text
@@ -40,6 +42,10 @@ def train(nursery: Nursery, out: Path, *options: str) -> dict[str, Any]:
     with rendezvous() as address:
         nursery.call("tests.workers.forked:main", address, *TINY.split(), f"--out={out}", *options, within_s=80)
     return reported(out)
+
+
+async def trainer_of(cluster: shardnet.Cluster, options: argparse.Namespace, book: Path) -> Trainer:
+    return await Trainer.create(cluster, State(cluster), options, read_text(book, context=16), Journal(options.max_seconds))
 
 
 def reported(out: Path) -> dict[str, Any]:
@@ -65,7 +71,7 @@ async def test_two_ranks_learn_what_one_learns(tmp_path: Path, book: Path) -> No
     two, printed = launch(tmp_path, f"--text={book}", "--epochs=1", "--batch=2")
     alone = parse_options([*TINY.split(), f"--text={book}", "--epochs=1", "--batch=4"])
     async with shardnet.connect() as cluster:
-        one = await Trainer.create(cluster, alone, read_text(book, context=16))
+        one = await trainer_of(cluster, alone, book)
         await one.run()
         graphs: list[bool] = []
         one.model.fsdp.register_forward_hook(lambda module, inputs, logits: graphs.append(logits.requires_grad))
@@ -98,7 +104,7 @@ async def test_bfloat16_learns_nearly_the_same(book: Path) -> None:
     async def losses(precision: str) -> list[float]:
         parsed = parse_options([*TINY.split(), f"--text={book}", "--steps=12", f"--precision={precision}"])
         async with shardnet.connect() as cluster:
-            trainer = await Trainer.create(cluster, parsed, read_text(book, context=16))
+            trainer = await trainer_of(cluster, parsed, book)
             await trainer.run()
             assert all(parameter.dtype == torch.float32 for parameter in trainer.model.parameters())
             return [step.loss for step in trainer.journal.steps]
@@ -115,7 +121,7 @@ async def test_two_ranks_learn_nearly_the_same_with_compression(nursery: Nursery
     run = train(nursery, tmp_path, f"--text={book}", "--epochs=1", "--batch=2", "--compress=int8")
     alone = parse_options([*TINY.split(), f"--text={book}", "--epochs=1", "--batch=4"])
     async with shardnet.connect() as cluster:
-        one = await Trainer.create(cluster, alone, read_text(book, context=16))
+        one = await trainer_of(cluster, alone, book)
         await one.run()
     losses, exact = [step["loss"] for step in run["steps"]], [step.loss for step in one.journal.steps]
     assert losses[-1] < losses[0] - 0.3
