@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import signal
+from pathlib import Path
 
 from shardnet.address import Address
 from shardnet.cli import arguments
@@ -10,6 +11,7 @@ from shardnet.cli.protection import Protection
 from shardnet.credentials import Role, Security
 from shardnet.errors import CredentialsError
 from shardnet.rendezvous.server import RendezvousServer
+from shardnet.rendezvous.store import NoStore, SqliteStore, Store
 
 DEFAULT_LISTEN = "127.0.0.1:7000"
 DESCRIPTION = """\
@@ -22,6 +24,8 @@ examples:
       for workers of this machine, on 127.0.0.1:7000
   shardnet rendezvous --listen 10.0.0.1:7000 --certs cluster/rendezvous
       for workers of other machines, with certificates: see 'shardnet certs --help'
+  shardnet rendezvous --listen 10.0.0.1:7000 --certs cluster/rendezvous --state rendezvous.db
+      one that may be killed and started again
   shardnet rendezvous --listen 10.0.0.1:7000 --insecure
       for workers of a network that you trust: connections are neither encrypted nor authenticated
 """
@@ -36,15 +40,25 @@ def add_to(commands: arguments.Commands) -> None:
         metavar="HOST:PORT",
         help="address to listen on; port 0 lets the system choose (default: %(default)s)",
     )
+    parser.add_argument(
+        "--state",
+        type=Path,
+        metavar="FILE",
+        help="write down there who is in which job (SQLite), so that a rendezvous that dies can be started again while jobs run: "
+        "their workers come back by themselves (default: nothing is written)",
+    )
     Protection.add_to(parser)
     parser.set_defaults(execute=execute)
 
 
 def execute(options: arguments.Arguments) -> int:
-    """Serve until SIGINT or SIGTERM. Raises ListenError, or PlaintextRefused for another machine's sake."""
+    """Serve until SIGINT or SIGTERM. Raises ListenError, PlaintextRefused for another machine's sake, or UsageError for a state file
+    that is of no use."""
     logging.getLogger("shardnet.rendezvous").setLevel(logging.INFO)
     protection = Protection.of(options)
-    return asyncio.run(_serve(options.listen, protection, _as_rendezvous(protection)))
+    security = _as_rendezvous(protection)
+    store = NoStore() if options.state is None else SqliteStore(options.state)
+    return asyncio.run(_serve(options.listen, protection, security, store))
 
 
 def _as_rendezvous(protection: Protection) -> Security:
@@ -57,12 +71,12 @@ def _as_rendezvous(protection: Protection) -> Security:
     return security
 
 
-async def _serve(listen: str, protection: Protection, security: Security) -> int:
+async def _serve(listen: str, protection: Protection, security: Security, store: Store) -> int:
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopped.set)
-    async with RendezvousServer(listen, security=security) as server:
+    async with RendezvousServer(listen, security=security, store=store) as server:
         print(_welcome(server.address, protection), flush=True)
         await stopped.wait()
     print("rendezvous: closed", flush=True)

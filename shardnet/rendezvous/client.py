@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
@@ -10,12 +11,14 @@ import grpc
 
 from shardnet.config import Limits, Timeouts
 from shardnet.credentials import Role, Security
-from shardnet.errors import ShardnetError, StateError
+from shardnet.errors import JoinRefused, ShardnetError, StateError
 from shardnet.pb import rendezvous_pb2 as pb
 from shardnet.rendezvous import messages
+from shardnet.rendezvous.backoff import delays
 from shardnet.rendezvous.events import JobStatus, Joiners, Lost
 from shardnet.rendezvous.joining import Joining, OnWaiting
 from shardnet.rendezvous.lease import Lease, LeaseBroken
+from shardnet.rendezvous.refusal import Refusal
 from shardnet.rendezvous.request import JoinRequest
 from shardnet.rendezvous.tasks import end_task
 from shardnet.topology import Topology
@@ -61,7 +64,7 @@ class Membership:
 
     Leaving the context says goodbye. Leaving it by an exception, or `abort`, does not: the others then see this worker
     as lost, which is what a failed worker is. If the rendezvous dies the membership stays and the run goes on; only the
-    news about others end, with one warning.
+    news about others end, with one warning, until the rendezvous is there again and takes this worker for the member that it is.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class Membership:
         self._topology: Topology | None = None
         self._leaving = False  # whatever happens to the lease from now on is meant
         self._joiners = 0
+        self._away = False  # the rendezvous cannot be reached, or does not know this membership
 
     @property
     def topology(self) -> Topology:
@@ -119,7 +123,7 @@ class Membership:
     async def aclose(self) -> None:
         """Say goodbye and close. Safe to call twice; cancelling it skips the goodbye."""
         try:
-            if self._watch is not None and not self._watch.done() and not self._leaving:
+            if self._watch is not None and not self._away and not self._leaving:
                 self._leaving = True
                 await self._say_goodbye()
         finally:
@@ -132,21 +136,54 @@ class Membership:
             self._lease.end()
 
     async def _watch_others(self, lease: Lease) -> None:
-        """Report who is gone until the lease ends."""
-        try:
-            while True:
-                event = await lease.next_event()
-                if isinstance(event, Lost):
-                    self._report(event)
-                elif isinstance(event, Joiners):
-                    self._joiners = event.count
-        except (LeaseBroken, ShardnetError) as error:
-            if self._leaving:
+        """Report who is gone, and come back to the rendezvous where that was gone itself."""
+        while True:
+            try:
+                await self._listen(lease)
+            except (LeaseBroken, ShardnetError) as error:
+                if self._leaving:
+                    return
+                self._away, self._joiners = True, 0
+                self._warn(f"is gone ({error}); the run goes on, but nobody can join or reform until it is back")
+            try:
+                lease = await self._come_back()
+            except ShardnetError as error:
+                self._warn(f"does not take this worker back, and cannot tell others of it: {error}")
                 return
-            log.warning(
-                "[rank %d/%d epoch %d] the rendezvous at %s is gone (%s); the run goes on, but nobody can join or reform until it is back",
-                *(self.topology.rank, self.topology.world_size, self.topology.epoch, self._address, str(error)),
-            )
+
+    async def _listen(self, lease: Lease) -> None:
+        while True:
+            event = await lease.next_event()
+            if isinstance(event, Lost):
+                self._report(event)
+            elif isinstance(event, Joiners):
+                self._joiners = event.count
+
+    async def _come_back(self) -> Lease:
+        """Try until the rendezvous has this worker again. Raises JoinRefused, or what says that it is no rendezvous any more."""
+        assert self._channel is not None
+        for pause_s in delays():
+            await asyncio.sleep(pause_s)
+            self._lease = lease = Lease(self._channel, self._address, replace(self._request, resumes=True))
+            try:
+                event = await lease.next_event()
+            except LeaseBroken:
+                continue
+            except JoinRefused as refusal:
+                if refusal.reason == Refusal.DUPLICATE_INCARNATION:  # the connection that broke looks alive over there
+                    continue
+                raise
+            self._away = False
+            self._joiners = event.count if isinstance(event, Joiners) else 0
+            self._warn("is back")
+            return lease
+        raise AssertionError("unreachable: delays() does not end")
+
+    def _warn(self, what: str) -> None:
+        topology = self.topology
+        log.warning(
+            "[rank %d/%d epoch %d] the rendezvous at %s %s", topology.rank, topology.world_size, topology.epoch, self._address, what
+        )
 
     def _report(self, lost: Lost) -> None:
         if self._on_lost is None or lost.epoch != self.topology.epoch:

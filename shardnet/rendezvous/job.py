@@ -1,12 +1,15 @@
 """`Job`: the membership of one job, as a pure state machine. No I/O, no clock: time comes in as an argument."""
 
 from collections.abc import Iterable
+from dataclasses import replace
+from typing import Self
 
 from shardnet.errors import JoinRefused
 from shardnet.rendezvous.events import Assigned, JobState, JobStatus, Joiners, Lost, Notice, Waiting
 from shardnet.rendezvous.placement import place
 from shardnet.rendezvous.refusal import Refusal
 from shardnet.rendezvous.request import MAX_WORLD_SIZE, JoinRequest, may_share_node
+from shardnet.rendezvous.store import SavedJob
 from shardnet.topology import Member, Topology
 
 REFORMS = "it forms the next epoch"
@@ -34,6 +37,7 @@ class Job:
         self._live: dict[str, JoinRequest] = {}  # by incarnation, in order of arrival
         self._members: dict[str, Member] = {}  # those with ranks; empty unless RUNNING
         self._former_ranks: dict[str, int] = {}  # of joiners that were members
+        self._vanished: dict[str, tuple[JoinRequest, Member]] = {}  # of this epoch, without a goodbye: they may come back
         self._wish: JoinRequest | None = None  # of the one who started the forming: its sizes hold for all
         self._last_arrival_s = 0.0
 
@@ -61,9 +65,11 @@ class Job:
 
     def remove(self, incarnation: str, reason: str, *, left: bool) -> list[Notice]:
         """A worker left or vanished: a joiner's place is free again, and of a member the other ones are told."""
-        del self._live[incarnation]
+        request = self._live.pop(incarnation)
         self._former_ranks.pop(incarnation, None)
         member = self._members.pop(incarnation, None)
+        if member is not None and not left:
+            self._vanished[incarnation] = (request, member)
         if not self._live:
             self.state = JobState.FINISHED
             self._former_ranks.clear()
@@ -72,6 +78,40 @@ class Job:
             return self._tell_waiting()
         notices = [] if member is None else self._tell_lost(member, reason, left=left)
         return notices + (self._tell_joiners() if self._members else self._reform())
+
+    def readmit(self, request: JoinRequest) -> bool:
+        """Take back a member that had only lost its connection, if its epoch still runs."""
+        found = self._vanished.get(request.incarnation)
+        if found is None or not _is_same(found[0], request) or self.state is JobState.FORMING:
+            return False
+        del self._vanished[request.incarnation]
+        self._live[request.incarnation], self._members[request.incarnation] = found
+        self.state = JobState.RUNNING
+        return True
+
+    def greet(self, incarnation: str) -> list[Notice]:
+        """What a member that is back must know, and the others of it."""
+        return self._tell_joiners() if self._elastic else [Notice(incarnation, Joiners(0))]
+
+    @property
+    def saved(self) -> SavedJob | None:
+        """What must be known to go on with the epoch that runs, or with the next one; None for a job that never ran."""
+        if not self.ever_ran or self._wish is None:
+            return None
+        members = tuple((member.rank, self._live[incarnation]) for incarnation, member in self._members.items())
+        return SavedJob(self.name, self.epoch, self._wish.min_world_size, self._wish.max_world_size, self._wish.elastic, members)
+
+    @classmethod
+    def restored(cls, saved: SavedJob, settle_s: float) -> Self:
+        """A job as it was saved, all of its members live. Ranks that were gone by then are nobody's."""
+        job = cls(saved.name, saved.epoch, settle_s)
+        job.ever_ran = True
+        requests = [request for _, request in saved.members]
+        if requests:
+            job.state, job._wish = JobState.RUNNING, requests[0]
+            job._live = {request.incarnation: request for request in requests}
+            job._members = {m.incarnation: replace(m, rank=rank) for m, (rank, _) in zip(place(requests), saved.members, strict=True)}
+        return job
 
     def _leave_epoch(self, request: JoinRequest) -> list[Notice]:
         """A member becomes a joiner; see [Note: reforming]. One that is a joiner already keeps its turn."""
@@ -85,7 +125,7 @@ class Job:
     def _previous(self, request: JoinRequest) -> JoinRequest | None:
         """The live membership that a request follows. Nobody ends another one's by naming it."""
         previous = self._live.get(request.previous)
-        return previous if previous is not None and (previous.identity, previous.address) == (request.identity, request.address) else None
+        return previous if previous is not None and _is_same(previous, request) else None
 
     @property
     def _elastic(self) -> bool:
@@ -141,6 +181,7 @@ class Job:
         self.epoch = max(self.epoch, *(request.last_epoch for request in chosen)) + 1
         self.state, self.ever_ran = JobState.RUNNING, True
         self._former_ranks.clear()
+        self._vanished.clear()
         members = place(chosen)
         self._members = {m.incarnation: m for m in members}
         return [Notice(m.incarnation, Assigned(Topology(self.epoch, m.rank, members))) for m in members]
@@ -210,3 +251,8 @@ class Job:
             "it takes nobody in; start this worker when the job has ended, or use another job id",
             Refusal.RUNNING,
         )
+
+
+def _is_same(one: JoinRequest, other: JoinRequest) -> bool:
+    """Whether two requests are the same worker's, whatever it has called itself."""
+    return (one.identity, one.address) == (other.identity, other.address)

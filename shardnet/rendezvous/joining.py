@@ -29,7 +29,8 @@ class Joining:
     """One worker's tries to join; thrown away once it has a topology.
 
     The rendezvous may not be up yet, or may go and come back: a broken lease is followed by another try, until the
-    rendezvous has been silent for `connect_s`. `join_s` bounds the whole.
+    rendezvous has been silent for `connect_s`. `join_s` bounds the whole, and alone counts for a worker whose job runs: its
+    rendezvous was there, and is likely to come back.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Joining:
         self._on_waiting = on_waiting
         self._clock = asyncio.get_running_loop().time
         self._silent_since_s = self._clock()
+        self._patience_s = timeouts.join_s if request.last_epoch else timeouts.connect_s
         self._waiting: Waiting | None = None  # the newest; None until the rendezvous has taken us in
         self._pauses = delays()
 
@@ -71,17 +73,17 @@ class Joining:
                 return await self._try()
             except LeaseBroken as broken:
                 trouble = str(broken)
-                left_s = self._silent_since_s + self._timeouts.connect_s - self._clock()
+                left_s = self._silent_since_s + self._patience_s - self._clock()
                 await check_trust(self._address, self._security, min(left_s, HANDSHAKE_S), Role.RENDEZVOUS)
             except JoinRefused as refusal:
                 if not self._may_pass(refusal, tries):
                     raise
                 trouble = str(refusal)
             pause_s = next(self._pauses)
-            if self._clock() + pause_s >= self._silent_since_s + self._timeouts.connect_s:
+            if self._clock() + pause_s >= self._silent_since_s + self._patience_s:
                 raise self._unavailable(trouble)
             if tries == 1:
-                log.info("the rendezvous at %s does not answer yet (%s); trying for %g s", self._address, trouble, self._timeouts.connect_s)
+                log.info("the rendezvous at %s does not answer yet (%s); trying for %g s", self._address, trouble, self._patience_s)
             await asyncio.sleep(pause_s)
         raise AssertionError("unreachable: count() does not end")
 
@@ -97,7 +99,7 @@ class Joining:
         lease = Lease(self._channel, self._address, self._request)
         spoke = False
         try:
-            async with asyncio.timeout_at(self._silent_since_s + self._timeouts.connect_s) as silence:
+            async with asyncio.timeout_at(self._silent_since_s + self._patience_s) as silence:
                 while True:
                     event = await lease.next_event()
                     spoke = True
@@ -125,7 +127,7 @@ class Joining:
         if self._request.local_rank_hint:
             return
         if self._waiting is None:
-            log.warning("no rendezvous answers at %s yet; trying for %g s", self._address, self._timeouts.connect_s)
+            log.warning("no rendezvous answers at %s yet; trying for %g s", self._address, self._patience_s)
         else:
             log.warning(
                 "job %r: %d of %s workers have joined at %s; waiting up to %g s for the others",
@@ -134,7 +136,7 @@ class Joining:
 
     def _unavailable(self, trouble: str) -> RendezvousUnavailable:
         return RendezvousUnavailable(
-            f"no rendezvous answered at {self._address} for {self._timeouts.connect_s:g} s (last: {trouble}); "
+            f"no rendezvous answered at {self._address} for {self._patience_s:g} s (last: {trouble}); "
             "start it with `shardnet rendezvous`, or check the address and the network between"
         )
 

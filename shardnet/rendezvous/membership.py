@@ -7,9 +7,11 @@ from shardnet.rendezvous.events import JobState, JobStatus, Notice
 from shardnet.rendezvous.job import Job
 from shardnet.rendezvous.refusal import Refusal
 from shardnet.rendezvous.request import JoinRequest
+from shardnet.rendezvous.store import NoStore, Store
 
 LEFT = "it left"
 VANISHED = "its connection to the rendezvous broke"
+ABSENT = "it has not come back since the rendezvous was started again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +36,15 @@ class Registry:
     Every change returns the notices to deliver, in order. Time is in seconds of any clock that never goes back.
     """
 
-    def __init__(self, *, settle_s: float = 2.0, limits: RendezvousLimits | None = None) -> None:
+    def __init__(self, *, settle_s: float = 2.0, limits: RendezvousLimits | None = None, store: Store | None = None) -> None:
         """`settle_s`: how long a job that has its minimum of workers waits for one more."""
         self._settle_s = settle_s
         self._limits = limits or RendezvousLimits()
         self._jobs: dict[str, Job] = {}  # the oldest first
         self._job_of: dict[str, Job] = {}  # of every live member
         self._forgotten_epoch = 0  # the highest of the jobs that were dropped: epochs grow even for a job id that returns
+        self._store = store or NoStore()
+        self._absent: dict[str, float] = {}  # members of before the last start that have not come back, and until when they may
 
     def join(self, request: JoinRequest, now: float) -> list[Notice]:
         """Take a worker into its job. Raises JoinRefused, saying what is wrong and what to do, and changes nothing then."""
@@ -53,7 +57,35 @@ class Registry:
         self._jobs[request.job] = self._job_of[request.incarnation] = job
         if self._job_of.get(request.previous) is job and not job.has(request.previous):
             del self._job_of[request.previous]  # this membership follows that one
+            self._absent.pop(request.previous, None)
+        self._save(job)
         return notices
+
+    def restore(self, until: float) -> None:
+        """Go on with what is in the store. Members count as live until that time, and then vanish unless they have resumed."""
+        for saved in self._store.load():
+            self._jobs[saved.name] = job = Job.restored(saved, self._settle_s)
+            for _, request in saved.members:
+                self._job_of[request.incarnation] = job
+                self._absent[request.incarnation] = until
+
+    def resume(self, request: JoinRequest) -> list[Notice]:
+        """A member is back whose connection broke, its own or that of the whole rendezvous. Raises JoinRefused if it is none any more."""
+        job = self._job_of.get(request.incarnation)
+        if job is not None and self._absent.pop(request.incarnation, None) is None:
+            raise JoinRefused(f"incarnation {request.incarnation!r} has an open connection already", Refusal.DUPLICATE_INCARNATION)
+        if job is None:
+            job = self._jobs.get(request.job)
+            if job is None or not job.readmit(request):
+                raise JoinRefused(
+                    f"no epoch of job {request.job!r} that this rendezvous knows has the member {request.incarnation!r} at "
+                    f"{request.address}: it went on without it, or this rendezvous was started anew without its state "
+                    "(shardnet rendezvous --state)",
+                    Refusal.UNKNOWN,
+                )
+            self._job_of[request.incarnation] = job
+            self._save(job)
+        return job.greet(request.incarnation)
 
     def is_member(self, incarnation: str) -> bool:
         return incarnation in self._job_of
@@ -73,12 +105,19 @@ class Registry:
         return self._remove(incarnation, VANISHED, left=False) if incarnation in self._job_of else []
 
     def tick(self, now: float) -> list[Notice]:
-        """Form the worlds whose time has come."""
-        return [notice for job in self._jobs.values() for notice in job.tick(now)]
+        """Form the worlds whose time has come, and give up members that have not come back."""
+        late = [incarnation for incarnation, until in self._absent.items() if until <= now]
+        notices = [notice for incarnation in late for notice in self._remove(incarnation, ABSENT, left=False)]
+        for job in self._jobs.values():
+            if formed := job.tick(now):
+                self._save(job)
+                notices += formed
+        return notices
 
     def deadline(self) -> float | None:
         """When `tick` must be called next, if nothing changes before."""
-        return min((job.deadline for job in self._jobs.values() if job.deadline is not None), default=None)
+        deadlines = [job.deadline for job in self._jobs.values() if job.deadline is not None]
+        return min([*deadlines, *self._absent.values()], default=None)
 
     def status(self, job: str = "") -> tuple[JobStatus, ...]:
         """One job (or none, if it is unknown), or all of them, the oldest first."""
@@ -86,10 +125,16 @@ class Registry:
 
     def _remove(self, incarnation: str, reason: str, *, left: bool) -> list[Notice]:
         job = self._job_of.pop(incarnation)
+        self._absent.pop(incarnation, None)
         notices = job.remove(incarnation, reason, left=left)
+        self._save(job)
         if job.state is JobState.FINISHED and not job.ever_ran:
             del self._jobs[job.name]  # no epoch is used up: nothing is worth remembering
         return notices
+
+    def _save(self, job: Job) -> None:
+        if (saved := job.saved) is not None:
+            self._store.save(saved)
 
     def _check_new(self, request: JoinRequest) -> None:
         if request.incarnation in self._job_of:
@@ -119,4 +164,5 @@ class Registry:
                 Refusal.FULL,
             )
         del self._jobs[finished.name]
+        self._store.drop(finished.name)
         self._forgotten_epoch = max(self._forgotten_epoch, finished.epoch)

@@ -25,6 +25,7 @@ def write_request(request: JoinRequest) -> pb.JoinRequest:
         elastic=request.elastic,
         previous=request.previous,
         last_epoch=request.last_epoch,
+        resumes=request.resumes,
     )
 
 
@@ -43,6 +44,7 @@ def read_request(message: pb.JoinRequest) -> JoinRequest:
             elastic=message.elastic,
             previous=message.previous,
             last_epoch=message.last_epoch,
+            resumes=message.resumes,
         )
     except UsageError as error:
         raise JoinRefused(f"the join request makes no sense: {error}", Refusal.MALFORMED) from error

@@ -10,6 +10,7 @@ from shardnet.credentials import Security
 from shardnet.pb import stats_pb2
 from shardnet.rendezvous.membership import Registry, RendezvousLimits
 from shardnet.rendezvous.service import RendezvousService
+from shardnet.rendezvous.store import NoStore, Store
 from shardnet.rendezvous.tasks import end_task
 from shardnet.transport.endpoint import Endpoint
 from shardnet.transport.stats_service import resident_bytes
@@ -34,10 +35,17 @@ class RendezvousServer:
         settle_s: float = SETTLE_S,
         limits: RendezvousLimits | None = None,
         security: Security | None = None,
+        store: Store | None = None,
     ) -> None:
-        """`settle_s`: how long a job that has its minimum of workers, but not its maximum, waits for one more."""
+        """settle_s  how long a job that has its minimum of workers, but not its maximum, waits for one more
+        store     what is known from before, and where all is written down; closed with the server. The members of running jobs have
+                  `lost_s` from the start to come back
+        """
         timeouts = timeouts or Timeouts()
-        self._service = RendezvousService(Registry(settle_s=settle_s, limits=limits))
+        self._store = store or NoStore()
+        registry = Registry(settle_s=settle_s, limits=limits, store=self._store)
+        registry.restore(time.monotonic() + timeouts.lost_s)
+        self._service = RendezvousService(registry)
         self._endpoint = Endpoint(listen, limits=Limits(), timeouts=timeouts, snapshot=self._snapshot, security=security)
         self._endpoint.add(self._service.handlers())
         self._clock: asyncio.Task[None] | None = None  # owned: awaited by aclose
@@ -62,6 +70,7 @@ class RendezvousServer:
         finally:
             if clock is not None:
                 await end_task(clock)
+            self._store.close()
 
     async def __aenter__(self) -> Self:
         await self.start()

@@ -71,11 +71,11 @@ class RendezvousService:
             await _say_closing(context)
         try:
             request = _identified(messages.read_request(message))
-            notices = self._registry.join(request, self._clock())
+            notices = self._registry.resume(request) if request.resumes else self._registry.join(request, self._clock())
         except JoinRefused as refusal:
             log.info("refused %s: %s", context.peer(), refusal)
             await refuse(context, refusal)
-        log.info("job %s: %s joined from node %s", request.job, request.address, request.node)
+        log.info("job %s: %s %s from node %s", request.job, request.address, "is back" if request.resumes else "joined", request.node)
         mailbox = self._mailboxes[request.incarnation] = Mailbox()
         try:
             self._deliver(notices)
@@ -83,9 +83,10 @@ class RendezvousService:
                 await context.write(messages.write_event(event))
         finally:
             del self._mailboxes[request.incarnation]
-            if self._registry.is_member(request.incarnation) and not self._closing:
-                log.info("job %s: %s vanished", request.job, request.address)
-            self._deliver(self._registry.vanish(request.incarnation))
+            if not self._closing:  # else nothing is known of the worker: it is the rendezvous that goes
+                if self._registry.is_member(request.incarnation):
+                    log.info("job %s: %s vanished", request.job, request.address)
+                self._deliver(self._registry.vanish(request.incarnation))
         if self._closing:
             await _say_closing(context)
 

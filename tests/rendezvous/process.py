@@ -7,17 +7,20 @@ import asyncio
 import dataclasses
 import json
 import sys
+from pathlib import Path
 
 from shardnet.config import Timeouts
 from shardnet.rendezvous.client import join
 from shardnet.rendezvous.request import JoinRequest
 from shardnet.rendezvous.server import RendezvousServer
+from shardnet.rendezvous.store import SqliteStore
 
 TIMEOUTS = Timeouts.for_tests()
 
 
-async def rendezvous() -> None:
-    async with RendezvousServer("127.0.0.1:0", timeouts=TIMEOUTS) as server:
+async def rendezvous(listen: str = "127.0.0.1:0", state: str = "") -> None:
+    store = SqliteStore(Path(state)) if state else None
+    async with RendezvousServer(listen, timeouts=TIMEOUTS, store=store) as server:
         print(server.address, flush=True)
         await _until_input_closes()
 
@@ -33,14 +36,15 @@ async def _until_input_closes() -> None:
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
 
 
-def command(role: str, address: str = "", request: JoinRequest | None = None) -> list[str]:
+def command(role: str, address: str = "", request: JoinRequest | None = None, *, state: Path | None = None) -> list[str]:
     """The command line of a process of this module."""
     fields = [json.dumps(dataclasses.asdict(request))] if request else []
-    return [sys.executable, "-m", "tests.rendezvous.process", role, *([address] if address else []), *fields]
+    given = [text for text in (address, *fields, str(state or "")) if text]
+    return [sys.executable, "-m", "tests.rendezvous.process", role, *given]
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "rendezvous":
-        asyncio.run(rendezvous())
+        asyncio.run(rendezvous(*sys.argv[2:]))
     else:
         asyncio.run(worker(sys.argv[2], JoinRequest(**json.loads(sys.argv[3]))))

@@ -1,0 +1,142 @@
+"""What a rendezvous writes down, so that it can be started again while its jobs run."""
+
+import sqlite3
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from shardnet.errors import UsageError
+from shardnet.rendezvous.request import JoinRequest
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS jobs (
+    name TEXT PRIMARY KEY, epoch INTEGER NOT NULL,
+    min_world_size INTEGER NOT NULL, max_world_size INTEGER NOT NULL, elastic INTEGER NOT NULL
+) STRICT;
+CREATE TABLE IF NOT EXISTS members (
+    job TEXT NOT NULL REFERENCES jobs (name) ON DELETE CASCADE, rank INTEGER NOT NULL,
+    incarnation TEXT NOT NULL, address TEXT NOT NULL, node TEXT NOT NULL, local_rank_hint INTEGER NOT NULL, identity TEXT NOT NULL,
+    PRIMARY KEY (job, rank)
+) STRICT;
+"""
+VERSION = 1  # of the tables
+
+
+@dataclass(frozen=True, slots=True)
+class SavedJob:
+    """A job that has run: its last epoch, and who is in that by rank, as far as it has not ended."""
+
+    name: str
+    epoch: int
+    min_world_size: int
+    max_world_size: int
+    elastic: bool
+    members: tuple[tuple[int, JoinRequest], ...]
+
+
+class Store(Protocol):
+    """Where jobs are written down. Called on the loop, at every change of who is in an epoch: short, and seldom."""
+
+    def load(self) -> Sequence[SavedJob]:
+        """All jobs that were saved and not dropped."""
+
+    def save(self, job: SavedJob) -> None:
+        """Write a job down in place of what was there of it."""
+
+    def drop(self, name: str) -> None:
+        """Forget a job."""
+
+    def close(self) -> None: ...
+
+
+class NoStore:
+    """Nothing is written down: a rendezvous that is started again knows of nobody."""
+
+    def load(self) -> Sequence[SavedJob]:
+        return ()
+
+    def save(self, job: SavedJob) -> None: ...
+
+    def drop(self, name: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class SqliteStore:
+    """A database in a file, which belongs to one rendezvous at a time.
+
+    Raises UsageError for a file that cannot be one, that is another one's, or that another version has written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            path.touch(mode=0o600)
+            self._connection = sqlite3.connect(path, isolation_level=None, timeout=0)
+            try:
+                self._open()
+            except BaseException:
+                self._connection.close()
+                raise
+        except OSError as error:
+            raise UsageError(f"cannot keep the rendezvous' state in {path}: {error.strerror}; choose another place") from error
+        except sqlite3.Error as error:
+            raise UsageError(
+                f"cannot keep the rendezvous' state in {path}: {error}; another rendezvous may be using it, or it is a file of another "
+                "kind: choose another one"
+            ) from error
+
+    def _open(self) -> None:
+        self._connection.execute("PRAGMA locking_mode = EXCLUSIVE")  # so that a second rendezvous is told, and not half believed
+        self._connection.execute("PRAGMA foreign_keys = ON")
+        self._connection.execute("BEGIN EXCLUSIVE")
+        (version,) = self._connection.execute("PRAGMA user_version").fetchone()
+        if version not in (0, VERSION):
+            raise UsageError(
+                f"{self._path} was written by another version of shardnet (tables {version}, here {VERSION}); choose another file"
+            )
+        for statement in _SCHEMA.split(";"):
+            self._connection.execute(statement)
+        self._connection.execute(f"PRAGMA user_version = {VERSION}")
+        self._connection.execute("COMMIT")
+
+    def load(self) -> Sequence[SavedJob]:
+        jobs = []
+        for name, epoch, least, most, elastic in self._connection.execute(
+            "SELECT name, epoch, min_world_size, max_world_size, elastic FROM jobs ORDER BY rowid"
+        ).fetchall():
+            rows = self._connection.execute(
+                "SELECT rank, incarnation, address, node, local_rank_hint, identity FROM members WHERE job = ? ORDER BY rank", (name,)
+            )
+            members = tuple(
+                (rank, JoinRequest(name, incarnation, address, node, least, most, hint, elastic=bool(elastic), identity=identity))
+                for rank, incarnation, address, node, hint, identity in rows
+            )
+            jobs.append(SavedJob(name, epoch, least, most, bool(elastic), members))
+        return jobs
+
+    def save(self, job: SavedJob) -> None:
+        with self._transaction():
+            self._connection.execute("DELETE FROM jobs WHERE name = ?", (job.name,))
+            self._connection.execute(
+                "INSERT INTO jobs VALUES (?, ?, ?, ?, ?)", (job.name, job.epoch, job.min_world_size, job.max_world_size, int(job.elastic))
+            )
+            self._connection.executemany(
+                "INSERT INTO members VALUES (?, ?, ?, ?, ?, ?, ?)",
+                [
+                    (job.name, rank, each.incarnation, each.address, each.node, each.local_rank_hint, each.identity)
+                    for rank, each in job.members
+                ],
+            )
+
+    def drop(self, name: str) -> None:
+        with self._transaction():
+            self._connection.execute("DELETE FROM jobs WHERE name = ?", (name,))
+
+    def _transaction(self) -> sqlite3.Connection:
+        self._connection.execute("BEGIN")
+        return self._connection  # which commits, or rolls back after an error
+
+    def close(self) -> None:
+        self._connection.close()

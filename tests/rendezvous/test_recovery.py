@@ -1,0 +1,177 @@
+"""A rendezvous that goes and comes back while its jobs run: nobody is lost, and nobody has to be told."""
+
+import asyncio
+import logging
+import re
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shardnet.errors import JoinRefused
+from shardnet.rendezvous.client import status
+from shardnet.rendezvous.events import JobState, Joiners, Lost
+from shardnet.rendezvous.membership import ABSENT, Registry
+from shardnet.rendezvous.refusal import Refusal
+from shardnet.rendezvous.store import SqliteStore, Store
+from tests.rendezvous.builders import assigned, to, worker
+from tests.rendezvous.people import TIMEOUTS, Person, rendezvous
+from tests.rendezvous.process import command
+from tests.rendezvous.test_processes import process
+from tests.rendezvous.test_reforming import SETTLE, again, elastic, formed
+from tests.shared_loop import on_shared_loop
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return SqliteStore(tmp_path / "rendezvous.db")
+
+
+def registries(store: Store) -> tuple[Registry, Registry]:
+    """One that has a running epoch of three, and its successor, which knows of it by the store alone."""
+    before = Registry(settle_s=SETTLE, store=store)
+    formed(before, 3)
+    after = Registry(settle_s=SETTLE, store=store)
+    after.restore(until=100.0)
+    return before, after
+
+
+def test_members_come_back_to_their_epoch(store: Store) -> None:
+    before, after = registries(store)
+    (told,), (kept,) = before.status(), after.status()
+    assert kept == told
+    for number in range(3):
+        assert Joiners(0) in to(after.resume(elastic(number)), number)
+    assert after.deadline() is None
+    with pytest.raises(JoinRefused) as refused:
+        after.resume(elastic(1))
+    assert refused.value.reason == Refusal.DUPLICATE_INCARNATION
+    store.close()
+
+
+def test_who_does_not_come_back_is_lost_after_a_while(store: Store) -> None:
+    _, after = registries(store)
+    after.resume(elastic(0))
+    after.resume(elastic(2))
+    assert after.deadline() == 100.0
+    assert after.tick(99.0) == []
+    assert to(after.tick(100.0), 0) == [Lost(1, 1, ABSENT, False), Joiners(0)]
+    assert [member.rank for member in after.status()[0].members] == [0, 2]
+    store.close()
+
+
+def test_joiners_wait_for_those_that_have_not_come_back(store: Store) -> None:
+    _, after = registries(store)
+    assert not assigned(after.join(elastic(7), 90.0))
+    assert not assigned(after.join(again(elastic(0)), 91.0))
+    assert not assigned(after.join(again(elastic(1)), 92.0))
+    worlds = assigned(after.tick(100.0))
+    assert {name: (world.epoch, world.rank) for name, world in worlds.items()} == {"w0+": (2, 0), "w1+": (2, 1), "w7": (2, 2)}
+    store.close()
+
+
+def test_epochs_go_on_for_a_job_that_had_ended(store: Store) -> None:
+    before = Registry(settle_s=SETTLE, store=store)
+    formed(before, 2)
+    before.leave("job", "w0")
+    before.leave("job", "w1")
+    after = Registry(settle_s=SETTLE, store=store)
+    after.restore(until=100.0)
+    assert after.status()[0].state is JobState.FINISHED
+    for number in (3, 4):
+        after.join(elastic(number), 0.0)
+    assert {world.epoch for world in assigned(after.tick(SETTLE)).values()} == {2}
+    store.close()
+
+
+def test_a_stranger_is_not_taken_for_a_member(store: Store) -> None:
+    _, after = registries(store)
+    for request in (elastic(9), replace(elastic(1), job="other")):
+        with pytest.raises(JoinRefused) as refused:
+            after.resume(replace(request, incarnation="w9"))
+        assert refused.value.reason == Refusal.UNKNOWN
+    store.close()
+
+
+def test_who_only_lost_its_connection_may_come_back_while_its_epoch_runs() -> None:
+    registry = Registry(settle_s=SETTLE)
+    workers = formed(registry, 3)
+    registry.vanish("w1")
+    with pytest.raises(JoinRefused):
+        registry.resume(replace(workers[1], address="10.0.0.9:1"))
+    assert to(registry.resume(workers[1]), 1) == [Joiners(0)]
+    assert [member.rank for member in registry.status()[0].members] == [0, 1, 2]
+    registry.leave("job", "w1")
+    with pytest.raises(JoinRefused):
+        registry.resume(workers[1])
+    registry.vanish("w0")
+    registry.join(again(workers[2]), 1.0)
+    with pytest.raises(JoinRefused) as refused:
+        registry.resume(workers[0])
+    assert refused.value.reason == Refusal.UNKNOWN
+
+
+def test_even_where_all_had_lost_it() -> None:
+    registry = Registry(settle_s=SETTLE)
+    workers = formed(registry, 2)
+    registry.vanish("w0")
+    registry.vanish("w1")
+    assert registry.status()[0].state is JobState.FINISHED
+    registry.resume(workers[1])
+    assert registry.status()[0].state is JobState.RUNNING
+    registry.resume(workers[0])
+    assert [member.rank for member in registry.status()[0].members] == [0, 1]
+
+
+# --- real ones
+
+
+@pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGTERM])
+@on_shared_loop
+async def test_a_rendezvous_that_is_killed_and_started_again_has_its_members_back(
+    stop: signal.Signals, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    back = asyncio.Semaphore(0)
+
+    def count(record: logging.LogRecord) -> bool:
+        if re.search(r"\d is back$", record.getMessage()):
+            back.release()
+        return True
+
+    caplog.handler.addFilter(count)
+    state = tmp_path / "rendezvous.db"
+    async with process(*command("rendezvous", "127.0.0.1:0", state=state)) as (server, address):
+        people = [Person(address, elastic(number, most=3)) for number in range(3)]
+        assert sorted([await person.rank() for person in people]) == [0, 1, 2]
+        server.send_signal(stop)
+        await asyncio.to_thread(server.wait)
+    async with process(*command("rendezvous", address, state=state)) as (_, same):
+        assert same == address
+        by_rank = {await person.rank(): person for person in people}
+        (job,) = await status(address)
+        assert (job.epoch, [member.rank for member in job.members]) == (1, [0, 1, 2])
+        for _ in people:
+            await back.acquire()
+        await by_rank[1].die()
+        assert await by_rank[0].lost.get() == (1, "its connection to the rendezvous broke", False)
+        for rank in (0, 2):
+            await by_rank[rank].leave()
+
+
+@on_shared_loop
+async def test_a_rendezvous_without_its_state_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    async with rendezvous() as server:
+        address = server.address
+        people = [Person(address, worker(number)) for number in range(2)]
+        for person in people:
+            await person.rank()
+    async with rendezvous(address):
+        memberships = [await person.joined for person in people]
+        await asyncio.wait([membership._watch for membership in memberships if membership._watch], timeout=TIMEOUTS.join_s)
+        assert all(membership._watch is not None and membership._watch.done() for membership in memberships)
+        for person in people:
+            await person.leave()
+    said = [record.getMessage() for record in caplog.records]
+    assert sum("is gone" in line for line in said) == 2
+    assert sum("does not take this worker back" in line and "shardnet rendezvous --state" in line for line in said) == 2

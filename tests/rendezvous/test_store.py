@@ -1,0 +1,72 @@
+"""What a rendezvous writes down and reads again."""
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from shardnet.errors import UsageError
+from shardnet.rendezvous.store import SavedJob, SqliteStore
+from tests.rendezvous.test_reforming import elastic
+
+
+def saved(name: str = "job", *, epoch: int = 3, numbers: tuple[int, ...] = (0, 2)) -> SavedJob:
+    return SavedJob(name, epoch, 2, 4, True, tuple((rank, elastic(number)) for rank, number in enumerate(numbers)))
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "rendezvous.db"
+
+
+def test_what_is_saved_is_there_for_the_next_one(path: Path) -> None:
+    store = SqliteStore(path)
+    assert list(store.load()) == []
+    store.save(saved())
+    store.save(saved("other", numbers=()))
+    store.save(saved(epoch=4, numbers=(5,)))
+    store.save(saved("third"))
+    store.drop("third")
+    store.close()
+    again = SqliteStore(path)
+    found = {job.name: job for job in again.load()}
+    again.close()
+    assert found.keys() == {"job", "other"}
+    assert (found["job"].epoch, found["other"].members) == (4, ())
+    (member,) = found["job"].members
+    assert (member[0], member[1].incarnation, member[1].address) == (0, "w5", "10.0.0.1:7005")
+    assert path.stat().st_mode & 0o077 == 0, "others could read it"
+
+
+def test_a_file_belongs_to_one_at_a_time(path: Path) -> None:
+    first = SqliteStore(path)
+    with pytest.raises(UsageError, match="database is locked; another rendezvous may be using it"):
+        SqliteStore(path)
+    first.save(saved())
+    first.close()
+    second = SqliteStore(path)
+    assert [job.name for job in second.load()] == ["job"]
+    second.close()
+
+
+def test_what_is_no_state_of_a_rendezvous_is_refused(path: Path, tmp_path: Path) -> None:
+    path.write_text("no database, but a text that is long enough to be taken for one\n" * 20)
+    with pytest.raises(UsageError, match="file is not a database"):
+        SqliteStore(path)
+    with pytest.raises(UsageError, match="No such file or directory; choose another place"):
+        SqliteStore(tmp_path / "nowhere" / "rendezvous.db")
+    newer = tmp_path / "newer.db"
+    connection = sqlite3.connect(newer)
+    connection.execute("PRAGMA user_version = 99")
+    connection.close()
+    with pytest.raises(UsageError, match="written by another version of shardnet"):
+        SqliteStore(newer)
+
+
+def test_what_was_being_written_when_it_died_is_not_there(path: Path) -> None:
+    store = SqliteStore(path)
+    store.save(saved())
+    with pytest.raises(sqlite3.Error):
+        store.save(SavedJob("job", 9, 2, 4, True, ((0, elastic(7)), (0, elastic(8)))))  # two of one rank
+    assert [job.epoch for job in store.load()] == [3]
+    store.close()
