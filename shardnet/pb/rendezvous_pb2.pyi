@@ -129,7 +129,7 @@ class StatusReply(_message.Message):
     def __init__(self, jobs: _Optional[_Iterable[_Union[JobStatus, _Mapping]]] = ...) -> None: ...
 
 class JobStatus(_message.Message):
-    __slots__ = ("job", "state", "epoch", "joined", "min_world_size", "max_world_size", "members")
+    __slots__ = ("job", "state", "epoch", "joined", "min_world_size", "max_world_size", "members", "absent")
     JOB_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -137,6 +137,7 @@ class JobStatus(_message.Message):
     MIN_WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    ABSENT_FIELD_NUMBER: _ClassVar[int]
     job: str
     state: str
     epoch: int
@@ -144,4 +145,5 @@ class JobStatus(_message.Message):
     min_world_size: int
     max_world_size: int
     members: _containers.RepeatedCompositeFieldContainer[Member]
-    def __init__(self, job: _Optional[str] = ..., state: _Optional[str] = ..., epoch: _Optional[int] = ..., joined: _Optional[int] = ..., min_world_size: _Optional[int] = ..., max_world_size: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ...) -> None: ...
+    absent: int
+    def __init__(self, job: _Optional[str] = ..., state: _Optional[str] = ..., epoch: _Optional[int] = ..., joined: _Optional[int] = ..., min_world_size: _Optional[int] = ..., max_world_size: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., absent: _Optional[int] = ...) -> None: ...

@@ -7,8 +7,8 @@ FIRST_S = 0.1
 MOST_S = 2.0  # a worker that waits for its rendezvous starts at most this late
 
 
-def delays(seed: int | None = None) -> Iterator[float]:
-    """Endless delays in seconds: each up to twice the one before, at most MOST_S, a random half of each spread away.
+def delays(seed: int | None = None, *, most_s: float = MOST_S) -> Iterator[float]:
+    """Endless delays in seconds: each up to twice the one before, at most `most_s`, a random half of each spread away.
 
     Without the randomness, workers that lost the same rendezvous would all return in the same instant.
     """
@@ -16,4 +16,4 @@ def delays(seed: int | None = None) -> Iterator[float]:
     delay = FIRST_S
     while True:
         yield source.uniform(delay / 2, delay)
-        delay = min(2 * delay, MOST_S)
+        delay = min(2 * delay, most_s)

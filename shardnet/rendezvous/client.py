@@ -27,6 +27,7 @@ from shardnet.transport.options import channel_options
 
 log = logging.getLogger(__name__)
 
+RETURN_S = 1.0  # between tries to return to a rendezvous that was gone: nobody can join before its members are back
 OnLost = Callable[[int, str, bool], None]  # (rank, reason, left): a member is gone; left: it said goodbye
 
 
@@ -162,7 +163,7 @@ class Membership:
     async def _come_back(self) -> Lease:
         """Try until the rendezvous has this worker again. Raises JoinRefused, or what says that it is no rendezvous any more."""
         assert self._channel is not None
-        for pause_s in delays():
+        for pause_s in delays(most_s=RETURN_S):
             await asyncio.sleep(pause_s)
             self._lease = lease = Lease(self._channel, self._address, replace(self._request, resumes=True))
             try:

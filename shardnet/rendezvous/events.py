@@ -69,3 +69,4 @@ class JobStatus:
     min_world_size: int
     max_world_size: int
     members: tuple[Member, ...]  # the live ones by rank; empty unless RUNNING
+    absent: int = 0  # of these, have not come back since the rendezvous was started again

@@ -1,6 +1,6 @@
 """`Registry`: all jobs of one rendezvous, as a pure state machine. No I/O, no clock: time comes in as an argument."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardnet.errors import JoinRefused
 from shardnet.rendezvous.events import JobState, JobStatus, Notice
@@ -121,7 +121,10 @@ class Registry:
 
     def status(self, job: str = "") -> tuple[JobStatus, ...]:
         """One job (or none, if it is unknown), or all of them, the oldest first."""
-        return tuple(j.status() for name, j in self._jobs.items() if job in ("", name))
+        return tuple(replace(j.status(), absent=self._absent_from(j)) for name, j in self._jobs.items() if job in ("", name))
+
+    def _absent_from(self, job: Job) -> int:
+        return sum(self._job_of[incarnation] is job for incarnation in self._absent)
 
     def _remove(self, incarnation: str, reason: str, *, left: bool) -> list[Notice]:
         job = self._job_of.pop(incarnation)

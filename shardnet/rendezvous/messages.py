@@ -89,6 +89,7 @@ def write_status(status: JobStatus) -> pb.JobStatus:
         min_world_size=status.min_world_size,
         max_world_size=status.max_world_size,
         members=[_write_member(m) for m in status.members],
+        absent=status.absent,
     )
 
 
@@ -106,6 +107,7 @@ def read_status(message: pb.JobStatus) -> JobStatus:
         min_world_size=message.min_world_size,
         max_world_size=message.max_world_size,
         members=tuple(_read_member(m) for m in message.members),
+        absent=message.absent,
     )
 
 

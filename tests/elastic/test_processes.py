@@ -1,58 +1,18 @@
 """Real processes that are killed, frozen and replaced in the middle of a training."""
 
 import signal
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
-from tests.training.workers import Message, Nursery, Worker, rendezvous
+from tests.elastic.lessons import lesson
+from tests.rendezvous.process import rendezvous_process
+from tests.training.workers import Nursery
 
 NOTICED_WITHIN_S = 2.0  # about 0.05 s where nothing else runs
 RESUMED_WITHIN_S = 10.0  # about 0.5 s
 FROZEN_WITHIN_S = 8.0  # 1.5 x suspect_s, and time for a crowded machine
-
-
-class Class:
-    """Learners of one job, and what they have said."""
-
-    def __init__(self, nursery: Nursery, address: str, stack: ExitStack, *, least: int, most: int) -> None:
-        self.learners: list[Worker] = []
-        self._nursery = nursery
-        self._address = address
-        self._stack = stack
-        self._sizes = {"least": least, "most": most}
-
-    def enrol(self, **command: object) -> Worker:
-        learner = self._stack.enter_context(Worker(self._nursery, self._address))
-        learner.tell(work="learn", job="class", **self._sizes, **command)
-        self.learners.append(learner)
-        return learner
-
-    def resumed(self, world_size: int) -> Message:
-        """Wait until all that are here have resumed in a world of this size, at the same bits; what the first one said."""
-        said = [heard(learner, "resumed") for learner in self.learners]
-        assert {each["world_size"] for each in said} == {world_size}, said
-        assert len({(each["epoch"], each["step"], each["digest"]) for each in said}) == 1, said
-        assert said[0]["committed"] in ("", said[0]["digest"]), "the state is not what was committed"
-        return said[0]
-
-    def end(self) -> None:
-        """All stop at the same step, in peace."""
-        self.learners[0].tell(stop=True)
-        ends = [heard(learner, "left", skip="step") for learner in self.learners]
-        assert [each["error"] for each in ends] == [None] * len(ends), ends
-        assert [learner.end() for learner in self.learners] == [0] * len(ends)
-
-
-def heard(learner: Worker, what: str, skip: str = "step") -> Message:
-    return learner.hear(what, skip=skip)
-
-
-@contextmanager
-def lesson(nursery: Nursery, *, least: int, most: int) -> Iterator[Class]:
-    with rendezvous() as address, ExitStack() as stack:
-        yield Class(nursery, address, stack, least=least, most=most)
 
 
 @pytest.mark.timeout(120)
@@ -63,18 +23,17 @@ def test_a_killed_worker_costs_the_step_in_flight_and_its_replacement_comes_in(n
         for _ in range(2):
             learners.enrol()
         learners.resumed(3)
-        died = heard(victim, "dies")
+        died = learners.hear(victim, "dies")
         learners.learners.remove(victim)
         assert victim.end() == -signal.SIGKILL
         for survivor in learners.learners:
-            noticed = heard(survivor, "failed")
+            noticed = learners.hear(survivor, "failed")
             assert noticed["at_s"] - died["at_s"] < NOTICED_WITHIN_S
         resumed = learners.resumed(2)
         assert resumed["step"] in (2, 3), "two were committed before, and a third one may have been"
         assert resumed["at_s"] - died["at_s"] < RESUMED_WITHIN_S
         learners.enrol()
-        grown = learners.resumed(3)
-        assert grown["step"] > resumed["step"]
+        assert learners.resumed(3)["step"] > resumed["step"]
         learners.end()
 
 
@@ -87,10 +46,10 @@ def test_a_frozen_worker_is_left_behind_and_comes_back_when_it_thaws(nursery: Nu
         frozen = learners.learners.pop()
         frozen_s = frozen.signal(signal.SIGSTOP)
         for survivor in learners.learners:
-            assert heard(survivor, "failed")["at_s"] - frozen_s < FROZEN_WITHIN_S
+            assert learners.hear(survivor, "failed")["at_s"] - frozen_s < FROZEN_WITHIN_S
         left = learners.resumed(2)
         frozen.signal(signal.SIGCONT)
-        heard(frozen, "failed")
+        learners.hear(frozen, "failed")
         learners.learners.append(frozen)
         back = learners.resumed(3)
         assert back["epoch"] > left["epoch"]
@@ -105,11 +64,37 @@ def test_a_whole_node_may_be_killed(nursery: Nursery) -> None:
             learners.enrol(node=node)
         learners.resumed(4)
         for learner in learners.learners:
-            heard(learner, "step", skip="")
+            learners.hear(learner, "step")
         for victim in learners.learners[2:]:
             victim.signal(signal.SIGKILL)
         learners.learners = learners.learners[:2]
         for survivor in learners.learners:
-            heard(survivor, "failed")
+            learners.hear(survivor, "failed")
         learners.resumed(2)
+        learners.end()
+
+
+@pytest.mark.timeout(120)
+def test_a_rendezvous_that_dies_costs_no_step_and_is_needed_again_only_when_somebody_dies(nursery: Nursery, tmp_path: Path) -> None:
+    state = tmp_path / "rendezvous.db"
+
+    with ExitStack() as stack:
+        first, address = stack.enter_context(rendezvous_process("127.0.0.1:0", state))
+        learners = stack.enter_context(lesson(nursery, least=2, most=3, address=address))
+        for _ in range(3):
+            learners.enrol()
+        before = learners.resumed(3)
+        first.kill()
+        first.wait()
+        victim = learners.learners.pop()
+        seen = {learner: [learners.hear(learner, "step")["step"] for _ in range(5)] for learner in learners.learners}
+        assert all(steps == list(range(steps[0], steps[0] + 5)) for steps in seen.values()), "they go on without it"
+        victim.signal(signal.SIGKILL)
+        for survivor in learners.learners:
+            learners.hear(survivor, "failed")
+        _, same = stack.enter_context(rendezvous_process(address, state))
+        assert same == address
+        after = learners.resumed(2)
+        assert after["epoch"] == before["epoch"] + 1
+        assert after["step"] in (learners.committed, learners.committed + 1), "the last one may be said by nobody"
         learners.end()

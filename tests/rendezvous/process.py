@@ -6,7 +6,10 @@ Prints one line when it is ready, then stays until its standard input closes, so
 import asyncio
 import dataclasses
 import json
+import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from shardnet.config import Timeouts
@@ -15,6 +18,7 @@ from shardnet.rendezvous.request import JoinRequest
 from shardnet.rendezvous.server import RendezvousServer
 from shardnet.rendezvous.store import SqliteStore
 
+ROOT = Path(__file__).resolve().parents[2]
 TIMEOUTS = Timeouts.for_tests()
 
 
@@ -41,6 +45,18 @@ def command(role: str, address: str = "", request: JoinRequest | None = None, *,
     fields = [json.dumps(dataclasses.asdict(request))] if request else []
     given = [text for text in (address, *fields, str(state or "")) if text]
     return [sys.executable, "-m", "tests.rendezvous.process", role, *given]
+
+
+@contextmanager
+def rendezvous_process(listen: str, state: Path) -> Iterator[tuple["subprocess.Popen[str]", str]]:
+    """A rendezvous and its address; killed at the end."""
+    arguments = command("rendezvous", listen, state=state)
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield process, process.stdout.readline().strip()
+        finally:
+            process.kill()
 
 
 if __name__ == "__main__":

@@ -134,11 +134,15 @@ class Worker:
         """Its next message that is not of the kind `skip`; it must be of this one."""
         deadline = time.monotonic() + within_s
         while (message := self._next(deadline, what))["what"] == skip:
-            pass
+            pass  # the time is that for all of them
         assert message["what"] == what, message
         if what == "joined":
             self.rank, self.address = message["rank"], message["address"]
         return message
+
+    def hear_any(self, within_s: float = PATIENCE_S) -> Message:
+        """Its next message."""
+        return self._next(time.monotonic() + within_s, "anything")
 
     def signal(self, number: signal.Signals) -> float:
         """Send it a signal; time.monotonic() of the moment before."""

@@ -1,0 +1,59 @@
+"""Learners in processes of their own (tests/elastic/learner.py), and what they have said."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from tests.training.workers import Message, Nursery, Worker, rendezvous
+
+
+class Class:
+    """Learners of one job."""
+
+    def __init__(self, nursery: Nursery, address: str, stack: ExitStack, *, least: int, most: int) -> None:
+        self.learners: list[Worker] = []
+        self.committed = 0  # the last step that anybody has said to be
+        self._nursery = nursery
+        self._address = address
+        self._stack = stack
+        self._sizes = {"least": least, "most": most}
+
+    def enrol(self, **command: object) -> Worker:
+        learner = self._stack.enter_context(Worker(self._nursery, self._address))
+        learner.tell(work="learn", job="class", **self._sizes, **command)
+        self.learners.append(learner)
+        return learner
+
+    def hear(self, learner: Worker, what: str) -> Message:
+        """Its next message of a kind; steps are noted and passed over."""
+        while (message := learner.hear_any())["what"] == "step":
+            self.committed = max(self.committed, message["step"])
+            if what == "step":
+                break
+        assert message["what"] == what, message
+        return message
+
+    def all_hear(self, what: str) -> list[Message]:
+        return [self.hear(learner, what) for learner in self.learners]
+
+    def resumed(self, world_size: int) -> Message:
+        """Wait until all that are here have resumed in a world of this size, at the same bits; what the last one said."""
+        said = self.all_hear("resumed")
+        assert {each["world_size"] for each in said} == {world_size}, said
+        assert len({(each["epoch"], each["step"], each["digest"]) for each in said}) == 1, said
+        assert said[0]["committed"] in ("", said[0]["digest"]), "the state is not what was committed"
+        return max(said, key=lambda each: float(each["at_s"]))
+
+    def end(self) -> None:
+        """All stop at the same step, in peace."""
+        self.learners[0].tell(stop=True)
+        ends = self.all_hear("left")
+        assert [each["error"] for each in ends] == [None] * len(ends), ends
+        assert [learner.end() for learner in self.learners] == [0] * len(ends)
+
+
+@contextmanager
+def lesson(nursery: Nursery, *, least: int, most: int, address: str | None = None) -> Iterator[Class]:
+    """A class that meets at a rendezvous of its own, or at another one."""
+    with ExitStack() as stack:
+        where = address or stack.enter_context(rendezvous())
+        yield Class(nursery, where, stack, least=least, most=most)

@@ -1,0 +1,42 @@
+"""What the fault scenarios measured: a JSON line each in benchmarks/faults.jsonl."""
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+PATH = Path(__file__).resolve().parents[2] / "benchmarks" / "faults.jsonl"
+
+
+@dataclass
+class Scenario:
+    """One kind of fault, and what came of its repetitions. Times in seconds after the fault."""
+
+    name: str
+    seed: int = 0
+    repeats: int = 0
+    detected_s: list[float] = field(default_factory=list)  # until each survivor knew
+    resumed_s: list[float] = field(default_factory=list)  # until each survivor had the state of the next epoch
+    steps_lost_max: int = 0  # committed ones
+    parameters_equal: bool = True
+    bytes_leaked: int = 0  # in /dev/shm
+    rss_delta_bytes: int = 0  # of a worker that was there all the time
+
+    def write(self, *, passed: bool) -> None:
+        """Add its line, and print it."""
+        line = {"scenario": self.name, "repeats": self.repeats, "passed": passed}
+        for what in ("detected_s", "resumed_s"):
+            values: list[float] = getattr(self, what)
+            line |= {f"{what}_p50": _percentile(values, 50), f"{what}_p99": _percentile(values, 99)}
+        line |= {name: getattr(self, name) for name in ("steps_lost_max", "bytes_leaked", "rss_delta_bytes", "parameters_equal", "seed")}
+        text = json.dumps(line)
+        with PATH.open("a") as file:
+            file.write(text + "\n")
+        print(text, flush=True)
+
+
+def _percentile(values: Sequence[float], percent: int) -> float | None:
+    if len(values) < 2:
+        return round(values[0], 3) if values else None
+    return round(statistics.quantiles(values, n=100, method="inclusive")[percent - 1], 3)
