@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardnet
+from shardnet import elastic
 from shardnet.cli.main import main
 from shardnet.credentials.folder import load
 from shardnet.topology import Member, Topology
@@ -50,6 +51,33 @@ def test_the_optimizer_alone() -> None:
     assert all(loss < 0.5 for loss, _ in found.values()), lines  # untrained it is about 1
 
 
+async def test_the_elastic_program_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It trains in a world of one, as any program does; what becomes of it in larger ones: tests/elastic."""
+    (program,) = re.findall(r"```python\n(from shardnet import elastic.*?)shardnet.run", README.read_text(), re.DOTALL)
+    lines: list[str] = []
+    names: dict[str, Any] = {"shardnet": shardnet, "torch": torch, "nn": nn, "F": F, "print": lines.append}
+    exec(program, names)
+    monkeypatch.delenv("SHARDNET_RENDEZVOUS", raising=False)
+    await elastic.run(names["train"])
+    assert re.fullmatch(r"rank 0 of 1: loss 0\.\d+", lines[0])
+
+
+@pytest.mark.timeout(180)
+async def test_the_program_of_the_page_on_workers_that_come_and_go(tmp_path: Path) -> None:
+    page = (README.parent / "docs" / "elastic.md").read_text()
+    program = re.search(r"```python\n(.*?)```", page, re.DOTALL)
+    options = re.search(r"shardnet run (.*) train.py", page)
+    assert program is not None
+    assert options is not None
+    script = tmp_path / "train.py"
+    script.write_text(program.group(1))
+    command = (sys.executable, "-m", "shardnet.cli", "run", *options.group(1).split(), str(script))
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT)
+    output = (await process.communicate())[0].decode()
+    assert process.returncode == 0, output
+    assert len(re.findall(r"rank \d of [23]: 200 steps", output)) in (2, 3), output  # the third may have come late
+
+
 def test_certificates_as_the_readme_makes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     commands = re.findall(r"^\$ \.venv/bin/shardnet (certs .*)$", README.read_text(), re.MULTILINE)
@@ -63,7 +91,7 @@ def test_certificates_as_the_readme_makes_them(tmp_path: Path, monkeypatch: pyte
     }
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/architecture.md", "docs/security.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/architecture.md", "docs/elastic.md", "docs/security.md"])
 def test_files_named_in_the_docs_exist(page: str) -> None:
     root = README.parent
     for name in re.findall(r"`((?:shardnet|workers|docs|benchmarks|docker|protos|tests)/[\w./-]+)`", (root / page).read_text()):

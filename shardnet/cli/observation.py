@@ -62,6 +62,7 @@ class JobView:
     min_world_size: int
     max_world_size: int
     workers: tuple[WorkerView, ...] = ()
+    absent: int = 0  # members that have not come back since the rendezvous was started again
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,9 @@ class Observer:
         members = await asyncio.gather(*(self._worker(member.rank, member.node, member.address) for member in status.members))
         workers = sorted([*members, *_gone(members)], key=lambda worker: worker.rank)
         return JobView(
-            *(status.job, status.state, status.epoch, status.joined, status.min_world_size, status.max_world_size), workers=tuple(workers)
+            *(status.job, status.state, status.epoch, status.joined, status.min_world_size, status.max_world_size),
+            workers=tuple(workers),
+            absent=status.absent,
         )
 
     async def _worker(self, rank: int, node: str, address: str) -> WorkerView:

@@ -79,6 +79,7 @@ def add_to(commands: arguments.Commands) -> None:
     how.add_argument("--residual", choices=RESIDUALS, default="bfloat16", help="error feedback of gradients (default: %(default)s)")
     how.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="default: %(default)s")
     how.add_argument("--prefetch", type=arguments.whole, default=1, metavar="U", help="units gathered ahead (default: %(default)s)")
+    how.add_argument("--elastic", action="store_true", help="with the copies that outlive lost workers (shardnet run --min-workers)")
     parser.add_argument("--json", action="store_true", help="print JSON, in bytes and seconds")
     parser.set_defaults(execute=execute)
 
@@ -102,6 +103,7 @@ def execute(options: arguments.Arguments) -> int:
             block=options.block,
             residual=dtype_of(None if options.residual == "none" else options.residual),
         ),
+        elastic=options.elastic,
         inside_bytes_per_s=options.inside,
         between_bytes_per_s=options.between,
     )

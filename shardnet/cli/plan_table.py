@@ -16,8 +16,8 @@ NAMES = {
     Strategy.ZERO_1: "ZeroOptimizer (ZeRO-1)",
     Strategy.NO_SHARD: "NO_SHARD (DDP)",
 }
-_MEMORY = ("parameters", "gradients", "optimizer", "gathered", "reducing", "residuals", "packed", "activations")
-_PACKING = ("residuals", "packed")  # columns left out where nothing is compressed
+_MEMORY = ("parameters", "gradients", "optimizer", "gathered", "reducing", "residuals", "packed", "copies", "activations")
+_SOMETIMES = ("residuals", "packed", "copies")  # columns left out where nothing is compressed, and where nothing is elastic
 _WORDS = frozenset({"strategy", "collective", "to"})
 _NONE = "-"
 
@@ -89,7 +89,7 @@ def _dtypes(groups: Sequence[GroupSize], setting: Setting) -> str:
 
 
 def _costs(plans: Sequence[Plan]) -> str:
-    held = [name for name in _MEMORY if name not in _PACKING or any(getattr(plan.memory, name) for plan in plans)]
+    held = [name for name in _MEMORY if name not in _SOMETIMES or any(getattr(plan.memory, name) for plan in plans)]
     rows = [
         (
             NAMES[plan.strategy],
@@ -131,5 +131,7 @@ def _notes(model: ModelSize, setting: Setting, plans: Sequence[Plan]) -> Iterato
         yield "ZeRO-1 is planned in the dtype that parameters are kept in, since a plain module computes in it."
     if _compressed(setting) and not all(plan.strategy.sends_shards for plan in plans):
         yield "ZeRO-1 and NO_SHARD are planned without compression, since FSDP sends no shards there."
+    if setting.elastic:
+        yield "Copies are those of the last committed step, in host memory: of what the rank holds, and of what another rank does."
     if model.unit_count == 1:
         yield "Everything is gathered at once, since the model is one unit: name classes with --units."

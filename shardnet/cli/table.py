@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 
 from shardnet.cli.grid import Row, grid
-from shardnet.cli.observation import RENDEZVOUS, ClusterView, JobView, Stats, WorkerView
+from shardnet.cli.observation import GONE, RENDEZVOUS, ClusterView, JobView, Stats, WorkerView
 from shardnet.cli.units import short_bytes, short_duration, short_number
 
 _WORKER_HEAD = (
@@ -51,7 +51,10 @@ def as_json(view: ClusterView) -> str:
 def _job(job: JobView) -> str:
     least, most = job.min_world_size, job.max_world_size
     wish = str(most) if least == most else f"{least} to {most}"
-    head = f"job {job.job}: {job.state}, epoch {job.epoch}, {job.joined} of {wish} workers{_routing(job.workers)}"
+    members = sum(worker.state != GONE for worker in job.workers)
+    notes = [f", {job.joined - members} waiting for the next epoch"] if members and job.joined > members else []
+    notes += [f", {job.absent} not back since the rendezvous was started again"] if job.absent else []
+    head = f"job {job.job}: {job.state}, epoch {job.epoch}, {job.joined} of {wish} workers{''.join(notes)}{_routing(job.workers)}"
     return f"{head}\n{_workers(job.workers)}" if job.workers else head
 
 

@@ -10,6 +10,9 @@ the unit that is waited for and of the `prefetch` next ones, gradients of up to 
 before the oldest is waited for. So much where the network is slow: what arrives earlier is unpacked earlier. Full-size
 gradients are free again once they are packed.
 
+[Note: copies] In an elastic training (shardnet.elastic) a rank keeps its parameters and optimizer state in host memory as of the
+last commit and as of the one that is being made, and the same of one other rank, unless several hold the same anyway.
+
 Not counted: activations where nobody has measured them, what an optimizer needs while it steps, the collectives' own
 buffers, Python, torch and its allocator.
 """
@@ -26,6 +29,7 @@ from shardnet.planning.setting import Setting, Strategy, packed_bytes
 
 ZERO_1_BUCKET_BYTES = 25 * MIB  # ZeroOptimizer's default
 ZERO_1_IN_FLIGHT = 2  # packed buckets of gradients at once
+GENERATIONS = 2  # of the state of an elastic training: the committed one, and the one that is being committed
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +43,13 @@ class MemoryPlan:
     reducing: int  # full-size gradients in flight at most
     residuals: int  # of error feedback, between steps
     packed: int  # what compression sends and receives, in flight at most
+    copies: int  # that outlive lost workers: see [Note: copies]
     activations: int | None  # None: not known, and left out
 
     @property
     def total(self) -> int:
         between_steps = self.parameters + self.gradients + self.optimizer + self.residuals
-        return between_steps + self.gathered + self.reducing + self.packed + (self.activations or 0)
+        return between_steps + self.gathered + self.reducing + self.packed + self.copies + (self.activations or 0)
 
 
 def plan_memory(model: ModelSize, strategy: Strategy, setting: Setting) -> MemoryPlan:
@@ -59,19 +64,31 @@ def plan_memory(model: ModelSize, strategy: Strategy, setting: Setting) -> Memor
     return MemoryPlan(
         parameters=sum(_shard_bytes(group, shards) for group in groups),
         gradients=gradients,
-        optimizer=sum(
-            setting.optimizer.moments * _shard_bytes(group, owned) + setting.optimizer.counter_bytes * group.tensors for group in trained
-        ),
+        optimizer=sum(_optimizer_bytes(group, owned, setting) for group in trained),
         gathered=_gathered(model, strategy, setting),
         reducing=_reducing(model, strategy, setting),
         residuals=sum(_residual_bytes(group, setting) for group in trained),
         packed=_packed(model, strategy, setting),
+        copies=_copies(groups, strategy, setting) if setting.elastic else 0,
         activations=model.activation_bytes,
     )
 
 
 def _shard_bytes(group: GroupSize, shards: int) -> int:
     return -(-group.numel // shards) * group.dtype.itemsize
+
+
+def _optimizer_bytes(group: GroupSize, shards: int, setting: Setting) -> int:
+    return setting.optimizer.moments * _shard_bytes(group, shards) + setting.optimizer.counter_bytes * group.tensors
+
+
+def _copies(groups: Sequence[GroupSize], strategy: Strategy, setting: Setting) -> int:
+    """See [Note: copies]."""
+    shards = setting.world_size if strategy is Strategy.ZERO_1 else setting.shards(strategy)
+    kept = [group for group in groups if group.trainable or strategy is not Strategy.ZERO_1]
+    held = sum(_shard_bytes(group, shards) + (_optimizer_bytes(group, shards, setting) if group.trainable else 0) for group in kept)
+    entrusted = held if shards == setting.world_size > 1 else 0
+    return GENERATIONS * (held + entrusted)
 
 
 def _gathered(model: ModelSize, strategy: Strategy, setting: Setting) -> int:

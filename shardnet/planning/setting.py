@@ -61,6 +61,7 @@ class Setting:
     optimizer: OptimizerKind = OptimizerKind.ADAMW
     prefetch: int = 1
     compression: Compression = field(default_factory=Compression)
+    elastic: bool = False
     inside_bytes_per_s: float | None = None
     between_bytes_per_s: float | None = None
 

@@ -84,6 +84,7 @@ def test_a_model_from_a_program_with_everything_known(capsys: pytest.CaptureFixt
         "reducing": 4 * (80 + 72 + 72),
         "residuals": 0,
         "packed": 0,
+        "copies": 0,
         "activations": activations,
         "total": 2 * 224 + 2 * 896 + activations,
     }
