@@ -67,6 +67,29 @@ class _Alone:
         return Seat(backend, Topology(epoch=1, rank=0, members=(member,)))
 
 
+class _Obituaries:
+    """What the rendezvous says of members of one epoch that are gone, on its way to the mesh of that epoch. On the loop thread.
+
+    Only hints: the rendezvous may have lost a worker whose peers still reach it. The mesh sees for itself, sooner for it.
+    """
+
+    def __init__(self) -> None:
+        self._mesh: GrpcMesh | None = None
+        self._gone: dict[int, str] = {}  # before there was a mesh
+
+    def lead_to(self, mesh: GrpcMesh) -> None:
+        self._mesh = mesh
+        for rank, reason in self._gone.items():
+            mesh.suspect(rank, reason)
+
+    def add(self, rank: int, reason: str, left: bool) -> None:
+        if self._mesh is None:
+            self._gone[rank] = reason
+        else:
+            self._mesh.suspect(rank, reason)
+            log.info("%s the rendezvous says that rank %d is gone (%s)", self._mesh.where, rank, reason)
+
+
 class _Connected:
     """A port on which the peers of all epochs reach this process."""
 
@@ -104,10 +127,11 @@ class _Connected:
 
     async def _take_seat(self, after: Membership | None) -> Seat:
         for tries_left in reversed(range(_TRIES if self.elastic else 1)):
-            membership = await self._become_member(after)
+            obituaries = _Obituaries()
+            membership = await self._become_member(after, obituaries)
             self._topology = topology = membership.topology
             try:
-                return Seat(await self._connect(topology), topology, membership)
+                return Seat(await self._connect(topology, obituaries), topology, membership)
             except PeerLost as error:
                 if not tries_left:
                     await end_membership(membership, goodbye=False)
@@ -119,7 +143,7 @@ class _Connected:
                 raise
         raise AssertionError("unreachable: the last try returns or raises")
 
-    async def _become_member(self, after: Membership | None) -> Membership:
+    async def _become_member(self, after: Membership | None, obituaries: _Obituaries) -> Membership:
         settings = self._settings
         request = JoinRequest(
             job=settings.job,
@@ -133,7 +157,7 @@ class _Connected:
             previous="" if after is None else after.topology.me.incarnation,
             last_epoch=0 if after is None else after.topology.epoch,
         )
-        membership = join(settings.rendezvous, request, timeouts=settings.timeouts, on_lost=self._on_lost, security=self._security)
+        membership = join(settings.rendezvous, request, timeouts=settings.timeouts, on_lost=obituaries.add, security=self._security)
         try:
             await LoopThread.shared().run_here(membership.__aenter__())
         finally:
@@ -141,19 +165,14 @@ class _Connected:
                 await end_membership(after, goodbye=False)
         return membership
 
-    async def _connect(self, topology: Topology) -> Backend:
+    async def _connect(self, topology: Topology, obituaries: _Obituaries) -> Backend:
         settings = self._settings
         mesh = GrpcMesh(
             *(settings.job, topology, self._service, self._security, settings.timeouts, settings.limits),
             shared_memory=settings.shared_memory,
             terms={"routing": settings.routing},
         )
+        LoopThread.shared().call(obituaries.lead_to, mesh)
         return await ClusterBackend.start(
             mesh, topology, timeouts=settings.timeouts, limits=settings.limits, routing=settings.routing, telemetry=self._telemetry
         )
-
-    def _on_lost(self, rank: int, reason: str, left: bool) -> None:
-        # Only a hint: the rendezvous may have lost a worker whose peers still reach it. The mesh sees for itself, sooner for it.
-        if self._service.mesh is not None:
-            self._service.mesh.suspect(rank)
-        log.info("[rank %d] the rendezvous says that rank %d is gone (%s)", self._topology.rank if self._topology else -1, rank, reason)

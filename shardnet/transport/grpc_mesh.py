@@ -68,6 +68,7 @@ class GrpcMesh(Mesh):
         self._departed: set[int] = set()  # peers that said goodbye
         self._lost: dict[int, str] = {}
         self._changed = asyncio.Event()  # any of the three above did
+        self._formed = False
         self._closing = False
         place = topology.me.local_rank
         self._sharing = Sharing(where, self.epoch, place, topology.neighbours, limits, self._put, self._put_now, lending=lending)
@@ -92,6 +93,7 @@ class GrpcMesh(Mesh):
             self._lost = {**dict.fromkeys(absent, why), **self._lost}
             names = "; ".join(f"rank {peer} ({self.address(peer)}): {why}" for peer, why in sorted(self._lost.items()))
             raise PeerLost(f"{self.where} the mesh could not be formed: {names}", min(self._lost))
+        self._formed = True
         if self._shared_memory:
             await self._sharing.open(HANDSHAKE_S)
 
@@ -108,9 +110,11 @@ class GrpcMesh(Mesh):
             outbox.fail(why)  # after a goodbye, too: what waits for room in it would wait for ever
             self.lose(outbox.peer, why)
 
-    def suspect(self, rank: int) -> None:
-        """The rendezvous takes a peer for gone: [Note: two witnesses] in pulse.py."""
-        if rank in self._outboxes:
+    def suspect(self, rank: int, reason: str) -> None:
+        """The rendezvous takes a peer for gone: [Note: two witnesses] in pulse.py. Until the mesh is formed there is no other witness."""
+        if not self._formed:
+            self.lose(rank, reason)
+        elif rank in self._outboxes:
             self._outboxes[rank].suspect()
 
     # --- traffic

@@ -130,6 +130,23 @@ async def test_losses_one_after_the_other_down_to_one_worker() -> None:
     assert [(world, step) for _, _, world, step in lives_[0].epochs] == [(4, 0), (3, 2), (2, 4), (1, 6)]
 
 
+async def test_a_loss_while_the_state_is_being_resumed() -> None:
+    """One dies in a step, and another one before it has resumed in the next epoch: what is left of the first epoch must serve again."""
+
+    async def train(cluster: Cluster, state: State, life: Life) -> object:
+        former = life.epochs[0][1] if life.epochs else cluster.rank
+        if cluster.topology.epoch == 2 and former == 2:
+            raise Died
+        return await trainer(dies("step", 3) if former == 0 else lives)(cluster, state, life)
+
+    async with crew() as members:
+        lives_ = [members.hire(train, least=2, most=4) for _ in range(4)]
+        await members.wait()
+    check([life for life in lives_ if life.error is None])
+    assert sorted(life.epochs[0][1] for life in lives_ if life.error is None) == [1, 3]
+    assert {life.epochs[-1][2:] for life in lives_ if life.error is None} == {(2, 3)}
+
+
 async def test_a_worker_that_comes_later_is_taken_in_after_a_step() -> None:
     seen, comes = asyncio.Event(), asyncio.Event()
 
@@ -179,26 +196,23 @@ async def test_without_enough_workers_the_rest_gives_up_in_words() -> None:
 
 async def test_more_losses_than_copies_are_said_so() -> None:
     """Two neighbours at once: what the first held is gone with the second, which had the copy."""
+    both = asyncio.Barrier(2)
+
+    async def train(cluster: Cluster, state: State, life: Life) -> object:
+        async def together(step: int) -> None:
+            if step == 3:
+                await both.wait()
+
+        if cluster.rank in (1, 2) and cluster.topology.epoch == 1:
+            return await trainer(dies("begin", 3), before=together)(cluster, state, life)
+        return await trainer()(cluster, state, life)
+
     async with crew() as members:
-        lives_ = [members.hire(_dying_by_rank({1, 2}, 3), least=2, most=4) for _ in range(4)]
+        lives_ = [members.hire(train, least=2, most=4) for _ in range(4)]
         await members.wait()
     lost = [life.error for life in lives_ if isinstance(life.error, StateLost)]
     assert len(lost) == 2
     assert "the state of step 3 (epoch 1) is lost: more workers are gone than there were copies" in str(lost[0])
-
-
-def _dying_by_rank(ranks: set[int], at: int) -> Train:
-    def event(cluster: Cluster) -> Event:
-        def happen(place: str, step: int) -> None:
-            if (place, step) == ("begin", at) and cluster.rank in ranks and cluster.topology.epoch == 1:
-                raise Died
-
-        return happen
-
-    async def train(cluster: Cluster, state: State, life: Life) -> object:
-        return await trainer(event(cluster))(cluster, state, life)
-
-    return train
 
 
 async def test_every_other_step_may_be_committed() -> None:
