@@ -12,6 +12,7 @@ report have files of their own beside this one.
 import argparse
 import math
 import sys
+from statistics import median
 
 import torch
 import torch.nn.functional as F
@@ -47,6 +48,9 @@ async def train(cluster: shardnet.Cluster, state: elastic.State, options: argpar
     await trainer.run()
     figures = await cluster_figures(cluster.backend, trainer.recorder.figures())
     journal.say(f"speed: {figures}")
+    if trainer.commits_s:
+        copies = f"{state.nbytes / 2**20:.0f} MiB of copies on each rank"
+        journal.say(f"commits: median {1e3 * median(trainer.commits_s):.1f} ms, {copies}")
     await conclude(cluster, journal, trainer.model, trainer.optimizer, trainer.config, options)
 
 
@@ -76,6 +80,7 @@ class Trainer:
         self.journal = journal
         self.total_steps = 0
         self.recorder: PerformanceRecorder  # from `create`, since it measures the network first
+        self.commits_s: list[float] = []  # how long each took
         self.elapsed_s = 0.0  # the mean over ranks, so that all ranks decide alike; 0 until the first step is done
 
     @classmethod
@@ -145,6 +150,8 @@ class Trainer:
             step, loss=mean_loss, tokens=share.batch * self.options.context, learning_rate=rate, gradient_norm=float(norm)
         )
         await self.state.commit(step, position=self.state["position"] + share.batch, elapsed_s=self.elapsed_s)
+        if self.cluster.elastic and step % self.options.commit_every == 0:
+            self.commits_s.append(self.state.commit_s)
 
     async def validate(self) -> float:
         """Mean loss on windows of the held-out text; each rank evaluates a part of them."""
