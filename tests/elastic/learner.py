@@ -50,6 +50,7 @@ class Learner:
                 min_world_size=command["least"],
                 max_world_size=command["most"],
                 node=command.get("node", ""),
+                insecure=command.get("insecure", False),
             )
         except Exception as caught:  # noqa: BLE001 - told to the test, which knows what to expect
             error = caught

@@ -17,8 +17,8 @@ class Class:
         self._stack = stack
         self._sizes = {"least": least, "most": most}
 
-    def enrol(self, **command: object) -> Worker:
-        learner = self._stack.enter_context(Worker(self._nursery, self._address))
+    def enrol(self, *, namespace: str = "", **command: object) -> Worker:
+        learner = self._stack.enter_context(Worker(self._nursery, self._address, namespace))
         learner.tell(work="learn", job="class", **self._sizes, **command)
         self.learners.append(learner)
         return learner

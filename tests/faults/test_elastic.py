@@ -2,7 +2,9 @@
 
 import os
 import random
+import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,8 +15,10 @@ import pytest
 
 from shardnet.loop import LoopThread
 from shardnet.rendezvous.client import status
+from shardnet.testing.namespaces import Namespace, Network
 from tests.elastic.lessons import Class, lesson
 from tests.faults.ledger import Scenario
+from tests.networks import nodes_or_skip
 from tests.rendezvous.process import rendezvous_process
 from tests.training.workers import Nursery, Worker
 
@@ -24,8 +28,9 @@ SEED = 20_261_122
 KILLS = int(os.environ.get("SHARDNET_FAULT_KILLS", "50"))  # of each kind
 CHURN_S = float(os.environ.get("SHARDNET_FAULT_CHURN_S", "600"))
 SHM = Path("/dev/shm")
+BOTH_WAYS = "from and to a node"
 GROWTH_BYTES = 32 * 2**20  # what is there at one moment goes up and down by this
-DETECTED_S, FROZEN_S, RESUMED_S, RETURNED_S = 1.0, 4.0, 5.0, 2.0  # what is promised
+DETECTED_S, FROZEN_S, CUT_S, RESUMED_S, RETURNED_S = 1.0, 4.0, 4.5, 5.0, 2.0  # what is promised
 
 
 @contextmanager
@@ -138,6 +143,38 @@ def test_a_worker_freezes_and_comes_back(nursery: Nursery, seconds: float, repea
         within_promises(figures, detected_s=FROZEN_S)
 
 
+@pytest.mark.parametrize("way", [BOTH_WAYS, "to a node"])
+def test_a_node_is_cut_off_for_ten_seconds(nursery: Nursery, way: str) -> None:
+    """One of four, each with a network of its own: one new epoch without it, and one with it when it is back."""
+    if way != BOTH_WAYS and shutil.which("nft") is None:
+        pytest.skip("there is no 'nft' to drop packets with (nftables)")
+    with ExitStack() as stack:
+        network = stack.enter_context(nodes_or_skip(4))
+        _, address = stack.enter_context(rendezvous_process(f"{network.hub.address}:7000", namespace=network.hub))
+        figures = stack.enter_context(scenario(f"all is lost for 10 s {way}"))
+        learners = stack.enter_context(lesson(nursery, least=2, most=4, address=address))
+        number_of = {
+            learners.enrol(namespace=node.name, node=node.name, insecure=True): number for number, node in enumerate(network.nodes)
+        }
+        epoch = learners.resumed(4)["epoch"]
+        for _ in range(5):
+            cut = learners.learners.pop()
+            cut_s = time.monotonic()
+            with cut_off(network, number_of[cut], way):
+                note_loss(figures, learners, cut_s, world_size=3)
+                committed = learners.committed
+                learners.hear(cut, "failed")
+                assert learners.committed <= committed + 1, "the one that was cut off has gone on"
+                learners.committed = committed
+                time.sleep(max(0.0, cut_s + 10.0 - time.monotonic()))  # the fault's own length
+            learners.learners.append(cut)
+            back = learners.resumed(4)
+            assert back["epoch"] == epoch + 2, "epochs came and went"
+            epoch = back["epoch"]
+        learners.end()
+        within_promises(figures, detected_s=CUT_S)
+
+
 def test_a_pause_of_a_second_is_no_death(nursery: Nursery) -> None:
     with scenario("SIGSTOP for 1 s") as figures, lesson(nursery, least=3, most=4) as learners:
         for _ in range(4):
@@ -184,6 +221,27 @@ def test_the_rendezvous_is_killed_and_comes_back(nursery: Nursery, tmp_path: Pat
         note_loss(figures, learners, victim.signal(signal.SIGKILL), world_size=3)
         learners.end()
         assert max(figures.resumed_s[:-1]) <= RETURNED_S
+
+
+@contextmanager
+def cut_off(network: Network, number: int, way: str) -> Iterator[None]:
+    """What is sent to a node is lost meanwhile, or also what it sends itself."""
+    if way == BOTH_WAYS:
+        _within(network.hub, f"ip link set port{number} down")
+    else:
+        _within(network.nodes[number], "nft add table inet cut")
+        _within(network.nodes[number], "nft add chain inet cut in { type filter hook input priority 0 ; policy drop ; }")
+    try:
+        yield
+    finally:
+        if way == BOTH_WAYS:
+            _within(network.hub, f"ip link set port{number} up")
+        else:
+            _within(network.nodes[number], "nft delete table inet cut")
+
+
+def _within(namespace: Namespace, line: str) -> None:
+    subprocess.run(namespace.command(*line.split()), check=True, timeout=10)
 
 
 def _until_known(address: str, members: int) -> float:

@@ -13,10 +13,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from shardnet.config import Timeouts
+from shardnet.credentials import Security
 from shardnet.rendezvous.client import join
 from shardnet.rendezvous.request import JoinRequest
 from shardnet.rendezvous.server import RendezvousServer
 from shardnet.rendezvous.store import SqliteStore
+from shardnet.testing.namespaces import Namespace
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUTS = Timeouts.for_tests()
@@ -24,7 +26,7 @@ TIMEOUTS = Timeouts.for_tests()
 
 async def rendezvous(listen: str = "127.0.0.1:0", state: str = "") -> None:
     store = SqliteStore(Path(state)) if state else None
-    async with RendezvousServer(listen, timeouts=TIMEOUTS, store=store) as server:
+    async with RendezvousServer(listen, timeouts=TIMEOUTS, store=store, security=Security(insecure=True)) as server:
         print(server.address, flush=True)
         await _until_input_closes()
 
@@ -48,9 +50,12 @@ def command(role: str, address: str = "", request: JoinRequest | None = None, *,
 
 
 @contextmanager
-def rendezvous_process(listen: str, state: Path) -> Iterator[tuple["subprocess.Popen[str]", str]]:
+def rendezvous_process(
+    listen: str, state: Path | None = None, namespace: Namespace | None = None
+) -> Iterator[tuple["subprocess.Popen[str]", str]]:
     """A rendezvous and its address; killed at the end."""
     arguments = command("rendezvous", listen, state=state)
+    arguments = arguments if namespace is None else [*namespace.command(*arguments)]
     with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, text=True) as process:
         try:
             assert process.stdout is not None

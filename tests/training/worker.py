@@ -23,6 +23,7 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -40,6 +41,7 @@ from tests.guards import idle_channel, lasting_leaks
 from tests.resources import Resources
 
 Command = dict[str, Any]
+CLONE_NEWNET = 0x40000000
 STREAMING_AFTER = 3  # rounds: from then on a kill hits it between or within collectives, wherever it is
 
 
@@ -211,6 +213,14 @@ def nursery(control: socket.socket) -> list[str]:
                 control.send(b"%d" % child)
 
 
+def enter(namespace: str) -> None:
+    """Move to a network namespace; before there are other threads, which would stay behind."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with Path("/run/netns", namespace).open() as file:
+        if libc.setns(file.fileno(), CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {namespace}")
+
+
 def named(function: str) -> Any:
     """What is called "module:name"."""
     module, name = function.split(":")
@@ -219,7 +229,9 @@ def named(function: str) -> Any:
 
 if __name__ == "__main__":
     match nursery(socket.socket(fileno=int(sys.argv[1]))):
-        case ["work", rendezvous]:
+        case ["work", rendezvous, namespace]:
+            if namespace:
+                enter(namespace)
             torch.set_num_threads(1)
             shardnet.run(Worker(rendezvous).run)
         case ["call", function, *arguments]:

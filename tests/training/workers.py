@@ -43,9 +43,9 @@ class Nursery:
                 pass_fds=(theirs.fileno(),),
             )
 
-    def work(self, rendezvous: str, stdin: int, stdout: int) -> int:
-        """The pid of a new worker."""
-        return self._fork("work", rendezvous, descriptors=(stdin, stdout))
+    def work(self, rendezvous: str, stdin: int, stdout: int, namespace: str = "") -> int:
+        """The pid of a new worker, in a network namespace if one is named."""
+        return self._fork("work", rendezvous, namespace, descriptors=(stdin, stdout))
 
     def call(self, function: str, *arguments: str, within_s: float) -> None:
         """Run "module:name" in a process of its own, to its end; what it returns is the exit status, which must be 0."""
@@ -102,7 +102,7 @@ class Nursery:
 class Worker:
     """A running worker process; killed if a test leaves before it has ended."""
 
-    def __init__(self, nursery: Nursery, rendezvous: str) -> None:
+    def __init__(self, nursery: Nursery, rendezvous: str, namespace: str = "") -> None:
         self.rank = -1
         self.address = ""
         self._nursery = nursery
@@ -111,7 +111,7 @@ class Worker:
         self._stdout, stdout = os.pipe()
         self._status: int | None = None
         try:
-            self.pid = nursery.work(rendezvous, stdin, stdout)
+            self.pid = nursery.work(rendezvous, stdin, stdout, namespace)
         finally:
             os.close(stdin)
             os.close(stdout)
