@@ -1,15 +1,15 @@
 """`run`: a training function that is begun again whenever the world has changed."""
 
 import gc
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, TypeVar
 
-from shardnet.elastic.state import Ended, State
+from shardnet.elastic.state import State
 from shardnet.errors import PeerLost, WorldChanges
 from shardnet.training import Cluster, connect
 
 T = TypeVar("T")
+END_S = 7 * 24 * 3600.0  # rank 0 may take its time over what it writes at the end; who is dead is noticed in any case
 Train = Callable[[Cluster, State], Awaitable[T]]
 
 
@@ -43,14 +43,15 @@ async def run(train: Train[T], *, every: int = 1, **settings: Any) -> T:
         while True:
             try:
                 result = await train(cluster, state)
-                await cluster.backend.barrier(label="the end of the training")
+                if cluster.elastic:  # one that left now would be missed by those that have to do a step again
+                    await cluster.backend.barrier(timeout_s=END_S, label="the end of the training")
             except Exception as error:
                 why = _reason(error)
                 if why is None or not cluster.elastic:
                     raise
             else:
                 return result
-            state.ended = Ended(time.perf_counter(), str(why))
+            state.end_epoch(str(why))
             await cluster.reform(agreed=isinstance(why, WorldChanges))
             why = None  # with what it refers to: the frames of `train` and all that is in them
             gc.collect()  # models and their hooks are cycles: without this there would be two at once

@@ -58,7 +58,7 @@ class State:
         self._parts: list[Part] | None = None
         self._copying: Copying | None = None
         self._structure = ""
-        self.ended: Ended | None = None  # how the epoch before has, until that is told
+        self._ended: Ended | None = None  # how the epoch before has, until that is told
 
     def __getitem__(self, name: str) -> Any:
         return self.values[name]
@@ -67,6 +67,11 @@ class State:
     def nbytes(self) -> int:
         """Memory that the copies take, in bytes."""
         return self._committed.nbytes + self._next.nbytes
+
+    def end_epoch(self, why: str) -> None:
+        """Let go of what was to be kept, for the program makes it anew; the copies stay."""
+        self._ended = Ended(time.perf_counter(), why)
+        self._parts = self._copying = None
 
     # --- the beginning of an epoch
 
@@ -114,7 +119,7 @@ class State:
 
     def _say_so(self) -> None:
         """One line a changed world, from the rank that nobody misses."""
-        ended, self.ended = self.ended, None
+        ended, self._ended = self._ended, None
         if ended is not None and self._cluster.rank == 0:
             log.warning(
                 "epoch %d: %d workers go on behind step %d, %.1f s after: %s",
