@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
+from shardnet.flight import FlightRecorder
+
 MAX_SPANS = 200_000  # per rank, about 40 MB; the oldest go first
 
 
@@ -82,6 +84,7 @@ class Telemetry:
     step: int = 0
     progress: Progress = field(default_factory=Progress)
     ops: dict[str, OpCounter] = field(default_factory=dict)
+    flights: FlightRecorder = field(default_factory=FlightRecorder)
     bytes_sent: int = 0
     bytes_received: int = 0
     exposed_ns: int = 0  # total time the training thread waited for communication

@@ -29,6 +29,7 @@ from shardnet.collectives.mail import Mail, Round, Share
 from shardnet.collectives.operation import Algorithm, Call, Operation
 from shardnet.collectives.route import Route
 from shardnet.errors import ClosedError, CollectiveMismatch, CollectiveTimeout, PeerLost, ProtocolError, ShardnetError
+from shardnet.flight import Flight, Party
 from shardnet.pb import mesh_pb2
 from shardnet.telemetry import Telemetry, Track
 from shardnet.transport.shared_memory import Loan
@@ -52,6 +53,7 @@ class Group:
         self.members = members  # global ranks, ascending
         self.rank = members.index(board.mesh.rank)
         self.size = len(members)
+        self.party = Party(board.mesh.epoch, group_id, members)
         self._local = {member: index for index, member in enumerate(members)}
         nodes = (tuple(self._local[rank] for rank in node if rank in self._local) for node in board.nodes)
         self.nodes = tuple(node for node in nodes if node)  # ranks of the group
@@ -88,11 +90,16 @@ class Group:
         result: concurrent.futures.Future[T] = concurrent.futures.Future()
         result.set_running_or_notify_cancel()  # a started collective cannot be cancelled
         with self._lock:
-            operation = Operation(self, self._next, call, algorithm, value, result)
+            operation = Operation(self, self._record(call), call, algorithm, value, result)
             self._ahead.add(self._next)
             self._next += 1
             self.board.loop.call(self._submit, operation)
         return result
+
+    def _record(self, call: Call) -> Flight:
+        """The next collective, for the flight recorder. Under the lock: the ring has them in the order of their numbers."""
+        telemetry = self.telemetry
+        return telemetry.flights.begin(Flight(self.party, self._next, call.op, call.label, telemetry.step, time.perf_counter_ns()))
 
     # --- rounds (any thread)
 
@@ -105,7 +112,7 @@ class Group:
         """Number a collective that goes by letters, and begin it."""
         begun = Round(mail, call, share, value)
         with self._lock:
-            begun.sequence = self._next
+            begun.flight, begun.sequence = self._record(call), self._next
             self._next += 1
             is_late = begun.sequence in self._early
             begun.queued, is_first = len(self._rounds) >= self.board.limits.max_outstanding, not self._queue
@@ -215,7 +222,7 @@ class Group:
 
     async def _run(self, operation: Operation) -> None:
         operation.started = True
-        start = time.perf_counter_ns()
+        operation.flight.entered_ns = time.perf_counter_ns()
         try:
             await self._attempt(operation)
         except Exception as error:  # noqa: BLE001 - whatever it is belongs to the awaiter
@@ -223,7 +230,7 @@ class Group:
         except BaseException:  # noqa: BLE001 - cancelled by fail(), whose error stays, or the process ends
             operation.fail(self.board.closed_error(operation.name))
         finally:
-            self._finish(operation, start)
+            self._finish(operation)
 
     async def _attempt(self, operation: Operation) -> None:
         try:
@@ -253,15 +260,15 @@ class Group:
             if operation.sequence in self._running:
                 self._deliver(operation, source, chunk)
 
-    def _finish(self, operation: Operation, start_ns: int) -> None:
+    def _finish(self, operation: Operation) -> None:
         del self._running[operation.sequence]
         operation.revoke()
         self._early.pop(operation.sequence, None)
-        end = time.perf_counter_ns()
-        telemetry = self.telemetry
-        telemetry.record(operation.name, Track.COMMUNICATION, start_ns, end, operation.bytes_sent)
-        call, failed = operation.call, operation.error is not None
-        telemetry.count_op(call.op, call.label, start_ns, end, operation.bytes_sent, waited_ns=operation.waited_ns, failed=failed)
+        call, flight, failed, end = operation.call, operation.flight, operation.error is not None, time.perf_counter_ns()
+        start, sent, telemetry = flight.entered_ns, flight.bytes_sent, self.telemetry
+        telemetry.record(flight.name, Track.COMMUNICATION, start, end, sent)
+        telemetry.count_op(call.op, call.label, start, end, sent, waited_ns=operation.waited_ns, failed=failed)
+        telemetry.flights.end(flight, end, operation.error)
         if operation.error is None:
             operation.result.set_result(operation.value)
         else:
@@ -374,7 +381,9 @@ class Group:
         for operation in (*self._under_way, *self._queued):
             operation.fail(error)
         while self._queued:
-            self._queued.popleft().result.set_exception(error)
+            operation = self._queued.popleft()
+            self.telemetry.flights.end(operation.flight, time.perf_counter_ns(), error)
+            operation.result.set_exception(error)
 
     def position(self) -> mesh_pb2.Goodbye.Position:
         return mesh_pb2.Goodbye.Position(group=self.id, next_sequence=self._position)
@@ -389,7 +398,7 @@ class Group:
         """This rank and a peer disagree on what the collective is: end it for everyone."""
         detail = (
             f"rank {self.members[self.rank]} is in {operation.call.signature} but rank {self.members[peer]} is in {theirs} "
-            f"(collective #{operation.sequence} of {self._title()}); call the same collectives in the same order on all ranks"
+            f"(collective #{operation.sequence} of {self.party.title}); call the same collectives in the same order on all ranks"
         )
         self.fail(operation, CollectiveMismatch(f"{self.board.where()} {detail}"))
 
@@ -407,9 +416,6 @@ class Group:
             reason = f"rank {global_rank} lost it, and left"
         address = self.board.mesh.address(cause)
         return PeerLost(f"{self.board.where()} rank {cause} ({address}) lost during {operation.name}: {reason}", cause)
-
-    def _title(self) -> str:
-        return "the world" if self.id == 0 else f"the group of ranks {list(self.members)}"
 
     # --- diagnosis of a timeout (loop thread)
 
@@ -432,7 +438,7 @@ class Group:
             del self._probes[probe_id]
         missing = [self.members[peer] for peer in sorted(self.peers) if peer not in replies or not replies[peer].entered]
         places = "; ".join(self._place(peer, replies.get(peer)) for peer in sorted(self.peers) if self.members[peer] in missing)
-        detail = f"{operation.name} of {self._title()} did not end within {operation.call.timeout_s:g} s: " + (
+        detail = f"{operation.name} of {self.party.title} did not end within {operation.call.timeout_s:g} s: " + (
             f"missing {places}" if missing else "all ranks have entered it, so the network or a rank is too slow"
         )
         return CollectiveTimeout(f"{self.board.where()} {detail}", missing)

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardnet.collectives.operation import Call
+from shardnet.flight import Flight, State
 from shardnet.loop import LoopThread
 from shardnet.telemetry import Track
 from shardnet.transport.shared_memory import Letter, Mailbox, MailboxView, give_way
@@ -80,6 +81,7 @@ class Round(concurrent.futures.Future[Any]):
     def __init__(self, mail: Mail, call: Call, share: Share, value: object) -> None:
         super().__init__()
         self.call = call
+        self.flight: Flight  # from its group, as is the next one
         self.sequence = -1
         self.error: BaseException | None = None
         self.queued = False  # its letter is not written yet: too many are under way
@@ -104,7 +106,7 @@ class Round(concurrent.futures.Future[Any]):
 
     @property
     def name(self) -> str:
-        return self.call.name(self.sequence)
+        return self.flight.name
 
     @property
     def readers(self) -> Sequence[MailboxView]:
@@ -150,7 +152,8 @@ class Round(concurrent.futures.Future[Any]):
             if self._over:
                 return
             self.queued = False
-            start = time.perf_counter_ns()
+            self.flight.entered_ns = start = time.perf_counter_ns()
+            self.flight.bytes_sent = len(self._share.data) * len(mail.readers)
             try:
                 if not mail.mailbox.post(mail.group.id, self.sequence, self._note, self._share.data, mail.readers):
                     mail.group.board.loop.call(mail.group.announce_round, self, tuple(mail.views), bytes(self._share.data))
@@ -171,6 +174,7 @@ class Round(concurrent.futures.Future[Any]):
             self._since_ns = self._since_ns or now
             try:
                 if (missing := self._collect()) is not None or self.is_settled:
+                    self.flight.state = State.WAITING
                     return missing
                 self._waited_ns = now - self._since_ns
                 self._share.finish(self._data)
@@ -305,10 +309,11 @@ class Round(concurrent.futures.Future[Any]):
         mail, end = self._mail, time.perf_counter_ns()
         for rank, letter in self._letters.items():
             mail.mailbox.acknowledge(mail.views[rank], letter)
-        sent, start = len(self._share.data) * len(mail.readers), (self._since_ns or end) - self._writing_ns
+        sent, start = self.flight.bytes_sent, (self._since_ns or end) - self._writing_ns
         telemetry, failed = mail.group.telemetry, self.error is not None
         telemetry.count_traffic(sent=sent, received=sum(len(letter.data) for letter in self._letters.values()))
         telemetry.record(self.name, Track.COMMUNICATION, start, end, sent)
         telemetry.count_op(self.call.op, self.call.label, start, end, sent, waited_ns=self._waited_ns, failed=failed)
+        telemetry.flights.end(self.flight, end, self.error)
         self._letters, self._data, self._share = {}, {}, _NOTHING
         mail.group.end_round(self)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shardnet.errors import ProtocolError
+from shardnet.flight import Flight, State
 from shardnet.pb import mesh_pb2
 from shardnet.transport.shared_memory import Loan
 from shardnet.wire import Buffer, Chunk, InPlace
@@ -34,24 +35,19 @@ class Call:
         """Equal on all ranks, or the collective is refused: `all_gather(float32 [4, 3]) of layer4.mlp`."""
         return f"{self.on_the_wire}({self.detail})" + (f" of {self.label}" if self.label else "")
 
-    def name(self, sequence: int) -> str:
-        """As errors name it: `all_gather #841 of layer4.mlp`."""
-        return f"{self.op} #{sequence}" + (f" of {self.label}" if self.label else "")
-
 
 @dataclass(slots=True, eq=False)
 class Operation:
     """One collective on one rank, from the call to its result; ranks here are those of its group."""
 
     group: "Group"
-    sequence: int
+    flight: Flight
     call: Call
     algorithm: Algorithm
     value: object  # what the handle gives when it is done
     result: "concurrent.futures.Future[Any]"
     deadline: float = 0.0  # by time.monotonic
     sink: Callable[[int, Chunk], None] | None = None  # set by the algorithm before it waits for anything
-    bytes_sent: int = 0
     waited_ns: int = 0  # for peers that had not entered it yet
     error: BaseException | None = None
     task: "asyncio.Task[None] | None" = None
@@ -70,8 +66,12 @@ class Operation:
         self.deadline = time.monotonic() + self.call.timeout_s
 
     @property
+    def sequence(self) -> int:
+        return self.flight.sequence
+
+    @property
     def name(self) -> str:
-        return self.call.name(self.sequence)
+        return self.flight.name
 
     def announcement(self, *, sends: int = 0, expects: int = 0) -> mesh_pb2.Announcement:
         return mesh_pb2.Announcement(signature=self.call.signature, send_bytes=sends, expect_bytes=expects)
@@ -96,6 +96,7 @@ class Operation:
         if not self._announced[peer]:
             start = time.perf_counter_ns()
             waiter = self._waiters[peer] = asyncio.get_running_loop().create_future()
+            self.flight.state = State.WAITING
             await waiter
             self.waited_ns += time.perf_counter_ns() - start
         return self._announced[peer].popleft()
@@ -111,12 +112,12 @@ class Operation:
     ) -> None:
         """Send one chunk. `data` must stay as it is until this returns."""
         control = None if announcement is None else mesh_pb2.Control(announcement=announcement)
-        self.bytes_sent += len(data)
+        self.flight.bytes_sent += len(data)
         await self.group.send(self, (peer,), self._chunk(block, offset, data, control))
 
     async def send_all(self, peers: Sequence[int], block: int, offset: int, data: Buffer, *, frame: Buffer | None = None) -> None:
         """Send one chunk of data to several peers, as `send` does; `frame` is its encoded form where known."""
-        self.bytes_sent += len(data) * len(peers)
+        self.flight.bytes_sent += len(data) * len(peers)
         await self.group.send(self, peers, self._chunk(block, offset, data, frame=frame))
 
     async def lend_all(self, peers: Sequence[int], block: int, offset: int, data: Buffer) -> bool:
@@ -127,7 +128,7 @@ class Operation:
             self._loan = Loan()
         for peer in borrowers:
             assert self._loan is not None
-            self.bytes_sent += len(data)
+            self.flight.bytes_sent += len(data)
             self._borrowers.add(peer)
             control = mesh_pb2.Control(announcement=self.announcement()) if peer in self._unannounced else None
             self._unannounced.discard(peer)
@@ -138,7 +139,7 @@ class Operation:
 
     async def place_all(self, peers: Sequence[int], block: int, offset: int, size: int) -> None:
         """Tell peers of this node that a chunk's data lies where it belongs, in memory that they share with this rank."""
-        self.bytes_sent += size * len(peers)
+        self.flight.bytes_sent += size * len(peers)
         chunk = self._chunk(block, offset, b"", mesh_pb2.Control(placed=mesh_pb2.Placed(size=size)))
         chunk.lent = InPlace(size)
         await self.group.send(self, peers, chunk)
@@ -181,6 +182,8 @@ class Operation:
         waiter = self._waiters.pop(source, None)
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
+            if not self._waiters:
+                self.flight.state = State.BEGUN
 
     def fail(self, error: BaseException) -> bool:
         """End it with an error on this rank. Returns whether it is that one: the first error stays."""

@@ -1,5 +1,6 @@
 """`connect()`: from a process to a member of a cluster, and back."""
 
+import asyncio
 import errno
 import logging
 import os
@@ -19,6 +20,7 @@ from shardnet.fsdp.initial_values import InitFunction
 from shardnet.performance import PerformanceRecorder, measure_link
 from shardnet.telemetry import Progress, Telemetry
 from shardnet.topology import Topology
+from shardnet.training.black_box import BlackBox
 from shardnet.training.seat import Seat
 from shardnet.training.settings import Settings
 from shardnet.training.station import Station, open_station
@@ -189,10 +191,13 @@ async def connect(**settings: Any) -> AsyncIterator[Cluster]:
     same certificate with a `local_rank` of its own.
     """
     chosen = Settings.from_environment(None, **settings)
-    trace = _trace_file(chosen)
+    trace, flight = _trace_file(chosen), _flight_folder(chosen)
     process.tune()
     async with AsyncExitStack() as stack:
         cluster = await Cluster._at(await stack.enter_async_context(open_station(chosen)))
+        if flight is not None:
+            box = BlackBox(flight, chosen.job, cluster.telemetry, lambda: cluster.topology)
+            stack.push_async_callback(asyncio.to_thread, box.close)
         stack.push_async_exit(lambda kind, error, trace: cluster._leave(error))
         yield cluster
         if trace is not None:
@@ -210,6 +215,18 @@ def _trace_file(settings: Settings) -> Path | None:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     except OSError as error:
         raise UsageError(f"cannot write a trace to {path}: {error.strerror}; choose another place for --trace (SHARDNET_TRACE)") from error
+    return path
+
+
+def _flight_folder(settings: Settings) -> Path | None:
+    """Where the black box writes. Made now, as the trace's, and for the same reason."""
+    if not settings.flight:
+        return None
+    path = Path(settings.flight)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot keep flight records in {path}: {error.strerror}; choose another folder (SHARDNET_FLIGHT)") from error
     return path
 
 

@@ -37,6 +37,8 @@ class Settings:
                     holders of certificates of the same authority take part
     token           in place of `certs`: a secret that all processes share, as `shardnet certs token` makes it
     trace           where rank 0 writes a timeline of all ranks at the end; empty: none is kept. Alike on all ranks
+    flight          folder in which this worker writes its last collectives down when one fails, once an epoch (docs/diagnosis.md);
+                    empty: nowhere
     """
 
     rendezvous: str = ""
@@ -54,6 +56,7 @@ class Settings:
     routing: Routing = Routing.AUTO
     report_file: str = ""
     trace: str = ""
+    flight: str = ""
     timeouts: Timeouts = field(default_factory=Timeouts)
     limits: Limits = field(default_factory=Limits)
 
@@ -84,6 +87,7 @@ class Settings:
             "routing": environment.get("SHARDNET_ROUTING", "") or Routing.AUTO,
             "report_file": environment.get("SHARDNET_REPORT_FILE", ""),
             "trace": environment.get("SHARDNET_TRACE", ""),
+            "flight": environment.get("SHARDNET_FLIGHT", ""),
         }
         merged = {**found, **given}
         with suppress(ValueError):  # what is none of them is refused below
