@@ -20,7 +20,8 @@ class Timeouts:
 
     connect_s     worker to rendezvous and worker to worker, retries included
     join_s        from joining until the world is complete
-    suspect_s     silence after which a peer counts as lost, if the rendezvous cannot reach it either
+    suspect_s     silence after which a peer counts as lost, if the rendezvous cannot reach it either; and how long a collective
+                  waits before a warning says for whom
     lost_s        silence after which a peer counts as lost in any case
     collective_s  default for one collective, from call to result
     drain_s       how long closing waits for peers to say goodbye, once they take nothing any more of what was sent

@@ -55,6 +55,11 @@ class Flight:
         """As errors name it: `all_gather #841 of layer4.mlp`."""
         return f"{self.op} #{self.sequence}" + (f" of {self.label}" if self.label else "")
 
+    @property
+    def full_name(self) -> str:
+        """The same where several groups are spoken of: `all_gather #841 of layer4.mlp of the group of ranks [0, 2]`."""
+        return self.name + (f" of {self.party.title}" if self.party.group else "")
+
 
 class FlightRecorder:
     """A ring of one rank's collectives; lives as long as its telemetry, over all epochs. Any thread may call it."""

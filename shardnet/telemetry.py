@@ -14,6 +14,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from shardnet.flight import FlightRecorder
+from shardnet.waiting import Waiting
 
 MAX_SPANS = 200_000  # per rank, about 40 MB; the oldest go first
 
@@ -92,6 +93,7 @@ class Telemetry:
     epoch_offset_ns: int = field(default_factory=lambda: time.time_ns() - time.perf_counter_ns())
     memory_peers: frozenset[int] = frozenset()  # ranks to which data goes through shared memory
     borrowers: frozenset[int] = frozenset()  # those of them that read it where this rank has it
+    waiting: tuple[Waiting, ...] = ()  # collectives that have waited for long, one a group; replaced, never changed
     routing: str = ""  # how large collectives go over all ranks, in words
     observers: tuple[Observer, ...] = ()  # replaced, never changed: other threads read it
     _spans: deque[Span] = field(default_factory=lambda: deque(maxlen=MAX_SPANS))

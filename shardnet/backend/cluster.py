@@ -30,7 +30,7 @@ class ClusterBackend(MeshBackend):
     ) -> Self:
         """Connect a mesh to all of its peers. Raises PeerLost, naming who is missing, after `connect_s`."""
         nodes = tuple(topology.node_ranks(node) for node in sorted({member.node_group for member in topology.members}))
-        board = Switchboard(mesh, telemetry or Telemetry(), limits, nodes, routing)
+        board = Switchboard(mesh, telemetry or Telemetry(), limits, timeouts.suspect_s, nodes, routing)
         try:
             await LoopThread.shared().run_here(mesh.start(board))
             await cls._correspond(board, topology.node_ranks(topology.me.node_group), timeouts)

@@ -29,11 +29,11 @@ class LoopbackBackend(MeshBackend):
         if world_size < 1:
             raise InvalidWorldSizeError(f"world size must be at least 1, got {world_size}")
         nodes = nodes_of(world_size, ranks_per_node)
-        backends = []
+        timeouts, backends = timeouts or Timeouts(), []
         for mesh in MemoryMesh.connect(world_size):
-            board = Switchboard(mesh, Telemetry(), limits or Limits(), nodes, routing)
+            board = Switchboard(mesh, Telemetry(), limits or Limits(), timeouts.suspect_s, nodes, routing)
             mesh.attach(board)
-            backends.append(cls(board, board.world, timeouts or Timeouts()))
+            backends.append(cls(board, board.world, timeouts))
         return backends
 
 

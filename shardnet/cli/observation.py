@@ -11,11 +11,21 @@ from shardnet.rendezvous import client
 from shardnet.rendezvous.events import JobStatus
 from shardnet.telemetry import OpCounter, Progress
 from shardnet.transport.observe import health, snapshot
+from shardnet.waiting import Absent
 
 RENDEZVOUS = "rendezvous"  # the role that it gives itself
 UNREACHABLE = "unreachable"  # the rendezvous counts it as a member, but it does not answer
 UNTRUSTED = "not trusted"  # it, or who is at its address now, has no certificate that counts, or does not take ours
 GONE = "gone"  # it was given a rank and is no member any more
+
+
+@dataclass(frozen=True, slots=True)
+class Stuck:
+    """A collective that waits for ranks for long, as one of those says that wait."""
+
+    collective: str
+    seconds: float
+    absent: tuple[Absent, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +50,7 @@ class Stats:
     borrowers: tuple[int, ...]  # those of them that read what it sends where it is, so that nothing is copied in between
     routing: str  # which way large collectives go, in words
     connections: str  # how they are protected, in words
+    waiting: tuple[Stuck, ...]  # at most one for each group of ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +121,7 @@ class Observer:
         return WorkerView(rank, node, address, state, stats)
 
     async def _stats(self, address: str) -> Stats:
-        return _read(await snapshot(address, timeout_s=self._timeout_s, security=self._security))
+        return read_stats(await snapshot(address, timeout_s=self._timeout_s, security=self._security))
 
 
 def _gone(members: list[WorkerView]) -> list[WorkerView]:
@@ -120,7 +131,7 @@ def _gone(members: list[WorkerView]) -> list[WorkerView]:
     return [WorkerView(rank, "", address, GONE) for rank, address in enumerate(known) if rank not in ranks]
 
 
-def _read(reply: stats_pb2.SnapshotReply) -> Stats:
+def read_stats(reply: stats_pb2.SnapshotReply) -> Stats:
     return Stats(
         role=reply.role,
         version=reply.version,
@@ -140,4 +151,9 @@ def _read(reply: stats_pb2.SnapshotReply) -> Stats:
         borrowers=tuple(reply.borrowers),
         routing=reply.routing,
         connections=reply.connections,
+        waiting=tuple(Stuck(each.collective, each.seconds, tuple(map(_absent, each.absent))) for each in reply.waiting),
     )
+
+
+def _absent(reply: stats_pb2.AbsentRank) -> Absent:
+    return Absent(reply.rank, reply.address, reply.next_sequence if reply.HasField("next_sequence") else None, reply.last_entered)

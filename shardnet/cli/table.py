@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from shardnet.cli.grid import Row, grid
 from shardnet.cli.observation import GONE, RENDEZVOUS, ClusterView, JobView, Stats, WorkerView
 from shardnet.cli.units import short_bytes, short_duration, short_number
+from shardnet.waiting import Absent
 
 _WORKER_HEAD = (
     "rank",
@@ -59,8 +60,23 @@ def _job(job: JobView) -> str:
 
 
 def _workers(workers: Iterable[WorkerView]) -> str:
+    workers = list(workers)
     text = grid(_WORKER_HEAD, [_worker(worker) for worker in workers], _WORDS)
-    return f"{text}\n{_COPIED_WORDS}" if _COPIED in text else text
+    return "\n".join([f"{text}\n{_COPIED_WORDS}" if _COPIED in text else text, *_stuck(workers)])
+
+
+def _stuck(workers: Iterable[WorkerView]) -> list[str]:
+    """What is waited for, with all the ranks that say the same of it in one line."""
+    waiting: dict[tuple[str, tuple[Absent, ...]], list[tuple[int, float]]] = {}
+    for worker in workers:
+        for each in worker.stats.waiting if worker.stats is not None else ():
+            waiting.setdefault((each.collective, each.absent), []).append((worker.rank, each.seconds))
+    lines = []
+    for (collective, absent), who in waiting.items():
+        ranks = ", ".join(str(rank) for rank, _ in who)
+        verb = f"ranks {ranks} wait" if len(who) > 1 else f"rank {ranks} waits"
+        lines.append(f"{verb} {max(seconds for _, seconds in who):.1f} s in {collective} for {'; '.join(map(str, absent))}")
+    return lines
 
 
 def _routing(workers: Iterable[WorkerView]) -> str:

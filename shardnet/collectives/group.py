@@ -27,6 +27,7 @@ from shardnet.collectives import verdict
 from shardnet.collectives.commons import Commons
 from shardnet.collectives.mail import Mail, Round, Share
 from shardnet.collectives.operation import Algorithm, Call, Operation
+from shardnet.collectives.roll_call import RollCall
 from shardnet.collectives.route import Route
 from shardnet.errors import ClosedError, CollectiveMismatch, CollectiveTimeout, PeerLost, ProtocolError, ShardnetError
 from shardnet.flight import Flight, Party
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
     from shardnet.collectives.switchboard import Switchboard
 
 T = TypeVar("T")
-
-PROBE_WAIT_S = 0.4  # a hang must not outlive its timeout by more than 0.5 s
 
 
 class Group:
@@ -67,7 +66,7 @@ class Group:
         self._running: dict[int, Operation] = {}
         self._queued: deque[Operation] = deque()
         self._early: dict[int, list[tuple[int, Chunk]]] = {}
-        self._probes: dict[int, tuple[dict[int, mesh_pb2.ProbeReply], asyncio.Event]] = {}
+        self.roll_call = RollCall(self)
 
     @property
     def epoch(self) -> int:
@@ -129,6 +128,7 @@ class Group:
             begun.begin()
         if len(self._rounds) > 1:
             self.sweep()
+        self.board.watch.begin()
         return begun
 
     @property
@@ -158,6 +158,7 @@ class Group:
                 following = self._queue.popleft()
         if following is not None:
             following.begin()
+            self.board.watch.begin()
 
     # --- rounds (loop thread)
 
@@ -217,12 +218,13 @@ class Group:
         with self._lock:
             self._ahead.discard(operation.sequence)
         self._last_signature = operation.call.signature
+        operation.flight.entered_ns = time.perf_counter_ns()
         self._running[operation.sequence] = operation
         operation.task = self.board.spawn(self._run(operation))
+        self.board.watch.begin()
 
     async def _run(self, operation: Operation) -> None:
         operation.started = True
-        operation.flight.entered_ns = time.perf_counter_ns()
         try:
             await self._attempt(operation)
         except Exception as error:  # noqa: BLE001 - whatever it is belongs to the awaiter
@@ -309,8 +311,10 @@ class Group:
         if source is None:
             raise ProtocolError(f"rank {source_global} is no member of group {self.id:#x}")
         self.telemetry.count_traffic(received=chunk.size)
-        if chunk.control is not None and chunk.control.WhichOneof("kind") in ("probe", "probe_reply"):
-            self._on_probe(source, chunk)
+        if chunk.control is not None and chunk.control.HasField("probe"):
+            self._answer_probe(source, chunk, chunk.control.probe)
+        elif chunk.control is not None and chunk.control.HasField("probe_reply"):
+            self.roll_call.hear(source, chunk.control.probe_reply)
         elif (operation := self._running.get(chunk.sequence)) is not None:
             if operation.ready:
                 self._deliver(operation, source, chunk)
@@ -361,24 +365,24 @@ class Group:
     # --- failure (loop thread)
 
     @property
-    def _under_way(self) -> list[Operation | Round]:
+    def under_way(self) -> list[Operation | Round]:
         return [*self._running.values(), *self.rounds]
 
     def lose(self, global_rank: int, reason: str) -> None:
         """A member is gone: whatever is under way cannot end."""
         if global_rank in self._local:
-            for operation in self._under_way:
+            for operation in self.under_way:
                 self.fail(operation, self._peer_lost(global_rank, reason, operation))
 
     def leave(self, global_rank: int, next_sequence: int) -> None:
         """A member said goodbye before it entered `next_sequence`: that one and later ones cannot end."""
         if global_rank in self._local:
-            for operation in self._under_way:
+            for operation in self.under_way:
                 if operation.sequence >= next_sequence:
                     operation.fail(self._peer_lost(global_rank, "it left the cluster without entering this collective", operation))
 
     def fail_all(self, error: ShardnetError) -> None:
-        for operation in (*self._under_way, *self._queued):
+        for operation in (*self.under_way, *self._queued):
             operation.fail(error)
         while self._queued:
             operation = self._queued.popleft()
@@ -417,51 +421,22 @@ class Group:
         address = self.board.mesh.address(cause)
         return PeerLost(f"{self.board.where()} rank {cause} ({address}) lost during {operation.name}: {reason}", cause)
 
-    # --- diagnosis of a timeout (loop thread)
+    # --- diagnosis (loop thread)
 
     async def _diagnose(self, operation: Operation | Round) -> CollectiveTimeout:
         """Ask every member whether it has entered the collective, and say who has not."""
-        self.board.probe_id += 1
-        probe_id = self.board.probe_id
-        replies: dict[int, mesh_pb2.ProbeReply] = {}
-        complete = asyncio.Event()
-        self._probes[probe_id] = (replies, complete)
-        try:
-            control = mesh_pb2.Control(probe=mesh_pb2.Probe(id=probe_id))
-            for peer in self.peers:
-                self.board.post(self.members[peer], Chunk(self.epoch, self.id, operation.sequence, control=control))
-            async with asyncio.timeout(PROBE_WAIT_S):
-                await complete.wait()
-        except TimeoutError:
-            pass  # who did not answer counts as missing
-        finally:
-            del self._probes[probe_id]
-        missing = [self.members[peer] for peer in sorted(self.peers) if peer not in replies or not replies[peer].entered]
-        places = "; ".join(self._place(peer, replies.get(peer)) for peer in sorted(self.peers) if self.members[peer] in missing)
+        absent = (await self.roll_call.hold(operation.sequence)).absent
         detail = f"{operation.name} of {self.party.title} did not end within {operation.call.timeout_s:g} s: " + (
-            f"missing {places}" if missing else "all ranks have entered it, so the network or a rank is too slow"
+            f"missing {'; '.join(map(str, absent))}" if absent else "all ranks have entered it, so the network or a rank is too slow"
         )
-        return CollectiveTimeout(f"{self.board.where()} {detail}", missing)
+        return CollectiveTimeout(f"{self.board.where()} {detail}", [each.rank for each in absent])
 
-    def _place(self, peer: int, reply: mesh_pb2.ProbeReply | None) -> str:
-        rank = self.members[peer]
-        if reply is None:
-            return f"rank {rank} ({self.board.mesh.address(rank)}, no answer)"
-        return f"rank {rank} (at #{reply.next_sequence}, last entered {reply.last_signature or 'nothing'})"
-
-    def _on_probe(self, source: int, chunk: Chunk) -> None:
-        assert chunk.control is not None
-        if chunk.control.HasField("probe"):
-            reply = mesh_pb2.ProbeReply(
-                id=chunk.control.probe.id,
-                entered=self._has_entered(chunk.sequence),
-                next_sequence=self._position,
-                last_signature=self._last_signature,
-            )
-            answer = Chunk(self.epoch, self.id, chunk.sequence, control=mesh_pb2.Control(probe_reply=reply))
-            self.board.post(self.members[source], answer)
-        elif (waiting := self._probes.get(chunk.control.probe_reply.id)) is not None:
-            replies, complete = waiting
-            replies[source] = chunk.control.probe_reply
-            if len(replies) == self.size - 1:
-                complete.set()
+    def _answer_probe(self, source: int, chunk: Chunk, probe: mesh_pb2.Probe) -> None:
+        reply = mesh_pb2.ProbeReply(
+            id=probe.id,
+            entered=self._has_entered(chunk.sequence),
+            next_sequence=self._position,
+            last_signature=self._last_signature,
+        )
+        answer = Chunk(self.epoch, self.id, chunk.sequence, control=mesh_pb2.Control(probe_reply=reply))
+        self.board.post(self.members[source], answer)

@@ -118,6 +118,13 @@ class Round(concurrent.futures.Future[Any]):
         """There is nothing more to do for it."""
         return self._over or self._given_up
 
+    @property
+    def may_be_stuck(self) -> bool:
+        """A letter is missing. Where none is, it ends as soon as somebody asks for it."""
+        mail = self._mail
+        with self._lock:
+            return any(mail.views[rank].find(mail.group.id, self.sequence) is None for rank in self._missing)
+
     # --- for whoever has the handle
 
     def done(self) -> bool:

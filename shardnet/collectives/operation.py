@@ -66,6 +66,11 @@ class Operation:
         self.deadline = time.monotonic() + self.call.timeout_s
 
     @property
+    def may_be_stuck(self) -> bool:
+        """Who has its neighbours' announcements may still wait for data that another rank holds up: only asking tells."""
+        return True
+
+    @property
     def sequence(self) -> int:
         return self.flight.sequence
 

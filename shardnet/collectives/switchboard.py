@@ -18,6 +18,7 @@ from shardnet.collectives.commons import Commons
 from shardnet.collectives.group import Group
 from shardnet.collectives.mail import Mail, Round
 from shardnet.collectives.route import Nodes, Routing
+from shardnet.collectives.watch import Watch
 from shardnet.config import Limits
 from shardnet.errors import ClosedError, ProtocolError, ShardnetError
 from shardnet.loop import LoopThread
@@ -33,17 +34,20 @@ WORLD = 0  # group id of all ranks
 class Switchboard:
     """Everything that one rank's groups share; lives as long as the mesh. Runs on the loop thread."""
 
-    def __init__(self, mesh: Mesh, telemetry: Telemetry, limits: Limits, nodes: Nodes = (), routing: Routing = Routing.AUTO) -> None:
+    def __init__(
+        self, mesh: Mesh, telemetry: Telemetry, limits: Limits, suspect_s: float, nodes: Nodes = (), routing: Routing = Routing.AUTO
+    ) -> None:
+        """`suspect_s` is how long a collective waits before a warning says for whom."""
         self.mesh = mesh
         self.telemetry = telemetry
         self.limits = limits
         self.nodes = nodes or (tuple(range(mesh.world_size)),)  # global ranks by node
         self.routing = routing
         self.loop = LoopThread.shared()
+        self.watch = Watch(self, suspect_s)
         self.lost: dict[int, str] = {}  # global rank -> reason
         self._causes: dict[int, int] = {}  # global rank -> the one that it lost first; see [Note: the cause]
         self.stale_chunks = 0
-        self.probe_id = 0
         self._lock = threading.Lock()  # over the next three: groups are made on any thread
         self._made: dict[tuple[int, ...], int] = {}  # how often a group of these members was made
         self._commons: dict[frozenset[int], Commons] = {}
@@ -104,6 +108,11 @@ class Switchboard:
         views = {rank: self.mesh.mailboxes[group.members[rank]] for rank in group.peers}
         return Mail(group, self.mesh.mailbox, views, self._attendant)
 
+    @property
+    def groups(self) -> list[Group]:
+        """All that this rank has made. Loop thread."""
+        return list(self._groups.values())
+
     def _add(self, group: Group) -> Group:
         self.loop.call(self._introduce, group)  # before anything that is called on the group
         return group
@@ -154,6 +163,9 @@ class Switchboard:
             self._on_goodbye(source, chunk.control.goodbye)
         elif (group := self._groups.get(chunk.group)) is not None:
             group.on_chunk(source, chunk)
+        elif chunk.control is not None and chunk.control.HasField("probe"):  # in a group that this rank has not made, it is nowhere yet
+            reply = mesh_pb2.Control(probe_reply=mesh_pb2.ProbeReply(id=chunk.control.probe.id))
+            self.post(source, Chunk(chunk.epoch, chunk.group, chunk.sequence, control=reply))
         else:
             if chunk.frame is None:
                 chunk.data = bytes(chunk.data)
@@ -233,6 +245,7 @@ class Switchboard:
         self._free()
 
     def _free(self) -> None:
+        self.watch.close()
         if self._attendant is not None:
             self._attendant.close()
         for commons in self._commons.values():

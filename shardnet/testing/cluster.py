@@ -96,12 +96,12 @@ async def jitter_cluster(
     limits: Limits | None = None,
 ) -> AsyncIterator[list[LoopbackBackend]]:
     """Loopback with random delays, which follow from the seed and the order of what is sent: see `JitterMesh`."""
-    backends = []
+    timeouts, backends = timeouts or Timeouts.for_tests(), []
     for mesh in JitterMesh.connect(world_size):
         mesh.random.seed(seed * world_size + mesh.rank)
-        board = Switchboard(mesh, Telemetry(), limits or Limits(), nodes_of(world_size, ranks_per_node))
+        board = Switchboard(mesh, Telemetry(), limits or Limits(), timeouts.suspect_s, nodes_of(world_size, ranks_per_node))
         mesh.attach(board)
-        backends.append(LoopbackBackend(board, board.world, timeouts or Timeouts.for_tests()))
+        backends.append(LoopbackBackend(board, board.world, timeouts))
     async with _open(backends):
         yield backends
 

@@ -6,6 +6,7 @@ from shardnet.pb import stats_pb2
 from shardnet.telemetry import Telemetry
 from shardnet.topology import Topology
 from shardnet.version import VERSION
+from shardnet.waiting import Waiting
 
 
 def worker_snapshot(telemetry: Telemetry, topology: Topology | None) -> stats_pb2.SnapshotReply:
@@ -34,6 +35,7 @@ def worker_snapshot(telemetry: Telemetry, topology: Topology | None) -> stats_pb
             stats_pb2.CollectiveStats(op=op, count=c.count, bytes=c.bytes, seconds=c.seconds, waited_s=c.waited_s, failed=c.failed)
             for op, c in sorted(telemetry.ops.copy().items())
         ],
+        waiting=[_waiting(each) for each in telemetry.waiting if not each.is_over],
     )
     if topology is not None:
         me = topology.me
@@ -41,3 +43,11 @@ def worker_snapshot(telemetry: Telemetry, topology: Topology | None) -> stats_pb
         reply.local_rank, reply.node_group = me.local_rank, me.node_group
         reply.addresses.extend(member.address for member in topology.members)
     return reply
+
+
+def _waiting(waiting: Waiting) -> stats_pb2.Stuck:
+    absent = [
+        stats_pb2.AbsentRank(rank=each.rank, address=each.address, next_sequence=each.next_sequence, last_entered=each.last_entered)
+        for each in waiting.absent
+    ]
+    return stats_pb2.Stuck(collective=waiting.flight.full_name, seconds=waiting.seconds, absent=absent)

@@ -87,6 +87,10 @@ class Mesh(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} has no borrowers, so nobody may ask it to lend")
 
+    def is_silent(self, rank: int) -> bool:
+        """Whether a rank has not answered for a while, but is not lost yet."""
+        return False
+
     @abstractmethod
     def address(self, rank: int) -> str:
         """Where a rank is, for messages."""

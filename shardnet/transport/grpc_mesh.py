@@ -110,6 +110,9 @@ class GrpcMesh(Mesh):
             outbox.fail(why)  # after a goodbye, too: what waits for room in it would wait for ever
             self.lose(outbox.peer, why)
 
+    def is_silent(self, rank: int) -> bool:
+        return rank in self._outboxes and self._outboxes[rank].is_silent
+
     def suspect(self, rank: int, reason: str) -> None:
         """The rendezvous takes a peer for gone: [Note: two witnesses] in pulse.py. Until the mesh is formed there is no other witness."""
         if not self._formed:

@@ -84,6 +84,11 @@ class Outbox:
         """Of what was put and the peer's system does not have yet."""
         return 0 if self._call is None else self._call.outgoing_bytes
 
+    @property
+    def is_silent(self) -> bool:
+        """The peer does not answer pings."""
+        return self._pulse.is_silent
+
     def suspect(self) -> None:
         """Somebody else takes the peer for dead: believe it sooner."""
         self._pulse.suspect()

@@ -27,6 +27,12 @@ class Pulse:
     def __init__(self, timeouts: Timeouts) -> None:
         self._interval_s = timeouts.suspect_s / _ROUNDS
         self._patience = max(_ROUNDS, round(timeouts.lost_s / self._interval_s))
+        self._silent = 0  # rounds
+
+    @property
+    def is_silent(self) -> bool:
+        """A ping has not been answered for a round. To send anything now would hide it: that the peer's system takes it counts as life."""
+        return self._silent > 1
 
     def suspect(self) -> None:
         """The rendezvous has lost the peer."""
@@ -44,11 +50,11 @@ class Pulse:
 
     async def _watch(self, call: Call) -> None:
         """Ping while nothing is heard; close the call when that takes too long."""
-        silent, heard = 0, call.signs_of_life
-        while silent <= self._patience:
+        self._silent, heard = 0, call.signs_of_life
+        while self._silent <= self._patience:
             await asyncio.sleep(self._interval_s)
             before, heard = heard, call.signs_of_life
-            silent = silent + 1 if heard == before else 0
-            if silent:
+            self._silent = self._silent + 1 if heard == before else 0
+            if self._silent:
                 call.ping()
         call.close(SILENT)

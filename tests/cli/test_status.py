@@ -4,10 +4,11 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 
-from shardnet.cli.observation import GONE, UNREACHABLE, UNTRUSTED, ClusterView, Observer
+from shardnet.cli.observation import GONE, RENDEZVOUS, UNREACHABLE, UNTRUSTED, ClusterView, JobView, Observer, WorkerView, read_stats
 from shardnet.cli.table import as_json, as_text
 from shardnet.config import Limits, Timeouts
 from shardnet.credentials import Role, Security
@@ -150,6 +151,33 @@ async def test_json_has_the_same_and_null_for_what_is_unknown() -> None:
     assert alive["stats"]["borrowers"] == [3]
     assert alive["stats"]["routing"] == "direct between 4 ranks"
     assert (dead["state"], dead["stats"]) == ("unreachable", None)
+
+
+def waiting(rank: int, seconds: float, *absent: stats_pb2.AbsentRank) -> WorkerView:
+    """A worker that has waited for others, as it says."""
+    stuck = stats_pb2.Stuck(collective="reduce_scatter #5046 of layers.4", seconds=seconds, absent=absent)
+    stats = read_stats(stats_pb2.SnapshotReply(role="worker", rank=rank, world_size=4, waiting=[stuck] if absent else []))
+    return WorkerView(rank, "n", f"10.0.0.{rank}:7000", "serving", stats)
+
+
+def test_who_waits_for_whom_is_shown_once_for_all_that_say_the_same() -> None:
+    behind = stats_pb2.AbsentRank(rank=2, address="10.0.0.2:7000", next_sequence=5045, last_entered="all_gather(float32 [8])")
+    silent = stats_pb2.AbsentRank(rank=3, address="10.0.0.3:7000")
+    workers = (waiting(0, 3.1, behind, silent), waiting(1, 3.4, behind, silent), waiting(2, 9.0, silent), waiting(3, 0.0))
+    itself = workers[0].stats
+    assert itself is not None
+    rendezvous = replace(itself, role=RENDEZVOUS, waiting=())
+    text = as_text(ClusterView("10.0.0.9:7000", "serving", rendezvous, (JobView("j", "running", 1, 4, 4, 4, workers),)))
+    where = "in reduce_scatter #5046 of layers.4 for"
+    assert text.splitlines()[-2:] == [
+        f"ranks 0, 1 wait 3.4 s {where} rank 2 (at #5045, last entered all_gather(float32 [8])); rank 3 (10.0.0.3:7000, no answer)",
+        f"rank 2 waits 9.0 s {where} rank 3 (10.0.0.3:7000, no answer)",
+    ]
+    alone = ClusterView("10.0.0.0:7000", "serving", itself)
+    assert f"rank 0 waits 3.1 s {where} rank 2 (at #5045, " in as_text(alone)
+    (told,) = json.loads(as_json(alone))["stats"]["waiting"]
+    assert (told["collective"], told["seconds"]) == ("reduce_scatter #5046 of layers.4", 3.1)
+    assert [(each["rank"], each["next_sequence"]) for each in told["absent"]] == [(2, 5045), (3, None)]
 
 
 @on_shared_loop

@@ -44,6 +44,19 @@ async def test_silence_ends_it() -> None:
         assert await silence_s(call, Pulse(TIMEOUTS)) >= TIMEOUTS.lost_s
 
 
+async def test_who_does_not_answer_is_silent_before_it_is_lost() -> None:
+    with silent_peer() as (call, _):
+        pulse = Pulse(TIMEOUTS)
+        async with pulse.beating(call):
+            looks = [pulse.is_silent]
+            async with asyncio.timeout(TIMEOUTS.lost_s):
+                while not looks[-1]:
+                    await asyncio.sleep(0.01)
+                    looks.append(pulse.is_silent)
+            call._check()
+        assert len(looks) > 1
+
+
 async def test_heartbeats_are_really_sent() -> None:
     """Regression 16 of the reference: they were defined, and never sent."""
     with silent_peer() as (call, far):
@@ -70,6 +83,7 @@ async def test_suspicion_does_not_harm_who_answers() -> None:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(2 * TIMEOUTS.suspect_s):
                 await call.headers()
+        assert not pulse.is_silent
     call.close()
     peer.close()
 

@@ -1,0 +1,71 @@
+"""`RollCall`: asks the ranks of a group how far they are, when a collective takes too long."""
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shardnet.pb.mesh_pb2 import Control, Probe, ProbeReply
+from shardnet.waiting import Absent
+from shardnet.wire import Chunk
+
+if TYPE_CHECKING:
+    from shardnet.collectives.group import Group
+
+WAIT_S = 0.4  # a hang must not outlive its timeout by more than 0.5 s
+
+
+@dataclass(frozen=True, slots=True)
+class Attendance:
+    """What the ranks of a group have said."""
+
+    absent: tuple[Absent, ...]  # who have not entered the collective, or did not answer
+    entered_below: int  # all have entered the collectives with lower numbers
+
+
+class RollCall:
+    """One group's; lives as long as it. Runs on the loop thread."""
+
+    def __init__(self, group: "Group") -> None:
+        self._group = group
+        self._count = 0
+        self._open: dict[int, tuple[dict[int, ProbeReply], set[int], asyncio.Event]] = {}  # by number; the set of who is still to answer
+
+    async def hold(self, sequence: int) -> Attendance:
+        """Ask every other member whether it has entered a collective. Takes at most WAIT_S: who does not answer counts as absent.
+
+        Who does not answer pings either is not even asked, or it would seem to be alive (tests/training/test_connect.py, frozen).
+        """
+        self._count += 1
+        number, group = self._count, self._group
+        replies: dict[int, ProbeReply] = {}
+        asked = {peer for peer in group.peers if not group.board.mesh.is_silent(group.members[peer])}
+        self._open[number] = replies, _, complete = replies, set(asked), asyncio.Event()
+        try:
+            for peer in asked:
+                group.board.post(group.members[peer], Chunk(group.epoch, group.id, sequence, control=Control(probe=Probe(id=number))))
+            if asked:
+                async with asyncio.timeout(WAIT_S):
+                    await complete.wait()
+        except TimeoutError:
+            pass
+        finally:
+            del self._open[number]
+        absent = tuple(
+            self._absent(peer, replies.get(peer)) for peer in sorted(group.peers) if peer not in replies or not replies[peer].entered
+        )
+        positions = [replies[peer].next_sequence if peer in replies else 0 for peer in group.peers]
+        return Attendance(absent, max(min(positions, default=0), 0 if absent else sequence + 1))
+
+    def _absent(self, peer: int, reply: ProbeReply | None) -> Absent:
+        rank = self._group.members[peer]
+        address = self._group.board.mesh.address(rank)
+        return Absent(rank, address) if reply is None else Absent(rank, address, reply.next_sequence, reply.last_signature)
+
+    def hear(self, source: int, reply: ProbeReply) -> None:
+        """A rank of the group has answered; too late perhaps."""
+        if (waiting := self._open.get(reply.id)) is not None:
+            replies, awaited, complete = waiting
+            replies[source] = reply
+            awaited.discard(source)
+            if not awaited:
+                complete.set()

@@ -1,0 +1,255 @@
+"""Collectives that wait for long: who is told of whom, how often, and that nothing is asked while all goes well."""
+
+import asyncio
+import logging
+import re
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from shardnet.backend.mesh_backend import MeshBackend
+from shardnet.collectives.attendant import Attendant
+from shardnet.collectives.group import Group
+from shardnet.collectives.operation import Call, Operation
+from shardnet.collectives.roll_call import Attendance, RollCall
+from shardnet.config import Limits, Timeouts
+from shardnet.errors import CollectiveTimeout
+from shardnet.loop import LoopThread
+from shardnet.testing import each_error, each_rank, local_cluster, loopback_cluster
+from shardnet.training.snapshot import worker_snapshot
+from shardnet.transport.shared_memory import futex
+
+KINDS = ("loopback", "grpc", pytest.param("letters", marks=pytest.mark.skipif(not futex.available, reason="mailboxes need x86-64")))
+SUSPECT_S = 0.3
+TIMEOUTS = replace(Timeouts.for_tests(), suspect_s=SUSPECT_S, lost_s=30.0)
+Ranks = Sequence[MeshBackend]
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@asynccontextmanager
+async def cluster(kind: str, size: int = 3, **limits: int) -> AsyncIterator[Ranks]:
+    if kind == "loopback":
+        async with loopback_cluster(size, timeouts=TIMEOUTS, limits=Limits(**limits)) as ranks:
+            yield ranks
+        return
+    letters = 64 if kind == "letters" else 0
+    async with local_cluster(size, timeouts=TIMEOUTS, limits=Limits(letter_bytes=letters, **limits)) as ranks:
+        yield ranks
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """The rank that asks, and for which number, whenever one does."""
+    asked: list[tuple[int, int]] = []
+    hold = RollCall.hold
+
+    async def held(self: RollCall, sequence: int) -> Attendance:
+        asked.append((self._group.board.mesh.rank, sequence))
+        return await hold(self, sequence)
+
+    monkeypatch.setattr(RollCall, "hold", held)
+    return asked
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(10.0):
+        while not condition():  # noqa: ASYNC110 - nobody is told
+            await asyncio.sleep(0.01)
+
+
+async def until_calm(ranks: Ranks) -> None:
+    """Until nobody looks any more whether something is stuck."""
+    await until(lambda: not any(rank._board.watch._armed for rank in ranks))
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [each.getMessage() for each in caplog.records if each.name == "shardnet.collectives.watch"]
+
+
+async def test_who_has_not_come_is_named_once_and_until_it_comes(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Though nobody waits for the collective yet. What status shows is asked anew, and ends with the wait."""
+    async with cluster(kind) as ranks:
+        await each_rank(ranks, lambda rank: rank.all_gather(torch.ones(2), label="the last one"))
+        early = [rank.barrier(label="x") for rank in ranks[:2]]
+        await until(lambda: all(rank.telemetry.waiting for rank in ranks[:2]))
+        for rank in ranks[:2]:
+            (first,) = rank.telemetry.waiting
+            (shown,) = worker_snapshot(rank.telemetry, None).waiting
+            assert (shown.collective, [each.rank for each in shown.absent]) == ("barrier #1 of x", [2])
+            assert SUSPECT_S <= shown.seconds < 10.0
+            assert (shown.absent[0].next_sequence, shown.absent[0].last_entered) == (1, "all_gather(float32 [2]) of the last one")
+            await until(lambda rank=rank, first=first: rank.telemetry.waiting[0] is not first)  # type: ignore[misc]
+        await ranks[2].barrier(label="x")
+        for handle in early:
+            await handle
+        assert not any(worker_snapshot(rank.telemetry, None).waiting for rank in ranks)
+        await until_calm(ranks)
+        assert not any(rank.telemetry.waiting for rank in ranks)
+    where = r"waits \d\.\d s in barrier #1 of x for rank 2 \(at #1, last entered all_gather\(float32 \[2\]\) of the last one\)"
+    lines = sorted(said(caplog))
+    assert len(lines) == 2
+    for number, line in enumerate(lines):
+        assert re.fullmatch(rf"\[rank {number}/3 epoch 1 step 0\] {where}", line), line
+    assert {each.levelno for each in caplog.records if each.name == "shardnet.collectives.watch"} == {logging.WARNING}
+
+
+async def test_nobody_is_asked_while_all_goes_well(kind: str, asked: list[Any], caplog: pytest.LogCaptureFixture) -> None:
+    """Neither of what has ended, nor of what all have entered and one rank does not look at."""
+    async with cluster(kind) as ranks:
+        for _ in range(5):
+            await each_rank(ranks, lambda rank: rank.barrier())
+        handles = [rank.barrier() for rank in ranks]
+        assert any(rank._board.watch._armed for rank in ranks)
+        await until_calm(ranks)
+        for handle in handles:
+            await handle
+    assert (asked, said(caplog)) == ([], [])
+
+
+async def test_what_begins_after_a_calm_time_is_noticed_again(kind: str) -> None:
+    async with cluster(kind, 2) as ranks:
+        await each_rank(ranks, lambda rank: rank.barrier())
+        await until_calm(ranks)
+        early = ranks[0].barrier()
+        await until(lambda: ranks[0].telemetry.waiting)
+        await ranks[1].barrier()
+        await early
+
+
+async def test_of_several_in_one_group_the_first_is_asked_for(kind: str, asked: list[tuple[int, int]]) -> None:
+    async with cluster(kind, 2, max_outstanding=2) as ranks:
+        early = [ranks[0].barrier() for _ in range(4)]
+        await until(lambda: ranks[0].telemetry.waiting)
+        assert set(asked) == {(0, 0)}
+        await ranks[1].barrier()
+        await until(lambda: (0, 1) in asked)
+        for _ in early[1:3]:
+            await ranks[1].barrier()
+        await until(lambda: (0, 3) in asked)  # which had to wait for its turn
+        assert {sequence for _, sequence in asked} <= {0, 1, 2, 3}
+        await ranks[1].barrier()
+        for handle in early:
+            await handle
+
+
+@pytest.mark.skipif(not futex.available, reason="mailboxes need x86-64")
+async def test_one_whose_turn_comes_in_a_calm_time_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one before is complete and only waits to be looked at."""
+    monkeypatch.setattr(Attendant, "take", lambda *_: None)
+    async with cluster("letters", 2, max_outstanding=1) as ranks:
+        early = [ranks[0].barrier() for _ in range(2)]
+        late = ranks[1].barrier()
+        await until_calm(ranks)
+        assert early[0].done()
+        await until(lambda: ranks[0].telemetry.waiting)
+        assert late.done()
+        await asyncio.to_thread(ranks[1].barrier().wait)
+        await asyncio.to_thread(early[1].wait)
+        early[0].wait()
+        late.wait()
+
+
+async def test_a_rank_writes_at_most_one_line_a_second(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    async with cluster(kind, 2) as ranks:
+        groups = [ranks[0], ranks[0].subgroup([0, 1]), ranks[0].subgroup([0, 1])]
+        early = [group.barrier() for group in groups]
+        await until(lambda: len(said(caplog)) == 3)
+        times = [each.created for each in caplog.records if each.name == "shardnet.collectives.watch"]
+        assert all(later - earlier > 0.99 for earlier, later in pairwise(times))
+        first, *others = said(caplog)
+        assert " in barrier #0 for rank 1 (at #0, last entered nothing)" in first
+        # whose members have not even made it yet
+        assert all(" in barrier #0 of the group of ranks [0, 1] for rank 1 (at #0, last entered nothing)" in each for each in others)
+        for group in (ranks[1], ranks[1].subgroup([0, 1]), ranks[1].subgroup([0, 1])):
+            await group.barrier()
+        for handle in early:
+            await handle
+
+
+async def test_who_does_not_answer_is_shown_with_its_address(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Group, "_answer_probe", lambda *_: None)
+    async with cluster(kind, 2) as ranks:
+        early = ranks[0].barrier()
+        await until(lambda: ranks[0].telemetry.waiting)
+        (shown,) = worker_snapshot(ranks[0].telemetry, None).waiting
+        assert not shown.absent[0].HasField("next_sequence")
+        assert re.search(r"for rank 1 \((memory:1|127\.0\.0\.1:\d+), no answer\)", str(ranks[0].telemetry.waiting[0]))
+        await ranks[1].barrier()
+        await early
+
+
+async def test_who_does_not_answer_pings_is_not_asked(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or it would seem to be alive, and be lost later."""
+    answered: list[int] = []
+    answer = Group._answer_probe
+
+    def answer_probe(self: Group, *probe: Any) -> None:
+        answered.append(self.board.mesh.rank)
+        answer(self, *probe)
+
+    monkeypatch.setattr(Group, "_answer_probe", answer_probe)
+    async with cluster(kind) as ranks:
+        monkeypatch.setattr(ranks[0]._board.mesh, "is_silent", lambda rank: rank == 2)
+        early = ranks[0].barrier()
+        await until(lambda: ranks[0].telemetry.waiting)
+        (waiting,) = ranks[0].telemetry.waiting
+        assert [(each.rank, each.next_sequence) for each in waiting.absent] == [(1, 0), (2, None)]
+        assert answered == [1]
+        await each_rank(ranks[1:], lambda rank: rank.barrier())
+        await early
+
+
+async def test_what_all_have_entered_is_slow_and_not_stuck(asked: list[tuple[int, int]], caplog: pytest.LogCaptureFixture) -> None:
+    """It is asked for once."""
+    async with cluster("grpc", 2) as ranks:
+        loop = LoopThread.shared()
+        finish = asyncio.Event()
+
+        async def slow(operation: Operation) -> None:
+            operation.sink = lambda *_: None
+            await finish.wait()
+
+        call = Call("slow", "", "", 15.0, "slow")
+        futures = [rank._group.begin(call, slow, rank.rank) for rank in ranks]
+        await until_calm_again(ranks, asked)
+        loop.call(finish.set)
+        assert [await asyncio.wrap_future(future) for future in futures] == [0, 1]
+    assert (sorted(asked), said(caplog)) == ([(0, 0), (1, 0)], [])
+
+
+async def until_calm_again(ranks: Ranks, asked: list[tuple[int, int]]) -> None:
+    await until(lambda: len(asked) >= 2)
+    await until_calm(ranks)
+
+
+async def test_a_timeout_says_the_same(kind: str) -> None:
+    """It asks in the same way."""
+    async with cluster(kind) as ranks:
+        errors = await each_error(ranks[:2], lambda rank: rank.barrier(timeout_s=2 * SUSPECT_S))
+        for error in errors:
+            assert isinstance(error, CollectiveTimeout)
+            assert error.missing == (2,)
+            assert "missing rank 2 (at #0, last entered nothing)" in str(error)
+        assert not any(worker_snapshot(rank.telemetry, None).waiting for rank in ranks)
+
+
+async def test_an_aborted_backend_asks_nobody(kind: str) -> None:
+    async with cluster(kind, 2) as ranks:
+        handle = ranks[0].barrier()
+        await until(lambda: ranks[0].telemetry.waiting)
+        for rank in ranks:
+            rank.abort()
+        await asyncio.to_thread(handle.exception)
+        await asyncio.gather(*(rank.aclose() for rank in ranks))
+        assert ranks[0].telemetry.waiting == ()
+        assert ranks[0]._board.watch._asking is not None
+        await until(ranks[0]._board.watch._asking.done)
