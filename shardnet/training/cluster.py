@@ -21,6 +21,8 @@ from shardnet.performance import PerformanceRecorder, measure_link
 from shardnet.telemetry import Progress, Telemetry
 from shardnet.topology import Topology
 from shardnet.training.black_box import BlackBox
+from shardnet.training.diagnosis import Diagnosis
+from shardnet.training.doorbell import answering
 from shardnet.training.seat import Seat
 from shardnet.training.settings import Settings
 from shardnet.training.station import Station, open_station
@@ -188,13 +190,17 @@ async def connect(**settings: Any) -> AsyncIterator[Cluster]:
     Entering waits until the world is complete; raises `UsageError` for a setting that makes no sense, a `RendezvousError`
     if joining fails and `PeerLost` if a peer cannot be reached. Leaving says goodbye to the peers; leaving by an exception
     does not, so that they fail at once, too. A second connect in a process is a member of its own, with a port of its own, and under the
-    same certificate with a `local_rank` of its own.
+    same certificate with a `local_rank` of its own. Meanwhile SIGUSR1 has the process print what it does, if connect is called in the main
+    thread and nobody else listens to that signal (docs/diagnosis.md).
     """
     chosen = Settings.from_environment(None, **settings)
     trace, flight = _trace_file(chosen), _flight_folder(chosen)
     process.tune()
+    diagnosis = Diagnosis()
     async with AsyncExitStack() as stack:
+        stack.enter_context(answering(diagnosis.text))
         cluster = await Cluster._at(await stack.enter_async_context(open_station(chosen)))
+        diagnosis.about(cluster.telemetry, lambda: cluster.topology)
         if flight is not None:
             box = BlackBox(flight, chosen.job, cluster.telemetry, lambda: cluster.topology)
             stack.push_async_callback(asyncio.to_thread, box.close)

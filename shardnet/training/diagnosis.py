@@ -1,0 +1,94 @@
+"""`Diagnosis`: what a process does at this moment, in words."""
+
+import asyncio
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from shardnet.flight import Flight
+from shardnet.loop import LoopThread
+from shardnet.telemetry import Telemetry
+from shardnet.topology import Topology
+
+_FLIGHTS = 20
+_FRAMES = 40  # of a stack, the innermost ones
+
+
+class Diagnosis:
+    """Of one membership. It only reads, so any thread may ask for it, whatever the others are stuck in; that it is put together while
+    they go on is no matter."""
+
+    def __init__(self) -> None:
+        self._telemetry = Telemetry()
+        self._topology: Callable[[], Topology] | None = None
+
+    def about(self, telemetry: Telemetry, topology: Callable[[], Topology]) -> None:
+        """The world is formed."""
+        self._telemetry, self._topology = telemetry, topology
+
+    def text(self, found: str = "") -> str:
+        """`found` is the stack of the thread that the signal came to, as it was then."""
+        parts = {
+            "collectives under way": self._under_way(),
+            f"the last {_FLIGHTS} collectives": map(self._flight, self._telemetry.flights.last(_FLIGHTS)),
+            "tasks of shardnet's loop": _tasks(),
+            "threads": _threads(),
+            "where the signal came": found.splitlines(),
+        }
+        lines = [f"{self._where()} process {os.getpid()} says what it does (SIGUSR1)"]
+        for title, content in parts.items():
+            lines += [f"{title}:", *(f"  {line}" for line in content)]
+        return "\n".join([*lines, f"end of what process {os.getpid()} does", ""])
+
+    def _where(self) -> str:
+        if self._topology is None:
+            return "[no rank yet]"
+        topology = self._topology()
+        return f"[rank {topology.rank}/{topology.world_size} epoch {topology.epoch} step {self._telemetry.step}]"
+
+    def _under_way(self) -> Iterator[str]:
+        waiting = {each.flight: each for each in self._telemetry.waiting}
+        for flight in self._telemetry.flights.last():
+            if not flight.ended_ns:
+                yield str(waiting[flight]) if flight in waiting else f"{flight.full_name}: {flight.state}, {_ago(flight.begun_ns)}"
+
+    def _flight(self, flight: Flight) -> str:
+        took = f", took {(flight.ended_ns - flight.begun_ns) / 1e6:.1f} ms" if flight.ended_ns else ""
+        how = f"{flight.state}{took}" + (f" with {flight.error}" if flight.error else "")
+        return f"{_ago(flight.begun_ns)}: {flight.full_name}, step {flight.step}, sent {flight.bytes_sent} bytes: {how}"
+
+
+def _ago(counter_ns: int) -> str:
+    return f"{(time.perf_counter_ns() - counter_ns) / 1e9:.3f} s ago"
+
+
+def _tasks() -> Iterator[str]:
+    """Each with the places where its coroutines stand, outermost first; those that stand at the same ones together."""
+    names: dict[str, list[str]] = {}
+    for task in asyncio.all_tasks(LoopThread.shared().loop):
+        names.setdefault(" > ".join(_places(task.get_coro())), []).append(task.get_name())
+    for places, tasks in sorted(names.items()):
+        yield f"{', '.join(sorted(tasks))}: {places}"
+
+
+def _places(awaited: object) -> Iterator[str]:
+    while awaited is not None:
+        frame = getattr(awaited, "cr_frame", None) or getattr(awaited, "gi_frame", None) or getattr(awaited, "ag_frame", None)
+        if frame is not None:
+            line = "" if frame.f_lineno is None else f":{frame.f_lineno}"  # gRPC's coroutines are compiled
+            yield f"{frame.f_code.co_qualname} ({Path(frame.f_code.co_filename).name}{line})"
+        awaited = getattr(awaited, "cr_await", None) or getattr(awaited, "gi_yieldfrom", None) or getattr(awaited, "ag_await", None)
+
+
+def _threads() -> Iterator[str]:
+    frames = sys._current_frames()
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    for ident, frame in frames.items():
+        if ident != threading.get_ident():
+            yield f"{names.get(ident, 'not known to Python')} ({ident}):"
+            for entry in traceback.format_stack(frame)[-_FRAMES:]:
+                yield from (f"  {line}" for line in entry.rstrip().splitlines())
