@@ -110,7 +110,6 @@ class _Connected:
         self.endpoint.add_mesh(self._service)
 
     async def join(self, after: Membership | None = None) -> Seat:
-        await LoopThread.shared().run_here(self.endpoint.set_serving(False))
         seat = await self._take_seat(after)
         try:
             await LoopThread.shared().run_here(self.endpoint.set_serving(True))
@@ -144,22 +143,23 @@ class _Connected:
         raise AssertionError("unreachable: the last try returns or raises")
 
     async def _become_member(self, after: Membership | None, obituaries: _Obituaries) -> Membership:
-        settings = self._settings
-        request = JoinRequest(
-            job=settings.job,
-            incarnation=new_incarnation(),
-            address=await settings.public_address(self.endpoint.address),
-            node=node_identity(settings.node),
-            min_world_size=settings.min_world_size,
-            max_world_size=settings.max_world_size,
-            local_rank_hint=settings.local_rank,
-            elastic=self.elastic,
-            previous="" if after is None else after.topology.me.incarnation,
-            last_epoch=0 if after is None else after.topology.epoch,
-        )
-        membership = join(settings.rendezvous, request, timeouts=settings.timeouts, on_lost=obituaries.add, security=self._security)
+        settings, loop = self._settings, LoopThread.shared()
         try:
-            await LoopThread.shared().run_here(membership.__aenter__())
+            await loop.run_here(self.endpoint.set_serving(False))
+            request = JoinRequest(
+                job=settings.job,
+                incarnation=new_incarnation(),
+                address=await settings.public_address(self.endpoint.address),
+                node=node_identity(settings.node),
+                min_world_size=settings.min_world_size,
+                max_world_size=settings.max_world_size,
+                local_rank_hint=settings.local_rank,
+                elastic=self.elastic,
+                previous="" if after is None else after.topology.me.incarnation,
+                last_epoch=0 if after is None else after.topology.epoch,
+            )
+            membership = join(settings.rendezvous, request, timeouts=settings.timeouts, on_lost=obituaries.add, security=self._security)
+            await loop.run_here(membership.__aenter__())
         finally:
             if after is not None:  # not sooner: the rendezvous must see that this worker goes on, not that it is gone
                 await end_membership(after, goodbye=False)
