@@ -1,6 +1,7 @@
 """The things that a training has, as what must be kept of them."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -126,14 +127,15 @@ class ZeroPart(Part):
 
 
 class ModulePart(Part):
-    """A module that every rank has whole: its parameters are those of its optimizer's part, unless they are frozen."""
+    """A module that every rank has whole, such as a running average of another one; `stepped` are parameters that a ZeroPart has."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, stepped: AbstractSet[Tensor]) -> None:
         self._module = module
+        self._stepped = stepped
 
     def rest(self) -> dict[str, Tensor]:
-        frozen = {name: parameter.detach() for name, parameter in self._module.named_parameters() if not parameter.requires_grad}
-        return {**frozen, **dict(self._module.named_buffers())}
+        own = {name: parameter.detach() for name, parameter in self._module.named_parameters() if parameter not in self._stepped}
+        return {**own, **dict(self._module.named_buffers())}
 
 
 class OptionsPart(Part):
@@ -148,7 +150,13 @@ class OptionsPart(Part):
         ]
 
     def load_shared(self, state: Any) -> None:
-        for group, options in zip(self._optimizer.param_groups, state, strict=True):
+        groups = self._optimizer.param_groups
+        if len(state) != len(groups):
+            raise UsageError(
+                f"the {type(self._optimizer).__name__} had {len(state)} groups of parameters in the epoch before and has {len(groups)} in "
+                "this one: build it alike in every epoch"
+            )
+        for group, options in zip(groups, state, strict=True):
             group.update(options)
 
 
@@ -176,6 +184,8 @@ def parts_of(things: Sequence[object]) -> list[Part]:
                 f"a {type(optimizer).__name__} has parameters of no sharded model that was given: give the model, too, or, if every rank "
                 "has the parameters whole, make it a ZeroOptimizer"
             )
+    zeros = [thing for thing in things if isinstance(thing, ZeroOptimizer)]
+    stepped = {parameter for optimizer in zeros for group in optimizer.param_groups for parameter in group["params"]}
     parts: list[Part] = []
     for thing in things:
         match thing:
@@ -188,7 +198,7 @@ def parts_of(things: Sequence[object]) -> list[Part]:
             case torch.optim.Optimizer():
                 parts.append(OptionsPart(thing))
             case nn.Module():
-                parts.append(ModulePart(thing))
+                parts.append(ModulePart(thing, stepped))
             case Stateful():
                 parts.append(StatefulPart(thing))
             case _:

@@ -1,19 +1,22 @@
 """`run`: a training function that is begun again whenever the world has changed."""
 
 import gc
+import logging
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, TypeVar
 
 from shardnet.elastic.state import State
-from shardnet.errors import PeerLost, WorldChanges
+from shardnet.errors import JoinRefused, PeerLost, WorldChanges
+from shardnet.rendezvous.refusal import Refusal
 from shardnet.training import Cluster, connect
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 END_S = 7 * 24 * 3600.0  # rank 0 may take its time over what it writes at the end; who is dead is noticed in any case
 Train = Callable[[Cluster, State], Awaitable[T]]
 
 
-async def run(train: Train[T], *, every: int = 1, **settings: Any) -> T:
+async def run(train: Train[T], *, every: int = 1, **settings: Any) -> T | None:
     """Join a cluster and train; when a worker is lost, or others wait to join, form the next epoch and call `train` again.
 
         async def train(cluster, state):
@@ -31,30 +34,46 @@ async def run(train: Train[T], *, every: int = 1, **settings: Any) -> T:
     first loss ends the run, as it does with `connect`.
 
     train     makes everything that it needs, for the cluster as it is now; `State.resume` brings it to where the training stands.
-              Its last result is returned, when all ranks have one
+              Its last result is returned, when all ranks have one; None for a worker that comes when all is done
     every     steps between commits: a loss costs at most so many and the one in flight
     settings  of `connect`
 
     What `train` raises ends this worker, unless it is PeerLost or comes from one: then the survivors go on without it. Raises
     JoinTimeout if fewer workers than `min_world_size` are left and no others come within `join_s`.
     """
-    async with connect(**settings) as cluster:
-        state = State(cluster, every=every)
-        while True:
-            try:
-                result = await train(cluster, state)
-                if cluster.elastic:  # one that left now would be missed by those that have to do a step again
-                    await cluster.backend.barrier(timeout_s=END_S, label="the end of the training")
-            except Exception as error:
-                why = _reason(error)
-                if why is None or not cluster.elastic:
-                    raise
-            else:
-                return result
-            state.end_epoch(str(why))
+    try:
+        async with connect(**settings) as cluster:
+            return await _epochs(train, cluster, State(cluster, every=every))
+    except JoinRefused as refusal:
+        if refusal.reason != Refusal.ENDED:
+            raise
+        log.warning("%s", refusal)
+        return None
+
+
+async def _epochs(train: Train[T], cluster: Cluster, state: State) -> T:
+    """Train epoch by epoch, to the end of all ranks."""
+    while True:
+        result: list[T] = []
+        try:
+            result.append(await train(cluster, state))
+            if cluster.elastic:  # one that left now would be missed by those that have to do a step again
+                await cluster.backend.barrier(timeout_s=END_S, label="the end of the training")
+        except Exception as error:
+            why = _reason(error)
+            if why is None or not cluster.elastic:
+                raise
+        else:
+            return result[0]
+        state.end_epoch(str(why))
+        try:
             await cluster.reform(agreed=isinstance(why, WorldChanges))
-            why = None  # with what it refers to: the frames of `train` and all that is in them
-            gc.collect()  # models and their hooks are cycles: without this there would be two at once
+        except JoinRefused as refusal:
+            if refusal.reason != Refusal.ENDED or not result:
+                raise
+            return result[0]  # somebody was lost at the very end; others were through, so that all had come there
+        why = None  # with what it refers to: the frames of `train` and all that is in them
+        gc.collect()  # models and their hooks are cycles: without this there would be two at once
 
 
 def _reason(error: BaseException) -> PeerLost | WorldChanges | None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import operator
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -46,9 +47,9 @@ class State:
 
     def __init__(self, cluster: Cluster, *, every: int = 1) -> None:
         """`every`: so many steps from one commit to the next."""
-        if every < 1:
+        self.every = _whole(every, "every")
+        if self.every < 1:
             raise UsageError(f"every must be at least 1 step, got {every}")
-        self.every = every
         self.step = 0
         self.values: dict[str, Any] = {}
         self.resumed = False
@@ -110,6 +111,8 @@ class State:
         self.resumed = choice is not None
         if choice is None:
             self.step, self.values = 0, dict(values)
+            if self._cluster.topology.epoch > 1 and self._cluster.rank == 0:
+                log.warning("epoch %d: nobody has a state of the epochs before; it is as at the beginning", self._cluster.topology.epoch)
         else:
             everyones = [{name: Span(name, start, stop) for name, start, stop in said["wanted"]} for said in told]
             await self._load(choice, everyones, sizes, everyone)
@@ -121,9 +124,10 @@ class State:
         """One line a changed world, from the rank that nobody misses."""
         ended, self._ended = self._ended, None
         if ended is not None and self._cluster.rank == 0:
+            workers = f"{self._cluster.world_size} worker{'s' if self._cluster.world_size > 1 else ''}"
             log.warning(
-                "epoch %d: %d workers go on behind step %d, %.1f s after: %s",
-                *(self._cluster.topology.epoch, self._cluster.world_size, self.step, time.perf_counter() - ended.at_s, ended.why),
+                "epoch %d with %s: it goes on behind step %d, %.1f s after: %s",
+                *(self._cluster.topology.epoch, workers, self.step, time.perf_counter() - ended.at_s, ended.why),
             )
 
     def _generations(self) -> Iterator[Generation]:
@@ -139,9 +143,10 @@ class State:
         leading = await _broadcast(everyone, choice.ranks[0], local and {"shared": local["shared"], "rest": local["rest"]})
         rest = leading["rest"] if local is None else local["rest"]
         shared = leading["shared"]
-        if len(shared["parts"]) != len(self._parts):
+        if shared["kinds"] != (kinds := [type(part).__name__ for part in self._parts]):
             raise UsageError(
-                f"State.resume() was given {len(shared['parts'])} things in the epoch before and {len(self._parts)} in this one"
+                f"State.resume() was given other things in the epoch before ({', '.join(shared['kinds'])}) than in this one "
+                f"({', '.join(kinds)}): give the same in the same order"
             )
         await asyncio.to_thread(self._load_parts, arrived, rest, shared["parts"])
         self.step, self.values = choice.mark.step, shared["values"]
@@ -173,6 +178,9 @@ class State:
         """
         if self._parts is None:
             raise StateError("nothing is to be kept yet: call State.resume(model, optimizer, ...) before the first commit")
+        step = _whole(step, "the step of a commit")
+        if step <= self.step:
+            raise UsageError(f"step {step} is committed after step {self.step}: commit steps in order, and each once")
         self.values |= values
         joiners = self._cluster.elastic and step % self.every == 0 and await self._commit(Mark(self._cluster.topology.epoch, step))
         self.step = self._cluster.telemetry.step = step
@@ -207,9 +215,21 @@ class State:
                 "rest": [part.rest() for part in self._parts],
                 "random": random_state(),
                 "structure": self._structure,
-                "shared": {"values": self.values, "parts": [part.shared() for part in self._parts]},
+                "shared": {
+                    "values": self.values,
+                    "kinds": [type(part).__name__ for part in self._parts],
+                    "parts": [part.shared() for part in self._parts],
+                },
             }
         )
+
+
+def _whole(number: object, what: str) -> int:
+    """A number as an int, which numpy's and torch's whole ones are not. Raises UsageError for others."""
+    try:
+        return operator.index(number)  # type: ignore[arg-type]  # which is the question
+    except TypeError:
+        raise UsageError(f"{what} must be a whole number, got {number!r}") from None
 
 
 def _prefix(index: int) -> str:

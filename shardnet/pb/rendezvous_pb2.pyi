@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class JoinRequest(_message.Message):
-    __slots__ = ("protocol", "version", "job", "incarnation", "address", "node", "min_world_size", "max_world_size", "local_rank_hint", "elastic", "previous", "last_epoch", "resumes")
+    __slots__ = ("protocol", "version", "job", "incarnation", "address", "node", "min_world_size", "max_world_size", "local_rank_hint", "elastic", "previous", "last_epoch", "replacement", "resumes")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
@@ -20,6 +20,7 @@ class JoinRequest(_message.Message):
     ELASTIC_FIELD_NUMBER: _ClassVar[int]
     PREVIOUS_FIELD_NUMBER: _ClassVar[int]
     LAST_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    REPLACEMENT_FIELD_NUMBER: _ClassVar[int]
     RESUMES_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     version: str
@@ -33,20 +34,23 @@ class JoinRequest(_message.Message):
     elastic: bool
     previous: str
     last_epoch: int
+    replacement: bool
     resumes: bool
-    def __init__(self, protocol: _Optional[int] = ..., version: _Optional[str] = ..., job: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., node: _Optional[str] = ..., min_world_size: _Optional[int] = ..., max_world_size: _Optional[int] = ..., local_rank_hint: _Optional[int] = ..., elastic: _Optional[bool] = ..., previous: _Optional[str] = ..., last_epoch: _Optional[int] = ..., resumes: _Optional[bool] = ...) -> None: ...
+    def __init__(self, protocol: _Optional[int] = ..., version: _Optional[str] = ..., job: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., node: _Optional[str] = ..., min_world_size: _Optional[int] = ..., max_world_size: _Optional[int] = ..., local_rank_hint: _Optional[int] = ..., elastic: _Optional[bool] = ..., previous: _Optional[str] = ..., last_epoch: _Optional[int] = ..., replacement: _Optional[bool] = ..., resumes: _Optional[bool] = ...) -> None: ...
 
 class MembershipEvent(_message.Message):
-    __slots__ = ("waiting", "assignment", "lost", "joiners")
+    __slots__ = ("waiting", "assignment", "lost", "joiners", "ended")
     WAITING_FIELD_NUMBER: _ClassVar[int]
     ASSIGNMENT_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
     JOINERS_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
     waiting: Waiting
     assignment: Assignment
     lost: MemberLost
     joiners: Joiners
-    def __init__(self, waiting: _Optional[_Union[Waiting, _Mapping]] = ..., assignment: _Optional[_Union[Assignment, _Mapping]] = ..., lost: _Optional[_Union[MemberLost, _Mapping]] = ..., joiners: _Optional[_Union[Joiners, _Mapping]] = ...) -> None: ...
+    ended: Ended
+    def __init__(self, waiting: _Optional[_Union[Waiting, _Mapping]] = ..., assignment: _Optional[_Union[Assignment, _Mapping]] = ..., lost: _Optional[_Union[MemberLost, _Mapping]] = ..., joiners: _Optional[_Union[Joiners, _Mapping]] = ..., ended: _Optional[_Union[Ended, _Mapping]] = ...) -> None: ...
 
 class Waiting(_message.Message):
     __slots__ = ("joined", "min_world_size", "max_world_size")
@@ -103,6 +107,10 @@ class Joiners(_message.Message):
     COUNT_FIELD_NUMBER: _ClassVar[int]
     count: int
     def __init__(self, count: _Optional[int] = ...) -> None: ...
+
+class Ended(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class LeaveRequest(_message.Message):
     __slots__ = ("job", "incarnation")

@@ -39,7 +39,12 @@ class Joiners:
     count: int
 
 
-Event = Waiting | Assigned | Lost | Joiners
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The receiver waits to join a job whose members leave in peace: there will be no next epoch."""
+
+
+Event = Waiting | Assigned | Lost | Joiners | Ended
 
 
 @dataclass(frozen=True, slots=True)

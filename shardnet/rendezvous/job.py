@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Self
 
 from shardnet.errors import JoinRefused
-from shardnet.rendezvous.events import Assigned, JobState, JobStatus, Joiners, Lost, Notice, Waiting
+from shardnet.rendezvous.events import Assigned, Ended, JobState, JobStatus, Joiners, Lost, Notice, Waiting
 from shardnet.rendezvous.placement import place
 from shardnet.rendezvous.refusal import Refusal
 from shardnet.rendezvous.request import MAX_WORLD_SIZE, JoinRequest, may_share_node
@@ -25,6 +25,10 @@ class Job:
     membership and makes it a joiner in one step, so that nobody takes it for gone. When no member is left the joiners form the
     next epoch: at once if they are enough, since there is nobody left to wait for but those that may never come. Of too many
     the former members are taken first, and the others stay for the epoch after that.
+
+    [Note: the end] A member of an elastic job that leaves in peace says that the training is over, since all end together. From then on
+    there is no next epoch: who waits for one is told so, and so is who comes back because somebody died in that very moment. A worker that
+    replaces another one and comes later still does not begin the job anew, as any other one does.
     """
 
     def __init__(self, name: str, epoch: int, settle_s: float) -> None:
@@ -38,6 +42,7 @@ class Job:
         self._members: dict[str, Member] = {}  # those with ranks; empty unless RUNNING
         self._former_ranks: dict[str, int] = {}  # of joiners that were members
         self._vanished: dict[str, tuple[JoinRequest, Member]] = {}  # of this epoch, without a goodbye: they may come back
+        self._ended = False  # see [Note: the end]
         self._wish: JoinRequest | None = None  # of the one who started the forming: its sizes hold for all
         self._last_arrival_s = 0.0
 
@@ -46,10 +51,12 @@ class Job:
         self._check_duplicate(request)
         if self.state is JobState.RUNNING and not (request.elastic and self._elastic):
             raise self._too_late()
+        if self._ended and (self.state is JobState.RUNNING or request.replacement):
+            raise JoinRefused(f"the training of job {self.name!r} has ended; nothing is left to do for this worker", Refusal.ENDED)
         if self._live:
             self._check_wish(request)
         else:
-            self.state, self._wish = JobState.FORMING, request
+            self.state, self._wish, self._ended = JobState.FORMING, request, False
         notices = self._leave_epoch(request) if self._previous(request) is not None else []
         self._live[request.incarnation] = request
         self._last_arrival_s = now
@@ -68,15 +75,19 @@ class Job:
         request = self._live.pop(incarnation)
         self._former_ranks.pop(incarnation, None)
         member = self._members.pop(incarnation, None)
+        notices: list[Notice] = []
         if member is not None and not left:
             self._vanished[incarnation] = (request, member)
+        elif member is not None and self._elastic:
+            notices += self._end()
         if not self._live:
             self.state = JobState.FINISHED
             self._former_ranks.clear()
-            return []
+            return notices
         if self.state is JobState.FORMING:
             return self._tell_waiting()
-        notices = [] if member is None else self._tell_lost(member, reason, left=left)
+        if member is not None:
+            notices += self._tell_lost(member, reason, left=left)
         return notices + (self._tell_joiners() if self._members else self._reform())
 
     def readmit(self, request: JoinRequest) -> bool:
@@ -112,6 +123,15 @@ class Job:
             job._live = {request.incarnation: request for request in requests}
             job._members = {m.incarnation: replace(m, rank=rank) for m, (rank, _) in zip(place(requests), saved.members, strict=True)}
         return job
+
+    def _end(self) -> list[Notice]:
+        """See [Note: the end]. Who is told so is no worker of this job any more."""
+        self._ended = True
+        joiners = [request.incarnation for request in self.joiners]
+        for incarnation in joiners:
+            del self._live[incarnation]
+        self._former_ranks.clear()
+        return [Notice(incarnation, Ended()) for incarnation in joiners]
 
     def _leave_epoch(self, request: JoinRequest) -> list[Notice]:
         """A member becomes a joiner; see [Note: reforming]. One that is a joiner already keeps its turn."""

@@ -11,7 +11,7 @@ from shardnet.config import Timeouts
 from shardnet.credentials import Role, Security
 from shardnet.errors import JoinRefused, JoinTimeout, RendezvousUnavailable, ShardnetError
 from shardnet.rendezvous.backoff import delays
-from shardnet.rendezvous.events import Assigned, Waiting
+from shardnet.rendezvous.events import Assigned, Ended, Waiting
 from shardnet.rendezvous.lease import Lease, LeaseBroken
 from shardnet.rendezvous.refusal import Refusal
 from shardnet.rendezvous.request import JoinRequest
@@ -106,6 +106,8 @@ class Joining:
                     silence.reschedule(None)  # from now on only join_s counts, and keepalive finds a frozen rendezvous
                     if isinstance(event, Assigned):
                         return lease, event.topology
+                    if isinstance(event, Ended):
+                        raise JoinRefused(f"the training of job {self._request.job!r} has ended before this worker's turn", Refusal.ENDED)
                     if isinstance(event, Waiting):
                         self._wait_on(event)
         except BaseException as error:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from shardnet.errors import JoinRefused
-from shardnet.rendezvous.events import JobState, JobStatus, Notice
+from shardnet.rendezvous.events import Ended, JobState, JobStatus, Notice
 from shardnet.rendezvous.job import Job
 from shardnet.rendezvous.refusal import Refusal
 from shardnet.rendezvous.request import JoinRequest
@@ -130,6 +130,9 @@ class Registry:
         job = self._job_of.pop(incarnation)
         self._absent.pop(incarnation, None)
         notices = job.remove(incarnation, reason, left=left)
+        for notice in notices:
+            if isinstance(notice.event, Ended):
+                del self._job_of[notice.to]
         self._save(job)
         if job.state is JobState.FINISHED and not job.ever_ran:
             del self._jobs[job.name]  # no epoch is used up: nothing is worth remembering

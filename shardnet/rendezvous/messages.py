@@ -2,7 +2,7 @@
 
 from shardnet.errors import JoinRefused, ProtocolError, UsageError
 from shardnet.pb import rendezvous_pb2 as pb
-from shardnet.rendezvous.events import Assigned, Event, JobState, JobStatus, Joiners, Lost, Waiting
+from shardnet.rendezvous.events import Assigned, Ended, Event, JobState, JobStatus, Joiners, Lost, Waiting
 from shardnet.rendezvous.refusal import Refusal
 from shardnet.rendezvous.request import PROTOCOL, JoinRequest, check_protocol
 from shardnet.topology import Member, Topology
@@ -25,6 +25,7 @@ def write_request(request: JoinRequest) -> pb.JoinRequest:
         elastic=request.elastic,
         previous=request.previous,
         last_epoch=request.last_epoch,
+        replacement=request.replacement,
         resumes=request.resumes,
     )
 
@@ -44,6 +45,7 @@ def read_request(message: pb.JoinRequest) -> JoinRequest:
             elastic=message.elastic,
             previous=message.previous,
             last_epoch=message.last_epoch,
+            replacement=message.replacement,
             resumes=message.resumes,
         )
     except UsageError as error:
@@ -61,6 +63,8 @@ def write_event(event: Event) -> pb.MembershipEvent:
             return pb.MembershipEvent(lost=pb.MemberLost(epoch=epoch, rank=rank, reason=reason, left=left))
         case Joiners(count):
             return pb.MembershipEvent(joiners=pb.Joiners(count=count))
+        case Ended():
+            return pb.MembershipEvent(ended=pb.Ended())
 
 
 def read_event(message: pb.MembershipEvent) -> Event:
@@ -76,6 +80,8 @@ def read_event(message: pb.MembershipEvent) -> Event:
             return Lost(lost.epoch, lost.rank, lost.reason, lost.left)
         case "joiners":
             return Joiners(message.joiners.count)
+        case "ended":
+            return Ended()
         case _:
             raise ProtocolError("the rendezvous sent an event of an unknown kind; install the same version of shardnet on both")
 

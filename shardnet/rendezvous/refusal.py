@@ -15,4 +15,5 @@ class Refusal(StrEnum):
     IDENTITY = "identity"  # its certificate is for something else
     FULL = "full"  # the job has its maximum of workers, or the rendezvous all that it takes
     RUNNING = "running"  # the world is formed and takes no one in
+    ENDED = "ended"  # the members have left in peace: what the job was for is done
     UNKNOWN = "unknown"  # it says that it is a member, and is none any more

@@ -28,6 +28,7 @@ class JoinRequest:
                      maximum; equal for all workers of the job
     previous         the incarnation of the membership that this one follows, which ends with it; empty for a worker's first one
     last_epoch       the newest epoch that this worker was a member of; 0 for none
+    replacement      this worker was started in place of one that was lost: it has no business with a job that has ended
     resumes          this worker is a member, whose connection to the rendezvous broke: nothing is to change
     identity         what the worker's certificate has proved to the rendezvous, which fills it in; empty without TLS
     """
@@ -42,6 +43,7 @@ class JoinRequest:
     elastic: bool = False
     previous: str = ""
     last_epoch: int = 0
+    replacement: bool = False
     resumes: bool = False
     identity: str = ""
 

@@ -22,6 +22,7 @@ CODES = {
     Refusal.IDENTITY: grpc.StatusCode.PERMISSION_DENIED,
     Refusal.FULL: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Refusal.RUNNING: grpc.StatusCode.FAILED_PRECONDITION,
+    Refusal.ENDED: grpc.StatusCode.FAILED_PRECONDITION,
     Refusal.UNKNOWN: grpc.StatusCode.NOT_FOUND,
 }
 

@@ -27,6 +27,7 @@ class Settings:
                     this machine from which the rendezvous is reached
     elastic         the job goes on when workers are lost, down to `min_world_size` of them, and takes in new ones: see `Cluster.reform`
                     and shardnet.elastic. Alike on all ranks
+    replacement     this worker was started in place of one that was lost: if the training has ended meanwhile it does not begin it anew
     node            identity of this machine; empty: found (host name and boot id)
     shared_memory   whether data for the other ranks of this node may go through memory, and gathered parameters be shared with them
     routing         which way large collectives go: "auto" (direct inside a node, a ring across nodes), "ring" (one of all
@@ -49,6 +50,7 @@ class Settings:
     node: str = ""
     listen: str = ""
     elastic: bool = False
+    replacement: bool = False
     insecure: bool = False
     certs: str = ""
     token: str = field(default="", repr=False)
@@ -78,6 +80,7 @@ class Settings:
             "max_world_size": _number(environment, "SHARDNET_MAX_WORLD_SIZE", world_size),
             "local_rank": _number(environment, "SHARDNET_LOCAL_RANK", 0),
             "elastic": _flag(environment, "SHARDNET_ELASTIC"),
+            "replacement": _flag(environment, "SHARDNET_REPLACEMENT"),
             "node": environment.get("SHARDNET_NODE", ""),
             "listen": environment.get("SHARDNET_LISTEN", ""),
             "insecure": _flag(environment, "SHARDNET_INSECURE"),

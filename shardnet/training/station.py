@@ -157,6 +157,7 @@ class _Connected:
                 elastic=self.elastic,
                 previous="" if after is None else after.topology.me.incarnation,
                 last_epoch=0 if after is None else after.topology.epoch,
+                replacement=settings.replacement,
             )
             membership = join(settings.rendezvous, request, timeouts=settings.timeouts, on_lost=obituaries.add, security=self._security)
             await loop.run_here(membership.__aenter__())

@@ -1,11 +1,12 @@
 """State as bytes and back: a JSON header that says what is where, and the tensors' bytes. No code in it.
 
 [Note: plain values] JSON has neither tensors nor tuples, and only text as keys. So these become objects of one key that no
-other object has: {"tensor": …}, {"tuple": […]} and {"dict": [[key, value], …]}; the last one for every dict.
+other object has: {"tensor": …}, {"tuple": […]} and {"dict": [[key, value], …]}; the last one for every dict, and others for its kinds that
+come back as what they were. Other classes are refused rather than given back as something less.
 """
 
 import json
-from collections.abc import Mapping
+from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,8 @@ from shardnet.errors import ProtocolError, UsageError
 
 Tensor = torch.Tensor
 State = dict[str, Any]  # of one parameter: tensors, numbers, text
+_MAPPINGS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "ordered": OrderedDict, "counter": Counter}
+_KINDS = {kind: name for name, kind in _MAPPINGS.items()}
 _ALIGNMENT = 16  # bytes; a tensor may begin only at a multiple of its item size
 
 
@@ -37,17 +40,17 @@ class Outline:
         def plain(value: Any) -> Any:
             nonlocal end
             match value:
-                case Tensor():
+                case Tensor() if value.layout is torch.strided:
                     tensors.append(value)
                     offsets.append(end)
                     end += value.nbytes + -value.nbytes % _ALIGNMENT
                     dtype = str(value.dtype).removeprefix("torch.")
                     return {"tensor": [dtype, list(value.shape), offsets[-1]]}
-                case Mapping():
-                    return {"dict": [[plain(key), plain(inner)] for key, inner in value.items()]}
-                case list():
+                case dict() if type(value) in _KINDS:
+                    return {_KINDS[type(value)]: [[plain(key), plain(inner)] for key, inner in value.items()]}
+                case list() if type(value) is list:
                     return [plain(inner) for inner in value]
-                case tuple():
+                case tuple() if type(value) is tuple:
                     return {"tuple": [plain(inner) for inner in value]}
                 case None | bool() | int() | float() | str():
                     return value
@@ -99,8 +102,8 @@ def _read(plain: Any, payload: Tensor) -> Any:
             return _tensor(name, shape, offset, payload)
         case "tuple":
             return tuple(_read(inner, payload) for inner in content)
-        case "dict":
-            return {_read(key, payload): _read(inner, payload) for key, inner in content}
+        case "dict" | "ordered" | "counter":
+            return _MAPPINGS[kind]({_read(key, payload): _read(inner, payload) for key, inner in content})
     raise ValueError(f"{kind!r} is no kind of value")
 
 

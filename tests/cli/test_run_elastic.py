@@ -11,7 +11,7 @@ MEMORY = " (the system does this when memory runs out)"
 
 def test_who_dies_is_replaced_by_a_new_worker_of_the_same_place(tmp_path: Path) -> None:
     text = """
-print(*(os.environ[f'SHARDNET_{n}'] for n in ('WORLD_SIZE', 'MIN_WORLD_SIZE', 'ELASTIC')))
+print(*(os.environ.get(f'SHARDNET_{n}', 0) for n in ('WORLD_SIZE', 'MIN_WORLD_SIZE', 'ELASTIC', 'REPLACEMENT')))
 if rank == 1 and not os.path.exists('died'):
     os.close(os.open('died', os.O_CREAT))
     os.kill(os.getpid(), signal.SIGKILL)
@@ -20,7 +20,7 @@ os.close(os.open('fifo', os.O_WRONLY if rank == 1 else os.O_RDONLY))  # each wai
     os.mkfifo(tmp_path / "fifo")
     result = shardnet(tmp_path, "run", "--nproc", "2", "--restarts", "3", script(tmp_path, text))
     assert result.status == 0
-    assert sorted(result.out.splitlines()) == ["[0] 2 2 1", "[1] 2 2 1", "[local 1] 2 2 1"]
+    assert sorted(result.out.splitlines()) == ["[0] 2 2 1 0", "[1] 2 2 1 0", "[local 1] 2 2 1 1"]
     assert result.err.splitlines() == [
         f"shardnet: rank 1 failed: killed by SIGKILL{MEMORY}; restarting it (1 of 3)",
         "shardnet: 1 worker was lost on the way: rank 1 (killed by SIGKILL, replaced)",

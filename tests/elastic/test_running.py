@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -276,6 +277,63 @@ def _zero_step(module: nn.Module, optimizer: ZeroOptimizer, step: int, event: Ev
     optimizer.zero_grad()
 
 
+async def test_what_no_optimizer_steps_and_schedulers_of_schedulers_go_through_it() -> None:
+    """Averages of parameters, parameters that nobody has given to an optimizer, and states of more than dicts."""
+    found: list[tuple[float, float, float]] = []
+
+    def trainer_of(event: Event) -> Train:
+        async def train(cluster: Cluster, state: State, life: Life) -> None:
+            model = await cluster.shard(nn.Linear(33, 1))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            warm = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=2)
+            steps = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2])
+            scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, steps], milestones=[6])
+            average, head = nn.Linear(1, 1), nn.Linear(1, 1)
+            nn.init.zeros_(average.weight)
+            nn.init.zeros_(head.weight)
+            await state.resume(model, optimizer, scheduler, average, head)
+            while state.step < STEPS:
+                await train_step(model, optimizer, state.step)
+                scheduler.step()
+                with torch.no_grad():
+                    average.weight += 1
+                    head.weight += 2
+                event("commit", state.step)
+                await state.commit(state.step + 1)
+            found.append((average.weight.item(), head.weight.item(), optimizer.param_groups[0]["lr"]))
+
+        return train
+
+    async with crew() as members:
+        lives_ = [members.hire(trainer_of(event), least=2, most=3) for event in (lives, lives, dies("commit", 3))]
+        await members.wait()
+    assert [life.error for life in lives_[:2]] == [None, None]
+    for average, head, rate in found:
+        assert (average, head) == (STEPS, 2 * STEPS)
+        assert rate == pytest.approx(0.001)
+    assert len(found) == 2
+
+
+async def test_who_comes_when_all_is_done_has_nothing_to_do() -> None:
+    """A spare that had no turn ends when the members do, and does not begin anew."""
+    seen, comes = asyncio.Event(), asyncio.Event()
+
+    async def wait_for_it(step: int) -> None:
+        seen.set()
+        await comes.wait()
+
+    async with crew() as members:
+        lives_ = [members.hire(trainer(before=wait_for_it), least=2, most=2) for _ in range(2)]
+        await seen.wait()
+        spare = members.hire(trainer(), least=2, most=2)
+        while await _joined(members.address) != 3:
+            continue
+        comes.set()
+        await members.wait()
+    check(lives_)
+    assert (spare.error, spare.result, spare.epochs) == (None, None, [])
+
+
 async def test_schedulers_values_and_buffers_go_through_it() -> None:
     seen: dict[int, list[tuple[object, ...]]] = {}
 
@@ -380,6 +438,12 @@ async def test_what_cannot_be_kept_is_refused_in_words() -> None:
         await state.resume(model)
         with pytest.raises(UsageError, match="a object cannot be kept or sent"):
             await state.commit(1, strange=object())
+        del state.values["strange"]
+        for step, words in ((0, "step 0 is committed after step 0"), ("1", "must be a whole number, got '1'"), (1.5, "got 1.5")):
+            with pytest.raises(UsageError, match=words):
+                await state.commit(step)  # type: ignore[arg-type]
+        await state.commit(np.int64(1))  # type: ignore[arg-type]
+        assert type(state.step) is int
 
     async with crew() as members:
         life = members.hire(refused, least=1, most=1)

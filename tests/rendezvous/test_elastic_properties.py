@@ -6,8 +6,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from shardnet.rendezvous.events import Assigned, JobState, Joiners, Lost, Notice
+from shardnet.errors import JoinRefused
+from shardnet.rendezvous.events import Assigned, Ended, JobState, Joiners, Lost, Notice
 from shardnet.rendezvous.membership import Registry
+from shardnet.rendezvous.refusal import Refusal
 from shardnet.rendezvous.request import JoinRequest
 from shardnet.topology import Topology
 
@@ -25,6 +27,7 @@ class ElasticHistories(RuleBasedStateMachine):
         self.epoch = 0
         self.live: dict[str, JoinRequest] = {}
         self.world: dict[str, Topology] = {}  # what each live member was told
+        self.ended = False  # a member has left in peace
         self.heard: dict[str, int] = {}  # the last number of joiners that each member was told
 
     @rule(node=st.sampled_from("ab"))
@@ -36,25 +39,20 @@ class ElasticHistories(RuleBasedStateMachine):
     @rule(data=st.data())
     def move_on(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.world)))
-        before = self.live.pop(name)
-        world = self.world.pop(name)
-        self.heard.pop(name, None)
+        before, world = self.live[name], self.world[name]
         self.starts += 1
-        self._join(
-            JoinRequest(
-                *("job", f"w{self.starts}", before.address, before.node, LEAST, MOST),
-                elastic=True,
-                previous=name,
-                last_epoch=world.epoch,
-            )
+        request = JoinRequest(
+            *("job", f"w{self.starts}", before.address, before.node, LEAST, MOST), elastic=True, previous=name, last_epoch=world.epoch
         )
-        assert not self.registry.is_member(name)
+        if self._join(request, instead_of=name):
+            assert not self.registry.is_member(name)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data(), left=st.booleans())
     def end(self, data: st.DataObject, left: bool) -> None:
         name = data.draw(st.sampled_from(sorted(self.live)))
         del self.live[name]
+        self.ended |= left and name in self.world
         self.world.pop(name, None)
         self.heard.pop(name, None)
         self._take(self.registry.leave("job", name) if left else self.registry.vanish(name))
@@ -64,9 +62,20 @@ class ElasticHistories(RuleBasedStateMachine):
         self.now += SETTLE_S
         self._take(self.registry.tick(self.now))
 
-    def _join(self, request: JoinRequest) -> None:
+    def _join(self, request: JoinRequest, *, instead_of: str = "") -> bool:
+        try:
+            notices = self.registry.join(request, self.now)
+        except JoinRefused as refusal:
+            if refusal.reason != Refusal.ENDED or not self.ended or not self.world:  # a job without members may begin anew
+                raise
+            return False
+        if not self.live:
+            self.ended = False
+        for known in (self.live, self.world, self.heard):
+            known.pop(instead_of, None)
         self.live[request.incarnation] = request
-        self._take(self.registry.join(request, self.now))
+        self._take(notices)
+        return True
 
     def _take(self, notices: Sequence[Notice]) -> None:
         new = {notice.to: notice.event.topology for notice in notices if isinstance(notice.event, Assigned)}
@@ -77,6 +86,10 @@ class ElasticHistories(RuleBasedStateMachine):
                     assert epoch == self.world[notice.to].epoch
                 case Joiners(count):
                     self.heard[notice.to] = count
+                case Ended():
+                    assert self.ended
+                    assert notice.to not in self.world
+                    del self.live[notice.to]
         if new:
             assert not self.world, "an epoch began before the one before had ended"
             (epoch,) = {world.epoch for world in new.values()}

@@ -103,14 +103,20 @@ def test_who_only_lost_its_connection_may_come_back_while_its_epoch_runs() -> No
         registry.resume(replace(workers[1], address="10.0.0.9:1"))
     assert to(registry.resume(workers[1]), 1) == [Joiners(0)]
     assert [member.rank for member in registry.status()[0].members] == [0, 1, 2]
-    registry.leave("job", "w1")
-    with pytest.raises(JoinRefused):
-        registry.resume(workers[1])
     registry.vanish("w0")
     registry.join(again(workers[2]), 1.0)
+    registry.join(again(workers[1]), 1.0)
     with pytest.raises(JoinRefused) as refused:
         registry.resume(workers[0])
     assert refused.value.reason == Refusal.UNKNOWN
+
+
+def test_who_has_left_does_not_come_back() -> None:
+    registry = Registry(settle_s=SETTLE)
+    workers = formed(registry, 3)
+    registry.leave("job", "w1")
+    with pytest.raises(JoinRefused):
+        registry.resume(workers[1])
 
 
 def test_even_where_all_had_lost_it() -> None:

@@ -8,8 +8,8 @@ import pytest
 from shardnet.config import Timeouts
 from shardnet.errors import JoinRefused
 from shardnet.rendezvous.client import Membership, join
-from shardnet.rendezvous.events import JobState, Joiners, Notice, Waiting
-from shardnet.rendezvous.membership import Registry
+from shardnet.rendezvous.events import Ended, JobState, Joiners, Lost, Notice, Waiting
+from shardnet.rendezvous.membership import LEFT, Registry
 from shardnet.rendezvous.refusal import Refusal
 from shardnet.rendezvous.request import JoinRequest
 from tests.rendezvous.builders import assigned, lost, to, worker
@@ -108,6 +108,28 @@ def test_the_workers_of_a_job_that_has_ended_do_not_count(registry: Registry) ->
     assert {world.epoch for world in assigned(registry.join(elastic(6), 10.0) + registry.tick(10.0 + SETTLE)).values()} == {2}
 
 
+def test_when_members_leave_in_peace_the_training_is_over_for_who_waits_and_who_comes_back(registry: Registry) -> None:
+    workers = formed(registry, 3)
+    registry.join(elastic(7), 10.0)
+    notices = registry.leave("job", "w0")
+    assert to(notices, 7) == [Ended()]
+    assert not registry.is_member("w7")
+    assert to(notices, 1) == [Lost(1, 0, LEFT, True), Joiners(0)]
+    registry.vanish("w2")
+    for late in (again(workers[1]), elastic(8)):
+        with pytest.raises(JoinRefused, match="the training of job 'job' has ended") as refused:
+            registry.join(late, 11.0)
+        assert refused.value.reason == Refusal.ENDED
+    registry.vanish("w1")
+    assert registry.status()[0].state is JobState.FINISHED
+    with pytest.raises(JoinRefused) as refused:
+        registry.join(replace(elastic(9), replacement=True), 12.0)
+    assert refused.value.reason == Refusal.ENDED
+    registry.join(elastic(9), 12.0)
+    registry.join(replace(elastic(10), replacement=True), 12.0)
+    assert set(assigned(registry.tick(12.0 + SETTLE))) == {"w9", "w10"}
+
+
 def test_nobody_is_taken_for_another_ones_successor(registry: Registry) -> None:
     formed(registry, 3)
     stranger = replace(elastic(9), previous="w0")
@@ -195,7 +217,7 @@ async def test_a_restart_waits_until_the_rendezvous_has_seen_the_end_of_the_one_
         assert await third.rank() == 0
         await second.arrived.wait()
         assert await second.waiting.get() == Waiting(2, 1, 2)
-        await third.leave()
+        await third.die()
         assert await second.rank() == 0
         await second.leave()
 

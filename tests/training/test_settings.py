@@ -17,6 +17,7 @@ LAUNCHED = {
     "SHARDNET_NODE": "left",
     "SHARDNET_LISTEN": "::1",
     "SHARDNET_ELASTIC": "1",
+    "SHARDNET_REPLACEMENT": "1",
     "SHARDNET_INSECURE": "1",
     "SHARDNET_SHARED_MEMORY": "0",
     "SHARDNET_ROUTING": "ring",
@@ -34,6 +35,7 @@ def test_every_variable_of_the_launcher_is_read() -> None:
     assert Settings.from_environment(LAUNCHED) == Settings(
         *("127.0.0.1:7000", "j", 4, 4, 1, "left", "::1"),
         elastic=True,
+        replacement=True,
         insecure=True,
         shared_memory=False,
         routing=Routing.RING,

@@ -7,6 +7,7 @@ SHARDNET_ELASTIC           only if the job is elastic: 1
 SHARDNET_MIN_WORLD_SIZE    only if the job is elastic: the least workers with which it goes on
 SHARDNET_LOCAL_RANK        0-based number of the worker on this machine
 SHARDNET_LOCAL_WORLD_SIZE  workers on this machine
+SHARDNET_REPLACEMENT       only for a worker that replaces one that has failed: 1
 SHARDNET_REPORT_FILE       file to which the worker appends one line, "address rank world_size", whenever these are new
 SHARDNET_NODE              only if given: what this machine calls itself
 SHARDNET_LISTEN            only if given: host to listen on

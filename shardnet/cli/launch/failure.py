@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 # Errors that say "somebody else has failed": the worker that shows one is a witness, not the culprit.
 _CONSEQUENCES = frozenset({"PeerLost", "MembershipLost"})
+# After these a new worker would begin the training anew, as if nothing had been lost.
+_FINAL = frozenset({"StateLost"})
 # The last line of a traceback, also inside the frame that is drawn around a member of an exception group.
 _ERROR_LINE = re.compile(r"[\s|+-]*(?:[A-Za-z_]\w*\.)*([A-Z]\w*)(?::\s|:?$)")
 _WORD = re.compile(r"\w")  # not found in the frame around an exception group
@@ -37,8 +39,17 @@ class Exit:
     @property
     def is_consequence(self) -> bool:
         """Whether its last error says that it lost a peer."""
+        return self._last_error in _CONSEQUENCES
+
+    @property
+    def is_final(self) -> bool:
+        """Whether its last error says that nobody can go on."""
+        return self._last_error in _FINAL
+
+    @property
+    def _last_error(self) -> str | None:
         errors = (match.group(1) for line in reversed(self.tail) if (match := _ERROR_LINE.match(line)))
-        return next(errors, None) in _CONSEQUENCES
+        return next(errors, None)
 
     @property
     def lived_s(self) -> float:

@@ -24,11 +24,13 @@ class Place:
 
     async def run(self) -> Exit:
         """Run a worker to its end, see Worker.run; each further call runs a new one."""
+        environment = self._environment
         if self._taken:
+            environment = {**environment, "SHARDNET_REPLACEMENT": "1"}
             # the others may have closed ranks meanwhile, so that its old one is another's until it reports
             self._worker = Worker(self._worker.local_rank, self._console, unique_here=False)
         self._taken = True
-        return await self._worker.run(self._command, self._environment)
+        return await self._worker.run(self._command, environment)
 
     def signal(self, number: int) -> None:
         self._worker.signal(number)

@@ -98,12 +98,13 @@ class Supervisor:
 
     async def _replace(self, place: Supervised, failure: Exit) -> bool:
         """Do what follows from a failure. Returns when it is time to start a new worker in the place, False if none is to be."""
-        if self._recovery is not None and self._stage is _Stage.RUNNING:
+        if self._recovery is not None and self._stage is _Stage.RUNNING and not failure.is_final:
             others = len(self._places) - len(self._exits) - 1
-            pause_s = self._recovery.replace(place, failure, others)
+            done = sum(not end.failed for end in self._exits)
+            pause_s = None if done else self._recovery.replace(place, failure, others)  # who is done says that all is done
             if pause_s is not None:
                 return await self._pause(pause_s)
-            if self._recovery.go_on(failure, others, sum(not end.failed for end in self._exits)):
+            if self._recovery.go_on(failure, others, done):
                 return False
         self._end_all(failure)
         return False
@@ -161,5 +162,5 @@ class Supervisor:
         failure = culprit(self._exits) if self._recovery is None else last_straw(self._exits)
         if failure is None:
             return Verdict(0)
-        too_few = self._recovery is not None and self._stage is not _Stage.RUNNING
+        too_few = self._recovery is not None and self._stage is not _Stage.RUNNING and not failure.is_final
         return Verdict(failure.status, failure, sum(end.was_ended for end in self._exits), too_few)

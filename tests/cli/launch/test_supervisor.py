@@ -163,3 +163,25 @@ async def test_too_few_do_not_wait_for_the_end_of_a_pause() -> None:
         work.places[2].end(3)
         assert (await work.verdict).status == 3
     assert [place.started for place in work.places] == [2, 1, 1]
+
+
+async def test_a_lost_state_is_the_end_whatever_restarts_are_left() -> None:
+    """New workers would train everything anew, and the launch would end as if nothing had been lost."""
+    async with launch(3, 5, least=1) as work:
+        work.places[1].end(1, tail=("shardnet.errors.StateLost: the state of step 20 (epoch 1) is lost: more workers are gone",))
+        verdict = await work.verdict
+    assert verdict.failure is not None
+    assert (verdict.status, verdict.failure.label, verdict.too_few) == (1, "rank 1", False)
+    assert [place.started for place in work.places] == [1, 1, 1]
+    assert work.said.empty()
+
+
+async def test_nobody_is_replaced_once_a_worker_has_ended_well() -> None:
+    async with launch(3, 5, least=1) as work:
+        work.places[0].end(0)
+        work.places[1].end(-9)
+        assert (await work.said.get()).endswith("; the others go on")
+        work.places[2].end(0)
+        verdict = await work.verdict
+    assert (verdict.status, [end.label for end in verdict.lost]) == (0, ["rank 1"])
+    assert [place.started for place in work.places] == [1, 1, 1]
