@@ -4,7 +4,7 @@ import asyncio
 import concurrent.futures
 import warnings
 from collections.abc import Callable, Generator
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from shardnet.errors import StateError
 from shardnet.loop import LoopThread
@@ -38,6 +38,11 @@ class Pending(Generic[T]):
         pending = cls(future, op_name)
         pending._retrieved = True  # nothing can be lost with it
         return pending
+
+    def quietly(self) -> Self:
+        """Itself, for who keeps it to look at it later, but may be dropped before that: no warning then."""
+        self._retrieved = True
+        return self
 
     def done(self) -> bool:
         return self._future.done()

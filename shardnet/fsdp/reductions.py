@@ -116,7 +116,7 @@ class ReductionQueue:
             return self._reduce_compressed(group, group.compressed_reduction)
         full = group.gradients.take()
         try:
-            return _Reduction(group, full, self._mean(full, group))
+            return _Reduction(group, full, self._mean(full, group).quietly())
         except BaseException:
             group.gradients.returned(full)
             raise
@@ -127,7 +127,7 @@ class ReductionQueue:
             exchange = compressed.start(full, group.reduction_label)
         finally:
             group.gradients.returned(full)  # what is sent is packed
-        return _Reduction(group, None, self._average(exchange.mean, group), exchange)
+        return _Reduction(group, None, self._average(exchange.mean, group).quietly(), exchange)
 
     def _mean(self, full: torch.Tensor, group: FlatGroup) -> Pending[torch.Tensor]:
         """Start what turns full gradients [N] into this rank's part of their mean over all ranks."""

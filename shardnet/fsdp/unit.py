@@ -65,7 +65,8 @@ class Unit:
         assert self.state is UnitState.SHARDED, self
         self.state = UnitState.GATHERING
         for group in self.groups:
-            self._pending.append(group.start_gather(for_backward=for_backward))
+            # quietly: a model that is dropped in the middle of a pass drops what it has begun
+            self._pending.append(group.start_gather(for_backward=for_backward).quietly())
         return list(self._pending)
 
     def wait_gathered(self) -> None:
