@@ -12,6 +12,7 @@ from shardnet.training import Cluster, connect
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
+COLLECTIONS = 10  # at most; two are enough for most models
 END_S = 7 * 24 * 3600.0  # rank 0 may take its time over what it writes at the end; who is dead is noticed in any case
 Train = Callable[[Cluster, State], Awaitable[T]]
 
@@ -73,7 +74,14 @@ async def _epochs(train: Train[T], cluster: Cluster, state: State) -> T:
                 raise
             return result[0]  # somebody was lost at the very end; others were through, so that all had come there
         why = None  # with what it refers to: the frames of `train` and all that is in them
-        gc.collect()  # models and their hooks are cycles: without this there would be two at once
+        _collect_models()
+
+
+def _collect_models() -> None:
+    """Models and their hooks are cycles: without this there would be two at once. Autograd's graphs come apart a layer at a time."""
+    for _ in range(COLLECTIONS):
+        if not gc.collect():
+            return
 
 
 def _reason(error: BaseException) -> PeerLost | WorldChanges | None:

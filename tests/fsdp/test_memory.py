@@ -1,10 +1,14 @@
 """Counted bytes: a rank holds its share, plus the units in flight, whatever the depth of the model."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
 from shardnet.backend import Backend
 from shardnet.fsdp import FSDP, MemoryReport, memory_report
+from shardnet.fsdp.group import FlatGroup
 from tests.fsdp.models import Block, loss_of, make_gpt, token_batches
 from tests.fsdp.ranks import run_ranks
 
@@ -73,3 +77,18 @@ def test_between_forward_and_backward_the_root_and_the_last_units_are_held(prefe
         assert backend.telemetry.ops["all_gather"].count - gathers == len(blocks) - prefetch
 
     run_ranks(2, work)
+
+
+def test_a_model_that_is_dropped_is_gone() -> None:
+    """Also after a backward, whose hooks are kept where Python's collector of cycles does not look."""
+
+    def work(backend: Backend) -> tuple[weakref.ref[FSDP], weakref.ref[FlatGroup]]:
+        model = FSDP(make_gpt(layers=2, **SIZES), backend, units=[Block])
+        for batch in token_batches(2, WORLD_SIZE):
+            loss_of(model, batch[backend.rank :][:1]).backward()  # type: ignore[no-untyped-call]
+        return weakref.ref(model), weakref.ref(model.groups[0])
+
+    found = run_ranks(WORLD_SIZE, work)
+    while gc.collect():  # autograd's graphs come apart a layer at a time
+        pass
+    assert [reference() for references in found for reference in references] == [None] * 2 * WORLD_SIZE
