@@ -101,8 +101,8 @@ class Prefetcher:
         for unit in units:
             if unit.state is UnitState.HELD:
                 unit.reshard()  # a backward that still comes uses what is gathered now
-            # The handles give None: the gathered bytes belong to the unit, which frees them.
-            self._explicit[unit] = [pending.map(lambda _: None) for pending in unit.start_gather()]
+            # The handles give None: the gathered bytes belong to the unit, which frees them. Nobody need look at them: forward does.
+            self._explicit[unit] = [pending.map(lambda _: None).quietly() for pending in unit.start_gather()]
         return [pending for pendings in self._explicit.values() for pending in pendings]
 
     def consume_explicit(self) -> None:
