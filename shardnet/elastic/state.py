@@ -6,7 +6,7 @@ import operator
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 
@@ -45,7 +45,7 @@ class State:
     is kept twice.
     """
 
-    def __init__(self, cluster: Cluster, *, every: int = 1) -> None:
+    def __init__(self, cluster: Cluster, *, every: SupportsIndex = 1) -> None:
         """`every`: so many steps from one commit to the next."""
         self.every = _whole(every, "every")
         if self.every < 1:
@@ -167,7 +167,7 @@ class State:
 
     # --- steps
 
-    async def commit(self, step: int, **values: Any) -> None:
+    async def commit(self, step: SupportsIndex, **values: Any) -> None:
         """Say that all ranks have done a step, and make the state after it safe, unless it is not `every`-th; `values` are set before.
 
         When it returns the step is done for good: whoever dies from now on, the training goes on behind it. If it raises PeerLost,
@@ -178,14 +178,20 @@ class State:
         """
         if self._parts is None:
             raise StateError("nothing is to be kept yet: call State.resume(model, optimizer, ...) before the first commit")
-        step = _whole(step, "the step of a commit")
-        if step <= self.step:
-            raise UsageError(f"step {step} is committed after step {self.step}: commit steps in order, and each once")
-        self.values |= values
-        joiners = self._cluster.elastic and step % self.every == 0 and await self._commit(Mark(self._cluster.topology.epoch, step))
-        self.step = self._cluster.telemetry.step = step
+        done = _whole(step, "the step of a commit")
+        if done <= self.step:
+            raise UsageError(f"step {done} is committed after step {self.step}: commit steps in order, and each once")
+        before, self.values = self.values, {**self.values, **values}
+        joiners = False
+        if self._cluster.elastic and done % self.every == 0:
+            try:
+                joiners = await self._commit(Mark(self._cluster.topology.epoch, done))
+            except UsageError:
+                self.values = before
+                raise
+        self.step = self._cluster.telemetry.step = done
         if joiners:
-            raise WorldChanges(f"step {step} is committed, and workers wait to join")
+            raise WorldChanges(f"step {done} is committed, and workers wait to join")
 
     async def _commit(self, mark: Mark) -> bool:
         assert self._copying is not None
@@ -224,10 +230,10 @@ class State:
         )
 
 
-def _whole(number: object, what: str) -> int:
-    """A number as an int, which numpy's and torch's whole ones are not. Raises UsageError for others."""
+def _whole(number: SupportsIndex, what: str) -> int:
+    """A number as an int, which numpy's and torch's whole ones are not. Raises UsageError for others, whatever they are called."""
     try:
-        return operator.index(number)  # type: ignore[arg-type]  # which is the question
+        return operator.index(number)
     except TypeError:
         raise UsageError(f"{what} must be a whole number, got {number!r}") from None
 

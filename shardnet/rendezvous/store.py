@@ -1,13 +1,16 @@
 """What a rendezvous writes down, so that it can be started again while its jobs run."""
 
+import logging
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from shardnet.errors import UsageError
 from shardnet.rendezvous.request import JoinRequest
+
+log = logging.getLogger(__name__)
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS jobs (
@@ -42,10 +45,10 @@ class Store(Protocol):
         """All jobs that were saved and not dropped."""
 
     def save(self, job: SavedJob) -> None:
-        """Write a job down in place of what was there of it."""
+        """Write a job down in place of what was there of it. What cannot be written is logged: the jobs go on all the same."""
 
     def drop(self, name: str) -> None:
-        """Forget a job."""
+        """Forget a job, in the same way."""
 
     def close(self) -> None: ...
 
@@ -117,26 +120,30 @@ class SqliteStore:
         return jobs
 
     def save(self, job: SavedJob) -> None:
-        with self._transaction():
+        members = [
+            (job.name, rank, each.incarnation, each.address, each.node, each.local_rank_hint, each.identity) for rank, each in job.members
+        ]
+
+        def replace() -> None:
             self._connection.execute("DELETE FROM jobs WHERE name = ?", (job.name,))
             self._connection.execute(
                 "INSERT INTO jobs VALUES (?, ?, ?, ?, ?)", (job.name, job.epoch, job.min_world_size, job.max_world_size, int(job.elastic))
             )
-            self._connection.executemany(
-                "INSERT INTO members VALUES (?, ?, ?, ?, ?, ?, ?)",
-                [
-                    (job.name, rank, each.incarnation, each.address, each.node, each.local_rank_hint, each.identity)
-                    for rank, each in job.members
-                ],
-            )
+            self._connection.executemany("INSERT INTO members VALUES (?, ?, ?, ?, ?, ?, ?)", members)
+
+        self._write(replace)
 
     def drop(self, name: str) -> None:
-        with self._transaction():
-            self._connection.execute("DELETE FROM jobs WHERE name = ?", (name,))
+        self._write(lambda: self._connection.execute("DELETE FROM jobs WHERE name = ?", (name,)))
 
-    def _transaction(self) -> sqlite3.Connection:
-        self._connection.execute("BEGIN")
-        return self._connection  # which commits, or rolls back after an error
+    def _write(self, change: Callable[[], object]) -> None:
+        """Make a change in one transaction."""
+        try:
+            self._connection.execute("BEGIN")
+            with self._connection:  # commits, or rolls back after an error
+                change()
+        except sqlite3.Error as error:
+            log.error("cannot write to %s: %s; a rendezvous that is started again would not know what has changed", self._path, error)
 
     def close(self) -> None:
         self._connection.close()

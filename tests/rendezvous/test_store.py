@@ -63,10 +63,16 @@ def test_what_is_no_state_of_a_rendezvous_is_refused(path: Path, tmp_path: Path)
         SqliteStore(newer)
 
 
-def test_what_was_being_written_when_it_died_is_not_there(path: Path) -> None:
+def test_what_cannot_be_written_whole_is_not_there_at_all_and_said(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The jobs go on: a full disk must not leave half a member in a rendezvous' memory."""
     store = SqliteStore(path)
     store.save(saved())
-    with pytest.raises(sqlite3.Error):
-        store.save(SavedJob("job", 9, 2, 4, True, ((0, elastic(7)), (0, elastic(8)))))  # two of one rank
+    store.save(SavedJob("job", 9, 2, 4, True, ((0, elastic(7)), (0, elastic(8)))))  # two of one rank
     assert [job.epoch for job in store.load()] == [3]
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith(f"cannot write to {path}: UNIQUE constraint failed")
+    store.save(saved(epoch=5))
+    assert [job.epoch for job in store.load()] == [5]
     store.close()
+    store.save(saved(epoch=6))  # a rendezvous that closes while members leave
+    assert len(caplog.records) == 2

@@ -3,8 +3,6 @@
 import asyncio
 import json
 import logging
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +16,8 @@ from shardnet.flight import Flight, Party
 from shardnet.telemetry import Telemetry
 from shardnet.topology import Member, Topology
 from shardnet.training.black_box import BlackBox
-from tests.training.workers import rendezvous
 
 TIMEOUTS = Timeouts.for_tests()
-
-
-@pytest.fixture(autouse=True)
-def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith("SHARDNET_")]:
-        monkeypatch.delenv(name)
-
-
-@pytest.fixture
-def meeting() -> Iterator[str]:
-    with rendezvous() as address:
-        yield address
 
 
 def names(folder: Path) -> list[str]:

@@ -1,10 +1,8 @@
 """`connect()`: worlds of one in this process, members of a real cluster, and what becomes of a cluster when a worker dies or freezes."""
 
 import asyncio
-import os
 import re
 import signal
-from collections.abc import Iterator
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -26,19 +24,6 @@ KILLED_WITHIN_S = 5.0  # about 0.1 s where nothing else runs
 FROZEN_WITHIN_S = 8.0  # 1.5 x suspect_s, and time for a crowded machine
 SUSPECT_S = 2.0
 TIMEOUTS = Timeouts.for_tests()
-
-
-@pytest.fixture(autouse=True)
-def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tests' own launcher, if there is one, does not count."""
-    for name in [name for name in os.environ if name.startswith("SHARDNET_")]:
-        monkeypatch.delenv(name)
-
-
-@pytest.fixture
-def meeting() -> Iterator[str]:
-    with rendezvous() as address:
-        yield address
 
 
 async def total(backend: Backend) -> float:

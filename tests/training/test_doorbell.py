@@ -5,7 +5,7 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,21 +19,9 @@ from shardnet.telemetry import Telemetry
 from shardnet.topology import Member, Topology
 from shardnet.training.diagnosis import Diagnosis
 from shardnet.training.doorbell import _is_taken, answering
-from tests.training.workers import PATIENCE_S, Nursery, rendezvous
+from tests.training.workers import PATIENCE_S, Nursery
 
 TIMEOUTS = Timeouts(connect_s=10.0, join_s=20.0, suspect_s=0.3, lost_s=30.0, collective_s=15.0, drain_s=1.0)
-
-
-@pytest.fixture(autouse=True)
-def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith("SHARDNET_")]:
-        monkeypatch.delenv(name)
-
-
-@pytest.fixture
-def meeting() -> Iterator[str]:
-    with rendezvous() as address:
-        yield address
 
 
 async def ring(capsys: pytest.CaptureFixture[str]) -> str:
