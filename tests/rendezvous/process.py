@@ -6,6 +6,8 @@ Prints one line when it is ready, then stays until its standard input closes, so
 import asyncio
 import dataclasses
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -28,7 +30,13 @@ async def rendezvous(listen: str = "127.0.0.1:0", state: str = "") -> None:
     store = SqliteStore(Path(state)) if state else None
     async with RendezvousServer(listen, timeouts=TIMEOUTS, store=store, security=Security(insecure=True)) as server:
         print(server.address, flush=True)
-        await _until_input_closes()
+        stopped = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)  # as `shardnet rendezvous` has it
+        closes = asyncio.ensure_future(_until_input_closes())
+        stops = asyncio.ensure_future(stopped.wait())
+        await asyncio.wait({closes, stops}, return_when=asyncio.FIRST_COMPLETED)
+    if stopped.is_set():
+        os._exit(0)  # a thread still reads
 
 
 async def worker(address: str, request: JoinRequest) -> None:
