@@ -25,6 +25,8 @@ class Settings:
     rendezvous      host:port; empty: no cluster, a world of one
     listen          host or host:port of this worker; empty: loopback if the rendezvous is there, else the address of
                     this machine from which the rendezvous is reached
+    advertise       host:port at which the others reach this worker, if that is not where it listens: a container's published port,
+                    address translation, a relay; empty: where it listens
     elastic         the job goes on when workers are lost, down to `min_world_size` of them, and takes in new ones: see `Cluster.reform`
                     and shardnet.elastic. Alike on all ranks
     replacement     this worker was started in place of one that was lost: if the training has ended meanwhile it does not begin it anew
@@ -49,6 +51,7 @@ class Settings:
     local_rank: int = 0
     node: str = ""
     listen: str = ""
+    advertise: str = ""
     elastic: bool = False
     replacement: bool = False
     insecure: bool = False
@@ -83,6 +86,7 @@ class Settings:
             "replacement": _flag(environment, "SHARDNET_REPLACEMENT"),
             "node": environment.get("SHARDNET_NODE", ""),
             "listen": environment.get("SHARDNET_LISTEN", ""),
+            "advertise": environment.get("SHARDNET_ADVERTISE", ""),
             "insecure": _flag(environment, "SHARDNET_INSECURE"),
             "certs": environment.get("SHARDNET_CERTS", ""),
             "token": environment.get("SHARDNET_TOKEN", ""),
@@ -121,6 +125,8 @@ class Settings:
             raise AddressError(f"{source('rendezvous')}: {self.rendezvous!r} has port 0, at which nobody can be called")
         if self.listen:
             _parse(source("listen"), _with_port(self.listen))
+        if self.advertise and not _parse(source("advertise"), self.advertise).port:
+            raise AddressError(f"{source('advertise')}: {self.advertise!r} has port 0, at which nobody can be called")
         if self.local_rank < 0:
             raise UsageError(f"{source('local_rank')} must not be negative, got {self.local_rank}")
         least, most = source("min_world_size"), source("max_world_size")
@@ -153,7 +159,9 @@ class Settings:
         return _with_port(self.listen)
 
     async def public_address(self, bound: str) -> str:
-        """Where peers reach what was bound: the same, unless that was 'all addresses'."""
+        """Where peers reach what was bound: the same, unless that was 'all addresses', or somewhere else was said."""
+        if self.advertise:
+            return self.advertise
         address = Address.parse(bound)
         return str(Address(await self._local_address(), address.port)) if address.is_unspecified else bound
 

@@ -107,6 +107,8 @@ def test_a_variable_that_makes_no_sense_is_named(changes: dict[str, str], compla
         ("rendezvous", "127.0.0.1:0", "'127.0.0.1:0' has port 0, at which nobody can be called"),
         ("listen", "10.0.0.1:http", "'10.0.0.1:http' does not end in a port"),
         ("listen", "two words", "'two words:0' has no usable host name"),
+        ("advertise", "relay", "'relay' does not end in a port"),
+        ("advertise", "relay:0", "'relay:0' has port 0, at which nobody can be called"),
     ],
 )
 def test_an_address_that_is_none_is_named_by_where_it_came_from(name: str, value: str, complaint: str) -> None:
@@ -156,6 +158,8 @@ async def test_peers_are_told_an_address_that_they_can_call() -> None:
     settings = Settings.from_environment(LAUNCHED)
     assert await settings.public_address("0.0.0.0:7001") == "127.0.0.1:7001"
     assert await settings.public_address("10.0.0.1:7001") == "10.0.0.1:7001"
+    elsewhere = Settings.from_environment({**LAUNCHED, "SHARDNET_ADVERTISE": "example.org:9000"})
+    assert await elsewhere.public_address("10.0.0.1:7001") == "example.org:9000"
 
 
 async def test_a_rendezvous_whose_name_stays_unknown_is_unavailable() -> None:

@@ -1,0 +1,51 @@
+"""`Lane`: one direction of a relay, for all connections that go through it."""
+
+import asyncio
+import random
+
+from shardnet.testing.conditions import Conditions, Way
+from shardnet.testing.harm import Harm
+
+
+class Lane:
+    """Says of each block when it may go on, and as what. Lives as long as its relay."""
+
+    def __init__(self, way: Way, rng: random.Random) -> None:
+        self.way = way
+        self.conditions = Conditions()
+        self.passed_bytes = 0
+        self.harms: list[Harm] = []
+        self._random = rng
+        self._open = asyncio.Event()
+        self._open.set()
+        self._free_s = 0.0  # when the link will have sent what it was given
+        self._last_due_s = 0.0
+
+    def due_s(self, size: int) -> float:
+        """When so many bytes, which have come now, are through; of the loop's clock."""
+        now_s = asyncio.get_running_loop().time()
+        conditions = self.conditions
+        self._free_s = max(now_s, self._free_s)
+        if conditions.bytes_per_s:
+            self._free_s += size / conditions.bytes_per_s
+        due_s = self._free_s + conditions.latency_s + self._random.uniform(0.0, conditions.jitter_s)
+        self._last_due_s = max(due_s, self._last_due_s)  # nothing overtakes
+        return self._last_due_s
+
+    def pieces(self, block: bytes) -> list[bytes]:
+        """What goes on of a block, in segments."""
+        harm = next((each for each in self.harms if each.fits(block)), None)
+        if harm is not None:
+            block = harm.done_to(block)
+        size = self.conditions.slice_bytes or len(block)
+        return [block[start : start + size] for start in range(0, len(block), size)] if block else []
+
+    def hold(self) -> None:
+        self._open.clear()
+
+    def let_go(self) -> None:
+        self._open.set()
+
+    async def passable(self) -> None:
+        """Wait until nobody holds what passes."""
+        await self._open.wait()
