@@ -47,6 +47,9 @@ class Pass(StrEnum):
 class Observer(Protocol):
     """Somebody who is told what the rank does, as it happens. Its methods are short and raise nothing."""
 
+    def on_step(self, step: int) -> None:
+        """The training says that it has done so many steps, on its own thread; fewer than before if it goes back."""
+
     def on_pass(self, kind: Pass, computed_ns: Mapping[str, int]) -> None:
         """A pass has ended, on the thread that trains. How long it computed, by span name; waiting is not computing."""
 
@@ -132,6 +135,12 @@ class Telemetry:
         if not failed:
             for observer in self.observers:
                 observer.on_collective(op, label, start_ns, end_ns, bytes_sent)
+
+    def reach(self, step: int) -> None:
+        """The training has done so many steps."""
+        self.step = step
+        for observer in self.observers:
+            observer.on_step(step)
 
     def end_pass(self, kind: Pass, computed_ns: Mapping[str, int]) -> None:
         """Tell the observers of a forward or backward that has ended."""

@@ -150,7 +150,7 @@ class State:
             )
         await asyncio.to_thread(self._load_parts, arrived, rest, shared["parts"])
         self.step, self.values = choice.mark.step, shared["values"]
-        self._cluster.telemetry.step = self.step
+        self._cluster.telemetry.reach(self.step)
         if local is not None:
             set_random_state(local["random"])
 
@@ -189,7 +189,8 @@ class State:
             except UsageError:
                 self.values = before
                 raise
-        self.step = self._cluster.telemetry.step = done
+        self.step = done
+        self._cluster.telemetry.reach(done)
         if joiners:
             raise WorldChanges(f"step {done} is committed, and workers wait to join")
 

@@ -152,6 +152,9 @@ class PerformanceRecorder:
 
     # --- what the training does
 
+    def on_step(self, step: int) -> None:
+        """What counts here are the optimizer's."""
+
     def on_pass(self, kind: Pass, computed_ns: Mapping[str, int]) -> None:
         duration = sum(computed_ns.values())
         with self._lock:

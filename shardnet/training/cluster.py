@@ -141,8 +141,8 @@ class Cluster:
         note: str = "",
     ) -> None:
         """Tell whoever watches (the launcher's bar, `shardnet status`) how far the training is. Local and cheap."""
-        self.telemetry.step = step
         self.telemetry.progress = Progress(step, total_steps, loss, tokens_per_s, exposed_share, note)
+        self.telemetry.reach(step)
 
     async def reform(self, *, agreed: bool = False) -> None:
         """Leave this epoch and take a place in the next one, with every other member that does so and with those that wait to join.

@@ -1,8 +1,4 @@
-"""Workers as processes, to be killed and frozen: `python -m tests.training.worker FD`, FD that of a socket.
-
-Importing torch and its compiler takes seconds, so one process imports everything, starts no thread, and then forks a worker for each
-address of a rendezvous that comes through the socket, with the descriptors that the worker shall have for its standard input and output.
-Another request is to call a function in a process of its own.
+"""Workers as processes, to be killed and frozen: what a process does that a `Nursery` has forked.
 
 Each line that a worker reads is a job to join, as JSON: {"job", "world_size", "work", ...}; WORK below has the kinds of work. It says when
 it has joined, and when it has left: by which error, when, what it still holds then, and what its work gave. It ends when its standard
@@ -12,11 +8,8 @@ input does.
 import asyncio
 import ctypes
 import gc
-import importlib
 import json
-import os
 import random
-import socket
 import sys
 import threading
 import time
@@ -34,6 +27,7 @@ from shardnet.backend import ReduceOp
 from shardnet.config import Timeouts
 from shardnet.loop import LoopThread
 from shardnet.testing import same_bits
+from shardnet.testing.forking import named
 from tests.contract.programs import GROUPS, expected, inputs_of, random_step, start
 from tests.elastic.learner import Learner
 from tests.fsdp.models import Block, loss_of, make_gpt, token_batches
@@ -189,30 +183,6 @@ WORK: dict[str, Callable[[Worker, shardnet.Cluster, Command], Awaitable[object]]
 }
 
 
-def nursery(control: socket.socket) -> list[str]:
-    """Fork and reap as told, until the socket closes; then returns nothing. In each child: returns what it shall do."""
-    torch.optim.SGD([torch.zeros(1, requires_grad=True)])  # the first one imports torch's compiler
-    assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose the other threads, and what they hold locked"  # noqa: PTH208
-    gc.freeze()  # or each child's first collection copies all that it shares with the others
-    while True:
-        request, descriptors, _, _ = socket.recv_fds(control, 4096, 3)
-        match request.decode().split("\n"):
-            case [""]:
-                return []
-            case ["wait", pid]:
-                control.send(b"%d" % os.waitstatus_to_exitcode(os.waitpid(int(pid), 0)[1]))
-            case task:
-                if not (child := os.fork()):
-                    control.close()
-                    for number, descriptor in enumerate(descriptors):
-                        os.dup2(descriptor, number)
-                        os.close(descriptor)
-                    return task
-                for descriptor in descriptors:
-                    os.close(descriptor)
-                control.send(b"%d" % child)
-
-
 def enter(namespace: str) -> None:
     """Move to a network namespace; before there are other threads, which would stay behind."""
     libc = ctypes.CDLL(None, use_errno=True)
@@ -221,18 +191,10 @@ def enter(namespace: str) -> None:
             raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {namespace}")
 
 
-def named(function: str) -> Any:
-    """What is called "module:name"."""
-    module, name = function.split(":")
-    return getattr(importlib.import_module(module), name)
-
-
-if __name__ == "__main__":
-    match nursery(socket.socket(fileno=int(sys.argv[1]))):
-        case ["work", rendezvous, namespace]:
-            if namespace:
-                enter(namespace)
-            torch.set_num_threads(1)
-            shardnet.run(Worker(rendezvous).run)
-        case ["call", function, *arguments]:
-            sys.exit(named(function)(*arguments))
+def work(rendezvous: str, namespace: str) -> int:
+    """What a new process does; its exit status."""
+    if namespace:
+        enter(namespace)
+    torch.set_num_threads(1)
+    shardnet.run(Worker(rendezvous).run)
+    return 0

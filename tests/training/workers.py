@@ -4,23 +4,20 @@ import json
 import os
 import select
 import signal
-import socket
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
 from types import TracebackType
 from typing import Any, Self
 
-import psutil
 import pytest
 
 from shardnet.config import Timeouts
 from shardnet.loop import LoopThread
 from shardnet.rendezvous.server import RendezvousServer
+from shardnet.testing import nursery as forks
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 45.0  # far above what anything here takes; only a hang reaches it
@@ -28,37 +25,21 @@ PATIENCE_S = 45.0  # far above what anything here takes; only a hang reaches it
 Message = dict[str, Any]
 
 
-class Nursery:
-    """The process that forks others, with all that takes long to import; costs some seconds, so a test session has one."""
+class Nursery(forks.Nursery):
+    """The process that forks the workers of all tests."""
 
     def __init__(self) -> None:
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._control.settimeout(PATIENCE_S)
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.training.worker", str(theirs.fileno())],
-                cwd=ROOT,
-                env=os.environ | dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
-                stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-            )
+        super().__init__("tests.training.worker", cwd=ROOT)
 
     def work(self, rendezvous: str, stdin: int, stdout: int, namespace: str = "") -> int:
         """The pid of a new worker, in a network namespace if one is named."""
-        return self._fork("work", rendezvous, namespace, descriptors=(stdin, stdout))
+        return self.fork("tests.training.worker:work", rendezvous, namespace, descriptors=(stdin, stdout))
 
     def call(self, function: str, *arguments: str, within_s: float) -> None:
         """Run "module:name" in a process of its own, to its end; what it returns is the exit status, which must be 0."""
         with Path(os.devnull).open() as nothing, TemporaryFile("w+") as output:
-            descriptors = nothing.fileno(), output.fileno(), output.fileno()
-            pid = self._fork("call", function, *arguments, descriptors=descriptors)
-            ended = os.pidfd_open(pid)
-            try:
-                if not select.select([ended], [], [], within_s)[0]:
-                    os.kill(pid, signal.SIGKILL)
-            finally:
-                os.close(ended)
-            status = self.wait(pid)
+            pid = self.fork(function, *arguments, descriptors=(nothing.fileno(), output.fileno(), output.fileno()))
+            status = self.wait_or_kill(pid, within_s)
             output.seek(0)
             assert status == 0, f"{function} ended with {status}:\n{output.read()}"
 
@@ -78,25 +59,6 @@ class Nursery:
             else:
                 break
         return folder
-
-    def wait(self, pid: int) -> int:
-        """Wait until a process has ended; its exit status. Until then nobody else can get its pid."""
-        self._control.send(b"wait\n%d" % pid)
-        return int(self._control.recv(64))
-
-    def _fork(self, *task: str, descriptors: Sequence[int]) -> int:
-        """The pid of a new process, with these descriptors for its standard input, output and errors, as far as there are any."""
-        socket.send_fds(self._control, ["\n".join(task).encode()], descriptors)
-        return int(self._control.recv(64))
-
-    @property
-    def alive(self) -> list[psutil.Process]:
-        """Workers that nobody has waited for, and what they have started."""
-        return psutil.Process(self._process.pid).children(recursive=True)
-
-    def close(self) -> None:
-        self._control.close()
-        self._process.wait(PATIENCE_S)
 
 
 class Worker:

@@ -1,0 +1,64 @@
+"""`Nursery`: where worker processes come from."""
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+PATIENCE_S = 45.0  # far above what forking takes, and importing torch on a busy machine before the first one; only a hang reaches it
+
+
+class Nursery:
+    """A process that forks others (shardnet/testing/forking.py). It costs some seconds, so a test session has one. For one thread.
+
+    modules  what the others need imported, by their names
+    cwd      their working directory
+    """
+
+    def __init__(self, *modules: str, cwd: Path | None = None) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control.settimeout(PATIENCE_S)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "shardnet.testing.forking", str(theirs.fileno()), *modules],
+                cwd=cwd,
+                env=os.environ | dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+            )
+
+    def fork(self, function: str, *arguments: str, descriptors: Sequence[int]) -> int:
+        """The pid of a new process that calls "module:name" and ends with what it returns as its exit status, with these descriptors for
+        its standard input, output and errors, as far as there are any."""
+        socket.send_fds(self._control, ["\n".join(("call", function, *arguments)).encode()], descriptors)
+        return int(self._control.recv(64))
+
+    def wait(self, pid: int) -> int:
+        """Wait until a process has ended; its exit status, negative for a signal. Until then nobody else can get its pid."""
+        self._control.send(b"wait\n%d" % pid)
+        return int(self._control.recv(64))
+
+    def wait_or_kill(self, pid: int, within_s: float) -> int:
+        """The same of a process that is killed if it has not ended in time."""
+        ended = os.pidfd_open(pid)
+        try:
+            if not select.select([ended], [], [], within_s)[0]:
+                os.kill(pid, signal.SIGKILL)
+        finally:
+            os.close(ended)
+        return self.wait(pid)
+
+    @property
+    def alive(self) -> list[psutil.Process]:
+        """Processes that nobody has waited for, and what they have started."""
+        return psutil.Process(self._process.pid).children(recursive=True)
+
+    def close(self) -> None:
+        self._control.close()
+        self._process.wait(PATIENCE_S)
