@@ -11,30 +11,40 @@ if TYPE_CHECKING:
     from shardnet.testing import reference
     from shardnet.testing.bitwise import bits, same_bits
     from shardnet.testing.cluster import jitter_cluster, local_cluster, loopback_cluster
+    from shardnet.testing.cluster_runner import ClusterRunner
     from shardnet.testing.conditions import Conditions, Way
     from shardnet.testing.fault_not_fired import FaultNotFired
+    from shardnet.testing.faults import Faults
     from shardnet.testing.harm import Harm, Kind
     from shardnet.testing.namespaces import NamespacesUnavailable, bridged_nodes
+    from shardnet.testing.rank_failure import RankFailure, RanksFailed
     from shardnet.testing.ranks import each_error, each_rank
     from shardnet.testing.relay import Relay
 
 _HOME = {
     "shardnet.testing.bitwise": ("bits", "same_bits"),
     "shardnet.testing.cluster": ("jitter_cluster", "local_cluster", "loopback_cluster"),
+    "shardnet.testing.cluster_runner": ("ClusterRunner",),
     "shardnet.testing.conditions": ("Conditions", "Way"),
     "shardnet.testing.fault_not_fired": ("FaultNotFired",),
+    "shardnet.testing.faults": ("Faults",),
     "shardnet.testing.harm": ("Harm", "Kind"),
     "shardnet.testing.namespaces": ("NamespacesUnavailable", "bridged_nodes"),
+    "shardnet.testing.rank_failure": ("RankFailure", "RanksFailed"),
     "shardnet.testing.ranks": ("each_error", "each_rank"),
     "shardnet.testing.relay": ("Relay",),
 }
 
 __all__ = [
+    "ClusterRunner",
     "Conditions",
     "FaultNotFired",
+    "Faults",
     "Harm",
     "Kind",
     "NamespacesUnavailable",
+    "RankFailure",
+    "RanksFailed",
     "Relay",
     "Way",
     "bits",

@@ -51,5 +51,8 @@ def named(function: str) -> Any:
 if __name__ == "__main__":
     for module in sys.argv[2:]:
         importlib.import_module(module)
-    if to_do := serve(socket.socket(fileno=int(sys.argv[1]))):
-        sys.exit(named(to_do[0])(*to_do[1:]))
+    to_do = serve(socket.socket(fileno=int(sys.argv[1])))
+    status = named(to_do[0])(*to_do[1:]) if to_do else 0
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # at once: what is frozen is never collected, which some libraries complain of when Python takes itself down

@@ -32,7 +32,7 @@ _RESET = struct.pack("ii", 1, 0)  # SO_LINGER of no time: closing sends a reset
 class Relay:
     """A listener and the connections through it, on the loop that enters it; its methods are for that loop's thread.
 
-    target  host:port that it leads to. It may come later: who calls before is reset, as by a machine that is up
+    target  host:port that it leads to; may be set later. Who calls while nobody listens there is reset, as by a machine that is up
     listen  where it listens itself; port 0: the system chooses
     seed    of jitter and of which bits flip
 
@@ -40,7 +40,7 @@ class Relay:
     """
 
     def __init__(self, target: str, *, listen: str = "127.0.0.1:0", seed: int = 0) -> None:
-        self._target = Address.parse(target)
+        self.target = target
         self._listen = Address.parse(listen)
         rng = random.Random(seed)
         self._random = rng
@@ -107,7 +107,7 @@ class Relay:
         """Raise FaultNotFired for harms that were ordered and not done yet."""
         missing = [str(harm) for harm in self._harms() if not harm.fired]
         if missing:
-            raise FaultNotFired(f"the relay to {self._target} was told to {missing[0]}, but none passed" + _and_more(missing))
+            raise FaultNotFired(f"the relay to {self.target} was told to {missing[0]}, but none passed" + _and_more(missing))
 
     def _harms(self) -> Iterable[Harm]:
         return (harm for lane in self._lanes.values() for harm in lane.harms)
@@ -154,7 +154,8 @@ class Relay:
             raise ConnectionResetError
         for lane in self._lanes.values():
             await lane.passable()  # who calls through a link that is held waits, too
-        connection.ends.append(await asyncio.open_connection(self._target.host, self._target.port))
+        target = Address.parse(self.target)
+        connection.ends.append(await asyncio.open_connection(target.host, target.port))
         (from_caller, to_caller), (from_target, to_target) = connection.ends
         for writer in (to_caller, to_target):
             writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # or slices are put together again
@@ -174,7 +175,7 @@ class _Connection:
 
     def reset(self) -> None:
         for _, writer in self.ends:
-            with suppress(OSError):  # it is closed
+            with suppress(OSError, ValueError):  # it is closed; uvloop says the latter
                 writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
             writer.transport.abort()
 

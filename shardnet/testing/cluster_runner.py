@@ -1,0 +1,123 @@
+"""`ClusterRunner`: what the fixture `cluster` is."""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from shardnet.config import Timeouts
+from shardnet.errors import UsageError
+from shardnet.testing.cluster_run import ClusterRun, Worker
+from shardnet.testing.fault import Action
+from shardnet.testing.faults import Faults
+from shardnet.testing.meeting import Meeting
+from shardnet.testing.news import News
+from shardnet.testing.nursery import Nursery
+from shardnet.testing.part import Part
+from shardnet.testing.process_worker import ProcessWorker
+from shardnet.testing.relays import Relays
+from shardnet.testing.thread_worker import ThreadWorker
+
+
+class ClusterRunner:
+    """Runs training functions on clusters of this machine, one after the other; close it to end what makes processes."""
+
+    def __init__(self) -> None:
+        self._nursery: Nursery | None = None
+
+    def run(
+        self,
+        train: Callable[..., Any],
+        world_size: int,
+        *,
+        args: Sequence[Any] = (),
+        processes: bool = False,
+        nodes: int | None = None,
+        elastic: bool = False,
+        min_workers: int = 1,
+        every: int = 1,
+        faults: Faults | None = None,
+        timeout_s: float = 60.0,
+        **settings: Any,
+    ) -> list[Any]:
+        """Let `world_size` ranks train, and wait until all have ended; what they returned, by rank.
+
+        train        `train(cluster, *args)`, or `train(cluster, state, *args)` if elastic; a coroutine function or a usual one. Each rank
+                     calls it on a thread with an event loop of its own, so it may block
+        processes    each rank is a process, not a thread of this one: what it imports, seeds and sets is its own, and it can be killed.
+                     Then `train` is defined at the top of a module, and `args` and results are tensors, numbers, text and containers of
+                     these
+        nodes        how many nodes the ranks believe to be on, equally many on each; 1, or if the faults concern links, one for each rank:
+                     on one node data goes through memory and not over links
+        elastic      through `shardnet.elastic.run`: the others go on when a worker is lost, if at least `min_workers` are left; `every` is
+                     of that function
+        faults       what shall go wrong meanwhile
+        timeout_s    of all together: then who has not ended has failed
+        settings     of `shardnet.connect`; `timeouts` are short ones unless given
+
+        The result of a worker that was killed by order is None; those of workers that joined by order come last. What processes print is
+        printed here when all have ended.
+
+        Raises RanksFailed if ranks raise or die without order or are not through in time, FaultNotFired if all goes well and an
+        order was not carried out, and UsageError for a call that makes no sense. Nothing is left running in any case, but a thread that is
+        stuck in code of its own.
+        """
+        __tracebackhide__ = True
+        faults = faults or Faults()
+        nodes = nodes or (world_size if faults.on_links else 1)
+        _check(world_size, nodes, processes, elastic, faults)
+        with ExitStack() as stack:
+            relays = Relays(world_size if faults.on_links else 0)
+            stack.callback(relays.close)
+            meeting = stack.enter_context(Meeting())
+            part = Part(train, tuple(args), settings, every if elastic else 0)
+            part.settings.setdefault("timeouts", Timeouts.for_tests())
+            part.settings.update(
+                rendezvous=meeting.address,
+                job="test",
+                min_world_size=min_workers if elastic else world_size,
+                max_world_size=world_size + faults.joiners,
+                elastic=elastic,
+            )
+            orders = dict(enumerate(faults.orders))
+
+            def start(number: int, tell: Callable[[News], None]) -> Worker:
+                """Joiners are on nodes of their own, if there are several, and have no relay."""
+                node = f"node {number * nodes // world_size}"
+                mine = {**part.settings, "local_rank": number, "node": node, **relays.settings(number)}
+                theirs = orders if number < world_size else {}
+                if processes:
+                    return ProcessWorker(number, replace(part, settings=mine), theirs, tell, self._forks())
+                return ThreadWorker(number, replace(part, settings=mine), theirs, tell)
+
+            return ClusterRun(start, world_size, orders, relays, meeting).run(timeout_s)
+
+    def warm_up(self) -> None:
+        """Start what makes processes, which takes some seconds; else the first run with `processes` does."""
+        self._forks()
+
+    def close(self) -> None:
+        """End the process that forks others, if there is one."""
+        nursery, self._nursery = self._nursery, None
+        if nursery is not None:
+            nursery.close()
+
+    def _forks(self) -> Nursery:
+        if self._nursery is None:
+            self._nursery = Nursery("shardnet.testing.process", cwd=Path.cwd())
+        return self._nursery
+
+
+def _check(world_size: int, nodes: int, processes: bool, elastic: bool, faults: Faults) -> None:
+    if world_size < 1:
+        raise UsageError(f"a cluster has at least 1 rank, got {world_size}")
+    if not 1 <= nodes <= world_size or world_size % nodes:
+        raise UsageError(f"{world_size} ranks cannot be on {nodes} nodes, equally many on each")
+    if faults.joiners and not elastic:
+        raise UsageError("others can join an elastic run only: give elastic=True")
+    for fault in faults.orders:
+        if fault.rank >= world_size:
+            raise UsageError(f"there is no rank {fault.rank} among {world_size}: {fault}")
+        if fault.action is Action.FREEZE and not processes:
+            raise UsageError(f"only a process can be frozen: give processes=True to {fault}")

@@ -1,0 +1,43 @@
+"""What the run of a test's cluster hears of its workers. `number` is a worker's own, in the order in which they were started."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from shardnet.testing.rank_failure import RankFailure
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """It has a rank, and begins to train."""
+
+    number: int
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fired:
+    """The moment of a fault has come. The worker waits for `done` where others have to do it."""
+
+    number: int
+    fault: int
+    done: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """It is through with its part."""
+
+    number: int
+    result: Any = None
+    failure: RankFailure | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """Nothing is left of it but what it has written."""
+
+    number: int
+
+
+News = Joined | Fired | Ended | Gone

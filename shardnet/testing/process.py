@@ -1,0 +1,137 @@
+"""A process of a test's cluster: reads from its standard input, a socket, what it is to do, and says there what becomes of it."""
+
+import importlib
+import importlib.util
+import json
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from shardnet.config import Limits, Timeouts
+from shardnet.testing.conditions import Conditions
+from shardnet.testing.fault import Action, Fault
+from shardnet.testing.frames import frames_of, value_of
+from shardnet.testing.harm import Kind
+from shardnet.testing.part import Part
+from shardnet.testing.rank_failure import RankFailure
+from shardnet.testing.saboteur import Saboteur
+from shardnet.training import Cluster, run
+from shardnet.training.diagnosis import Diagnosis
+
+
+def main() -> int:
+    """Play one part; the exit status is 0 even if it fails, for that has been said."""
+    Child(Connection(0)).run()
+    return 0
+
+
+class Child:
+    """The worker's end of the socket."""
+
+    def __init__(self, channel: "Connection[Any, Any]") -> None:
+        self._channel = channel
+        self._saying = threading.Lock()
+        self._done: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._diagnosis = Diagnosis()
+
+    def run(self) -> None:
+        job = json.loads(self._channel.recv_bytes())
+        arguments = value_of(self._channel.recv_bytes(), self._channel.recv_bytes())
+        os.environ.clear()
+        os.environ.update(job["environment"])
+        os.chdir(job["folder"])
+        sys.path[:] = job["path"]
+        torch.set_num_threads(1)
+        threading.Thread(target=self._read, name="shardnet-test-orders", daemon=True).start()
+        faults = {int(number): _fault(each) for number, each in job["faults"].items()}
+
+        async def play() -> None:
+            part = Part(_found(job), arguments, _settings(job["settings"]), job["every"])
+            self._tell_result(await part.play(Saboteur(faults, self._act), self._joined))
+
+        try:
+            run(play)
+        except BaseException as error:  # noqa: BLE001 - who ordered this process wants to know
+            failure = RankFailure.of(error)
+            self._say({"what": "failed", "kind": failure.kind, "message": failure.message, "traceback": failure.traceback})
+
+    def _joined(self, cluster: Cluster) -> None:
+        self._diagnosis.about(cluster.telemetry, lambda: cluster.topology)
+        self._say({"what": "joined", "rank": cluster.rank})
+
+    def _tell_result(self, result: object) -> None:
+        frames = frames_of(result)  # fails for what cannot be sent, before anything is
+        self._say({"what": "ended"}, *frames)
+
+    def _act(self, number: int, fault: Fault) -> None:
+        self._say({"what": "fired", "fault": number})
+        match fault.action:
+            case Action.KILL:
+                os.kill(os.getpid(), signal.SIGKILL)
+            case Action.FREEZE:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case Action.DELAY:
+                time.sleep(fault.seconds)
+            case _:
+                self._done.get()
+
+    def _say(self, message: dict[str, Any], *frames: bytes) -> None:
+        with self._saying:
+            for frame in (json.dumps(message).encode(), *frames):
+                self._channel.send_bytes(frame)
+
+    def _read(self) -> None:
+        """Orders, to the end: then whoever gave them is gone, and this process is of no use any more."""
+        try:
+            while True:
+                match json.loads(self._channel.recv_bytes()):
+                    case {"what": "done"}:
+                        self._done.put(None)
+                    case {"what": "stacks"}:
+                        self._say({"what": "stacks", "text": self._diagnosis.text()})
+        except (EOFError, OSError):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _found(job: dict[str, Any]) -> Callable[..., Any]:
+    """The training function: of the module of that name if it is that file, else of the file."""
+    module = _module(job["module"], job["file"])
+    found: Any = module
+    for name in job["train"].split("."):
+        found = getattr(found, name)
+    return found  # type: ignore[no-any-return]  # the other end has called it a function
+
+
+def _module(name: str, file: str) -> ModuleType:
+    try:
+        module = importlib.import_module(name)
+    except ImportError:
+        module = None
+    if module is not None and Path(module.__file__ or "").resolve() == Path(file):
+        return module
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _settings(plain: dict[str, Any]) -> dict[str, Any]:
+    kinds = {"timeouts": Timeouts, "limits": Limits}
+    return {name: kinds[name](**each) if name in kinds else each for name, each in plain.items()}
+
+
+def _fault(plain: dict[str, Any]) -> Fault:
+    special = {"action": Action(plain["action"]), "kind": Kind(plain["kind"]), "conditions": Conditions(**plain["conditions"])}
+    return Fault(**(plain | special))

@@ -1,0 +1,124 @@
+"""`ProcessWorker`: a rank of a test's cluster as a process; shardnet/testing/process.py is its other end."""
+
+import inspect
+import json
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from multiprocessing.connection import Connection
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any
+
+from shardnet.config import Limits, Timeouts
+from shardnet.errors import UsageError
+from shardnet.testing.fault import Fault
+from shardnet.testing.frames import frames_of, value_of
+from shardnet.testing.news import Ended, Fired, Gone, Joined, News
+from shardnet.testing.nursery import Nursery
+from shardnet.testing.part import Part
+from shardnet.testing.rank_failure import RankFailure
+
+MAIN = "shardnet.testing.process:main"
+
+
+class ProcessWorker:
+    """A process that plays its part. What it and its end of the socket say is read by a thread here; all else is for one thread."""
+
+    def __init__(self, number: int, part: Part, faults: Mapping[int, Fault], tell: Callable[[News], None], nursery: Nursery) -> None:
+        job, frames = job_of(part, faults), frames_of(part.arguments)
+        self._number = number
+        self._tell = tell
+        self._nursery = nursery
+        self._stacks: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._output = TemporaryFile("w+", errors="replace")  # noqa: SIM115 - closed by `output`
+        ours, theirs = socket.socketpair()
+        with theirs:
+            descriptors = theirs.fileno(), self._output.fileno(), self._output.fileno()
+            self.pid = nursery.fork(MAIN, descriptors=descriptors)
+        self._channel: Connection[Any, Any] = Connection(ours.detach())
+        self._say(job)
+        with suppress(BrokenPipeError):
+            for frame in frames:
+                self._channel.send_bytes(frame)
+        self._reader = threading.Thread(target=self._read, name=f"shardnet-test-worker-{number}", daemon=True)
+        self._reader.start()
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+    def thaw(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def stacks(self, within_s: float) -> str:
+        """What the process is doing; nothing if it does not answer."""
+        self._say({"what": "stacks"})
+        try:
+            return self._stacks.get(timeout=within_s)
+        except queue.Empty:
+            return ""
+
+    def join(self) -> int:
+        """Wait until it has ended; its exit status, negative for a signal."""
+        status = self._nursery.wait(self.pid)
+        self._reader.join()
+        self._channel.close()
+        return status
+
+    def output(self) -> str:
+        """What it has written, whole, when it has ended."""
+        with self._output:
+            self._output.seek(0)
+            return self._output.read()
+
+    def _say(self, message: Mapping[str, object]) -> None:
+        with suppress(BrokenPipeError):  # it has ended, as will be heard
+            self._channel.send_bytes(json.dumps(message).encode())
+
+    def _read(self) -> None:
+        try:
+            while True:
+                self._hear(json.loads(self._channel.recv_bytes()))
+        except (EOFError, OSError):
+            self._tell(Gone(self._number))
+
+    def _hear(self, message: dict[str, Any]) -> None:
+        match message:
+            case {"what": "joined", "rank": rank}:
+                self._tell(Joined(self._number, rank))
+            case {"what": "fired", "fault": fault}:
+                self._tell(Fired(self._number, fault, lambda: self._say({"what": "done"})))
+            case {"what": "stacks", "text": text}:
+                self._stacks.put(text)
+            case {"what": "ended"}:
+                self._tell(Ended(self._number, value_of(self._channel.recv_bytes(), self._channel.recv_bytes())))
+            case {"what": "failed", **facts}:
+                self._tell(Ended(self._number, failure=RankFailure(**facts)))
+
+
+def job_of(part: Part, faults: Mapping[int, Fault]) -> dict[str, Any]:
+    """What the process needs to know, as JSON can say it. Raises UsageError for a function that another process cannot find."""
+    train = part.train
+    name, module = getattr(train, "__qualname__", ""), inspect.getmodule(train)
+    if not name or "<" in name or module is None or module.__file__ is None:
+        raise UsageError(
+            f"{train!r} cannot be found by another process; give a function that is defined at the top of a module, and its arguments as "
+            "args=(...), or leave out processes=True"
+        )
+    return {
+        "train": name,
+        "module": module.__name__,
+        "file": str(Path(module.__file__).resolve()),
+        "every": part.every,
+        "settings": {name: asdict(each) if isinstance(each, Timeouts | Limits) else each for name, each in part.settings.items()},
+        "faults": {number: asdict(fault) for number, fault in faults.items()},
+        "path": sys.path,
+        "folder": str(Path.cwd()),
+        "environment": dict(os.environ),
+    }

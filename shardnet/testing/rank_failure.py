@@ -1,0 +1,60 @@
+"""`RankFailure`: how one rank of a test's cluster has failed; `RanksFailed`: the error that has all of them."""
+
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardnet.errors import PeerLost
+
+_OF_OTHERS = {PeerLost.__name__}  # errors of ranks that fail because another one has
+
+
+@dataclass(frozen=True, slots=True)
+class RankFailure:
+    """An error, also of another process: so it is kept as text.
+
+    kind       name of its class, "ValueError"; "Died" where a process ended without one, "Hung" where the time was over
+    message    what str() of it says
+    traceback  as Python prints it
+    error      itself, of a rank in this process
+    rank       -1 of a worker that never joined
+    """
+
+    kind: str
+    message: str
+    traceback: str = ""
+    error: BaseException | None = None
+    rank: int = -1
+
+    @classmethod
+    def of(cls, error: BaseException) -> "RankFailure":
+        return cls(type(error).__name__, str(error), "".join(traceback.format_exception(error)), error)
+
+    @property
+    def who(self) -> str:
+        return "a worker that had not joined" if self.rank < 0 else f"rank {self.rank}"
+
+    def __str__(self) -> str:
+        return f"{self.who}: {self.kind}: {self.message}"
+
+
+class RanksFailed(Exception):
+    """Ranks of a test's cluster have failed. `failures` has them all, `first` the one that the others seem to come from."""
+
+    def __init__(self, failures: Sequence[RankFailure], world_size: int) -> None:
+        self.failures = sorted(failures, key=lambda failure: (failure.kind in _OF_OTHERS, failure.rank < 0))
+        self.first = self.failures[0]
+        super().__init__(self._text(world_size))
+
+    def of_rank(self, rank: int) -> RankFailure:
+        """The failure of a rank. Raises KeyError if it has none."""
+        for failure in self.failures:
+            if failure.rank == rank:
+                return failure
+        raise KeyError(rank)
+
+    def _text(self, world_size: int) -> str:
+        lines = [f"{len(self.failures)} of {world_size} ranks failed, first {self.first}"]
+        lines += [f"  {line}" for line in self.first.traceback.rstrip().splitlines()]
+        lines += [f"then {failure}" for failure in self.failures[1:]]
+        return "\n".join(lines)

@@ -1,0 +1,103 @@
+"""The fixture `cluster`, as users have it: ranks as threads and as processes, and what a test is told of them."""
+
+import os
+
+import pytest
+import torch
+
+from shardnet.errors import UsageError
+from shardnet.testing import ClusterRunner, Faults, RanksFailed, same_bits
+from tests.testing import training
+
+both = pytest.mark.parametrize("processes", [False, True], ids=["threads", "processes"])
+
+
+@both
+def test_all_ranks_learn_the_same_as_one_does(cluster: ClusterRunner, processes: bool) -> None:
+    (alone,) = cluster.run(training.train, 1, processes=processes)
+    ranks = cluster.run(training.train, 3, processes=processes)
+    for name, value in alone.items():
+        assert all(same_bits(rank[name], ranks[0][name]) for rank in ranks)
+        torch.testing.assert_close(ranks[0][name], value)
+
+
+@both
+def test_results_are_by_rank_and_arguments_arrive(cluster: ClusterRunner, processes: bool) -> None:
+    given = (7, {"a": torch.arange(3)}, [None, "text"])
+    found = cluster.run(training.whereabouts, 4, args=given, nodes=2, processes=processes)
+    assert [(each["rank"], each["nodes"]) for each in found] == [(0, 2), (1, 2), (2, 2), (3, 2)]
+    assert len({each["thread"] for each in found}) == (4 if not processes else len({each["thread"] for each in found}))
+    assert len({each["pid"] for each in found} | {os.getpid()}) == (5 if processes else 1)
+    number, tensors, others = found[0]["facts"]
+    assert (number, tensors["a"].tolist(), others) == (7, [0, 1, 2], [None, "text"])
+
+
+def test_what_processes_print_is_printed_here_by_rank(cluster: ClusterRunner, capfd: pytest.CaptureFixture[str]) -> None:
+    cluster.run(training.whereabouts, 2, processes=True)
+    assert sorted(capfd.readouterr().out.splitlines()) == ["[rank 0] hello from rank 0", "[rank 1] hello from rank 1"]
+
+
+@both
+def test_a_function_may_block(cluster: ClusterRunner, processes: bool) -> None:
+    assert cluster.run(training.blocking, 3, processes=processes) == [3.0, 3.0, 3.0]
+
+
+@both
+def test_a_failure_says_which_rank_raised_what(cluster: ClusterRunner, processes: bool) -> None:
+    with pytest.raises(RanksFailed) as caught:
+        cluster.run(training.fails_on_rank_1, 3, processes=processes)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "3 of 3 ranks failed, first rank 1: LookupError: no such column: price"
+    assert 'raise LookupError("no such column: price")' in str(caught.value)
+    assert {line[:20] for line in lines if line.startswith("then ")} == {"then rank 0: PeerLos", "then rank 2: PeerLos"}
+    assert "rank 1" in caught.value.of_rank(2).message
+    assert isinstance(caught.value.of_rank(1).error, LookupError) is not processes
+
+
+def test_a_process_that_dies_of_itself_is_a_failure(cluster: ClusterRunner, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RanksFailed, match=r"first rank 1: Died: the process was ended by SIGSEGV"):
+        cluster.run(training.dies_on_rank_1, 2, processes=True)
+    assert "[rank 1] last words" in capfd.readouterr().out
+
+
+@both
+def test_who_hangs_is_shown_with_what_it_hangs_in(cluster: ClusterRunner, processes: bool) -> None:
+    with pytest.raises(RanksFailed) as caught:
+        cluster.run(training.one_waits_for_ever, 2, processes=processes, timeout_s=4.0)
+    assert [failure.kind for failure in caught.value.failures] == ["Hung", "Hung"]
+    assert "barrier" in caught.value.of_rank(0).traceback
+    assert cluster.run(training.blocking, 2, processes=processes) == [2.0, 2.0], "the next run is not disturbed"
+
+
+def test_a_result_that_cannot_be_sent_is_refused(cluster: ClusterRunner) -> None:
+    with pytest.raises(RanksFailed, match="UsageError: a _MainThread cannot be kept or sent"):
+        cluster.run(training.returns_a_thread, 1, processes=True)
+
+
+def test_settings_reach_connect(cluster: ClusterRunner) -> None:
+    with pytest.raises(RanksFailed, match=r"a worker that had not joined: UsageError: connect\(\) has no setting colour"):
+        cluster.run(training.train, 1, colour="red")
+
+
+@pytest.mark.parametrize(
+    ("call", "complaint"),
+    [
+        ({"world_size": 0}, "a cluster has at least 1 rank, got 0"),
+        ({"world_size": 3, "nodes": 2}, "3 ranks cannot be on 2 nodes"),
+        ({"world_size": 2, "faults": Faults().join(at_step=1)}, "others can join an elastic run only"),
+        ({"world_size": 2, "faults": Faults().kill(rank=2, at_step=1)}, "there is no rank 2 among 2: kill rank 2 at step 1"),
+        ({"world_size": 2, "faults": Faults().freeze(rank=1, at_step=1, seconds=1)}, "only a process can be frozen"),
+    ],
+)
+def test_calls_that_make_no_sense(cluster: ClusterRunner, call: dict[str, object], complaint: str) -> None:
+    with pytest.raises(UsageError, match=complaint):
+        cluster.run(training.train, **call)  # type: ignore[arg-type]
+
+
+def test_a_function_that_a_process_cannot_find(cluster: ClusterRunner) -> None:
+    async def local(_: object) -> None:
+        """Nobody else can import it."""
+
+    for train in (local, lambda _: None):
+        with pytest.raises(UsageError, match=r"cannot be found by another process; give a function that is defined at the top"):
+            cluster.run(train, 1, processes=True)
