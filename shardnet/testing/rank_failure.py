@@ -3,10 +3,13 @@
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
 
 from shardnet.errors import PeerLost
 
 _OF_OTHERS = {PeerLost.__name__}  # errors of ranks that fail because another one has
+_CALLER = str(Path(__file__).with_name("part.py"))  # which calls the training function
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +31,8 @@ class RankFailure:
 
     @classmethod
     def of(cls, error: BaseException) -> "RankFailure":
-        return cls(type(error).__name__, str(error), "".join(traceback.format_exception(error)), error)
+        lines = traceback.format_exception(type(error), error, _below_the_kit(error.__traceback__))
+        return cls(type(error).__name__, str(error), "".join(lines), error)
 
     @property
     def who(self) -> str:
@@ -42,8 +46,9 @@ class RanksFailed(Exception):
     """Ranks of a test's cluster have failed. `failures` has them all, `first` the one that the others seem to come from."""
 
     def __init__(self, failures: Sequence[RankFailure], world_size: int) -> None:
-        self.failures = sorted(failures, key=lambda failure: (failure.kind in _OF_OTHERS, failure.rank < 0))
-        self.first = self.failures[0]
+        """`failures` in the order in which they were heard."""
+        self.first = min(failures, key=lambda failure: (failure.kind in _OF_OTHERS, failure.rank < 0))
+        self.failures = [self.first, *sorted((each for each in failures if each is not self.first), key=lambda failure: failure.rank)]
         super().__init__(self._text(world_size))
 
     def of_rank(self, rank: int) -> RankFailure:
@@ -58,3 +63,13 @@ class RanksFailed(Exception):
         lines += [f"  {line}" for line in self.first.traceback.rstrip().splitlines()]
         lines += [f"then {failure}" for failure in self.failures[1:]]
         return "\n".join(lines)
+
+
+def _below_the_kit(trace: TracebackType | None) -> TracebackType | None:
+    """A stack from where the user's code begins, whole if that was not reached."""
+    found, each = trace, trace
+    while each is not None:
+        if each.tb_frame.f_code.co_filename == _CALLER and each.tb_next is not None:
+            found = each.tb_next
+        each = each.tb_next
+    return found

@@ -48,8 +48,9 @@ def test_a_failure_says_which_rank_raised_what(cluster: ClusterRunner, processes
         cluster.run(training.fails_on_rank_1, 3, processes=processes)
     lines = str(caught.value).splitlines()
     assert lines[0] == "3 of 3 ranks failed, first rank 1: LookupError: no such column: price"
+    assert lines[2].startswith(f'    File "{training.__file__}", line '), "the stack is that of the function, without what has called it"
     assert 'raise LookupError("no such column: price")' in str(caught.value)
-    assert {line[:20] for line in lines if line.startswith("then ")} == {"then rank 0: PeerLos", "then rank 2: PeerLos"}
+    assert [line[:22] for line in lines if line.startswith("then ")] == ["then rank 0: PeerLost:", "then rank 2: PeerLost:"]
     assert "rank 1" in caught.value.of_rank(2).message
     assert isinstance(caught.value.of_rank(1).error, LookupError) is not processes
 
