@@ -1,4 +1,9 @@
-"""`run`: a training function that is begun again whenever the world has changed."""
+"""`run`: a training function that is begun again whenever the world has changed.
+
+[Note: who is at fault] A collective that ends in a timeout or a mismatch may be the fault of all: then it will again. But a worker may
+be stuck, and a newcomer may run another program. So the others go on without them, once at each step: those that were missing are named
+to the rendezvous, and newcomers that disagree before the first step is done end themselves.
+"""
 
 import gc
 import logging
@@ -6,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, TypeVar
 
 from shardnet.elastic.state import State
-from shardnet.errors import JoinRefused, PeerLost, WorldChanges
+from shardnet.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, JoinRefused, PeerLost, WorldChanges
 from shardnet.rendezvous.refusal import Refusal
 from shardnet.training import Cluster, connect
 
@@ -39,7 +44,8 @@ async def run(train: Train[T], *, every: int = 1, **settings: Any) -> T | None:
     every     steps between commits: a loss costs at most so many and the one in flight
     settings  of `connect`
 
-    What `train` raises ends this worker, unless it is PeerLost or comes from one: then the survivors go on without it. Raises
+    What `train` raises ends this worker, unless it is PeerLost or comes from one: then the survivors go on without it. So they do, once at
+    each step, when a CollectiveTimeout says who is missing, or when newcomers cause a CollectiveMismatch. Raises
     JoinTimeout if fewer workers than `min_world_size` are left and no others come within `join_s`.
     """
     try:
@@ -54,6 +60,7 @@ async def run(train: Train[T], *, every: int = 1, **settings: Any) -> T | None:
 
 async def _epochs(train: Train[T], cluster: Cluster, state: State) -> T:
     """Train epoch by epoch, to the end of all ranks."""
+    trouble_at = -1  # the step at which a collective failed that nobody died in
     while True:
         result: list[T] = []
         try:
@@ -61,14 +68,19 @@ async def _epochs(train: Train[T], cluster: Cluster, state: State) -> T:
             if cluster.elastic:  # one that left now would be missed by those that have to do a step again
                 await cluster.backend.barrier(timeout_s=END_S, label="the end of the training")
         except Exception as error:
-            why = _reason(error)
+            why = _reason(error, state)
             if why is None or not cluster.elastic:
                 raise
+            if not isinstance(why, PeerLost | WorldChanges):
+                if state.step == trouble_at:
+                    raise
+                trouble_at = state.step
         else:
             return result[0]
         state.end_epoch(str(why))
+        missing = {*why.missing} - {cluster.rank} if isinstance(why, CollectiveTimeout) else ()
         try:
-            await cluster.reform(agreed=isinstance(why, WorldChanges))
+            await cluster.reform(agreed=isinstance(why, WorldChanges), missing=missing)
         except JoinRefused as refusal:
             if refusal.reason != Refusal.ENDED or not result:
                 raise
@@ -84,9 +96,17 @@ def _collect_models() -> None:
             return
 
 
-def _reason(error: BaseException) -> PeerLost | WorldChanges | None:
-    """Why the epoch has ended; None for an error of the training itself."""
-    return next((each for each in _chain(error) if isinstance(each, PeerLost | WorldChanges)), None)
+def _reason(error: BaseException, state: State) -> CollectiveError | WorldChanges | None:
+    """Why the epoch has ended; None for an error of the training itself. See [Note: who is at fault]."""
+    for each in _chain(error):
+        match each:
+            case PeerLost() | WorldChanges():
+                return each
+            case CollectiveTimeout() if each.missing:
+                return each
+            case CollectiveMismatch() if state.has_copies and not state.settled:
+                return each
+    return None
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -53,6 +53,7 @@ class State:
         self.step = 0
         self.values: dict[str, Any] = {}
         self.resumed = False
+        self.settled = False  # whether a step was done in this epoch
         self.commit_s = 0.0  # how long the last one took
         self._cluster = cluster
         self._committed, self._next = Generation(Mark(0, 0)), Generation(Mark(0, 0))
@@ -69,9 +70,15 @@ class State:
         """Memory that the copies take, in bytes."""
         return self._committed.nbytes + self._next.nbytes
 
+    @property
+    def has_copies(self) -> bool:
+        """Whether this worker has anything of an earlier step to offer; a newcomer has not."""
+        return any(self._generations())
+
     def end_epoch(self, why: str) -> None:
         """Let go of what was to be kept, for the program makes it anew; the copies stay."""
         self._ended = Ended(time.perf_counter(), why)
+        self.settled = False
         self._parts = self._copying = None
 
     # --- the beginning of an epoch
@@ -189,7 +196,7 @@ class State:
             except UsageError:
                 self.values = before
                 raise
-        self.step = done
+        self.step, self.settled = done, True
         self._cluster.telemetry.reach(done)
         if joiners:
             raise WorldChanges(f"step {done} is committed, and workers wait to join")

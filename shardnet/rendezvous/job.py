@@ -13,6 +13,7 @@ from shardnet.rendezvous.store import SavedJob
 from shardnet.topology import Member, Topology
 
 REFORMS = "it forms the next epoch"
+MISSED_S = 2.0  # so much later than the others one may notice that a collective has failed, if it was only slow
 
 
 class Job:
@@ -25,6 +26,10 @@ class Job:
     membership and makes it a joiner in one step, so that nobody takes it for gone. When no member is left the joiners form the
     next epoch: at once if they are enough, since there is nobody left to wait for but those that may never come. Of too many
     the former members are taken first, and the others stay for the epoch after that.
+
+    [Note: the stuck] A member that hangs in code of its own keeps its lease, and would be waited for without end. So those that have waited
+    for it in vain in a collective name it when they join again. When nobody else is left to wait for, it has MISSED_S to come, too;
+    then it is no member any more. If it wakes up it joins as a new worker does.
 
     [Note: the end] A member of an elastic job that leaves in peace says that the training is over, since all end together. From then on
     there is no next epoch: who waits for one is told so, and so is who comes back because somebody died in that very moment. A worker that
@@ -42,6 +47,7 @@ class Job:
         self._members: dict[str, Member] = {}  # those with ranks; empty unless RUNNING
         self._former_ranks: dict[str, int] = {}  # of joiners that were members
         self._vanished: dict[str, tuple[JoinRequest, Member]] = {}  # of this epoch, without a goodbye: they may come back
+        self._missed: set[str] = set()  # see [Note: the stuck]
         self._ended = False  # see [Note: the end]
         self._wish: JoinRequest | None = None  # of the one who started the forming: its sizes hold for all
         self._last_arrival_s = 0.0
@@ -110,13 +116,15 @@ class Job:
         if not self.ever_ran or self._wish is None:
             return None
         members = tuple((member.rank, self._live[incarnation]) for incarnation, member in self._members.items())
-        return SavedJob(self.name, self.epoch, self._wish.min_world_size, self._wish.max_world_size, self._wish.elastic, members)
+        return SavedJob(
+            self.name, self.epoch, self._wish.min_world_size, self._wish.max_world_size, self._wish.elastic, self._ended, members
+        )
 
     @classmethod
     def restored(cls, saved: SavedJob, settle_s: float) -> Self:
         """A job as it was saved, all of its members live. Ranks that were gone by then are nobody's."""
         job = cls(saved.name, saved.epoch, settle_s)
-        job.ever_ran = True
+        job.ever_ran, job._ended = True, saved.ended
         requests = [request for _, request in saved.members]
         if requests:
             job.state, job._wish = JobState.RUNNING, requests[0]
@@ -140,6 +148,8 @@ class Job:
         rank = self._former_ranks.pop(request.previous, None) if member is None else member.rank
         if rank is not None:
             self._former_ranks[request.incarnation] = rank
+        if member is not None and request.last_epoch == self.epoch:
+            self._missed |= {other.incarnation for other in self._members.values() if other.rank in request.missing}
         return [] if member is None else self._tell_lost(member, REFORMS, left=True)
 
     def _previous(self, request: JoinRequest) -> JoinRequest | None:
@@ -165,17 +175,27 @@ class Job:
         """What a live member's certificate has proved."""
         return self._live[incarnation].identity
 
+    def overdue(self, now: float) -> list[str]:
+        """Members that are to be removed: see [Note: the stuck]."""
+        return list(self._members) if self._waits_for_the_stuck and now >= self._last_arrival_s + MISSED_S else []
+
     def tick(self, now: float) -> list[Notice]:
         """Form the world if enough workers are there and no more came for `settle_s`."""
         deadline = self.deadline
-        return self._form() if deadline is not None and now >= deadline else []
+        return self._form() if self.state is JobState.FORMING and deadline is not None and now >= deadline else []
 
     @property
     def deadline(self) -> float | None:
-        """When `tick` would do something, if nothing changes before."""
+        """When `tick` or `overdue` would have something to do, if nothing changes before."""
+        if self._waits_for_the_stuck:
+            return self._last_arrival_s + MISSED_S
         if self.state is not JobState.FORMING or self._wish is None or len(self._live) < self._wish.min_world_size:
             return None
         return self._last_arrival_s + self._settle_s
+
+    @property
+    def _waits_for_the_stuck(self) -> bool:
+        return bool(self._members) and self._members.keys() <= self._missed
 
     def status(self) -> JobStatus:
         wish = self._wish
@@ -202,6 +222,7 @@ class Job:
         self.state, self.ever_ran = JobState.RUNNING, True
         self._former_ranks.clear()
         self._vanished.clear()
+        self._missed.clear()
         members = place(chosen)
         self._members = {m.incarnation: m for m in members}
         return [Notice(m.incarnation, Assigned(Topology(self.epoch, m.rank, members))) for m in members]

@@ -12,6 +12,7 @@ from shardnet.rendezvous.store import NoStore, Store
 LEFT = "it left"
 VANISHED = "its connection to the rendezvous broke"
 ABSENT = "it has not come back since the rendezvous was started again"
+MISSED = "it did not come to a collective in time"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +106,10 @@ class Registry:
         return self._remove(incarnation, VANISHED, left=False) if incarnation in self._job_of else []
 
     def tick(self, now: float) -> list[Notice]:
-        """Form the worlds whose time has come, and give up members that have not come back."""
-        late = [incarnation for incarnation, until in self._absent.items() if until <= now]
-        notices = [notice for incarnation in late for notice in self._remove(incarnation, ABSENT, left=False)]
+        """Form the worlds whose time has come, and give up members that have not come back, or that hold up all others."""
+        late = {incarnation: ABSENT for incarnation, until in self._absent.items() if until <= now}
+        late |= {incarnation: MISSED for job in self._jobs.values() for incarnation in job.overdue(now)}
+        notices = [notice for incarnation, why in late.items() for notice in self._remove(incarnation, why, left=False)]
         for job in self._jobs.values():
             if formed := job.tick(now):
                 self._save(job)

@@ -25,6 +25,7 @@ def write_request(request: JoinRequest) -> pb.JoinRequest:
         elastic=request.elastic,
         previous=request.previous,
         last_epoch=request.last_epoch,
+        missing=request.missing,
         replacement=request.replacement,
         resumes=request.resumes,
     )
@@ -45,6 +46,7 @@ def read_request(message: pb.JoinRequest) -> JoinRequest:
             elastic=message.elastic,
             previous=message.previous,
             last_epoch=message.last_epoch,
+            missing=tuple(message.missing),
             replacement=message.replacement,
             resumes=message.resumes,
         )

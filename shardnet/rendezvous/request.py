@@ -28,6 +28,7 @@ class JoinRequest:
                      maximum; equal for all workers of the job
     previous         the incarnation of the membership that this one follows, which ends with it; empty for a worker's first one
     last_epoch       the newest epoch that this worker was a member of; 0 for none
+    missing          ranks of that epoch that did not come to a collective in time, so that it has ended: nobody need wait for them
     replacement      this worker was started in place of one that was lost: it has no business with a job that has ended
     resumes          this worker is a member, whose connection to the rendezvous broke: nothing is to change
     identity         what the worker's certificate has proved to the rendezvous, which fills it in; empty without TLS
@@ -43,6 +44,7 @@ class JoinRequest:
     elastic: bool = False
     previous: str = ""
     last_epoch: int = 0
+    missing: tuple[int, ...] = ()
     replacement: bool = False
     resumes: bool = False
     identity: str = ""
@@ -61,6 +63,8 @@ class JoinRequest:
             check_text("previous", self.previous)
         if not 0 <= self.last_epoch <= MAX_EPOCH:
             raise UsageError(f"last_epoch must be from 0 to {MAX_EPOCH}, got {self.last_epoch}")
+        if len(self.missing) > MAX_WORLD_SIZE:
+            raise UsageError(f"{len(self.missing)} ranks are missing, of at most {MAX_WORLD_SIZE}")
 
     @property
     def worker(self) -> tuple[str, int]:

@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS jobs (
     name TEXT PRIMARY KEY, epoch INTEGER NOT NULL,
-    min_world_size INTEGER NOT NULL, max_world_size INTEGER NOT NULL, elastic INTEGER NOT NULL
+    min_world_size INTEGER NOT NULL, max_world_size INTEGER NOT NULL, elastic INTEGER NOT NULL, ended INTEGER NOT NULL
 ) STRICT;
 CREATE TABLE IF NOT EXISTS members (
     job TEXT NOT NULL REFERENCES jobs (name) ON DELETE CASCADE, rank INTEGER NOT NULL,
@@ -23,7 +23,7 @@ CREATE TABLE IF NOT EXISTS members (
     PRIMARY KEY (job, rank)
 ) STRICT;
 """
-VERSION = 1  # of the tables
+VERSION = 2  # of the tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,7 @@ class SavedJob:
     min_world_size: int
     max_world_size: int
     elastic: bool
+    ended: bool  # its training is over
     members: tuple[tuple[int, JoinRequest], ...]
 
 
@@ -106,8 +107,8 @@ class SqliteStore:
 
     def load(self) -> Sequence[SavedJob]:
         jobs = []
-        for name, epoch, least, most, elastic in self._connection.execute(
-            "SELECT name, epoch, min_world_size, max_world_size, elastic FROM jobs ORDER BY rowid"
+        for name, epoch, least, most, elastic, ended in self._connection.execute(
+            "SELECT name, epoch, min_world_size, max_world_size, elastic, ended FROM jobs ORDER BY rowid"
         ).fetchall():
             rows = self._connection.execute(
                 "SELECT rank, incarnation, address, node, local_rank_hint, identity FROM members WHERE job = ? ORDER BY rank", (name,)
@@ -116,7 +117,7 @@ class SqliteStore:
                 (rank, JoinRequest(name, incarnation, address, node, least, most, hint, elastic=bool(elastic), identity=identity))
                 for rank, incarnation, address, node, hint, identity in rows
             )
-            jobs.append(SavedJob(name, epoch, least, most, bool(elastic), members))
+            jobs.append(SavedJob(name, epoch, least, most, bool(elastic), bool(ended), members))
         return jobs
 
     def save(self, job: SavedJob) -> None:
@@ -127,7 +128,8 @@ class SqliteStore:
         def replace() -> None:
             self._connection.execute("DELETE FROM jobs WHERE name = ?", (job.name,))
             self._connection.execute(
-                "INSERT INTO jobs VALUES (?, ?, ?, ?, ?)", (job.name, job.epoch, job.min_world_size, job.max_world_size, int(job.elastic))
+                "INSERT INTO jobs VALUES (?, ?, ?, ?, ?, ?)",
+                (job.name, job.epoch, job.min_world_size, job.max_world_size, int(job.elastic), int(job.ended)),
             )
             self._connection.executemany("INSERT INTO members VALUES (?, ?, ?, ?, ?, ?, ?)", members)
 

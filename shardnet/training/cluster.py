@@ -4,7 +4,7 @@ import asyncio
 import errno
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -144,7 +144,7 @@ class Cluster:
         self.telemetry.progress = Progress(step, total_steps, loss, tokens_per_s, exposed_share, note)
         self.telemetry.reach(step)
 
-    async def reform(self, *, agreed: bool = False) -> None:
+    async def reform(self, *, agreed: bool = False, missing: Collection[int] = ()) -> None:
         """Leave this epoch and take a place in the next one, with every other member that does so and with those that wait to join.
 
         For the members of an elastic job (`connect(elastic=True)`): after `PeerLost`, or, with `agreed`, where all ranks call it at the
@@ -152,7 +152,7 @@ class Cluster:
         reform, too. Rank, world size, backend and topology are new
         afterwards. Models and recorders that this cluster has made are closed, and so are backends and sub-groups: make them anew, and
         bring the state along with `shardnet.elastic`. Waits until all members have come or are gone, and for joiners if fewer are left
-        than the job's minimum.
+        than the job's minimum; for members that are `missing`, as a CollectiveTimeout has them, not longer than two seconds more.
 
         Raises StateError where nobody joins, RendezvousUnavailable, JoinTimeout or JoinRefused if there is no next epoch for this
         worker, and PeerLost if its peers cannot be reached; the cluster is closed then, as after cancelling.
@@ -165,7 +165,7 @@ class Cluster:
         if not agreed:
             self.backend.abort()  # first, so that no compute thread waits for a collective any more
         await self._close_models()
-        self._seat = await self._station.join(await self._seat.abandon())
+        self._seat = await self._station.join(await self._seat.abandon(), missing)
 
     async def _leave(self, error: BaseException | None) -> None:
         try:

@@ -1,7 +1,7 @@
 """`Station`: from where a process joins its cluster, epoch after epoch."""
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Protocol
@@ -32,8 +32,9 @@ class Station(Protocol):
 
     elastic: bool  # whether an epoch may follow another one
 
-    async def join(self, after: Membership | None = None) -> Seat:
-        """A place in the next epoch. `after` is the membership that this one follows; it is ended in any case.
+    async def join(self, after: Membership | None = None, missing: Collection[int] = ()) -> Seat:
+        """A place in the next epoch. `after` is the membership that this one follows; it is ended in any case. `missing` are ranks of its
+        epoch that hold up the others.
 
         Raises a RendezvousError if joining fails, and PeerLost if a peer cannot be reached.
         """
@@ -60,7 +61,7 @@ class _Alone:
         self._settings = settings
         self.elastic = False
 
-    async def join(self, after: Membership | None = None) -> Seat:
+    async def join(self, after: Membership | None = None, missing: Collection[int] = ()) -> Seat:
         backend = LoopbackBackend.create_group(1, timeouts=self._settings.timeouts, limits=self._settings.limits)[0]
         backend.telemetry.tracing = bool(self._settings.trace)
         member = Member(0, 0, 0, "127.0.0.1:0", node_identity(self._settings.node), new_incarnation())
@@ -109,8 +110,8 @@ class _Connected:
         )
         self.endpoint.add_mesh(self._service)
 
-    async def join(self, after: Membership | None = None) -> Seat:
-        seat = await self._take_seat(after)
+    async def join(self, after: Membership | None = None, missing: Collection[int] = ()) -> Seat:
+        seat = await self._take_seat(after, tuple(missing))
         try:
             await LoopThread.shared().run_here(self.endpoint.set_serving(True))
             self._tell_launcher(seat.topology)
@@ -124,10 +125,10 @@ class _Connected:
             with Path(self._settings.report_file).open("a") as report:
                 report.write(f"{topology.me.address} {topology.rank} {topology.world_size}\n")
 
-    async def _take_seat(self, after: Membership | None) -> Seat:
+    async def _take_seat(self, after: Membership | None, missing: tuple[int, ...]) -> Seat:
         for tries_left in reversed(range(_TRIES if self.elastic else 1)):
             obituaries = _Obituaries()
-            membership = await self._become_member(after, obituaries)
+            membership = await self._become_member(after, missing, obituaries)
             self._topology = topology = membership.topology
             try:
                 return Seat(await self._connect(topology, obituaries), topology, membership)
@@ -136,13 +137,13 @@ class _Connected:
                     await end_membership(membership, goodbye=False)
                     raise
                 log.warning("%s; trying again with those that are there", error)
-                after = membership
+                after, missing = membership, ()
             except BaseException:
                 await end_membership(membership, goodbye=False)
                 raise
         raise AssertionError("unreachable: the last try returns or raises")
 
-    async def _become_member(self, after: Membership | None, obituaries: _Obituaries) -> Membership:
+    async def _become_member(self, after: Membership | None, missing: tuple[int, ...], obituaries: _Obituaries) -> Membership:
         settings, loop = self._settings, LoopThread.shared()
         try:
             await loop.run_here(self.endpoint.set_serving(False))
@@ -157,6 +158,7 @@ class _Connected:
                 elastic=self.elastic,
                 previous="" if after is None else after.topology.me.incarnation,
                 last_epoch=0 if after is None else after.topology.epoch,
+                missing=missing,
                 replacement=settings.replacement,
             )
             membership = join(settings.rendezvous, request, timeouts=settings.timeouts, on_lost=obituaries.add, security=self._security)

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ class Crew:
         self.lives: list[Life] = []
         self._tasks: list[asyncio.Task[None]] = []
 
-    def hire(self, train: Train, *, least: int, most: int, node: str = "", every: int = 1) -> Life:
+    def hire(self, train: Train, *, least: int, most: int, node: str = "", every: int = 1, collective_s: float = 15.0) -> Life:
         """Start a member; `wait` waits for its end."""
         life = Life()
 
@@ -61,7 +61,7 @@ class Crew:
                     min_world_size=least,
                     max_world_size=most,
                     node=node,
-                    timeouts=Timeouts.for_tests(),
+                    timeouts=replace(Timeouts.for_tests(), collective_s=collective_s),
                 )
             except Exception as error:  # noqa: BLE001 - the test looks at it
                 life.error = error.with_traceback(None)

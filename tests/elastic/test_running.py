@@ -4,12 +4,13 @@ import asyncio
 from typing import Any
 
 import pytest
+from torch import nn
 
 from shardnet import Cluster, ShardingStrategy
 from shardnet.elastic import State
-from shardnet.errors import JoinTimeout, StateLost
+from shardnet.errors import CollectiveMismatch, CollectiveTimeout, JoinTimeout, PeerLost, StateLost, UsageError
 from tests.elastic.crew import Died, Life, crew
-from tests.elastic.trainer import Event, check, dies, joined, lives, trainer
+from tests.elastic.trainer import Event, check, dies, joined, lives, trainer, until_joined
 
 
 @pytest.mark.parametrize("place", ["begin", "backward", "step", "commit", "committed"])
@@ -208,3 +209,59 @@ async def test_a_step_that_all_have_written_counts_though_nobody_was_told_and_ou
     survivors = [life for life in lives_ if life.error is None]
     check(survivors)
     assert [[step for *_, step in life.epochs] for life in survivors] == [[0, 4]] * 2
+
+
+async def test_a_worker_that_is_stuck_is_left_behind_and_comes_back() -> None:
+    woken, stuck = asyncio.Event(), 0
+
+    async def hang(step: int) -> None:
+        nonlocal stuck
+        if step == 3 and not stuck:
+            stuck += 1
+            await woken.wait()
+
+    async def wake(step: int) -> None:
+        if step == 5:
+            woken.set()
+            await until_joined(members.address, 3)
+
+    async with crew() as members:
+        befores = [wake, None, hang]
+        lives_ = [members.hire(trainer(before=before), least=2, most=3, collective_s=1.0) for before in befores]
+        await members.wait()
+    check(lives_)
+    assert stuck == 1
+    assert [(epoch, world, step) for epoch, _, world, step in lives_[0].epochs] == [(1, 3, 0), (2, 2, 3), (3, 3, 6)]
+    assert [(epoch, world, step) for epoch, _, world, step in lives_[2].epochs] == [(1, 3, 0), (3, 3, 6)]
+
+
+async def test_who_is_missing_at_the_same_step_again_ends_the_training() -> None:
+    """As where a program is wrong: it would be wrong for ever."""
+
+    async def dawdle(step: int) -> None:
+        if step == 3:
+            await asyncio.sleep(1.5)  # the fault's own length
+
+    async with crew() as members:
+        lives_ = [members.hire(trainer(before=before), least=2, most=2, collective_s=1.0) for before in (None, dawdle)]
+        await members.wait()
+    assert [type(life.error) for life in lives_] == [CollectiveTimeout, CollectiveTimeout]
+    assert [(epoch, step) for epoch, _, _, step in lives_[0].epochs] == [(1, 0), (2, 3)]
+
+
+async def test_newcomers_with_another_program_end_and_the_others_go_on() -> None:
+    def other() -> nn.Module:
+        return nn.Sequential(nn.Sequential(nn.Linear(7, 7)), nn.Linear(7, 1))
+
+    async def until_they_came(step: int) -> None:
+        if step == 3:
+            members.hire(trainer(make=other), least=2, most=4)
+            members.hire(trainer(make=other), least=2, most=4)
+            await until_joined(members.address, 4)
+
+    async with crew() as members:
+        lives_ = [members.hire(trainer(before=before), least=2, most=4) for before in (until_they_came, None)]
+        await members.wait()
+    check(lives_)
+    assert {type(life.error) for life in members.lives[2:]} <= {CollectiveMismatch, PeerLost, UsageError}
+    assert all(life.error is not None for life in members.lives[2:])

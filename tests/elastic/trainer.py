@@ -1,5 +1,6 @@
 """A training for tests, whose members die at places of their own, and what its survivors must have seen."""
 
+import asyncio
 from collections.abc import Awaitable, Callable
 
 import torch
@@ -34,9 +35,10 @@ def trainer(
     intra_node_size: int | None = None,
     steps: int = STEPS,
     before: Callable[[int], Awaitable[None]] | None = None,
+    make: Callable[[], nn.Module] = net,
 ) -> Train:
     async def train(cluster: Cluster, state: State, life: Life) -> dict[str, torch.Tensor]:
-        model = await cluster.shard(net(), units=(nn.Sequential,), strategy=strategy, intra_node_size=intra_node_size)
+        model = await cluster.shard(make(), units=(nn.Sequential,), strategy=strategy, intra_node_size=intra_node_size)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         await state.resume(model, optimizer)
         life.epochs.append((cluster.topology.epoch, cluster.rank, cluster.world_size, state.step))
@@ -78,3 +80,9 @@ def check(survivors: list[Life], steps: int = STEPS) -> None:
 async def joined(address: str) -> int:
     (job,) = await LoopThread.shared().run_here(status(address))
     return job.joined
+
+
+async def until_joined(address: str, count: int) -> None:
+    """Wait until the rendezvous has so many workers, with ranks or without."""
+    while await joined(address) < count:  # noqa: ASYNC110 - it tells its members, and nobody who looks on
+        await asyncio.sleep(0)

@@ -86,6 +86,19 @@ def test_epochs_go_on_for_a_job_that_had_ended(store: Store) -> None:
     store.close()
 
 
+def test_a_training_that_is_over_stays_so(store: Store) -> None:
+    """For a replacement that comes late: it does not begin anew what the others have ended."""
+    before = Registry(settle_s=SETTLE, store=store)
+    formed(before, 2)
+    before.leave("job", "w0")
+    before.leave("job", "w1")
+    after = Registry(settle_s=SETTLE, store=store)
+    after.restore(until=100.0)
+    with pytest.raises(JoinRefused, match="the training of job 'job' has ended"):
+        after.join(replace(elastic(3), replacement=True), 0.0)
+    store.close()
+
+
 def test_a_stranger_is_not_taken_for_a_member(store: Store) -> None:
     _, after = registries(store)
     for request in (elastic(9), replace(elastic(1), job="other")):

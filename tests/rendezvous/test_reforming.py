@@ -9,6 +9,7 @@ from shardnet.config import Timeouts
 from shardnet.errors import JoinRefused
 from shardnet.rendezvous.client import Membership, join
 from shardnet.rendezvous.events import Ended, JobState, Joiners, Lost, Notice, Waiting
+from shardnet.rendezvous.job import MISSED_S
 from shardnet.rendezvous.membership import LEFT, Registry
 from shardnet.rendezvous.refusal import Refusal
 from shardnet.rendezvous.request import JoinRequest
@@ -63,6 +64,43 @@ def test_a_member_that_dies_is_not_waited_for(registry: Registry) -> None:
     for number in (0, 2):
         assert not assigned(registry.join(again(workers[number]), 10.0))
     assert set(assigned(registry.vanish("w3"))) == {"w0+", "w2+"}
+
+
+def test_a_stuck_member_that_others_miss_is_given_up_when_nobody_else_is_waited_for(registry: Registry) -> None:
+    workers = formed(registry, 4)
+    registry.join(replace(again(workers[0]), missing=(2,)), 10.0)
+    assert registry.deadline() is None, "others are waited for"
+    registry.join(again(workers[1]), 11.0)  # it has heard of it in another way
+    assert not assigned(registry.join(replace(again(workers[3]), missing=(2,)), 12.0))
+    assert registry.deadline() == 12.0 + MISSED_S
+    assert registry.tick(12.0 + MISSED_S - 0.1) == []
+    worlds = assigned(registry.tick(12.0 + MISSED_S))
+    assert {name: (world.epoch, world.rank) for name, world in worlds.items()} == {"w0+": (2, 0), "w1+": (2, 1), "w3+": (2, 2)}
+    assert registry.deadline() is None
+    assert not registry.is_member("w2")
+    assert registry.vanish("w2") == [], "its connection says nothing any more"
+    back = registry.join(again(workers[2]), 20.0)  # as a new worker
+    assert joiners(back) == {"w0+": 1, "w1+": 1, "w3+": 1}
+
+
+def test_a_missed_member_that_comes_in_time_stays(registry: Registry) -> None:
+    workers = formed(registry, 3, most=3)
+    registry.join(replace(again(workers[0]), missing=(2,)), 10.0)
+    registry.join(replace(again(workers[1]), missing=(2,)), 10.0)
+    assert len(assigned(registry.join(replace(again(workers[2]), missing=(0, 1)), 10.0 + MISSED_S - 0.1))) == 3
+    assert registry.deadline() is None
+
+
+def test_nobody_is_given_up_for_what_was_missed_in_another_epoch(registry: Registry) -> None:
+    workers = formed(registry, 2, most=2)
+    registry.join(replace(again(workers[0], epoch=7), missing=(1,)), 10.0)
+    assert registry.deadline() is None
+
+
+def test_a_stranger_can_make_nobody_be_given_up(registry: Registry) -> None:
+    formed(registry, 2)
+    registry.join(replace(elastic(7), last_epoch=1, missing=(0, 1)), 10.0)
+    assert registry.deadline() is None
 
 
 def test_with_fewer_than_the_minimum_they_wait_for_others(registry: Registry) -> None:

@@ -11,7 +11,7 @@ from tests.rendezvous.test_reforming import elastic
 
 
 def saved(name: str = "job", *, epoch: int = 3, numbers: tuple[int, ...] = (0, 2)) -> SavedJob:
-    return SavedJob(name, epoch, 2, 4, True, tuple((rank, elastic(number)) for rank, number in enumerate(numbers)))
+    return SavedJob(name, epoch, 2, 4, True, False, tuple((rank, elastic(number)) for rank, number in enumerate(numbers)))
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_what_cannot_be_written_whole_is_not_there_at_all_and_said(path: Path, c
     """The jobs go on: a full disk must not leave half a member in a rendezvous' memory."""
     store = SqliteStore(path)
     store.save(saved())
-    store.save(SavedJob("job", 9, 2, 4, True, ((0, elastic(7)), (0, elastic(8)))))  # two of one rank
+    store.save(SavedJob("job", 9, 2, 4, True, False, ((0, elastic(7)), (0, elastic(8)))))  # two of one rank
     assert [job.epoch for job in store.load()] == [3]
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith(f"cannot write to {path}: UNIQUE constraint failed")
