@@ -1,8 +1,9 @@
 """`run`: a training function that is begun again whenever the world has changed.
 
 [Note: who is at fault] A collective that ends in a timeout or a mismatch may be the fault of all: then it will again. But a worker may
-be stuck, and a newcomer may run another program. So the others go on without them, once at each step: those that were missing are named
-to the rendezvous, and newcomers that disagree before the first step is done end themselves.
+be stuck, a newcomer may run another program, and a collective may fail on one rank alone, of want of memory for example. So the others go
+on without them, once at each step: those that were missing are named to the rendezvous, while newcomers that disagree before the first
+step is done, and who has an error of its own, end themselves.
 """
 
 import gc
@@ -45,8 +46,9 @@ async def run(train: Train[T], *, every: int = 1, **settings: Any) -> T | None:
     settings  of `connect`
 
     What `train` raises ends this worker, unless it is PeerLost or comes from one: then the survivors go on without it. So they do, once at
-    each step, when a CollectiveTimeout says who is missing, or when newcomers cause a CollectiveMismatch. Raises
-    JoinTimeout if fewer workers than `min_world_size` are left and no others come within `join_s`.
+    each step, when a CollectiveTimeout says who is missing, when newcomers cause a CollectiveMismatch, and after another CollectiveError,
+    which tells of an error on another rank. Raises JoinTimeout if fewer workers than `min_world_size` are left and no others come
+    within `join_s`.
     """
     try:
         async with connect(**settings) as cluster:
@@ -100,11 +102,11 @@ def _reason(error: BaseException, state: State) -> CollectiveError | WorldChange
     """Why the epoch has ended; None for an error of the training itself. See [Note: who is at fault]."""
     for each in _chain(error):
         match each:
-            case PeerLost() | WorldChanges():
-                return each
-            case CollectiveTimeout() if each.missing:
-                return each
-            case CollectiveMismatch() if state.has_copies and not state.settled:
+            case CollectiveTimeout() if not each.missing:
+                continue  # all were there: the network or the program is too slow, and will be
+            case CollectiveMismatch() if state.settled or not state.has_copies:
+                continue  # nobody is new, or this worker is
+            case CollectiveError() | WorldChanges():
                 return each
     return None
 

@@ -1,6 +1,7 @@
 """Training goes on when members die and when others come: the same state, the same steps, the same result."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from torch import nn
 
 from shardnet import Cluster, ShardingStrategy
 from shardnet.elastic import State
-from shardnet.errors import CollectiveMismatch, CollectiveTimeout, JoinTimeout, PeerLost, StateLost, UsageError
+from shardnet.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, JoinTimeout, PeerLost, StateLost, UsageError
 from tests.elastic.crew import Died, Life, crew
 from tests.elastic.trainer import Event, check, dies, joined, lives, trainer, until_joined
 
@@ -247,6 +248,25 @@ async def test_who_is_missing_at_the_same_step_again_ends_the_training() -> None
         await members.wait()
     assert [type(life.error) for life in lives_] == [CollectiveTimeout, CollectiveTimeout]
     assert [(epoch, step) for epoch, _, _, step in lives_[0].epochs] == [(1, 0), (2, 3)]
+
+
+async def test_an_error_of_another_rank_inside_a_collective_costs_the_epoch() -> None:
+    """Who has the error itself leaves; here nobody does, so that all come back."""
+    failed: set[int] = set()
+
+    def fail_once(number: int) -> Callable[[int], Awaitable[None]]:
+        async def fail(step: int) -> None:
+            if step == 3 and number not in failed:
+                failed.add(number)
+                raise CollectiveError("all_gather #7: rank 9 has no memory left")
+
+        return fail
+
+    async with crew() as members:
+        lives_ = [members.hire(trainer(before=fail_once(number)), least=3, most=3) for number in range(3)]
+        await members.wait()
+    check(lives_)
+    assert all([(epoch, step) for epoch, _, _, step in life.epochs] == [(1, 0), (2, 3)] for life in lives_)
 
 
 async def test_newcomers_with_another_program_end_and_the_others_go_on() -> None:
