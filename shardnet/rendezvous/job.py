@@ -36,13 +36,15 @@ class Job:
     replaces another one and comes later still does not begin the job anew, as any other one does.
     """
 
-    def __init__(self, name: str, epoch: int, settle_s: float) -> None:
-        """`epoch` is the last one that is used up; `settle_s` is how long at least `min_world_size` workers wait for more."""
+    def __init__(self, name: str, epoch: int, settle_s: float, first_world_size: int = 0) -> None:
+        """`epoch` is the last one that is used up; `settle_s` is how long at least `min_world_size` workers wait for more. The first epoch
+        has `first_world_size`, if that is not 0, whatever the workers ask for."""
         self.name = name
         self.epoch = epoch
         self.state = JobState.FINISHED
         self.ever_ran = False
         self._settle_s = settle_s
+        self._first_world_size = first_world_size
         self._live: dict[str, JoinRequest] = {}  # by incarnation, in order of arrival
         self._members: dict[str, Member] = {}  # those with ranks; empty unless RUNNING
         self._former_ranks: dict[str, int] = {}  # of joiners that were members
@@ -74,7 +76,8 @@ class Job:
             return [*self._tell_waiting([request.incarnation]), *self._tell_joiners()]
         if self.state is JobState.RUNNING:
             return self._reform()
-        return self._form() if len(self._live) >= request.max_world_size else self._tell_waiting()
+        enough = request.max_world_size if self.ever_ran else self._first_world_size or request.max_world_size
+        return self._form() if len(self._live) >= enough else self._tell_waiting()
 
     def remove(self, incarnation: str, reason: str, *, left: bool) -> list[Notice]:
         """A worker left or vanished: a joiner's place is free again, and of a member the other ones are told."""
@@ -190,6 +193,8 @@ class Job:
         if self._waits_for_the_stuck:
             return self._last_arrival_s + MISSED_S
         if self.state is not JobState.FORMING or self._wish is None or len(self._live) < self._wish.min_world_size:
+            return None
+        if self._first_world_size and not self.ever_ran:
             return None
         return self._last_arrival_s + self._settle_s
 

@@ -37,9 +37,17 @@ class Registry:
     Every change returns the notices to deliver, in order. Time is in seconds of any clock that never goes back.
     """
 
-    def __init__(self, *, settle_s: float = 2.0, limits: RendezvousLimits | None = None, store: Store | None = None) -> None:
-        """`settle_s`: how long a job that has its minimum of workers waits for one more."""
+    def __init__(
+        self,
+        *,
+        settle_s: float = 2.0,
+        limits: RendezvousLimits | None = None,
+        store: Store | None = None,
+        first_world_size: int = 0,
+    ) -> None:
+        """`settle_s`: how long a job that has its minimum of workers waits for one more. `first_world_size`: see `Job`."""
         self._settle_s = settle_s
+        self._first_world_size = first_world_size
         self._limits = limits or RendezvousLimits()
         self._jobs: dict[str, Job] = {}  # the oldest first
         self._job_of: dict[str, Job] = {}  # of every live member
@@ -53,7 +61,7 @@ class Registry:
         job = self._jobs.get(request.job)
         if job is None:
             self._make_room()
-            job = Job(request.job, self._forgotten_epoch, self._settle_s)
+            job = Job(request.job, self._forgotten_epoch, self._settle_s, self._first_world_size)
         notices = job.join(request, now)
         self._jobs[request.job] = self._job_of[request.incarnation] = job
         if self._job_of.get(request.previous) is job and not job.has(request.previous):

@@ -36,14 +36,16 @@ class RendezvousServer:
         limits: RendezvousLimits | None = None,
         security: Security | None = None,
         store: Store | None = None,
+        first_world_size: int = 0,
     ) -> None:
         """settle_s  how long a job that has its minimum of workers, but not its maximum, waits for one more
         store     what is known from before, and where all is written down; closed with the server. The members of running jobs have
                   `lost_s` from the start to come back
+        first_world_size  if not 0: with how many workers a job begins, whatever its minimum and maximum are
         """
         timeouts = timeouts or Timeouts()
         self._store = store or NoStore()
-        registry = Registry(settle_s=settle_s, limits=limits, store=self._store)
+        registry = Registry(settle_s=settle_s, limits=limits, store=self._store, first_world_size=first_world_size)
         registry.restore(time.monotonic() + timeouts.lost_s)
         self._service = RendezvousService(registry)
         self._endpoint = Endpoint(listen, limits=Limits(), timeouts=timeouts, snapshot=self._snapshot, security=security)

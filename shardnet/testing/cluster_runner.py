@@ -19,6 +19,8 @@ from shardnet.testing.process_worker import ProcessWorker
 from shardnet.testing.relays import Relays
 from shardnet.testing.thread_worker import ThreadWorker
 
+_OWN = {"rendezvous", "job", "min_world_size", "max_world_size", "elastic", "local_rank", "node", "replacement"}
+
 
 class ClusterRunner:
     """Runs training functions on clusters of this machine, one after the other; close it to end what makes processes."""
@@ -67,10 +69,12 @@ class ClusterRunner:
         faults = faults or Faults()
         nodes = nodes or (world_size if faults.on_links else 1)
         _check(world_size, nodes, processes, elastic, faults)
+        if own := _OWN.intersection(settings):
+            raise UsageError(f"{', '.join(sorted(own))} cannot be given: the run of a cluster says so itself, from its other arguments")
         with ExitStack() as stack:
             relays = Relays(world_size if faults.on_links else 0)
             stack.callback(relays.close)
-            meeting = stack.enter_context(Meeting())
+            meeting = stack.enter_context(Meeting(world_size))
             part = Part(train, tuple(args), settings, every if elastic else 0)
             part.settings.setdefault("timeouts", Timeouts.for_tests())
             part.settings.update(

@@ -16,9 +16,10 @@ LOOK_EVERY_S = 0.02
 class Meeting:
     """On the process's loop thread, for callers on any other one; a context manager."""
 
-    def __init__(self) -> None:
+    def __init__(self, world_size: int) -> None:
+        """`world_size` is that of the first epoch."""
         self._loop = LoopThread.shared()
-        self._server = RendezvousServer("127.0.0.1:0", timeouts=Timeouts.for_tests(), settle_s=SETTLE_S)
+        self._server = RendezvousServer("127.0.0.1:0", timeouts=Timeouts.for_tests(), settle_s=SETTLE_S, first_world_size=world_size)
 
     @property
     def address(self) -> str:

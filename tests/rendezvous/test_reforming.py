@@ -58,6 +58,18 @@ def test_survivors_form_the_next_epoch_when_the_last_of_them_has_come(registry: 
     assert {name: (world.epoch, world.rank) for name, world in worlds.items()} == {"w0+": (2, 0), "w2+": (2, 1), "w3+": (2, 2)}
 
 
+def test_the_first_epoch_may_be_of_a_size_of_its_own() -> None:
+    registry = Registry(settle_s=SETTLE, first_world_size=3)
+    for number in range(2):
+        registry.join(elastic(number), 0.0)
+    assert registry.deadline() is None
+    assert len(assigned(registry.join(elastic(2), 100.0))) == 3
+    registry.join(elastic(3), 101.0)
+    for number in range(3):
+        notices = registry.join(again(elastic(number)), 102.0)
+    assert len(assigned(notices)) == 4
+
+
 def test_a_member_that_dies_is_not_waited_for(registry: Registry) -> None:
     workers = formed(registry, 4)
     registry.vanish("w1")

@@ -85,6 +85,7 @@ def test_settings_reach_connect(cluster: ClusterRunner) -> None:
     [
         ({"world_size": 0}, "a cluster has at least 1 rank, got 0"),
         ({"world_size": 3, "nodes": 2}, "3 ranks cannot be on 2 nodes"),
+        ({"world_size": 2, "job": "mine", "node": "here"}, "job, node cannot be given"),
         ({"world_size": 2, "faults": Faults().join(at_step=1)}, "others can join an elastic run only"),
         ({"world_size": 2, "faults": Faults().kill(rank=2, at_step=1)}, "there is no rank 2 among 2: kill rank 2 at step 1"),
         ({"world_size": 2, "faults": Faults().freeze(rank=1, at_step=1, seconds=1)}, "only a process can be frozen"),
