@@ -147,6 +147,7 @@ async def test_who_waits_for_a_late_member_tells_so_and_which_way_collectives_go
             (counter,) = (each for each in told.collectives if each.op == "all_reduce")
             assert (counter.waited_s > 0.9 * late_s) == (cluster.rank == 0)
             assert counter.waited_s <= counter.seconds
+            assert [each.rank for each in told.late if each.seconds > 0.9 * late_s] == [1][cluster.rank :]
 
     for routing in ("auto", "ring"):
         entered.clear()
