@@ -18,9 +18,10 @@ import pytest
 
 from shardnet.loop import LoopThread
 from shardnet.rendezvous.client import status
+from tests.cli.launched import Launched
 from tests.faults.ledger import SEED, Scenario, scenario
 from tests.faults.trainee import AHEAD, BEHIND, PHASES, VICTIM
-from tests.training.workers import PATIENCE_S, Nursery, rendezvous
+from tests.training.workers import PATIENCE_S, ROOT, Nursery, rendezvous
 
 ENDED_S, AT_ONCE_S = 1.0, 0.5  # what is promised; what a second Ctrl-C may take
 RUNNERS = {"shardnet.run": 128 + signal.SIGINT, "asyncio.run": -signal.SIGINT}  # and the exit status of who was interrupted
@@ -128,6 +129,32 @@ def test_ctrl_c_again_and_again(nursery: Nursery, phase: str, runner: str, tmp_p
         for _ in range(REPEATS):
             _interrupt(nursery, figures, phase, runner, tmp_path, rng.uniform(0.0, 0.5))
             _interrupt_twice(nursery, phase, runner, tmp_path, rng.uniform(0.0, 0.05))
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("phase", PHASES)
+def test_ctrl_c_of_a_launcher(phase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`shardnet run` passes it on, and says so; nothing else is printed."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    count = len(ROLES.get(phase, (AHEAD, BEHIND)))
+    program = [str(ROOT / "tests/faults/trainee.py"), phase, "shardnet.run"]
+    command = ["run", "--nproc", str(count), "--min-workers", "2", "--restarts", "0", *program]
+    before = {path.name for path in Path("/dev/shm").iterdir()}
+    for times in (1, 2):
+        with scenario(f"Ctrl-C {times} x of `shardnet run` while {phase}") as figures, Launched(tmp_path, *command) as run:
+            run.read_until(f"{AHEAD}\n", f"{BEHIND}\n")
+            start = time.monotonic()
+            for _ in range(times):
+                time.sleep(0.05)  # no synchronisation: any moment will do
+                run.process.send_signal(signal.SIGINT)
+            result = run.finish()
+            figures.detected_s.append(time.monotonic() - start)
+            assert result.status == 128 + signal.SIGINT, result
+            said = [line for line in result.err.splitlines() if "SIGINT" not in line and "rank 2 failed: killed by SIGKILL" not in line]
+            assert said == [], result.err
+            figures.repeats += 1
+    assert {path.name for path in Path("/dev/shm").iterdir()} == before
 
 
 def _interrupt(nursery: Nursery, figures: Scenario, phase: str, runner: str, folder: Path, wait_s: float) -> None:

@@ -165,6 +165,7 @@ def groups_of(world_size: int) -> tuple[tuple[int, ...], ...]:
 
 def holdings() -> dict[str, int]:
     gc.collect()  # or what waits for the collector counts, too, and that goes up and down
+    ctypes.CDLL(None).malloc_trim(0)  # so does what is free, and kept for the next one
     me = psutil.Process()
     running = LoopThread.shared().loop
     return {
