@@ -128,7 +128,8 @@ def test_ctrl_c_again_and_again(nursery: Nursery, phase: str, runner: str, tmp_p
     with scenario(f"Ctrl-C while {phase}: {runner}") as figures:
         for _ in range(REPEATS):
             _interrupt(nursery, figures, phase, runner, tmp_path, rng.uniform(0.0, 0.5))
-            _interrupt_twice(nursery, phase, runner, tmp_path, rng.uniform(0.0, 0.05))
+            if runner == "shardnet.run":
+                _interrupt_twice(nursery, phase, tmp_path, rng.uniform(0.0, 0.05))
 
 
 @pytest.mark.faults
@@ -179,8 +180,10 @@ def _interrupt(nursery: Nursery, figures: Scenario, phase: str, runner: str, fol
     figures.repeats += 1
 
 
-def _interrupt_twice(nursery: Nursery, phase: str, runner: str, folder: Path, wait_s: float) -> None:
-    """The second one comes while the first one is being seen to, or when that is done."""
+def _interrupt_twice(nursery: Nursery, phase: str, folder: Path, wait_s: float) -> None:
+    """The second one comes while the first one is being seen to, or when that is done. Not of asyncio.run: its second one is an exception
+    at any place, which may be the start of a thread, and Python then waits for that thread."""
+    runner = "shardnet.run"
     with trainees(nursery, phase, runner, folder) as (running, _):
         running.hear(AHEAD, BEHIND)
         if VICTIM in running.pids:
@@ -189,7 +192,7 @@ def _interrupt_twice(nursery: Nursery, phase: str, runner: str, folder: Path, wa
         time.sleep(wait_s)  # as above
         end = running.interrupt(AHEAD)
         assert end.status in (RUNNERS[runner], -signal.SIGINT), running.errors(AHEAD)
-        assert end.left_s < (AT_ONCE_S if runner == "shardnet.run" else ENDED_S), running.errors(AHEAD)
+        assert end.left_s < AT_ONCE_S, running.errors(AHEAD)
 
 
 def is_quiet(errors: str, runner: str) -> bool:
