@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 import warnings
+from typing import Any
 
 import torch
 
@@ -52,7 +53,7 @@ class Trainee:
         else:
             await elastic.run(self._train, elastic=True, **self._world())
 
-    def _world(self) -> dict[str, object]:
+    def _world(self) -> dict[str, Any]:
         return {"min_world_size": 2, "max_world_size": self._size, "timeouts": TIMEOUTS}
 
     async def _at(self, phase: str) -> None:
