@@ -68,7 +68,37 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     async def run_here(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the loop thread and await it from any loop; cancellation is passed on."""
+        """Run a coroutine on the loop thread and await it from any loop.
+
+        Cancelling this cancels the coroutine and waits for its end, so that what it has opened is closed, and who called it may close the
+        rest. It may have come to its end all the same: who acquires something by it gives that back in either case. Cancelling it again
+        does not wait.
+        """
         if self.is_current():
             return await coroutine
-        return await asyncio.wrap_future(self.run(coroutine))
+        task: asyncio.Task[T]
+        ended: concurrent.futures.Future[None] = concurrent.futures.Future()
+        ended.set_running_or_notify_cancel()  # nobody else may end it
+
+        def end(done: "asyncio.Task[T]") -> None:
+            if not done.cancelled():
+                done.exception()  # it is looked at, or nobody waits for it any more
+            ended.set_result(None)
+
+        def start() -> None:
+            nonlocal task
+            task = self.loop.create_task(coroutine)
+            task.add_done_callback(end)
+
+        self.call(start)
+        waiting = asyncio.wrap_future(ended)
+        try:
+            await asyncio.shield(waiting)
+        except asyncio.CancelledError:
+            self.call(lambda: task.cancel())
+            try:
+                await asyncio.wait({waiting})
+            finally:
+                waiting.cancel()
+            raise
+        return task.result()

@@ -14,7 +14,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from shardnet.flight import FlightRecorder
-from shardnet.waiting import Waiting
+from shardnet.waiting import LATE_NS, Lateness, Waiting
 
 MAX_SPANS = 200_000  # per rank, about 40 MB; the oldest go first
 
@@ -97,6 +97,7 @@ class Telemetry:
     memory_peers: frozenset[int] = frozenset()  # ranks to which data goes through shared memory
     borrowers: frozenset[int] = frozenset()  # those of them that read it where this rank has it
     waiting: tuple[Waiting, ...] = ()  # collectives that have waited for long, one a group; replaced, never changed
+    late: dict[int, Lateness] = field(default_factory=dict)  # by rank: how long this one has waited for it, in this epoch
     routing: str = ""  # how large collectives go over all ranks, in words
     observers: tuple[Observer, ...] = ()  # replaced, never changed: other threads read it
     _spans: deque[Span] = field(default_factory=lambda: deque(maxlen=MAX_SPANS))
@@ -141,6 +142,12 @@ class Telemetry:
         self.step = step
         for observer in self.observers:
             observer.on_step(step)
+
+    def count_wait(self, rank: int, start_ns: int, end_ns: int) -> None:
+        """Count that this rank has waited for another one to enter a collective, if it was long."""
+        if end_ns - start_ns > LATE_NS:
+            with self._lock:
+                self.late.setdefault(rank, Lateness()).add(start_ns, end_ns)
 
     def end_pass(self, kind: Pass, computed_ns: Mapping[str, int]) -> None:
         """Tell the observers of a forward or backward that has ended."""

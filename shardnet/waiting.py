@@ -1,9 +1,11 @@
-"""`Waiting`: a collective that has waited for long, and the ranks that it waits for."""
+"""`Waiting`: a collective that has waited for long, and the ranks that it waits for. `Lateness`: what all such waiting came to."""
 
 import time
 from dataclasses import dataclass
 
 from shardnet.flight import Flight
+
+LATE_NS = 200_000  # ranks that come at the same time are usually less apart; and who waits longer sleeps, so that counting it costs nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +21,22 @@ class Absent:
         if self.next_sequence is None:
             return f"rank {self.rank} ({self.address}, no answer)"
         return f"rank {self.rank} (at #{self.next_sequence}, last entered {self.last_entered or 'nothing'})"
+
+
+@dataclass(slots=True)
+class Lateness:
+    """How long this rank has waited for another one to enter its collectives; for one epoch."""
+
+    count: int = 0  # of waits
+    seconds: float = 0.0  # no moment twice, however many waited at once
+    until_ns: int = 0  # what is counted so far
+
+    def add(self, start_ns: int, end_ns: int) -> None:
+        """One more, which has ended."""
+        self.count += 1
+        if end_ns > self.until_ns:
+            self.seconds += (end_ns - max(start_ns, self.until_ns)) / 1e9
+            self.until_ns = end_ns
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,6 +51,7 @@ class Stats:
     routing: str  # which way large collectives go, in words
     connections: str  # how they are protected, in words
     waiting: tuple[Stuck, ...]  # at most one for each group of ranks
+    late: dict[int, float]  # seconds that it has waited for other ranks to enter collectives, by rank; in this epoch
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +153,7 @@ def read_stats(reply: stats_pb2.SnapshotReply) -> Stats:
         routing=reply.routing,
         connections=reply.connections,
         waiting=tuple(Stuck(each.collective, each.seconds, tuple(map(_absent, each.absent))) for each in reply.waiting),
+        late={each.rank: each.seconds for each in reply.late},
     )
 
 

@@ -19,6 +19,7 @@ _WORKER_HEAD = (
     "loss",
     "tokens/s",
     "wait",
+    "late",
     "sent",
     "received",
     "memory",
@@ -28,6 +29,7 @@ _WORKER_HEAD = (
 _OP_HEAD = ("collective", "count", "failed", "sent", "mean time", "waited")
 _WORDS = frozenset({"node", "address", "state", "shared with", "collective"})  # columns that are no numbers
 _NONE = "-"
+_SHOWN_LATE_S = 0.05  # less rounds to nothing
 _COPIED = "*"
 _COPIED_WORDS = f"{_COPIED} large data is copied through memory: this system does not let processes read each other's"
 
@@ -41,7 +43,7 @@ def as_text(view: ClusterView) -> str:
     itself = WorkerView(view.stats.rank, "", view.address, view.health, view.stats)
     place = f"rank {view.stats.rank} of {view.stats.world_size}, epoch {view.stats.epoch}"
     head = f"{head}, {place}{_routing([itself])}"
-    return "\n\n".join([head, _workers([itself]), _collectives(view.stats)])
+    return "\n\n".join([head, _workers([itself]), _collectives(view.stats), *_latecomers(view.stats)])
 
 
 def as_json(view: ClusterView) -> str:
@@ -61,7 +63,7 @@ def _job(job: JobView) -> str:
 
 def _workers(workers: Iterable[WorkerView]) -> str:
     workers = list(workers)
-    text = grid(_WORKER_HEAD, [_worker(worker) for worker in workers], _WORDS)
+    text = grid(_WORKER_HEAD, [_worker(worker, _late(worker, workers)) for worker in workers], _WORDS)
     return "\n".join([f"{text}\n{_COPIED_WORDS}" if _COPIED in text else text, *_stuck(workers)])
 
 
@@ -85,11 +87,18 @@ def _routing(workers: Iterable[WorkerView]) -> str:
     return f"\ncollectives: {routing}" if routing else ""
 
 
-def _worker(worker: WorkerView) -> Row:
+def _late(worker: WorkerView, workers: Iterable[WorkerView]) -> str:
+    """How long the others have waited for it to enter collectives, as the one says that has waited longest."""
+    waited_s = [other.stats.late.get(worker.rank, 0.0) for other in workers if other is not worker and other.stats is not None]
+    return f"{max(waited_s):.1f} s" if waited_s else _NONE
+
+
+def _worker(worker: WorkerView, late: str) -> Row:
     place = (str(worker.rank), worker.node or _NONE, worker.address, worker.state)
     stats = worker.stats
     if stats is None:
-        return (*place, *[_NONE] * (len(_WORKER_HEAD) - len(place)))
+        head = (*place, *[_NONE] * (_WORKER_HEAD.index("late") - len(place)), late)
+        return (*head, *[_NONE] * (len(_WORKER_HEAD) - len(head)))
     progress = stats.progress
     return (
         *place,
@@ -97,6 +106,7 @@ def _worker(worker: WorkerView) -> Row:
         _NONE if math.isnan(progress.loss) else f"{progress.loss:.3f}",
         short_number(progress.tokens_per_s) if progress.tokens_per_s else _NONE,
         f"{progress.exposed_share:.0%}" if progress.tokens_per_s else _NONE,
+        late,
         short_bytes(stats.bytes_sent),
         short_bytes(stats.bytes_received),
         short_bytes(stats.resident_bytes),
@@ -113,6 +123,13 @@ def _collectives(stats: Stats) -> str:
         for name, op in sorted(stats.collectives.items())
     ]
     return grid(_OP_HEAD, rows, _WORDS)
+
+
+def _latecomers(stats: Stats) -> list[str]:
+    """For whom it has waited, the latest first: a worker alone does not know how long the others waited for it."""
+    found = sorted(stats.late.items(), key=lambda each: each[1], reverse=True)
+    words = [f"{seconds:.1f} s for rank {rank}" for rank, seconds in found if seconds >= _SHOWN_LATE_S]
+    return [f"has waited {', '.join(words)}"] if words else []
 
 
 def _mean_ms(seconds: float, count: int) -> str:

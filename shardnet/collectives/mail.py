@@ -29,6 +29,7 @@ from shardnet.flight import Flight, State
 from shardnet.loop import LoopThread
 from shardnet.telemetry import Track
 from shardnet.transport.shared_memory import Letter, Mailbox, MailboxView, give_way
+from shardnet.waiting import LATE_NS
 from shardnet.wire import Buffer
 
 if TYPE_CHECKING:
@@ -103,6 +104,7 @@ class Round(concurrent.futures.Future[Any]):
         self._writing_ns = 0
         self._since_ns = 0  # since when letters have been looked for: what nobody waits for is not under way
         self._waited_ns = 0  # for ranks that had not entered it
+        self._last = -1  # of these, the one that was found missing last
 
     @property
     def name(self) -> str:
@@ -184,6 +186,8 @@ class Round(concurrent.futures.Future[Any]):
                     self.flight.state = State.WAITING
                     return missing
                 self._waited_ns = now - self._since_ns
+                if self._waited_ns > LATE_NS:
+                    mail.group.telemetry.count_wait(mail.group.members[self._last], self._since_ns, now)
                 self._share.finish(self._data)
             except BaseException as error:
                 self._give_up(mail.group.fail, self, error)
@@ -207,6 +211,7 @@ class Round(concurrent.futures.Future[Any]):
             rank = self._missing[-1]
             letter = mail.views[rank].find(mail.group.id, self.sequence)
             if letter is None:
+                self._last = rank
                 return mail.views[rank]
             if (note := bytes(letter.note)) != self._note and mail.views[rank].holds(letter):
                 self._give_up(mail.group.mismatch, self, rank, note.decode(errors="replace"))

@@ -103,7 +103,9 @@ class Operation:
             waiter = self._waiters[peer] = asyncio.get_running_loop().create_future()
             self.flight.state = State.WAITING
             await waiter
-            self.waited_ns += time.perf_counter_ns() - start
+            end = time.perf_counter_ns()
+            self.waited_ns += end - start
+            self.group.telemetry.count_wait(self.group.members[peer], start, end)
         return self._announced[peer].popleft()
 
     async def send(

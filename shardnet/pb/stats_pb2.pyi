@@ -11,7 +11,7 @@ class SnapshotRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class SnapshotReply(_message.Message):
-    __slots__ = ("role", "version", "uptime_s", "rank", "world_size", "local_rank", "node_group", "epoch", "addresses", "step", "progress", "collectives", "bytes_sent", "bytes_received", "resident_bytes", "memory_peers", "borrowers", "routing", "connections", "waiting")
+    __slots__ = ("role", "version", "uptime_s", "rank", "world_size", "local_rank", "node_group", "epoch", "addresses", "step", "progress", "collectives", "bytes_sent", "bytes_received", "resident_bytes", "memory_peers", "borrowers", "routing", "connections", "late", "waiting")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
@@ -31,6 +31,7 @@ class SnapshotReply(_message.Message):
     BORROWERS_FIELD_NUMBER: _ClassVar[int]
     ROUTING_FIELD_NUMBER: _ClassVar[int]
     CONNECTIONS_FIELD_NUMBER: _ClassVar[int]
+    LATE_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     role: str
     version: str
@@ -51,8 +52,9 @@ class SnapshotReply(_message.Message):
     borrowers: _containers.RepeatedScalarFieldContainer[int]
     routing: str
     connections: str
+    late: _containers.RepeatedCompositeFieldContainer[Latecomer]
     waiting: _containers.RepeatedCompositeFieldContainer[Stuck]
-    def __init__(self, role: _Optional[str] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., local_rank: _Optional[int] = ..., node_group: _Optional[int] = ..., epoch: _Optional[int] = ..., addresses: _Optional[_Iterable[str]] = ..., step: _Optional[int] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., collectives: _Optional[_Iterable[_Union[CollectiveStats, _Mapping]]] = ..., bytes_sent: _Optional[int] = ..., bytes_received: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., memory_peers: _Optional[_Iterable[int]] = ..., borrowers: _Optional[_Iterable[int]] = ..., routing: _Optional[str] = ..., connections: _Optional[str] = ..., waiting: _Optional[_Iterable[_Union[Stuck, _Mapping]]] = ...) -> None: ...
+    def __init__(self, role: _Optional[str] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., local_rank: _Optional[int] = ..., node_group: _Optional[int] = ..., epoch: _Optional[int] = ..., addresses: _Optional[_Iterable[str]] = ..., step: _Optional[int] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., collectives: _Optional[_Iterable[_Union[CollectiveStats, _Mapping]]] = ..., bytes_sent: _Optional[int] = ..., bytes_received: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., memory_peers: _Optional[_Iterable[int]] = ..., borrowers: _Optional[_Iterable[int]] = ..., routing: _Optional[str] = ..., connections: _Optional[str] = ..., late: _Optional[_Iterable[_Union[Latecomer, _Mapping]]] = ..., waiting: _Optional[_Iterable[_Union[Stuck, _Mapping]]] = ...) -> None: ...
 
 class Progress(_message.Message):
     __slots__ = ("step", "total_steps", "loss", "tokens_per_s", "exposed_share", "note")
@@ -69,6 +71,16 @@ class Progress(_message.Message):
     exposed_share: float
     note: str
     def __init__(self, step: _Optional[int] = ..., total_steps: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., exposed_share: _Optional[float] = ..., note: _Optional[str] = ...) -> None: ...
+
+class Latecomer(_message.Message):
+    __slots__ = ("rank", "count", "seconds")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    count: int
+    seconds: float
+    def __init__(self, rank: _Optional[int] = ..., count: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class Stuck(_message.Message):
     __slots__ = ("collective", "seconds", "absent")

@@ -35,6 +35,7 @@ def worker_snapshot(telemetry: Telemetry, topology: Topology | None) -> stats_pb
             stats_pb2.CollectiveStats(op=op, count=c.count, bytes=c.bytes, seconds=c.seconds, waited_s=c.waited_s, failed=c.failed)
             for op, c in sorted(telemetry.ops.copy().items())
         ],
+        late=[stats_pb2.Latecomer(rank=rank, count=c.count, seconds=c.seconds) for rank, c in sorted(telemetry.late.copy().items())],
         waiting=[_waiting(each) for each in telemetry.waiting if not each.is_over],
     )
     if topology is not None:

@@ -47,8 +47,8 @@ async def open_station(settings: Settings) -> AsyncIterator[Station]:
         yield _Alone(settings)
         return
     loop, station = LoopThread.shared(), _Connected(settings, await settings.listen_address())
-    await loop.run_here(station.endpoint.start())
     try:
+        await loop.run_here(station.endpoint.start())
         yield station
     finally:
         await loop.run_here(station.endpoint.aclose())
@@ -162,7 +162,11 @@ class _Connected:
                 replacement=settings.replacement,
             )
             membership = join(settings.rendezvous, request, timeouts=settings.timeouts, on_lost=obituaries.add, security=self._security)
-            await loop.run_here(membership.__aenter__())
+            try:
+                await loop.run_here(membership.__aenter__())
+            except BaseException:  # cancelled too late: it may have a place by now
+                await end_membership(membership, goodbye=False)
+                raise
         finally:
             if after is not None:  # not sooner: the rendezvous must see that this worker goes on, not that it is gone
                 await end_membership(after, goodbye=False)

@@ -44,6 +44,7 @@ def snapshot(addresses: list[str]) -> stats_pb2.SnapshotReply:
         memory_peers=[1, 3],
         borrowers=[3],
         routing="direct between 4 ranks",
+        late=[stats_pb2.Latecomer(rank=1, count=12, seconds=3.42), stats_pb2.Latecomer(rank=2, count=1, seconds=0.001)],
     )
 
 
@@ -100,8 +101,8 @@ async def test_a_rendezvous_leads_to_its_workers_and_a_dead_one_is_shown_as_unre
     assert lines[2] == "job demo: running, epoch 1, 2 of 2 workers"
     assert lines[3] == "collectives: direct between 4 ranks"
     assert lines[4].split()[:6] == ["rank", "node", "address", "state", "step", "loss"]
-    assert lines[5].split() == f"0 laptop {alive} serving 120/400 2.310 45.2k 12% 3.0 MiB 5.0 MiB 300.0 MiB 1*,3 240".split()
-    assert lines[6].split() == f"1 laptop {DEAD} unreachable - - - - - - - - -".split()
+    assert lines[5].split() == f"0 laptop {alive} serving 120/400 2.310 45.2k 12% - 3.0 MiB 5.0 MiB 300.0 MiB 1*,3 240".split()
+    assert lines[6].split() == f"1 laptop {DEAD} unreachable - - - - 3.4 s - - - - -".split()
 
 
 @on_shared_loop
@@ -137,7 +138,8 @@ async def test_one_worker_is_shown_with_its_collectives() -> None:
     assert text.splitlines()[1] == "collectives: direct between 4 ranks"
     assert text.splitlines()[4].split()[-2:] == ["1*,3", "240"]
     assert "* large data is copied through memory: this system does not let processes read each other's" in text
-    assert text.splitlines()[-1].split() == ["all_gather", "240", "1", "3.0", "MiB", "5.00", "ms", "1.25", "ms"]
+    assert text.splitlines()[-1] == "has waited 3.4 s for rank 1"
+    assert text.splitlines()[-3].split() == ["all_gather", "240", "1", "3.0", "MiB", "5.00", "ms", "1.25", "ms"]
 
 
 @on_shared_loop
@@ -148,6 +150,7 @@ async def test_json_has_the_same_and_null_for_what_is_unknown() -> None:
     assert alive["stats"]["progress"]["loss"] == pytest.approx(2.31)
     assert alive["stats"]["collectives"] == {"all_gather": {"count": 240, "failed": 1, "bytes": 3 << 20, "seconds": 1.2, "waited_s": 0.3}}
     assert alive["stats"]["memory_peers"] == [1, 3]
+    assert alive["stats"]["late"] == {"1": 3.42, "2": 0.001}
     assert alive["stats"]["borrowers"] == [3]
     assert alive["stats"]["routing"] == "direct between 4 ranks"
     assert (dead["state"], dead["stats"]) == ("unreachable", None)

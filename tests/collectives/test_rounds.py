@@ -250,14 +250,30 @@ async def test_what_is_found_out_at_the_beginning_is_not_counted() -> None:
             assert (rank.telemetry.bytes_sent, rank.telemetry.bytes_received, rank.telemetry.ops["all_gather"].bytes) == (16, 16, 16)
 
 
-async def test_waiting_for_a_rank_that_is_late_is_counted() -> None:
+@pytest.mark.parametrize("tensor", [SMALL, LARGE], ids=["a round", "a stream"])
+async def test_waiting_for_a_rank_that_is_late_is_counted(tensor: torch.Tensor) -> None:
     async with local_cluster(2, limits=LIMITS) as ranks:
-        early = asyncio.create_task(_result(ranks[0].all_reduce(SMALL)))
+        early = asyncio.create_task(_result(ranks[0].all_reduce(tensor)))
         await asyncio.sleep(0.2)
-        await ranks[1].all_reduce(SMALL)
+        await ranks[1].all_reduce(tensor)
         await early
         assert ranks[0].telemetry.ops["all_reduce"].waited_s > 0.15
         assert ranks[1].telemetry.ops["all_reduce"].waited_s < 0.1
+        assert [rank for rank, late in ranks[0].telemetry.late.items() if late.seconds > 0.15] == [1]
+        assert all(late.seconds < 0.1 for late in ranks[1].telemetry.late.values())
+
+
+async def test_the_one_that_comes_last_is_the_one_that_was_waited_for() -> None:
+    """Whichever letter is looked for first."""
+    for last in (1, 2):
+        async with local_cluster(3, limits=LIMITS) as ranks:
+            started = [asyncio.create_task(_result(ranks[0].all_reduce(SMALL)))]
+            await asyncio.sleep(0.1)  # not to wait for anything: it is what rank 0 has to tell, as the next one
+            started.append(asyncio.create_task(_result(ranks[3 - last].all_reduce(SMALL))))
+            await asyncio.sleep(0.1)
+            await ranks[last].all_reduce(SMALL)
+            await asyncio.gather(*started)
+            assert [rank for rank, late in ranks[0].telemetry.late.items() if late.seconds > 0.15] == [last]
 
 
 # --- what goes wrong

@@ -2,11 +2,14 @@
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 PATH = Path(__file__).resolve().parents[2] / "benchmarks" / "faults.jsonl"
+SHM = Path("/dev/shm")
+SEED = 20_261_122
 
 
 @dataclass
@@ -34,6 +37,21 @@ class Scenario:
         with PATH.open("a") as file:
             file.write(text + "\n")
         print(text, flush=True)
+
+
+@contextmanager
+def scenario(name: str, seed: int = SEED) -> Iterator[Scenario]:
+    """Figures that are written however it ends."""
+    figures = Scenario(name, seed)
+    before = {path.name: path.stat().st_size for path in SHM.iterdir()}
+    passed = False
+    try:
+        yield figures
+        figures.bytes_leaked = sum(path.stat().st_size for path in SHM.iterdir() if path.name not in before)
+        passed = figures.bytes_leaked == 0
+        assert passed, "something is left in /dev/shm"
+    finally:
+        figures.write(passed=passed)
 
 
 def _percentile(values: Sequence[float], percent: int) -> float | None:

@@ -17,35 +17,18 @@ from shardnet.loop import LoopThread
 from shardnet.rendezvous.client import status
 from shardnet.testing.namespaces import Namespace, Network
 from tests.elastic.lessons import Class, lesson
-from tests.faults.ledger import Scenario
+from tests.faults.ledger import SEED, Scenario, scenario
 from tests.networks import nodes_or_skip
 from tests.rendezvous.process import rendezvous_process
 from tests.training.workers import Nursery, Worker
 
 pytestmark = pytest.mark.faults
 
-SEED = 20_261_122
 KILLS = int(os.environ.get("SHARDNET_FAULT_KILLS", "50"))  # of each kind
 CHURN_S = float(os.environ.get("SHARDNET_FAULT_CHURN_S", "600"))
-SHM = Path("/dev/shm")
 BOTH_WAYS = "from and to a node"
 GROWTH_BYTES = 32 * 2**20  # what is there at one moment goes up and down by this
 DETECTED_S, FROZEN_S, CUT_S, RESUMED_S, RETURNED_S = 1.0, 4.0, 4.5, 5.0, 2.0  # what is promised
-
-
-@contextmanager
-def scenario(name: str, seed: int = SEED) -> Iterator[Scenario]:
-    """Figures that are written however it ends."""
-    figures = Scenario(name, seed)
-    before = {path.name: path.stat().st_size for path in SHM.iterdir()}
-    passed = False
-    try:
-        yield figures
-        figures.bytes_leaked = sum(path.stat().st_size for path in SHM.iterdir() if path.name not in before)
-        passed = figures.bytes_leaked == 0
-        assert passed, "something is left in /dev/shm"
-    finally:
-        figures.write(passed=passed)
 
 
 def note_loss(figures: Scenario, learners: Class, fault_s: float, *, world_size: int) -> None:

@@ -1,11 +1,15 @@
 """Prefetch: same results, bounded memory, and no update is lost."""
 
+import asyncio
+import time
+
 import pytest
 import torch
 
-from shardnet.backend import Backend
+from shardnet.backend import Backend, Pending
 from shardnet.errors import StateError
 from shardnet.fsdp import FSDP
+from shardnet.testing import each_rank, local_cluster
 from tests.fsdp.models import Block, Weighted, loss_of, make_gpt, token_batches
 from tests.fsdp.numbers import EightEqual
 from tests.fsdp.ranks import run_ranks
@@ -15,6 +19,7 @@ def waiting(model: FSDP) -> bool:
     return model.has_pending_prefetch
 
 
+CANCELLED_S = 1.0
 EIGHT_SUMS = [float(60 * part + 15) for part in range(8)]
 
 
@@ -114,3 +119,30 @@ def test_another_way_through_the_model_frees_what_was_prefetched_in_vain() -> No
             assert model.memory.full_parameters.peak_bytes <= 3 * 6 * 4
 
     run_ranks(2, work)
+
+
+async def test_who_is_cancelled_while_it_waits_for_a_prefetch_leaves_it_to_the_next_forward() -> None:
+    """The other rank has not come: nothing of the prefetch is there yet, and nobody is disturbed."""
+    batch = token_batches(1, 2)[0]
+    alone = make_gpt()(batch)
+    async with local_cluster(2) as ranks:
+        models = await each_rank(ranks, lambda rank: asyncio.to_thread(FSDP, make_gpt(), rank, units=(Block,)))
+        for _ in range(3):
+            handles = models[0].prefetch_forward_params()
+            waiting_for = [asyncio.ensure_future(_settled(pending)) for pending in handles]
+            await asyncio.sleep(0)
+            start = time.monotonic()
+            for each in waiting_for:
+                each.cancel()
+            outcomes = await asyncio.gather(*waiting_for, return_exceptions=True)
+            assert time.monotonic() - start < CANCELLED_S
+            assert all(isinstance(each, asyncio.CancelledError) for each in outcomes)
+            models[1].prefetch_forward_params()
+            assert all(map(waiting, models))
+            for logits in await asyncio.gather(*(asyncio.to_thread(model, batch) for model in models)):
+                assert torch.equal(logits, alone)
+            assert not any(map(waiting, models))
+
+
+async def _settled(pending: Pending[None]) -> None:
+    await pending

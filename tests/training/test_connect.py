@@ -3,6 +3,7 @@
 import asyncio
 import re
 import signal
+import time
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,8 @@ from shardnet.backend import Backend
 from shardnet.config import Limits, Timeouts
 from shardnet.errors import ClosedError, JoinTimeout, ListenError, PeerLost, PlaintextRefused, UsageError
 from shardnet.loop import LoopThread
+from shardnet.rendezvous.client import join, status
+from shardnet.rendezvous.request import JoinRequest
 from shardnet.training.snapshot import worker_snapshot
 from shardnet.transport.observe import Health, health, snapshot
 from tests.training.workers import PATIENCE_S, Message, Nursery, Worker, begin, rendezvous, streaming
@@ -147,6 +150,7 @@ async def test_who_waits_for_a_late_member_tells_so_and_which_way_collectives_go
             (counter,) = (each for each in told.collectives if each.op == "all_reduce")
             assert (counter.waited_s > 0.9 * late_s) == (cluster.rank == 0)
             assert counter.waited_s <= counter.seconds
+            assert [each.rank for each in told.late if each.seconds > 0.9 * late_s] == [1][cluster.rank :]
 
     for routing in ("auto", "ring"):
         entered.clear()
@@ -175,6 +179,24 @@ async def test_a_cancelled_block_ends_at_once_and_the_others_are_told(meeting: s
         await asyncio.wait([leaving, staying])
     assert leaving.cancelled()
     staying.result()
+
+
+async def test_cancelled_in_the_moment_in_which_it_joins_it_gives_its_place_back(meeting: str) -> None:
+    """Its place is there, on the loop thread, but it has not heard of it yet."""
+    loop = LoopThread.shared()
+    entering = asyncio.create_task(shardnet.connect(**two(meeting)).__aenter__())
+    while not await status(meeting):  # noqa: ASYNC110 - a rendezvous tells only its members
+        await asyncio.sleep(0.01)
+    request = JoinRequest("default", "the other one", "127.0.0.1:9", "elsewhere", 2, 2)
+    other = loop.run(join(meeting, request, timeouts=TIMEOUTS).__aenter__()).result(TIMEOUTS.join_s)  # this loop does nothing meanwhile
+    time.sleep(0.1)  # noqa: ASYNC251 - nor now, so that the first one has its place, too
+    entering.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await entering
+    async with asyncio.timeout(5.0):
+        while len((await status(meeting))[0].members) > 1:  # noqa: ASYNC110 - as above
+            await asyncio.sleep(0.01)
+    await loop.run_here(other.aclose())
 
 
 async def test_a_report_that_cannot_be_written_closes_what_was_opened(meeting: str, tmp_path: Path) -> None:

@@ -77,6 +77,7 @@ class Worker:
         timeouts = Timeouts(connect_s=10.0, join_s=20.0, suspect_s=command.get("suspect_s", 2.0), collective_s=20.0, drain_s=1.0)
         size = command["world_size"]
         members = {"job": command["job"], "min_world_size": size, "max_world_size": size, "node": command.get("node", "")}
+        members |= command.get("settings", {})
         error: Exception | None = None
         result: object = None
         failed_s = 0.0
@@ -165,6 +166,7 @@ def groups_of(world_size: int) -> tuple[tuple[int, ...], ...]:
 
 def holdings() -> dict[str, int]:
     gc.collect()  # or what waits for the collector counts, too, and that goes up and down
+    ctypes.CDLL(None).malloc_trim(0)  # so does what is free, and kept for the next one
     me = psutil.Process()
     running = LoopThread.shared().loop
     return {

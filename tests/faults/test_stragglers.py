@@ -1,0 +1,112 @@
+"""Workers that are slow and not dead: frozen for a moment again and again, or hardly ever given a processor. Nobody is lost, and
+the statistics say whose fault it is."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import psutil
+import pytest
+
+from shardnet.cli.observation import Observer
+from shardnet.credentials import Security
+from shardnet.loop import LoopThread
+from tests.faults.ledger import SEED, Scenario, scenario
+from tests.training.workers import Nursery, Worker, rendezvous
+
+RANKS = 3
+NODES = {"one node": "aaa", "a node each": "abc"}  # by rank
+BURNERS = 3  # processes that want the same processor
+SHORT_S, LONG_S = 4.0, 30.0
+
+Fault = Callable[[Worker, float], None]  # makes a worker slow for so many seconds
+
+
+def stutter(worker: Worker, seconds: float) -> None:
+    """Stopped for most of the time, never for long."""
+    rng, ends_s = random.Random(SEED), time.monotonic() + seconds
+    while time.monotonic() < ends_s:
+        worker.signal(signal.SIGSTOP)
+        time.sleep(rng.uniform(0.02, 0.3))  # the fault's own length, as the next one
+        worker.signal(signal.SIGCONT)
+        time.sleep(rng.uniform(0.01, 0.1))
+
+
+def starve(worker: Worker, seconds: float) -> None:
+    """On one processor with others that never sleep, and less than a hundredth of it."""
+    process, processors = psutil.Process(worker.pid), os.sched_getaffinity(worker.pid)
+    before = process.cpu_times()
+    with burning(min(processors)):
+        for thread in process.threads():
+            os.sched_setaffinity(thread.id, {min(processors)})
+            os.setpriority(os.PRIO_PROCESS, thread.id, 19)
+        time.sleep(seconds)  # the fault's own length
+        after = process.cpu_times()
+    for thread in process.threads():
+        os.sched_setaffinity(thread.id, processors)
+        os.setpriority(os.PRIO_PROCESS, thread.id, 0)
+    assert after.user + after.system - before.user - before.system < 0.3 * seconds, "it was not starved"
+
+
+@contextmanager
+def burning(processor: int) -> Iterator[None]:
+    """Processes that never sleep, on one processor."""
+    with ExitStack() as stack:
+        for _ in range(BURNERS):
+            burner = stack.enter_context(subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]))
+            stack.callback(burner.kill)
+            os.sched_setaffinity(burner.pid, {processor})
+        yield
+
+
+@pytest.mark.parametrize("fault", [stutter, starve])
+@pytest.mark.parametrize("place", NODES)
+def test_a_slow_worker_is_named_and_not_lost(nursery: Nursery, place: str, fault: Fault) -> None:
+    _slow_down(nursery, Scenario(place), place, fault, SHORT_S)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("fault", [stutter, starve])
+@pytest.mark.parametrize("place", NODES)
+def test_each_worker_is_slow_for_a_while(nursery: Nursery, place: str, fault: Fault) -> None:
+    with scenario(f"{fault.__name__} for {LONG_S:g} s: {place}") as figures:
+        for _ in range(3):
+            _slow_down(nursery, figures, place, fault, LONG_S)
+
+
+def _slow_down(nursery: Nursery, figures: Scenario, place: str, fault: Fault, seconds: float) -> None:
+    rng = random.Random(f"{SEED} {place} {figures.repeats}")
+    with rendezvous() as address, ExitStack() as stack:
+        workers = [stack.enter_context(Worker(nursery, address)) for _ in range(RANKS)]
+        work = {"work": "stream", "seed": rng.randrange(10**6), "rows": 10_000}
+        for worker, node in zip(workers, NODES[place], strict=True):
+            worker.tell(job="slow", world_size=RANKS, node=node, **work)
+        for worker in workers:
+            worker.hear("joined")
+        for worker in workers:
+            worker.hear("streaming")
+        slow = rng.choice(workers)
+        before = late_s(workers)
+        fault(slow, seconds)
+        after = late_s(workers)
+        workers[0].tell(stop=True)
+        left = [worker.hear("left") for worker in workers]
+        assert [(each["error"], each["leaks"]) for each in left] == [(None, [])] * RANKS, left
+        waited_s = {rank: after[rank] - before[rank] for rank in after}
+        print(f"{place}, {fault.__name__} of rank {slow.rank} for {seconds:g} s; waited for by rank: {waited_s}", flush=True)
+        assert max(waited_s, key=waited_s.__getitem__) == slow.rank
+        assert waited_s[slow.rank] > 0.3 * seconds, "it was not slow"
+        assert [worker.end() for worker in workers] == [0] * RANKS
+        figures.repeats += 1
+
+
+def late_s(workers: list[Worker]) -> dict[int, float]:
+    """How long ranks were waited for, as the one says that has waited longest."""
+    observer, loop = Observer(Security(), timeout_s=5.0), LoopThread.shared()
+    late = [loop.run(observer.look(worker.address)).result().stats.late for worker in workers]
+    return {rank: max(each.get(rank, 0.0) for each in late) for rank in range(RANKS)}

@@ -1,0 +1,76 @@
+"""Work that is handed to the loop thread from another loop: its result, its error, and cancelling it."""
+
+import asyncio
+import threading
+
+import pytest
+
+from shardnet.loop import THREAD_NAME, LoopThread
+
+
+async def where() -> str:
+    return threading.current_thread().name
+
+
+async def test_it_runs_there_and_its_result_comes_back() -> None:
+    assert await LoopThread.shared().run_here(where()) == THREAD_NAME
+
+
+async def test_its_error_comes_back() -> None:
+    async def fail() -> None:
+        raise ValueError("this one")
+
+    with pytest.raises(ValueError, match="this one"):
+        await LoopThread.shared().run_here(fail())
+
+
+async def test_cancelling_waits_until_it_has_cleaned_up() -> None:
+    begun, cleaned = threading.Event(), threading.Event()
+
+    async def hold() -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.1)  # as to close something takes
+            cleaned.set()
+
+    task = asyncio.create_task(LoopThread.shared().run_here(hold()))
+    await asyncio.to_thread(begun.wait)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert cleaned.is_set()
+
+
+async def test_cancelling_before_it_has_begun() -> None:
+    """On a loop thread that is busy."""
+    shared, free = LoopThread.shared(), threading.Event()
+    shared.call(free.wait)
+    task = asyncio.create_task(shared.run_here(where()))
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.sleep(0)
+    free.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_cancelling_twice_does_not_wait() -> None:
+    begun, free = threading.Event(), asyncio.Event()
+
+    async def hold() -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await free.wait()
+
+    task = asyncio.create_task(LoopThread.shared().run_here(hold()))
+    await asyncio.to_thread(begun.wait)
+    for _ in range(2):
+        task.cancel()
+        await asyncio.sleep(0)
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    LoopThread.shared().call(free.set)
