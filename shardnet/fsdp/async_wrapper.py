@@ -160,7 +160,11 @@ class AsyncFSDP:
 
     async def _start(self) -> "AsyncFSDP":
         if self._fsdp is None:
-            self._fsdp = await self.run(self._make)
+            try:
+                self._fsdp = await self.run(self._make)
+            except BaseException:
+                self._thread.shutdown(wait=False)  # who only awaits it has nothing to close
+                raise
         return self
 
     def __await__(self) -> Generator[Any, None, "AsyncFSDP"]:

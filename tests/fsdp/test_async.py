@@ -120,6 +120,18 @@ async def test_use_before_it_is_made_is_refused(backends: list[LoopbackBackend])
     await model.aclose()
 
 
+async def test_one_that_cannot_be_made_keeps_no_thread(backends: list[LoopbackBackend]) -> None:
+    def raises(_: str, __: torch.nn.Module) -> bool:
+        raise ValueError("no unit")
+
+    model = AsyncFSDP(torch.nn.Sequential(torch.nn.Linear(2, 2)), backends[0], units=raises)
+    with pytest.raises(ValueError, match="no unit"):
+        await model
+    (thread,) = model._thread._threads
+    await asyncio.to_thread(thread.join, 5.0)
+    assert not thread.is_alive()
+
+
 async def test_an_error_in_forward_comes_to_the_caller_and_the_model_goes_on(backends: list[LoopbackBackend]) -> None:
     async def work(backend: LoopbackBackend) -> None:
         async with AsyncFSDP(Weighted(), backend) as model:
