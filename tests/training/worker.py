@@ -99,9 +99,9 @@ class Worker:
 
     # --- kinds of work
 
-    async def stream(self, cluster: shardnet.Cluster, command: Command) -> None:
+    async def stream(self, cluster: shardnet.Cluster, command: Command) -> int:
         """Random collectives of the world and of its groups, results checked, until somebody is told to stop; or so many rounds of 8,
-        and after each tenth of them what this process holds."""
+        and after each tenth of them what this process holds. Returns the number of rounds."""
         backend, seed = cluster.backend, command.get("seed", 0)
         groups = {members: backend.subgroup(members) for members in groups_of(cluster.world_size) if cluster.rank in members}
         rng = random.Random(seed)
@@ -126,7 +126,8 @@ class Worker:
                 del handles, outcome, wanted, inputs, each, some
                 say("holds", step=number + 1, **holdings())
             if (await told).item() or number + 1 == rounds:
-                return
+                return number + 1
+        raise AssertionError("unreachable: count() does not end")
 
     async def call(self, cluster: shardnet.Cluster, command: Command) -> object:
         """What a function gives that gets the backend, in a thread of its own: "module:name", with arguments."""
