@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from shardnet.testing.fault import Action, Fault
 from shardnet.testing.fault_not_fired import FaultNotFired
+from shardnet.testing.harm import Harm
 from shardnet.testing.meeting import Meeting
 from shardnet.testing.news import Ended, Fired, Gone, Joined, News
 from shardnet.testing.rank_failure import RankFailure, RanksFailed
@@ -58,6 +59,7 @@ class ClusterRun:
         self._gone: set[int] = set()
         self._fired: set[int] = set()
         self._killed: set[int] = set()
+        self._harms: dict[Fault, Harm] = {}
         self._timers: list[threading.Timer] = []
 
     def run(self, timeout_s: float) -> list[Any]:
@@ -118,7 +120,7 @@ class ClusterRun:
             case Action.LINK:
                 self._relays.worsen(number, fault.conditions)
             case Action.HARM:
-                self._relays.harm(number, fault.kind, fault.least_bytes)
+                self._harms[fault] = self._relays.harm(number, fault.kind, fault.least_bytes)
             case Action.CUT | Action.HOLD:
                 self._relays.interrupt(number, hold=fault.action is Action.HOLD)
                 self._later(fault.seconds, lambda: self._relays.mend(number))
@@ -166,9 +168,13 @@ class ClusterRun:
         if missing:
             raise FaultNotFired(
                 f"the run ended before this was due: {'; '.join(missing)} (a step is done when `Cluster.report(step=...)` or "
-                "`State.commit(step)` says so, and ranks are those of the first epoch)"
+                "`State.commit(step)` says so, passes are those of models of `Cluster.shard`, and ranks those of the first epoch)"
             )
-        self._relays.check_fired()
+        for fault, harm in self._harms.items():
+            if not harm.fired:
+                raise FaultNotFired(f"{fault}: none of {fault.least_bytes} bytes or more was sent to it from then on")
+        if len(self._ranks) < len(self._workers) - len(self._killed):
+            raise FaultNotFired("a worker that was to join came when the training was over: let it join at an earlier step")
 
 
 def _in_words(status: int) -> str:

@@ -1,5 +1,6 @@
 """`ClusterRunner`: what the fixture `cluster` is."""
 
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -66,9 +67,12 @@ class ClusterRunner:
         stuck in code of its own.
         """
         __tracebackhide__ = True
-        faults = faults or Faults()
-        nodes = nodes or (world_size if faults.on_links else 1)
+        faults = Faults() if faults is None else faults
+        _check_kinds(args, faults, every, timeout_s)
+        nodes = nodes if nodes is not None else world_size if faults.on_links else 1
         _check(world_size, nodes, processes, elastic, faults)
+        if processes:
+            self.warm_up()  # which is none of what `timeout_s` is for
         if own := _OWN.intersection(settings):
             raise UsageError(f"{', '.join(sorted(own))} cannot be given: the run of a cluster says so itself, from its other arguments")
         with ExitStack() as stack:
@@ -99,7 +103,7 @@ class ClusterRunner:
 
     def warm_up(self) -> None:
         """Start what makes processes, which takes some seconds; else the first run with `processes` does."""
-        self._forks()
+        self._forks().wait_until_ready()
 
     def close(self) -> None:
         """End the process that forks others, if there is one."""
@@ -108,6 +112,8 @@ class ClusterRunner:
             nursery.close()
 
     def _forks(self) -> Nursery:
+        if self._nursery is not None and self._nursery.ended:  # killed, with all that it had made
+            self.close()
         if self._nursery is None:
             self._nursery = Nursery("shardnet.testing.process", cwd=Path.cwd())
         return self._nursery
@@ -125,3 +131,14 @@ def _check(world_size: int, nodes: int, processes: bool, elastic: bool, faults: 
             raise UsageError(f"there is no rank {fault.rank} among {world_size}: {fault}")
         if fault.action is Action.FREEZE and not processes:
             raise UsageError(f"only a process can be frozen: give processes=True to {fault}")
+
+
+def _check_kinds(args: Sequence[Any], faults: Faults, every: int, timeout_s: float) -> None:
+    if not isinstance(args, list | tuple):
+        raise UsageError(f"args are a tuple of what the function gets behind its cluster, got {args!r}")
+    if not isinstance(faults, Faults):
+        raise UsageError(f"faults are an order, Faults().kill(...) for example, got {faults!r}")
+    if every < 1:
+        raise UsageError(f"every must be at least 1 step, got {every}")
+    if not 0 < timeout_s <= threading.TIMEOUT_MAX:
+        raise UsageError(f"timeout_s must be a time in seconds, got {timeout_s}")

@@ -9,7 +9,8 @@ from shardnet.testing.conditions import Conditions
 from shardnet.testing.harm import Kind
 
 STEP = "step"
-_MOMENTS = (STEP, *Pass)  # at which the thread that trains is there to be held up
+_MOMENTS = (STEP, *(kind.value for kind in Pass))  # at which the thread that trains is there to be held up
+_OPERATIONS = ("all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "recv", "reduce_scatter", "send")  # of a Backend
 
 
 class Action(StrEnum):
@@ -49,6 +50,8 @@ class Fault:
     def __post_init__(self) -> None:
         if self.rank < 0 or self.at_step < 0 or self.seconds < 0:
             raise UsageError(f"rank, step and seconds of a fault must not be negative: {self}")
+        if self.after not in (*_MOMENTS, *_OPERATIONS):
+            raise UsageError(f"nothing is called {self.after!r}; after is one of {', '.join(map(repr, (*_MOMENTS, *_OPERATIONS)))}")
         if self.after not in _MOMENTS and self.action not in (Action.KILL, Action.FREEZE):
             raise UsageError(
                 f"only kill and freeze can come after {self.after!r}, which ends on a thread that must not be held up; "
@@ -57,7 +60,7 @@ class Fault:
 
     def __str__(self) -> str:
         moment = f"at step {self.at_step}" + ("" if self.after == STEP else f" after {self.after}")
-        length = f" for {self.seconds:g} s" if self.seconds else ""
+        length = f" for {self.seconds:g} s" if self.seconds else f" ({self.kind.name})" if self.action is Action.HARM else ""
         if self.action is Action.JOIN:
             return f"another worker joins when rank {self.rank} is {moment}"
         return f"{self.action} rank {self.rank}{length} {moment}"

@@ -12,14 +12,21 @@ class Lane:
 
     def __init__(self, way: Way, rng: random.Random) -> None:
         self.way = way
-        self.conditions = Conditions()
+        self._conditions = Conditions()
         self.passed_bytes = 0
         self.harms: list[Harm] = []
         self._random = rng
         self._open = asyncio.Event()
         self._open.set()
         self._free_s = 0.0  # when the link will have sent what it was given
-        self._last_due_s = 0.0
+
+    @property
+    def conditions(self) -> Conditions:
+        return self._conditions
+
+    @conditions.setter
+    def conditions(self, conditions: Conditions) -> None:
+        self._conditions, self._free_s = conditions, 0.0
 
     def due_s(self, size: int) -> float:
         """When so many bytes, which have come now, are through; of the loop's clock."""
@@ -28,9 +35,7 @@ class Lane:
         self._free_s = max(now_s, self._free_s)
         if conditions.bytes_per_s:
             self._free_s += size / conditions.bytes_per_s
-        due_s = self._free_s + conditions.latency_s + self._random.uniform(0.0, conditions.jitter_s)
-        self._last_due_s = max(due_s, self._last_due_s)  # nothing overtakes
-        return self._last_due_s
+        return self._free_s + conditions.latency_s + self._random.uniform(0.0, conditions.jitter_s)
 
     def pieces(self, block: bytes) -> list[bytes]:
         """What goes on of a block, in segments."""

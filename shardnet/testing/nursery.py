@@ -11,7 +11,8 @@ from pathlib import Path
 
 import psutil
 
-PATIENCE_S = 45.0  # far above what forking takes, and importing torch on a busy machine before the first one; only a hang reaches it
+PATIENCE_S = 45.0  # far above what forking takes, and importing torch before the first one; only a hang reaches it
+IMPORT_S = 300.0  # also for a machine that has more to do than it can
 
 
 class Nursery:
@@ -31,18 +32,23 @@ class Nursery:
                 env=os.environ | dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
+                start_new_session=True,  # Ctrl-C is for who uses it: it must be there to the end, to wait for the others
             )
+
+    def wait_until_ready(self) -> None:
+        """Until everything is imported. Raises TimeoutError, or ConnectionError if it has ended."""
+        self._control.settimeout(IMPORT_S)
+        self._ask("ready")
+        self._control.settimeout(PATIENCE_S)
 
     def fork(self, function: str, *arguments: str, descriptors: Sequence[int]) -> int:
         """The pid of a new process that calls "module:name" and ends with what it returns as its exit status, with these descriptors for
-        its standard input, output and errors, as far as there are any."""
-        socket.send_fds(self._control, ["\n".join(("call", function, *arguments)).encode()], descriptors)
-        return int(self._control.recv(64))
+        its standard input, output and errors, as far as there are any; the numbers of further ones are further arguments."""
+        return self._ask("call", function, *arguments, descriptors=descriptors)
 
     def wait(self, pid: int) -> int:
         """Wait until a process has ended; its exit status, negative for a signal. Until then nobody else can get its pid."""
-        self._control.send(b"wait\n%d" % pid)
-        return int(self._control.recv(64))
+        return self._ask("wait", str(pid))
 
     def wait_or_kill(self, pid: int, within_s: float) -> int:
         """The same of a process that is killed if it has not ended in time."""
@@ -53,6 +59,18 @@ class Nursery:
         finally:
             os.close(ended)
         return self.wait(pid)
+
+    def _ask(self, *request: str, descriptors: Sequence[int] = ()) -> int:
+        socket.send_fds(self._control, ["\n".join(request).encode()], descriptors)
+        answer = self._control.recv(64)
+        if not answer:
+            raise ConnectionResetError(f"the process that makes others has ended (pid {self._process.pid})")
+        return int(answer)
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has ended of itself, or somebody has killed it."""
+        return self._process.poll() is not None
 
     @property
     def alive(self) -> list[psutil.Process]:

@@ -40,12 +40,15 @@ class Pipe:
             due_s, piece = await self._get()
             await asyncio.sleep(due_s - asyncio.get_running_loop().time())
             await self._lane.passable()
-            if not piece:
-                self._writer.write_eof()
-                return
-            self._writer.write(piece)
+            try:
+                if not piece:
+                    self._writer.write_eof()
+                    return
+                self._writer.write(piece)
+                await self._writer.drain()
+            except RuntimeError as error:  # how uvloop says it
+                raise ConnectionResetError("the connection is closed") from error
             self._lane.passed_bytes += len(piece)
-            await self._writer.drain()
 
     async def _put(self, piece: bytes) -> None:
         async with self._changed:

@@ -1,4 +1,4 @@
-"""A process of a test's cluster: reads from its standard input, a socket, what it is to do, and says there what becomes of it."""
+"""A process of a test's cluster: reads from a socket what it is to do, and says there what becomes of it."""
 
 import importlib
 import importlib.util
@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
@@ -28,10 +29,12 @@ from shardnet.testing.saboteur import Saboteur
 from shardnet.training import Cluster, run
 from shardnet.training.diagnosis import Diagnosis
 
+MAIN = "__shardnet_main__"  # what a program is called here that is `__main__` elsewhere: what it does as that must not be done again
 
-def main() -> int:
-    """Play one part; the exit status is 0 even if it fails, for that has been said."""
-    Child(Connection(0)).run()
+
+def main(descriptor: str) -> int:
+    """Play one part, as the socket with this number says; the exit status is 0 even if it fails, for that has been said."""
+    Child(Connection(int(descriptor))).run()
     return 0
 
 
@@ -113,12 +116,14 @@ def _found(job: dict[str, Any]) -> Callable[..., Any]:
 
 
 def _module(name: str, file: str) -> ModuleType:
-    try:
+    name = MAIN if name == "__main__" else name
+    root = Path(file).parents[name.count(".")]
+    if root.joinpath(*name.split(".")).with_suffix(".py") == Path(file):
+        sys.path.append(str(root))  # behind all else: pytest's importlib mode imports packages that are on no path
+    with suppress(ImportError):
         module = importlib.import_module(name)
-    except ImportError:
-        module = None
-    if module is not None and Path(module.__file__ or "").resolve() == Path(file):
-        return module
+        if Path(module.__file__ or "").resolve() == Path(file):
+            return module
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -39,9 +39,10 @@ class ProcessWorker:
         self._stacks: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._output = TemporaryFile("w+", errors="replace")  # noqa: SIM115 - closed by `output`
         ours, theirs = socket.socketpair()
-        with theirs:
-            descriptors = theirs.fileno(), self._output.fileno(), self._output.fileno()
+        with theirs, Path(os.devnull).open() as nothing:
+            descriptors = nothing.fileno(), self._output.fileno(), self._output.fileno(), theirs.fileno()
             self.pid = nursery.fork(MAIN, descriptors=descriptors)
+        self._ended = os.pidfd_open(self.pid)  # the channel does not tell: a process that this one has started may have it as well
         self._channel: Connection[Any, Any] = Connection(ours.detach())
         self._say(job)
         with suppress(BrokenPipeError):
@@ -69,6 +70,7 @@ class ProcessWorker:
         status = self._nursery.wait(self.pid)
         self._reader.join()
         self._channel.close()
+        os.close(self._ended)
         return status
 
     def output(self) -> str:
@@ -82,11 +84,10 @@ class ProcessWorker:
             self._channel.send_bytes(json.dumps(message).encode())
 
     def _read(self) -> None:
-        try:
-            while True:
+        with suppress(EOFError, OSError):
+            while self._channel in wait([self._channel, self._ended]):
                 self._hear(json.loads(self._channel.recv_bytes()))
-        except (EOFError, OSError):
-            self._tell(Gone(self._number))
+        self._tell(Gone(self._number))
 
     def _hear(self, message: dict[str, Any]) -> None:
         match message:
@@ -106,19 +107,32 @@ def job_of(part: Part, faults: Mapping[int, Fault]) -> dict[str, Any]:
     """What the process needs to know, as JSON can say it. Raises UsageError for a function that another process cannot find."""
     train = part.train
     name, module = getattr(train, "__qualname__", ""), inspect.getmodule(train)
-    if not name or "<" in name or module is None or module.__file__ is None:
+    file = getattr(module, "__file__", None)
+    if module is None or file is None or _named(module, name) is not train:
         raise UsageError(
-            f"{train!r} cannot be found by another process; give a function that is defined at the top of a module, and its arguments as "
-            "args=(...), or leave out processes=True"
+            f"{train!r} cannot be found by another process; give a function that is defined at the top of a module under this name, and "
+            "its arguments as args=(...), or leave out processes=True"
         )
+    settings = {name: asdict(each) if isinstance(each, Timeouts | Limits) else each for name, each in part.settings.items()}
+    try:
+        json.dumps(settings)
+    except TypeError as error:
+        raise UsageError(f"a setting cannot be given to another process: {error}; give it as text or a number") from error
     return {
         "train": name,
         "module": module.__name__,
-        "file": str(Path(module.__file__).resolve()),
+        "file": str(Path(file).resolve()),
         "every": part.every,
-        "settings": {name: asdict(each) if isinstance(each, Timeouts | Limits) else each for name, each in part.settings.items()},
+        "settings": settings,
         "faults": {number: asdict(fault) for number, fault in faults.items()},
         "path": sys.path,
         "folder": str(Path.cwd()),
         "environment": dict(os.environ),
     }
+
+
+def _named(module: object, name: str) -> object:
+    """What a module has under a dotted name, as the process will find it; None if nothing."""
+    for each in name.split("."):
+        module = getattr(module, each, None)
+    return module

@@ -32,7 +32,11 @@ class RankFailure:
     @classmethod
     def of(cls, error: BaseException) -> "RankFailure":
         lines = traceback.format_exception(type(error), error, _below_the_kit(error.__traceback__))
-        return cls(type(error).__name__, str(error), "".join(lines), error)
+        try:
+            message = str(error)
+        except Exception as another:  # noqa: BLE001 - of whatever kind
+            message = f"(its text cannot be had: {another!r})"
+        return cls(type(error).__name__, message, "".join(lines), error)
 
     @property
     def who(self) -> str:
@@ -49,7 +53,8 @@ class RanksFailed(Exception):
         """`failures` in the order in which they were heard."""
         self.first = min(failures, key=lambda failure: (failure.kind in _OF_OTHERS, failure.rank < 0))
         self.failures = [self.first, *sorted((each for each in failures if each is not self.first), key=lambda failure: failure.rank)]
-        super().__init__(self._text(world_size))
+        self._world_size = world_size
+        super().__init__(failures, world_size)
 
     def of_rank(self, rank: int) -> RankFailure:
         """The failure of a rank. Raises KeyError if it has none."""
@@ -58,8 +63,8 @@ class RanksFailed(Exception):
                 return failure
         raise KeyError(rank)
 
-    def _text(self, world_size: int) -> str:
-        lines = [f"{len(self.failures)} of {world_size} ranks failed, first {self.first}"]
+    def __str__(self) -> str:
+        lines = [f"{len(self.failures)} of {self._world_size} ranks failed, first {self.first}"]
         lines += [f"  {line}" for line in self.first.traceback.rstrip().splitlines()]
         lines += [f"then {failure}" for failure in self.failures[1:]]
         return "\n".join(lines)

@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Self
 
 from shardnet.address import Address
+from shardnet.errors import StateError
 from shardnet.testing.conditions import BOTH, Conditions, Way
 from shardnet.testing.fault_not_fired import FaultNotFired
 from shardnet.testing.harm import Harm, Kind
@@ -44,20 +45,21 @@ class Relay:
         self._listen = Address.parse(listen)
         rng = random.Random(seed)
         self._random = rng
-        self._lanes: dict[Way, Lane] = {}
+        self._lanes = {way: Lane(way, rng) for way in Way}
         self._connections: set[_Connection] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
         self._is_cut = False
+        self._address = ""
 
     # --- what others see
 
     @property
     def address(self) -> str:
         """host:port to call in the target's stead."""
-        assert self._server is not None, "the relay is not entered"
-        host, port = self._server.sockets[0].getsockname()[:2]
-        return str(Address(host, port))
+        if not self._address:
+            raise StateError("a relay has an address when it is entered: async with Relay(...) as relay")
+        return self._address
 
     @property
     def connections(self) -> int:
@@ -115,8 +117,11 @@ class Relay:
     # --- beginning and end
 
     async def __aenter__(self) -> Self:
-        self._lanes = {way: Lane(way, self._random) for way in Way}
+        if self._server is not None:
+            raise StateError("a relay is entered once; make another one")
         self._server = await asyncio.start_server(self._serve, self._listen.host, self._listen.port)
+        host, port = self._server.sockets[0].getsockname()[:2]
+        self._address = str(Address(host, port))
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

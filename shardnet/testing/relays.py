@@ -6,7 +6,7 @@ from typing import TypeVar
 from shardnet.address import Address
 from shardnet.loop import LoopThread
 from shardnet.testing.conditions import Conditions
-from shardnet.testing.harm import Kind
+from shardnet.testing.harm import Harm, Kind
 from shardnet.testing.relay import Relay
 
 T = TypeVar("T")
@@ -18,6 +18,7 @@ class Relays:
     def __init__(self, count: int) -> None:
         self._loop = LoopThread.shared()
         self._relays = [self._open() for _ in range(count)]
+        self._interrupted = [0] * count
 
     def settings(self, number: int) -> dict[str, str]:
         """How a worker is to listen, so that its relay leads to it."""
@@ -29,19 +30,19 @@ class Relays:
     def worsen(self, number: int, conditions: Conditions) -> None:
         self._do(lambda: setattr(self._relays[number], "conditions", conditions))
 
-    def harm(self, number: int, kind: Kind, least_bytes: int) -> None:
-        self._do(lambda: self._relays[number].harm(kind, least_bytes=least_bytes))
+    def harm(self, number: int, kind: Kind, least_bytes: int) -> Harm:
+        return self._do(lambda: self._relays[number].harm(kind, least_bytes=least_bytes))
 
     def interrupt(self, number: int, *, hold: bool) -> None:
         relay = self._relays[number]
+        self._interrupted[number] += 1
         self._do(relay.hold if hold else relay.cut)
 
     def mend(self, number: int) -> None:
-        self._do(self._relays[number].mend)
-
-    def check_fired(self) -> None:
-        for relay in self._relays:
-            self._do(relay.check_fired)
+        """One interruption is over; the link is whole when all are."""
+        self._interrupted[number] -= 1
+        if not self._interrupted[number]:
+            self._do(self._relays[number].mend)
 
     def close(self) -> None:
         for relay in self._relays:

@@ -1,6 +1,9 @@
 """`Station`: from where a process joins its cluster, epoch after epoch."""
 
+import asyncio
 import logging
+import math
+import time
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,6 +14,7 @@ from shardnet.backend.cluster import ClusterBackend
 from shardnet.backend.loopback import LoopbackBackend
 from shardnet.errors import PeerLost
 from shardnet.loop import LoopThread
+from shardnet.rendezvous.backoff import delays
 from shardnet.rendezvous.client import Membership, join
 from shardnet.rendezvous.identity import new_incarnation, node_identity
 from shardnet.rendezvous.request import JoinRequest
@@ -24,7 +28,7 @@ from shardnet.transport.grpc_mesh import GrpcMesh
 from shardnet.transport.mesh_service import MeshService
 
 log = logging.getLogger(__name__)
-_TRIES = 5  # to form an elastic world: in each somebody may die meanwhile, but where that many fail the network is at fault
+_PAUSE_S = 2.0  # at most, between tries to form an elastic world: somebody may die in each, and a network may be away for a while
 
 
 class Station(Protocol):
@@ -126,14 +130,16 @@ class _Connected:
                 report.write(f"{topology.me.address} {topology.rank} {topology.world_size}\n")
 
     async def _take_seat(self, after: Membership | None, missing: tuple[int, ...]) -> Seat:
-        for tries_left in reversed(range(_TRIES if self.elastic else 1)):
+        gives_up_s = math.inf  # of time.monotonic
+        for pause_s in delays(most_s=_PAUSE_S):
             obituaries = _Obituaries()
             membership = await self._become_member(after, missing, obituaries)
             self._topology = topology = membership.topology
             try:
                 return Seat(await self._connect(topology, obituaries), topology, membership)
             except PeerLost as error:
-                if not tries_left:
+                gives_up_s = min(gives_up_s, time.monotonic() + self._settings.timeouts.join_s)
+                if not self.elastic or time.monotonic() >= gives_up_s:
                     await end_membership(membership, goodbye=False)
                     raise
                 log.warning("%s; trying again with those that are there", error)
@@ -141,7 +147,12 @@ class _Connected:
             except BaseException:
                 await end_membership(membership, goodbye=False)
                 raise
-        raise AssertionError("unreachable: the last try returns or raises")
+            try:
+                await asyncio.sleep(pause_s)
+            except BaseException:
+                await end_membership(membership, goodbye=False)
+                raise
+        raise AssertionError("unreachable: delays() does not end")
 
     async def _become_member(self, after: Membership | None, missing: tuple[int, ...], obituaries: _Obituaries) -> Membership:
         settings, loop = self._settings, LoopThread.shared()

@@ -1,6 +1,12 @@
 """The fixture `cluster`, as users have it: ranks as threads and as processes, and what a test is told of them."""
 
 import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -85,6 +91,12 @@ def test_settings_reach_connect(cluster: ClusterRunner) -> None:
     [
         ({"world_size": 0}, "a cluster has at least 1 rank, got 0"),
         ({"world_size": 3, "nodes": 2}, "3 ranks cannot be on 2 nodes"),
+        ({"world_size": 4, "nodes": 0}, "4 ranks cannot be on 0 nodes"),
+        ({"world_size": 2, "args": 5}, "args are a tuple of what the function gets"),
+        ({"world_size": 2, "faults": ["kill"]}, "faults are an order"),
+        ({"world_size": 2, "elastic": True, "every": 0}, "every must be at least 1 step"),
+        ({"world_size": 2, "timeout_s": float("inf")}, "timeout_s must be a time in seconds"),
+        ({"world_size": 2, "processes": True, "flight": Path("here")}, "a setting cannot be given to another process"),
         ({"world_size": 2, "job": "mine", "node": "here"}, "job, node cannot be given"),
         ({"world_size": 2, "faults": Faults().join(at_step=1)}, "others can join an elastic run only"),
         ({"world_size": 2, "faults": Faults().kill(rank=2, at_step=1)}, "there is no rank 2 among 2: kill rank 2 at step 1"),
@@ -96,10 +108,64 @@ def test_calls_that_make_no_sense(cluster: ClusterRunner, call: dict[str, object
         cluster.run(training.train, **call)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("train", [training.leaves_a_child, training.forks_a_child])
+def test_processes_that_a_rank_leaves_behind_are_not_waited_for(cluster: ClusterRunner, train: Any) -> None:
+    begin_s = time.monotonic()
+    (child,) = cluster.run(train, 1, processes=True)
+    assert time.monotonic() - begin_s < 30.0
+    os.kill(child, signal.SIGKILL)
+
+
+@both
+def test_an_error_without_a_text_is_one_too(cluster: ClusterRunner, processes: bool) -> None:
+    with pytest.raises(RanksFailed, match=r"rank 0: Odd: \(its text cannot be had: ZeroDivisionError\(\)\)"):
+        cluster.run(training.raises_what_has_no_text, 1, processes=processes)
+
+
+def test_when_the_process_that_makes_others_is_killed_there_is_another(cluster: ClusterRunner) -> None:
+    runner = ClusterRunner()
+    try:
+        runner.warm_up()
+        nursery = runner._forks()
+        nursery._process.kill()
+        nursery._process.wait()
+        assert runner.run(training.blocking, 2, processes=True) == [2.0, 2.0]
+    finally:
+        runner.close()
+
+
+def test_a_program_runs_clusters_of_its_own_functions(tmp_path: Path) -> None:
+    """Its processes must not do again what it does as `__main__`."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "from shardnet.testing import ClusterRunner\n\n\n"
+        "async def train(cluster):\n    return cluster.rank\n\n\n"
+        "if __name__ == '__main__':\n    runner = ClusterRunner()\n    print(runner.run(train, 2, processes=True))\n    runner.close()\n"
+    )
+    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=50)
+    assert (done.returncode, done.stdout) == (0, "[0, 1]\n"), done.stderr
+
+
+def test_a_package_that_is_on_no_path(tmp_path: Path) -> None:
+    """As in pytest's importlib mode."""
+    package = tmp_path / "checks" / "inner"
+    package.mkdir(parents=True)
+    (package / "helper.py").write_text("NUMBER = 7\n")
+    (package / "test_it.py").write_text(
+        "from .helper import NUMBER\n\n\nasync def train(cluster):\n    return NUMBER\n\n\n"
+        "def test_it(cluster):\n    assert cluster.run(train, 2, processes=True) == [7, 7]\n"
+    )
+    for folder in (package, package.parent):
+        (folder / "__init__.py").touch()
+    options = ("--import-mode=importlib", "-p", "no:asyncio", "-p", "no:cacheprovider")
+    done = subprocess.run([sys.executable, "-m", "pytest", *options, "checks"], cwd=tmp_path, capture_output=True, text=True, timeout=50)
+    assert done.returncode == 0, done.stdout
+
+
 def test_a_function_that_a_process_cannot_find(cluster: ClusterRunner) -> None:
     async def local(_: object) -> None:
         """Nobody else can import it."""
 
-    for train in (local, lambda _: None):
+    for train in (local, lambda _: None, training.wrapped, training.Method().train):
         with pytest.raises(UsageError, match=r"cannot be found by another process; give a function that is defined at the top"):
             cluster.run(train, 1, processes=True)

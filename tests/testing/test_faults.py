@@ -76,6 +76,25 @@ def test_who_is_cut_off_is_lost(cluster: ClusterRunner, processes: bool) -> None
     assert {failure.kind for failure in caught.value.failures} == {"PeerLost"}, str(caught.value)
 
 
+@both
+def test_an_elastic_run_outlives_a_cut_of_a_second(cluster: ClusterRunner, processes: bool) -> None:
+    """The one that is cut off still reaches the rendezvous, so they try to form the next epoch together until the link is whole."""
+    faults = Faults().cut(rank=1, at_step=2, seconds=1.0)
+    results = cluster.run(training.train_elastically, 2, elastic=True, min_workers=2, processes=processes, faults=faults)
+    assert [(world_size, step) for world_size, step, _ in results] == [(2, training.STEPS)] * 2
+
+
+def test_two_holds_are_over_when_the_longer_one_is(cluster: ClusterRunner) -> None:
+    faults = Faults().hold(rank=1, at_step=2, seconds=0.8).hold(rank=1, at_step=2, seconds=0.1)
+    results = cluster.run(training.counts, 2, args=(5,), faults=faults)
+    assert any(sum(took_s[2:]) > 0.6 for took_s in results)
+
+
+def test_who_is_to_join_when_all_is_over_is_an_error(cluster: ClusterRunner) -> None:
+    with pytest.raises(FaultNotFired, match="came when the training was over"):
+        cluster.run(training.train_elastically, 2, elastic=True, faults=Faults().join(at_step=training.STEPS))
+
+
 def test_who_hears_nothing_for_long_is_lost(cluster: ClusterRunner) -> None:
     begin_s = time.monotonic()
     with pytest.raises(RanksFailed) as caught:
@@ -104,12 +123,14 @@ def test_what_never_came_is_an_error(cluster: ClusterRunner, processes: bool, fa
 
 
 def test_a_harm_that_met_no_bytes_is_an_error(cluster: ClusterRunner) -> None:
-    with pytest.raises(FaultNotFired, match="was told to lose a block of 65000 bytes or more"):
+    with pytest.raises(FaultNotFired, match=r"harm what is sent to rank 1 \(DROP\) at step 0: none of 65000 bytes or more"):
         cluster.run(training.blocking, 2, faults=Faults().harm(Kind.DROP, rank=1, at_step=0, least_bytes=65_000))
 
 
 def test_faults_that_make_no_sense() -> None:
     with pytest.raises(UsageError, match="must not be negative: kill rank -1"):
         Faults().kill(rank=-1, at_step=0)
+    with pytest.raises(UsageError, match="nothing is called 'al_gather'; after is one of 'step', 'forward'"):
+        Faults().kill(rank=0, at_step=0, after="al_gather")
     with pytest.raises(UsageError, match="only kill and freeze can come after 'barrier'"):
         Faults().delay(rank=0, at_step=0, seconds=1.0, after="barrier")

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 
 from shardnet.address import Address
+from shardnet.errors import StateError
 from shardnet.testing import Conditions, FaultNotFired, Kind, Relay, Way
 
 KIB, MIB = 1024, 1024 * 1024
@@ -193,6 +194,37 @@ async def test_cut_connections_are_reset_and_so_are_new_ones_until_it_is_mended(
         relay.mend()
         assert await said(relay.address, b"after") == b"after"
     assert relay.connections == 0
+
+
+async def test_a_link_that_was_slow_is_fast_at_once() -> None:
+    async with server(echo) as address, Relay(address) as relay:
+        relay.conditions = Conditions(bytes_per_s=1.0)
+        async with caller(relay.address) as (_, writer):
+            writer.write(bytes(1000))
+            await writer.drain()
+            while not relay.connections:  # noqa: ASYNC110 - it tells nobody
+                await asyncio.sleep(0)
+        relay.conditions = Conditions()
+        begin_s = seconds()
+        assert await said(relay.address, b"after") == b"after"
+        assert seconds() - begin_s < 2.0
+
+
+async def test_it_can_be_told_before_it_is_entered_and_is_entered_once() -> None:
+    async with server(echo) as address:
+        relay = Relay(address)
+        relay.conditions = Conditions(slice_bytes=1)
+        relay.hold()
+        relay.mend()
+        with pytest.raises(StateError, match="when it is entered"):
+            _ = relay.address
+        async with relay:
+            assert relay.conditions.slice_bytes == 1
+            assert await said(relay.address, b"hello") == b"hello"
+            with pytest.raises(StateError, match="entered once"):
+                await relay.__aenter__()
+        with pytest.raises(StateError, match="entered once"):
+            await relay.__aenter__()
 
 
 async def test_nobody_behind_it_is_a_reset() -> None:

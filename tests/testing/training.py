@@ -1,8 +1,10 @@
 """What tests of the test kit let ranks do. At the top of a module, so that processes find it."""
 
 import asyncio
+import functools
 import os
 import signal
+import subprocess
 import threading
 import time
 from typing import Any
@@ -102,3 +104,40 @@ async def counts(cluster: Cluster, steps: int) -> list[float]:
         took_s.append(time.monotonic() - begin_s)
         cluster.report(step=step + 1)
     return took_s
+
+
+def leaves_a_child(cluster: Cluster) -> int:
+    """It has all that this process has, but the socket to the test."""
+    return subprocess.Popen(["sleep", "60"]).pid
+
+
+def forks_a_child(cluster: Cluster) -> int:
+    """It has all that this process has."""
+    if child := os.fork():
+        return child
+    time.sleep(60.0)
+    os._exit(0)
+
+
+async def raises_what_has_no_text(cluster: Cluster) -> None:
+    class Odd(Exception):
+        def __str__(self) -> str:
+            raise ZeroDivisionError
+
+    raise Odd
+
+
+def _renamed(function: Any) -> Any:
+    @functools.wraps(function)
+    async def another(cluster: Cluster) -> str:
+        return "another"
+
+    return another
+
+
+wrapped = _renamed(train)  # is called train, and is not what a module has under that name
+
+
+class Method:
+    async def train(self, cluster: Cluster) -> None:
+        """Of an object, which another process has not."""
