@@ -250,6 +250,14 @@ class TestFrames:
             assert "rank 1 is no member of group" in text
 
     @on_shared_loop
+    async def test_an_answer_to_no_offer(self) -> None:
+        """Rank 0 has no window: who said that it sees one would be sent data through it."""
+        async with theatre() as stage:
+            await stage.send(Chunk(1, 0, 0, control=mesh_pb2.Control(window_answer=mesh_pb2.WindowAnswer())))
+            code, text = await stage.stream.refusal()
+            assert (code, text) == (grpc.StatusCode.DATA_LOSS, "rank 1 answered to a window that this rank has not offered")
+
+    @on_shared_loop
     async def test_larger_than_allowed(self) -> None:
         """gRPC refuses it before it is allocated, and ends the stream."""
         async with theatre() as stage:

@@ -1,0 +1,332 @@
+"""Messages that are damaged at random, sent to real ports: refused in few words, and the work of others goes on.
+
+They begin with tests/faults/corpus.txt, and follow from SEED.
+"""
+
+import asyncio
+import gc
+import random
+import re
+import time
+import traceback
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from itertools import count as count_up
+
+import grpc
+import psutil
+import pytest
+import torch
+from google.protobuf.message import DecodeError
+
+from shardnet.address import Address
+from shardnet.backend.cluster import ClusterBackend
+from shardnet.config import Limits, Timeouts
+from shardnet.credentials import Security
+from shardnet.errors import ShardnetError
+from shardnet.loop import LoopThread
+from shardnet.pb import mesh_pb2, stats_pb2
+from shardnet.testing import local_cluster
+from shardnet.topology import Member, Topology
+from shardnet.transport.dialing import dial
+from shardnet.transport.endpoint import Endpoint
+from shardnet.transport.grpc_mesh import GrpcMesh
+from shardnet.transport.hello import Hello
+from shardnet.transport.http2 import OPENING, frames, headers
+from shardnet.transport.http2.frames import Flags, Type
+from shardnet.transport.mesh_service import MeshService
+from shardnet.transport.outbox import PUSH
+from shardnet.wire import Chunk, encode
+from tests.faults.ledger import scenario
+from tests.faults.log_lines import heard_lines
+from tests.faults.mutation import corpus, mutated
+from tests.rendezvous.process import rendezvous_process
+from tests.shared_loop import on_shared_loop
+from tests.training.workers import Nursery, Worker, begin
+
+SEED = 20_261_124
+SHORT = 200  # messages, in `make test`
+COUNTS = [SHORT, pytest.param(5000, marks=pytest.mark.faults)]
+AT_ONCE = 32
+TIMEOUTS, LIMITS = Timeouts.for_tests(), Limits(window_bytes=2**20, chunk_bytes=2**16, letter_bytes=2**12)
+GROWTH_BYTES = 10 * 2**20  # of a process that is talked to
+REFUSAL_S = 10.0
+INTERNALS = re.compile(r"Traceback|Exception|\bFile \"|\b[A-Z]\w+Error\b|NoneType|object at 0x|\.py\b")
+
+RENDEZVOUS, MESH = "/shardnet.v1.Rendezvous/", "/shardnet.v1.Mesh/"
+METHODS = {  # by kind of message; those that answer with a stream, too
+    "Join": [f"{RENDEZVOUS}Join"],
+    "Leave": [f"{RENDEZVOUS}Leave"],
+    "Status": [f"{RENDEZVOUS}Status"],
+    "Snapshot": ["/shardnet.v1.Stats/Snapshot"],
+    "Check": ["/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"],
+    "Chunk": [f"{MESH}Push"],
+}
+STREAMS = {"Join", "Watch"}
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_requests(nursery: Nursery, count: int) -> None:
+    """To all that grpcio serves, of a worker that is in the middle of collectives and of its rendezvous."""
+    with at_work(nursery) as (workers, server, address), scenario("mutated requests", SEED, kept=count > SHORT) as figures:
+        told = ask(address, workers[0].address, random.Random(SEED), 50)  # what there is once, such as the first log line
+        processes = psutil.Process(workers[0].pid), psutil.Process(server)
+        before = [held(process) for process in processes]
+        told += ask(address, workers[0].address, random.Random(SEED + 1), count)
+        figures.repeats = count
+        figures.rss_delta_bytes = max(held(process) - bytes for process, bytes in zip(processes, before, strict=True))
+        print(Counter(code.name for code, _ in told))
+        assert [(code, text) for code, text in told if code not in ALLOWED] == []
+        assert [text for _, text in told if INTERNALS.search(text)] == []
+        assert sum(code is grpc.StatusCode.INVALID_ARGUMENT for code, _ in told) > count / 10
+        assert figures.rss_delta_bytes <= GROWTH_BYTES
+
+
+ALLOWED = {
+    grpc.StatusCode.OK,
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.NOT_FOUND,  # a service that health knows nothing of; a member that is none
+    grpc.StatusCode.DEADLINE_EXCEEDED,  # a stream that was opened, and says nothing for now
+    grpc.StatusCode.FAILED_PRECONDITION,  # this and the next two: a Join that can be read, and cannot be
+    grpc.StatusCode.ALREADY_EXISTS,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.UNIMPLEMENTED,  # a worker is no rendezvous
+}
+
+
+def ask(rendezvous: str, worker: str, rng: random.Random, count: int) -> list[tuple[grpc.StatusCode, str]]:
+    """The answers to so many mutated requests."""
+
+    async def one(channels: Sequence[grpc.aio.Channel], turn: asyncio.Semaphore) -> tuple[grpc.StatusCode, str]:
+        kind = rng.choice(list(METHODS))
+        method, message, channel = rng.choice(METHODS[kind]), mutated(rng, corpus(kind)), rng.choice(channels)
+        async with turn:
+            if kind == "Chunk":
+                push: grpc.aio.StreamUnaryMultiCallable[bytes, bytes] = channel.stream_unary(method)
+                return await outcome(push(iter([message]), timeout=REFUSAL_S))
+            if method.rpartition("/")[2] in STREAMS:
+                listen: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(method)
+                call = listen(message, timeout=0.2)
+                return await outcome(call.read(), call)
+            ask: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(method)
+            return await outcome(ask(message, timeout=REFUSAL_S))
+
+    async def outcome(answer: Awaitable[bytes], call: "grpc.aio.Call | None" = None) -> tuple[grpc.StatusCode, str]:
+        try:
+            await answer
+        except grpc.aio.AioRpcError as error:
+            return error.code(), error.details() or ""
+        finally:
+            if call is not None:
+                call.cancel()
+        return grpc.StatusCode.OK, ""
+
+    @on_shared_loop
+    async def run() -> None:
+        channels = [grpc.aio.insecure_channel(address) for address in (rendezvous, worker)]
+        turn = asyncio.Semaphore(AT_ONCE)
+        try:
+            answers.extend(await asyncio.gather(*(one(channels, turn) for _ in range(count))))
+        finally:
+            for channel in channels:
+                await channel.close()
+
+    answers: list[tuple[grpc.StatusCode, str]] = []
+    run()
+    return answers
+
+
+@pytest.mark.parametrize("count", [SHORT, pytest.param(2000, marks=pytest.mark.faults)])
+def test_openings(nursery: Nursery, count: int) -> None:
+    """Of mesh streams, frame for frame: none is let in, and all are shown the door."""
+    with at_work(nursery) as (workers, server, address), scenario("mutated openings", SEED, kept=count > SHORT) as figures:
+        said = list(openings())
+        for target in (workers[0].address, address):
+            knock(target, said, random.Random(SEED), 50)
+        processes = psutil.Process(workers[0].pid), psutil.Process(server)
+        before = [held(process) for process in processes]
+        answers = knock(workers[0].address, said, random.Random(SEED + 1), count // 2)
+        answers += knock(address, said, random.Random(SEED + 2), count // 2)
+        figures.repeats = count
+        figures.rss_delta_bytes = max(held(process) - bytes for process, bytes in zip(processes, before, strict=True))
+        assert [answer for answer in answers if INTERNALS.search(answer.decode(errors="replace"))] == []
+        assert figures.rss_delta_bytes <= GROWTH_BYTES
+
+
+def openings() -> Iterator[bytes]:
+    """What a worker says first, and a chunk behind it."""
+    for chunk in corpus("Chunk"):
+        codec = headers.HeaderCodec()
+        block = codec.encode(headers.request("localhost:1", PUSH, Hello("test", 1, 1, 0, "w-1", "a 1, b 2").metadata()))
+        message = b"\0" + len(chunk).to_bytes(4) + chunk
+        head = frames.frame(Type.HEADERS, Flags.END_HEADERS, 1, block)
+        yield OPENING + frames.window_update(0, 2**30) + head + frames.frame(Type.DATA, Flags.NONE, 1, message)
+
+
+def knock(address: str, said: Sequence[bytes], rng: random.Random, count: int) -> list[bytes]:
+    """The answers to so many mutated openings. Raises TimeoutError if a connection stays open."""
+
+    async def one(turn: asyncio.Semaphore) -> bytes:
+        opening = mutated(rng, said)
+        async with turn, asyncio.timeout(REFUSAL_S):
+            connection = await dial(Address.parse(address), Security())
+            answer = b""
+            try:
+                await connection.send_all(opening)
+                connection.finish()
+                while more := await connection.receive(65536):
+                    answer += more
+            except OSError:  # it did not listen to the end
+                pass
+            finally:
+                connection.close()
+            return answer
+
+    @on_shared_loop
+    async def run() -> None:
+        turn = asyncio.Semaphore(AT_ONCE)
+        answers.extend(await asyncio.gather(*(one(turn) for _ in range(count))))
+
+    answers: list[bytes] = []
+    run()
+    return answers
+
+
+@pytest.mark.parametrize("shared_memory", [False, True], ids=["network", "one node"])
+@pytest.mark.parametrize("count", [SHORT, pytest.param(2000, marks=pytest.mark.faults)])
+def test_chunks(count: int, shared_memory: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """On streams that were let in, each in the middle of a collective: it ends, well or with an error of ours, and a new mesh is as good
+    as ever. Half of them have a checksum that fits."""
+    rng = random.Random(SEED)
+
+    async def run() -> None:
+        async with AsyncExitStack() as stack:
+            ranks = await stack.enter_async_context(local_cluster(2, shared_memory=False))
+            await stack.enter_async_context(summing(ranks))
+            pair = await stack.enter_async_context(places())
+            for number in range(50):
+                await pair.suffer(rng, shared_memory=shared_memory)
+            before = held(psutil.Process())
+            for number in range(count):
+                await pair.suffer(rng, shared_memory=shared_memory)
+            figures.rss_delta_bytes = held(psutil.Process()) - before
+            print(pair.outcomes)
+
+    with scenario(f"mutated chunks {'in one node' if shared_memory else 'over a network'}", SEED, kept=count > SHORT) as figures:
+        figures.repeats = count
+        with heard_lines() as lines:
+            LoopThread.shared().run(run()).result(500.0)
+        assert [line.text for line in lines if INTERNALS.search(line.text)] == []
+        assert caplog.records == []  # of a task that nobody waited for, say
+        assert figures.rss_delta_bytes <= GROWTH_BYTES
+
+
+class Pair:
+    """Two ports, between which a mesh is formed again and again; rank 1 says things that make no sense."""
+
+    def __init__(self, services: Sequence[MeshService], members: Sequence[Member]) -> None:
+        self._services = services
+        self._members = tuple(members)
+        self._epoch = 0
+        self.outcomes = Counter[str]()
+
+    async def suffer(self, rng: random.Random, *, shared_memory: bool) -> None:
+        self._epoch += 1
+        meshes, topologies = [], [Topology(self._epoch, rank, self._members) for rank in range(2)]
+        for topology, service in zip(topologies, self._services, strict=True):
+            meshes.append(GrpcMesh("job", topology, service, Security(), TIMEOUTS, LIMITS, shared_memory=shared_memory))
+        starting = (ClusterBackend.start(m, t, timeouts=TIMEOUTS, limits=LIMITS) for m, t in zip(meshes, topologies, strict=True))
+        backends = await asyncio.gather(*starting)
+        try:
+            rows = rng.choice((4, 40_000))
+            forged = rng.random() < 0.5
+            frame = self._forged(rng) if forged else mutated(rng, corpus("Chunk"))
+            handle = backends[0].all_reduce(torch.ones(rows), timeout_s=0.5)
+            with meshes[1]._outboxes[0]._open() as call:
+                call.send_now(frame)
+            results = await asyncio.gather(handle, backends[1].all_reduce(torch.ones(rows), timeout_s=0.5), return_exceptions=True)
+            for result in results:
+                self.outcomes[type(result).__name__] += 1
+                if isinstance(result, torch.Tensor):  # a member can spoil sums, but not by accident
+                    assert forged or torch.equal(result, torch.full((rows,), 2.0)), frame.hex()
+                else:
+                    assert isinstance(result, ShardnetError), (frame.hex(), traceback.format_exception(result))
+                    assert not INTERNALS.search(str(result)), (frame.hex(), result)
+        finally:
+            for backend in backends:
+                backend.abort()
+            await asyncio.gather(*(backend.aclose() for backend in backends))
+
+    def _forged(self, rng: random.Random) -> bytes:
+        """A chunk with a right checksum, of random content."""
+        group, sequence, block, offset = (rng.choice((0, 0, 1, 2**31)) for _ in range(4))
+        chunk = Chunk(rng.choice((self._epoch, self._epoch, self._epoch - 1)), group, sequence, block, offset)
+        chunk.data = rng.randbytes(rng.choice((0, 4, 16, 64)))
+        while chunk.control is None:
+            try:
+                chunk.control = mesh_pb2.Control.FromString(mutated(rng, corpus("Control")))
+            except DecodeError:
+                continue
+        return b"".join(encode(chunk))
+
+
+@asynccontextmanager
+async def places() -> AsyncIterator[Pair]:
+    async with AsyncExitStack() as stack:
+        services, members = [], []
+        for rank in range(2):
+            services.append(MeshService(TIMEOUTS, LIMITS))
+            endpoint = Endpoint("127.0.0.1:0", limits=LIMITS, timeouts=TIMEOUTS, snapshot=stats_pb2.SnapshotReply)
+            endpoint.add_mesh(services[-1])
+            await endpoint.start()
+            stack.push_async_callback(endpoint.aclose, 0)
+            members.append(Member(rank, rank, 0, endpoint.address, "node", f"w{rank}"))
+        yield Pair(services, members)
+
+
+@asynccontextmanager
+async def summing(ranks: Sequence[ClusterBackend]) -> AsyncIterator[None]:
+    """Collectives one after the other meanwhile, whose results are right."""
+    over = asyncio.Event()
+
+    async def run() -> None:
+        for number in count_up():
+            sums = await asyncio.gather(*(rank.all_reduce(torch.full((1000,), float(number))) for rank in ranks))
+            assert all(torch.equal(each, torch.full((1000,), 2.0 * number)) for each in sums)
+            if over.is_set():
+                return
+
+    running = asyncio.ensure_future(run())
+    try:
+        yield
+    finally:
+        over.set()
+        await running
+
+
+@contextmanager
+def at_work(nursery: Nursery) -> Iterator[tuple[list[Worker], int, str]]:
+    """Two workers in a stream of collectives, whose results they check; the pid of their rendezvous, and its address."""
+    with ExitStack() as stack:
+        server, address = stack.enter_context(rendezvous_process("127.0.0.1:0"))
+        workers = [stack.enter_context(Worker(nursery, address)) for _ in range(2)]
+        begin(workers, work="stream", seed=SEED, rows=100)
+        for worker in workers:
+            worker.hear("streaming")
+        yield workers, server.pid, address
+        for worker in workers:
+            worker.tell(stop=True)
+        left = [worker.hear("left", skip="streaming") for worker in workers]
+        assert [(each["error"], each["leaks"]) for each in left] == [(None, [])] * 2
+        assert server.poll() is None
+
+
+def held(process: psutil.Process) -> int:
+    """The memory that a process has when it is least busy."""
+    gc.collect()  # where it is this one
+    least = []
+    for _ in range(20):
+        least.append(process.memory_info().rss)
+        time.sleep(0.02)  # the length of the look
+    return min(least)
