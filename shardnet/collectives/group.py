@@ -266,6 +266,8 @@ class Group:
         del self._running[operation.sequence]
         operation.revoke()
         self._early.pop(operation.sequence, None)
+        if operation.error is None:
+            self.board.telemetry.count_stale(operation.unheard)
         call, flight, failed, end = operation.call, operation.flight, operation.error is not None, time.perf_counter_ns()
         start, sent, telemetry = flight.entered_ns, flight.bytes_sent, self.telemetry
         telemetry.record(flight.name, Track.COMMUNICATION, start, end, sent)
@@ -333,7 +335,8 @@ class Group:
         if begun is not None:
             self._answer(begun, source, chunk)
             return
-        self.board.stale_chunks += 1
+        if self.mail is None or chunk.size or chunk.control is None or not chunk.control.HasField("announcement"):
+            self.board.telemetry.count_stale()  # else it says where its sender was in a round: often no news any more
         if chunk.control is not None and chunk.control.HasField("abort"):
             self._take_back(chunk.sequence)
 

@@ -47,7 +47,6 @@ class Switchboard:
         self.watch = Watch(self, suspect_s)
         self.lost: dict[int, str] = {}  # global rank -> reason
         self._causes: dict[int, int] = {}  # global rank -> the one that it lost first; see [Note: the cause]
-        self.stale_chunks = 0
         self._lock = threading.Lock()  # over the next three: groups are made on any thread
         self._made: dict[tuple[int, ...], int] = {}  # how often a group of these members was made
         self._commons: dict[frozenset[int], Commons] = {}
@@ -156,7 +155,7 @@ class Switchboard:
         if chunk.control is not None and chunk.control.HasField("placed"):
             chunk.lent = InPlace(chunk.control.placed.size)
         if chunk.epoch != self.mesh.epoch:
-            self.stale_chunks += 1
+            self.telemetry.count_stale()
         elif chunk.control is not None and chunk.control.HasField("loss"):
             self._causes.setdefault(source, chunk.control.loss.rank)
         elif chunk.control is not None and chunk.control.HasField("goodbye"):

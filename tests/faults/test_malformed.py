@@ -26,27 +26,24 @@ from shardnet.config import Limits, Timeouts
 from shardnet.credentials import Security
 from shardnet.errors import ShardnetError
 from shardnet.loop import LoopThread
-from shardnet.pb import mesh_pb2, stats_pb2
+from shardnet.pb import mesh_pb2
 from shardnet.testing import local_cluster
-from shardnet.topology import Member, Topology
 from shardnet.transport.dialing import dial
-from shardnet.transport.endpoint import Endpoint
-from shardnet.transport.grpc_mesh import GrpcMesh
 from shardnet.transport.hello import Hello
 from shardnet.transport.http2 import OPENING, frames, headers
 from shardnet.transport.http2.frames import Flags, Type
-from shardnet.transport.mesh_service import MeshService
 from shardnet.transport.outbox import PUSH
 from shardnet.wire import Chunk, encode
 from tests.faults.ledger import scenario
 from tests.faults.log_lines import heard_lines
 from tests.faults.mutation import corpus, mutated
+from tests.faults.ports import Ports, dissolve, mesh_of, ports
 from tests.rendezvous.process import rendezvous_process
 from tests.shared_loop import on_shared_loop
 from tests.training.workers import Nursery, Worker, begin
 
 SEED = 20_261_124
-SHORT = 200  # messages, in `make test`
+SHORT = 100  # messages, in `make test`
 COUNTS = [SHORT, pytest.param(5000, marks=pytest.mark.faults)]
 AT_ONCE = 32
 TIMEOUTS, LIMITS = Timeouts.for_tests(), Limits(window_bytes=2**20, chunk_bytes=2**16, letter_bytes=2**12)
@@ -75,7 +72,7 @@ def test_requests(nursery: Nursery, count: int) -> None:
         before = [held(process) for process in processes]
         told += ask(address, workers[0].address, random.Random(SEED + 1), count)
         figures.repeats = count
-        figures.rss_delta_bytes = max(held(process) - bytes for process, bytes in zip(processes, before, strict=True))
+        figures.rss_delta_bytes = max(held(process) - then for process, then in zip(processes, before, strict=True))
         print(Counter(code.name for code, _ in told))
         assert [(code, text) for code, text in told if code not in ALLOWED] == []
         assert [text for _, text in told if INTERNALS.search(text)] == []
@@ -149,7 +146,7 @@ def test_openings(nursery: Nursery, count: int) -> None:
         answers = knock(workers[0].address, said, random.Random(SEED + 1), count // 2)
         answers += knock(address, said, random.Random(SEED + 2), count // 2)
         figures.repeats = count
-        figures.rss_delta_bytes = max(held(process) - bytes for process, bytes in zip(processes, before, strict=True))
+        figures.rss_delta_bytes = max(held(process) - then for process, then in zip(processes, before, strict=True))
         assert [answer for answer in answers if INTERNALS.search(answer.decode(errors="replace"))] == []
         assert figures.rss_delta_bytes <= GROWTH_BYTES
 
@@ -198,91 +195,63 @@ def knock(address: str, said: Sequence[bytes], rng: random.Random, count: int) -
 def test_chunks(count: int, shared_memory: bool, caplog: pytest.LogCaptureFixture) -> None:
     """On streams that were let in, each in the middle of a collective: it ends, well or with an error of ours, and a new mesh is as good
     as ever. Half of them have a checksum that fits."""
-    rng = random.Random(SEED)
+    rng, outcomes = random.Random(SEED), Counter[str]()
 
     async def run() -> None:
         async with AsyncExitStack() as stack:
             ranks = await stack.enter_async_context(local_cluster(2, shared_memory=False))
             await stack.enter_async_context(summing(ranks))
-            pair = await stack.enter_async_context(places())
-            for number in range(50):
-                await pair.suffer(rng, shared_memory=shared_memory)
+            pair = await stack.enter_async_context(ports(2, one_node=True, timeouts=TIMEOUTS, limits=LIMITS))
+            for _ in range(50):
+                await suffer(pair, rng, shared_memory=shared_memory)
             before = held(psutil.Process())
-            for number in range(count):
-                await pair.suffer(rng, shared_memory=shared_memory)
+            for _ in range(count):
+                outcomes.update(await suffer(pair, rng, shared_memory=shared_memory))
             figures.rss_delta_bytes = held(psutil.Process()) - before
-            print(pair.outcomes)
 
     with scenario(f"mutated chunks {'in one node' if shared_memory else 'over a network'}", SEED, kept=count > SHORT) as figures:
         figures.repeats = count
         with heard_lines() as lines:
             LoopThread.shared().run(run()).result(500.0)
+        print(outcomes)
+        assert outcomes["PeerLost"] > count / 4
         assert [line.text for line in lines if INTERNALS.search(line.text)] == []
         assert caplog.records == []  # of a task that nobody waited for, say
         assert figures.rss_delta_bytes <= GROWTH_BYTES
 
 
-class Pair:
-    """Two ports, between which a mesh is formed again and again; rank 1 says things that make no sense."""
+async def suffer(pair: Ports, rng: random.Random, *, shared_memory: bool) -> list[str]:
+    """Form a mesh of two, have rank 1 say something that makes no sense, and dissolve it; what became of what was under way."""
+    ranks = await pair.form(shared_memory=shared_memory)
+    rows, is_forged = rng.choice((4, 40_000)), rng.random() < 0.5
+    frame = forged(rng, pair.epoch) if is_forged else mutated(rng, corpus("Chunk"))
+    try:
+        handle = ranks[0].all_reduce(torch.ones(rows), timeout_s=0.5)
+        with mesh_of(ranks[1])._outboxes[0]._open() as call:
+            call.send_now(frame)
+        results = await asyncio.gather(handle, ranks[1].all_reduce(torch.ones(rows), timeout_s=0.5), return_exceptions=True)
+    finally:
+        await dissolve(ranks)
+    for result in results:
+        if isinstance(result, torch.Tensor):  # a member can spoil sums, but not by accident
+            assert is_forged or torch.equal(result, torch.full((rows,), 2.0)), frame.hex()
+        else:
+            assert isinstance(result, ShardnetError), (frame.hex(), traceback.format_exception(result))
+            assert not INTERNALS.search(str(result)), (frame.hex(), result)
+    return [type(result).__name__ for result in results]
 
-    def __init__(self, services: Sequence[MeshService], members: Sequence[Member]) -> None:
-        self._services = services
-        self._members = tuple(members)
-        self._epoch = 0
-        self.outcomes = Counter[str]()
 
-    async def suffer(self, rng: random.Random, *, shared_memory: bool) -> None:
-        self._epoch += 1
-        meshes, topologies = [], [Topology(self._epoch, rank, self._members) for rank in range(2)]
-        for topology, service in zip(topologies, self._services, strict=True):
-            meshes.append(GrpcMesh("job", topology, service, Security(), TIMEOUTS, LIMITS, shared_memory=shared_memory))
-        starting = (ClusterBackend.start(m, t, timeouts=TIMEOUTS, limits=LIMITS) for m, t in zip(meshes, topologies, strict=True))
-        backends = await asyncio.gather(*starting)
+def forged(rng: random.Random, epoch: int) -> bytes:
+    """A chunk with a right checksum, of random content."""
+    group, sequence, block, offset = (rng.choice((0, 0, 1, 2**31)) for _ in range(4))
+    chunk = Chunk(rng.choice((epoch, epoch, epoch - 1)), group, sequence, block, offset)
+    chunk.data = rng.randbytes(rng.choice((0, 4, 16, 64)))
+    while chunk.control is None:
         try:
-            rows = rng.choice((4, 40_000))
-            forged = rng.random() < 0.5
-            frame = self._forged(rng) if forged else mutated(rng, corpus("Chunk"))
-            handle = backends[0].all_reduce(torch.ones(rows), timeout_s=0.5)
-            with meshes[1]._outboxes[0]._open() as call:
-                call.send_now(frame)
-            results = await asyncio.gather(handle, backends[1].all_reduce(torch.ones(rows), timeout_s=0.5), return_exceptions=True)
-            for result in results:
-                self.outcomes[type(result).__name__] += 1
-                if isinstance(result, torch.Tensor):  # a member can spoil sums, but not by accident
-                    assert forged or torch.equal(result, torch.full((rows,), 2.0)), frame.hex()
-                else:
-                    assert isinstance(result, ShardnetError), (frame.hex(), traceback.format_exception(result))
-                    assert not INTERNALS.search(str(result)), (frame.hex(), result)
-        finally:
-            for backend in backends:
-                backend.abort()
-            await asyncio.gather(*(backend.aclose() for backend in backends))
-
-    def _forged(self, rng: random.Random) -> bytes:
-        """A chunk with a right checksum, of random content."""
-        group, sequence, block, offset = (rng.choice((0, 0, 1, 2**31)) for _ in range(4))
-        chunk = Chunk(rng.choice((self._epoch, self._epoch, self._epoch - 1)), group, sequence, block, offset)
-        chunk.data = rng.randbytes(rng.choice((0, 4, 16, 64)))
-        while chunk.control is None:
-            try:
-                chunk.control = mesh_pb2.Control.FromString(mutated(rng, corpus("Control")))
-            except DecodeError:
-                continue
-        return b"".join(encode(chunk))
-
-
-@asynccontextmanager
-async def places() -> AsyncIterator[Pair]:
-    async with AsyncExitStack() as stack:
-        services, members = [], []
-        for rank in range(2):
-            services.append(MeshService(TIMEOUTS, LIMITS))
-            endpoint = Endpoint("127.0.0.1:0", limits=LIMITS, timeouts=TIMEOUTS, snapshot=stats_pb2.SnapshotReply)
-            endpoint.add_mesh(services[-1])
-            await endpoint.start()
-            stack.push_async_callback(endpoint.aclose, 0)
-            members.append(Member(rank, rank, 0, endpoint.address, "node", f"w{rank}"))
-        yield Pair(services, members)
+            chunk.control = mesh_pb2.Control.FromString(mutated(rng, corpus("Control")))
+        except DecodeError:
+            continue
+    return b"".join(encode(chunk))
 
 
 @asynccontextmanager
