@@ -31,7 +31,7 @@ SHORT = 40
 RANKS = 3
 TIMEOUTS = Timeouts(connect_s=10.0, join_s=20.0, suspect_s=2.0, lost_s=4.0, collective_s=0.5, drain_s=1.0)
 LIMITS = Limits(chunk_bytes=4 * KIB, eager_bytes=2 * KIB, window_bytes=16 * KIB, letter_bytes=0)
-GROUPS = ((0, 1, 2), (0, 2))
+GROUPS: tuple[tuple[int, ...], ...] = ((0, 1, 2), (0, 2))
 PATIENCE_S = 550.0
 Results = list[list[object]]
 

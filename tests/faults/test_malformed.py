@@ -109,7 +109,7 @@ def ask(rendezvous: str, worker: str, rng: random.Random, count: int) -> list[tu
             ask: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(method)
             return await outcome(ask(message, timeout=REFUSAL_S))
 
-    async def outcome(answer: Awaitable[bytes], call: "grpc.aio.Call | None" = None) -> tuple[grpc.StatusCode, str]:
+    async def outcome(answer: Awaitable[object], call: "grpc.aio.Call | None" = None) -> tuple[grpc.StatusCode, str]:
         try:
             await answer
         except grpc.aio.AioRpcError as error:

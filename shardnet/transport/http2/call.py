@@ -19,7 +19,8 @@ STREAM = 1  # the only one
 _FRAME_BYTES = 16 * MIB - 1
 _COPY_BYTES = 32 * KIB  # a message up to this size is copied and sent in passing; a larger one lends its buffer
 _REQUEST_BYTES = 64 * KIB  # that a caller may say before somebody wants its messages; pings while it waits included
-_READS = 8  # at a time, then others get their turn
+_READS = 8  # at a time, or as many as bring so many messages; then others get their turn
+_MESSAGES = 64
 
 # What the caller says first, byte for byte: the callee knows by it that no grpcio is calling (transport/front_door.py).
 OPENING = frames.PREFACE + frames.settings(
@@ -187,8 +188,9 @@ class Call:
     # --- the socket
 
     def _readable(self) -> None:
+        enough = self._messages.count + _MESSAGES
         for _ in range(_READS):
-            if self._failure is not None or not self._read():
+            if self._failure is not None or not self._read() or self._messages.count >= enough:
                 break
         if self._failure is None and self._connection.has_input:
             self._loop.call_soon(self._readable)
