@@ -23,14 +23,14 @@ MOST = 400_000  # chunks, if nobody stops it
 def flood(backend: ClusterBackend, kind: str, rounds: int) -> dict[str, float]:
     """`kind` is what the chunks are for: a group that nobody has made, collectives to come, or one that is over."""
     pair = backend.subgroup((0, 1)) if backend.rank < 2 else None
-    backend.barrier().wait(10.0)
+    backend.barrier(timeout_s=120.0).wait(120.0)
     if pair is None:
-        backend.barrier().wait(10.0)
+        backend.barrier(timeout_s=120.0).wait(120.0)
         sent, took_s = LoopThread.shared().run(_pour(backend, kind)).result(40.0)
         return {"sent": sent, "took_s": took_s}
     _latencies(pair, 500)
     before_s, before = _latencies(pair, rounds), psutil.Process().memory_info().rss
-    backend.barrier().wait(10.0)
+    backend.barrier(timeout_s=120.0).wait(120.0)
     flooded_s = _latencies(pair, rounds)
     after_s = _latencies(pair, rounds)
     grown = psutil.Process().memory_info().rss - before

@@ -10,9 +10,8 @@ import re
 import time
 import traceback
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
-from itertools import count as count_up
+from collections.abc import Awaitable, Iterator, Sequence
+from contextlib import AsyncExitStack
 
 import grpc
 import psutil
@@ -21,7 +20,6 @@ import torch
 from google.protobuf.message import DecodeError
 
 from shardnet.address import Address
-from shardnet.backend.cluster import ClusterBackend
 from shardnet.config import Limits, Timeouts
 from shardnet.credentials import Security
 from shardnet.errors import ShardnetError
@@ -34,13 +32,14 @@ from shardnet.transport.http2 import OPENING, frames, headers
 from shardnet.transport.http2.frames import Flags, Type
 from shardnet.transport.outbox import PUSH
 from shardnet.wire import Chunk, encode
+from tests.faults.at_work import at_work
 from tests.faults.ledger import scenario
 from tests.faults.log_lines import heard_lines
 from tests.faults.mutation import corpus, mutated
 from tests.faults.ports import Ports, dissolve, mesh_of, ports
-from tests.rendezvous.process import rendezvous_process
+from tests.faults.summing import summing
 from tests.shared_loop import on_shared_loop
-from tests.training.workers import Nursery, Worker, begin
+from tests.training.workers import Nursery
 
 SEED = 20_261_124
 SHORT = 100  # messages, in `make test`
@@ -66,11 +65,11 @@ STREAMS = {"Join", "Watch"}
 @pytest.mark.parametrize("count", COUNTS)
 def test_requests(nursery: Nursery, count: int) -> None:
     """To all that grpcio serves, of a worker that is in the middle of collectives and of its rendezvous."""
-    with at_work(nursery) as (workers, server, address), scenario("mutated requests", SEED, kept=count > SHORT) as figures:
-        told = ask(address, workers[0].address, random.Random(SEED), 50)  # what there is once, such as the first log line
-        processes = psutil.Process(workers[0].pid), psutil.Process(server)
+    with at_work(nursery) as work, scenario("mutated requests", SEED, kept=count > SHORT) as figures:
+        told = ask(work.rendezvous, work.workers[0].address, random.Random(SEED), 50)  # what there is once, such as the first log line
+        processes = [psutil.Process(pid) for pid in work.processes]
         before = [held(process) for process in processes]
-        told += ask(address, workers[0].address, random.Random(SEED + 1), count)
+        told += ask(work.rendezvous, work.workers[0].address, random.Random(SEED + 1), count)
         figures.repeats = count
         figures.rss_delta_bytes = max(held(process) - then for process, then in zip(processes, before, strict=True))
         print(Counter(code.name for code, _ in told))
@@ -137,14 +136,14 @@ def ask(rendezvous: str, worker: str, rng: random.Random, count: int) -> list[tu
 @pytest.mark.parametrize("count", [SHORT, pytest.param(2000, marks=pytest.mark.faults)])
 def test_openings(nursery: Nursery, count: int) -> None:
     """Of mesh streams, frame for frame: none is let in, and all are shown the door."""
-    with at_work(nursery) as (workers, server, address), scenario("mutated openings", SEED, kept=count > SHORT) as figures:
+    with at_work(nursery) as work, scenario("mutated openings", SEED, kept=count > SHORT) as figures:
         said = list(openings())
-        for target in (workers[0].address, address):
+        for target in (work.workers[0].address, work.rendezvous):
             knock(target, said, random.Random(SEED), 50)
-        processes = psutil.Process(workers[0].pid), psutil.Process(server)
+        processes = [psutil.Process(pid) for pid in work.processes]
         before = [held(process) for process in processes]
-        answers = knock(workers[0].address, said, random.Random(SEED + 1), count // 2)
-        answers += knock(address, said, random.Random(SEED + 2), count // 2)
+        answers = knock(work.workers[0].address, said, random.Random(SEED + 1), count // 2)
+        answers += knock(work.rendezvous, said, random.Random(SEED + 2), count // 2)
         figures.repeats = count
         figures.rss_delta_bytes = max(held(process) - then for process, then in zip(processes, before, strict=True))
         assert [answer for answer in answers if INTERNALS.search(answer.decode(errors="replace"))] == []
@@ -252,43 +251,6 @@ def forged(rng: random.Random, epoch: int) -> bytes:
         except DecodeError:
             continue
     return b"".join(encode(chunk))
-
-
-@asynccontextmanager
-async def summing(ranks: Sequence[ClusterBackend]) -> AsyncIterator[None]:
-    """Collectives one after the other meanwhile, whose results are right."""
-    over = asyncio.Event()
-
-    async def run() -> None:
-        for number in count_up():
-            sums = await asyncio.gather(*(rank.all_reduce(torch.full((1000,), float(number))) for rank in ranks))
-            assert all(torch.equal(each, torch.full((1000,), 2.0 * number)) for each in sums)
-            if over.is_set():
-                return
-
-    running = asyncio.ensure_future(run())
-    try:
-        yield
-    finally:
-        over.set()
-        await running
-
-
-@contextmanager
-def at_work(nursery: Nursery) -> Iterator[tuple[list[Worker], int, str]]:
-    """Two workers in a stream of collectives, whose results they check; the pid of their rendezvous, and its address."""
-    with ExitStack() as stack:
-        server, address = stack.enter_context(rendezvous_process("127.0.0.1:0"))
-        workers = [stack.enter_context(Worker(nursery, address)) for _ in range(2)]
-        begin(workers, work="stream", seed=SEED, rows=100)
-        for worker in workers:
-            worker.hear("streaming")
-        yield workers, server.pid, address
-        for worker in workers:
-            worker.tell(stop=True)
-        left = [worker.hear("left", skip="streaming") for worker in workers]
-        assert [(each["error"], each["leaks"]) for each in left] == [(None, [])] * 2
-        assert server.poll() is None
 
 
 def held(process: psutil.Process) -> int:
