@@ -88,7 +88,7 @@ class MeshService:
             metadata = await _request(call)
         mesh, hello = await self._admit(metadata, address, identity)
         with mesh.connected(hello.source):
-            call.deliver(lambda message: mesh.receive(hello.source, decode(message)))
+            call.deliver(lambda message: mesh.receive(hello.source, decode(message, sealed=call.wants_checksums)))
             call.send_headers(reply((ACCEPTED,)))
             try:
                 await call.ended()
@@ -106,7 +106,7 @@ class MeshService:
                 await context.send_initial_metadata((ACCEPTED,))
                 try:
                     async for frame in frames:
-                        mesh.receive(hello.source, decode(frame))
+                        mesh.receive(hello.source, decode(frame, sealed=caller() is None))
                 except ProtocolError as error:
                     _break_off(mesh, hello.source, error)
         except _Refused as refusal:

@@ -149,6 +149,11 @@ class Call:
         await self._until(lambda: self._state.ended)
 
     @property
+    def wants_checksums(self) -> bool:
+        """Whether what a message carries may arrive damaged."""
+        return not self._connection.is_tamper_proof
+
+    @property
     def signs_of_life(self) -> int:
         """Grows by whatever comes, and with what the peer's system acknowledges of messages: over a slow link megabytes may be
         on their way before a ping and its answer. Not with what it acknowledges of pings, as that of a frozen peer would."""
