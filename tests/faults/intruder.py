@@ -30,18 +30,6 @@ def as_myself(*pids: str) -> int:
     return len(found) > 0
 
 
-def squat() -> int:
-    """Take names that one could think of, with files that cannot be written and with links that lead elsewhere."""
-    os.setgid(NOBODY)
-    os.setuid(NOBODY)
-    for name in ("shardnet", "shardnet-window", "shardnet-segment", "shardnet-mailbox"):
-        for folder in ("/dev/shm", "/tmp"):
-            with suppress(FileExistsError):
-                os.symlink("/etc/passwd", f"{folder}/{name}.link")  # noqa: PTH211 - nothing that could be followed
-                Path(folder, name).touch(0o400)
-    return 0
-
-
 def _read(pid: str) -> Iterator[tuple[str, int]]:
     """What could be read, and how many bytes."""
     process = Path("/proc", pid)

@@ -128,3 +128,4 @@ async def until_back(figures: Scenario, held: Callable[[], int], before: int, la
         assert time.monotonic() <= last_s + BACK_S, f"{held()} descriptors, {before} before"
         await asyncio.sleep(0.05)
     figures.resumed_s.append(time.monotonic() - last_s)
+    assert figures.resumed_s[-1] <= BACK_S
