@@ -91,6 +91,7 @@ class Telemetry:
     flights: FlightRecorder = field(default_factory=FlightRecorder)
     bytes_sent: int = 0
     bytes_received: int = 0
+    stale_chunks: int = 0  # that changed nothing: of another epoch, of a collective that had ended, or announcing one once more
     exposed_ns: int = 0  # total time the training thread waited for communication
     started_ns: int = field(default_factory=time.perf_counter_ns)
     epoch_offset_ns: int = field(default_factory=lambda: time.time_ns() - time.perf_counter_ns())
@@ -166,6 +167,10 @@ class Telemetry:
         with self._lock:
             self.bytes_sent += sent
             self.bytes_received += received
+
+    def count_stale(self, chunks: int = 1) -> None:
+        with self._lock:
+            self.stale_chunks += chunks
 
     def spans(self) -> list[Span]:
         """A copy of the spans kept so far, in order of their end."""

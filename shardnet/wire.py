@@ -8,7 +8,9 @@ any protobuf library writes for the message, and what another library wrote in a
 (tests/test_wire.py proves both).
 
 The checksum is CRC-32C over fields 1 to 5 and everything behind field 6: a flipped bit in an offset is as bad as one
-in the data. CRC-32C because processors compute it: 24 GB/s here, where zlib.crc32 makes 3.7.
+in the data. CRC-32C because processors compute it: 24 GB/s here, where zlib.crc32 makes 3.7. Under TLS, whose own sum
+nobody can forge, it is 0, and not looked at: both ends know from their connection. A ring passes on what came as it came,
+so a frame without a checksum gets one where it is to leave over a connection that wants it.
 """
 
 import struct
@@ -27,6 +29,7 @@ Buffer = bytes | bytearray | memoryview
 # tag and value of: epoch fixed32, group fixed64, sequence fixed64, block fixed32, offset fixed64, crc32c fixed32
 _HEAD: Final = struct.Struct("<BIBQBQBIBQBI")
 _TAGS: Final = (0x0D, 0x11, 0x19, 0x25, 0x29, 0x35)
+_CHECKSUM_BYTES: Final = 4  # with which the head ends
 _CONTROL_TAG: Final = 0x3A
 _PADDING_TAG: Final = 0x42
 _DATA_TAG: Final = 0x7A
@@ -85,9 +88,12 @@ class Chunk:
         return len(self.data) if self.lent is None else self.lent.size
 
 
-def encode(chunk: Chunk) -> tuple[Buffer, ...]:
-    """The chunk in canonical layout, as buffers that are to be sent one behind the other; the payload is not copied."""
-    if chunk.frame is not None:
+def encode(chunk: Chunk, *, sealed: bool = True) -> tuple[Buffer, ...]:
+    """The chunk in canonical layout, as buffers that are to be sent one behind the other; the payload is not copied.
+
+    sealed  with a checksum
+    """
+    if chunk.frame is not None and not (sealed and _is_open(chunk.frame)):
         return (chunk.frame,)
     behind = b"" if chunk.control is None else _field(_CONTROL_TAG, chunk.control.SerializeToString())
     data = memoryview(chunk.data).cast("B") if len(chunk.data) else _EMPTY
@@ -95,12 +101,12 @@ def encode(chunk: Chunk) -> tuple[Buffer, ...]:
         start = _data_start(data)
         unaligned = _HEAD.size + len(behind) + 2 + len(start)  # with a padding field that is empty
         behind += _field(_PADDING_TAG, bytes(-unaligned % _ALIGNMENT)) + start
-    return _seal(chunk, behind, data)
+    return _join(chunk, behind, data, sealed)
 
 
-def _seal(chunk: Chunk, behind: bytes, data: memoryview) -> tuple[bytes, memoryview]:
-    """Head, with the checksum, and what follows it, then the data."""
-    checksum = crc32c(data, crc32c(behind, crc32c(_checked(chunk))))
+def _join(chunk: Chunk, behind: bytes, data: memoryview, sealed: bool) -> tuple[bytes, memoryview]:
+    """Head, with the checksum if it is sealed, and what follows it, then the data."""
+    checksum = crc32c(data, crc32c(behind, crc32c(_checked(chunk)))) if sealed else 0
     epoch, group, sequence, block, offset, crc = _TAGS
     head = _HEAD.pack(
         epoch, chunk.epoch, group, chunk.group, sequence, chunk.sequence, block, chunk.block, offset, chunk.offset, crc, checksum
@@ -108,17 +114,22 @@ def _seal(chunk: Chunk, behind: bytes, data: memoryview) -> tuple[bytes, memoryv
     return head + behind, data
 
 
-def decode(frame: Buffer) -> Chunk:
-    """The chunk in these bytes; its data is a view of them. Raises ProtocolError if they are damaged or malformed."""
+def _is_open(frame: Buffer) -> bool:
+    """Whether a canonical frame has no checksum; one in four billion has 0 for one, and is made anew for nothing."""
+    return not any(frame[_HEAD.size - _CHECKSUM_BYTES : _HEAD.size])
+
+
+def decode(frame: Buffer, *, sealed: bool = True) -> Chunk:
+    """The chunk in these bytes; its data is a view of them. Raises ProtocolError if they are malformed or, if sealed, damaged."""
     if len(frame) >= _HEAD.size:
         fields = _HEAD.unpack_from(frame)
         if fields[::2] == _TAGS:
             _, epoch, _, group, _, sequence, _, block, _, offset, _, checksum = fields
             chunk = Chunk(epoch, group, sequence, block, offset, frame=frame)
-            if crc32c(memoryview(frame)[_HEAD.size :], crc32c(_checked(chunk))) == checksum:
+            if not sealed or crc32c(memoryview(frame)[_HEAD.size :], crc32c(_checked(chunk))) == checksum:
                 _read_behind(frame, chunk)
                 return chunk
-    return _decode_any(frame)
+    return _decode_any(frame, sealed)
 
 
 def _read_behind(frame: Buffer, chunk: Chunk) -> None:
@@ -144,7 +155,7 @@ def _read_behind(frame: Buffer, chunk: Chunk) -> None:
         chunk.data = memoryview(frame)[at:]
 
 
-def _decode_any(frame: Buffer) -> Chunk:
+def _decode_any(frame: Buffer, sealed: bool) -> Chunk:
     """Read what another protobuf library wrote in another order, or find out that it is damaged."""
     message = mesh_pb2.Chunk()
     try:
@@ -156,11 +167,11 @@ def _decode_any(frame: Buffer) -> Chunk:
     behind = _field(_CONTROL_TAG, message.control.SerializeToString()) if message.HasField("control") else b""
     if message.HasField("padding"):
         behind += _field(_PADDING_TAG, message.padding)
-    canonical = b"".join(_seal(chunk, behind + _data_start(data) if data else behind, data))
-    if _HEAD.unpack_from(canonical)[-1] != message.crc32c:
+    canonical = b"".join(_join(chunk, behind + _data_start(data) if data else behind, data, sealed))
+    if sealed and _HEAD.unpack_from(canonical)[-1] != message.crc32c:
         place = f"group {message.group:#x} #{message.sequence} block {message.block} offset {message.offset}"
         raise ProtocolError(f"checksum of a chunk of {len(frame)} bytes does not match ({place})")
-    return decode(canonical)
+    return decode(canonical, sealed=sealed)
 
 
 def _checked(chunk: Chunk) -> bytes:

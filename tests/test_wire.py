@@ -251,6 +251,33 @@ def test_what_came_is_passed_on_as_it_came() -> None:
     assert wire.encode(decode(frame)) == (frame,)
 
 
+@settings(deadline=None)
+@given(chunks)
+def test_under_tls_there_is_no_checksum_and_nobody_looks(chunk: Chunk) -> None:
+    opened = b"".join(wire.encode(chunk, sealed=False))
+    assert opened[HEAD_BYTES - 4 : HEAD_BYTES] == bytes(4)
+    assert_equal(decode(opened, sealed=False), chunk)
+    assert_equal(decode(encode(chunk), sealed=False), chunk)
+    with pytest.raises(ProtocolError, match="checksum"):
+        decode(opened)
+
+
+def test_another_order_is_read_without_a_checksum_too() -> None:
+    message = message_of(sample(b"payload"))
+    message.ClearField("crc32c")
+    assert_equal(decode(message.SerializeToString(), sealed=False), sample(b"payload"))
+
+
+def test_what_came_without_a_checksum_gets_one_where_it_needs_one() -> None:
+    """A ring whose links are not all alike."""
+    came = decode(b"".join(wire.encode(sample(), sealed=False)), sealed=False)
+    assert came.frame is not None
+    assert wire.encode(came, sealed=False) == (came.frame,)
+    assert b"".join(wire.encode(came)) == encode(sample())
+    sealed = decode(encode(sample()))
+    assert wire.encode(sealed, sealed=False) == (sealed.frame,)
+
+
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
 def test_any_buffer_can_be_sent(kind: type[Buffer]) -> None:
     assert encode(sample(kind(b"abcd"))) == encode(sample(b"abcd"))

@@ -45,6 +45,7 @@ class Stats:
     collectives: dict[str, OpCounter]
     bytes_sent: int
     bytes_received: int
+    stale_chunks: int  # that came and were dropped
     resident_bytes: int
     memory_peers: tuple[int, ...]  # ranks to which it sends through shared memory
     borrowers: tuple[int, ...]  # those of them that read what it sends where it is, so that nothing is copied in between
@@ -147,6 +148,7 @@ def read_stats(reply: stats_pb2.SnapshotReply) -> Stats:
         collectives={c.op: OpCounter(c.count, c.failed, c.bytes, c.seconds, c.waited_s) for c in reply.collectives},
         bytes_sent=reply.bytes_sent,
         bytes_received=reply.bytes_received,
+        stale_chunks=reply.stale_chunks,
         resident_bytes=reply.resident_bytes,
         memory_peers=tuple(reply.memory_peers),
         borrowers=tuple(reply.borrowers),

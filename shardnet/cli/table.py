@@ -64,7 +64,7 @@ def _job(job: JobView) -> str:
 def _workers(workers: Iterable[WorkerView]) -> str:
     workers = list(workers)
     text = grid(_WORKER_HEAD, [_worker(worker, _late(worker, workers)) for worker in workers], _WORDS)
-    return "\n".join([f"{text}\n{_COPIED_WORDS}" if _COPIED in text else text, *_stuck(workers)])
+    return "\n".join([f"{text}\n{_COPIED_WORDS}" if _COPIED in text else text, *_stuck(workers), *_stale(workers)])
 
 
 def _stuck(workers: Iterable[WorkerView]) -> list[str]:
@@ -79,6 +79,16 @@ def _stuck(workers: Iterable[WorkerView]) -> list[str]:
         verb = f"ranks {ranks} wait" if len(who) > 1 else f"rank {ranks} waits"
         lines.append(f"{verb} {max(seconds for _, seconds in who):.1f} s in {collective} for {'; '.join(map(str, absent))}")
     return lines
+
+
+def _stale(workers: Iterable[WorkerView]) -> list[str]:
+    """Who has dropped data that came too late, or was not for it: some after each failed collective; many, time and again, say that
+    something repeats what it has heard."""
+    return [
+        f"rank {worker.rank} has dropped {worker.stats.stale_chunks} chunks of collectives or epochs that were over"
+        for worker in workers
+        if worker.stats is not None and worker.stats.stale_chunks
+    ]
 
 
 def _routing(workers: Iterable[WorkerView]) -> str:

@@ -8,8 +8,8 @@ next one is unaffected, and what arrives late for it is recognised by its number
 
 Data goes only to a peer that has announced, except for collectives of at most `Limits.eager_bytes` a peer in which
 every rank waits for every other: those are sent at once and may arrive before the call. So a rank never holds more
-than max_outstanding × eager_bytes a peer for collectives that it has not entered yet. What is lent stays with its lender, so word
-of it may come early, too.
+than max_outstanding × eager_bytes a peer for collectives that it has not entered yet; a peer that sends more is cut off (early.py). What
+is lent stays with its lender, so word of it may come early, too.
 """
 
 import asyncio
@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from shardnet.collectives import verdict
 from shardnet.collectives.commons import Commons
+from shardnet.collectives.early import Early
 from shardnet.collectives.mail import Mail, Round, Share
 from shardnet.collectives.operation import Algorithm, Call, Operation
 from shardnet.collectives.roll_call import RollCall
@@ -65,7 +66,7 @@ class Group:
         self._last_signature = ""  # of the one entered last
         self._running: dict[int, Operation] = {}
         self._queued: deque[Operation] = deque()
-        self._early: dict[int, list[tuple[int, Chunk]]] = {}
+        self._early = Early(board.limits)  # by sequence number, of ranks of the group
         self.roll_call = RollCall(self)
 
     @property
@@ -170,7 +171,7 @@ class Group:
     def _inspect(self, begun: Round) -> None:
         """What has come for a round before it began, and whether it can end."""
         with self._lock:
-            early = self._early.pop(begun.sequence, ())
+            early = self._early.take(begun.sequence)
         for source, chunk in early:
             self._answer(begun, source, chunk)
         try:
@@ -258,14 +259,16 @@ class Group:
 
     def _replay(self, operation: Operation) -> None:
         operation.ready = True
-        for source, chunk in self._early.pop(operation.sequence, ()):
+        for source, chunk in self._early.take(operation.sequence):
             if operation.sequence in self._running:
                 self._deliver(operation, source, chunk)
 
     def _finish(self, operation: Operation) -> None:
         del self._running[operation.sequence]
         operation.revoke()
-        self._early.pop(operation.sequence, None)
+        self._early.take(operation.sequence)
+        if operation.error is None:
+            self.board.telemetry.count_stale(operation.unheard)
         call, flight, failed, end = operation.call, operation.flight, operation.error is not None, time.perf_counter_ns()
         start, sent, telemetry = flight.entered_ns, flight.bytes_sent, self.telemetry
         telemetry.record(flight.name, Track.COMMUNICATION, start, end, sent)
@@ -319,7 +322,7 @@ class Group:
             if operation.ready:
                 self._deliver(operation, source, chunk)
             else:
-                self._keep(source, chunk)
+                self._early.keep(chunk.sequence, source, chunk)
         else:
             self._on_other(source, chunk)
 
@@ -328,12 +331,13 @@ class Group:
         with self._lock:
             begun = self._rounds.get(chunk.sequence)
             if begun is None and not self._has_entered(chunk.sequence):
-                self._keep(source, chunk)
+                self._early.keep(chunk.sequence, source, chunk)
                 return
         if begun is not None:
             self._answer(begun, source, chunk)
             return
-        self.board.stale_chunks += 1
+        if self.mail is None or chunk.size or chunk.control is None or not chunk.control.HasField("announcement"):
+            self.board.telemetry.count_stale()  # else it says where its sender was in a round: often no news any more
         if chunk.control is not None and chunk.control.HasField("abort"):
             self._take_back(chunk.sequence)
 
@@ -344,11 +348,6 @@ class Group:
 
     def _has_entered(self, sequence: int) -> bool:
         return sequence < self._next and sequence not in self._ahead
-
-    def _keep(self, source: int, chunk: Chunk) -> None:
-        if chunk.frame is None and chunk.lent is None:
-            chunk.data = bytes(chunk.data)  # a view of the sender's buffer, which is lent for this call only
-        self._early.setdefault(chunk.sequence, []).append((source, chunk))
 
     def _deliver(self, operation: Operation, source: int, chunk: Chunk) -> None:
         if chunk.control is not None and chunk.control.HasField("abort"):

@@ -350,6 +350,9 @@ class Hierarchical:
             welcome = welcome and source == (leg.before if carried else leg.carrier)
         filled = self._filled.get((source, chunk.block), 0)
         more, rest = divmod(chunk.size, itemsize)
+        whole = more == min(self._step, self._length(block) - filled)
+        if self._route.nodes > 1 and not whole:  # Limits are alike on all ranks; and each small piece would be kept by itself
+            welcome = False
         if not welcome or rest or chunk.offset != filled * itemsize or filled + more > self._length(block):
             what = f"{chunk.size} bytes of block {chunk.block} at {chunk.offset}"
             raise ProtocolError(f"rank {source} sent {what}, expected offset {filled * itemsize}")

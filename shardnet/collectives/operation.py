@@ -108,6 +108,11 @@ class Operation:
             self.group.telemetry.count_wait(self.group.members[peer], start, end)
         return self._announced[peer].popleft()
 
+    @property
+    def unheard(self) -> int:
+        """Announcements that nobody has waited for: each came twice."""
+        return sum(map(len, self._announced.values()))
+
     async def send(
         self,
         peer: int,

@@ -9,12 +9,14 @@ rank is lost each one decides by its own connection.
 import asyncio
 import hashlib
 import threading
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from itertools import permutations
 from typing import Any
 
 from shardnet.collectives.attendant import Attendant
 from shardnet.collectives.commons import Commons
+from shardnet.collectives.early import Early
 from shardnet.collectives.group import Group
 from shardnet.collectives.mail import Mail, Round
 from shardnet.collectives.route import Nodes, Routing
@@ -29,6 +31,7 @@ from shardnet.transport.shared_memory import Loan
 from shardnet.wire import Chunk, InPlace
 
 WORLD = 0  # group id of all ranks
+MAX_STALE = 4096  # chunks in a row: 8 GiB of late data, of which a peer that is well has far less on its way when a collective fails
 
 
 class Switchboard:
@@ -47,7 +50,6 @@ class Switchboard:
         self.watch = Watch(self, suspect_s)
         self.lost: dict[int, str] = {}  # global rank -> reason
         self._causes: dict[int, int] = {}  # global rank -> the one that it lost first; see [Note: the cause]
-        self.stale_chunks = 0
         self._lock = threading.Lock()  # over the next three: groups are made on any thread
         self._made: dict[tuple[int, ...], int] = {}  # how often a group of these members was made
         self._commons: dict[frozenset[int], Commons] = {}
@@ -55,7 +57,8 @@ class Switchboard:
         self._correspondents: frozenset[tuple[int, int]] = frozenset()  # pairs of which each reads the other's mailbox; all know them
         self._attendant: Attendant | None = None  # where there are any
         self._groups: dict[int, Group] = {}  # by id; on the loop thread only, as all that follows
-        self._unknown: dict[int, list[tuple[int, Chunk]]] = {}  # for groups that this rank has not made yet
+        self._unknown = Early(limits)  # for groups that this rank has not made yet, by their ids
+        self._stale = Counter[int]()  # chunks in a row that were dropped, by sender
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closed = False
         self._closing = asyncio.Lock()
@@ -119,7 +122,7 @@ class Switchboard:
 
     def _introduce(self, group: Group) -> None:
         self._groups[group.id] = group
-        for source, chunk in self._unknown.pop(group.id, ()):
+        for source, chunk in self._unknown.take(group.id):
             group.on_chunk(source, chunk)
         if self.is_impaired:
             group.inspect_rounds()
@@ -153,10 +156,17 @@ class Switchboard:
     # --- incoming (shardnet.transport.base.Receiver)
 
     def on_chunk(self, source: int, chunk: Chunk) -> None:
+        before = self.telemetry.stale_chunks
+        self._on_chunk(source, chunk)
+        self._stale[source] = self._stale[source] + 1 if self.telemetry.stale_chunks > before else 0
+        if self._stale[source] > MAX_STALE:
+            raise ProtocolError(f"rank {source} has sent {MAX_STALE} chunks in a row of collectives or epochs that are over")
+
+    def _on_chunk(self, source: int, chunk: Chunk) -> None:
         if chunk.control is not None and chunk.control.HasField("placed"):
             chunk.lent = InPlace(chunk.control.placed.size)
         if chunk.epoch != self.mesh.epoch:
-            self.stale_chunks += 1
+            self.telemetry.count_stale()
         elif chunk.control is not None and chunk.control.HasField("loss"):
             self._causes.setdefault(source, chunk.control.loss.rank)
         elif chunk.control is not None and chunk.control.HasField("goodbye"):
@@ -167,9 +177,7 @@ class Switchboard:
             reply = mesh_pb2.Control(probe_reply=mesh_pb2.ProbeReply(id=chunk.control.probe.id))
             self.post(source, Chunk(chunk.epoch, chunk.group, chunk.sequence, control=reply))
         else:
-            if chunk.frame is None:
-                chunk.data = bytes(chunk.data)
-            self._unknown.setdefault(chunk.group, []).append((source, chunk))
+            self._unknown.keep(chunk.group, source, chunk)
 
     def on_lost(self, rank: int, reason: str) -> None:
         if rank not in self.lost and not self._closed:

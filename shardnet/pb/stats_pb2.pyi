@@ -11,7 +11,7 @@ class SnapshotRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class SnapshotReply(_message.Message):
-    __slots__ = ("role", "version", "uptime_s", "rank", "world_size", "local_rank", "node_group", "epoch", "addresses", "step", "progress", "collectives", "bytes_sent", "bytes_received", "resident_bytes", "memory_peers", "borrowers", "routing", "connections", "late", "waiting")
+    __slots__ = ("role", "version", "uptime_s", "rank", "world_size", "local_rank", "node_group", "epoch", "addresses", "step", "progress", "collectives", "bytes_sent", "bytes_received", "resident_bytes", "memory_peers", "borrowers", "routing", "connections", "late", "waiting", "stale_chunks")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
@@ -33,6 +33,7 @@ class SnapshotReply(_message.Message):
     CONNECTIONS_FIELD_NUMBER: _ClassVar[int]
     LATE_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
+    STALE_CHUNKS_FIELD_NUMBER: _ClassVar[int]
     role: str
     version: str
     uptime_s: float
@@ -54,7 +55,8 @@ class SnapshotReply(_message.Message):
     connections: str
     late: _containers.RepeatedCompositeFieldContainer[Latecomer]
     waiting: _containers.RepeatedCompositeFieldContainer[Stuck]
-    def __init__(self, role: _Optional[str] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., local_rank: _Optional[int] = ..., node_group: _Optional[int] = ..., epoch: _Optional[int] = ..., addresses: _Optional[_Iterable[str]] = ..., step: _Optional[int] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., collectives: _Optional[_Iterable[_Union[CollectiveStats, _Mapping]]] = ..., bytes_sent: _Optional[int] = ..., bytes_received: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., memory_peers: _Optional[_Iterable[int]] = ..., borrowers: _Optional[_Iterable[int]] = ..., routing: _Optional[str] = ..., connections: _Optional[str] = ..., late: _Optional[_Iterable[_Union[Latecomer, _Mapping]]] = ..., waiting: _Optional[_Iterable[_Union[Stuck, _Mapping]]] = ...) -> None: ...
+    stale_chunks: int
+    def __init__(self, role: _Optional[str] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., local_rank: _Optional[int] = ..., node_group: _Optional[int] = ..., epoch: _Optional[int] = ..., addresses: _Optional[_Iterable[str]] = ..., step: _Optional[int] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., collectives: _Optional[_Iterable[_Union[CollectiveStats, _Mapping]]] = ..., bytes_sent: _Optional[int] = ..., bytes_received: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., memory_peers: _Optional[_Iterable[int]] = ..., borrowers: _Optional[_Iterable[int]] = ..., routing: _Optional[str] = ..., connections: _Optional[str] = ..., late: _Optional[_Iterable[_Union[Latecomer, _Mapping]]] = ..., waiting: _Optional[_Iterable[_Union[Stuck, _Mapping]]] = ..., stale_chunks: _Optional[int] = ...) -> None: ...
 
 class Progress(_message.Message):
     __slots__ = ("step", "total_steps", "loss", "tokens_per_s", "exposed_share", "note")

@@ -27,6 +27,7 @@ def worker_snapshot(telemetry: Telemetry, topology: Topology | None) -> stats_pb
         ),
         bytes_sent=telemetry.bytes_sent,
         bytes_received=telemetry.bytes_received,
+        stale_chunks=telemetry.stale_chunks,
         memory_peers=sorted(telemetry.memory_peers),
         borrowers=sorted(telemetry.borrowers),
         routing=telemetry.routing,

@@ -31,6 +31,11 @@ class Connection(ABC):
         return None
 
     @property
+    def is_tamper_proof(self) -> bool:
+        """Whether what arrives can only be what was sent: chunks need no checksum then."""
+        return False
+
+    @property
     def has_input(self) -> bool:
         """Whether there is something to receive, be it the end, of which the socket knows nothing any more."""
         return False

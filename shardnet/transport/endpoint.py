@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Self
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2
 
 from shardnet.address import Address
 from shardnet.config import Limits, Timeouts
@@ -17,6 +17,7 @@ from shardnet.errors import StateError
 from shardnet.pb import stats_pb2
 from shardnet.transport.admission import Admission
 from shardnet.transport.front_door import FrontDoor
+from shardnet.transport.health_service import health_handlers
 from shardnet.transport.listening import listening_sockets
 from shardnet.transport.mesh_service import MeshService
 from shardnet.transport.options import server_options
@@ -48,8 +49,8 @@ class Endpoint:
         self._security.check(listen)
         self._options = server_options(timeouts, limits)
         self._drain_s = timeouts.drain_s
-        self._handlers = [stats_handlers(partial(_with_connections, snapshot, str(self._security)))]
         self._health = health.aio.HealthServicer()
+        self._handlers = [health_handlers(self._health), stats_handlers(partial(_with_connections, snapshot, str(self._security)))]
         self._state = _State.NEW
         self._server: grpc.aio.Server | None = None
         self._bound: Address | None = None
@@ -83,7 +84,6 @@ class Endpoint:
         admission = Admission()
         server = grpc.aio.server(options=self._options, maximum_concurrent_rpcs=MAX_CALLS, interceptors=[admission])
         server.add_generic_rpc_handlers(self._handlers)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         try:
             port = await self._bind(server, admission)
             await server.start()

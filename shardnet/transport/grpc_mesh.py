@@ -197,7 +197,7 @@ class GrpcMesh(Mesh):
 
     def receive(self, peer: int, chunk: Chunk) -> None:
         assert self._receiver is not None
-        if chunk.control is not None:
+        if chunk.control is not None and chunk.epoch == self.epoch:  # of another one nothing counts, not even a goodbye
             kind = chunk.control.WhichOneof("kind") or ""
             if kind.startswith("window_") or chunk.control.HasField("window_piece") or chunk.control.HasField("loan"):
                 self._sharing.receive(peer, chunk, partial(self._receiver.on_chunk, peer))

@@ -20,6 +20,7 @@ from shardnet.transport.http2.headers import reply
 from shardnet.transport.options import HANDSHAKE_S
 from shardnet.transport.outbox import PUSH
 from shardnet.transport.pulse import Pulse
+from shardnet.transport.throttle import Throttle
 from shardnet.wire import decode
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class MeshService:
         self._limits = limits
         self.mesh: GrpcMesh | None = None
         self._changed = asyncio.Condition()
+        self._refused = Throttle(log)
 
     @property
     def handlers(self) -> grpc.GenericRpcHandler:
@@ -86,7 +88,7 @@ class MeshService:
             metadata = await _request(call)
         mesh, hello = await self._admit(metadata, address, identity)
         with mesh.connected(hello.source):
-            call.deliver(lambda message: mesh.receive(hello.source, decode(message)))
+            call.deliver(lambda message: mesh.receive(hello.source, decode(message, sealed=call.wants_checksums)))
             call.send_headers(reply((ACCEPTED,)))
             try:
                 await call.ended()
@@ -104,7 +106,7 @@ class MeshService:
                 await context.send_initial_metadata((ACCEPTED,))
                 try:
                     async for frame in frames:
-                        mesh.receive(hello.source, decode(frame))
+                        mesh.receive(hello.source, decode(frame, sealed=caller() is None))
                 except ProtocolError as error:
                     _break_off(mesh, hello.source, error)
         except _Refused as refusal:
@@ -123,7 +125,7 @@ class MeshService:
             raise _Refused(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from error
         mesh = await self._find(hello)
         if (refusal := mesh.refuse(hello, identity)) is not None:
-            log.warning("refused a stream from %s: %s", address, refusal)
+            self._refused.warning("refused a stream from %s: %s", address, refusal)
             raise _Refused(grpc.StatusCode.FAILED_PRECONDITION, refusal)
         return mesh, hello
 

@@ -49,12 +49,12 @@ class Outbox:
     async def put(self, chunk: Chunk) -> None:
         """Send a chunk; its buffer is free when this returns."""
         with self._open() as call:
-            await call.send(*encode(chunk))
+            await call.send(*encode(chunk, sealed=call.wants_checksums))
 
     def put_now(self, chunk: Chunk) -> None:
         """Send a small chunk without waiting, however much waits already: for what its sender bounds otherwise."""
         with self._open() as call:
-            call.send_now(*encode(chunk))
+            call.send_now(*encode(chunk, sealed=call.wants_checksums))
 
     @contextmanager
     def _open(self) -> Iterator[Call]:

@@ -44,6 +44,10 @@ class TlsConnection(Connection):
         return self._identity
 
     @property
+    def is_tamper_proof(self) -> bool:
+        return True
+
+    @property
     def has_input(self) -> bool:
         return self._incoming.pending > 0 or self._tls.pending() > 0 or self._ended or self._problem is not None
 

@@ -43,6 +43,7 @@ def snapshot(addresses: list[str]) -> stats_pb2.SnapshotReply:
         resident_bytes=300 << 20,
         memory_peers=[1, 3],
         borrowers=[3],
+        stale_chunks=7,
         routing="direct between 4 ranks",
         late=[stats_pb2.Latecomer(rank=1, count=12, seconds=3.42), stats_pb2.Latecomer(rank=2, count=1, seconds=0.001)],
     )
@@ -138,6 +139,7 @@ async def test_one_worker_is_shown_with_its_collectives() -> None:
     assert text.splitlines()[1] == "collectives: direct between 4 ranks"
     assert text.splitlines()[4].split()[-2:] == ["1*,3", "240"]
     assert "* large data is copied through memory: this system does not let processes read each other's" in text
+    assert "rank 0 has dropped 7 chunks of collectives or epochs that were over" in text
     assert text.splitlines()[-1] == "has waited 3.4 s for rank 1"
     assert text.splitlines()[-3].split() == ["all_gather", "240", "1", "3.0", "MiB", "5.00", "ms", "1.25", "ms"]
 

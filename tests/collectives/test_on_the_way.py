@@ -297,8 +297,8 @@ def test_a_sum_of_16_bit_floats_comes_from_across_in_32_and_from_the_node_in_16(
     def call(rank: Backend) -> Pending[torch.Tensor]:
         return rank.all_reduce(torch.ones(160).bfloat16())
 
-    assert_refused(call, [(2, 0, 0, 4), (2, 0, 4, 6)])
-    assert_refused(call, [(1, 0, 0, 6), (1, 0, 2, 2)])
+    assert_refused(call, [(2, 0, 0, 64), (2, 0, 64, 66)])
+    assert_refused(call, [(1, 0, 0, 32), (1, 0, 16, 32)])
 
 
 def test_a_gather_takes_nothing_to_add_and_a_reduction_no_result() -> None:
@@ -307,16 +307,24 @@ def test_a_gather_takes_nothing_to_add_and_a_reduction_no_result() -> None:
 
 
 def test_parts_that_were_cut_in_other_ways_do_not_add_up() -> None:
-    words = "rank 2 cut its part of block 0 in another way than the others: Limits differ"
-    assert_refused(lambda rank: rank.all_reduce(torch.ones(160)), [(1, 0, 0, 64), (2, 0, 0, 32)], words)
+    words = r"rank \d cut its part of block 0 in another way than the others: Limits differ"
+    assert_refused(lambda rank: rank.all_reduce(torch.ones(160)), [(1, 0, 0, 64), (2, 0, 0, 32), (3, 0, 0, 64)], words, per_node=4)
 
 
-def assert_refused(call: Callable[[Backend], Pending[torch.Tensor]], chunks: list[tuple[int, int, int, int]], words: str = "") -> None:
+def test_across_nodes_chunks_have_one_size() -> None:
+    """Each small piece would be kept by itself until the others have come: a flood of them."""
+    assert_refused(lambda rank: rank.all_reduce(torch.ones(160)), [(1, 0, 0, 64), (2, 0, 0, 32)])
+    assert_refused(lambda rank: rank.all_reduce(torch.ones(160)), [(1, 0, 0, 64), (1, 0, 64, 4)])
+
+
+def assert_refused(
+    call: Callable[[Backend], Pending[torch.Tensor]], chunks: list[tuple[int, int, int, int]], words: str = "", *, per_node: int = 2
+) -> None:
     """Rank 0 of 4 takes all but the last of these chunks; that one ends the collective for everyone, and nothing else."""
 
     @on_shared_loop
     async def run() -> None:
-        async with loopback_cluster(4, ranks_per_node=2, limits=LIMITS) as ranks:
+        async with loopback_cluster(4, ranks_per_node=per_node, limits=LIMITS) as ranks:
             handle = call(ranks[0])
             await turns()  # it waits for the others now
             for source, block, offset, size in chunks:

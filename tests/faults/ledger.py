@@ -25,23 +25,26 @@ class Scenario:
     parameters_equal: bool = True
     bytes_leaked: int = 0  # in /dev/shm
     rss_delta_bytes: int = 0  # of a worker that was there all the time
+    measured: dict[str, float] = field(default_factory=dict)  # what is of interest for this kind alone, by name
 
-    def write(self, *, passed: bool) -> None:
-        """Add its line, and print it."""
+    def write(self, *, passed: bool, kept: bool = True) -> None:
+        """Print its line, and add it if it is kept."""
         line = {"scenario": self.name, "repeats": self.repeats, "passed": passed}
         for what in ("detected_s", "resumed_s"):
             values: list[float] = getattr(self, what)
             line |= {f"{what}_p50": _percentile(values, 50), f"{what}_p99": _percentile(values, 99)}
         line |= {name: getattr(self, name) for name in ("steps_lost_max", "bytes_leaked", "rss_delta_bytes", "parameters_equal", "seed")}
+        line |= {name: round(value, 4) for name, value in self.measured.items()}
         text = json.dumps(line)
-        with PATH.open("a") as file:
-            file.write(text + "\n")
+        if kept:
+            with PATH.open("a") as file:
+                file.write(text + "\n")
         print(text, flush=True)
 
 
 @contextmanager
-def scenario(name: str, seed: int = SEED) -> Iterator[Scenario]:
-    """Figures that are written however it ends."""
+def scenario(name: str, seed: int = SEED, *, kept: bool = True) -> Iterator[Scenario]:
+    """Figures that are written however it ends; those of a short version are not `kept`."""
     figures = Scenario(name, seed)
     before = {path.name: path.stat().st_size for path in SHM.iterdir()}
     passed = False
@@ -51,7 +54,7 @@ def scenario(name: str, seed: int = SEED) -> Iterator[Scenario]:
         passed = figures.bytes_leaked == 0
         assert passed, "something is left in /dev/shm"
     finally:
-        figures.write(passed=passed)
+        figures.write(passed=passed, kept=kept)
 
 
 def _percentile(values: Sequence[float], percent: int) -> float | None:

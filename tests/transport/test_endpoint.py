@@ -65,6 +65,20 @@ async def test_watchers_are_told_of_changes_and_of_the_end() -> None:
 
 
 @on_shared_loop
+async def test_a_question_after_health_that_cannot_be_read() -> None:
+    """The library would answer with the class of a Python exception."""
+    async with endpoint() as opened:
+        channel = grpc.aio.insecure_channel(opened.address)
+        check: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary("/grpc.health.v1.Health/Check")
+        watch: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream("/grpc.health.v1.Health/Watch")
+        for answer in (check(b"\xff"), watch(b"\xff").read()):
+            with pytest.raises(grpc.aio.AioRpcError, match="the request is no HealthCheckRequest") as caught:
+                await answer
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        await channel.close()
+
+
+@on_shared_loop
 async def test_port_in_use_names_the_address_and_what_to_do() -> None:
     async with endpoint() as first:
         second = endpoint(first.address)

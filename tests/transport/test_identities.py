@@ -9,6 +9,7 @@ from dataclasses import replace
 import grpc
 import pytest
 import torch
+from crc32c import crc32c
 
 from shardnet.address import Address
 from shardnet.backend.cluster import ClusterBackend
@@ -42,6 +43,23 @@ async def test_collectives_under_tls(ranks_per_node: int) -> None:
                 torch.testing.assert_close(each, data[0] + data[1] + data[2])
             for each in await each_rank(ranks, lambda rank, data=data: rank.all_gather(data[rank.rank])):  # type: ignore[misc]
                 assert torch.equal(each, torch.cat(data))
+
+
+@pytest.mark.parametrize("protection", [None, security()], ids=["plaintext", "TLS"])
+async def test_checksums_are_for_plaintext(protection: Security | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a ring, where what came is passed on as it came."""
+    summed = list[int]()
+
+    def counted(data: bytes, value: int = 0) -> int:
+        summed.append(len(data))
+        return crc32c(data, value)
+
+    monkeypatch.setattr("shardnet.wire.crc32c", counted)
+    async with local_cluster(3, ranks_per_node=1, security=protection) as ranks:
+        total = await each_rank(ranks, lambda rank: rank.all_reduce(torch.full((2_000_000,), float(rank.rank))))
+    assert all(torch.equal(each, torch.full((2_000_000,), 3.0)) for each in total)
+    assert (sum(summed) > 8_000_000) is (protection is None)
+    assert bool(summed) is (protection is None)
 
 
 @asynccontextmanager

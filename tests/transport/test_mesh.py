@@ -230,7 +230,7 @@ class TestFrames:
         async with theatre() as stage:
             await stage.send(Chunk(0, 0, 0, data=b"old", control=mesh_pb2.Control(abort=mesh_pb2.Abort(detail="old"))))
             await still_works(stage)
-            assert stage.backend._board.stale_chunks == 1
+            assert stage.backend.telemetry.stale_chunks == 1
 
     @on_shared_loop
     async def test_of_a_collective_that_has_ended(self) -> None:
@@ -238,7 +238,7 @@ class TestFrames:
             await still_works(stage)
             await stage.send(Chunk(1, 0, 0, data=b"late"))
             await still_works(stage)
-            assert stage.backend._board.stale_chunks == 1
+            assert stage.backend.telemetry.stale_chunks == 1
 
     @on_shared_loop
     async def test_of_a_group_that_it_is_no_member_of(self) -> None:
@@ -248,6 +248,14 @@ class TestFrames:
             code, text = await stage.stream.refusal()
             assert code is grpc.StatusCode.DATA_LOSS
             assert "rank 1 is no member of group" in text
+
+    @on_shared_loop
+    async def test_an_answer_to_no_offer(self) -> None:
+        """Rank 0 has no window: who said that it sees one would be sent data through it."""
+        async with theatre() as stage:
+            await stage.send(Chunk(1, 0, 0, control=mesh_pb2.Control(window_answer=mesh_pb2.WindowAnswer())))
+            code, text = await stage.stream.refusal()
+            assert (code, text) == (grpc.StatusCode.DATA_LOSS, "rank 1 answered to a window that this rank has not offered")
 
     @on_shared_loop
     async def test_larger_than_allowed(self) -> None:

@@ -19,7 +19,8 @@ STREAM = 1  # the only one
 _FRAME_BYTES = 16 * MIB - 1
 _COPY_BYTES = 32 * KIB  # a message up to this size is copied and sent in passing; a larger one lends its buffer
 _REQUEST_BYTES = 64 * KIB  # that a caller may say before somebody wants its messages; pings while it waits included
-_READS = 8  # at a time, then others get their turn
+_READS = 8  # at a time, or as many as bring so many messages; then others get their turn
+_MESSAGES = 64
 
 # What the caller says first, byte for byte: the callee knows by it that no grpcio is calling (transport/front_door.py).
 OPENING = frames.PREFACE + frames.settings(
@@ -148,6 +149,11 @@ class Call:
         await self._until(lambda: self._state.ended)
 
     @property
+    def wants_checksums(self) -> bool:
+        """Whether what a message carries may arrive damaged."""
+        return not self._connection.is_tamper_proof
+
+    @property
     def signs_of_life(self) -> int:
         """Grows by whatever comes, and with what the peer's system acknowledges of messages: over a slow link megabytes may be
         on their way before a ping and its answer. Not with what it acknowledges of pings, as that of a frozen peer would."""
@@ -187,8 +193,9 @@ class Call:
     # --- the socket
 
     def _readable(self) -> None:
+        enough = self._messages.count + _MESSAGES
         for _ in range(_READS):
-            if self._failure is not None or not self._read():
+            if self._failure is not None or not self._read() or self._messages.count >= enough:
                 break
         if self._failure is None and self._connection.has_input:
             self._loop.call_soon(self._readable)

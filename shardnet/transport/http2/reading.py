@@ -37,6 +37,7 @@ class MessageReader:
     def __init__(self, max_bytes: int, on_message: OnMessage) -> None:
         self.max_bytes = max_bytes
         self.on_message = on_message
+        self.count = 0  # of messages that were delivered
         self._prefix = bytearray()
         self._message: memoryview | None = None
         self._filled = 0
@@ -52,6 +53,7 @@ class MessageReader:
         self._filled += count
         if self._filled == len(self._message):
             message, self._message, self._filled = self._message, None, 0
+            self.count += 1
             self.on_message(message)
 
     def feed(self, data: memoryview) -> None:

@@ -229,6 +229,8 @@ class Sharing:
         self._post(peer, mesh_pb2.Control(window_answer=mesh_pb2.WindowAnswer(refusal=refusal, borrows=borrows)))
 
     def _on_answer(self, peer: int, answer: mesh_pb2.WindowAnswer) -> None:
+        if self._window is None:
+            raise ProtocolError(f"rank {peer} answered to a window that this rank has not offered")
         if peer in self._asked:
             if answer.refusal:
                 self._refusals[peer] = answer.refusal

@@ -306,8 +306,11 @@ async def test_who_lends_nothing_has_no_borrowers(lending: bool) -> None:
         raise AssertionError
 
     sharing = Sharing("", 1, 0, [1], LIMITS, put, lambda peer, chunk: None, lending=lending)
+    opening = asyncio.ensure_future(sharing.open(60.0))
+    await asyncio.sleep(0)  # it has offered its window: nobody may answer before
     answer = mesh_pb2.Control(window_answer=mesh_pb2.WindowAnswer(borrows=True))
     sharing.receive(1, Chunk(1, 0, 0, control=answer), lambda _: None)
+    await asyncio.wait_for(opening, 5)
     assert sharing.borrowers == (frozenset({1}) if lending else frozenset())
     sharing.close()
 

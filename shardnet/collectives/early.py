@@ -1,0 +1,45 @@
+"""`Early`: what came before this rank has asked for it."""
+
+from collections import Counter
+
+from shardnet.config import KIB, Limits
+from shardnet.errors import ProtocolError
+from shardnet.wire import Chunk
+
+_CHUNK_BYTES = 8 * KIB  # that the smallest chunk counts for: few come early, and a flood of them is cut off before others notice it
+_LOAN_BYTES = KIB  # for word of a loan, of which one collective may have many
+
+
+class Early:
+    """Chunks by what they are for, a collective or a group; of each sender no more than one that keeps to [Note: the ledger] has
+    under way: a rank that never asks would hold all that a peer likes otherwise."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limit_bytes = limits.max_outstanding * (limits.eager_bytes + 64 * KIB)
+        self._chunks: dict[int, list[tuple[int, Chunk]]] = {}
+        self._held_bytes = Counter[int]()  # by sender
+
+    def keep(self, key: int, source: int, chunk: Chunk) -> None:
+        """Raises ProtocolError where it is too much."""
+        if self._held_bytes[source] + _size(chunk) > self._limit_bytes:
+            raise ProtocolError(f"it sent more than {self._limit_bytes} bytes for collectives that this rank has not entered")
+        if chunk.frame is None and chunk.lent is None:
+            chunk.data = bytes(chunk.data)  # a view of the sender's buffer, which is lent for this call only
+        self._held_bytes[source] += _size(chunk)
+        self._chunks.setdefault(key, []).append((source, chunk))
+
+    def take(self, key: int) -> list[tuple[int, Chunk]]:
+        """What came for this, by sender; it is not held any more."""
+        taken = self._chunks.pop(key, [])
+        for source, chunk in taken:
+            self._held_bytes[source] -= _size(chunk)
+        return taken
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._chunks
+
+
+def _size(chunk: Chunk) -> int:
+    if chunk.lent is not None:
+        return _LOAN_BYTES
+    return _CHUNK_BYTES + len(chunk.data if chunk.frame is None else chunk.frame)

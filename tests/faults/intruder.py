@@ -1,0 +1,76 @@
+"""Another user of the machine, who looks for memory that is not its own; each function is run in a process of its own."""
+
+import ctypes
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+NOBODY = 65534
+_PEEK_BYTES = 4096
+
+
+class _Range(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+def as_nobody(*pids: str) -> int:
+    """Exit status: whether anything of these processes could be read as a user without rights."""
+    os.setgroups([])
+    os.setgid(NOBODY)
+    os.setuid(NOBODY)
+    return as_myself(*pids)
+
+
+def as_myself(*pids: str) -> int:
+    """The same as whoever runs this, who may."""
+    found = {name: what for pid in pids for name, what in _read(pid)}
+    print(found)
+    return len(found) > 0
+
+
+def _read(pid: str) -> Iterator[tuple[str, int]]:
+    """What could be read, and how many bytes."""
+    process = Path("/proc", pid)
+    with suppress(OSError):
+        for descriptor in (process / "fd").iterdir():
+            with suppress(OSError), descriptor.open("rb") as file:
+                if "memfd" in str(descriptor.readlink()):
+                    yield f"{descriptor}", len(file.read(_PEEK_BYTES))
+    addresses = list[int]()
+    with suppress(OSError):
+        lines = (process / "maps").read_text().splitlines()
+        addresses = [int(line.partition("-")[0], 16) for line in lines if "memfd" in line or "[heap]" in line]
+    for address in addresses:
+        with suppress(OSError), (process / "mem").open("rb") as file:
+            file.seek(address)
+            yield f"{process}/mem {address:#x}", len(file.read(_PEEK_BYTES))
+    for address in [*addresses, 0x400000]:
+        if (count := _peek(int(pid), address)) > 0:
+            yield f"process_vm_readv {pid} {address:#x}", count
+    for path in Path("/dev/shm").iterdir():
+        if "shardnet" in path.name and path.stat().st_uid != NOBODY:
+            with suppress(OSError):
+                path.unlink()
+                yield f"unlinked {path}", 1
+    yield from _knock()
+
+
+def _peek(pid: int, address: int) -> int:
+    buffer = ctypes.create_string_buffer(_PEEK_BYTES)
+    here = _Range(ctypes.cast(buffer, ctypes.c_void_p), _PEEK_BYTES)
+    there = _Range(ctypes.c_void_p(address), _PEEK_BYTES)
+    return int(ctypes.CDLL(None, use_errno=True).process_vm_readv(pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0))
+
+
+def _knock() -> Iterator[tuple[str, int]]:
+    """Sockets without a file, which any user can find: what they say to one who asks for nothing."""
+    for line in Path("/proc/net/unix").read_text().splitlines():
+        name = line.rpartition(" ")[2]
+        if name.startswith("@shardnet-"):
+            with suppress(OSError), socket.socket(socket.AF_UNIX) as sock:
+                sock.settimeout(0.5)
+                sock.connect("\0" + name[1:])
+                if any(word in sock.recv(_PEEK_BYTES) for word in (b"worker", b"rendezvous")):
+                    yield name, 1

@@ -1,0 +1,149 @@
+"""Chunks that are broken between two workers: each is noticed, no result has a wrong byte, and the next mesh is as good as ever."""
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from crc32c import crc32c
+
+from shardnet import wire
+from shardnet.backend import Backend
+from shardnet.backend.cluster import ClusterBackend
+from shardnet.config import KIB, Limits, Timeouts
+from shardnet.errors import ShardnetError
+from shardnet.fsdp import AsyncFSDP
+from shardnet.loop import LoopThread
+from shardnet.testing import each_rank, local_cluster, same_bits
+from tests.contract.programs import expected, inputs_of, random_step, start
+from tests.faults.ledger import Scenario, scenario
+from tests.faults.log_lines import heard_lines
+from tests.faults.ports import dissolve, ports
+from tests.faults.sabotage import Harm, Saboteur
+from tests.fsdp.models import Block, loss_of, make_gpt, token_batches
+
+SEED = 20_261_125
+SHORT = 40
+RANKS = 3
+TIMEOUTS = Timeouts(connect_s=10.0, join_s=20.0, suspect_s=2.0, lost_s=4.0, collective_s=0.5, drain_s=1.0)
+LIMITS = Limits(chunk_bytes=4 * KIB, eager_bytes=2 * KIB, window_bytes=16 * KIB, letter_bytes=0)
+GROUPS: tuple[tuple[int, ...], ...] = ((0, 1, 2), (0, 2))
+PATIENCE_S = 550.0
+Results = list[list[object]]
+
+
+@pytest.mark.parametrize("count", [SHORT, pytest.param(1000, marks=pytest.mark.faults)])
+def test_one_broken_chunk_after_the_other(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flipped, dropped, duplicated and truncated ones in turn, somewhere in a step: it fails with our errors, or its results are right
+    to the bit on every rank, and only where a chunk came twice. A step that failed is done again by a new mesh."""
+    saboteur = Saboteur(monkeypatch, SEED)
+    with heard_lines(), scenario("flipped, dropped, duplicated, truncated chunks", SEED, kept=count > SHORT) as figures:
+        LoopThread.shared().run(_train(saboteur, count, figures)).result(PATIENCE_S)
+        assert (figures.repeats, figures.measured["caught"]) == (count, count)
+        assert figures.parameters_equal
+
+
+async def _train(saboteur: Saboteur, count: int, figures: Scenario) -> None:
+    rng, outcomes = random.Random(SEED), Counter[str]()
+    parameters, alone, caught = [torch.zeros(1000) for _ in range(RANKS)], torch.zeros(1000), 0
+    async with ports(RANKS, timeouts=TIMEOUTS, limits=LIMITS) as pool:
+        ranks = await pool.form()
+        for number in range(count):
+            harm = list(Harm)[number % len(Harm)]
+            saboteur.break_one(harm, after=rng.randrange(30))
+            while not saboteur.has_fired:
+                stale = sum(rank.telemetry.stale_chunks for rank in ranks)
+                seed = rng.randrange(10**6)
+                started_s = time.monotonic()
+                results = await _step(ranks, seed, parameters)
+                errors = [result for each in results for result in each if isinstance(result, BaseException)]
+            took_s = time.monotonic() - started_s
+            assert all(isinstance(error, ShardnetError) for error in errors), errors
+            stale = sum(rank.telemetry.stale_chunks for rank in ranks) - stale
+            caught += bool(errors) or (harm is Harm.DUPLICATE and stale > 0)
+            assert took_s <= TIMEOUTS.collective_s + 0.5
+            outcomes[f"{harm}: {type(errors[0]).__name__ if errors else 'stale' if stale else 'unnoticed'}"] += 1
+            if errors:
+                figures.detected_s.append(took_s)
+                await dissolve(ranks)
+                ranks = await pool.form()
+                results = await _step(ranks, seed, parameters)
+            sums = [each[-1] for each in results]
+            for rank, total in enumerate(sums):
+                assert isinstance(total, torch.Tensor), total
+                parameters[rank] = parameters[rank] + total / 8
+            alone = alone + _summed([alone] * RANKS) / 8
+            figures.repeats += 1
+        await dissolve(ranks)
+    figures.parameters_equal = all(same_bits(each, alone) for each in parameters)
+    figures.measured["caught"] = caught
+    print(dict(sorted(outcomes.items())))
+
+
+async def _step(ranks: Sequence[ClusterBackend], seed: int, parameters: Sequence[torch.Tensor]) -> Results:
+    """Four collectives at once, of which the last one sums gradients; for each rank what it got. Results that came are checked."""
+    rng = random.Random(seed)
+    program = [random_step(rng, GROUPS, rows=3000) for _ in range(3)]
+    inputs = [inputs_of(step, seed) for step in program]
+    groups = {(members, rank): ranks[rank].subgroup(members) for members in GROUPS for rank in members}
+
+    async def run(rank: int) -> list[object]:
+        handles, wanted = [], list[torch.Tensor | None]()
+        for step, each in zip(program, inputs, strict=True):
+            if rank in step.members:
+                local = step.members.index(rank)
+                started = start(step, groups[step.members, rank], each[local])
+                handles += started
+                wanted += [None] * (len(started) - 1) + [expected(step, each)[local]]
+        handles.append(ranks[rank].all_reduce(_gradient(parameters[rank], rank)))
+        wanted.append(_summed(parameters))
+        results = await asyncio.gather(*handles, return_exceptions=True)
+        for result, right in zip(results, wanted, strict=True):
+            assert right is None or isinstance(result, BaseException) or same_bits(result, right), "a wrong byte in a result"
+        return results
+
+    return await asyncio.gather(*map(run, range(len(ranks))))
+
+
+def _gradient(parameters: torch.Tensor, rank: int) -> torch.Tensor:
+    """Of whole numbers and halves of them, so that sums are exact in any order."""
+    return (parameters.floor() + torch.arange(len(parameters)) + rank) % 5
+
+
+def _summed(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([_gradient(each, rank) for rank, each in enumerate(parameters)]).sum(0)
+
+
+async def test_checksums_cost_little_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two ranks that share nothing but the network."""
+    spent_ns = []
+
+    def timed(*arguments: Any) -> int:
+        started_ns = time.perf_counter_ns()
+        value = crc32c(*arguments)
+        spent_ns.append(time.perf_counter_ns() - started_ns)
+        return value
+
+    async def train(rank: Backend) -> float:
+        batch = token_batches(1, 4)[0]
+        async with AsyncFSDP(make_gpt(width=240, layers=4), rank, units=[Block]) as model:
+            optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+            for step in range(6):
+                if step == 1:  # the first one makes buffers
+                    spent_ns.clear()
+                    started_s = time.perf_counter()
+                await model.backward(await model.run(loss_of, model.fsdp, batch))
+                await model.step(optimizer)
+                optimizer.zero_grad()
+            return time.perf_counter() - started_s
+
+    monkeypatch.setattr(wire, "crc32c", timed)
+    with scenario("checksums in a training step", SEED, kept=False) as figures:
+        async with local_cluster(2, ranks_per_node=1) as ranks:
+            took_s = min(await each_rank(ranks, train))
+        figures.measured["crc_share"] = sum(spent_ns) / 1e9 / len(ranks) / took_s
+        assert 0 < figures.measured["crc_share"] <= 0.05
