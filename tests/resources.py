@@ -30,7 +30,7 @@ class Resources:
     def beyond(self, before: "Resources") -> list[str]:
         """What is here and was not there before, described."""
         extra = self._found - before._found
-        return sorted(_describe(name, count) for name, count in extra.items() if not _belongs_to_a_stranger(name))
+        return sorted(_describe(name, count) for name, count in extra.items() if not belongs_to_a_stranger(name))
 
 
 def _descriptors() -> Iterator[str]:
@@ -91,7 +91,7 @@ def _describe_process(pid: int) -> str:
         return " (just ended)"
 
 
-def _belongs_to_a_stranger(name: str) -> bool:
+def belongs_to_a_stranger(name: str) -> bool:
     """Whether a name in /dev/shm is in use by a process that is not ours: another test run on the same machine."""
     if not name.startswith(f"{SHARED_MEMORY}/"):
         return False
