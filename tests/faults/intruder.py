@@ -2,12 +2,15 @@
 
 import ctypes
 import os
+import select
 import socket
+import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 NOBODY = 65534
+KNOCK_S = 1.0  # within which a socket would answer
 _PEEK_BYTES = 4096
 
 
@@ -65,12 +68,21 @@ def _peek(pid: int, address: int) -> int:
 
 
 def _knock() -> Iterator[tuple[str, int]]:
-    """Sockets without a file, which any user can find: what they say to one who asks for nothing."""
-    for line in Path("/proc/net/unix").read_text().splitlines():
-        name = line.rpartition(" ")[2]
-        if name.startswith("@shardnet-"):
-            with suppress(OSError), socket.socket(socket.AF_UNIX) as sock:
-                sock.settimeout(0.5)
-                sock.connect("\0" + name[1:])
-                if any(word in sock.recv(_PEEK_BYTES) for word in (b"worker", b"rendezvous")):
-                    yield name, 1
+    """Sockets without a file, which any user can find, whosever they are: what they say to one who asks for nothing."""
+    names = {line.rpartition(" ")[2] for line in Path("/proc/net/unix").read_text().splitlines()}
+    with ExitStack() as stack:
+        doors: dict[socket.socket, str] = {}
+        for name in names:
+            if name.startswith("@shardnet-"):
+                door = stack.enter_context(socket.socket(socket.AF_UNIX))
+                door.setblocking(False)
+                with suppress(OSError):
+                    door.connect("\0" + name[1:])
+                    doors[door] = name
+        ends_s = time.monotonic() + KNOCK_S
+        while doors and (left_s := ends_s - time.monotonic()) > 0:
+            for door in select.select([*doors], [], [], left_s)[0]:
+                with suppress(OSError):
+                    if any(word in door.recv(_PEEK_BYTES) for word in (b"worker", b"rendezvous")):
+                        yield doors[door], 1
+                del doors[door]

@@ -21,7 +21,7 @@ from tests.training.workers import Nursery, Worker, rendezvous
 
 RANKS = 3
 NODES = {"one node": "aaa", "a node each": "abc"}  # by rank
-BURNERS = 3  # processes that want the same processor
+BURNERS = 7  # processes that want the same processor, each in a session of its own: a kernel may deal time out by session, whoever is nice
 SHORT_S, LONG_S = 4.0, 30.0
 NAMED = 0.3  # of the time that a worker is slow: so long the others must have waited for it
 COUNTED_S = 5.0  # from when it is as quick as the others again
@@ -40,7 +40,7 @@ def stutter(worker: Worker, seconds: float) -> None:
 
 
 def starve(worker: Worker, seconds: float) -> None:
-    """On one processor with others that never sleep, and less than a hundredth of it."""
+    """On one processor with others that never sleep, and a small part of it, however many tests want it as well."""
     process, processors = psutil.Process(worker.pid), os.sched_getaffinity(worker.pid)
     before = process.cpu_times()
     with burning(min(processors)):
@@ -64,7 +64,7 @@ def burning(processor: int) -> Iterator[None]:
     """Processes that never sleep, on one processor."""
     with ExitStack() as stack:
         for _ in range(BURNERS):
-            burner = stack.enter_context(subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]))
+            burner = stack.enter_context(subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"], start_new_session=True))
             stack.callback(burner.kill)
             os.sched_setaffinity(burner.pid, {processor})
         yield
