@@ -46,7 +46,9 @@ class Crew:
         self.lives: list[Life] = []
         self._tasks: list[asyncio.Task[None]] = []
 
-    def hire(self, train: Train, *, least: int, most: int, node: str = "", every: int = 1, collective_s: float = 15.0) -> Life:
+    def hire(
+        self, train: Train, *, least: int, most: int, node: str = "", every: int = 1, collective_s: float = 15.0, join_s: float = 20.0
+    ) -> Life:
         """Start a member; `wait` waits for its end."""
         life = Life()
 
@@ -61,7 +63,7 @@ class Crew:
                     min_world_size=least,
                     max_world_size=most,
                     node=node,
-                    timeouts=replace(Timeouts.for_tests(), collective_s=collective_s),
+                    timeouts=replace(Timeouts.for_tests(), collective_s=collective_s, join_s=join_s),
                 )
             except Exception as error:  # noqa: BLE001 - the test looks at it
                 life.error = error.with_traceback(None)

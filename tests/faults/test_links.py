@@ -116,7 +116,7 @@ def test_packets_are_lost(nursery: Nursery, percent: int, seconds: float) -> Non
         with losing([*network.nodes[:RANKS], network.hub], percent) as dropped:
             time.sleep(seconds)  # the fault's own length
             print(f"{percent} %: {dropped()} packets dropped", flush=True)
-            assert min(dropped()) > 0, "nothing was lost"
+            assert min(dropped()[:RANKS]) > 0, "nothing was lost"  # the rendezvous is sent so little that it may have luck
             workers[0].tell(stop=True)
             left = [worker.hear("left", within_s=60.0) for worker in workers]
         rounds = [each.get("result", 0) for each in left]
