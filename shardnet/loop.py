@@ -95,7 +95,7 @@ class LoopThread:
         try:
             await asyncio.shield(waiting)
         except asyncio.CancelledError:
-            self.call(lambda: task.cancel())
+            self.call(lambda: self.loop.call_soon(task.cancel))  # behind its first step: what closes something must at least begin
             try:
                 await asyncio.wait({waiting})
             finally:

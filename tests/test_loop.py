@@ -24,6 +24,25 @@ async def test_its_error_comes_back() -> None:
         await LoopThread.shared().run_here(fail())
 
 
+async def test_what_is_cancelled_at_once_has_begun() -> None:
+    """Or what it was to close would stay open."""
+    closed = threading.Event()
+
+    async def close() -> None:
+        try:
+            await asyncio.sleep(10.0)
+        finally:
+            closed.set()
+
+    for _ in range(20):
+        closed.clear()
+        task = asyncio.create_task(LoopThread.shared().run_here(close()))
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        assert closed.is_set()
+
+
 async def test_cancelling_waits_until_it_has_cleaned_up() -> None:
     begun, cleaned = threading.Event(), threading.Event()
 

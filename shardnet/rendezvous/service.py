@@ -23,6 +23,7 @@ from shardnet.rendezvous.request import JoinRequest
 from shardnet.rendezvous.status import refuse
 from shardnet.transport.admission import caller
 from shardnet.transport.handlers import Context, stream, unary
+from shardnet.transport.throttle import Throttle
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ class RendezvousService:
         self._mailboxes: dict[str, Mailbox] = {}  # by incarnation, of every open Join call
         self._changed = asyncio.Event()  # the registry's deadline may be another one
         self._closing = False
+        self._refused = Throttle(log)
 
     def handlers(self) -> grpc.GenericRpcHandler:
         return grpc.method_handlers_generic_handler(
@@ -73,7 +75,7 @@ class RendezvousService:
             request = _identified(messages.read_request(message))
             notices = self._registry.resume(request) if request.resumes else self._registry.join(request, self._clock())
         except JoinRefused as refusal:
-            log.info("refused %s: %s", context.peer(), refusal)
+            self._refused.warning("refused %s: %s", context.peer(), refusal)
             await refuse(context, refusal)
         log.info("job %s: %s %s from node %s", request.job, request.address, "is back" if request.resumes else "joined", request.node)
         mailbox = self._mailboxes[request.incarnation] = Mailbox()

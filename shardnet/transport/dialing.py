@@ -7,7 +7,7 @@ from shardnet.address import Address
 from shardnet.credentials import Role, Security
 from shardnet.errors import HandshakeError
 from shardnet.transport import tls
-from shardnet.transport.connection import Connection, PlainConnection
+from shardnet.transport.connection import Connection, PlainConnection, tune
 from shardnet.transport.http2 import frames
 
 _ANSWER_BYTES = 4096
@@ -65,7 +65,7 @@ async def _connect(address: Address) -> socket.socket:
         sock = socket.socket(family, kind, protocol)
         try:
             sock.setblocking(False)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            tune(sock)
             await loop.sock_connect(sock, where)
         except OSError as error:
             sock.close()

@@ -86,10 +86,12 @@ class Endpoint:
         server.add_generic_rpc_handlers(self._handlers)
         try:
             port = await self._bind(server, admission)
-            await server.start()
+            await _start(server)
         except BaseException:
-            await server.stop(0)
-            await self._close_door()
+            try:
+                await server.stop(0)
+            finally:
+                await self._close_door()
             raise
         self._server, self._bound, self._state = server, self._listen.with_port(port), _State.OPEN
 
@@ -144,6 +146,16 @@ class Endpoint:
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         await self.aclose()
+
+
+async def _start(server: grpc.aio.Server) -> None:
+    """Start it; cancelling waits until it has. grpcio's own start must not be cancelled: its server cannot be stopped any more then."""
+    starting = asyncio.ensure_future(server.start())
+    try:
+        await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        await asyncio.wait({starting})
+        raise
 
 
 def _with_connections(snapshot: Snapshot, connections: str) -> stats_pb2.SnapshotReply:

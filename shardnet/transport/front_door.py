@@ -17,7 +17,7 @@ from shardnet.credentials import Security
 from shardnet.errors import HandshakeError
 from shardnet.transport import tls
 from shardnet.transport.admission import Admission
-from shardnet.transport.connection import Connection, PlainConnection
+from shardnet.transport.connection import Connection, PlainConnection, tune
 from shardnet.transport.http2 import OPENING
 from shardnet.transport.http2.frames import ErrorCode, goaway, settings
 from shardnet.transport.options import HANDSHAKE_S
@@ -80,7 +80,7 @@ class FrontDoor:
 
     async def _welcome(self, sock: socket.socket, caller: str) -> None:
         try:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            tune(sock)
             async with asyncio.timeout(HANDSHAKE_S):
                 connection = await self._secure(sock)
                 said = await _first_words(connection)

@@ -1,7 +1,7 @@
 """Who has no certificate that counts, or another one's: no handler is entered, and one line a connection says who and why."""
 
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 
 import pytest
 
@@ -9,6 +9,7 @@ from shardnet.address import Address
 from shardnet.config import Limits, Timeouts
 from shardnet.credentials import Credentials, Security
 from shardnet.transport.dialing import dial
+from shardnet.transport.grpc_mesh import GrpcMesh
 from shardnet.transport.hello import Hello
 from shardnet.transport.http2 import Call, Status, frames
 from shardnet.transport.http2.headers import HeaderCodec, request
@@ -86,6 +87,14 @@ async def test_another_workers_place(times: int, monkeypatch: pytest.MonkeyPatch
         async with ports(2, security=security("node-0"), timeouts=TIMEOUTS, limits=LIMITS) as pool:
             ranks = await pool.form()
             mesh_of(ranks[0])._inbound.discard(1)  # its place looks free
+            entered, connected = 0, GrpcMesh.connected
+
+            def enter(mesh: GrpcMesh, peer: int) -> AbstractContextManager[None]:
+                nonlocal entered
+                entered += 1
+                return connected(mesh, peer)
+
+            monkeypatch.setattr(GrpcMesh, "connected", enter)
             address, hello = Address.parse(mesh_of(ranks[0]).address(0)), mesh_of(ranks[1])._outboxes[0]._hello
             for _ in range(times):
                 status = await open_stream(address, hello)
@@ -95,7 +104,8 @@ async def test_another_workers_place(times: int, monkeypatch: pytest.MonkeyPatch
                 )
                 figures.repeats += 1
             await dissolve(ranks)
-        figures.measured = {"lines": len(lines)}
+        figures.measured = {"handlers_entered": entered, "lines": len(lines)}
+        assert entered == 0
         assert len(lines) == times
         assert all("refused a stream from" in line.text and "but rank 1 is" in line.text for line in lines)
 

@@ -72,13 +72,19 @@ def test_joiners_wait_for_those_that_have_not_come_back(store: Store) -> None:
     store.close()
 
 
-def test_epochs_go_on_for_a_job_that_had_ended(store: Store) -> None:
+def restored_after_its_end(store: Store) -> Registry:
+    """A rendezvous that is started again when both workers of a job have left it in peace."""
     before = Registry(settle_s=SETTLE, store=store)
     formed(before, 2)
     before.leave("job", "w0")
     before.leave("job", "w1")
     after = Registry(settle_s=SETTLE, store=store)
     after.restore(until=100.0)
+    return after
+
+
+def test_epochs_go_on_for_a_job_that_had_ended(store: Store) -> None:
+    after = restored_after_its_end(store)
     assert after.status()[0].state is JobState.FINISHED
     for number in (3, 4):
         after.join(elastic(number), 0.0)
@@ -88,12 +94,7 @@ def test_epochs_go_on_for_a_job_that_had_ended(store: Store) -> None:
 
 def test_a_training_that_is_over_stays_so(store: Store) -> None:
     """For a replacement that comes late: it does not begin anew what the others have ended."""
-    before = Registry(settle_s=SETTLE, store=store)
-    formed(before, 2)
-    before.leave("job", "w0")
-    before.leave("job", "w1")
-    after = Registry(settle_s=SETTLE, store=store)
-    after.restore(until=100.0)
+    after = restored_after_its_end(store)
     with pytest.raises(JoinRefused, match="the training of job 'job' has ended"):
         after.join(replace(elastic(3), replacement=True), 0.0)
     store.close()

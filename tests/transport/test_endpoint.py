@@ -130,6 +130,21 @@ async def test_order_of_life() -> None:
 
 
 @on_shared_loop
+async def test_a_start_may_be_cancelled_at_any_moment() -> None:
+    """Nothing is left of it, which the guards see. While it binds, and at each turn of the loop while grpcio starts."""
+    for turns in range(-3, 10):
+        opened = endpoint()
+        starting = asyncio.create_task(opened.start())
+        while opened._door is None and turns >= 0:  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(0)
+        for _ in range(abs(turns)):
+            await asyncio.sleep(0)
+        starting.cancel()
+        await asyncio.wait([starting])
+        await opened.aclose()
+
+
+@on_shared_loop
 async def test_failing_snapshot_stays_inside(caplog: pytest.LogCaptureFixture) -> None:
     def fail() -> stats_pb2.SnapshotReply:
         raise RuntimeError("a secret path")
