@@ -9,14 +9,14 @@ from shardnet.backend.base import Backend
 from shardnet.errors import ProtocolError
 
 
-async def gather_json(backend: Backend, value: object, label: str) -> list[Any]:
+async def gather_json(backend: Backend, value: object, label: str, *, timeout_s: float | None = None) -> list[Any]:
     """The values of all ranks in rank order. A collective: every rank calls it, with the same label.
 
     A value is what JSON can hold: None, bool, numbers, str, lists, and dicts with str keys. Tuples arrive as lists.
-    Raises ProtocolError if a rank sent something else.
+    Raises ProtocolError if a rank sent something else. `timeout_s` is how long ranks wait for the last one; None: as for any collective.
     """
     encoded = json.dumps(value, separators=(",", ":")).encode()
-    sizes = (await backend.all_gather(torch.tensor([len(encoded)]), label=f"{label} sizes")).tolist()
+    sizes = (await backend.all_gather(torch.tensor([len(encoded)]), timeout_s=timeout_s, label=f"{label} sizes")).tolist()
     mine = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
     everything = await backend.all_gather(mine, sizes=sizes, label=label)
     return [_decode(part, rank, label) for rank, part in enumerate(torch.split(everything, sizes))]

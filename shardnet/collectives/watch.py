@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+PATIENT_S = 3600.0  # who gives a collective so long expects others to be late: the status says so, and no line in the log
 LINE_EVERY_S = 1.0  # in the log: what several groups wait for is mostly the same rank
 
 
@@ -94,6 +95,8 @@ class Watch:
             attendance = await group.roll_call.hold(oldest.sequence)
             self._entered_below[group.id] = max(attendance.entered_below, self._entered_below.get(group.id, 0))
             if attendance.absent:
+                if oldest.call.timeout_s >= PATIENT_S:
+                    self._told.add(oldest.flight)
                 return Waiting(oldest.flight, attendance.absent)
         return None
 

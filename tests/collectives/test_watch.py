@@ -17,6 +17,7 @@ from shardnet.collectives.attendant import Attendant
 from shardnet.collectives.group import Group
 from shardnet.collectives.operation import Call, Operation
 from shardnet.collectives.roll_call import Attendance, RollCall
+from shardnet.collectives.watch import PATIENT_S
 from shardnet.config import Limits, Timeouts
 from shardnet.errors import CollectiveTimeout
 from shardnet.loop import LoopThread
@@ -100,6 +101,18 @@ async def test_who_has_not_come_is_named_once_and_until_it_comes(kind: str, capl
     for number, line in enumerate(lines):
         assert re.fullmatch(rf"\[rank {number}/3 epoch 1 step 0\] {where}", line), line
     assert {each.levelno for each in caplog.records if each.name == "shardnet.collectives.watch"} == {logging.WARNING}
+
+
+async def test_what_is_given_much_time_is_shown_and_not_told(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Such as waiting for the others' disks."""
+    async with cluster(kind, 2) as ranks:
+        early = ranks[0].barrier(timeout_s=PATIENT_S)
+        await until(lambda: ranks[0].telemetry.waiting)
+        (first,) = ranks[0].telemetry.waiting
+        await until(lambda: ranks[0].telemetry.waiting[0] is not first)
+        await ranks[1].barrier(timeout_s=PATIENT_S)
+        await early
+    assert said(caplog) == []
 
 
 async def test_nobody_is_asked_while_all_goes_well(kind: str, asked: list[Any], caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,37 @@
+"""What the tests of rounds have in common."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shardnet.backend import Pending
+from shardnet.backend.cluster import ClusterBackend
+from shardnet.collectives.mail import Round
+from shardnet.config import KIB, Limits
+
+Ranks = Sequence[ClusterBackend]
+# 16 KiB by letter, of which a mailbox holds four; twice that and more otherwise
+LIMITS = Limits(letter_bytes=16 * KIB)
+SMALL, LARGE, LARGER = torch.ones(4), torch.ones(5_000), torch.ones(10_000)
+
+
+def ones_of(ranks: int, small: torch.Tensor = SMALL) -> torch.Tensor:
+    return small * ranks
+
+
+def is_round(handle: Pending[Any]) -> bool:
+    return isinstance(handle._future, Round)
+
+
+def wait(handle: Pending[torch.Tensor]) -> torch.Tensor:
+    return handle.wait()
+
+
+async def result_of(handle: Pending[torch.Tensor]) -> torch.Tensor:
+    return await handle
+
+
+def interrupt(*_: object) -> None:
+    """What Ctrl-C does in the main thread."""
+    raise KeyboardInterrupt
