@@ -21,6 +21,7 @@ ShardnetError
 ├── ProtocolError                  a peer sent what no shardnet worker sends
 ├── ClosedError                    the backend or cluster is closed
 ├── StateLost                      more workers are gone than there were copies of their state
+├── CheckpointError                a checkpoint cannot be written, or none that is there can be read
 ├── WorldChanges                   no failure: the epoch ends here, for `shardnet.elastic` to go on with the next one
 └── RendezvousError                joining failed
     ├── RendezvousUnavailable      (ConnectionError) nobody answers at the address
@@ -139,6 +140,10 @@ class ClosedError(ShardnetError):
 
 class StateLost(ShardnetError):
     """The state of some step cannot be put together any more: workers are gone, and the copies that others held of theirs with them."""
+
+
+class CheckpointError(ShardnetError):
+    """A checkpoint could not be written, or what is in its files is not what was written. Says which file, and on which rank."""
 
 
 class WorldChanges(ShardnetError):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import nn
 
 import shardnet
@@ -78,6 +79,28 @@ async def test_the_program_of_the_page_on_workers_that_come_and_go(tmp_path: Pat
     assert len(re.findall(r"rank \d of [23]: 200 steps", output)) in (2, 3), output  # the third may have come late
 
 
+@pytest.mark.timeout(180)  # five fresh interpreters, on whatever machine
+async def test_the_programs_of_the_page_on_checkpoints(tmp_path: Path) -> None:
+    page = (README.parent / "docs" / "checkpoints.md").read_text()
+    elastic_program, by_hand = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "train.py").write_text(elastic_program)
+    (tmp_path / "by_hand.py").write_text(by_hand)
+    outputs = []
+    for arguments in (*re.findall(r"\$ \.venv/bin/shardnet (run .*)", page), "run --nproc 2 by_hand.py"):
+        command = (sys.executable, "-m", "shardnet.cli", *arguments.split())
+        process = await asyncio.create_subprocess_exec(
+            *command, cwd=tmp_path, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+        )
+        outputs.append((await process.communicate())[0].decode())
+        assert process.returncode == 0, outputs
+    assert "it goes on behind step" not in outputs[0]
+    assert "it goes on behind step 200" in outputs[1], outputs
+    shown = re.findall(r"^(runs/first/step-\d+)/|^ +(rank-\S+)", page, re.MULTILINE)
+    folder = tmp_path / shown[0][0]
+    assert {path.name for path in folder.iterdir()} == {"manifest.json", *(name for _, name in shown[1:])}
+    assert set(load_file(tmp_path / "model.safetensors")) == {"weight", "bias"}
+
+
 def test_certificates_as_the_readme_makes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     commands = re.findall(r"^\$ \.venv/bin/shardnet (certs .*)$", README.read_text(), re.MULTILINE)
@@ -91,7 +114,9 @@ def test_certificates_as_the_readme_makes_them(tmp_path: Path, monkeypatch: pyte
     }
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/architecture.md", "docs/elastic.md", "docs/security.md", "docs/testing.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/architecture.md", "docs/checkpoints.md", "docs/elastic.md", "docs/security.md", "docs/testing.md"]
+)
 def test_files_named_in_the_docs_exist(page: str) -> None:
     root = README.parent
     for name in re.findall(r"`((?:shardnet|workers|docs|benchmarks|docker|protos|tests)/[\w./-]+)`", (root / page).read_text()):

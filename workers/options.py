@@ -80,6 +80,12 @@ def _add_run(group: argparse._ArgumentGroup) -> None:
         help="steps from one commit to the next, where workers may be lost: each costs time, and so many are done again after a loss "
         "(default: %(default)s)",
     )
+    group.add_argument(
+        "--checkpoints", type=Path, metavar="DIR", help="go on from the last checkpoint there, and write more (default: there are none)"
+    )
+    group.add_argument(
+        "--save-every", type=_positive, default=100, metavar="N", help="steps from one checkpoint to the next (default: %(default)s)"
+    )
     group.add_argument("--batch", type=_positive, default=4, metavar="N", help="sequences of one worker in one step (default: %(default)s)")
     group.add_argument("--text", type=Path, metavar="PATH", help="file or folder to learn (default: Python's standard library)")
     group.add_argument(

@@ -37,7 +37,12 @@ async def main() -> None:
         sys.exit(f"train_lm: {error}")
     prepare(options)
     journal = Journal(options.max_seconds)
-    await elastic.run(lambda cluster, state: train(cluster, state, options, text, journal), every=options.commit_every)
+    await elastic.run(
+        lambda cluster, state: train(cluster, state, options, text, journal),
+        every=options.commit_every,
+        checkpoints=options.checkpoints,
+        save_every=options.save_every,
+    )
 
 
 async def train(cluster: shardnet.Cluster, state: elastic.State, options: argparse.Namespace, text: Text, journal: Journal) -> None:
@@ -46,6 +51,7 @@ async def train(cluster: shardnet.Cluster, state: elastic.State, options: argpar
     await check_same_text(cluster, text)
     trainer = await Trainer.create(cluster, state, options, text, journal)
     await trainer.run()
+    await state.save()
     figures = await cluster_figures(cluster.backend, trainer.recorder.figures())
     journal.say(f"speed: {figures}")
     if trainer.commits_s:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from shardnet.elastic.generation import Mark
-from shardnet.elastic.piece import Span, covered
 from shardnet.errors import StateLost, UsageError
+from shardnet.state.piece import Span, covered
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from shardnet.elastic.piece import Piece, Span
-from shardnet.elastic.snapshot import Snapshot
+from shardnet.state.piece import Piece, Span
+from shardnet.state.snapshot import Snapshot
 
 
 class Mark(NamedTuple):

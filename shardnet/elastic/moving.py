@@ -7,8 +7,8 @@ import torch
 from shardnet.backend import Backend
 from shardnet.elastic.choice import Choice, sources
 from shardnet.elastic.generation import plain
-from shardnet.elastic.piece import Piece, Span, join
 from shardnet.errors import ProtocolError
+from shardnet.state.piece import Piece, Span, join
 from shardnet.zero.codec import decode, encode
 
 Tensor = torch.Tensor

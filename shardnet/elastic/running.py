@@ -8,11 +8,13 @@ step is done, and who has an error of its own, end themselves.
 
 import gc
 import logging
+import os
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import Any, TypeVar
 
-from shardnet.elastic.state import State
-from shardnet.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, JoinRefused, PeerLost, WorldChanges
+from shardnet.elastic.state import Saving, State
+from shardnet.errors import CheckpointError, CollectiveError, CollectiveMismatch, CollectiveTimeout, JoinRefused, PeerLost, WorldChanges
 from shardnet.rendezvous.refusal import Refusal
 from shardnet.training import Cluster, connect
 
@@ -23,7 +25,15 @@ END_S = 7 * 24 * 3600.0  # rank 0 may take its time over what it writes at the e
 Train = Callable[[Cluster, State], Awaitable[T]]
 
 
-async def run(train: Train[T], *, every: int = 1, **settings: Any) -> T | None:
+async def run(
+    train: Train[T],
+    *,
+    every: int = 1,
+    checkpoints: str | os.PathLike[str] | None = None,
+    save_every: int = 1000,
+    keep: int = 2,
+    **settings: Any,
+) -> T | None:
     """Join a cluster and train; when a worker is lost, or others wait to join, form the next epoch and call `train` again.
 
         async def train(cluster, state):
@@ -45,14 +55,23 @@ async def run(train: Train[T], *, every: int = 1, **settings: Any) -> T | None:
     every     steps between commits: a loss costs at most so many and the one in flight
     settings  of `connect`
 
+    checkpoints, save_every, keep
+              a folder that all workers see, steps from one checkpoint to the next, and how many are kept. A training that begins, or that
+              has lost more workers than there were copies of what they held, goes on from the last one. None: there are none
+
     What `train` raises ends this worker, unless it is PeerLost or comes from one: then the survivors go on without it. So they do, once at
     each step, when a CollectiveTimeout says who is missing, when newcomers cause a CollectiveMismatch, and after another CollectiveError,
     which tells of an error on another rank. Raises JoinTimeout if fewer workers than `min_world_size` are left and no others come
     within `join_s`.
     """
+    saving = None if checkpoints is None else Saving(Path(checkpoints), save_every, keep)
     try:
         async with connect(**settings) as cluster:
-            return await _epochs(train, cluster, State(cluster, every=every))
+            state = State(cluster, every=every, saving=saving)
+            try:
+                return await _epochs(train, cluster, state)
+            finally:
+                await state.abandon()
     except JoinRefused as refusal:
         if refusal.reason != Refusal.ENDED:
             raise
@@ -67,6 +86,7 @@ async def _epochs(train: Train[T], cluster: Cluster, state: State) -> T:
         result: list[T] = []
         try:
             result.append(await train(cluster, state))
+            await _saved(state, cluster)
             if cluster.elastic:  # one that left now would be missed by those that have to do a step again
                 await cluster.backend.barrier(timeout_s=END_S, label="the end of the training")
         except Exception as error:
@@ -79,6 +99,7 @@ async def _epochs(train: Train[T], cluster: Cluster, state: State) -> T:
                 trouble_at = state.step
         else:
             return result[0]
+        await state.abandon()
         state.end_epoch(str(why))
         missing = {*why.missing} - {cluster.rank} if isinstance(why, CollectiveTimeout) else ()
         try:
@@ -89,6 +110,14 @@ async def _epochs(train: Train[T], cluster: Cluster, state: State) -> T:
             return result[0]  # somebody was lost at the very end; others were through, so that all had come there
         why = None  # with what it refers to: the frames of `train` and all that is in them
         _collect_models()
+
+
+async def _saved(state: State, cluster: Cluster) -> None:
+    try:
+        await state.saved()
+    except CheckpointError:
+        await cluster.backend.aclose()  # in peace: all ranks end here, and who is later than others must not take those for lost
+        raise
 
 
 def _collect_models() -> None:

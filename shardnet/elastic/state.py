@@ -6,20 +6,20 @@ import operator
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, SupportsIndex
 
 import torch
 
 from shardnet.backend import Backend
 from shardnet.backend.gather import gather_json
+from shardnet.checkpoint import Checkpoints, Loaded
 from shardnet.elastic.choice import Choice, Offer, choose, structure_of
 from shardnet.elastic.copying import Copying
 from shardnet.elastic.generation import Generation, Mark, plain
 from shardnet.elastic.moving import move
-from shardnet.elastic.parts import Part, parts_of
-from shardnet.elastic.piece import Piece, Span
-from shardnet.elastic.randomness import random_state, set_random_state
-from shardnet.errors import ShardnetError, StateError, UsageError, WorldChanges
+from shardnet.errors import CheckpointError, ShardnetError, StateError, StateLost, UsageError, WorldChanges
+from shardnet.state import Inventory, Piece, Span, random_state, set_random_state
 from shardnet.training import Cluster
 from shardnet.zero.codec import decode, encode
 
@@ -34,6 +34,19 @@ class Ended:
     why: str
 
 
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """What is wanted of checkpoints: where, how often, and how many are kept."""
+
+    folder: Path
+    every: int = 1000  # steps
+    keep: int = 2
+
+    def __post_init__(self) -> None:
+        if self.every < 1 or self.keep < 1:
+            raise UsageError(f"save_every and keep must be at least 1, got {self.every} and {self.keep}")
+
+
 class State:
     """The state of a training as of its last committed step, in the memory of its workers; lives through all epochs of a cluster.
 
@@ -45,11 +58,15 @@ class State:
     is kept twice.
     """
 
-    def __init__(self, cluster: Cluster, *, every: SupportsIndex = 1) -> None:
+    def __init__(self, cluster: Cluster, *, every: SupportsIndex = 1, saving: Saving | None = None) -> None:
         """`every`: so many steps from one commit to the next."""
         self.every = _whole(every, "every")
         if self.every < 1:
             raise UsageError(f"every must be at least 1 step, got {every}")
+        self._saving = saving
+        self._checkpoints: Checkpoints | None = None  # of this epoch
+        self._saved_step = -1  # of the checkpoint that was begun last
+        self._unsaved: CheckpointError | None = None  # why it is none
         self.step = 0
         self.values: dict[str, Any] = {}
         self.resumed = False
@@ -57,7 +74,7 @@ class State:
         self.commit_s = 0.0  # how long the last one took
         self._cluster = cluster
         self._committed, self._next = Generation(Mark(0, 0)), Generation(Mark(0, 0))
-        self._parts: list[Part] | None = None
+        self._inventory: Inventory | None = None
         self._copying: Copying | None = None
         self._structure = ""
         self._ended: Ended | None = None  # how the epoch before has, until that is told
@@ -79,7 +96,19 @@ class State:
         """Let go of what was to be kept, for the program makes it anew; the copies stay."""
         self._ended = Ended(time.perf_counter(), why)
         self.settled = False
-        self._parts = self._copying = None
+        self._inventory = self._copying = None
+
+    async def saved(self) -> None:
+        """Wait until the checkpoint that was begun last, if any, is one. Raises CheckpointError on all ranks if it could not be written."""
+        await self._settle()
+        if self._unsaved is not None:
+            raise self._unsaved
+
+    async def abandon(self) -> None:
+        """Give up the checkpoint that is being written, if any: its epoch is over."""
+        checkpoints, self._checkpoints = self._checkpoints, None
+        if checkpoints is not None:
+            await checkpoints.abandon()
 
     # --- the beginning of an epoch
 
@@ -90,33 +119,40 @@ class State:
                 `state_dict()` that is the same on all ranks; the same ones in the same order in each epoch
         values  what `values` has at the very beginning
 
-        Afterwards `step` and `values` are those of the last committed step, which is committed again for the ranks of this epoch; 0 and
-        the given ones if there is none. `resumed` says which. Random generators go on on the ranks that were there, while new
-        ones stay as the program has set them; buffers and ignored modules are each rank's own, new ranks get the first one's.
+        Afterwards `step` and `values` are those of the last committed step, which is committed again for the ranks of this epoch; those of
+        the last checkpoint if what is needed of a committed one is not there; 0 and the given ones if there is none either. `resumed` says
+        which. Random generators go on on the ranks that were there, while new ones stay as the program has set them; buffers and ignored
+        modules are each rank's own, new ranks get the first one's.
 
-        A collective. Raises StateLost on all ranks if more workers are gone than there were copies, and UsageError for a thing that
-        cannot be kept or that was not there in the epoch before.
+        A collective. Raises StateLost on all ranks if more workers are gone than there were copies and there is no checkpoint,
+        CheckpointError if there are some but none can be used, and UsageError for a thing that cannot be kept or that was not there in the
+        epoch before.
         """
-        self._parts = parts_of(things)
+        self._inventory = inventory = Inventory(things)
         backend = self._cluster.backend
         everyone = backend.subgroup(range(backend.world_size))
         self._copying = Copying(everyone)
-        sizes = {name: numel for index, part in enumerate(self._parts) for name, numel in _numbered(index, part.sizes())}
-        wanted = {name: span for index, part in enumerate(self._parts) for name, span in _spans(index, part)}
+        sizes, wanted = inventory.sizes(), inventory.wanted()
         told = await gather_json(
             everyone,
             {"offers": [_tell(each) for each in self._generations()], "wanted": [[s.name, s.start, s.stop] for s in wanted.values()]},
             "what is left of the state",
         )
         offers = [_heard(rank, offer) for rank, said in enumerate(told) for offer in said["offers"]]
+        if self._saving is not None:
+            self._checkpoints = Checkpoints(backend, self._saving.folder, *things, keep=self._saving.keep)
         try:
-            choice = choose(offers, sizes)
+            choice, loaded = await self._choose(offers, sizes)
         except ShardnetError:
             await backend.aclose()  # in peace: all ranks end here, and who is later than others must not take those for lost
             raise
         self._structure = structure_of(sizes)
-        self.resumed = choice is not None
-        if choice is None:
+        self.resumed = choice is not None or loaded is not None
+        self._saved_step = -1 if loaded is None else loaded.step  # the same on all ranks, whoever came when
+        if loaded is not None:
+            self.step, self.values = loaded.step, loaded.values
+            self._cluster.telemetry.reach(self.step)
+        elif choice is None:
             self.step, self.values = 0, dict(values)
             if self._cluster.topology.epoch > 1 and self._cluster.rank == 0:
                 log.warning("epoch %d: nobody has a state of the epochs before; it is as at the beginning", self._cluster.topology.epoch)
@@ -126,6 +162,24 @@ class State:
         if self._cluster.elastic:
             await self._commit(Mark(self._cluster.topology.epoch, self.step))
         self._say_so()
+
+    async def _choose(self, offers: Sequence[Offer], sizes: dict[str, int]) -> tuple[Choice | None, Loaded | None]:
+        """The state that ranks have in memory; else the last checkpoint, which is loaded; or neither. Raises as `resume` does."""
+        lost: StateLost | None = None
+        try:
+            if (choice := choose(offers, sizes)) is not None:
+                return choice, None
+        except StateLost as error:
+            lost = error
+        loaded = None if self._checkpoints is None else await self._checkpoints.load()
+        if loaded is None and lost is not None:
+            raise lost
+        if loaded is not None and self._cluster.rank == 0:
+            log.warning(
+                "epoch %d: it goes on behind step %d, from checkpoint %s%s",
+                *(self._cluster.topology.epoch, loaded.step, loaded.path, f"; {lost}" if lost else ""),
+            )
+        return None, loaded
 
     def _say_so(self) -> None:
         """One line a changed world, from the rank that nobody misses."""
@@ -141,7 +195,7 @@ class State:
         return (each for each in (self._committed, self._next) if each.complete)
 
     async def _load(self, choice: Choice, wanted: Sequence[dict[str, Span]], sizes: dict[str, int], everyone: Backend) -> None:
-        assert self._parts is not None
+        assert self._inventory is not None
         mine = next((each for each in self._generations() if each.mark == choice.mark), None)
         if mine is self._next:
             self._committed, self._next = self._next, self._committed
@@ -150,27 +204,12 @@ class State:
         leading = await _broadcast(everyone, choice.ranks[0], local and {"shared": local["shared"], "rest": local["rest"]})
         rest = leading["rest"] if local is None else local["rest"]
         shared = leading["shared"]
-        if shared["kinds"] != (kinds := [type(part).__name__ for part in self._parts]):
-            raise UsageError(
-                f"State.resume() was given other things in the epoch before ({', '.join(shared['kinds'])}) than in this one "
-                f"({', '.join(kinds)}): give the same in the same order"
-            )
-        await asyncio.to_thread(self._load_parts, arrived, rest, shared["parts"])
+        self._inventory.check_kinds(shared["kinds"], "to State.resume() in the epoch before")
+        await asyncio.to_thread(self._inventory.load, arrived, rest, shared["parts"])
         self.step, self.values = choice.mark.step, shared["values"]
         self._cluster.telemetry.reach(self.step)
         if local is not None:
             set_random_state(local["random"])
-
-    @torch.no_grad()
-    def _load_parts(self, arrived: dict[str, Piece], rest: list[dict[str, torch.Tensor]], shared: list[Any]) -> None:
-        assert self._parts is not None
-        for index, (part, tensors, state) in enumerate(zip(self._parts, rest, shared, strict=True)):
-            prefix = _prefix(index)
-            part.load({name.removeprefix(prefix): piece for name, piece in arrived.items() if name.startswith(prefix)})
-            for name, tensor in part.rest().items():
-                tensor.copy_(tensors[name])
-            if state is not None:
-                part.load_shared(state)
 
     # --- steps
 
@@ -178,12 +217,13 @@ class State:
         """Say that all ranks have done a step, and make the state after it safe, unless it is not `every`-th; `values` are set before.
 
         When it returns the step is done for good: whoever dies from now on, the training goes on behind it. If it raises PeerLost,
-        either all survivors go on behind it or none does. Waits for the copies to be exchanged.
+        either all survivors go on behind it or none does. Waits for the copies to be exchanged. Where checkpoints are wanted one is begun
+        at every so-manieth step; it is written meanwhile, and what goes wrong with it is logged.
 
         A collective. Raises WorldChanges, for `run` and nobody else to catch, if workers wait to join, and CollectiveMismatch
         if ranks commit different steps.
         """
-        if self._parts is None:
+        if self._inventory is None:
             raise StateError("nothing is to be kept yet: call State.resume(model, optimizer, ...) before the first commit")
         done = _whole(step, "the step of a commit")
         if done <= self.step:
@@ -198,8 +238,38 @@ class State:
                 raise
         self.step, self.settled = done, True
         self._cluster.telemetry.reach(done)
+        if self._saving is not None and done % self._saving.every == 0:
+            await self.save()
         if joiners:
+            await self._settle()  # in the next epoch there are others
             raise WorldChanges(f"step {done} is committed, and workers wait to join")
+
+    async def save(self) -> None:
+        """Begin a checkpoint of the step that was just committed, as at the end of a training; `commit` does at every so-manieth step by
+        itself. Does nothing where no checkpoints are wanted, or if that step has one. What goes wrong is logged, but for a value that no
+        file can hold, which raises UsageError. A collective."""
+        if self._checkpoints is None or self.step == self._saved_step:
+            return
+        await self._settle()
+        try:
+            await self._checkpoints.save(self.step, **self.values)
+        except CheckpointError as error:
+            self._note(error)
+        else:
+            self._saved_step, self._unsaved = self.step, None
+
+    async def _settle(self) -> None:
+        """Wait for the checkpoint that is being written, whether it succeeds or not."""
+        if self._checkpoints is not None:
+            try:
+                await self._checkpoints.wait()
+            except CheckpointError as error:
+                self._note(error)
+
+    def _note(self, error: CheckpointError) -> None:
+        self._unsaved = error
+        if self._cluster.rank == 0:  # all have the same one
+            log.error("%s; the training goes on", error)
 
     async def _commit(self, mark: Mark) -> bool:
         assert self._copying is not None
@@ -215,24 +285,22 @@ class State:
 
     def _take(self, generation: Generation) -> None:
         """Copy what this rank holds."""
-        assert self._parts is not None
+        assert self._inventory is not None
         spread: list[Piece] = []
         replicated: list[Piece] = []
-        for index, part in enumerate(self._parts):
-            for piece in part.pieces():
-                renamed = Piece(Span(_prefix(index) + piece.span.name, piece.span.start, piece.span.stop), piece.state)
-                (replicated if part.replicated else spread).append(renamed)
+        for piece, is_replicated in self._inventory.pieces():
+            (replicated if is_replicated else spread).append(piece)
         generation.spread.take(plain(spread))
         generation.local.take(
             {
                 "pieces": plain(replicated),
-                "rest": [part.rest() for part in self._parts],
+                "rest": self._inventory.rest(),
                 "random": random_state(),
                 "structure": self._structure,
                 "shared": {
                     "values": self.values,
-                    "kinds": [type(part).__name__ for part in self._parts],
-                    "parts": [part.shared() for part in self._parts],
+                    "kinds": self._inventory.kinds,
+                    "parts": self._inventory.shared(),
                 },
             }
         )
@@ -244,20 +312,6 @@ def _whole(number: SupportsIndex, what: str) -> int:
         return operator.index(number)
     except TypeError:
         raise UsageError(f"{what} must be a whole number, got {number!r}") from None
-
-
-def _prefix(index: int) -> str:
-    return f"{index}/"
-
-
-def _numbered(index: int, sizes: dict[str, int]) -> Iterator[tuple[str, int]]:
-    return ((_prefix(index) + name, numel) for name, numel in sizes.items())
-
-
-def _spans(index: int, part: Part) -> Iterator[tuple[str, Span]]:
-    for span in part.wanted():
-        name = _prefix(index) + span.name
-        yield name, Span(name, span.start, span.stop)
 
 
 def _tell(generation: Generation) -> dict[str, Any]:

@@ -11,7 +11,8 @@ import uvloop
 
 def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Run `main()` to its end on a uvloop. The first SIGINT or SIGTERM cancels it, so that its `finally` blocks run and
-    the process exits with 130 or 143; a second one kills the process at once."""
+    the process exits with 130 or 143; a second one kills the process at once. (asyncio.run makes an exception of the second one, at any
+    place, which may be inside the loop: then what that was about to do is never done, and a program may hang.)"""
     received: list[int] = []
 
     async def guarded() -> None:

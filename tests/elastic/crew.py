@@ -47,7 +47,16 @@ class Crew:
         self._tasks: list[asyncio.Task[None]] = []
 
     def hire(
-        self, train: Train, *, least: int, most: int, node: str = "", every: int = 1, collective_s: float = 15.0, join_s: float = 20.0
+        self,
+        train: Train,
+        *,
+        least: int,
+        most: int,
+        node: str = "",
+        every: int = 1,
+        collective_s: float = 15.0,
+        join_s: float = 20.0,
+        **settings: Any,
     ) -> Life:
         """Start a member; `wait` waits for its end."""
         life = Life()
@@ -57,6 +66,7 @@ class Crew:
                 life.result = await run(
                     lambda cluster, state: train(cluster, state, life),
                     every=every,
+                    **settings,
                     rendezvous=self.address,
                     job="job",
                     elastic=True,

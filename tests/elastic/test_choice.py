@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from shardnet.elastic.choice import Offer, choose, keeper, sources, structure_of
 from shardnet.elastic.generation import Mark
-from shardnet.elastic.piece import Span
 from shardnet.errors import StateLost, UsageError
 from shardnet.sharding.split import shard_sizes
+from shardnet.state.piece import Span
 
 SIZES = {"a": 10, "b": 3, "c": 1}
 STRUCTURE = structure_of(SIZES)

@@ -9,6 +9,7 @@ import asyncio
 import ctypes
 import gc
 import json
+import pkgutil
 import random
 import sys
 import threading
@@ -27,7 +28,6 @@ from shardnet.backend import ReduceOp
 from shardnet.config import Timeouts
 from shardnet.loop import LoopThread
 from shardnet.testing import same_bits
-from shardnet.testing.forking import named
 from tests.contract.programs import GROUPS, expected, inputs_of, random_step, start
 from tests.elastic.learner import Learner
 from tests.fsdp.models import Block, loss_of, make_gpt, token_batches
@@ -131,7 +131,7 @@ class Worker:
 
     async def call(self, cluster: shardnet.Cluster, command: Command) -> object:
         """What a function gives that gets the backend, in a thread of its own: "module:name", with arguments."""
-        return await asyncio.to_thread(named(command["function"]), cluster.backend, *command["arguments"])
+        return await asyncio.to_thread(pkgutil.resolve_name(command["function"]), cluster.backend, *command["arguments"])
 
     async def hold(self, cluster: shardnet.Cluster, command: Command) -> None:
         """Rank 0 keeps the interpreter to itself for some seconds, as code in C may that loads a large file."""

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardnet.elastic.piece import VALUES, Piece, Span, covered, join
-from shardnet.elastic.snapshot import Snapshot
 from shardnet.errors import UsageError
+from shardnet.state.piece import VALUES, Piece, Span, covered, join
+from shardnet.state.snapshot import Snapshot
 
 
 def piece(start: int, stop: int) -> Piece:

@@ -7,10 +7,10 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from shardnet.elastic.piece import VALUES, Piece, Span
 from shardnet.errors import UsageError
 from shardnet.fsdp import FSDP, AsyncFSDP
 from shardnet.sharding import ParameterSlice
+from shardnet.state.piece import VALUES, Piece, Span
 from shardnet.zero import ZeroOptimizer
 from shardnet.zero.pieces import all_slices, owned, replace_owned
 
@@ -83,8 +83,8 @@ class ModelPart(Part):
         for piece, parameter in self._held():
             found = dict(pieces[piece.name].state)
             parameter.copy_(found.pop(VALUES))
-            if (optimizer := self._optimizer_of(parameter)) is not None and found:
-                optimizer.state[parameter] = _own(found, parameter)
+            if (optimizer := self._optimizer_of(parameter)) is not None:
+                optimizer.state[parameter] = _own(found, parameter)  # {}: it makes one with its next step
 
     def rest(self) -> dict[str, Tensor]:
         sharded = set(self.sizes())

@@ -1,0 +1,17 @@
+"""Checkpoints: a training's state in files, written by all ranks and read by any number of them.
+
+folder.py       the checkpoints of one folder: which there are, how one comes to be there whole or not at all
+manifest.py     what a checkpoint consists of
+rank_file.py    what one rank writes, and parts of it read back
+blocks.py       checksums of what is read in parts
+duties.py       who writes what several ranks have
+idle_thread.py  where files are written while the training goes on
+reading.py      what one rank needs
+checkpoints.py  saving and loading, with all ranks
+weights.py      a model's parameters as one file for others, and back
+"""
+
+from shardnet.checkpoint.checkpoints import Checkpoints, Loaded
+from shardnet.checkpoint.weights import read_weights, write_weights
+
+__all__ = ["Checkpoints", "Loaded", "read_weights", "write_weights"]

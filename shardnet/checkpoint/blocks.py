@@ -1,0 +1,21 @@
+"""Checksums of a tensor's bytes, block by block: whoever reads a part of it can tell whether that part is what was written."""
+
+from collections.abc import Sequence
+
+import torch
+from crc32c import crc32c
+
+Tensor = torch.Tensor
+BLOCK_BYTES = 2**20
+
+
+def checksums(tensor: Tensor) -> list[int]:
+    """CRC-32C of each block; the last one may be shorter. For a contiguous tensor in host memory."""
+    data: memoryview = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+    return [crc32c(data[start : start + BLOCK_BYTES]) for start in range(0, len(data), BLOCK_BYTES)]
+
+
+def is_intact(blocks: Tensor, first: int, sums: Sequence[int]) -> bool:
+    """Whether whole blocks, from number `first` on, are those of which `sums` are the checksums."""
+    found = checksums(blocks)
+    return found == list(sums[first : first + len(found)])

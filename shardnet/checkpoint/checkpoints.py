@@ -1,0 +1,255 @@
+"""`Checkpoints`: saving and loading a training's state, with all ranks.
+
+[Note: the parts of a save] First the ranks agree on what is saved, and each copies what it has to write: that is what the training waits
+for. Then each writes its file, tells the others how that went, and if it went well everywhere rank 0 makes the files a checkpoint
+([Note: whole or not at all] in folder.py). So whenever somebody dies there is this checkpoint or the one before. The messages of a save
+go over a group of their own, so that the training's collectives may come in between in any order.
+"""
+
+import asyncio
+import logging
+import os
+import secrets
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from crc32c import crc32c
+
+from shardnet.backend import Backend
+from shardnet.backend.gather import gather_json
+from shardnet.checkpoint.blocks import checksums
+from shardnet.checkpoint.duties import writers
+from shardnet.checkpoint.folder import Folder
+from shardnet.checkpoint.idle_thread import in_idle_thread
+from shardnet.checkpoint.manifest import Manifest
+from shardnet.checkpoint.rank_file import FileEntry, write_rank_file
+from shardnet.checkpoint.reading import Reading, read
+from shardnet.errors import CheckpointError, ShardnetError, UsageError
+from shardnet.state import Inventory, Piece, Snapshot, Span, random_state, set_random_state
+
+log = logging.getLogger(__name__)
+DISK_S = 24 * 3600.0  # a disk may take its time; who is dead is noticed in any case
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Where a training stands after `Checkpoints.load`."""
+
+    step: int
+    values: dict[str, Any]
+    path: Path
+
+
+class Checkpoints:
+    """Checkpoints of what one training has, in one folder, for the ranks of one backend."""
+
+    def __init__(self, backend: Backend, folder: str | os.PathLike[str], *things: object, keep: int = 2) -> None:
+        """Nothing is read or written yet. Every rank gives the same, in the same order.
+
+        folder  on a file system that all ranks see; made where there is none
+        things  sharded models, their optimizers, ZeroOptimizers and their modules, schedulers, scalers, and whatever else has a small
+                `state_dict()` that is the same on all ranks
+        keep    so many checkpoints, the latest; older ones are removed
+
+        Raises UsageError for a thing that cannot be kept.
+        """
+        if keep < 1:
+            raise UsageError(f"keep must be at least 1 checkpoint, got {keep}")
+        self._backend = backend.subgroup(range(backend.world_size))
+        self._folder = Folder(Path(folder), keep)
+        self._inventory = Inventory(things)
+        self._snapshot = Snapshot()
+        self._writing: asyncio.Task[None] | None = None
+        self._duties: dict[Span, int] | None = None
+
+    # --- saving
+
+    async def save(self, step: int, **values: Any) -> None:
+        """Save the state after a step, with values of the program's own, such as a position in the data. Returns when a copy of it is
+        taken: files are written meanwhile, and are a checkpoint some time after; `wait` says when. Waits for the save before.
+
+        A collective. What it raises, it raises on all ranks: CheckpointError if the save before failed or this one cannot begin,
+        CollectiveMismatch if ranks save different steps, UsageError for a state or value that no file can hold. Cancelling it leaves no
+        checkpoint of this step.
+        """
+        await self.wait()
+        checkpoint = await self._begin(step)
+        try:
+            problem = await self._try(self._take, step, values, await self._has_own())
+            if (problem := _first(await self._tell(problem))) is not None:
+                raise UsageError(f"the state of step {step} cannot be saved: {problem}")
+        except BaseException:
+            await asyncio.to_thread(self._remove, checkpoint)
+            raise
+        self._writing = asyncio.create_task(self._write(step, checkpoint), name=f"checkpoint of step {step}")
+
+    async def wait(self) -> None:
+        """Until the save that is under way has ended. Raises CheckpointError, once, if it failed, and CollectiveError if a rank was lost
+        meanwhile. Cancelling it does not cancel the save."""
+        if (writing := self._writing) is not None:
+            await asyncio.wait([writing])
+            self._writing = None
+            writing.result()
+
+    async def abandon(self) -> None:
+        """Cancel the save that is under way, where a rank is lost; what it has written is no checkpoint."""
+        if (writing := self._writing) is not None:
+            self._writing = None
+            writing.cancel()
+            await asyncio.wait([writing])
+            if not writing.cancelled() and (error := writing.exception()) is not None:
+                log.info("a checkpoint was not finished: %s", error)
+
+    async def _begin(self, step: int) -> str:
+        """The id of a new checkpoint, for which rank 0 has made room. Works out, once, who writes what."""
+        mine = secrets.token_hex(8)
+        problem = await self._try(self._folder.begin, mine) if self._backend.rank == 0 else None
+        told = await gather_json(self._backend, [mine, problem], f"checkpoint of step {step}")
+        checkpoint: str
+        checkpoint, problem = told[0]
+        if problem is not None:
+            raise CheckpointError(f"the checkpoint of step {step} cannot be written: {problem}")
+        if self._duties is None:
+            held = await self._tell([list(_row(span)) for span in self._inventory.wanted().values()])
+            self._duties = writers([[Span(*row) for row in rows] for rows in held])
+        return checkpoint
+
+    async def _has_own(self) -> bool:
+        """Whether this rank has buffers or modules whole and for itself that are not the same as rank 0's."""
+        sums = await self._tell(await asyncio.to_thread(_digest, self._inventory.rest()))
+        return bool(sums[self._backend.rank] != sums[0])
+
+    def _take(self, step: int, values: dict[str, Any], has_own: bool) -> None:
+        """Copy all that this rank writes. Raises UsageError for what cannot be written."""
+        assert self._duties is not None
+        rank = self._backend.rank
+        mine = (piece for piece, _ in self._inventory.pieces() if self._duties[piece.span] == rank)
+        self._snapshot.take(
+            {
+                "pieces": [(*_row(piece.span), piece.state) for piece in mine],
+                "rest": self._inventory.rest() if rank == 0 or has_own else None,
+                "random": random_state(),
+                "shared": {"step": step, "values": values, "parts": self._inventory.shared()} if rank == 0 else None,
+            }
+        )
+
+    async def _write(self, step: int, checkpoint: str) -> None:
+        """See [Note: the parts of a save]. Raises CheckpointError on all ranks if it fails on any."""
+        entries: list[FileEntry] = []
+        problem = await self._try(lambda: entries.append(self._write_file(checkpoint)), run=in_idle_thread)
+        told = await self._tell([problem, [asdict(entry) for entry in entries]])
+        problem = _first(each[0] for each in told)
+        if problem is None:
+            if self._backend.rank == 0:
+                files = tuple(FileEntry(**each[1][0]) for each in told)
+                problem = await self._try(self._folder.commit, self._manifest(step, checkpoint, files))
+            problem = (await self._tell(problem))[0]
+        if problem is not None:
+            await asyncio.to_thread(self._remove, checkpoint)
+            raise CheckpointError(f"there is no checkpoint of step {step}: {problem}")
+        if self._backend.rank == 0:
+            log.info("checkpoint of step %d: %s", step, self._folder.of(step))
+
+    def _write_file(self, checkpoint: str) -> FileEntry:
+        taken = self._snapshot.value()
+        pieces = [Piece(Span(name, start, stop), state) for name, start, stop, state in taken.pop("pieces")]
+        rank, ranks = self._backend.rank, self._backend.world_size
+        folder = self._folder.unfinished(checkpoint)
+        if not folder.is_dir():
+            raise OSError(
+                f"{folder}, which rank 0 has made, is not there for rank {rank}: all ranks must see one folder, as on a network file system"
+            )
+        return write_rank_file(folder / f"rank-{rank:05d}-of-{ranks:05d}.safetensors", checkpoint, pieces, taken)
+
+    def _manifest(self, step: int, checkpoint: str, files: tuple[FileEntry, ...]) -> Manifest:
+        assert self._duties is not None
+        spans: list[list[Span]] = [[] for _ in files]
+        for span, rank in self._duties.items():
+            spans[rank].append(span)
+        return Manifest(checkpoint, step, files, tuple(map(tuple, spans)), self._inventory.sizes(), tuple(self._inventory.kinds))
+
+    async def _tell(self, value: object) -> list[Any]:
+        return await gather_json(self._backend, value, "how a checkpoint went", timeout_s=DISK_S)
+
+    def _remove(self, checkpoint: str) -> None:
+        if self._backend.rank == 0:
+            self._folder.abandon(checkpoint)
+
+    async def _try(
+        self, function: Callable[..., object], *arguments: object, run: Callable[..., Awaitable[object]] = asyncio.to_thread
+    ) -> str | None:
+        """Run it in a thread; what went wrong, in words."""
+        try:
+            await run(function, *arguments)
+        except (OSError, ShardnetError) as error:
+            return f"rank {self._backend.rank}: {error}"
+        return None
+
+    # --- loading
+
+    async def load(self) -> Loaded | None:
+        """Bring everything to where the latest checkpoint has it that is whole; None if the folder has none at all. What others have left
+        unfinished is removed.
+
+        Whatever number of ranks and strategy it was saved with, each rank reads what it holds and little more, and checks it. If any
+        finds that something is not what was written, all take the checkpoint before, and the log says why. Random generators go on where
+        those of the rank of the same number were.
+
+        A collective. Raises, on all ranks, CheckpointError if there are checkpoints but none is whole, and UsageError if they are of
+        another model or of other things. Then the things have the state that they had.
+        """
+        if self._backend.rank == 0:
+            await asyncio.to_thread(self._folder.sweep)
+        steps = (await gather_json(self._backend, await asyncio.to_thread(self._folder.steps), "which checkpoints there are"))[0]
+        problem = None
+        for step in steps:
+            reading, problem = await self._read(self._folder.of(step))
+            if reading is not None:
+                return await self._apply(reading)
+            if self._backend.rank == 0:
+                log.warning("the checkpoint of step %d is left out: %s", step, problem)
+        if problem is None:
+            return None
+        raise CheckpointError(f"none of the checkpoints in {self._folder.path} can be used; of the oldest: {problem}")
+
+    async def _read(self, path: Path) -> tuple[Reading | None, str | None]:
+        """What this rank needs of a checkpoint, if all ranks have found what they need; else why not."""
+        reading, problem, misuse = None, None, None
+        try:
+            reading = await asyncio.to_thread(read, path, self._inventory, self._backend.rank)
+        except UsageError as error:
+            misuse = str(error)
+        except CheckpointError as error:
+            problem = f"rank {self._backend.rank}: {error}"
+        told = await self._tell([problem, misuse])
+        if (misuse := _first(each[1] for each in told)) is not None:
+            raise UsageError(misuse)
+        problem = _first(each[0] for each in told)
+        return (None if problem is not None else reading), problem
+
+    async def _apply(self, reading: Reading) -> Loaded:
+        await asyncio.to_thread(self._inventory.load, reading.pieces, reading.rest, reading.shared["parts"])
+        if reading.random is not None:
+            set_random_state(reading.random)
+        return Loaded(reading.step, reading.shared["values"], self._folder.of(reading.step))
+
+
+def _row(span: Span) -> tuple[str, int, int]:
+    return span.name, span.start, span.stop
+
+
+def _first(problems: Iterable[str | None]) -> str | None:
+    return next((each for each in problems if each is not None), None)
+
+
+def _digest(rest: Sequence[Mapping[str, torch.Tensor]]) -> int:
+    """Equal for equal tensors."""
+    value = 0
+    for tensors in rest:
+        for tensor in tensors.values():
+            for each in checksums(tensor.cpu().contiguous()):
+                value = crc32c(each.to_bytes(4), value)
+    return value

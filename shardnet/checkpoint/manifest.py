@@ -1,0 +1,73 @@
+"""`Manifest`: what a checkpoint consists of. A folder without one is none."""
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from crc32c import crc32c
+
+from shardnet.checkpoint.rank_file import FileEntry
+from shardnet.errors import CheckpointError
+from shardnet.state import Span
+
+NAME = "manifest.json"
+_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """All that must be known to find what one wants in the files."""
+
+    id: str
+    step: int
+    files: tuple[FileEntry, ...]  # by rank
+    spans: tuple[tuple[Span, ...], ...]  # that each file has
+    sizes: dict[str, int]  # elements of each parameter
+    kinds: tuple[str, ...]  # of things, in order
+
+    def write(self, folder: Path) -> None:
+        """Returns when the disk has it. Raises OSError."""
+        body = json.dumps({"format": _FORMAT, **asdict(self), "spans": [[_row(span) for span in spans] for spans in self.spans]}, indent=1)
+        with (folder / NAME).open("w") as file:
+            file.write(json.dumps({"crc32c": crc32c(body.encode())}) + "\n" + body + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    @classmethod
+    def read(cls, folder: Path) -> "Manifest":
+        """Raises CheckpointError for anything but what was written."""
+        path = folder / NAME
+        try:
+            seal, body = path.read_bytes().split(b"\n", 1)
+            if json.loads(seal)["crc32c"] != crc32c(body.rstrip(b"\n")):
+                raise CheckpointError(f"{path} cannot be used: it is not what was written")
+            found = json.loads(body)
+            if found["format"] != _FORMAT:
+                raise CheckpointError(
+                    f"{path} is of format {found['format']}, and this shardnet knows {_FORMAT}: use the one that wrote it"
+                )
+            return cls(
+                found["id"],
+                found["step"],
+                tuple(FileEntry(**entry) for entry in found["files"]),
+                tuple(tuple(Span(*row) for row in spans) for spans in found["spans"]),
+                found["sizes"],
+                tuple(found["kinds"]),
+            )
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{path} cannot be used: {error}") from error
+
+    def holders(self) -> dict[str, list[tuple[Span, int]]]:
+        """Of each parameter: its spans and the files that have them, in order."""
+        found: dict[str, list[tuple[Span, int]]] = {name: [] for name in self.sizes}
+        for file, spans in enumerate(self.spans):
+            for span in spans:
+                found[span.name].append((span, file))
+        for each in found.values():
+            each.sort(key=lambda entry: (entry[0].start, entry[1]))
+        return found
+
+
+def _row(span: Span) -> list[str | int]:
+    return [span.name, span.start, span.stop]

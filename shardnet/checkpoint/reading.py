@@ -1,0 +1,86 @@
+"""What one rank needs of a checkpoint."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardnet.checkpoint.manifest import Manifest
+from shardnet.checkpoint.rank_file import RankFile
+from shardnet.errors import CheckpointError, UsageError
+from shardnet.state import Inventory, Piece, Span, covered, join
+
+_NAMED = 3  # parameters in an error message
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Whole, and checked. Tensors may lie in the files."""
+
+    step: int
+    pieces: dict[str, Piece]
+    rest: list[dict[str, torch.Tensor]]
+    shared: dict[str, Any]
+    random: dict[str, Any] | None  # None: there was no rank of this number
+
+
+def read(path: Path, inventory: Inventory, rank: int) -> Reading:
+    """Read what this rank holds, and little more, out of the checkpoint of a folder.
+
+    Raises CheckpointError for anything but what was written, and UsageError for what was written of other things.
+    """
+    manifest = Manifest.read(path)
+    sizes = inventory.sizes()
+    inventory.check_kinds(manifest.kinds, f"when {path} was saved")
+    if sizes != manifest.sizes:
+        raise UsageError(f"{path} is of another model: {_difference(manifest.sizes, sizes)}")
+    holders = manifest.holders()
+    for name, numel in sizes.items():
+        if not covered((span for span, _ in holders[name]), numel):
+            raise CheckpointError(f"{path} lacks a part of {name}")
+    files = _Files(path, manifest)
+    pieces = {name: _piece(span, holders[name], files) for name, span in inventory.wanted().items()}
+    leading, has_own = files[0], rank < len(manifest.files)
+    own = files[rank] if has_own else leading
+    rest = own.value("rest")
+    return Reading(
+        manifest.step,
+        pieces,
+        leading.value("rest") if rest is None else rest,
+        leading.value("shared"),
+        own.value("random") if has_own else None,
+    )
+
+
+class _Files:
+    """The files of a checkpoint, opened as they are needed."""
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self._path = path
+        self._manifest = manifest
+        self._open: dict[int, RankFile] = {}
+
+    def __getitem__(self, number: int) -> RankFile:
+        if number not in self._open:
+            self._open[number] = RankFile(self._path, self._manifest.files[number], self._manifest.id)
+        return self._open[number]
+
+
+def _piece(wanted: Span, holders: Sequence[tuple[Span, int]], files: _Files) -> Piece:
+    """A rank's piece, out of what files have of the parameter."""
+    found = []
+    at = wanted.start
+    while at < wanted.stop:
+        whole, file = next((span, file) for span, file in holders if span.start <= at < span.stop)
+        stop = min(whole.stop, wanted.stop)
+        found.append(files[file].piece(whole, at, stop))
+        at = stop
+    return join(found)
+
+
+def _difference(saved: dict[str, int], now: dict[str, int]) -> str:
+    names = sorted(name for name in {*saved, *now} if saved.get(name) != now.get(name))
+    shown = [f"{name.partition('/')[2]} had {saved.get(name, 'no')} elements and has {now.get(name, 'none')}" for name in names[:_NAMED]]
+    return ", ".join(shown) + (f", and {len(names) - _NAMED} more" if len(names) > _NAMED else "")

@@ -1,0 +1,416 @@
+"""What is saved comes back, whatever the number of ranks and however they share it out."""
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from shardnet import AsyncFSDP, ShardingStrategy
+from shardnet.backend import Backend
+from shardnet.checkpoint import Checkpoints, Loaded, rank_file
+from shardnet.checkpoint.blocks import BLOCK_BYTES, is_intact
+from shardnet.checkpoint.folder import Folder
+from shardnet.checkpoint.manifest import Manifest
+from shardnet.errors import CheckpointError, CollectiveMismatch, PeerLost, UsageError
+from shardnet.testing import each_error, each_rank, local_cluster, same_bits
+from shardnet.zero import ZeroOptimizer
+from tests.checkpoint.training import Layout, Training
+from tests.fsdp.models import Weighted
+
+FULL, HYBRID, NONE, GRADS = (
+    ShardingStrategy.FULL_SHARD,
+    ShardingStrategy.HYBRID_SHARD,
+    ShardingStrategy.NO_SHARD,
+    ShardingStrategy.SHARD_GRAD_OP,
+)
+STEPS, SAVED = 6, 3
+
+
+async def losses_of(layout: Layout, folder: Path, first: int, last: int, *, save: bool = False, load: bool = False) -> list[float]:
+    async def train(backend: Backend) -> list[float]:
+        async with Training(backend, folder, layout, seed=1 if load else 0) as training:
+            if load:
+                found = await training.checkpoints.load()
+                assert (found.step, found.values) == (first, {"position": first * 10})
+            losses = await training.steps(first, last)
+            if save:
+                await training.checkpoints.save(last, position=last * 10)
+                await training.checkpoints.wait()
+            return losses
+
+    async with local_cluster(layout.ranks) as ranks:
+        every = await each_rank(ranks, train)
+    assert all(each == every[0] for each in every)
+    return every[0]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (Layout(4), Layout(4)),
+        (Layout(4), Layout(3, NONE)),
+        (Layout(4), Layout(6, HYBRID, per_node=3)),
+        (Layout(3, NONE), Layout(2)),
+        (Layout(4, HYBRID, per_node=2), Layout(3)),
+        (Layout(2, GRADS), Layout(1)),
+        (Layout(1), Layout(4, HYBRID, per_node=2)),
+    ],
+    ids=lambda layout: str(layout),
+)
+async def test_the_loss_goes_on_as_if_nothing_had_happened(before: Layout, after: Layout, tmp_path: Path) -> None:
+    whole = await losses_of(before, tmp_path / "unused", 0, STEPS)
+    first = await losses_of(before, tmp_path / "run", 0, SAVED, save=True)
+    assert first == whole[:SAVED]
+    rest = await losses_of(after, tmp_path / "run", SAVED, STEPS, load=True)
+    assert rest == pytest.approx(whole[SAVED:], abs=1e-5)
+    if before == after:
+        assert rest == whole[SAVED:]
+
+
+async def test_zero_optimizers_with_their_modules(tmp_path: Path) -> None:
+    def make(backend: Backend, seed: int) -> tuple[nn.Module, ZeroOptimizer, Checkpoints]:
+        torch.manual_seed(seed)
+        module = nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+        optimizer = ZeroOptimizer(module.parameters(), torch.optim.Adam, backend, module=module, lr=1e-2)
+        return module, optimizer, Checkpoints(backend, tmp_path, module, optimizer)
+
+    def step(module: nn.Module, optimizer: ZeroOptimizer) -> None:
+        torch.autograd.backward(module(torch.ones(2, 7) * torch.tensor([[1.0], [3.0]])).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.wait()
+
+    async def save(backend: Backend) -> dict[str, Any]:
+        module, optimizer, checkpoints = await asyncio.to_thread(make, backend, 0)
+        await asyncio.to_thread(step, module, optimizer)
+        await checkpoints.save(1)
+        await checkpoints.wait()
+        await asyncio.to_thread(step, module, optimizer)
+        return {name: value.clone() for name, value in module.state_dict().items()}
+
+    async def load(backend: Backend) -> dict[str, Any]:
+        module, optimizer, checkpoints = await asyncio.to_thread(make, backend, 0)
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.zero_()
+        assert await checkpoints.load() == Loaded(1, {}, tmp_path / "step-00000001")
+        await asyncio.to_thread(step, module, optimizer)
+        return {name: value.clone() for name, value in module.state_dict().items()}
+
+    async with local_cluster(3) as ranks:
+        wanted = (await each_rank(ranks, save))[0]
+    async with local_cluster(2) as ranks:
+        for state in await each_rank(ranks, load):
+            for name, value in wanted.items():
+                torch.testing.assert_close(state[name], value, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(("shape", "before", "after", "sizes"), [((9,), 3, 2, [5, 4]), ((4, 3), 2, 4, [3, 3, 3, 3])])
+async def test_elements_are_dealt_out_anew(shape: tuple[int, ...], before: int, after: int, sizes: list[int], tmp_path: Path) -> None:
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.arange(float(torch.Size(shape).numel())).reshape(shape))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.weight.sum()
+
+    async def save(backend: Backend) -> None:
+        async with AsyncFSDP(Plain(), backend) as model:
+            await saved(Checkpoints(backend, tmp_path, model), 7)
+
+    async def load(backend: Backend) -> torch.Tensor:
+        module = Plain()
+        nn.init.zeros_(module.weight)
+        async with AsyncFSDP(module, backend) as model:
+            await Checkpoints(backend, tmp_path, model).load()
+            return next(model.parameters()).detach().clone()
+
+    async with local_cluster(before) as ranks:
+        await each_rank(ranks, save)
+    async with local_cluster(after) as ranks:
+        parts = await each_rank(ranks, load)
+    assert [part.numel() for part in parts] == sizes
+    assert same_bits(torch.cat(parts), torch.arange(float(torch.Size(shape).numel())))
+
+
+def names_in(path: Path) -> set[str]:
+    return {each.name for each in path.iterdir()}
+
+
+async def saved(checkpoints: Checkpoints, step: int, **values: Any) -> None:
+    await checkpoints.save(step, **values)
+    await checkpoints.wait()
+
+
+async def test_a_rank_reads_what_it_holds_and_little_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    elements = 3_000_000
+    read: list[int] = []
+
+    async def save(backend: Backend) -> None:
+        async with AsyncFSDP(Weighted(*range(elements)), backend) as model:
+            await saved(Checkpoints(backend, tmp_path, model), 1)
+
+    async def load(backend: Backend) -> None:
+        async with AsyncFSDP(Weighted(*([0.0] * elements)), backend) as model:
+            await Checkpoints(backend, tmp_path, model).load()
+            mine = next(model.parameters()).detach()
+            start = -(-elements // 3) * backend.rank
+            assert same_bits(mine, torch.arange(start, start + mine.numel(), dtype=torch.float32))
+
+    def counted(blocks: torch.Tensor, first: int, sums: list[int]) -> bool:
+        read.append(blocks.nbytes)
+        return is_intact(blocks, first, sums)
+
+    async with local_cluster(2) as ranks:
+        await each_rank(ranks, save)
+    monkeypatch.setattr(rank_file, "is_intact", counted)
+    async with local_cluster(3) as ranks:
+        await each_rank(ranks, load)
+    assert 4 * elements <= sum(read) <= 4 * elements + 4 * BLOCK_BYTES  # of the first and the last rank one end, of the other one two
+
+
+async def test_what_is_saved_is_what_there_was_when_it_was_called(tmp_path: Path) -> None:
+    async def work(backend: Backend) -> None:
+        async with AsyncFSDP(Weighted(1, 2, 3), backend) as model:
+            checkpoints = Checkpoints(backend, tmp_path, model)
+            parameter = next(model.parameters())
+            wanted = parameter.detach().clone()
+            await checkpoints.save(1, names=["a"], table={"b": (1, 2.5, None)})
+            with torch.no_grad():
+                parameter.fill_(99.0)
+            await checkpoints.wait()
+            found = await checkpoints.load()
+            assert found is not None
+            assert found.values == {"names": ["a"], "table": {"b": (1, 2.5, None)}}
+            assert same_bits(parameter.detach(), wanted)
+
+    async with local_cluster(2) as ranks:
+        await each_rank(ranks, work)
+
+
+async def test_what_each_rank_has_for_itself_comes_back_to_it(tmp_path: Path) -> None:
+    """Buffers, and random generators; a rank that was not there gets rank 0's buffers, and keeps its generators."""
+
+    async def save(backend: Backend) -> list[Any]:
+        norm = nn.BatchNorm1d(3)
+        async with AsyncFSDP(nn.Sequential(nn.Linear(3, 3), norm), backend) as model:
+            mean_of(norm).fill_(backend.rank)
+            await saved(Checkpoints(backend, tmp_path, model), 1)
+        return []
+
+    async def load(backend: Backend) -> float:
+        norm = nn.BatchNorm1d(3)
+        async with AsyncFSDP(nn.Sequential(nn.Linear(3, 3), norm), backend) as model:
+            assert await Checkpoints(backend, tmp_path, model).load()
+            return float(mean_of(norm)[0])
+
+    async with local_cluster(2) as ranks:
+        random.seed(7)
+        np.random.seed(7)
+        torch.manual_seed(7)
+        await each_rank(ranks, save)
+        wanted = random.random(), np.random.rand(), torch.rand(3)
+    async with local_cluster(3) as ranks:
+        assert await each_rank(ranks, load) == [0.0, 1.0, 0.0]
+        found = random.random(), np.random.rand(), torch.rand(3)
+    assert found[:2] == wanted[:2]
+    assert same_bits(found[2], wanted[2])
+
+
+def mean_of(norm: nn.BatchNorm1d) -> torch.Tensor:
+    assert norm.running_mean is not None
+    return norm.running_mean
+
+
+async def test_loading_takes_back_what_the_optimizer_had_nothing_of(tmp_path: Path) -> None:
+    """A checkpoint from before the first step, loaded behind it: momentum begins anew, too."""
+
+    async def work(backend: Backend) -> None:
+        async with AsyncFSDP(Weighted(), backend) as model:
+            optimizer = torch.optim.Adam(model.parameters())
+            checkpoints = Checkpoints(backend, tmp_path, model, optimizer)
+            await saved(checkpoints, 0)
+            await model.backward((await model(torch.ones(2))).sum())
+            await model.step(optimizer)
+            assert any(optimizer.state.values())
+            await checkpoints.load()
+            assert not any(optimizer.state.values())
+
+    async with local_cluster(2) as ranks:
+        await each_rank(ranks, work)
+
+
+async def test_the_latest_are_kept(tmp_path: Path) -> None:
+    async def work(backend: Backend) -> None:
+        async with AsyncFSDP(Weighted(), backend) as model:
+            checkpoints = Checkpoints(backend, tmp_path, model, keep=2)
+            for step in (1, 2, 10, 9):  # the last one by a training that went back
+                await saved(checkpoints, step)
+            found = await checkpoints.load()
+            assert found is not None
+            assert found.step == 10
+            await saved(checkpoints, 10)  # once more: it takes the other one's place
+            await checkpoints.load()
+
+    (tmp_path / ".unfinished-0123").mkdir()
+    (tmp_path / "step-what").mkdir()
+    async with local_cluster(2) as ranks:
+        await each_rank(ranks, work)
+    assert names_in(tmp_path) == {"step-00000009", "step-00000010", "step-what"}
+    assert Folder(tmp_path, 2).steps() == [10, 9]
+
+
+def test_what_dies_while_it_removes_leaves_nothing_that_looks_like_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Folder(tmp_path, 1)
+    monkeypatch.setattr("shutil.rmtree", lambda *_, **__: None)
+    for step in (1, 2, 3):
+        folder.unfinished(f"id{step}").mkdir()
+        folder.commit(Manifest(f"id{step}", step, (), (), {}, ()))
+    assert folder.steps() == [3]
+    assert {name for name in names_in(tmp_path) if name.startswith("step-")} == {"step-00000003"}
+    monkeypatch.undo()
+    folder.sweep()
+    assert names_in(tmp_path) == {"step-00000003"}
+
+
+async def test_nothing_there(tmp_path: Path) -> None:
+    async def work(backend: Backend) -> None:
+        async with AsyncFSDP(Weighted(), backend) as model:
+            assert await Checkpoints(backend, tmp_path / "none", model).load() is None
+
+    async with local_cluster(2) as ranks:
+        await each_rank(ranks, work)
+    assert names_in(tmp_path) == set()
+
+
+# --- what goes wrong
+
+
+async def test_a_rank_that_cannot_write_fails_all_and_leaves_nothing(tmp_path: Path) -> None:
+    """Such as one that does not see the folder of the others."""
+
+    async def work(backend: Backend) -> None:
+        async with AsyncFSDP(Weighted(), backend) as model:
+            checkpoints = Checkpoints(backend, tmp_path / ("there" if backend.rank == 0 else "elsewhere"), model)
+            await checkpoints.save(1)
+            await checkpoints.wait()
+
+    async with local_cluster(2) as ranks:
+        errors = await each_error(ranks, work)
+    assert all(isinstance(error, CheckpointError) for error in errors)
+    assert all("no checkpoint of step 1: rank 1" in str(error) and "all ranks must see one folder" in str(error) for error in errors)
+    assert names_in(tmp_path / "there") == set()
+
+
+async def test_rank_0_cannot_make_it_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All know, and the next save is as good as ever."""
+
+    commit = Folder.commit
+
+    def made(folder: Folder, found: Manifest) -> None:
+        if found.step == 1:
+            raise OSError("the disk is gone")
+        commit(folder, found)
+
+    monkeypatch.setattr(Folder, "commit", made)
+
+    async def work(backend: Backend) -> None:
+        async with AsyncFSDP(Weighted(), backend) as model:
+            checkpoints = Checkpoints(backend, tmp_path, model)
+            with pytest.raises(CheckpointError, match="no checkpoint of step 1: rank 0: the disk is gone"):
+                await saved(checkpoints, 1)
+            await backend.barrier()
+            assert await asyncio.to_thread(names_in, tmp_path) == set()
+            await backend.barrier()
+            await saved(checkpoints, 2)
+
+    async with local_cluster(2) as ranks:
+        await each_rank(ranks, work)
+    assert names_in(tmp_path) == {"step-00000002"}
+
+
+async def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+
+    async def work(backend: Backend) -> None:
+        async with AsyncFSDP(Weighted(), backend) as model:
+            await Checkpoints(backend, tmp_path / "file" / "run", model).save(4)
+
+    async with local_cluster(2) as ranks:
+        for error in await each_error(ranks, work):
+            assert isinstance(error, CheckpointError)
+            assert "the checkpoint of step 4 cannot be written: rank 0: " in str(error)
+
+
+async def test_ranks_that_save_different_steps(tmp_path: Path) -> None:
+    async def work(backend: Backend) -> None:
+        async with AsyncFSDP(Weighted(), backend) as model:
+            await Checkpoints(backend, tmp_path, model).save(backend.rank)
+
+    async with local_cluster(2) as ranks:
+        errors = await each_error(ranks, work)
+    assert all(isinstance(error, CollectiveMismatch) for error in errors)
+
+
+async def test_a_rank_is_lost_while_a_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no such checkpoint, and the one before is what is found."""
+    held, begun = asyncio.Event(), asyncio.Event()
+
+    async def work(backend: Backend) -> None:
+        async with AsyncFSDP(Weighted(), backend) as model:
+            checkpoints = Checkpoints(backend, tmp_path, model)
+            await saved(checkpoints, 1)
+            if backend.rank == 1:
+                monkeypatch.setattr(checkpoints, "_write", lambda *_: held.wait())
+                await checkpoints.save(2)
+                await begun.wait()
+                backend.abort()
+                held.set()
+                return
+            await checkpoints.save(2)
+            begun.set()
+            with pytest.raises(PeerLost, match="rank 1"):
+                await checkpoints.wait()
+
+    async def load(backend: Backend) -> int:
+        async with AsyncFSDP(Weighted(), backend) as model:
+            found = await Checkpoints(backend, tmp_path, model).load()
+            return -1 if found is None else found.step
+
+    async with local_cluster(2) as ranks:
+        await asyncio.gather(*map(work, ranks), return_exceptions=False)
+    async with local_cluster(2) as ranks:
+        assert await each_rank(ranks, load) == [1, 1]
+    assert names_in(tmp_path) == {"step-00000001"}
+
+
+async def test_another_model_other_things_and_wrong_calls(tmp_path: Path) -> None:
+    async def save(backend: Backend) -> None:
+        async with AsyncFSDP(Weighted(), backend) as model:
+            with pytest.raises(UsageError, match="keep must be at least 1 checkpoint, got 0"):
+                Checkpoints(backend, tmp_path, model, keep=0)
+            with pytest.raises(UsageError, match=r"a int has no state_dict"):
+                Checkpoints(backend, tmp_path, model, 5)
+            with pytest.raises(UsageError, match="the state of step 1 cannot be saved: rank 0: a PosixPath cannot be kept"):
+                await Checkpoints(backend, tmp_path, model).save(1, where=tmp_path if backend.rank == 0 else None)
+            await saved(Checkpoints(backend, tmp_path, model), 1)
+
+    async def load(backend: Backend, other_things: bool) -> None:
+        async with AsyncFSDP(Weighted(*range(4 + (not other_things))), backend) as model:
+            things = [torch.optim.Adam(model.parameters())] if other_things else []
+            await Checkpoints(backend, tmp_path, model, *things).load()
+
+    async with local_cluster(2) as ranks:
+        await each_rank(ranks, save)
+        for error in await each_error(ranks, lambda rank: load(rank, True)):
+            assert isinstance(error, UsageError)
+            assert "other things were given when" in str(error)
+        for error in await each_error(ranks, lambda rank: load(rank, False)):
+            assert isinstance(error, UsageError)
+            assert "is of another model: weight had 4 elements and has 5" in str(error)

@@ -1,0 +1,165 @@
+"""What is lost in memory is found in files: trainings that go on from their last checkpoint."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from shardnet import Cluster
+from shardnet.checkpoint.folder import Folder
+from shardnet.elastic import State
+from shardnet.errors import CheckpointError, UsageError
+from tests.elastic.crew import Life, crew
+from tests.elastic.trainer import STEPS, check, dies, trainer, until_joined
+
+SAVE_EVERY = 2
+
+
+def wanting(folder: Path) -> dict[str, Any]:
+    return {"checkpoints": folder, "save_every": SAVE_EVERY}
+
+
+async def test_more_are_lost_than_there_were_copies(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Two neighbours of four die at once, in the step behind 5: the others go on from the checkpoint of step 4."""
+    both = asyncio.Barrier(2)
+
+    async def together(step: int) -> None:
+        if step == 5:
+            await both.wait()
+
+    async def train(cluster: Cluster, state: State, life: Life) -> object:
+        doomed = cluster.rank in (1, 2) and cluster.topology.epoch == 1
+        return await (trainer(dies("begin", 5), before=together) if doomed else trainer())(cluster, state, life)
+
+    async with crew() as members:
+        lives = [members.hire(train, least=2, most=4, **wanting(tmp_path)) for _ in range(4)]
+        await members.wait()
+    survivors = [life for life in lives if life.error is None]
+    (_, behind), *rest = {tuple((world, step) for _, _, world, step in life.epochs) for life in survivors}
+    assert not rest
+    assert behind in ((2, 4), (2, 2))  # the one of step 4 may not have been finished
+    check(survivors)
+    assert f"it goes on behind step {behind[1]}, from checkpoint" in caplog.text
+    assert "the state of step 5 (epoch 1) is lost: more workers are gone than there were copies" in caplog.text
+    assert Folder(tmp_path, 2).steps() == [STEPS, STEPS - SAVE_EVERY]
+
+
+async def test_all_are_gone_and_others_begin_where_they_were(tmp_path: Path) -> None:
+    """As many as before or not."""
+    async with crew() as members:
+        for _ in range(2):
+            members.hire(trainer(dies("step", 5)), least=2, most=2, **wanting(tmp_path))
+        await members.wait()
+    async with crew() as members:
+        others = [members.hire(trainer(), least=3, most=3, **wanting(tmp_path)) for _ in range(3)]
+        await members.wait()
+    begun = {(world, step) for life in others for _, _, world, step in life.epochs}
+    assert begun in ({(3, 4)}, {(3, 2)})  # the one of step 4 may not have been finished
+    check(others)
+
+
+async def test_a_checkpoint_is_finished_before_newcomers_are_taken_in(tmp_path: Path) -> None:
+    newcomers: list[Life] = []
+
+    async def before(step: int) -> None:
+        if step == SAVE_EVERY - 1:
+            if not newcomers:
+                newcomers.append(members.hire(trainer(), least=2, most=3, keep=STEPS, **wanting(tmp_path)))
+            await until_joined(members.address, 3)
+
+    async with crew() as members:
+        first = [members.hire(trainer(before=before), least=2, most=3, keep=STEPS, **wanting(tmp_path)) for _ in range(2)]
+        await members.wait()
+        await members.wait()  # for the newcomer, too
+    (newcomer,) = newcomers
+    assert newcomer.epochs[0][2:] == (3, SAVE_EVERY)
+    check([*first, newcomer])
+    assert Folder(tmp_path, STEPS).steps() == list(range(STEPS, 0, -SAVE_EVERY))
+
+
+async def test_a_checkpoint_that_cannot_be_written_does_not_end_a_training_but_its_end_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    finished: list[int] = []
+
+    async def train(cluster: Cluster, state: State, life: Life) -> None:
+        model = await cluster.shard(nn.Linear(3, 1))
+        await state.resume(model)
+        if cluster.rank == 0:
+            spoil(tmp_path)
+        for step in range(4):
+            await state.commit(step + 1)
+        finished.append(cluster.rank)
+
+    async with crew() as members:
+        lives = [members.hire(train, least=2, most=2, **wanting(tmp_path)) for _ in range(2)]
+        await members.wait()
+    assert sorted(finished) == [0, 1]
+    for life in lives:
+        assert isinstance(life.error, CheckpointError)
+        assert "the checkpoint of step 4 cannot be written: rank 0: " in str(life.error)
+    assert "the checkpoint of step 2 cannot be written" in caplog.text
+    assert "the training goes on" in caplog.text
+
+
+def spoil(folder: Path) -> None:
+    """Nothing can be written there from now on."""
+    folder.rmdir()
+    folder.touch()
+
+
+async def test_the_last_step_is_saved_when_asked_for(tmp_path: Path) -> None:
+    async def train(cluster: Cluster, state: State, life: Life) -> None:
+        await state.resume(await cluster.shard(nn.Linear(3, 1)), position=0)
+        for step in range(state.step, 3):
+            await state.commit(step + 1, position=step * 10)
+        await state.save()
+        await state.save()  # it has one already
+        await state.saved()
+        life.result = state.step, state.values
+
+    async with crew() as members:
+        lives = [members.hire(train, least=2, most=2, **wanting(tmp_path)) for _ in range(2)]
+        await members.wait()
+    assert Folder(tmp_path, 2).steps() == [3, 2]
+    async with crew() as members:
+        lives = [members.hire(train, least=1, most=1, **wanting(tmp_path))]
+        await members.wait()
+    assert lives[0].error is None
+    assert lives[0].epochs == []
+    assert Folder(tmp_path, 2).steps() == [3, 2]
+
+
+async def test_the_end_is_saved_by_all_though_one_came_later(tmp_path: Path) -> None:
+    """The others began a checkpoint of that very step before it came."""
+    newcomers: list[Life] = []
+
+    async def train(cluster: Cluster, state: State, life: Life) -> None:
+        await state.resume(await cluster.shard(nn.Linear(3, 1)))
+        if state.step == 0:
+            if not newcomers:
+                newcomers.append(members.hire(train, least=1, most=2, **wanting(tmp_path)))
+            await until_joined(members.address, 2)
+            await state.commit(SAVE_EVERY)
+        await state.save()
+
+    async with crew() as members:
+        first = members.hire(train, least=1, most=2, **wanting(tmp_path))
+        await members.wait()
+        await members.wait()  # for the newcomer, too
+    assert [life.error for life in (first, *newcomers)] == [None, None]
+    assert Folder(tmp_path, 2).steps() == [SAVE_EVERY]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"), [({"save_every": 0}, "at least 1, got 0 and 2"), ({"keep": 0}, "at least 1, got 1000 and 0")]
+)
+async def test_what_is_refused(settings: dict[str, int], words: str, tmp_path: Path) -> None:
+    wanted: dict[str, Any] = {"checkpoints": tmp_path, **settings}
+    async with crew() as members:
+        life = members.hire(trainer(), least=1, most=1, **wanted)
+        await members.wait()
+    assert isinstance(life.error, UsageError)
+    assert words in str(life.error)
