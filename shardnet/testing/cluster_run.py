@@ -173,7 +173,7 @@ class ClusterRun:
         for fault, harm in self._harms.items():
             if not harm.fired:
                 raise FaultNotFired(f"{fault}: none of {fault.least_bytes} bytes or more was sent to it from then on")
-        if len(self._ranks) < len(self._workers) - len(self._killed):
+        if not self._killed.union(self._ranks).issuperset(range(len(self._workers))):
             raise FaultNotFired("a worker that was to join came when the training was over: let it join at an earlier step")
 
 

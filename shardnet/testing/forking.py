@@ -10,10 +10,10 @@ import ctypes
 import gc
 import importlib
 import os
+import pkgutil
 import signal
 import socket
 import sys
-from typing import Any
 
 import torch
 
@@ -49,17 +49,11 @@ def serve(control: socket.socket) -> list[str]:
                 control.send(b"%d" % child)
 
 
-def named(function: str) -> Any:
-    """What is called "module:name"."""
-    module, name = function.split(":")
-    return getattr(importlib.import_module(module), name)
-
-
 if __name__ == "__main__":
     for module in sys.argv[2:]:
         importlib.import_module(module)
     to_do = serve(socket.socket(fileno=int(sys.argv[1])))
-    status = named(to_do[0])(*to_do[1:]) if to_do else 0
+    status = pkgutil.resolve_name(to_do[0])(*to_do[1:]) if to_do else 0
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # at once: what is frozen is never collected, which some libraries complain of when Python takes itself down

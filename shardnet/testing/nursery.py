@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,7 +17,8 @@ IMPORT_S = 300.0  # also for a machine that has more to do than it can
 
 
 class Nursery:
-    """A process that forks others (shardnet/testing/forking.py). It costs some seconds, so a test session has one. For one thread.
+    """A process that forks others (shardnet/testing/forking.py). It costs some seconds, so a test session has one. Any thread may ask, in
+    turn: who waits for a process that does not end holds up the others.
 
     modules  what the others need imported, by their names
     cwd      their working directory
@@ -25,6 +27,7 @@ class Nursery:
     def __init__(self, *modules: str, cwd: Path | None = None) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.settimeout(PATIENCE_S)
+        self._asking = threading.Lock()
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "shardnet.testing.forking", str(theirs.fileno()), *modules],
@@ -61,8 +64,9 @@ class Nursery:
         return self.wait(pid)
 
     def _ask(self, *request: str, descriptors: Sequence[int] = ()) -> int:
-        socket.send_fds(self._control, ["\n".join(request).encode()], descriptors)
-        answer = self._control.recv(64)
+        with self._asking:
+            socket.send_fds(self._control, ["\n".join(request).encode()], descriptors)
+            answer = self._control.recv(64)
         if not answer:
             raise ConnectionResetError(f"the process that makes others has ended (pid {self._process.pid})")
         return int(answer)

@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import json
+import operator
 import os
 import queue
 import signal
@@ -108,11 +109,8 @@ class Child:
 
 def _found(job: dict[str, Any]) -> Callable[..., Any]:
     """The training function: of the module of that name if it is that file, else of the file."""
-    module = _module(job["module"], job["file"])
-    found: Any = module
-    for name in job["train"].split("."):
-        found = getattr(found, name)
-    return found  # type: ignore[no-any-return]  # the other end has called it a function
+    train: Callable[..., Any] = operator.attrgetter(job["train"])(_module(job["module"], job["file"]))
+    return train
 
 
 def _module(name: str, file: str) -> ModuleType:

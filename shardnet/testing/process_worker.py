@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import operator
 import os
 import queue
 import signal
@@ -133,6 +134,6 @@ def job_of(part: Part, faults: Mapping[int, Fault]) -> dict[str, Any]:
 
 def _named(module: object, name: str) -> object:
     """What a module has under a dotted name, as the process will find it; None if nothing."""
-    for each in name.split("."):
-        module = getattr(module, each, None)
-    return module
+    with suppress(AttributeError):
+        return operator.attrgetter(name)(module)
+    return None

@@ -1,6 +1,7 @@
 """Ctrl-C in every phase of a training: the program ends within a second and leaves nothing behind. Twice: at once.
 
-The program, not the process: Python takes torch apart at the end, which takes up to a second more, shardnet or not.
+The program, not the process: Python takes torch apart at the end, which takes up to a second more, shardnet or not: two programs that
+have done a step of AdamW and nothing else need 1.05 to 1.13 s together on two cores.
 """
 
 import os
@@ -182,7 +183,8 @@ def _interrupt(nursery: Nursery, figures: Scenario, phase: str, runner: str, fol
 
 def _interrupt_twice(nursery: Nursery, phase: str, folder: Path, wait_s: float) -> None:
     """The second one comes while the first one is being seen to, or when that is done. Not of asyncio.run: its second one is an exception
-    at any place, which may be the start of a thread, and Python then waits for that thread."""
+    at any place, which may be inside the event loop, and then what the loop was about to do is never done. A program of ten lines that
+    knows nothing of shardnet hangs in one of 400 tries; ours in 3 of 300, in Python's loop like that one."""
     runner = "shardnet.run"
     with trainees(nursery, phase, runner, folder) as (running, _):
         running.hear(AHEAD, BEHIND)

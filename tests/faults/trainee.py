@@ -132,6 +132,7 @@ def begin(role: str, phase: str, runner: str, rendezvous: str) -> int:
 def main(role: str, phase: str, runner: str) -> int:
     warnings.simplefilter("error")  # what is imported has warned by now, or not
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which it is not where a shell has started the tests behind a `&`
     trainee = Trainee(role, phase)
     try:
         if runner == "asyncio.run":

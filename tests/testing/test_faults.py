@@ -92,7 +92,7 @@ def test_two_holds_are_over_when_the_longer_one_is(cluster: ClusterRunner) -> No
 
 def test_who_is_to_join_when_all_is_over_is_an_error(cluster: ClusterRunner) -> None:
     with pytest.raises(FaultNotFired, match="came when the training was over"):
-        cluster.run(training.train_elastically, 2, elastic=True, faults=Faults().join(at_step=training.STEPS))
+        cluster.run(training.train_elastically, 3, elastic=True, faults=Faults().kill(rank=1, at_step=2).join(at_step=training.STEPS))
 
 
 def test_who_hears_nothing_for_long_is_lost(cluster: ClusterRunner) -> None:
