@@ -22,6 +22,7 @@ ShardnetError
 ├── ClosedError                    the backend or cluster is closed
 ├── StateLost                      more workers are gone than there were copies of their state
 ├── CheckpointError                a checkpoint cannot be written, or none that is there can be read
+├── Preempted                      a worker was told to leave, and the job cannot go on without it
 ├── WorldChanges                   no failure: the epoch ends here, for `shardnet.elastic` to go on with the next one
 └── RendezvousError                joining failed
     ├── RendezvousUnavailable      (ConnectionError) nobody answers at the address
@@ -146,8 +147,13 @@ class CheckpointError(ShardnetError):
     """A checkpoint could not be written, or what is in its files is not what was written. Says which file, and on which rank."""
 
 
+class Preempted(ShardnetError):
+    """Another worker was told to leave (SIGTERM), and the job, which is not elastic, cannot go on without it. Says what is saved."""
+
+
 class WorldChanges(ShardnetError):
-    """All ranks have committed a step and agreed to take in the workers that wait. Let it through to `shardnet.elastic.run`."""
+    """All ranks have committed a step and agreed to take in workers that wait, or to go on without some that leave. Let it through to
+    `shardnet.elastic.run`."""
 
 
 class RendezvousError(ShardnetError):

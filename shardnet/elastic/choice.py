@@ -83,3 +83,12 @@ def keeper(rank: int, nodes: Sequence[Sequence[int]]) -> int:
     world_size = sum(len(node) for node in nodes)
     shift = max(len(node) for node in nodes) if len(nodes) > 1 else 1
     return (rank + shift) % world_size
+
+
+def apart(ranks: Sequence[int], nodes: Sequence[Sequence[int]]) -> list[int]:
+    """Those of `ranks`, the first ones first, that can leave together: none with its keeper."""
+    chosen: list[int] = []
+    for rank in ranks:
+        if keeper(rank, nodes) not in chosen and all(keeper(other, nodes) != rank for other in chosen):
+            chosen.append(rank)
+    return chosen

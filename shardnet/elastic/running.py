@@ -13,10 +13,11 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shardnet.elastic.state import Saving, State
+from shardnet.elastic.saves import Saving
+from shardnet.elastic.state import State
 from shardnet.errors import CheckpointError, CollectiveError, CollectiveMismatch, CollectiveTimeout, JoinRefused, PeerLost, WorldChanges
 from shardnet.rendezvous.refusal import Refusal
-from shardnet.training import Cluster, connect
+from shardnet.training import Cluster, Departure, connect
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -69,7 +70,8 @@ async def run(
         async with connect(**settings) as cluster:
             state = State(cluster, every=every, saving=saving)
             try:
-                return await _epochs(train, cluster, state)
+                with Departure.current().heeded(lambda: state.can_part):
+                    return await _epochs(train, cluster, state)
             finally:
                 await state.abandon()
     except JoinRefused as refusal:

@@ -6,21 +6,22 @@ import operator
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, SupportsIndex
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 
 from shardnet.backend import Backend
 from shardnet.backend.gather import gather_json
-from shardnet.checkpoint import Checkpoints, Loaded
+from shardnet.checkpoint import Loaded
 from shardnet.elastic.choice import Choice, Offer, choose, structure_of
 from shardnet.elastic.copying import Copying
 from shardnet.elastic.generation import Generation, Mark, plain
+from shardnet.elastic.leavers import Leavers
 from shardnet.elastic.moving import move
-from shardnet.errors import CheckpointError, ShardnetError, StateError, StateLost, UsageError, WorldChanges
+from shardnet.elastic.saves import Saves, Saving
+from shardnet.errors import Preempted, ShardnetError, StateError, StateLost, UsageError, WorldChanges
 from shardnet.state import Inventory, Piece, Span, random_state, set_random_state
-from shardnet.training import Cluster
+from shardnet.training import Cluster, Departure
 from shardnet.zero.codec import decode, encode
 
 log = logging.getLogger(__name__)
@@ -32,19 +33,6 @@ class Ended:
 
     at_s: float  # of time.perf_counter
     why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Saving:
-    """What is wanted of checkpoints: where, how often, and how many are kept."""
-
-    folder: Path
-    every: int = 1000  # steps
-    keep: int = 2
-
-    def __post_init__(self) -> None:
-        if self.every < 1 or self.keep < 1:
-            raise UsageError(f"save_every and keep must be at least 1, got {self.every} and {self.keep}")
 
 
 class State:
@@ -63,10 +51,7 @@ class State:
         self.every = _whole(every, "every")
         if self.every < 1:
             raise UsageError(f"every must be at least 1 step, got {every}")
-        self._saving = saving
-        self._checkpoints: Checkpoints | None = None  # of this epoch
-        self._saved_step = -1  # of the checkpoint that was begun last
-        self._unsaved: CheckpointError | None = None  # why it is none
+        self._saves = Saves(saving)
         self.step = 0
         self.values: dict[str, Any] = {}
         self.resumed = False
@@ -76,6 +61,8 @@ class State:
         self._committed, self._next = Generation(Mark(0, 0)), Generation(Mark(0, 0))
         self._inventory: Inventory | None = None
         self._copying: Copying | None = None
+        self._departure = Departure.current()
+        self._leavers: Leavers | None = None  # from the beginning of the steps of an epoch to its end, where it can be left without a loss
         self._structure = ""
         self._ended: Ended | None = None  # how the epoch before has, until that is told
 
@@ -92,23 +79,24 @@ class State:
         """Whether this worker has anything of an earlier step to offer; a newcomer has not."""
         return any(self._generations())
 
+    @property
+    def can_part(self) -> bool:
+        """Whether this worker could leave after the next commits without a loss."""
+        return self._leavers is not None
+
     def end_epoch(self, why: str) -> None:
         """Let go of what was to be kept, for the program makes it anew; the copies stay."""
         self._ended = Ended(time.perf_counter(), why)
         self.settled = False
-        self._inventory = self._copying = None
+        self._inventory = self._copying = self._leavers = None
 
     async def saved(self) -> None:
         """Wait until the checkpoint that was begun last, if any, is one. Raises CheckpointError on all ranks if it could not be written."""
-        await self._settle()
-        if self._unsaved is not None:
-            raise self._unsaved
+        await self._saves.saved()
 
     async def abandon(self) -> None:
         """Give up the checkpoint that is being written, if any: its epoch is over."""
-        checkpoints, self._checkpoints = self._checkpoints, None
-        if checkpoints is not None:
-            await checkpoints.abandon()
+        await self._saves.abandon()
 
     # --- the beginning of an epoch
 
@@ -139,8 +127,7 @@ class State:
             "what is left of the state",
         )
         offers = [_heard(rank, offer) for rank, said in enumerate(told) for offer in said["offers"]]
-        if self._saving is not None:
-            self._checkpoints = Checkpoints(backend, self._saving.folder, *things, keep=self._saving.keep)
+        self._saves.begin_epoch(backend, *things)
         try:
             choice, loaded = await self._choose(offers, sizes)
         except ShardnetError:
@@ -148,7 +135,7 @@ class State:
             raise
         self._structure = structure_of(sizes)
         self.resumed = choice is not None or loaded is not None
-        self._saved_step = -1 if loaded is None else loaded.step  # the same on all ranks, whoever came when
+        self._saves.go_on_from(loaded)
         if loaded is not None:
             self.step, self.values = loaded.step, loaded.values
             self._cluster.telemetry.reach(self.step)
@@ -161,6 +148,8 @@ class State:
             await self._load(choice, everyones, sizes, everyone)
         if self._cluster.elastic:
             await self._commit(Mark(self._cluster.topology.epoch, self.step))
+        if self._cluster.elastic or self._saves.wanted:
+            self._leavers = Leavers(everyone, self._departure)
         self._say_so()
 
     async def _choose(self, offers: Sequence[Offer], sizes: dict[str, int]) -> tuple[Choice | None, Loaded | None]:
@@ -171,7 +160,7 @@ class State:
                 return choice, None
         except StateLost as error:
             lost = error
-        loaded = None if self._checkpoints is None else await self._checkpoints.load()
+        loaded = await self._saves.load()
         if loaded is None and lost is not None:
             raise lost
         if loaded is not None and self._cluster.rank == 0:
@@ -220,8 +209,10 @@ class State:
         either all survivors go on behind it or none does. Waits for the copies to be exchanged. Where checkpoints are wanted one is begun
         at every so-manieth step; it is written meanwhile, and what goes wrong with it is logged.
 
-        A collective. Raises WorldChanges, for `run` and nobody else to catch, if workers wait to join, and CollectiveMismatch
-        if ranks commit different steps.
+        When workers were told to leave (SIGTERM) the step is committed and saved in any case, and they leave: their program is cancelled.
+
+        A collective. Raises WorldChanges, for `run` and nobody else to catch, if workers wait to join or leave, Preempted if some leave
+        and the job is not elastic, and CollectiveMismatch if ranks commit different steps.
         """
         if self._inventory is None:
             raise StateError("nothing is to be kept yet: call State.resume(model, optimizer, ...) before the first commit")
@@ -230,7 +221,8 @@ class State:
             raise UsageError(f"step {done} is committed after step {self.step}: commit steps in order, and each once")
         before, self.values = self.values, {**self.values, **values}
         joiners = False
-        if self._cluster.elastic and done % self.every == 0:
+        leaving = self._leavers is not None and await self._leavers.any_at(done)
+        if self._cluster.elastic and (done % self.every == 0 or leaving):
             try:
                 joiners = await self._commit(Mark(self._cluster.topology.epoch, done))
             except UsageError:
@@ -238,38 +230,37 @@ class State:
                 raise
         self.step, self.settled = done, True
         self._cluster.telemetry.reach(done)
-        if self._saving is not None and done % self._saving.every == 0:
+        if self._saves.is_due(done) or leaving:
             await self.save()
+        if leaving:
+            await self._part()
         if joiners:
-            await self._settle()  # in the next epoch there are others
+            await self._saves.settle()  # in the next epoch there are others
             raise WorldChanges(f"step {done} is committed, and workers wait to join")
+
+    async def _part(self) -> NoReturn:
+        """Ranks leave, which all ranks know; what there is to save is being saved. See [Note: wishes to leave] in leavers.py."""
+        cluster, step = self._cluster, self.step
+        await self._saves.settle()  # they have their part in it
+        assert self._leavers is not None
+        exchange, self._leavers = self._leavers, None
+        leavers = await exchange.agree(step, is_safe=self._saves.succeeded or not cluster.elastic)
+        if cluster.rank in leavers:
+            log.warning("rank %d leaves, as it was told, after step %d", cluster.rank, step)
+            await cluster.withdraw()
+            await self._departure.leave()
+        names = " and ".join(f"rank {rank} ({cluster.topology.members[rank].address})" for rank in leavers)
+        told = f"{names} {'was' if len(leavers) == 1 else 'were'} told to leave"
+        if cluster.elastic:
+            raise WorldChanges(f"{told}; step {step} is committed")
+        await cluster.backend.aclose()  # in peace, as they
+        raise Preempted(f"{told}, and this job is not elastic; {self._saves.result}; start it again to go on from the last checkpoint")
 
     async def save(self) -> None:
         """Begin a checkpoint of the step that was just committed, as at the end of a training; `commit` does at every so-manieth step by
         itself. Does nothing where no checkpoints are wanted, or if that step has one. What goes wrong is logged, but for a value that no
         file can hold, which raises UsageError. A collective."""
-        if self._checkpoints is None or self.step == self._saved_step:
-            return
-        await self._settle()
-        try:
-            await self._checkpoints.save(self.step, **self.values)
-        except CheckpointError as error:
-            self._note(error)
-        else:
-            self._saved_step, self._unsaved = self.step, None
-
-    async def _settle(self) -> None:
-        """Wait for the checkpoint that is being written, whether it succeeds or not."""
-        if self._checkpoints is not None:
-            try:
-                await self._checkpoints.wait()
-            except CheckpointError as error:
-                self._note(error)
-
-    def _note(self, error: CheckpointError) -> None:
-        self._unsaved = error
-        if self._cluster.rank == 0:  # all have the same one
-            log.error("%s; the training goes on", error)
+        await self._saves.save(self.step, self.values)
 
     async def _commit(self, mark: Mark) -> bool:
         assert self._copying is not None

@@ -23,7 +23,7 @@ from shardnet.topology import Topology
 from shardnet.training.black_box import BlackBox
 from shardnet.training.diagnosis import Diagnosis
 from shardnet.training.doorbell import answering
-from shardnet.training.seat import Seat
+from shardnet.training.seat import Seat, end_membership
 from shardnet.training.settings import Settings
 from shardnet.training.station import Station, open_station
 from shardnet.training.trace import gather_spans, write_trace
@@ -166,6 +166,15 @@ class Cluster:
             self.backend.abort()  # first, so that no compute thread waits for a collective any more
         await self._close_models()
         self._seat = await self._station.join(await self._seat.abandon(), missing)
+
+    async def withdraw(self) -> None:
+        """Leave this epoch and the job, in peace with the peers, while the others form the next epoch: all ranks must be at the same point
+        and know of it. For a worker that is told to leave; of an elastic job, leaving `connect` says that the training is over. The
+        cluster is closed then."""
+        await self._close_models()
+        membership = await self._seat.abandon()
+        if membership is not None:
+            await end_membership(membership, goodbye=not self.elastic)
 
     async def _leave(self, error: BaseException | None) -> None:
         try:

@@ -15,6 +15,7 @@ from shardnet.config import Timeouts
 from shardnet.elastic import State, run
 from shardnet.loop import LoopThread
 from shardnet.rendezvous.server import RendezvousServer
+from shardnet.training import Departure
 
 Tensor = torch.Tensor
 WIDTH, SAMPLES = 33, 8
@@ -36,6 +37,8 @@ class Life:
     states: dict[int, list[dict[str, Any]]] = field(default_factory=dict)  # by step: what it saw after a commit or a resumption
     result: Any = None
     error: Exception | None = None
+    departure: Departure = field(default_factory=lambda: Departure(lambda: None))  # of its program
+    left: bool = False  # as it was asked to
 
 
 class Crew:
@@ -56,12 +59,17 @@ class Crew:
         every: int = 1,
         collective_s: float = 15.0,
         join_s: float = 20.0,
+        elastic: bool = True,
         **settings: Any,
     ) -> Life:
         """Start a member; `wait` waits for its end."""
         life = Life()
 
         async def live() -> None:
+            task = asyncio.current_task()
+            assert task is not None
+            life.departure = Departure(task.cancel)
+            life.departure.become_current()
             try:
                 life.result = await run(
                     lambda cluster, state: train(cluster, state, life),
@@ -69,7 +77,7 @@ class Crew:
                     **settings,
                     rendezvous=self.address,
                     job="job",
-                    elastic=True,
+                    elastic=elastic,
                     min_world_size=least,
                     max_world_size=most,
                     node=node,
@@ -77,6 +85,10 @@ class Crew:
                 )
             except Exception as error:  # noqa: BLE001 - the test looks at it
                 life.error = error.with_traceback(None)
+            except asyncio.CancelledError:
+                if not life.departure.wanted:
+                    raise
+                life.left = True
 
         self.lives.append(life)
         self._tasks.append(asyncio.create_task(live()))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardnet.elastic.choice import Offer, choose, keeper, sources, structure_of
+from shardnet.elastic.choice import Offer, apart, choose, keeper, sources, structure_of
 from shardnet.elastic.generation import Mark
 from shardnet.errors import StateLost, UsageError
 from shardnet.sharding.split import shard_sizes
@@ -77,6 +77,21 @@ def test_what_is_left_is_enough_unless_a_rank_died_with_its_keeper(nodes: list[l
             )
             for span, holder in found:
                 assert any(each.name == span.name and each.start <= span.start and span.stop <= each.stop for each in offers[holder].spans)
+
+
+@given(worlds, st.data())
+def test_those_that_leave_together_take_nothing_with_them(nodes: list[list[int]], data: st.DataObject) -> None:
+    world_size = sum(map(len, nodes))
+    wanting = sorted(data.draw(st.sets(st.integers(0, world_size - 1), max_size=world_size - 1)))
+    leavers = apart(wanting, nodes)
+    assert set(leavers) <= set(wanting)
+    assert bool(leavers) == bool(wanting)
+    stayers = [rank for rank in range(world_size) if rank not in leavers]
+    choose(offers_of(stayers, nodes, Mark(1, 1)), SIZES)  # it would raise StateLost
+
+
+def test_a_node_of_several_leaves_at_once() -> None:
+    assert apart([2, 3], nodes_of([2, 2, 2])) == [2, 3]
 
 
 @given(worlds, st.data())

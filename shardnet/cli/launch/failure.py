@@ -5,8 +5,8 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Errors that say "somebody else has failed": the worker that shows one is a witness, not the culprit.
-_CONSEQUENCES = frozenset({"PeerLost", "MembershipLost"})
+# Errors that say "somebody else has failed", or was told to leave: the worker that shows one is a witness, not the culprit.
+_CONSEQUENCES = frozenset({"PeerLost", "MembershipLost", "Preempted"})
 # After these a new worker would begin the training anew, as if nothing had been lost.
 _FINAL = frozenset({"StateLost"})
 # The last line of a traceback, also inside the frame that is drawn around a member of an exception group.

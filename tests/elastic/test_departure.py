@@ -1,0 +1,172 @@
+"""Workers that are told to leave: what they had is safe first, and the others lose nothing."""
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardnet import Cluster
+from shardnet.checkpoint.folder import Folder
+from shardnet.elastic import State
+from shardnet.errors import Preempted
+from tests.cli.launched import Launched
+from tests.elastic.crew import Died, Life, Train, crew
+from tests.elastic.test_checkpoints import spoil
+from tests.elastic.trainer import check, trainer
+
+TOLD = 2  # steps were done when it came
+LEFT = TOLD + 2  # steps are done when it is met
+RARELY = 1000
+
+
+def told(*ranks: int, dies: int | None = None) -> Train:
+    """Trainers of whom some are told to leave, and of whom one dies before they can."""
+
+    async def train(cluster: Cluster, state: State, life: Life) -> object:
+        rank, is_first = cluster.rank, cluster.topology.epoch == 1
+
+        def event(place: str, step: int) -> None:
+            if place == "begin" and is_first and step == TOLD and rank in ranks:
+                assert life.departure.ask()
+            if place == "begin" and is_first and step == TOLD + 1 and rank == dies:
+                raise Died
+
+        return await trainer(event)(cluster, state, life)
+
+    return train
+
+
+@pytest.mark.parametrize("every", [1, 3])
+async def test_who_leaves_costs_the_others_no_step(every: int, caplog: pytest.LogCaptureFixture) -> None:
+    async with crew() as members:
+        lives = [members.hire(told(1), least=2, most=3, every=every) for _ in range(3)]
+        await members.wait()
+    assert [life.left for life in sorted(lives, key=lambda life: life.epochs[0][1])] == [False, True, False]
+    stayed = [life for life in lives if not life.left]
+    assert [[(world, step) for _, _, world, step in life.epochs] for life in stayed] == [[(3, 0), (2, LEFT)]] * 2
+    check(stayed)
+    assert f"rank 1 leaves, as it was told, after step {LEFT}" in caplog.text
+    assert f"was told to leave; step {LEFT} is committed" in caplog.text
+
+
+async def test_who_keeps_the_copy_of_one_that_leaves_does_not_leave_with_it() -> None:
+    async with crew() as members:
+        lives = [members.hire(told(1, 2), least=1, most=3) for _ in range(3)]
+        await members.wait()
+    stayed, second, first = sorted(lives, key=lambda life: (life.left, len(life.epochs) == 1))
+    assert [life.left for life in (stayed, second, first)] == [False, True, True]
+    assert [(world, step) for _, _, world, step in stayed.epochs] == [(3, 0), (2, LEFT), (1, LEFT + 2)]
+    assert [rank for _, rank, _, _ in first.epochs] == [1]
+    assert [rank for _, rank, _, _ in second.epochs] == [2, 1]
+    check([stayed])
+
+
+@pytest.mark.parametrize("elastic", [True, False])
+async def test_all_leave_and_what_they_had_is_saved(tmp_path: Path, elastic: bool) -> None:
+    wanted: dict[str, Any] = {"checkpoints": tmp_path, "save_every": RARELY, "elastic": elastic}
+    async with crew() as members:
+        first = [members.hire(told(0, 1), least=2, most=2, **wanted) for _ in range(2)]
+        await members.wait()
+    assert [life.left for life in first] == [True, True]
+    assert Folder(tmp_path, 2).steps() == [LEFT]
+    async with crew() as members:
+        others = [members.hire(trainer(), least=3, most=3, **wanted) for _ in range(3)]
+        await members.wait()
+    assert {(world, step) for life in others for _, _, world, step in life.epochs} == {(3, LEFT)}
+    check(others)
+
+
+async def test_a_job_that_is_not_elastic_ends_with_who_leaves_and_says_what_is_saved(tmp_path: Path) -> None:
+    async with crew() as members:
+        lives = [members.hire(told(1), least=2, most=2, elastic=False, checkpoints=tmp_path, save_every=RARELY) for _ in range(2)]
+        await members.wait()
+    stayed, left = sorted(lives, key=lambda life: life.left)
+    assert left.left
+    assert isinstance(stayed.error, Preempted)
+    assert "rank 1 (127.0.0.1:" in str(stayed.error)
+    assert f"was told to leave, and this job is not elastic; step {LEFT} is saved in {tmp_path}; start it again" in str(stayed.error)
+    assert Folder(tmp_path, 2).steps() == [LEFT]
+
+
+async def test_who_cannot_save_leaves_nevertheless(tmp_path: Path) -> None:
+    async def train(cluster: Cluster, state: State, life: Life) -> object:
+        if cluster.rank == 0:
+            spoil(tmp_path)
+        return await told(1)(cluster, state, life)
+
+    async with crew() as members:
+        lives = [members.hire(train, least=2, most=2, elastic=False, checkpoints=tmp_path, save_every=RARELY) for _ in range(2)]
+        await members.wait()
+    stayed, left = sorted(lives, key=lambda life: life.left)
+    assert left.left
+    assert isinstance(stayed.error, Preempted)
+    assert f"the checkpoint of step {LEFT} cannot be written: rank 0: " in str(stayed.error)
+
+
+async def test_who_is_to_leave_stays_until_the_loss_of_another_is_made_good() -> None:
+    """It has the only copy of what that one held."""
+    async with crew() as members:
+        lives = [members.hire(told(1, dies=2), least=1, most=3) for _ in range(3)]
+        await members.wait()
+    stayed, left, died = sorted(lives, key=lambda life: (isinstance(life.error, Died), life.left))
+    assert isinstance(died.error, Died)
+    assert left.left
+    assert [world for _, _, world, _ in left.epochs] == [3, 2]
+    assert [world for _, _, world, _ in stayed.epochs] == [3, 2, 1]
+    assert stayed.epochs[2][3] == stayed.epochs[1][3] + 2
+    check([stayed])
+
+
+async def test_nobody_waits_for_a_commit_where_none_will_come() -> None:
+    """Before the state is there, when the epoch is over, and in a job that keeps nothing."""
+    asked: list[bool] = []
+
+    async def train(cluster: Cluster, state: State, life: Life) -> object:
+        asked.append(life.departure.ask())
+        result = await trainer(steps=1)(cluster, state, life)
+        asked.append(life.departure.ask())
+        return result
+
+    async with crew() as members:
+        life = members.hire(train, least=1, most=1, elastic=False)
+        await members.wait()
+    assert life.error is None
+    assert asked == [False, False]
+    assert not life.departure.ask()
+
+
+PROGRAM = """
+import sys
+import shardnet, torch
+from shardnet import elastic
+from torch import nn
+
+async def train(cluster, state):
+    model = await cluster.shard(nn.Linear(3, 1))
+    optimizer = torch.optim.AdamW(model.parameters())
+    await state.resume(model, optimizer)
+    while True:
+        await model.backward((await model(torch.ones(2, 3))).square().mean())
+        await model.step(optimizer)
+        optimizer.zero_grad()
+        await state.commit(state.step + 1)
+        if cluster.rank == 0:
+            print("step", state.step, flush=True)
+
+shardnet.run(lambda: elastic.run(train, checkpoints=sys.argv[1], save_every=1_000_000))
+"""
+
+
+def test_sigterm_to_a_launcher(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PROGRAM)
+    folder = tmp_path / "checkpoints"
+    with Launched(tmp_path, "run", "--nproc", "2", "train.py", str(folder)) as run:
+        run.read_until("step 5\n")
+        run.process.send_signal(signal.SIGTERM)
+        result = run.finish()
+    assert result.status == 128 + signal.SIGTERM, result
+    last = int(result.out.split()[-1])
+    assert Folder(folder, 2).steps() in ([last], [last + 1]), "what was saved is the last step"
+    assert "SIGTERM: this worker leaves as soon as its training is safe" in result.err
+    assert "Traceback" not in result.err
