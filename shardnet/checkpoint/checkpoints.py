@@ -169,7 +169,10 @@ class Checkpoints:
         spans: list[list[Span]] = [[] for _ in files]
         for span, rank in self._duties.items():
             spans[rank].append(span)
-        return Manifest(checkpoint, step, files, tuple(map(tuple, spans)), self._inventory.sizes(), tuple(self._inventory.kinds))
+        return Manifest(
+            *(checkpoint, step, files, tuple(map(tuple, spans)), self._inventory.sizes()),
+            *(tuple(self._inventory.kinds), tuple(map(tuple, self._inventory.modules()))),
+        )
 
     async def _tell(self, value: object) -> list[Any]:
         return await gather_json(self._backend, value, "how a checkpoint went", timeout_s=DISK_S)

@@ -4,12 +4,13 @@ import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from crc32c import crc32c
 
 from shardnet.checkpoint.rank_file import FileEntry
 from shardnet.errors import CheckpointError
-from shardnet.state import Span
+from shardnet.state import Kept, Span, Whole
 
 NAME = "manifest.json"
 _FORMAT = 1
@@ -25,6 +26,7 @@ class Manifest:
     spans: tuple[tuple[Span, ...], ...]  # that each file has
     sizes: dict[str, int]  # elements of each parameter
     kinds: tuple[str, ...]  # of things, in order
+    modules: tuple[tuple[Kept, ...], ...]  # of each thing: the tensors of its state_dict, if it has one
 
     def write(self, folder: Path) -> None:
         """Returns when the disk has it. Raises OSError."""
@@ -54,6 +56,7 @@ class Manifest:
                 tuple(tuple(Span(*row) for row in spans) for spans in found["spans"]),
                 found["sizes"],
                 tuple(found["kinds"]),
+                tuple(tuple(map(_kept, kept)) for kept in found["modules"]),
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path} cannot be used: {error}") from error
@@ -67,6 +70,11 @@ class Manifest:
         for each in found.values():
             each.sort(key=lambda entry: (entry[0].start, entry[1]))
         return found
+
+
+def _kept(row: list[Any]) -> Kept:
+    name, spread, own = row
+    return Kept(name, None if spread is None else Whole(spread[0], tuple(spread[1]), spread[2]), own)
 
 
 def _row(span: Span) -> list[str | int]:

@@ -90,14 +90,15 @@ class RankFile:
         self._values: dict[str, str] = index["values"]
         self._blocks: dict[str, list[int]] = index["blocks"]
 
-    def piece(self, whole: Span, start: int, stop: int) -> Piece:
+    def piece(self, whole: Span, start: int, stop: int, *, only: str | None = None) -> Piece:
         """The elements [start, stop) of a parameter, of the piece `whole` that the file has; not more than these is read of what has one
-        for each element. Raises UsageError for state that cannot be cut."""
+        for each element. With `only` no other key of its state is. Raises UsageError for state that cannot be cut."""
         label, cut = _label(whole), Span(whole.name, start, stop)
         if whole not in self._keys:
             raise self._broken(f"it lacks {label}, which the manifest says it has")
-        state = {key: self._tensor(f"{label}.{key}", key, whole, cut) for key in self._keys[whole]}
-        return Piece(cut, state | (self.value(label) if label in self._values else {}))
+        keys = self._keys[whole] if only is None else [only]
+        state = {key: self._tensor(f"{label}.{key}", key, whole, cut) for key in keys}
+        return Piece(cut, state | (self.value(label) if label in self._values and only is None else {}))
 
     def value(self, name: str) -> Any:
         """What was written under a name."""
@@ -107,6 +108,11 @@ class RankFile:
             return decode(torch.frombuffer(text, dtype=torch.uint8), payload)
         except ProtocolError as error:
             raise self._broken(str(error)) from error
+
+    def check(self) -> None:
+        """Read all of it. Raises CheckpointError unless it is what was written."""
+        for name in self._blocks:
+            self._read(name)
 
     def _check_header(self, entry: FileEntry) -> None:
         """Before it is believed."""

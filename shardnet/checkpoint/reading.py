@@ -1,6 +1,6 @@
 """What one rank needs of a checkpoint."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,11 +37,9 @@ def read(path: Path, inventory: Inventory, rank: int) -> Reading:
     if sizes != manifest.sizes:
         raise UsageError(f"{path} is of another model: {_difference(manifest.sizes, sizes)}")
     holders = manifest.holders()
-    for name, numel in sizes.items():
-        if not covered((span for span, _ in holders[name]), numel):
-            raise CheckpointError(f"{path} lacks a part of {name}")
-    files = _Files(path, manifest)
-    pieces = {name: _piece(span, holders[name], files) for name, span in inventory.wanted().items()}
+    check_covered(path, manifest, holders)
+    files = Files(path, manifest)
+    pieces = {name: read_piece(span, holders[name], files) for name, span in inventory.wanted().items()}
     leading, has_own = files[0], rank < len(manifest.files)
     own = files[rank] if has_own else leading
     rest = own.value("rest")
@@ -54,7 +52,14 @@ def read(path: Path, inventory: Inventory, rank: int) -> Reading:
     )
 
 
-class _Files:
+def check_covered(path: Path, manifest: Manifest, holders: Mapping[str, Sequence[tuple[Span, int]]]) -> None:
+    """Raise CheckpointError unless every element of every parameter is in a file."""
+    for name, numel in manifest.sizes.items():
+        if not covered((span for span, _ in holders[name]), numel):
+            raise CheckpointError(f"{path} lacks a part of {name}")
+
+
+class Files:
     """The files of a checkpoint, opened as they are needed."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
@@ -68,14 +73,14 @@ class _Files:
         return self._open[number]
 
 
-def _piece(wanted: Span, holders: Sequence[tuple[Span, int]], files: _Files) -> Piece:
-    """A rank's piece, out of what files have of the parameter."""
+def read_piece(wanted: Span, holders: Sequence[tuple[Span, int]], files: Files, *, only: str | None = None) -> Piece:
+    """A span of a parameter, out of what files have of it; with one key of its state `only`, or with all."""
     found = []
     at = wanted.start
     while at < wanted.stop:
         whole, file = next((span, file) for span, file in holders if span.start <= at < span.stop)
         stop = min(whole.stop, wanted.stop)
-        found.append(files[file].piece(whole, at, stop))
+        found.append(files[file].piece(whole, at, stop, only=only))
         at = stop
     return join(found)
 

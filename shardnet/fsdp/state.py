@@ -44,7 +44,7 @@ def refuse_slices(module: nn.Module, *_: object) -> None:
 
 def full_state(module: nn.Module, groups: Sequence[FlatGroup], *, keep: bool) -> dict[str, Any]:
     """Every parameter whole, in memory of its own, group by group; {} where `keep` is false. A collective."""
-    state = _with_slices(module) if keep else {}
+    state = with_slices(module) if keep else {}
     for group in groups:
         flat = group.gather_copy("state")
         if keep:
@@ -58,7 +58,7 @@ def full_state(module: nn.Module, groups: Sequence[FlatGroup], *, keep: bool) ->
 def sharded_state(module: nn.Module, groups: Sequence[FlatGroup], rank: int) -> ShardedState:
     """This rank's slices; no traffic."""
     names = {name for group in groups for placed in group.placed for name in placed.names}
-    rest = {name: value for name, value in _with_slices(module).items() if name not in names}
+    rest = {name: value for name, value in with_slices(module).items() if name not in names}
     return ShardedState(
         rank=rank,
         world_size=groups[0].layout.world_size if groups else 1,
@@ -101,7 +101,8 @@ def load_sharded_state(module: nn.Module, groups: Sequence[FlatGroup], rank: int
     module.load_state_dict(state.rest, strict=False)
 
 
-def _with_slices(module: nn.Module) -> dict[str, Any]:
+def with_slices(module: nn.Module) -> dict[str, Any]:
+    """The module's own state_dict, in which sharded parameters are this rank's slices."""
     token = _slices_wanted.set(True)
     try:
         return module.state_dict()

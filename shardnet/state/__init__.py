@@ -1,8 +1,9 @@
 """What a training has that must not be lost: its models, optimizers and the rest, as pieces that any number of ranks can share out."""
 
-from shardnet.state.inventory import Inventory
+from shardnet.state.inventory import Inventory, Kept
+from shardnet.state.parts import Whole
 from shardnet.state.piece import VALUES, Piece, Span, covered, join
 from shardnet.state.randomness import random_state, set_random_state
 from shardnet.state.snapshot import Snapshot
 
-__all__ = ["VALUES", "Inventory", "Piece", "Snapshot", "Span", "covered", "join", "random_state", "set_random_state"]
+__all__ = ["VALUES", "Inventory", "Kept", "Piece", "Snapshot", "Span", "Whole", "covered", "join", "random_state", "set_random_state"]

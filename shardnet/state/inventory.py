@@ -1,15 +1,23 @@
 """`Inventory`: all parts of a training under names of their own."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from shardnet.errors import UsageError
-from shardnet.state.parts import parts_of
+from shardnet.state.parts import Whole, parts_of
 from shardnet.state.piece import Piece, Span
 
 Tensor = torch.Tensor
+
+
+class Kept(NamedTuple):
+    """Where a tensor of a module's state_dict is kept."""
+
+    name: str  # in the state_dict
+    spread: Whole | None  # as what, if it is spread over ranks
+    own: str  # under which name, if each rank has it whole
 
 
 class Inventory:
@@ -45,6 +53,15 @@ class Inventory:
         """What this rank has whole and for itself, of each part; the things' own."""
         return [part.rest() for part in self._parts]
 
+    def modules(self) -> list[list[Kept]]:
+        """Of each part that is a module: the tensors of its state_dict, and where they are kept; [] of others."""
+        spread = {
+            tensor: whole._replace(name=_prefix(index) + whole.name)
+            for index, part in enumerate(self._parts)
+            for tensor, whole in part.spread().items()
+        }
+        return [list(_kept(part.named(), spread, part.rest())) for part in self._parts]
+
     def shared(self) -> list[Any]:
         """What is the same on all ranks, of each part."""
         return [part.shared() for part in self._parts]
@@ -66,6 +83,16 @@ class Inventory:
             raise UsageError(
                 f"other things were given {where} ({', '.join(kinds)}) than now ({', '.join(self.kinds)}): give the same in the same order"
             )
+
+
+def _kept(named: Mapping[str, Tensor], spread: Mapping[Tensor, Whole], rest: Collection[str]) -> Iterator[Kept]:
+    first: dict[Tensor, str] = {}  # of the names of one that has several
+    for name, tensor in named.items():
+        own = first.setdefault(tensor, name)
+        if tensor in spread:
+            yield Kept(name, spread[tensor], own)
+        elif own in rest:
+            yield Kept(name, None, own)
 
 
 def _prefix(index: int) -> str:

@@ -2,17 +2,19 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any, Protocol, runtime_checkable
+from itertools import chain
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
 from shardnet.errors import UsageError
 from shardnet.fsdp import FSDP, AsyncFSDP
+from shardnet.fsdp.state import with_slices
 from shardnet.sharding import ParameterSlice
 from shardnet.state.piece import VALUES, Piece, Span
 from shardnet.zero import ZeroOptimizer
-from shardnet.zero.pieces import all_slices, owned, replace_owned
+from shardnet.zero.pieces import all_slices, named_parameters, owned, replace_owned
 
 Tensor = torch.Tensor
 
@@ -24,6 +26,18 @@ class Stateful(Protocol):
     def state_dict(self) -> Any: ...
 
     def load_state_dict(self, state_dict: Any) -> Any: ...
+
+
+class Whole(NamedTuple):
+    """A parameter that is spread over ranks."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str  # without the "torch."
+
+    @classmethod
+    def of(cls, parameter: Tensor, name: str, shape: tuple[int, ...]) -> "Whole":
+        return cls(name, shape, str(parameter.dtype).removeprefix("torch."))
 
 
 class Part:
@@ -48,6 +62,14 @@ class Part:
 
     def rest(self) -> dict[str, Tensor]:
         """What every rank has whole and for itself; the part's own."""
+        return {}
+
+    def named(self) -> dict[str, Tensor]:
+        """If it is a module: the parameters and buffers of its state_dict, by their names there, tied ones under each; the module's own."""
+        return {}
+
+    def spread(self) -> dict[Tensor, Whole]:
+        """Where modules have the parameters that `sizes` names, and what they are as a whole."""
         return {}
 
     def shared(self) -> Any:
@@ -86,6 +108,16 @@ class ModelPart(Part):
             if (optimizer := self._optimizer_of(parameter)) is not None:
                 optimizer.state[parameter] = _own(found, parameter)  # {}: it makes one with its next step
 
+    def named(self) -> dict[str, Tensor]:
+        return _named(self._model.module, with_slices(self._model.module))
+
+    def spread(self) -> dict[Tensor, Whole]:
+        return {
+            placed.parameter: Whole.of(placed.parameter, spec.name, spec.shape)
+            for group in self._model.groups
+            for placed, spec in zip(group.placed, group.layout.specs, strict=True)
+        }
+
     def rest(self) -> dict[str, Tensor]:
         sharded = set(self.sizes())
         whole = {name: parameter.detach() for name, parameter in self._model.named_parameters() if name not in sharded}
@@ -113,6 +145,9 @@ class ZeroPart(Part):
     def wanted(self) -> list[Span]:
         return _spans(all_slices(self._optimizer))
 
+    def spread(self) -> dict[Tensor, Whole]:
+        return {parameter: Whole.of(parameter, piece.name, piece.shape) for parameter, piece in named_parameters(self._optimizer).items()}
+
     def pieces(self) -> Iterator[Piece]:
         for piece, values, state in owned(self._optimizer):
             yield Piece(_span(piece), {VALUES: values, **state})
@@ -132,6 +167,9 @@ class ModulePart(Part):
     def __init__(self, module: nn.Module, stepped: AbstractSet[Tensor]) -> None:
         self._module = module
         self._stepped = stepped
+
+    def named(self) -> dict[str, Tensor]:
+        return _named(self._module, self._module.state_dict())
 
     def rest(self) -> dict[str, Tensor]:
         own = {name: parameter.detach() for name, parameter in self._module.named_parameters() if parameter not in self._stepped}
@@ -204,6 +242,11 @@ def parts_of(things: Sequence[object]) -> list[Part]:
             case _:
                 raise UsageError(f"a {type(thing).__name__} has no state_dict() and load_state_dict(), so it cannot be kept: {thing!r}")
     return parts
+
+
+def _named(module: nn.Module, state: Iterable[str]) -> dict[str, Tensor]:
+    own = dict(chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)))
+    return {name: own[name] for name in state if name in own}
 
 
 def _span(piece: ParameterSlice) -> Span:

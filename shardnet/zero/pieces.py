@@ -16,6 +16,11 @@ def all_slices(optimizer: ZeroOptimizer) -> list[ParameterSlice]:
     return list(optimizer._sharded.slices.values())
 
 
+def named_parameters(optimizer: ZeroOptimizer) -> dict[Tensor, ParameterSlice]:
+    """The module's own parameters, with this rank's slice of each."""
+    return dict(optimizer._sharded.slices)
+
+
 def owned(optimizer: ZeroOptimizer) -> Iterator[tuple[ParameterSlice, Tensor, State]]:
     """Each piece of this rank with its values and its state, both the optimizer's own."""
     optimizer.wait()

@@ -271,7 +271,7 @@ def test_what_dies_while_it_removes_leaves_nothing_that_looks_like_a_checkpoint(
     monkeypatch.setattr("shutil.rmtree", lambda *_, **__: None)
     for step in (1, 2, 3):
         folder.unfinished(f"id{step}").mkdir()
-        folder.commit(Manifest(f"id{step}", step, (), (), {}, ()))
+        folder.commit(Manifest(f"id{step}", step, (), (), {}, (), ()))
     assert folder.steps() == [3]
     assert {name for name in names_in(tmp_path) if name.startswith("step-")} == {"step-00000003"}
     monkeypatch.undo()

@@ -50,7 +50,7 @@ async def test_all_are_gone_and_others_begin_where_they_were(tmp_path: Path) -> 
     """As many as before or not."""
     async with crew() as members:
         for _ in range(2):
-            members.hire(trainer(dies("step", 5)), least=2, most=2, **wanting(tmp_path))
+            members.hire(trainer(dies("step", 5)), least=2, most=2, join_s=3.0, **wanting(tmp_path))  # who hears of the other's death waits
         await members.wait()
     async with crew() as members:
         others = [members.hire(trainer(), least=3, most=3, **wanting(tmp_path)) for _ in range(3)]

@@ -1,0 +1,69 @@
+"""Checkpoints as files, without a training: whether one is whole, and what its modules' weights are."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from shardnet.checkpoint.manifest import Manifest
+from shardnet.checkpoint.rank_file import RankFile
+from shardnet.checkpoint.reading import Files, check_covered, read_piece
+from shardnet.errors import CheckpointError, UsageError
+from shardnet.state import VALUES, Span
+
+Tensor = torch.Tensor
+
+
+def problems(path: Path) -> Iterator[str | None]:
+    """Read all of a checkpoint: first of its manifest and then of each file what is wrong with it, None if nothing is."""
+    try:
+        manifest = Manifest.read(path)
+        check_covered(path, manifest, manifest.holders())
+    except CheckpointError as error:
+        yield str(error)
+        return
+    yield None
+    for entry in manifest.files:
+        try:
+            RankFile(path, entry, manifest.id).check()
+        except CheckpointError as error:
+            yield str(error)
+        else:
+            yield None
+
+
+def whole_weights(path: Path, model: int | None = None) -> dict[str, Tensor]:
+    """Parameters and buffers of one of the modules that were saved, whole and in its own names, as its state_dict has them; in memory, but
+    for what lies in one file.
+
+    model  which of the modules that were given to `Checkpoints` or `State.resume`, from 0; may be left out if it was one
+
+    Raises CheckpointError for anything but what was written, and UsageError where there is no such module.
+    """
+    manifest = Manifest.read(path)
+    number = _number(manifest, path, model)
+    holders = manifest.holders()
+    check_covered(path, manifest, holders)
+    files = Files(path, manifest)
+    rest = files[0].value("rest")
+    found: dict[str, Tensor] = {}
+    for name, spread, own in manifest.modules[number]:
+        if spread is None:
+            found[name] = rest[number][own]
+        elif numel := manifest.sizes[spread.name]:
+            piece = read_piece(Span(spread.name, 0, numel), holders[spread.name], files, only=VALUES)
+            found[name] = piece.state[VALUES].reshape(spread.shape)
+        else:  # no file has any of it
+            found[name] = torch.empty(spread.shape, dtype=getattr(torch, spread.dtype))
+    return found
+
+
+def _number(manifest: Manifest, path: Path, model: int | None) -> int:
+    """Of a module, among all things."""
+    modules = [number for number, kept in enumerate(manifest.modules) if kept]
+    if len(modules) == 1 and model is None:
+        return modules[0]
+    if model is not None and model < len(modules):
+        return modules[model]
+    count = f"{len(modules)} module{'' if len(modules) == 1 else 's'}"
+    raise UsageError(f"{path} has {count}" + (", say which: 0 is the first" if model is None else f"; there is no number {model}"))

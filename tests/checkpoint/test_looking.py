@@ -1,0 +1,183 @@
+"""Checkpoints that are looked at without a training, by `shardnet checkpoint` and by its functions."""
+
+import asyncio
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from shardnet import AsyncFSDP
+from shardnet.backend import Backend
+from shardnet.checkpoint import Checkpoints
+from shardnet.checkpoint.looking import whole_weights
+from shardnet.cli.main import main
+from shardnet.errors import UsageError
+from shardnet.testing import each_rank, loopback_cluster, same_bits
+from shardnet.zero import ZeroOptimizer
+
+RANKS, STEP = 3, 7
+
+
+class Net(nn.Module):
+    """Everything that a state_dict may have: tied and ignored parameters, buffers under two names, and one that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 5)
+        self.norm = nn.BatchNorm1d(5)
+        self.frozen = nn.Linear(5, 5)
+        self.head = nn.Linear(5, 11, bias=False)
+        self.head.weight = self.embedding.weight
+        self.scale = nn.Parameter(torch.tensor(2.5))
+        self.none = nn.Parameter(torch.empty(0, 3))
+        mask = torch.arange(4.0)
+        self.register_buffer("mask", mask)
+        self.register_buffer("same_mask", mask)
+        self.register_buffer("cache", torch.ones(9), persistent=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.frozen(self.norm(self.embedding(tokens)))) * self.scale
+        return logits
+
+
+def net(seed: int) -> Net:
+    torch.manual_seed(seed)
+    return Net()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A folder with two checkpoints, and the state_dict of the last one. The first one is as it was before training."""
+    folder = tmp_path_factory.mktemp("looking")
+
+    async def work(backend: Backend) -> dict[str, torch.Tensor]:
+        module = net(0)
+        async with AsyncFSDP(module, backend, ignored_modules=[module.frozen]) as model:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+            checkpoints = Checkpoints(backend, folder, model, optimizer)
+            await checkpoints.save(STEP - 1)
+            await model.backward((await model(torch.tensor([1, 2, 3]))).square().mean())
+            await model.step(optimizer)
+            await checkpoints.save(STEP, position=3)
+            await checkpoints.wait()
+            return await model.full_state_dict()
+
+    async def train() -> dict[str, torch.Tensor]:
+        async with loopback_cluster(RANKS) as ranks:
+            return (await each_rank(ranks, work))[0]
+
+    return folder, asyncio.run(train())
+
+
+def test_the_exported_file_is_the_modules_own(
+    saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, state = saved
+    file = tmp_path / "model.safetensors"
+    assert main(["checkpoint", "export", str(folder), str(file)]) == 0
+    assert f"{file}: {len(state)} tensors, " in capsys.readouterr().out
+    found = load_file(file)
+    assert found.keys() == state.keys()
+    assert all(same_bits(found[name], value) for name, value in state.items())
+    module = net(1)
+    module.load_state_dict(found)
+    assert module.head.weight is module.embedding.weight
+
+
+def test_an_earlier_one(saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+    folder, _ = saved
+    for path, options in ((folder, ["--step", str(STEP - 1)]), (folder / f"step-{STEP - 1:08d}", [])):
+        assert main(["checkpoint", "export", str(path), str(tmp_path / "model"), *options]) == 0
+        found = load_file(tmp_path / "model")
+        assert all(same_bits(found[name], value) for name, value in net(0).state_dict().items())
+
+
+def test_list(saved: tuple[Path, dict[str, torch.Tensor]], capsys: pytest.CaptureFixture[str]) -> None:
+    folder, _ = saved
+    assert main(["checkpoint", "list", str(folder)]) == 0
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert head.split() == ["step", "saved", "ranks", "size", "things"]
+    assert [row.split()[0] for row in rows] == [str(STEP), str(STEP - 1)]
+    assert re.search(rf" {RANKS}  +\d+\.\d KiB  model, options$", rows[0])
+    assert main(["checkpoint", "list", "--json", str(folder)]) == 0
+    last, _ = json.loads(capsys.readouterr().out)
+    assert (last["step"], last["ranks"], last["things"]) == (STEP, RANKS, ["ModelPart", "OptionsPart"])
+    assert last["path"] == str(folder / f"step-{STEP:08d}")
+    files = Path(last["path"]).glob("*.safetensors")
+    assert last["bytes"] == sum(path.stat().st_size for path in files)
+
+
+def test_verify(saved: tuple[Path, dict[str, torch.Tensor]], capsys: pytest.CaptureFixture[str]) -> None:
+    folder, _ = saved
+    assert main(["checkpoint", "verify", str(folder)]) == 0
+    assert capsys.readouterr().out == "".join(f"{folder}/step-{step:08d}: whole ({RANKS} files)\n" for step in (STEP, STEP - 1))
+    broken = folder / f"step-{STEP:08d}" / "rank-00001-of-00003.safetensors"
+    whole = broken.read_bytes()
+    try:
+        broken.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        assert main(["checkpoint", "verify", str(folder)]) == 1
+        said = capsys.readouterr()
+        assert said.out.splitlines()[0] == f"{broken.parent}: broken"
+        assert said.err.startswith(f"shardnet checkpoint: {broken} cannot be used: the bytes of ")
+        assert said.err.count("\n") == 1
+        assert main(["checkpoint", "verify", str(folder), "--step", str(STEP - 1)]) == 0
+        broken.unlink()
+        assert main(["checkpoint", "verify", str(folder)]) == 1
+        assert f"{broken} cannot be used: " in capsys.readouterr().err
+    finally:
+        broken.write_bytes(whole)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        (["list", "{folder}/none"], 1, "none is no folder"),
+        (["verify", "{empty}"], 1, "has no checkpoints"),
+        (["verify", "{folder}", "--step", "3"], 2, f"has no checkpoint of step 3, but of {STEP}, {STEP - 1}"),
+        (["export", "{folder}", "{empty}/model", "--model", "1"], 2, "has 1 module; there is no number 1"),
+        (["export", "{folder}", "{empty}/no/model"], 1, "No such file or directory"),
+    ],
+)
+def test_what_is_refused(
+    arguments: list[str],
+    status: int,
+    words: str,
+    saved: tuple[Path, dict[str, torch.Tensor]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    filled = [each.format(folder=saved[0], empty=tmp_path) for each in arguments]
+    assert main(["checkpoint", *filled]) == status
+    assert words in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+async def test_modules_of_zero_optimizers(tmp_path: Path) -> None:
+    def step(backend: Backend, module: Net) -> ZeroOptimizer:
+        optimizer = ZeroOptimizer(module.parameters(), torch.optim.Adam, backend, module=module, lr=0.1)
+        module(torch.tensor([1, 2, 3])).square().mean().backward()
+        optimizer.step()
+        optimizer.wait()
+        return optimizer
+
+    async def work(backend: Backend) -> list[dict[str, torch.Tensor]]:
+        module, other = net(backend.rank), net(9)
+        optimizer = await asyncio.to_thread(step, backend, module)
+        checkpoints = Checkpoints(backend, tmp_path, optimizer, module, other)
+        await checkpoints.save(1)
+        await checkpoints.wait()
+        return [{name: value.clone() for name, value in each.state_dict().items()} for each in (module, other)]
+
+    async with loopback_cluster(RANKS) as ranks:
+        (module, other), *_ = await each_rank(ranks, work)
+    path = tmp_path / "step-00000001"
+    with pytest.raises(UsageError, match="has 2 modules, say which: 0 is the first"):
+        whole_weights(path)
+    for number, state in enumerate((module, other)):
+        found = whole_weights(path, number)
+        assert found.keys() == state.keys()
+        assert all(same_bits(found[name], value) for name, value in state.items())
