@@ -54,6 +54,11 @@ class Protection:
         return Protection(token=new_token())
 
     @property
+    def settings(self) -> dict[str, bool | str]:
+        """For `connect`."""
+        return {"insecure": self.insecure, "certs": self.certs, "token": self.token}
+
+    @property
     def environment(self) -> dict[str, str]:
         """For a worker. Complete: what it inherits beside does not count."""
         return {"SHARDNET_INSECURE": str(int(self.insecure)), "SHARDNET_CERTS": self.certs, "SHARDNET_TOKEN": self.token}

@@ -15,7 +15,7 @@ addresses count for nothing, as workers come and go on any.
 """
 
 from shardnet.credentials.bundle import Credentials
-from shardnet.credentials.identity import Identity, Role
+from shardnet.credentials.identity import DOCTOR, Identity, Role
 from shardnet.credentials.security import Options, Security, check_plaintext
 
-__all__ = ["Credentials", "Identity", "Options", "Role", "Security", "check_plaintext"]
+__all__ = ["DOCTOR", "Credentials", "Identity", "Options", "Role", "Security", "check_plaintext"]

@@ -9,6 +9,7 @@ from urllib.parse import quote, unquote
 from shardnet.errors import CredentialsError
 
 ANONYMOUS = "token/"  # begins the name of a process that has made its certificate itself, with a join token
+DOCTOR = ".doctor"  # ends the name of the job in which `shardnet doctor` looks at the machines of the job before it
 _SCHEME = "shardnet"
 _ANY = "*"  # quoting never writes it bare, so that no job's name can be taken for it
 
@@ -52,7 +53,8 @@ class Identity:
         return self.name.startswith(ANONYMOUS)
 
     def may_join(self, job: str) -> bool:
-        return self.role is Role.WORKER and self.job in (None, job)
+        """A worker its own job, and the one in which `shardnet doctor` looks at that job's machines."""
+        return self.role is Role.WORKER and (self.job is None or job in (self.job, self.job + DOCTOR))
 
     @classmethod
     def parse(cls, uri: str) -> Self:

@@ -1,0 +1,35 @@
+"""`Finding`: one thing that was looked at."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Level(StrEnum):
+    """How it is."""
+
+    OK = "ok"
+    WARNING = "warning"  # it works, but is slower or weaker than it need be, or will soon not work
+    PROBLEM = "problem"  # it does not work
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What it is and how, and unless it is well, what to do."""
+
+    topic: str
+    level: Level
+    what: str
+    advice: str = ""
+
+
+def ok(topic: str, what: str) -> Finding:
+    return Finding(topic, Level.OK, what)
+
+
+def warning(topic: str, what: str, advice: str) -> Finding:
+    return Finding(topic, Level.WARNING, what, advice)
+
+
+def problem(topic: str, what: str, advice: str = "") -> Finding:
+    """Without an advice where `what`, such as an error of ours, has it."""
+    return Finding(topic, Level.PROBLEM, what, advice)

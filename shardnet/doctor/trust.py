@@ -1,0 +1,55 @@
+"""With what this machine proves who it is."""
+
+import stat
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from cryptography import x509
+
+from shardnet.credentials import Role, Security
+from shardnet.credentials.folder import KEY
+from shardnet.doctor.finding import Finding, ok, problem, warning
+from shardnet.errors import CredentialsError
+
+SOON = timedelta(days=14)
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+
+
+def about_trust(*, insecure: bool, certs: str, token: str) -> list[Finding]:
+    """As a user gives it; at most one of them."""
+    try:
+        security = Security.find(Role.WORKER, insecure=insecure, certs=certs, token=token)
+    except CredentialsError as error:
+        return [problem("trust", str(error))]
+    if security.credentials is None:
+        return [_plaintext(insecure)]
+    if not certs:
+        return [ok("trust", "a join token: all connections are encrypted, and whoever has the token may take part")]
+    return [_certificate(certs, security.credentials.certificate, str(security.credentials.identity)), _key(Path(certs) / KEY)]
+
+
+def _plaintext(insecure: bool) -> Finding:
+    if insecure:
+        return warning(
+            "trust",
+            "connections are not encrypted, and whoever reaches a port can read and alter the training",
+            "make certificates with `shardnet certs`, or use a join token; see docs/security.md",
+        )
+    return ok("trust", "none is needed on this machine alone; to other machines nothing goes without --certs or SHARDNET_TOKEN")
+
+
+def _certificate(folder: str, pem: bytes, identity: str) -> Finding:
+    until = x509.load_pem_x509_certificate(pem).not_valid_after_utc
+    what = f"{folder}: a certificate for {identity}, until {until:%Y-%m-%d}"
+    if until - datetime.now(UTC) < SOON:
+        return warning("trust", what, "it ends soon: `shardnet certs issue` makes another one")
+    return ok("trust", what)
+
+
+def _key(path: Path) -> Finding:
+    mode = path.stat().st_mode
+    if mode & _OTHERS:
+        return warning(
+            "trust", f"{path} can be read by others (mode {mode & 0o777:o})", f"whoever reads it is this machine: chmod 600 {path}"
+        )
+    return ok("trust", f"{path} is its owner's alone")
