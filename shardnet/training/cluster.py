@@ -4,6 +4,7 @@ import asyncio
 import errno
 import logging
 import os
+import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -27,6 +28,7 @@ from shardnet.training.seat import Seat, end_membership
 from shardnet.training.settings import Settings
 from shardnet.training.station import Station, open_station
 from shardnet.training.trace import gather_spans, write_trace
+from shardnet.training.tracking import Callback, Record, Tracker
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +43,7 @@ class Cluster:
         self._station: Station | None = None
         self._models: list[AsyncFSDP] = []
         self._recorders: list[PerformanceRecorder] = []
+        self._tracker = Tracker(None)
 
     @classmethod
     async def _at(cls, station: Station) -> "Cluster":
@@ -139,10 +142,23 @@ class Cluster:
         tokens_per_s: float = 0.0,
         exposed_share: float = 0.0,
         note: str = "",
+        metrics: Mapping[str, float] | None = None,
     ) -> None:
-        """Tell whoever watches (the launcher's bar, `shardnet status`) how far the training is. Local and cheap."""
+        """Tell whoever watches (the launcher's bar, `shardnet status`) how far the training is. Local and cheap.
+
+        With `connect(track=...)`, or where `on_metrics` has somebody, rank 0's loss, tokens per second and exposed share are kept, with
+        whatever `metrics` has beside them; other ranks' are not."""
+        if self.rank == 0:
+            known = {"loss": loss, "tokens_per_s": tokens_per_s, "exposed_share": exposed_share}
+            given = {name: value for name, value in known.items() if value != 0.0} | dict(metrics or {})
+            self._tracker.take(Record(step, time.time(), self.topology.epoch, self.world_size, given))
         self.telemetry.progress = Progress(step, total_steps, loss, tokens_per_s, exposed_share, note)
         self.telemetry.reach(step)
+
+    def on_metrics(self, function: Callback) -> None:
+        """Have `function(step, metrics)` called for each report of rank 0, in order and on a thread of its own: for trackers that shardnet
+        does not know. What it raises is logged, and it is not called again."""
+        self._tracker.add(function)
 
     async def reform(self, *, agreed: bool = False, missing: Collection[int] = ()) -> None:
         """Leave this epoch and take a place in the next one, with every other member that does so and with those that wait to join.
@@ -213,6 +229,8 @@ async def connect(**settings: Any) -> AsyncIterator[Cluster]:
         if flight is not None:
             box = BlackBox(flight, chosen.job, cluster.telemetry, lambda: cluster.topology)
             stack.push_async_callback(asyncio.to_thread, box.close)
+        cluster._tracker = Tracker(Path(chosen.track) if chosen.track else None)
+        stack.push_async_callback(asyncio.to_thread, cluster._tracker.close)
         stack.push_async_exit(lambda kind, error, trace: cluster._leave(error))
         yield cluster
         if trace is not None:

@@ -40,6 +40,8 @@ class Settings:
                     holders of certificates of the same authority take part
     token           in place of `certs`: a secret that all processes share, as `shardnet certs token` makes it
     trace           where rank 0 writes a timeline of all ranks at the end; empty: none is kept. Alike on all ranks
+    track           folder into which rank 0 writes what the program reports: metrics.jsonl, and TensorBoard's events where that is
+                    installed; empty: nowhere
     flight          folder in which this worker writes its last collectives down when one fails, once an epoch (docs/diagnosis.md);
                     empty: nowhere
     """
@@ -61,6 +63,7 @@ class Settings:
     routing: Routing = Routing.AUTO
     report_file: str = ""
     trace: str = ""
+    track: str = ""
     flight: str = ""
     timeouts: Timeouts = field(default_factory=Timeouts)
     limits: Limits = field(default_factory=Limits)
@@ -94,6 +97,7 @@ class Settings:
             "routing": environment.get("SHARDNET_ROUTING", "") or Routing.AUTO,
             "report_file": environment.get("SHARDNET_REPORT_FILE", ""),
             "trace": environment.get("SHARDNET_TRACE", ""),
+            "track": environment.get("SHARDNET_TRACK", ""),
             "flight": environment.get("SHARDNET_FLIGHT", ""),
         }
         merged = {**found, **given}

@@ -1,0 +1,38 @@
+"""`TensorBoard`: event files, where `tensorboard` is installed (the extra `shardnet[tensorboard]`)."""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardnet.training.tracking.record import Record
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+
+class TensorBoard:
+    """Made at the first record, whose step and all later ones of an earlier run it takes the place of."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._writer: SummaryWriter | None = None
+
+    def __str__(self) -> str:
+        return f"TensorBoard's events in {self._folder}"
+
+    @staticmethod
+    def is_installed() -> bool:
+        return find_spec("tensorboard") is not None
+
+    def write(self, record: Record) -> None:
+        """Raises OSError."""
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter  # takes a second, for those who want it
+
+            self._writer = SummaryWriter(str(self._folder), purge_step=record.step, flush_secs=5)
+        for name, value in record.metrics.items():
+            self._writer.add_scalar(name, value, record.step, walltime=record.at_s)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
