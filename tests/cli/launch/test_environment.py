@@ -64,7 +64,9 @@ def test_the_cores_are_shared_out(nproc: int, threads: int) -> None:
 
 def test_the_launchers_own_environment_is_inherited_and_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/of/the/user")
-    assert worker_environment(Job("a.py"), 0, "r:1")["HOME"] == "/of/the/user"
+    monkeypatch.setenv("SHARDNET_REPLACEMENT", "1")  # the manifests of docker/kubernetes say so to launchers
+    environment = worker_environment(Job("a.py"), 0, "r:1")
+    assert (environment["HOME"], environment["SHARDNET_REPLACEMENT"]) == ("/of/the/user", "1")
     assert "SHARDNET_LOCAL_RANK" not in os.environ
 
 
