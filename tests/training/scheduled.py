@@ -50,6 +50,7 @@ def allocation(tasks: int, nodes: int) -> Environment:
         "SLURM_NNODES": str(nodes),
         "SLURM_NTASKS": str(tasks),
         "SLURM_NPROCS": str(tasks),
+        "SLURM_CPUS_PER_TASK": "1",
         "SLURM_PROCID": "0",
         "SLURM_LOCALID": "0",
         "SLURM_NODEID": "0",
