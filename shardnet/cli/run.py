@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import functools
+import os
 import secrets
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from shardnet.cli.protection import Protection
 from shardnet.cli.services import local_rendezvous, worker_progress
 from shardnet.credentials import Identity, Role
 from shardnet.errors import CredentialsError, UsageError
+from shardnet.scheduler import Task
 
 DESCRIPTION = """\
 Start NPROC workers on this machine, show their output with rank prefixes, and end all of them when one fails.
@@ -49,6 +51,13 @@ def add_to(commands: arguments.Commands) -> None:
     )
     parser.add_argument("--nproc", type=arguments.positive, default=1, metavar="N", help="workers on this machine (default: 1)")
     parser.add_argument("--nnodes", type=arguments.positive, default=1, metavar="M", help="machines that run this command (default: 1)")
+    parser.add_argument(
+        "--node-rank",
+        type=arguments.whole,
+        metavar="K",
+        help="which of the M machines this is, from 0: its workers get the ranks from K times N on (default: what Slurm's srun or a "
+        "Kubernetes Indexed Job says, if it has started this command M times; else in order of arrival)",
+    )
     parser.add_argument(
         "--rendezvous",
         type=arguments.address,
@@ -112,6 +121,7 @@ def execute(options: arguments.Arguments) -> int:
             is_module=options.module,
             nproc=options.nproc,
             nnodes=options.nnodes,
+            node_rank=_node_rank(options),
             rendezvous=options.rendezvous,
             name=options.job or (identity and identity.job) or ("default" if options.nnodes > 1 else f"run-{secrets.token_hex(4)}"),
             node=options.node,
@@ -123,6 +133,15 @@ def execute(options: arguments.Arguments) -> int:
             trace=None if options.trace is None else str(options.trace.absolute()),
         )
     )
+
+
+def _node_rank(options: arguments.Arguments) -> int | None:
+    """Which of several machines this is, as far as anybody says."""
+    given: int | None = options.node_rank
+    if given is not None or options.nnodes == 1:
+        return given
+    task = Task.find(os.environ, options.nnodes)
+    return None if task is None else task.rank
 
 
 def _check(options: arguments.Arguments, protection: Protection) -> Identity | None:

@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class JoinRequest(_message.Message):
-    __slots__ = ("protocol", "version", "job", "incarnation", "address", "node", "min_world_size", "max_world_size", "local_rank_hint", "elastic", "previous", "last_epoch", "missing", "replacement", "resumes")
+    __slots__ = ("protocol", "version", "job", "incarnation", "address", "node", "min_world_size", "max_world_size", "local_rank_hint", "elastic", "previous", "last_epoch", "missing", "wished_rank", "replacement", "resumes")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
@@ -21,6 +21,7 @@ class JoinRequest(_message.Message):
     PREVIOUS_FIELD_NUMBER: _ClassVar[int]
     LAST_EPOCH_FIELD_NUMBER: _ClassVar[int]
     MISSING_FIELD_NUMBER: _ClassVar[int]
+    WISHED_RANK_FIELD_NUMBER: _ClassVar[int]
     REPLACEMENT_FIELD_NUMBER: _ClassVar[int]
     RESUMES_FIELD_NUMBER: _ClassVar[int]
     protocol: int
@@ -36,9 +37,10 @@ class JoinRequest(_message.Message):
     previous: str
     last_epoch: int
     missing: _containers.RepeatedScalarFieldContainer[int]
+    wished_rank: int
     replacement: bool
     resumes: bool
-    def __init__(self, protocol: _Optional[int] = ..., version: _Optional[str] = ..., job: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., node: _Optional[str] = ..., min_world_size: _Optional[int] = ..., max_world_size: _Optional[int] = ..., local_rank_hint: _Optional[int] = ..., elastic: _Optional[bool] = ..., previous: _Optional[str] = ..., last_epoch: _Optional[int] = ..., missing: _Optional[_Iterable[int]] = ..., replacement: _Optional[bool] = ..., resumes: _Optional[bool] = ...) -> None: ...
+    def __init__(self, protocol: _Optional[int] = ..., version: _Optional[str] = ..., job: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., node: _Optional[str] = ..., min_world_size: _Optional[int] = ..., max_world_size: _Optional[int] = ..., local_rank_hint: _Optional[int] = ..., elastic: _Optional[bool] = ..., previous: _Optional[str] = ..., last_epoch: _Optional[int] = ..., missing: _Optional[_Iterable[int]] = ..., wished_rank: _Optional[int] = ..., replacement: _Optional[bool] = ..., resumes: _Optional[bool] = ...) -> None: ...
 
 class MembershipEvent(_message.Message):
     __slots__ = ("waiting", "assignment", "lost", "joiners", "ended")

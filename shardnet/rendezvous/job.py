@@ -6,7 +6,7 @@ from typing import Self
 
 from shardnet.errors import JoinRefused
 from shardnet.rendezvous.events import Assigned, Ended, JobState, JobStatus, Joiners, Lost, Notice, Waiting
-from shardnet.rendezvous.placement import place
+from shardnet.rendezvous.placement import by_wish, place
 from shardnet.rendezvous.refusal import Refusal
 from shardnet.rendezvous.request import MAX_WORLD_SIZE, JoinRequest, may_share_node
 from shardnet.rendezvous.store import SavedJob
@@ -228,7 +228,7 @@ class Job:
         self._former_ranks.clear()
         self._vanished.clear()
         self._missed.clear()
-        members = place(chosen)
+        members = place(by_wish(chosen))
         self._members = {m.incarnation: m for m in members}
         return [Notice(m.incarnation, Assigned(Topology(self.epoch, m.rank, members))) for m in members]
 

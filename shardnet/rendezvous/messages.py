@@ -28,6 +28,7 @@ def write_request(request: JoinRequest) -> pb.JoinRequest:
         missing=request.missing,
         replacement=request.replacement,
         resumes=request.resumes,
+        wished_rank=request.wished_rank,
     )
 
 
@@ -49,6 +50,7 @@ def read_request(message: pb.JoinRequest) -> JoinRequest:
             missing=tuple(message.missing),
             replacement=message.replacement,
             resumes=message.resumes,
+            wished_rank=message.wished_rank if message.HasField("wished_rank") else None,
         )
     except UsageError as error:
         raise JoinRefused(f"the join request makes no sense: {error}", Refusal.MALFORMED) from error

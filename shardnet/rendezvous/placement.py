@@ -3,12 +3,25 @@
 [Note: rank order] Nodes are ordered by their first arrival; inside a node workers are ordered by their launcher's hint,
 then by arrival. So the ranks of one node are consecutive, and of all the ring's links only one a node leaves it. The
 same arrivals give the same ranks.
+
+Workers whom a scheduler has numbered wish to have the ranks that it gave them. If all of a first epoch do, and no two the same one, their
+wishes take the place of the order of arrival. So each gets what it wishes where the scheduler has numbered node by node, as most do;
+where it has dealt ranks out over the nodes in turn, the nodes keep together, in the order of their lowest wishes. In later epochs the
+old order counts.
 """
 
 from collections.abc import Sequence
 
 from shardnet.rendezvous.request import JoinRequest
 from shardnet.topology import Member
+
+
+def by_wish(arrivals: Sequence[JoinRequest]) -> Sequence[JoinRequest]:
+    """The requests in the order of their wishes; as they are if these do not say."""
+    wishes = {request.wished_rank: request for request in arrivals}
+    if None in wishes or len(wishes) < len(arrivals) or any(request.last_epoch for request in arrivals):
+        return arrivals
+    return sorted(arrivals, key=lambda request: request.wished_rank or 0)
 
 
 def place(arrivals: Sequence[JoinRequest]) -> tuple[Member, ...]:

@@ -24,6 +24,7 @@ class JoinRequest:
     min_world_size   the job may start with this many workers when no more come for a while
     max_world_size   the job starts at once with this many; equal for all workers of the job, like the minimum
     local_rank_hint  order among the workers of one node, as their launcher counted them
+    wished_rank      the rank that the worker would like in a first epoch, None: any; see [Note: rank order] in placement.py
     elastic          the job goes on with fewer workers, at least its minimum, when some are lost, and takes in others up to its
                      maximum; equal for all workers of the job
     previous         the incarnation of the membership that this one follows, which ends with it; empty for a worker's first one
@@ -48,6 +49,7 @@ class JoinRequest:
     replacement: bool = False
     resumes: bool = False
     identity: str = ""
+    wished_rank: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("job", "incarnation", "node"):
@@ -59,6 +61,8 @@ class JoinRequest:
             )
         if self.local_rank_hint < 0:
             raise UsageError(f"local_rank_hint must not be negative, got {self.local_rank_hint}")
+        if self.wished_rank is not None and not 0 <= self.wished_rank < MAX_WORLD_SIZE:
+            raise UsageError(f"wished_rank must be from 0 to {MAX_WORLD_SIZE - 1}, got {self.wished_rank}")
         if self.previous:
             check_text("previous", self.previous)
         if not 0 <= self.last_epoch <= MAX_EPOCH:

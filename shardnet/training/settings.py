@@ -1,4 +1,4 @@
-"""What `connect()` needs to know, read from the environment that a launcher sets."""
+"""What `connect()` needs to know, read from the environment that a launcher or a scheduler sets."""
 
 import asyncio
 import os
@@ -14,13 +14,15 @@ from shardnet.config import Limits, Timeouts
 from shardnet.credentials import Role, Security
 from shardnet.errors import AddressError, CredentialsError, RendezvousUnavailable, UsageError
 from shardnet.rendezvous.request import MAX_WORLD_SIZE, check_text
+from shardnet.training.hints import Hints
 
 RESOLVE_EVERY_S = 0.5  # a rendezvous that starts later may have no name yet (container networks)
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How one worker finds its cluster. Every field may be given to `connect()`; the rest comes from SHARDNET_* variables.
+    """How one worker finds its cluster. Every field may be given to `connect()`; the rest comes from SHARDNET_* variables, and what
+    these leave open from those of the scheduler that has started this process (`from_environment`).
 
     rendezvous      host:port; empty: no cluster, a world of one
     listen          host or host:port of this worker; empty: loopback if the rendezvous is there, else the address of
@@ -30,6 +32,8 @@ class Settings:
     elastic         the job goes on when workers are lost, down to `min_world_size` of them, and takes in new ones: see `Cluster.reform`
                     and shardnet.elastic. Alike on all ranks
     replacement     this worker was started in place of one that was lost: if the training has ended meanwhile it does not begin it anew
+    local_rank      number among the workers of this machine
+    wished_rank     the rank that this worker would like in a first epoch; -1: any. It is a wish: ranks of a node are consecutive
     node            identity of this machine; empty: found (host name and boot id)
     shared_memory   whether data for the other ranks of this node may go through memory, and gathered parameters be shared with them
     routing         which way large collectives go: "auto" (direct inside a node, a ring across nodes), "ring" (one of all
@@ -51,6 +55,7 @@ class Settings:
     min_world_size: int = 1
     max_world_size: int = 1
     local_rank: int = 0
+    wished_rank: int = -1
     node: str = ""
     listen: str = ""
     advertise: str = ""
@@ -72,19 +77,26 @@ class Settings:
     def from_environment(cls, environment: Mapping[str, str] | None = None, **given: object) -> Self:
         """Settings from SHARDNET_* variables; what is `given` wins. An empty variable is one that is not set.
 
+        What neither says of the world size, the number of this worker and the job comes from a scheduler ([Note: who has the say]).
+
         Raises UsageError or AddressError for a value that makes no sense, naming where it came from.
         """
         unknown = given.keys() - cls.__dataclass_fields__.keys()
         if unknown:
             raise UsageError(f"connect() has no setting {', '.join(sorted(unknown))}; there are: {', '.join(cls.__dataclass_fields__)}")
         environment = os.environ if environment is None else environment
-        world_size = _number(environment, "SHARDNET_WORLD_SIZE", 1)
+        known = given.get("max_world_size") or _number(
+            environment, "SHARDNET_MAX_WORLD_SIZE", _number(environment, "SHARDNET_WORLD_SIZE", 0)
+        )
+        hints = Hints.find(environment, given, known if isinstance(known, int) else 0)
+        world_size = _number(environment, "SHARDNET_WORLD_SIZE", hints.world_size)
         found: dict[str, object] = {
             "rendezvous": environment.get("SHARDNET_RENDEZVOUS", ""),
-            "job": environment.get("SHARDNET_JOB", "") or "default",
+            "job": environment.get("SHARDNET_JOB", "") or hints.job,
             "min_world_size": _number(environment, "SHARDNET_MIN_WORLD_SIZE", world_size),
             "max_world_size": _number(environment, "SHARDNET_MAX_WORLD_SIZE", world_size),
-            "local_rank": _number(environment, "SHARDNET_LOCAL_RANK", 0),
+            "local_rank": _number(environment, "SHARDNET_LOCAL_RANK", hints.local_rank),
+            "wished_rank": _number(environment, "SHARDNET_WISHED_RANK", hints.wished_rank),
             "elastic": _flag(environment, "SHARDNET_ELASTIC"),
             "replacement": _flag(environment, "SHARDNET_REPLACEMENT"),
             "node": environment.get("SHARDNET_NODE", ""),
@@ -104,17 +116,19 @@ class Settings:
         with suppress(ValueError):  # what is none of them is refused below
             merged["routing"] = Routing(str(merged["routing"]))
         settings = cls(**merged)  # type: ignore[arg-type]  # checked in the next line
-        settings._check(given.keys(), environment)
+        settings._check(given.keys(), environment, hints)
         return settings
 
-    def _check(self, given: Collection[str], environment: Mapping[str, str]) -> None:
+    def _check(self, given: Collection[str], environment: Mapping[str, str], hints: Hints) -> None:
         """Raise for what cannot work, before anything is opened."""
 
         def source(name: str) -> str:
             if name in given:
                 return f"{name} of connect()"
             variable = f"SHARDNET_{name.upper()}"
-            return variable if environment.get(variable) or not name.endswith("_world_size") else "SHARDNET_WORLD_SIZE"
+            if environment.get(variable) or not name.endswith("_world_size"):
+                return variable
+            return "SHARDNET_WORLD_SIZE" if environment.get("SHARDNET_WORLD_SIZE") else hints.world_size_from
 
         if not isinstance(self.routing, Routing):
             raise UsageError(f"{source('routing')} must be one of {', '.join(Routing)}, got {self.routing!r}")
@@ -133,6 +147,8 @@ class Settings:
             raise AddressError(f"{source('advertise')}: {self.advertise!r} has port 0, at which nobody can be called")
         if self.local_rank < 0:
             raise UsageError(f"{source('local_rank')} must not be negative, got {self.local_rank}")
+        if not -1 <= self.wished_rank < MAX_WORLD_SIZE:
+            raise UsageError(f"{source('wished_rank')} must be a rank, or -1 for any, got {self.wished_rank}")
         least, most = source("min_world_size"), source("max_world_size")
         if not 1 <= self.min_world_size <= self.max_world_size <= MAX_WORLD_SIZE:
             raise UsageError(

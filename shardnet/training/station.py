@@ -135,6 +135,8 @@ class _Connected:
             obituaries = _Obituaries()
             membership = await self._become_member(after, missing, obituaries)
             self._topology = topology = membership.topology
+            if after is None:
+                _compare_rank(self._settings.wished_rank, topology)
             try:
                 return Seat(await self._connect(topology, obituaries), topology, membership)
             except PeerLost as error:
@@ -166,6 +168,7 @@ class _Connected:
                 min_world_size=settings.min_world_size,
                 max_world_size=settings.max_world_size,
                 local_rank_hint=settings.local_rank,
+                wished_rank=None if settings.wished_rank < 0 else settings.wished_rank,
                 elastic=self.elastic,
                 previous="" if after is None else after.topology.me.incarnation,
                 last_epoch=0 if after is None else after.topology.epoch,
@@ -194,3 +197,16 @@ class _Connected:
         return await ClusterBackend.start(
             mesh, topology, timeouts=settings.timeouts, limits=settings.limits, routing=settings.routing, telemetry=self._telemetry
         )
+
+
+def _compare_rank(wished: int, topology: Topology) -> None:
+    """Say if this worker has another rank than it has asked for. Loudly only on one worker of each node: where the reason is the order of
+    nodes the first one's rank differs, too."""
+    if wished in (-1, topology.rank):
+        return
+    log.log(
+        logging.WARNING if topology.me.local_rank == 0 else logging.INFO,
+        "[rank %d/%d epoch %d] this worker was to be rank %d, but has another one: others were here before, or not each asked for a rank "
+        "of its own, or those of a node would not be consecutive; take the rank from cluster.rank, not from the environment",
+        *(topology.rank, topology.world_size, topology.epoch, wished),
+    )

@@ -23,6 +23,8 @@ from tests.rendezvous.builders import worker
         ({"min_world_size": 3}, "asked for 3 to 2 workers"),
         ({"max_world_size": 2**16 + 1}, "<= 65536"),
         ({"local_rank_hint": -1}, "local_rank_hint must not be negative, got -1"),
+        ({"wished_rank": -1}, "wished_rank must be from 0 to 65535, got -1"),
+        ({"wished_rank": 2**16}, "wished_rank must be from 0 to 65535, got 65536"),
         ({"address": "10.0.0.1:0"}, "peers cannot call 10.0.0.1:0"),
         ({"address": "0.0.0.0:7000"}, r"peers cannot call 0\.0\.0\.0:7000; join with the host"),
         ({"address": "[::]:7000"}, "peers cannot call"),
@@ -42,8 +44,9 @@ def test_longest_text_is_allowed() -> None:
     assert len(dataclasses.replace(worker(0), job="x" * 256).job) == 256
 
 
-def test_survives_the_wire() -> None:
-    request = worker(3, least=2, most=5, node="n/1", hint=4, job="j")
+@pytest.mark.parametrize("wish", [None, 0, 7])
+def test_survives_the_wire(wish: int | None) -> None:
+    request = dataclasses.replace(worker(3, least=2, most=5, node="n/1", hint=4, job="j"), wished_rank=wish)
     assert messages.read_request(messages.write_request(request)) == request
 
 

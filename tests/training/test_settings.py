@@ -12,6 +12,7 @@ LAUNCHED = {
     "SHARDNET_JOB": "j",
     "SHARDNET_WORLD_SIZE": "4",
     "SHARDNET_LOCAL_RANK": "1",
+    "SHARDNET_WISHED_RANK": "3",
     "SHARDNET_LOCAL_WORLD_SIZE": "2",
     "SHARDNET_REPORT_FILE": "/dev/fd/3",
     "SHARDNET_NODE": "left",
@@ -33,7 +34,7 @@ def test_without_variables_it_is_a_world_of_one() -> None:
 
 def test_every_variable_of_the_launcher_is_read() -> None:
     assert Settings.from_environment(LAUNCHED) == Settings(
-        *("127.0.0.1:7000", "j", 4, 4, 1, "left", "::1"),
+        *("127.0.0.1:7000", "j", 4, 4, 1, 3, "left", "::1"),
         elastic=True,
         replacement=True,
         insecure=True,
@@ -73,6 +74,8 @@ def test_what_is_given_wins() -> None:
         ({"MIN_WORLD_SIZE": "1.5"}, "SHARDNET_MIN_WORLD_SIZE must be a whole number, got '1.5'"),
         ({"MAX_WORLD_SIZE": "-"}, "SHARDNET_MAX_WORLD_SIZE must be a whole number, got '-'"),
         ({"LOCAL_RANK": "first"}, "SHARDNET_LOCAL_RANK must be a whole number, got 'first'"),
+        ({"WISHED_RANK": "-2"}, "SHARDNET_WISHED_RANK must be a rank, or -1 for any, got -2"),
+        ({"WISHED_RANK": "65536"}, "SHARDNET_WISHED_RANK must be a rank, or -1 for any, got 65536"),
         ({"LOCAL_RANK": "-1"}, "SHARDNET_LOCAL_RANK must not be negative, got -1"),
         (
             {"WORLD_SIZE": "0"},

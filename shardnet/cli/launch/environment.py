@@ -6,7 +6,8 @@ SHARDNET_WORLD_SIZE        workers on all nodes; the most that the job runs with
 SHARDNET_ELASTIC           only if the job is elastic: 1
 SHARDNET_MIN_WORLD_SIZE    only if the job is elastic: the least workers with which it goes on
 SHARDNET_LOCAL_RANK        0-based number of the worker on this machine
-SHARDNET_LOCAL_WORLD_SIZE  workers on this machine
+SHARDNET_LOCAL_WORLD_SIZE  workers on this machine; who has it listens to no scheduler ([Note: schedulers] in shardnet/scheduler.py)
+SHARDNET_WISHED_RANK       only if it is known which of the machines this is: the rank that follows from that
 SHARDNET_REPLACEMENT       only for a worker that replaces one that has failed: 1
 SHARDNET_REPORT_FILE       file to which the worker appends one line, "address rank world_size", whenever these are new
 SHARDNET_NODE              only if given: what this machine calls itself
@@ -36,6 +37,8 @@ def worker_environment(job: Job, local_rank: int, rendezvous: str, inherited: Ma
         "SHARDNET_LOCAL_RANK": str(local_rank),
         "SHARDNET_LOCAL_WORLD_SIZE": str(job.nproc),
     }
+    if job.node_rank is not None:
+        environment["SHARDNET_WISHED_RANK"] = str(job.node_rank * job.nproc + local_rank)
     if job.elastic:
         environment |= {"SHARDNET_ELASTIC": "1", "SHARDNET_MIN_WORLD_SIZE": str(job.least_workers)}
     return environment | job.protection.environment | _choices(job)

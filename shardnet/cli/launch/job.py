@@ -15,6 +15,7 @@ class Job:
     arguments    what the program gets, untouched
     nproc        workers on this machine
     nnodes       machines, each with its own launcher and the same nproc
+    node_rank    0-based number of this machine among them, which orders the ranks; None: as they arrive
     rendezvous   host:port of a running rendezvous; None starts one here
     name         id of the job at the rendezvous; equal on all machines
     node         what this machine calls itself; None leaves it to the workers
@@ -31,6 +32,7 @@ class Job:
     is_module: bool = False
     nproc: int = 1
     nnodes: int = 1
+    node_rank: int | None = None
     rendezvous: str | None = None
     name: str = "default"
     node: str | None = None
@@ -48,6 +50,8 @@ class Job:
             raise UsageError(f"the grace must not be negative, got {self.grace_s} s")
         if self.nnodes > 1 and self.rendezvous is None:
             raise UsageError(f"{self.nnodes} nodes need --rendezvous HOST:PORT to find each other; start one with 'shardnet rendezvous'")
+        if self.node_rank is not None and not 0 <= self.node_rank < self.nnodes:
+            raise UsageError(f"--node-rank {self.node_rank} is none of {self.nnodes} nodes; give a number from 0 to {self.nnodes - 1}")
         if not 1 <= self.least_workers <= self.world_size:
             raise UsageError(
                 f"a job of {self.world_size} workers (nproc={self.nproc} times nnodes={self.nnodes}) cannot go on with {self.min_workers}; "

@@ -42,6 +42,16 @@ def test_what_those_of_an_elastic_job_get(min_workers: int | None, restarts: int
     assert added.items() <= environment.items()
 
 
+def test_ranks_follow_from_which_machine_it_is() -> None:
+    job = Job("a.py", nproc=2, nnodes=3, node_rank=1, rendezvous="r:1")
+    assert [worker_environment(job, local_rank, "r:1", {})["SHARDNET_WISHED_RANK"] for local_rank in range(2)] == ["2", "3"]
+
+
+def test_a_machine_is_one_of_those_that_there_are() -> None:
+    with pytest.raises(UsageError, match="--node-rank 3 is none of 3 nodes; give a number from 0 to 2"):
+        Job("a.py", nnodes=3, node_rank=3, rendezvous="r:1")
+
+
 @pytest.mark.parametrize(("nnodes", "min_workers", "here"), [(1, 2, 2), (1, None, 4), (2, None, 4), (2, 5, 1), (2, 4, 0), (3, 1, 0)])
 def test_what_a_machine_has_to_give_if_the_others_lose_nobody(nnodes: int, min_workers: int | None, here: int) -> None:
     assert Job("a.py", nproc=4, nnodes=nnodes, rendezvous="r:1", min_workers=min_workers).least_workers_here == here
@@ -54,7 +64,9 @@ def test_the_cores_are_shared_out(nproc: int, threads: int) -> None:
 
 def test_the_launchers_own_environment_is_inherited_and_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/of/the/user")
-    assert worker_environment(Job("a.py"), 0, "r:1")["HOME"] == "/of/the/user"
+    monkeypatch.setenv("SHARDNET_REPLACEMENT", "1")  # the manifests of docker/kubernetes say so to launchers
+    environment = worker_environment(Job("a.py"), 0, "r:1")
+    assert (environment["HOME"], environment["SHARDNET_REPLACEMENT"]) == ("/of/the/user", "1")
     assert "SHARDNET_LOCAL_RANK" not in os.environ
 
 
