@@ -1,6 +1,7 @@
 """What the README shows works as it stands there."""
 
 import asyncio
+import json
 import re
 import sys
 from pathlib import Path
@@ -99,6 +100,17 @@ async def test_the_programs_of_the_page_on_checkpoints(tmp_path: Path) -> None:
     folder = tmp_path / shown[0][0]
     assert {path.name for path in folder.iterdir()} == {"manifest.json", *(name for _, name in shown[1:])}
     assert set(load_file(tmp_path / "model.safetensors")) == {"weight", "bias"}
+
+
+async def test_the_program_of_the_page_on_metrics(tmp_path: Path) -> None:
+    (program,) = re.findall(r"```python\n(.*?)```", (README.parent / "docs" / "metrics.md").read_text(), re.DOTALL)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", program, cwd=tmp_path, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+    )
+    output = (await process.communicate())[0].decode()
+    assert output.splitlines() == [f"{step} {{'loss': {1 / step}, 'learning_rate': 0.001}}" for step in (1, 2, 3)]
+    lines = (tmp_path / "runs/first/metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
 
 
 def test_certificates_as_the_readme_makes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

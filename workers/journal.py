@@ -65,7 +65,14 @@ class Journal:
         record = StepRecord(step, self.elapsed_s, loss, learning_rate, tokens / seconds, gradient_norm, exposed_share)
         self.steps.append(record)
         total_steps = self._expected_steps(step)
-        self._cluster.report(step=step, total_steps=total_steps, loss=loss, tokens_per_s=record.tokens_per_s, exposed_share=exposed_share)
+        self._cluster.report(
+            step=step,
+            total_steps=total_steps,
+            loss=loss,
+            tokens_per_s=record.tokens_per_s,
+            exposed_share=exposed_share,
+            metrics={"learning_rate": learning_rate, "gradient_norm": gradient_norm},
+        )
 
     def validated(self, step: int, loss: float) -> None:
         self.validations.append(Validation(step, loss))

@@ -144,7 +144,7 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
         "--sample-bytes", type=_not_negative, default=500, metavar="N", help="length of the sample at the end (default: %(default)s)"
     )
     group.add_argument(
-        "--out", type=Path, metavar="DIR", help="write report.html there, a page about the run, and trace.json, its timeline"
+        "--out", type=Path, metavar="DIR", help="write report.html there, a page about the run, trace.json, its timeline, and metrics.jsonl"
     )
 
 

@@ -13,6 +13,7 @@ import argparse
 import math
 import sys
 from statistics import median
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -37,11 +38,13 @@ async def main() -> None:
         sys.exit(f"train_lm: {error}")
     prepare(options)
     journal = Journal(options.max_seconds)
+    settings: dict[str, Any] = {"track": str(options.out)} if options.out else {}
     await elastic.run(
         lambda cluster, state: train(cluster, state, options, text, journal),
         every=options.commit_every,
         checkpoints=options.checkpoints,
         save_every=options.save_every,
+        **settings,
     )
 
 

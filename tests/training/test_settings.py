@@ -23,6 +23,7 @@ LAUNCHED = {
     "SHARDNET_SHARED_MEMORY": "0",
     "SHARDNET_ROUTING": "ring",
     "SHARDNET_TRACE": "trace.json",
+    "SHARDNET_TRACK": "runs",
     "SHARDNET_FLIGHT": "records",
 }
 
@@ -42,6 +43,7 @@ def test_every_variable_of_the_launcher_is_read() -> None:
         routing=Routing.RING,
         report_file="/dev/fd/3",
         trace="trace.json",
+        track="runs",
         flight="records",
     )
 

@@ -1,0 +1,108 @@
+"""Where a training's metrics go."""
+
+import asyncio
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from shardnet import Cluster, connect
+from shardnet.config import Timeouts
+from shardnet.training.tracking import Record, Tracker
+from shardnet.training.tracking.json_lines import NAME
+from tests.training.workers import rendezvous
+
+
+def lines(folder: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (folder / NAME).read_text().splitlines()]
+
+
+def names(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir()]
+
+
+def scalars(folder: Path, name: str) -> list[tuple[int, float]]:
+    """What TensorBoard shows."""
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars(name)]
+
+
+async def test_what_rank_0_reports_is_there_for_everybody(tmp_path: Path) -> None:
+    async def train(address: str) -> None:
+        settings: dict[str, Any] = {"min_world_size": 2, "max_world_size": 2, "track": str(tmp_path), "timeouts": Timeouts.for_tests()}
+        async with connect(rendezvous=address, **settings) as cluster:
+            for step in (1, 2):
+                cluster.report(step=step, loss=cluster.rank + 1 / step, tokens_per_s=8.0, metrics={"learning_rate": 0.1 * step})
+            await cluster.backend.barrier()
+
+    with rendezvous() as address:
+        await asyncio.gather(train(address), train(address))
+    first, second = lines(tmp_path)
+    assert isinstance(first.pop("time"), float)
+    assert first == {"step": 1, "epoch": 1, "world_size": 2, "loss": 1.0, "tokens_per_s": 8.0, "learning_rate": 0.1}
+    assert (second["step"], second["loss"]) == (2, 0.5)
+    assert scalars(tmp_path, "loss") == [(1, 1.0), (2, 0.5)]
+    assert [value for _, value in scalars(tmp_path, "learning_rate")] == pytest.approx([0.1, 0.2])
+
+
+async def test_nothing_is_written_where_nobody_asked_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    async with connect() as cluster:
+        cluster.report(step=1, loss=1.0)
+    assert names(tmp_path) == []
+
+
+async def test_functions_of_the_users(caplog: pytest.LogCaptureFixture) -> None:
+    seen: list[tuple[int, dict[str, float]]] = []
+
+    def broken(step: int, _: object) -> None:
+        raise ZeroDivisionError(f"at step {step}")
+
+    async with connect() as cluster:
+        cluster.on_metrics(broken)
+        cluster.on_metrics(lambda step, metrics: seen.append((step, dict(metrics))))
+        for step in (1, 2):
+            cluster.report(step=step, loss=0.5)
+    assert seen == [(1, {"loss": 0.5}), (2, {"loss": 0.5})]
+    assert (
+        caplog.text.count("metrics no longer go to the function test_functions_of_the_users.<locals>.broken: ZeroDivisionError: at step 1")
+        == 1
+    )
+
+
+def take(tracker: Tracker, *steps: int, loss: float = 1.0) -> None:
+    for step in steps:
+        tracker.take(Record(step, 1000.0 + step, 1, 1, {"loss": loss}))
+    tracker.close()
+
+
+def test_a_run_that_goes_back_takes_the_place_of_the_later_steps(tmp_path: Path) -> None:
+    take(Tracker(tmp_path), 1, 2, 3)
+    take(Tracker(tmp_path), 2, loss=5.0)
+    assert [(line["step"], line["loss"]) for line in lines(tmp_path)] == [(1, 1.0), (2, 1.0), (3, 1.0), (2, 5.0)]
+    assert scalars(tmp_path, "loss") == [(1, 1.0), (2, 5.0)]
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_what_is_no_number_is_null(loss: float, tmp_path: Path) -> None:
+    take(Tracker(tmp_path), 1, loss=loss)
+    assert lines(tmp_path)[0]["loss"] is None
+
+
+def test_what_cannot_be_written_is_said_once_and_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").touch()
+    take(Tracker(tmp_path / "file"), 1, 2)
+    said = [record.getMessage() for record in caplog.records]
+    assert [line.split(": ")[0] for line in said] == [
+        f"metrics no longer go to {tmp_path}/file/{NAME}",
+        f"metrics no longer go to TensorBoard's events in {tmp_path}/file",
+    ]
+
+
+async def test_a_cluster_that_somebody_else_has_formed_reports_to_nobody() -> None:
+    async with connect() as cluster:
+        Cluster(cluster.backend, cluster.topology).report(step=1)
