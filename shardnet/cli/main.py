@@ -10,12 +10,23 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from shardnet.cli import bench, certs, checkpoint, demo, doctor, plan, rendezvous, run, status
+from shardnet.cli import bench, certs, checkpoint, demo, doctor, plan, rendezvous, run, status, top
 from shardnet.cli.arguments import Arguments, Parser
 from shardnet.errors import ShardnetError, UsageError
 from shardnet.version import VERSION
 
-COMMANDS = (run, demo, rendezvous, status, doctor, checkpoint, certs, plan, bench)  # each has add_to(commands) and is listed in this order
+COMMANDS = (
+    run,
+    demo,
+    rendezvous,
+    status,
+    top,
+    doctor,
+    checkpoint,
+    certs,
+    plan,
+    bench,
+)  # each has add_to(commands) and is listed in this order
 
 DESCRIPTION = "Sharded training of PyTorch models over any network that lets gRPC through."
 EPILOG = """\

@@ -1,7 +1,7 @@
 """What `shardnet status` finds out: asked of a rendezvous and all its workers, or of one worker."""
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shardnet.cli.services import read_progress
 from shardnet.credentials import Security
@@ -103,6 +103,15 @@ class Observer:
             return ClusterView(address, state, stats)
         statuses = await client.status(address, timeout_s=self._timeout_s, security=self._security)
         return ClusterView(address, state, stats, tuple(await asyncio.gather(*map(self._job, statuses))))
+
+    async def look_again(self, view: ClusterView) -> ClusterView:
+        """The workers that were there at an earlier look, if the process that knew of them does not answer any more."""
+
+        async def again(job: JobView) -> JobView:
+            asked = await asyncio.gather(*(self._worker(each.rank, each.node, each.address) for each in job.workers if each.state != GONE))
+            return replace(job, workers=(*asked, *(each for each in job.workers if each.state == GONE)))
+
+        return replace(view, health=UNREACHABLE, jobs=tuple(await asyncio.gather(*map(again, view.jobs))))
 
     async def _job(self, status: JobStatus) -> JobView:
         members = await asyncio.gather(*(self._worker(member.rank, member.node, member.address) for member in status.members))

@@ -1,0 +1,115 @@
+"""A look at the cluster as a picture of text."""
+
+import math
+import time
+from collections.abc import Iterable, Sequence
+
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from shardnet.cli.live.chronicle import Event, host
+from shardnet.cli.live.pace import Pace, Rates
+from shardnet.cli.observation import GONE, RENDEZVOUS, ClusterView, JobView, WorkerView
+from shardnet.cli.units import short_bytes, short_duration, short_number, short_time
+
+_COLUMNS = ("rank", "node", "state", "step", "a step", "wait", "late", "sent/s", "received/s", "memory")
+_WORDS = ("node", "state")  # columns that are no numbers
+_NONE = "-"
+_BAR = 30  # characters
+_WAITS_MUCH = 0.3  # of the step
+_IS_LATE_S = 1.0
+
+
+def draw(view: ClusterView, pace: Pace, events: Sequence[Event]) -> RenderableType:
+    """All of it, however much room there is."""
+    stats = view.stats
+    head = Text.assemble(
+        (f"{stats.role} {view.address}", "bold"),
+        ": ",
+        (view.health, _colour(view.health)),
+        f", {stats.connections}, up {short_duration(stats.uptime_s)}, shardnet {stats.version}",
+    )
+    if stats.role == RENDEZVOUS:
+        jobs: list[RenderableType] = [_job(job, pace) for job in view.jobs] or [Text("no jobs yet", "dim")]
+    else:
+        jobs = [_workers([WorkerView(stats.rank, "", view.address, view.health, stats)], pace)]
+    return Group(head, *jobs, *_events(events))
+
+
+def _job(job: JobView, pace: Pace) -> RenderableType:
+    here = [worker for worker in job.workers if worker.state != GONE]
+    wish = str(job.max_world_size) if job.min_world_size == job.max_world_size else f"{job.min_world_size} to {job.max_world_size}"
+    head = Text.assemble("\n", (f"job {job.job}", "bold"), f": {job.state}, epoch {job.epoch}, {len(here)} of {wish} workers")
+    if job.joined > len(here):
+        head.append(f", {job.joined - len(here)} waiting to join", "yellow")
+    parts: list[RenderableType] = [head]
+    leader = next((worker for worker in here if worker.stats is not None and worker.stats.progress.step), None)
+    if leader is not None:
+        parts.append(_progress(leader, pace.of(leader)))
+    return Group(*parts, _workers(job.workers, pace)) if job.workers else Group(*parts)
+
+
+def _progress(worker: WorkerView, rates: Rates) -> RenderableType:
+    assert worker.stats is not None
+    progress = worker.stats.progress
+    words = [f"step {progress.step}{f' of {progress.total_steps}' if progress.total_steps else ''}"]
+    words += [] if math.isnan(progress.loss) else [f"loss {progress.loss:.4g}"]
+    words += [f"{short_number(progress.tokens_per_s)} tokens/s"] if progress.tokens_per_s else []
+    if progress.total_steps and rates.step_s:
+        words.append(f"{short_duration(rates.step_s * max(0, progress.total_steps - progress.step))} left")
+    words += [progress.note] if progress.note else []
+    line = Table.grid(padding=(0, 1))
+    bar = [ProgressBar(progress.total_steps, progress.step, width=_BAR)] if progress.total_steps else []
+    line.add_row(*bar, Text(", ".join(words)))
+    return line
+
+
+def _workers(workers: Iterable[WorkerView], pace: Pace) -> RenderableType:
+    workers = list(workers)
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
+    for column in _COLUMNS:
+        table.add_column(column, justify="left" if column in _WORDS else "right", no_wrap=True)
+    for worker in workers:
+        table.add_row(*_worker(worker, pace.of(worker), _late_s(worker, workers)))
+    return table
+
+
+def _worker(worker: WorkerView, rates: Rates, late_s: float | None) -> list[Text]:
+    late = Text(_NONE if late_s is None else f"{late_s:.1f} s", "yellow" if (late_s or 0.0) > _IS_LATE_S else "")
+    place = [Text(str(worker.rank)), Text(host(worker) or _NONE), Text(worker.state, _colour(worker.state))]
+    stats = worker.stats
+    if stats is None:
+        return [*place, *[Text(_NONE)] * 3, late, *[Text(_NONE)] * 3]
+    share = stats.progress.exposed_share
+    return [
+        *place,
+        Text(str(stats.step)),
+        Text(_NONE if rates.step_s is None else short_time(rates.step_s)),
+        Text(f"{share:.0%}" if stats.progress.tokens_per_s else _NONE, "yellow" if share > _WAITS_MUCH else ""),
+        late,
+        Text(_NONE if rates.sent is None else short_bytes(round(rates.sent))),
+        Text(_NONE if rates.received is None else short_bytes(round(rates.received))),
+        Text(short_bytes(stats.resident_bytes)),
+    ]
+
+
+def _late_s(worker: WorkerView, workers: Iterable[WorkerView]) -> float | None:
+    """How long the others have waited for it to enter collectives, as the one says that has waited longest."""
+    waited_s = [other.stats.late.get(worker.rank, 0.0) for other in workers if other is not worker and other.stats is not None]
+    return max(waited_s, default=None)
+
+
+def _events(events: Sequence[Event]) -> list[RenderableType]:
+    if not events:
+        return []
+    lines = [
+        Text.assemble((time.strftime("%H:%M:%S", time.localtime(event.at_s)), "dim"), "  ", (event.what, "red" if event.bad else ""))
+        for event in events
+    ]
+    return [Text("\nevents", "bold"), *lines]
+
+
+def _colour(state: str) -> str:
+    return "green" if state == "serving" else "red"

@@ -1,0 +1,90 @@
+"""`shardnet top`: a cluster, live."""
+
+import asyncio
+import contextlib
+import itertools
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from shardnet.cli import arguments
+from shardnet.cli.observation import ClusterView, Observer
+from shardnet.cli.protection import Protection
+from shardnet.credentials import Role
+from shardnet.errors import EndpointUnavailable, HandshakeError, ProtocolError
+
+if TYPE_CHECKING:
+    from shardnet.cli.live.chronicle import Chronicle
+    from shardnet.cli.live.pace import Pace
+
+ANSWER_S = 2.0
+WIDTH = 160  # where there is no terminal
+LEAST_EVENTS = 3  # that are shown, however many workers there are
+DESCRIPTION = """\
+Show who is in the cluster and how it goes, once a second: steps, loss, rates, who waits and who is waited for, and what happens.
+If the rendezvous goes away its workers are still asked. Ctrl-C ends it. Without a terminal pictures are printed one after the other.
+"""
+EPILOG = """\
+examples:
+  shardnet top 127.0.0.1:7000
+  shardnet top 10.0.0.1:7000 --certs cluster/alice --interval 5
+"""
+Show = Callable[[ClusterView, "Pace", "Chronicle"], None]
+
+
+def add_to(commands: arguments.Commands) -> None:
+    parser = commands.add_parser("top", help="watch a cluster live", description=DESCRIPTION, epilog=EPILOG)
+    parser.add_argument("address", type=arguments.address, metavar="ADDRESS", help="HOST:PORT of a rendezvous or a worker")
+    parser.add_argument(
+        "--interval", type=arguments.seconds, metavar="S", default=1.0, help="seconds from one look to the next (default: %(default)g)"
+    )
+    parser.add_argument("--count", type=arguments.positive, metavar="N", help="end after so many looks")
+    Protection.add_to(parser)
+    parser.set_defaults(execute=execute)
+
+
+def execute(options: arguments.Arguments) -> int:
+    """Raises EndpointUnavailable, HandshakeError or ProtocolError if the first look fails."""
+    from rich.console import Console  # here: no other command waits for it
+    from rich.live import Live
+
+    from shardnet.cli.live.screen import draw
+
+    observer = Observer(Protection.of(options).security(Role.OPERATOR), ANSWER_S)
+    is_terminal = sys.stdout.isatty()
+    console = Console(highlight=False, width=None if is_terminal else WIDTH)
+    with contextlib.ExitStack() as stack:
+        live = stack.enter_context(Live(console=console, screen=True, auto_refresh=False)) if is_terminal else None
+
+        def show(view: ClusterView, pace: "Pace", chronicle: "Chronicle") -> None:
+            if live is not None:
+                room = console.height - 8 - sum(5 + len(job.workers) for job in view.jobs)
+                live.update(draw(view, pace, list(chronicle.events)[-max(LEAST_EVENTS, room) :]), refresh=True)
+            else:
+                console.print(draw(view, pace, chronicle.take_new()), end="\n\n")
+
+        with contextlib.suppress(KeyboardInterrupt):
+            asyncio.run(watch(observer, options.address, options.interval, options.count, show))
+    return 0
+
+
+async def watch(observer: Observer, address: str, interval_s: float, count: int | None, show: Show) -> None:
+    """Look again and again, and show what was found. Raises like `Observer.look` if the first look fails."""
+    from shardnet.cli.live.chronicle import Chronicle
+    from shardnet.cli.live.pace import Pace
+
+    pace, chronicle = Pace(), Chronicle()
+    view = await observer.look(address)
+    for number in itertools.count(1):
+        begin_s = time.monotonic()
+        pace.add(begin_s, view)
+        chronicle.add(time.time(), view)
+        show(view, pace, chronicle)
+        if number == count:
+            return
+        await asyncio.sleep(max(0.0, begin_s + interval_s - time.monotonic()))
+        try:
+            view = await observer.look(address)
+        except (EndpointUnavailable, HandshakeError, ProtocolError):
+            view = await observer.look_again(view)
