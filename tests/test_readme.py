@@ -115,7 +115,16 @@ def test_certificates_as_the_readme_makes_them(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    "page", ["README.md", "docs/architecture.md", "docs/checkpoints.md", "docs/elastic.md", "docs/security.md", "docs/testing.md"]
+    "page",
+    [
+        "README.md",
+        "docs/architecture.md",
+        "docs/checkpoints.md",
+        "docs/elastic.md",
+        "docs/observing.md",
+        "docs/security.md",
+        "docs/testing.md",
+    ],
 )
 def test_files_named_in_the_docs_exist(page: str) -> None:
     root = README.parent
