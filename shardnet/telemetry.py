@@ -7,14 +7,17 @@ that the ranks of one cluster can be drawn on one axis. Safe to use from any thr
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
 from shardnet.flight import FlightRecorder
-from shardnet.waiting import LATE_NS, Lateness, Waiting
+from shardnet.histogram import Histogram
+from shardnet.pace import Pace
+from shardnet.traffic import Traffic
+from shardnet.waiting import LATE_NS, Lateness, Stalls, Waiting
 
 MAX_SPANS = 200_000  # per rank, about 40 MB; the oldest go first
 
@@ -66,6 +69,10 @@ class OpCounter:
     bytes: int = 0  # payload bytes sent by this rank
     seconds: float = 0.0  # from when its work was taken up to its end
     waited_s: float = 0.0  # of these for ranks that had not entered it yet
+    latency: Histogram = field(default_factory=Histogram)  # of what `seconds` sums up
+
+    def copy(self) -> "OpCounter":
+        return OpCounter(self.count, self.failed, self.bytes, self.seconds, self.waited_s, self.latency.copy())
 
 
 @dataclass(slots=True)
@@ -99,6 +106,12 @@ class Telemetry:
     borrowers: frozenset[int] = frozenset()  # those of them that read it where this rank has it
     waiting: tuple[Waiting, ...] = ()  # collectives that have waited for long, one a group; replaced, never changed
     late: dict[int, Lateness] = field(default_factory=dict)  # by rank: how long this one has waited for it, in this epoch
+    peers: dict[int, Traffic] = field(default_factory=dict)  # by rank, in this epoch
+    stalls: Stalls = field(default_factory=Stalls)
+    pace: Pace = field(default_factory=Pace)
+    epochs: int = 0  # that this rank has been a member of
+    losses: int = 0  # peers that it has lost, in all epochs
+    link_bytes_per_s: float = 0.0  # to the next rank, as measured at a start (performance/link.py); 0: nobody has
     routing: str = ""  # how large collectives go over all ranks, in words
     observers: tuple[Observer, ...] = ()  # replaced, never changed: other threads read it
     _spans: deque[Span] = field(default_factory=lambda: deque(maxlen=MAX_SPANS))
@@ -134,6 +147,7 @@ class Telemetry:
             counter.bytes += bytes_sent
             counter.seconds += (end_ns - start_ns) / 1e9
             counter.waited_s += waited_ns / 1e9
+            counter.latency.add(end_ns - start_ns)
         if not failed:
             for observer in self.observers:
                 observer.on_collective(op, label, start_ns, end_ns, bytes_sent)
@@ -141,8 +155,17 @@ class Telemetry:
     def reach(self, step: int) -> None:
         """The training has done so many steps."""
         self.step = step
+        with self._lock:
+            self.pace.reach(step, time.perf_counter_ns(), self.exposed_ns)
         for observer in self.observers:
             observer.on_step(step)
+
+    def begin_epoch(self) -> None:
+        """The world is another one: ranks are others' now."""
+        with self._lock:
+            self.epochs += 1
+            self.late, self.peers = {}, {}
+            self.pace.pause()
 
     def count_wait(self, rank: int, start_ns: int, end_ns: int) -> None:
         """Count that this rank has waited for another one to enter a collective, if it was long."""
@@ -163,14 +186,35 @@ class Telemetry:
         with self._lock:
             self.observers = tuple(other for other in self.observers if other is not observer)
 
-    def count_traffic(self, *, sent: int = 0, received: int = 0) -> None:
+    def count_sent(self, bytes: int, *, near: Collection[int] = (), far: Collection[int] = ()) -> None:
+        """Count payload that went to each of these ranks: to the near ones through memory, to the far ones over the network."""
         with self._lock:
-            self.bytes_sent += sent
-            self.bytes_received += received
+            self.bytes_sent += bytes * (len(near) + len(far))
+            for rank in near:
+                self._traffic(rank).sent_memory += bytes
+            for rank in far:
+                self._traffic(rank).sent_network += bytes
+
+    def count_received(self, rank: int, bytes: int, *, near: bool) -> None:
+        """Count payload that came from a rank, through memory if it is `near`."""
+        with self._lock:
+            self.bytes_received += bytes
+            if near:
+                self._traffic(rank).received_memory += bytes
+            else:
+                self._traffic(rank).received_network += bytes
+
+    def _traffic(self, rank: int) -> Traffic:
+        return self.peers.setdefault(rank, Traffic())
 
     def count_stale(self, chunks: int = 1) -> None:
         with self._lock:
             self.stale_chunks += chunks
+
+    def totals(self) -> tuple[dict[str, OpCounter], Pace]:
+        """Copies of the counters by kind of collective, and of the pace, of one moment."""
+        with self._lock:
+            return {op: counter.copy() for op, counter in self.ops.items()}, self.pace.copy()
 
     def spans(self) -> list[Span]:
         """A copy of the spans kept so far, in order of their end."""

@@ -1,7 +1,8 @@
-"""`Waiting`: a collective that has waited for long, and the ranks that it waits for. `Lateness`: what all such waiting came to."""
+"""`Waiting`: a collective that has waited for long, and the ranks that it waits for. `Lateness` and `Stalls`: what such waiting came to."""
 
 import time
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from shardnet.flight import Flight
 
@@ -56,3 +57,29 @@ class Waiting:
 
     def __str__(self) -> str:
         return f"waits {self.seconds:.1f} s in {self.flight.full_name} for {'; '.join(map(str, self.absent))}"
+
+
+@dataclass(slots=True)
+class Stalls:
+    """The collectives that others had not entered after `Timeouts.suspect_s`, of all epochs. One thread writes, any may read."""
+
+    count: int = 0
+    _ended_s: float = 0.0
+    _open: set[Flight] = field(default_factory=set)  # those that may still wait
+
+    @property
+    def seconds(self) -> float:
+        """How long they took together, each from when it was entered, up to now."""
+        return self._ended_s + sum(map(_seconds, tuple(self._open)))
+
+    def note(self, waiting: Iterable[Waiting]) -> None:
+        """These wait now; the same ones as before, or others."""
+        flights = {each.flight for each in waiting}
+        self.count += len(flights - self._open)
+        ended = {flight for flight in self._open - flights if flight.ended_ns}
+        self._open = self._open - ended | flights
+        self._ended_s += sum(map(_seconds, ended))
+
+
+def _seconds(flight: Flight) -> float:
+    return ((flight.ended_ns or time.perf_counter_ns()) - flight.entered_ns) / 1e9

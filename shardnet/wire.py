@@ -87,6 +87,11 @@ class Chunk:
         """Bytes of data, here or lent."""
         return len(self.data) if self.lent is None else self.lent.size
 
+    @property
+    def came_through_memory(self) -> bool:
+        """Whether the data of a chunk that has arrived did not come over its stream."""
+        return self.lent is not None or (self.control is not None and self.control.HasField("window_piece"))
+
 
 def encode(chunk: Chunk, *, sealed: bool = True) -> tuple[Buffer, ...]:
     """The chunk in canonical layout, as buffers that are to be sent one behind the other; the payload is not copied.

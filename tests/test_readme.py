@@ -133,6 +133,7 @@ def test_certificates_as_the_readme_makes_them(tmp_path: Path, monkeypatch: pyte
         "docs/architecture.md",
         "docs/checkpoints.md",
         "docs/elastic.md",
+        "docs/observing.md",
         "docs/schedulers.md",
         "docs/security.md",
         "docs/testing.md",

@@ -37,7 +37,7 @@ class ClusterBackend(MeshBackend):
         except BaseException:
             mesh.abort()
             raise
-        board.telemetry.late = {}  # ranks are others' now
+        board.telemetry.begin_epoch()
         board.telemetry.memory_peers, board.telemetry.borrowers = mesh.memory_peers, mesh.borrowers
         board.telemetry.routing = f"{board.world.route}" + (", small ones by letter" if board.world.mail is not None else "")
         return cls(board, board.world, timeouts)

@@ -1,15 +1,18 @@
 """What `shardnet status` finds out: asked of a rendezvous and all its workers, or of one worker."""
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from shardnet.cli.services import read_progress
 from shardnet.credentials import Security
 from shardnet.errors import EndpointUnavailable, HandshakeError, ProtocolError
+from shardnet.histogram import Histogram
 from shardnet.pb import stats_pb2
 from shardnet.rendezvous import client
 from shardnet.rendezvous.events import JobStatus
 from shardnet.telemetry import OpCounter, Progress
+from shardnet.traffic import Traffic
 from shardnet.transport.observe import health, snapshot
 from shardnet.waiting import Absent
 
@@ -26,6 +29,15 @@ class Stuck:
     collective: str
     seconds: float
     absent: tuple[Absent, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """The steps whose time is known."""
+
+    times: Histogram
+    seconds: float
+    exposed_s: float  # of these the training thread waited for communication
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +65,23 @@ class Stats:
     connections: str  # how they are protected, in words
     waiting: tuple[Stuck, ...]  # at most one for each group of ranks
     late: dict[int, float]  # seconds that it has waited for other ranks to enter collectives, by rank; in this epoch
+    nodes: tuple[str, ...]  # names of machines, by node group
+    node_groups: tuple[int, ...]  # by rank
+    epochs: int  # that it has been a member of
+    losses: int  # peers that it has lost, in all of them
+    bounds_s: tuple[float, ...]  # of all histograms
+    steps: Steps
+    exposed_s: float  # for which training waited for communication, in all
+    stalls: int  # collectives that others had not entered for long
+    stall_s: float  # that these took
+    peers: dict[int, Traffic]  # by rank, in this epoch
+    link_bytes_per_s: float  # to the next rank; 0: nobody has measured it
+    peak_resident_bytes: int
+    shared_bytes: int  # part of what is resident
+    device_bytes: int  # in tensors on CUDA devices
+    device_reserved_bytes: int
+    device_peak_bytes: int
+    metrics: str  # where Prometheus can scrape it; empty: nowhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +183,7 @@ def read_stats(reply: stats_pb2.SnapshotReply) -> Stats:
         addresses=tuple(reply.addresses),
         step=reply.step,
         progress=read_progress(reply.progress),
-        collectives={c.op: OpCounter(c.count, c.failed, c.bytes, c.seconds, c.waited_s) for c in reply.collectives},
+        collectives={c.op: OpCounter(c.count, c.failed, c.bytes, c.seconds, c.waited_s, _histogram(c.counts)) for c in reply.collectives},
         bytes_sent=reply.bytes_sent,
         bytes_received=reply.bytes_received,
         stale_chunks=reply.stale_chunks,
@@ -165,7 +194,29 @@ def read_stats(reply: stats_pb2.SnapshotReply) -> Stats:
         connections=reply.connections,
         waiting=tuple(Stuck(each.collective, each.seconds, tuple(map(_absent, each.absent))) for each in reply.waiting),
         late={each.rank: each.seconds for each in reply.late},
+        nodes=tuple(reply.nodes),
+        node_groups=tuple(reply.node_groups),
+        epochs=reply.epochs,
+        losses=reply.losses,
+        bounds_s=tuple(reply.bounds_s),
+        steps=Steps(_histogram(reply.steps.counts), reply.steps.seconds, reply.steps.exposed_s),
+        exposed_s=reply.exposed_s,
+        stalls=reply.stalls.count,
+        stall_s=reply.stalls.seconds,
+        peers={p.rank: Traffic(p.sent_network, p.sent_memory, p.received_network, p.received_memory) for p in reply.peers},
+        link_bytes_per_s=reply.link_bytes_per_s,
+        peak_resident_bytes=reply.memory.peak_resident,
+        shared_bytes=reply.memory.shared,
+        device_bytes=reply.memory.device_allocated,
+        device_reserved_bytes=reply.memory.device_reserved,
+        device_peak_bytes=reply.memory.device_peak,
+        metrics=reply.metrics,
     )
+
+
+def _histogram(counts: Sequence[int]) -> Histogram:
+    """Empty where the process does not count them: another version."""
+    return Histogram(list(counts)) if counts else Histogram()
 
 
 def _absent(reply: stats_pb2.AbsentRank) -> Absent:

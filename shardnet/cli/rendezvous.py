@@ -26,6 +26,8 @@ examples:
       for workers of other machines, with certificates: see 'shardnet certs --help'
   shardnet rendezvous --listen 10.0.0.1:7000 --certs cluster/rendezvous --state rendezvous.db
       one that may be killed and started again
+  shardnet rendezvous --listen 10.0.0.1:7000 --certs cluster/rendezvous --metrics 127.0.0.1:9464
+      one whose jobs Prometheus, on the same machine, can watch
   shardnet rendezvous --listen 10.0.0.1:7000 --insecure
       for workers of a network that you trust: connections are neither encrypted nor authenticated
 """
@@ -47,18 +49,25 @@ def add_to(commands: arguments.Commands) -> None:
         help="write down there who is in which job (SQLite), so that a rendezvous that dies can be started again while jobs run: "
         "their workers come back by themselves (default: nothing is written)",
     )
+    parser.add_argument(
+        "--metrics",
+        type=arguments.listen_address,
+        metavar="HOST:PORT",
+        help="serve statistics there, at /metrics, as Prometheus' text without encryption (default: nowhere)",
+    )
+    parser.add_argument("--reflection", action="store_true", help="tell tools such as grpcurl which services there are")
     Protection.add_to(parser)
     parser.set_defaults(execute=execute)
 
 
 def execute(options: arguments.Arguments) -> int:
     """Serve until SIGINT or SIGTERM. Raises ListenError, PlaintextRefused for another machine's sake, or UsageError for a state file
-    that is of no use."""
+    that is of no use, or for an extra that is not installed."""
     logging.getLogger("shardnet.rendezvous").setLevel(logging.INFO)
     protection = Protection.of(options)
     security = _as_rendezvous(protection)
     store = NoStore() if options.state is None else SqliteStore(options.state)
-    return asyncio.run(_serve(options.listen, protection, security, store))
+    return asyncio.run(_serve(options, protection, security, store))
 
 
 def _as_rendezvous(protection: Protection) -> Security:
@@ -71,13 +80,16 @@ def _as_rendezvous(protection: Protection) -> Security:
     return security
 
 
-async def _serve(listen: str, protection: Protection, security: Security, store: Store) -> int:
+async def _serve(options: arguments.Arguments, protection: Protection, security: Security, store: Store) -> int:
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopped.set)
-    async with RendezvousServer(listen, security=security, store=store) as server:
+    server = RendezvousServer(options.listen, security=security, store=store, reflection=options.reflection, metrics=options.metrics or "")
+    async with server:
         print(_welcome(server.address, protection), flush=True)
+        if server.metrics:
+            print(f"rendezvous: metrics at {server.metrics}", flush=True)
         await stopped.wait()
     print("rendezvous: closed", flush=True)
     return 0

@@ -3,11 +3,12 @@
 import dataclasses
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from shardnet.cli.grid import Row, grid
 from shardnet.cli.observation import GONE, RENDEZVOUS, ClusterView, JobView, Stats, WorkerView
-from shardnet.cli.units import short_bytes, short_duration, short_number
+from shardnet.cli.units import short_bytes, short_duration, short_number, short_time
+from shardnet.histogram import Histogram
 from shardnet.waiting import Absent
 
 _WORKER_HEAD = (
@@ -16,6 +17,7 @@ _WORKER_HEAD = (
     "address",
     "state",
     "step",
+    "step time",
     "loss",
     "tokens/s",
     "wait",
@@ -26,7 +28,7 @@ _WORKER_HEAD = (
     "shared with",
     "collectives",
 )
-_OP_HEAD = ("collective", "count", "failed", "sent", "mean time", "waited")
+_OP_HEAD = ("collective", "count", "failed", "sent", "mean time", "half", "99 %", "waited")
 _WORDS = frozenset({"node", "address", "state", "shared with", "collective"})  # columns that are no numbers
 _NONE = "-"
 _SHOWN_LATE_S = 0.05  # less rounds to nothing
@@ -37,13 +39,14 @@ _COPIED_WORDS = f"{_COPIED} large data is copied through memory: this system doe
 def as_text(view: ClusterView) -> str:
     stats = view.stats
     head = f"{stats.role} {view.address}: {view.health}, {stats.connections}, up {short_duration(stats.uptime_s)}, shardnet {stats.version}"
+    head += f", metrics at {stats.metrics}" if stats.metrics else ""
     if view.stats.role == RENDEZVOUS:
         jobs = [_job(job) for job in view.jobs] or ["no jobs"]
         return "\n\n".join([head, *jobs])
     itself = WorkerView(view.stats.rank, "", view.address, view.health, view.stats)
     place = f"rank {view.stats.rank} of {view.stats.world_size}, epoch {view.stats.epoch}"
     head = f"{head}, {place}{_routing([itself])}"
-    return "\n\n".join([head, _workers([itself]), _collectives(view.stats), *_latecomers(view.stats)])
+    return "\n\n".join([head, _workers([itself]), _collectives(stats), "\n".join([*_notes(stats), *_latecomers(stats)])]).rstrip()
 
 
 def as_json(view: ClusterView) -> str:
@@ -113,6 +116,7 @@ def _worker(worker: WorkerView, late: str) -> Row:
     return (
         *place,
         f"{stats.step}/{progress.total_steps}" if progress.total_steps else str(stats.step),
+        short_time(stats.steps.seconds / stats.steps.times.count) if stats.steps.seconds else _NONE,
         _NONE if math.isnan(progress.loss) else f"{progress.loss:.3f}",
         short_number(progress.tokens_per_s) if progress.tokens_per_s else _NONE,
         f"{progress.exposed_share:.0%}" if progress.tokens_per_s else _NONE,
@@ -129,10 +133,31 @@ def _collectives(stats: Stats) -> str:
     if not stats.collectives:
         return "no collectives yet"
     rows = [
-        (name, str(op.count), str(op.failed), short_bytes(op.bytes), _mean_ms(op.seconds, op.count), _mean_ms(op.waited_s, op.count))
+        (
+            *(name, str(op.count), str(op.failed), short_bytes(op.bytes), _mean_ms(op.seconds, op.count)),
+            *(_time(op.latency, 0.5), _time(op.latency, 0.99), _mean_ms(op.waited_s, op.count)),
+        )
         for name, op in sorted(stats.collectives.items())
     ]
     return grid(_OP_HEAD, rows, _WORDS)
+
+
+def _notes(stats: Stats) -> Iterator[str]:
+    """What one worker says beside its row, a line each; nothing of what has not been."""
+    steps = stats.steps
+    if steps.seconds:
+        times = f"half within {_time(steps.times, 0.5)}, 99 % within {_time(steps.times, 0.99)}"
+        yield f"{steps.times.count} steps, {times}, {steps.exposed_s / steps.seconds:.0%} of it waiting for communication"
+    if stats.epochs > 1 or stats.losses:
+        yield f"member of {stats.epochs} epochs, has lost {stats.losses} peers"
+    if stats.stalls:
+        yield f"{stats.stalls} collectives were stuck, for {stats.stall_s:.1f} s in all"
+    if stats.link_bytes_per_s:
+        yield f"{short_bytes(round(stats.link_bytes_per_s))}/s to the next rank when the training began"
+    if stats.peak_resident_bytes:
+        devices = f"; on devices {short_bytes(stats.device_bytes)}, at most {short_bytes(stats.device_peak_bytes)}"
+        memory = f"memory {short_bytes(stats.resident_bytes)}, {short_bytes(stats.shared_bytes)} of it shared"
+        yield f"{memory}, at most {short_bytes(stats.peak_resident_bytes)}{devices if stats.device_peak_bytes else ''}"
 
 
 def _latecomers(stats: Stats) -> list[str]:
@@ -140,6 +165,11 @@ def _latecomers(stats: Stats) -> list[str]:
     found = sorted(stats.late.items(), key=lambda each: each[1], reverse=True)
     words = [f"{seconds:.1f} s for rank {rank}" for rank, seconds in found if seconds >= _SHOWN_LATE_S]
     return [f"has waited {', '.join(words)}"] if words else []
+
+
+def _time(times: Histogram, share: float) -> str:
+    """Within which this share of them took; from buckets, so to the next half of an order of magnitude."""
+    return short_time(times.quantile(share)) if times.count else _NONE
 
 
 def _mean_ms(seconds: float, count: int) -> str:

@@ -285,9 +285,12 @@ class Group:
 
     async def send(self, operation: Operation, peers: Sequence[int], chunk: Chunk) -> None:
         """Send a chunk of an operation to one peer or more. Raises PeerLost naming the collective."""
-        self.telemetry.count_traffic(sent=chunk.size * len(peers))
+        targets = [self.members[peer] for peer in peers]
+        if chunk.size:
+            near = [rank for rank in targets if chunk.lent is not None or self.board.mesh.carries(rank, chunk)]
+            self.telemetry.count_sent(chunk.size, near=near, far=[rank for rank in targets if rank not in near] if near else targets)
         with self._naming(operation):
-            await self.board.send_all([self.members[peer] for peer in peers], chunk)
+            await self.board.send_all(targets, chunk)
 
     @property
     def borrowers(self) -> frozenset[int]:
@@ -296,7 +299,7 @@ class Group:
 
     def lend(self, operation: Operation, peer: int, chunk: Chunk, loan: Loan) -> None:
         """Tell one of them where a chunk's data lies. Raises PeerLost naming the collective."""
-        self.telemetry.count_traffic(sent=len(chunk.data))
+        self.telemetry.count_sent(len(chunk.data), near=(self.members[peer],))
         with self._naming(operation):
             self.board.lend(self.members[peer], chunk, loan)
 
@@ -313,7 +316,8 @@ class Group:
         source = self._local.get(source_global)
         if source is None:
             raise ProtocolError(f"rank {source_global} is no member of group {self.id:#x}")
-        self.telemetry.count_traffic(received=chunk.size)
+        if chunk.size:
+            self.telemetry.count_received(source_global, chunk.size, near=chunk.came_through_memory)
         if chunk.control is not None and chunk.control.HasField("probe"):
             self._answer_probe(source, chunk, chunk.control.probe)
         elif chunk.control is not None and chunk.control.HasField("probe_reply"):

@@ -64,6 +64,7 @@ class Mail:
         self.mailbox = mailbox
         self.views = dict(views)
         self.readers = tuple(views.values())
+        self.peers = tuple(group.members[rank] for rank in views)
         self.attendant = attendant
         self.spin_s = SPIN_S
 
@@ -323,7 +324,11 @@ class Round(concurrent.futures.Future[Any]):
             mail.mailbox.acknowledge(mail.views[rank], letter)
         sent, start = self.flight.bytes_sent, (self._since_ns or end) - self._writing_ns
         telemetry, failed = mail.group.telemetry, self.error is not None
-        telemetry.count_traffic(sent=sent, received=sum(len(letter.data) for letter in self._letters.values()))
+        if sent:
+            telemetry.count_sent(len(self._share.data), near=mail.peers)
+        for rank, letter in self._letters.items():
+            if letter.data:
+                telemetry.count_received(mail.group.members[rank], len(letter.data), near=True)
         telemetry.record(self.name, Track.COMMUNICATION, start, end, sent)
         telemetry.count_op(self.call.op, self.call.label, start, end, sent, waited_ns=self._waited_ns, failed=failed)
         telemetry.flights.end(self.flight, end, self.error)

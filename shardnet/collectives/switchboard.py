@@ -182,6 +182,8 @@ class Switchboard:
     def on_lost(self, rank: int, reason: str) -> None:
         if rank not in self.lost and not self._closed:
             self._tell(rank)
+            if self.cause(rank) not in map(self.cause, self.lost):  # who goes on without it leaves in the same way
+                self.telemetry.losses += 1
             self.lost[rank] = reason
             for group in list(self._groups.values()):
                 group.lose(rank, reason)

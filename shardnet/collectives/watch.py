@@ -86,6 +86,7 @@ class Watch:
         answers = await asyncio.gather(*map(self._examine, self._board.groups))
         waiting = tuple(each for each in answers if each is not None and not each.is_over)
         self._board.telemetry.waiting = waiting
+        self._board.telemetry.stalls.note(waiting)
         untold = self._tell(waiting)
         self._set(min(self._suspect_s, LINE_EVERY_S) if untold else self._suspect_s)
 

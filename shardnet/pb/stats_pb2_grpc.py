@@ -39,6 +39,11 @@ class StatsStub:
                 request_serializer=shardnet_dot_pb_dot_stats__pb2.SnapshotRequest.SerializeToString,
                 response_deserializer=shardnet_dot_pb_dot_stats__pb2.SnapshotReply.FromString,
                 _registered_method=True)
+        self.Watch = channel.unary_stream(
+                '/shardnet.v1.Stats/Watch',
+                request_serializer=shardnet_dot_pb_dot_stats__pb2.WatchRequest.SerializeToString,
+                response_deserializer=shardnet_dot_pb_dot_stats__pb2.SnapshotReply.FromString,
+                _registered_method=True)
 
 
 class StatsServicer:
@@ -50,12 +55,24 @@ class StatsServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Watch(self, request, context):
+        """one now and then; ends when the process closes
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_StatsServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Snapshot': grpc.unary_unary_rpc_method_handler(
                     servicer.Snapshot,
                     request_deserializer=shardnet_dot_pb_dot_stats__pb2.SnapshotRequest.FromString,
+                    response_serializer=shardnet_dot_pb_dot_stats__pb2.SnapshotReply.SerializeToString,
+            ),
+            'Watch': grpc.unary_stream_rpc_method_handler(
+                    servicer.Watch,
+                    request_deserializer=shardnet_dot_pb_dot_stats__pb2.WatchRequest.FromString,
                     response_serializer=shardnet_dot_pb_dot_stats__pb2.SnapshotReply.SerializeToString,
             ),
     }
@@ -85,6 +102,33 @@ class Stats:
             target,
             '/shardnet.v1.Stats/Snapshot',
             shardnet_dot_pb_dot_stats__pb2.SnapshotRequest.SerializeToString,
+            shardnet_dot_pb_dot_stats__pb2.SnapshotReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Watch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/shardnet.v1.Stats/Watch',
+            shardnet_dot_pb_dot_stats__pb2.WatchRequest.SerializeToString,
             shardnet_dot_pb_dot_stats__pb2.SnapshotReply.FromString,
             options,
             channel_credentials,

@@ -2,18 +2,21 @@
 
 import asyncio
 import time
+from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Self
 
 from shardnet.config import Limits, Timeouts
 from shardnet.credentials import Security
 from shardnet.pb import stats_pb2
+from shardnet.rendezvous.events import JobStatus
 from shardnet.rendezvous.membership import Registry, RendezvousLimits
 from shardnet.rendezvous.service import RendezvousService
 from shardnet.rendezvous.store import NoStore, Store
 from shardnet.rendezvous.tasks import end_task
 from shardnet.transport.endpoint import Endpoint
-from shardnet.transport.stats_service import resident_bytes
+from shardnet.transport.metrics_port import MetricsPort
+from shardnet.transport.process_memory import ProcessMemory
 from shardnet.version import VERSION
 
 ROLE = "rendezvous"
@@ -37,18 +40,27 @@ class RendezvousServer:
         security: Security | None = None,
         store: Store | None = None,
         first_world_size: int = 0,
+        reflection: bool = False,
+        metrics: str = "",
     ) -> None:
         """settle_s  how long a job that has its minimum of workers, but not its maximum, waits for one more
         store     what is known from before, and where all is written down; closed with the server. The members of running jobs have
                   `lost_s` from the start to come back
         first_world_size  if not 0: with how many workers a job begins, whatever its minimum and maximum are
+        reflection  see `Endpoint`
+        metrics   host:port at which statistics can be had as Prometheus' text (`MetricsPort`); empty: nowhere
         """
         timeouts = timeouts or Timeouts()
         self._store = store or NoStore()
         registry = Registry(settle_s=settle_s, limits=limits, store=self._store, first_world_size=first_world_size)
         registry.restore(time.monotonic() + timeouts.lost_s)
         self._service = RendezvousService(registry)
-        self._endpoint = Endpoint(listen, limits=Limits(), timeouts=timeouts, snapshot=self._snapshot, security=security)
+        self._registry = registry
+        self._endpoint = Endpoint(
+            listen, limits=Limits(), timeouts=timeouts, snapshot=self._snapshot, security=security, leases=True, reflection=reflection
+        )
+        insecure = security is not None and security.insecure
+        self._metrics = MetricsPort(metrics, self._endpoint.snapshot, insecure=insecure) if metrics else None
         self._endpoint.add(self._service.handlers())
         self._clock: asyncio.Task[None] | None = None  # owned: awaited by aclose
         self._started_s = time.monotonic()
@@ -58,21 +70,33 @@ class RendezvousServer:
         """`host:port` that was bound."""
         return self._endpoint.address
 
+    @property
+    def metrics(self) -> str:
+        """Where statistics can be scraped; empty: nowhere."""
+        return "" if self._metrics is None else self._metrics.url
+
     async def start(self) -> None:
         await self._endpoint.start()
         self._clock = asyncio.create_task(self._service.keep_time(), name="rendezvous clock")
-        await self._endpoint.set_serving(True)
+        if self._metrics is not None:
+            try:
+                await self._metrics.start()
+            except BaseException:
+                await self.aclose()
+                raise
+        self._endpoint.set_serving(True)
 
     async def aclose(self) -> None:
         """End all leases, then the port. Running jobs go on. Safe to call twice."""
         self._service.close()
         clock, self._clock = self._clock, None
-        try:
-            await self._endpoint.aclose()
-        finally:
+        async with AsyncExitStack() as last_first:
+            last_first.callback(self._store.close)
             if clock is not None:
-                await end_task(clock)
-            self._store.close()
+                last_first.push_async_callback(end_task, clock)
+            last_first.push_async_callback(self._endpoint.aclose)
+            if self._metrics is not None:
+                last_first.push_async_callback(self._metrics.aclose)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -82,6 +106,25 @@ class RendezvousServer:
         await self.aclose()
 
     def _snapshot(self) -> stats_pb2.SnapshotReply:
+        memory = ProcessMemory.now()
         return stats_pb2.SnapshotReply(
-            role=ROLE, version=VERSION, uptime_s=time.monotonic() - self._started_s, resident_bytes=resident_bytes()
+            role=ROLE,
+            version=VERSION,
+            uptime_s=time.monotonic() - self._started_s,
+            resident_bytes=memory.resident,
+            memory=stats_pb2.Memory(peak_resident=memory.peak_resident, shared=memory.shared),
+            metrics=self.metrics,
+            jobs=map(_job, self._registry.status()),
         )
+
+
+def _job(job: JobStatus) -> stats_pb2.Job:
+    return stats_pb2.Job(
+        name=job.job,
+        state=job.state,
+        epoch=job.epoch,
+        joined=job.joined,
+        min_world_size=job.min_world_size,
+        max_world_size=job.max_world_size,
+        absent=job.absent,
+    )

@@ -124,7 +124,9 @@ class Cluster:
     async def record(self, model: AsyncFSDP | None, optimizer: torch.optim.Optimizer) -> PerformanceRecorder:
         """Measure how fast the network is, then watch a training; None for a model that is not sharded. All ranks must
         call it. Closed with the cluster; `shardnet.performance` has what makes the cluster's figures of the ranks'."""
-        recorder = PerformanceRecorder(model or self.backend, optimizer, link_bytes_per_s=await measure_link(self.backend))
+        link_bytes_per_s = await measure_link(self.backend)
+        self.telemetry.link_bytes_per_s = link_bytes_per_s or 0.0
+        recorder = PerformanceRecorder(model or self.backend, optimizer, link_bytes_per_s=link_bytes_per_s)
         self._recorders.append(recorder)
         return recorder
 

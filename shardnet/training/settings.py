@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import Self
 
-from shardnet.address import Address
+from shardnet.address import MAX_PORT, Address
 from shardnet.collectives.route import Routing
 from shardnet.config import Limits, Timeouts
 from shardnet.credentials import Role, Security
@@ -48,6 +48,10 @@ class Settings:
                     installed; empty: nowhere
     flight          folder in which this worker writes its last collectives down when one fails, once an epoch (docs/diagnosis.md);
                     empty: nowhere
+    reflection      tools may ask this worker's port which services it has (package grpcio-reflection)
+    metrics         host:port at which this worker's statistics can be had by HTTP as Prometheus' text, at /metrics (package
+                    prometheus_client): the port and `local_rank` above it; port 0: one that the system chooses; empty: nowhere.
+                    Unencrypted, so on loopback only unless `insecure` (docs/observing.md)
     """
 
     rendezvous: str = ""
@@ -70,6 +74,8 @@ class Settings:
     trace: str = ""
     track: str = ""
     flight: str = ""
+    reflection: bool = False
+    metrics: str = ""
     timeouts: Timeouts = field(default_factory=Timeouts)
     limits: Limits = field(default_factory=Limits)
 
@@ -111,6 +117,8 @@ class Settings:
             "trace": environment.get("SHARDNET_TRACE", ""),
             "track": environment.get("SHARDNET_TRACK", ""),
             "flight": environment.get("SHARDNET_FLIGHT", ""),
+            "reflection": _flag(environment, "SHARDNET_REFLECTION"),
+            "metrics": environment.get("SHARDNET_METRICS", ""),
         }
         merged = {**found, **given}
         with suppress(ValueError):  # what is none of them is refused below
@@ -149,6 +157,8 @@ class Settings:
             raise UsageError(f"{source('local_rank')} must not be negative, got {self.local_rank}")
         if not -1 <= self.wished_rank < MAX_WORLD_SIZE:
             raise UsageError(f"{source('wished_rank')} must be a rank, or -1 for any, got {self.wished_rank}")
+        if self.metrics and _parse(source("metrics"), self.metrics).port + self.local_rank > MAX_PORT:
+            raise AddressError(f"{source('metrics')}: {self.metrics!r} and local rank {self.local_rank} make a port above {MAX_PORT}")
         least, most = source("min_world_size"), source("max_world_size")
         if not 1 <= self.min_world_size <= self.max_world_size <= MAX_WORLD_SIZE:
             raise UsageError(
@@ -171,6 +181,12 @@ class Settings:
                 f"make one with `shardnet certs issue --job {self.job}`, or use the folder of another"
             )
         return security
+
+    @property
+    def metrics_address(self) -> str:
+        """host:port for this worker among those of its node; port 0 where the system shall choose."""
+        address = Address.parse(self.metrics)
+        return str(address.with_port(address.port + self.local_rank) if address.port else address)
 
     async def listen_address(self) -> str:
         """host:port to bind; port 0 where the system shall choose. Waits until the rendezvous' name is known, up to `connect_s`."""

@@ -14,6 +14,7 @@ from shardnet.backend.cluster import ClusterBackend
 from shardnet.backend.loopback import LoopbackBackend
 from shardnet.errors import PeerLost
 from shardnet.loop import LoopThread
+from shardnet.pb import stats_pb2
 from shardnet.rendezvous.backoff import delays
 from shardnet.rendezvous.client import Membership, join
 from shardnet.rendezvous.identity import new_incarnation, node_identity
@@ -26,6 +27,8 @@ from shardnet.training.snapshot import worker_snapshot
 from shardnet.transport.endpoint import Endpoint
 from shardnet.transport.grpc_mesh import GrpcMesh
 from shardnet.transport.mesh_service import MeshService
+from shardnet.transport.metrics_port import MetricsPort
+from shardnet.transport.stats_service import Snapshot
 
 log = logging.getLogger(__name__)
 _PAUSE_S = 2.0  # at most, between tries to form an elastic world: somebody may die in each, and a network may be away for a while
@@ -48,14 +51,44 @@ class Station(Protocol):
 async def open_station(settings: Settings) -> AsyncIterator[Station]:
     """Listen on a port, closed at the end; or, where there is no rendezvous, be a world of one."""
     if not settings.rendezvous:
-        yield _Alone(settings)
+        alone = _Alone(settings)
+        async with _metrics(settings, alone):
+            yield alone
         return
-    loop, station = LoopThread.shared(), _Connected(settings, await settings.listen_address())
-    try:
-        await loop.run_here(station.endpoint.start())
+    station = _Connected(settings, await settings.listen_address())
+    async with _metrics(settings, station), _on_loop(station.endpoint):
         yield station
+
+
+@asynccontextmanager
+async def _metrics(settings: Settings, station: "_Alone | _Connected") -> AsyncIterator[None]:
+    """Answer with statistics where that is wanted. In a world of one there is no other port."""
+    if not settings.metrics:
+        yield
+        return
+    port = MetricsPort(settings.metrics_address, station.snapshot, insecure=settings.insecure)
+    async with _on_loop(port):
+        station.metrics = port.url
+        yield
+
+
+class _Port(Protocol):
+    async def start(self) -> None:
+        """Listen."""
+
+    async def aclose(self) -> None:
+        """Whether or not it does."""
+
+
+@asynccontextmanager
+async def _on_loop(port: _Port) -> AsyncIterator[None]:
+    """A port of the loop thread, from another loop."""
+    loop = LoopThread.shared()
+    try:
+        await loop.run_here(port.start())
+        yield
     finally:
-        await loop.run_here(station.endpoint.aclose())
+        await loop.run_here(port.aclose())
 
 
 class _Alone:
@@ -63,13 +96,23 @@ class _Alone:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
+        self._seat: Seat | None = None
         self.elastic = False
+        self.metrics = ""
 
     async def join(self, after: Membership | None = None, missing: Collection[int] = ()) -> Seat:
         backend = LoopbackBackend.create_group(1, timeouts=self._settings.timeouts, limits=self._settings.limits)[0]
         backend.telemetry.tracing = bool(self._settings.trace)
+        backend.telemetry.begin_epoch()
         member = Member(0, 0, 0, "127.0.0.1:0", node_identity(self._settings.node), new_incarnation())
-        return Seat(backend, Topology(epoch=1, rank=0, members=(member,)))
+        self._seat = Seat(backend, Topology(epoch=1, rank=0, members=(member,)))
+        return self._seat
+
+    def snapshot(self) -> stats_pb2.SnapshotReply:
+        seat = self._seat
+        reply = worker_snapshot(Telemetry(), None) if seat is None else worker_snapshot(seat.backend.telemetry, seat.topology)
+        reply.serving, reply.metrics = seat is not None, self.metrics
+        return reply
 
 
 class _Obituaries:
@@ -104,25 +147,42 @@ class _Connected:
         self._security = settings.security()
         self._telemetry = Telemetry(tracing=bool(settings.trace))
         self._topology: Topology | None = None  # of the newest epoch
+        self._mesh: GrpcMesh | None = None  # of the newest epoch that was formed
+        self.metrics = ""
         self._service = MeshService(settings.timeouts, settings.limits)
         self.endpoint = Endpoint(
             listen,
             limits=settings.limits,
             timeouts=settings.timeouts,
-            snapshot=lambda: worker_snapshot(self._telemetry, self._topology),
+            snapshot=self._snapshot,
             security=self._security,
+            reflection=settings.reflection,
         )
         self.endpoint.add_mesh(self._service)
+
+    @property
+    def snapshot(self) -> Snapshot:
+        return self.endpoint.snapshot
+
+    def _snapshot(self) -> stats_pb2.SnapshotReply:
+        reply = worker_snapshot(self._telemetry, self._topology)
+        reply.metrics = self.metrics
+        return reply
 
     async def join(self, after: Membership | None = None, missing: Collection[int] = ()) -> Seat:
         seat = await self._take_seat(after, tuple(missing))
         try:
-            await LoopThread.shared().run_here(self.endpoint.set_serving(True))
+            await LoopThread.shared().run_here(self._serve())
             self._tell_launcher(seat.topology)
         except BaseException as error:
             await seat.leave(error)
             raise
         return seat
+
+    async def _serve(self) -> None:
+        """Say that the world is whole, unless it is no more."""
+        assert self._mesh is not None
+        self.endpoint.set_serving(self._mesh.is_whole)
 
     def _tell_launcher(self, topology: Topology) -> None:
         if self._settings.report_file:
@@ -159,7 +219,6 @@ class _Connected:
     async def _become_member(self, after: Membership | None, missing: tuple[int, ...], obituaries: _Obituaries) -> Membership:
         settings, loop = self._settings, LoopThread.shared()
         try:
-            await loop.run_here(self.endpoint.set_serving(False))
             request = JoinRequest(
                 job=settings.job,
                 incarnation=new_incarnation(),
@@ -188,10 +247,11 @@ class _Connected:
 
     async def _connect(self, topology: Topology, obituaries: _Obituaries) -> Backend:
         settings = self._settings
-        mesh = GrpcMesh(
+        mesh = self._mesh = GrpcMesh(
             *(settings.job, topology, self._service, self._security, settings.timeouts, settings.limits),
             shared_memory=settings.shared_memory,
             terms={"routing": settings.routing},
+            on_broken=lambda: self.endpoint.set_serving(False),
         )
         LoopThread.shared().call(obituaries.lead_to, mesh)
         return await ClusterBackend.start(

@@ -43,6 +43,10 @@ class Mesh(ABC):
         """The ranks to which data goes through memory that both map."""
         return frozenset()
 
+    def carries(self, peer: int, chunk: Chunk) -> bool:
+        """Whether a chunk's data goes to a peer through memory."""
+        return False
+
     @property
     def shares_memory(self) -> bool:
         """Whether ranks of a node may share memory, the same on all; which ones do, `memory_peers` says."""

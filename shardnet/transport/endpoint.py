@@ -1,14 +1,11 @@
 """`Endpoint`: the one port on which a process answers everything that it is asked."""
 
 import asyncio
-import contextlib
 from enum import Enum, auto
-from functools import partial
 from types import TracebackType
 from typing import Self
 
 import grpc
-from grpc_health.v1 import health, health_pb2
 
 from shardnet.address import Address
 from shardnet.config import Limits, Timeouts
@@ -17,11 +14,12 @@ from shardnet.errors import StateError
 from shardnet.pb import stats_pb2
 from shardnet.transport.admission import Admission
 from shardnet.transport.front_door import FrontDoor
-from shardnet.transport.health_service import health_handlers
+from shardnet.transport.health_service import HealthService
 from shardnet.transport.listening import listening_sockets
 from shardnet.transport.mesh_service import MeshService
 from shardnet.transport.options import server_options
-from shardnet.transport.stats_service import Snapshot, stats_handlers
+from shardnet.transport.reflection_service import reflection_handlers
+from shardnet.transport.stats_service import Snapshot, StatsService
 
 MAX_CALLS = 8192  # under way at once, far above what a cluster needs; a flood is refused rather than remembered
 
@@ -38,19 +36,35 @@ class Endpoint:
     Everything runs on the event loop that calls `start`. `grpc.health.v1` answers NOT_SERVING until the owner says
     `set_serving(True)`.
 
-    listen    address to listen on; port 0 lets the system choose, `address` then tells
-    snapshot  gives the reply of `shardnet.v1.Stats`; called on the loop, must not block
+    listen      address to listen on; port 0 lets the system choose, `address` then tells
+    snapshot    gives the reply of `shardnet.v1.Stats`; called on the loop, must not block
+    leases      whether calls stand for their callers, who must be missed at once; see `server_options`
+    reflection  whether callers may ask which services there are, and what their messages look like
     """
 
-    def __init__(self, listen: str, *, limits: Limits, timeouts: Timeouts, snapshot: Snapshot, security: Security | None = None) -> None:
-        """Raises AddressError or PlaintextRefused at once; opens nothing yet."""
+    def __init__(
+        self,
+        listen: str,
+        *,
+        limits: Limits,
+        timeouts: Timeouts,
+        snapshot: Snapshot,
+        security: Security | None = None,
+        leases: bool = False,
+        reflection: bool = False,
+    ) -> None:
+        """Raises AddressError, PlaintextRefused, or UsageError where reflection is not installed, at once; opens nothing yet."""
         self._listen = Address.parse(listen)
         self._security = security or Security()
         self._security.check(listen)
-        self._options = server_options(timeouts, limits)
+        self._options = server_options(timeouts, limits, leases=leases)
         self._drain_s = timeouts.drain_s
-        self._health = health.aio.HealthServicer()
-        self._handlers = [health_handlers(self._health), stats_handlers(partial(_with_connections, snapshot, str(self._security)))]
+        self._snapshot = snapshot
+        self._health = HealthService()
+        self._stats = StatsService(self.snapshot)
+        self._handlers = [self._health.handlers, self._stats.handlers]
+        if reflection:
+            self._handlers.append(reflection_handlers(self._services))
         self._state = _State.NEW
         self._server: grpc.aio.Server | None = None
         self._bound: Address | None = None
@@ -68,6 +82,10 @@ class Endpoint:
             raise StateError(f"services must be added before the endpoint on {self._listen} starts")
         self._handlers.extend(handlers)
 
+    def _services(self) -> frozenset[str]:
+        """The names of all that is served."""
+        return frozenset(handlers.service_name() for handlers in self._handlers if isinstance(handlers, grpc.ServiceRpcHandler))
+
     @property
     def address(self) -> str:
         """`host:port` that was bound: the host as given, the port as chosen."""
@@ -80,7 +98,7 @@ class Endpoint:
         if self._state is not _State.NEW:
             raise StateError(f"the endpoint on {self._listen} was started before; make a new one")
         self._state = _State.CLOSED  # until everything below has worked
-        await self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+        self._health.services = self._services()
         admission = Admission()
         server = grpc.aio.server(options=self._options, maximum_concurrent_rpcs=MAX_CALLS, interceptors=[admission])
         server.add_generic_rpc_handlers(self._handlers)
@@ -113,13 +131,19 @@ class Endpoint:
         if self._door is not None:
             await self._door.aclose()
 
-    async def set_serving(self, serving: bool) -> None:
-        """What `grpc.health.v1` answers from now on; watchers are told. Ignored once closing has begun."""
-        status = health_pb2.HealthCheckResponse
-        await self._health.set("", status.SERVING if serving else status.NOT_SERVING)
+    def set_serving(self, serving: bool) -> None:
+        """What `grpc.health.v1` answers from now on; watchers are told. On the loop. Ignored once closing has begun."""
+        self._health.set(serving)
+
+    def snapshot(self) -> stats_pb2.SnapshotReply:
+        """What `shardnet.v1.Stats` answers now. On the loop."""
+        reply = self._snapshot()
+        reply.connections, reply.serving = str(self._security), self._health.is_serving
+        return reply
 
     async def aclose(self, grace_s: float | None = None) -> None:
-        """Refuse new calls, give those under way `grace_s` (default: drain_s) to end, then cut them. Safe to call twice.
+        """Refuse new calls, give those under way `grace_s` (default: drain_s) to end, then cut them; watchers' end at once. Safe to call
+        twice.
 
         Cancelling it cuts at once.
         """
@@ -129,11 +153,12 @@ class Endpoint:
         grace_s = self._drain_s if grace_s is None else grace_s
         if self._door is not None:
             self._door.close_listeners()
+        self._health.close()
+        self._stats.close()
         try:
-            # a watcher that does not read its stream holds the servicer's lock: it must not hold up closing
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._health.enter_graceful_shutdown(), timeout=max(grace_s, 0.1))
             await server.stop(grace_s)
+            if self._door is not None:
+                await self._door.let_out()
         except asyncio.CancelledError:
             await server.stop(0)
             raise
@@ -156,9 +181,3 @@ async def _start(server: grpc.aio.Server) -> None:
     except asyncio.CancelledError:
         await asyncio.wait({starting})
         raise
-
-
-def _with_connections(snapshot: Snapshot, connections: str) -> stats_pb2.SnapshotReply:
-    reply = snapshot()
-    reply.connections = connections
-    return reply

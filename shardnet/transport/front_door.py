@@ -29,6 +29,7 @@ _RELAY_BYTES = 64 * 1024
 _REST_S = 0.1  # before the next try where a connection cannot be had
 _STALL_S = 30.0  # in which a caller must take what _RELAY_BYTES hold
 _LINGER_S = 0.5
+_LAST_WORDS_S = 0.2  # in which what grpcio has said before it closed gets to its callers; on a loop that is well they take less than 1 ms
 _TLS_ONLY = "this port takes TLS only; give this process certificates (--certs) or the join token of the cluster (SHARDNET_TOKEN)"
 
 Taker = Callable[[Connection], Awaitable[None]]  # owns the connection; OPENING was read from it
@@ -44,12 +45,18 @@ class FrontDoor:
         self._credentials = security.credentials
         self._refused, self._troubles = Throttle(log), Throttle(log)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._relays: set[asyncio.Task[Any]] = set()  # those of them that pass bytes on
         self._listeners = [self._spawn(self._accept(sock), sock) for sock in sockets]
 
     def close_listeners(self) -> None:
         """Let nobody in any more; who is in stays."""
         for task in self._listeners:
             task.cancel()
+
+    async def let_out(self) -> None:
+        """Once grpcio has ended its calls: pass on the last of what it has said, such as how they ended."""
+        if self._relays:
+            await asyncio.wait(self._relays, timeout=_LAST_WORDS_S)
 
     async def aclose(self) -> None:
         """Close everything at once."""
@@ -87,7 +94,7 @@ class FrontDoor:
             if said == OPENING and self._take is not None:
                 await self._take(connection)
             elif said:
-                await _relay(said, connection, self._admission)
+                await self._relay(said, connection)
         except HandshakeError as error:
             self._refused.warning("refused a connection from %s: %s", caller, error)
             await _linger(sock)
@@ -95,6 +102,15 @@ class FrontDoor:
             return
         except Exception:
             log.exception("serving a connection failed")
+
+    async def _relay(self, said: bytes, connection: Connection) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._relays.add(task)
+        try:
+            await _relay(said, connection, self._admission)
+        finally:
+            self._relays.discard(task)
 
     async def _secure(self, sock: socket.socket) -> Connection:
         """The connection, with its caller known if that is wanted. Raises HandshakeError."""

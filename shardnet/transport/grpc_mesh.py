@@ -46,10 +46,12 @@ class GrpcMesh(Mesh):
         shared_memory: bool = True,
         lending: bool = True,
         terms: Mapping[str, object] | None = None,
+        on_broken: Callable[[], None] | None = None,
     ) -> None:
         """shared_memory  whether this rank offers the others of its node a window; it looks into theirs in any case
         lending        whether data may also be read from where it lies in a rank's memory
         terms          settings that must be alike on all ranks, by name, beside `limits`; who has others is refused
+        on_broken      called once, on the loop thread, when the mesh `is_whole` no more; must not block
         """
         super().__init__(topology.rank, topology.world_size, topology.epoch)
         self.where = where = f"[rank {self.rank}/{self.world_size} epoch {self.epoch}]"
@@ -70,6 +72,8 @@ class GrpcMesh(Mesh):
         self._changed = asyncio.Event()  # any of the three above did
         self._formed = False
         self._closing = False
+        self._broken = False  # is_whole is false for good
+        self._on_broken = on_broken
         place = topology.me.local_rank
         self._sharing = Sharing(where, self.epoch, place, topology.neighbours, limits, self._put, self._put_now, lending=lending)
         self._aborting: concurrent.futures.Future[None] | None = None
@@ -96,6 +100,16 @@ class GrpcMesh(Mesh):
         self._formed = True
         if self._shared_memory:
             await self._sharing.open(HANDSHAKE_S)
+
+    @property
+    def is_whole(self) -> bool:
+        """Formed, and since then no peer was lost or has left, and this rank has not begun to."""
+        return self._formed and not self._broken
+
+    def _break(self) -> None:
+        if self.is_whole and self._on_broken is not None:
+            self._on_broken()
+        self._broken = True
 
     def _absent(self) -> list[int]:
         return [peer for peer in self.peers if peer not in self._inbound or not self._outboxes[peer].accepted]
@@ -144,6 +158,9 @@ class GrpcMesh(Mesh):
 
     def process(self, peer: int) -> int | None:
         return self._sharing.process(peer)
+
+    def carries(self, peer: int, chunk: Chunk) -> bool:
+        return self._sharing.carries(peer, chunk)
 
     def lend(self, peer: int, chunk: Chunk, loan: Loan) -> None:
         self._sharing.lend(peer, chunk, loan)
@@ -205,6 +222,7 @@ class GrpcMesh(Mesh):
             if kind == "goodbye":
                 self._departed.add(peer)
                 self._changed.set()
+                self._break()
                 self._sharing.leave(peer)
         self._receiver.on_chunk(peer, chunk)
 
@@ -214,6 +232,7 @@ class GrpcMesh(Mesh):
             return
         self._lost[peer] = why
         self._changed.set()
+        self._break()
         if peer in self._outboxes:  # not yet, where the rendezvous knows it before the streams are opened
             self._outboxes[peer].fail(why)
         self._sharing.lose(peer)
@@ -226,6 +245,7 @@ class GrpcMesh(Mesh):
     # --- closing
 
     async def aclose(self) -> None:
+        self._break()
         if not self._closing and self._receiver is not None:
             goodbye = Chunk(self.epoch, 0, 0, control=mesh_pb2.Control(goodbye=self._receiver.goodbye()))
             async with asyncio.TaskGroup() as group:
@@ -268,6 +288,7 @@ class GrpcMesh(Mesh):
 
     async def _abort(self) -> None:
         """Close, but let go out what is queued already: it tells the peers why."""
+        self._break()
         await asyncio.gather(*(outbox.flush(FLUSH_S) for outbox in self._outboxes.values()))
         await self._close_streams()
 

@@ -6,7 +6,8 @@ first is logged and called "internal error", and the second is the caller's mist
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 from typing import TypeVar
 
 import grpc
@@ -41,6 +42,22 @@ def stream(kind: type[Request], answer: Callable[[Request, Context[Reply]], Awai
         await _guard(answer(request, context), context)
 
     return grpc.unary_stream_rpc_method_handler(handle, response_serializer=_serialize)
+
+
+def exchange(
+    kind: type[Request], answer: Callable[[AsyncGenerator[Request, None], Context[Reply]], Awaitable[None]]
+) -> "grpc.RpcMethodHandler[bytes, Reply]":
+    """Many requests, many replies. `answer` reads the ones, and writes the others to the context; see `stream`."""
+
+    async def handle(stream: AsyncIterator[bytes], context: Context[Reply]) -> None:
+        async def requests() -> AsyncGenerator[Request, None]:
+            async for data in stream:
+                yield await _parse(kind, data, context)
+
+        async with aclosing(requests()) as said:
+            await _guard(answer(said, context), context)
+
+    return grpc.stream_stream_rpc_method_handler(handle, response_serializer=_serialize)
 
 
 async def _parse(kind: type[Request], data: bytes, context: Context[Reply]) -> Request:

@@ -1,19 +1,75 @@
-"""`grpc.health.v1`: whether this process serves, by the library's servicer."""
+"""`grpc.health.v1`: whether this process serves.
+
+The library's servicer is not used: it has a lock that a watcher holds who does not read, so that nobody could say any more
+that the process serves, or does not; it can be told so by a coroutine only; and it answers a request that is none with the
+class of a Python exception.
+"""
+
+import asyncio
 
 import grpc
-from grpc_health.v1 import health, health_pb2
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from shardnet.transport.handlers import Context, stream, unary
 
 SERVICE = "grpc.health.v1.Health"
+WHOLE = ""  # the name by which callers ask for the process as a whole
 
 
-def health_handlers(servicer: health.aio.HealthServicer) -> grpc.GenericRpcHandler:
-    """The service as gRPC handlers. The library's own would answer a request that is none with the class of a Python exception, and log
-    a traceback."""
+class HealthService:
+    """One answer for the process and for each of its services by name; lives as long as its endpoint. Runs on one loop.
 
-    async def watch(request: health_pb2.HealthCheckRequest, context: Context[health_pb2.HealthCheckResponse]) -> None:
-        await servicer.Watch(request, context)
+    NOT_SERVING until the owner says otherwise, and for good once it closes.
+    """
 
-    ask = health_pb2.HealthCheckRequest
-    return grpc.method_handlers_generic_handler(SERVICE, {"Check": unary(ask, servicer.Check), "Watch": stream(ask, watch)})
+    def __init__(self) -> None:
+        self.services: frozenset[str] = frozenset()  # that there are, beside WHOLE; set before the first call
+        self.is_serving = False
+        self._closed = False
+        self._changed = asyncio.Event()  # another one at each change
+
+    @property
+    def handlers(self) -> grpc.GenericRpcHandler:
+        methods = {"Check": unary(HealthCheckRequest, self._check), "Watch": stream(HealthCheckRequest, self._watch)}
+        return grpc.method_handlers_generic_handler(SERVICE, methods)
+
+    def set(self, serving: bool) -> None:
+        """What is answered from now on; watchers are told. Ignored once it is closed."""
+        if self._closed or serving == self.is_serving:
+            return
+        self.is_serving = serving
+        self._wake()
+
+    def close(self) -> None:
+        """Tell the watchers that nothing is served any more, and end their calls."""
+        self.is_serving, self._closed = False, True
+        self._wake()
+
+    def _wake(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    def _knows(self, service: str) -> bool:
+        return service == WHOLE or service in self.services
+
+    def _status(self, service: str) -> HealthCheckResponse:
+        if not self._knows(service):
+            return HealthCheckResponse(status=HealthCheckResponse.SERVICE_UNKNOWN)
+        return HealthCheckResponse(status=HealthCheckResponse.SERVING if self.is_serving else HealthCheckResponse.NOT_SERVING)
+
+    async def _check(self, request: HealthCheckRequest, context: Context[HealthCheckResponse]) -> HealthCheckResponse:
+        if not self._knows(request.service):
+            await context.abort(grpc.StatusCode.NOT_FOUND, "this process has no such service")
+        return self._status(request.service)
+
+    async def _watch(self, request: HealthCheckRequest, context: Context[HealthCheckResponse]) -> None:
+        """What it is now, and each change; one that has not been written when the next one comes is left out."""
+        told: HealthCheckResponse | None = None
+        while True:
+            changed, now = self._changed, self._status(request.service)
+            if now != told:
+                await context.write(now)
+                told = now
+            if self._closed:
+                return
+            await changed.wait()

@@ -12,10 +12,13 @@ which 13 were work. With a fixed window of 16 MiB and frames of 4 MiB instead of
 a slow reader could make us hold: what arrives is taken at once (transport/base.py).
 """
 
+from dataclasses import replace
+
 from shardnet.config import Limits, Timeouts
 from shardnet.credentials import Options
 
 HANDSHAKE_S = 3.0  # a connection that says nothing for this long is closed
+ONLOOKER_S = 20.0  # silence after which one who only looks on is taken for gone
 MAX_STREAMS_PER_CONNECTION = 64  # a worker needs a handful: two streams, health, statistics
 
 
@@ -71,10 +74,14 @@ def channel_options(timeouts: Timeouts, limits: Limits) -> Options:
     ]
 
 
-def server_options(timeouts: Timeouts, limits: Limits) -> Options:
-    """Options of the one server that a worker or the rendezvous runs."""
+def server_options(timeouts: Timeouts, limits: Limits, *, leases: bool = True) -> Options:
+    """Options of the one server that a worker or the rendezvous runs.
+
+    leases  whether a call stands for its caller, who must be missed at once. Otherwise calls are those of tools, and of peers that this
+            process calls itself (transport/pulse.py); and to ping each watcher every second costs more than to tell it everything
+    """
     return [
-        *_keepalive(timeouts),
+        *_keepalive(timeouts if leases else replace(timeouts, suspect_s=max(timeouts.suspect_s, ONLOOKER_S))),
         *_sizes(limits),
         *_flow_control(),
         # a default server answers pings this frequent with GOAWAY too_many_pings

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import urllib.request
 from pathlib import Path
 
 from tests.cli.launched import Launched, shardnet
@@ -23,6 +24,22 @@ def test_it_tells_its_address_answers_and_ends_cleanly_on_ctrl_c(tmp_path: Path)
     assert json.loads(as_json.out)["stats"]["role"] == "rendezvous"
     assert (result.status, result.err) == (0, "")
     assert result.out.endswith("rendezvous: closed\n")
+
+
+def test_it_serves_metrics_where_it_is_told_to(tmp_path: Path) -> None:
+    with Launched(tmp_path, "rendezvous", "--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0", "--reflection") as rendezvous:
+        *_, last = rendezvous.read_lines(4)
+        assert last.startswith("rendezvous: metrics at http://127.0.0.1:")
+        with urllib.request.urlopen(last.split()[-1], timeout=10) as page:
+            assert "\nshardnet_up 1.0\n" in page.read().decode()
+        rendezvous.process.send_signal(signal.SIGINT)
+        assert rendezvous.finish().status == 0
+
+
+def test_metrics_for_other_machines_are_refused_in_one_line(tmp_path: Path) -> None:
+    result = shardnet(tmp_path, "rendezvous", "--listen", "127.0.0.1:0", "--metrics", "0.0.0.0:0")
+    assert (result.status, result.err.count("\n")) == (2, 1)
+    assert result.err.startswith("shardnet rendezvous: metrics at 0.0.0.0:0 would be open to everybody")
 
 
 def test_a_port_that_is_taken_is_one_line_and_status_1(tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ from tests.credentials.made import security
 from tests.shared_loop import on_shared_loop
 
 TIMEOUTS = Timeouts.for_tests()
+LATENCIES = [0, 0, 0, 0, 120, 120, *[0] * 13]  # half up to 2.5 ms, half up to 5: bounds in shardnet/histogram.py
+STEPS = [*[0] * 10, 100, 20, *[0] * 7]  # most of 0.1 to 0.25 s
 DEAD = "127.0.0.1:1"  # nobody can listen there
 
 
@@ -37,7 +39,9 @@ def snapshot(addresses: list[str]) -> stats_pb2.SnapshotReply:
         addresses=addresses,
         step=120,
         progress=stats_pb2.Progress(step=120, total_steps=400, loss=2.31, tokens_per_s=45_200, exposed_share=0.12),
-        collectives=[stats_pb2.CollectiveStats(op="all_gather", count=240, bytes=3 << 20, seconds=1.2, waited_s=0.3, failed=1)],
+        collectives=[
+            stats_pb2.CollectiveStats(op="all_gather", count=240, bytes=3 << 20, seconds=1.2, waited_s=0.3, failed=1, counts=LATENCIES)
+        ],
         bytes_sent=3 << 20,
         bytes_received=5 << 20,
         resident_bytes=300 << 20,
@@ -46,6 +50,14 @@ def snapshot(addresses: list[str]) -> stats_pb2.SnapshotReply:
         stale_chunks=7,
         routing="direct between 4 ranks",
         late=[stats_pb2.Latecomer(rank=1, count=12, seconds=3.42), stats_pb2.Latecomer(rank=2, count=1, seconds=0.001)],
+        metrics="http://127.0.0.1:9464/metrics",
+        steps=stats_pb2.Steps(counts=STEPS, seconds=36.0, exposed_s=9.0),
+        epochs=3,
+        losses=2,
+        stalls=stats_pb2.Stalls(count=4, seconds=12.5),
+        peers=[stats_pb2.PeerTraffic(rank=1, sent_network=2 << 20, sent_memory=1 << 20, received_network=4 << 20, received_memory=1 << 20)],
+        link_bytes_per_s=117e6,
+        memory=stats_pb2.Memory(peak_resident=400 << 20, shared=100 << 20),
     )
 
 
@@ -54,7 +66,7 @@ async def worker(addresses: list[str]) -> AsyncIterator[str]:
     """An endpoint as a worker has it; appends its own address."""
     endpoint = Endpoint("127.0.0.1:0", limits=Limits(), timeouts=TIMEOUTS, snapshot=lambda: snapshot(addresses), security=Security())
     async with endpoint:
-        await endpoint.set_serving(True)
+        endpoint.set_serving(True)
         addresses.append(endpoint.address)
         yield endpoint.address
 
@@ -101,9 +113,9 @@ async def test_a_rendezvous_leads_to_its_workers_and_a_dead_one_is_shown_as_unre
     lines = as_text(view).splitlines()
     assert lines[2] == "job demo: running, epoch 1, 2 of 2 workers"
     assert lines[3] == "collectives: direct between 4 ranks"
-    assert lines[4].split()[:6] == ["rank", "node", "address", "state", "step", "loss"]
-    assert lines[5].split() == f"0 laptop {alive} serving 120/400 2.310 45.2k 12% - 3.0 MiB 5.0 MiB 300.0 MiB 1*,3 240".split()
-    assert lines[6].split() == f"1 laptop {DEAD} unreachable - - - - 3.4 s - - - - -".split()
+    assert lines[4].split()[:7] == ["rank", "node", "address", "state", "step", "step", "time"]
+    assert lines[5].split() == f"0 laptop {alive} serving 120/400 300.0 ms 2.310 45.2k 12% - 3.0 MiB 5.0 MiB 300.0 MiB 1*,3 240".split()
+    assert lines[6].split() == f"1 laptop {DEAD} unreachable - - - - - 3.4 s - - - - -".split()
 
 
 @on_shared_loop
@@ -135,13 +147,21 @@ async def test_one_worker_is_shown_with_its_collectives() -> None:
     addresses: list[str] = []
     async with worker(addresses) as alive:
         text = as_text(await look(alive))
-    assert text.splitlines()[0] == f"worker {alive}: serving, plaintext, up 1:23, shardnet 1.2.3, rank 0 of 1, epoch 1"
+    place = "metrics at http://127.0.0.1:9464/metrics, rank 0 of 1, epoch 1"
+    assert text.splitlines()[0] == f"worker {alive}: serving, plaintext, up 1:23, shardnet 1.2.3, {place}"
     assert text.splitlines()[1] == "collectives: direct between 4 ranks"
     assert text.splitlines()[4].split()[-2:] == ["1*,3", "240"]
     assert "* large data is copied through memory: this system does not let processes read each other's" in text
     assert "rank 0 has dropped 7 chunks of collectives or epochs that were over" in text
-    assert text.splitlines()[-1] == "has waited 3.4 s for rank 1"
-    assert text.splitlines()[-3].split() == ["all_gather", "240", "1", "3.0", "MiB", "5.00", "ms", "1.25", "ms"]
+    assert text.splitlines()[-8].split() == ["all_gather", "240", "1", "3.0", "MiB", "5.00", "ms", "2.5", "ms", "4.9", "ms", "1.25", "ms"]
+    assert text.splitlines()[-6:] == [
+        "120 steps, half within 190.0 ms, 99 % within 485.0 ms, 25% of it waiting for communication",
+        "member of 3 epochs, has lost 2 peers",
+        "4 collectives were stuck, for 12.5 s in all",
+        "111.6 MiB/s to the next rank when the training began",
+        "memory 300.0 MiB, 100.0 MiB of it shared, at most 400.0 MiB",
+        "has waited 3.4 s for rank 1",
+    ]
 
 
 @on_shared_loop
@@ -150,7 +170,11 @@ async def test_json_has_the_same_and_null_for_what_is_unknown() -> None:
         view = json.loads(as_json(await look(rendezvous)))
     alive, dead = view["jobs"][0]["workers"]
     assert alive["stats"]["progress"]["loss"] == pytest.approx(2.31)
-    assert alive["stats"]["collectives"] == {"all_gather": {"count": 240, "failed": 1, "bytes": 3 << 20, "seconds": 1.2, "waited_s": 0.3}}
+    totals = {"count": 240, "failed": 1, "bytes": 3 << 20, "seconds": 1.2, "waited_s": 0.3, "latency": {"counts": LATENCIES}}
+    assert alive["stats"]["collectives"] == {"all_gather": totals}
+    assert alive["stats"]["steps"] == {"times": {"counts": STEPS}, "seconds": 36.0, "exposed_s": 9.0}
+    assert alive["stats"]["peers"]["1"]["sent_network"] == 2 << 20
+    assert (alive["stats"]["losses"], alive["stats"]["stalls"], alive["stats"]["peak_resident_bytes"]) == (2, 4, 400 << 20)
     assert alive["stats"]["memory_peers"] == [1, 3]
     assert alive["stats"]["late"] == {"1": 3.42, "2": 0.001}
     assert alive["stats"]["borrowers"] == [3]

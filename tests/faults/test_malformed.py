@@ -56,6 +56,7 @@ METHODS = {  # by kind of message; those that answer with a stream, too
     "Leave": [f"{RENDEZVOUS}Leave"],
     "Status": [f"{RENDEZVOUS}Status"],
     "Snapshot": ["/shardnet.v1.Stats/Snapshot"],
+    "Watch": ["/shardnet.v1.Stats/Watch"],
     "Check": ["/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"],
     "Chunk": [f"{MESH}Push"],
 }

@@ -44,9 +44,9 @@ async def test_answers_where_it_listens(listen: str) -> None:
 async def test_serving_is_what_the_owner_says() -> None:
     async with endpoint() as opened:
         assert await health(opened.address) is Health.NOT_SERVING
-        await opened.set_serving(True)
+        opened.set_serving(True)
         assert await health(opened.address) is Health.SERVING
-        await opened.set_serving(False)
+        opened.set_serving(False)
         assert await health(opened.address) is Health.NOT_SERVING
 
 
@@ -56,7 +56,7 @@ async def test_watchers_are_told_of_changes_and_of_the_end() -> None:
     async with endpoint() as opened, Security().channel(opened.address, channel_options(TIMEOUTS, LIMITS)) as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
         assert (await watch.read()).status == status.NOT_SERVING
-        await opened.set_serving(True)
+        opened.set_serving(True)
         assert (await watch.read()).status == status.SERVING
         closing = asyncio.create_task(opened.aclose())
         assert (await watch.read()).status == status.NOT_SERVING
@@ -294,7 +294,7 @@ def test_nothing_is_logged_above_info_in_an_ordinary_life(caplog: pytest.LogCapt
     @on_shared_loop
     async def live() -> None:
         async with endpoint() as opened:
-            await opened.set_serving(True)
+            opened.set_serving(True)
             await snapshot(opened.address)
 
     live()

@@ -55,7 +55,7 @@ async def test_grpcio_answers_through_it(listen: str) -> None:
         address = endpoint.address.replace("0.0.0.0", "127.0.0.1").replace("[::]", "[::1]")
         assert await snapshot(address) == REPLY
         assert await health(address) is Health.NOT_SERVING
-        await endpoint.set_serving(True)
+        endpoint.set_serving(True)
         assert await health(address) is Health.SERVING
 
 

@@ -163,7 +163,7 @@ async def test_who_has_a_certificate_gets_answers() -> None:
     async with worker(security()) as host:
         for role in Role:
             assert (await snapshot(host.address, security=security("x", role))).role == "worker"
-        await host.endpoint.set_serving(True)
+        host.endpoint.set_serving(True)
         assert await health(host.address, security=security("x", Role.OPERATOR)) is Health.SERVING
 
 

@@ -1,0 +1,13 @@
+"""`Traffic`: what one rank and one of its peers have sent each other."""
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Payload bytes of collectives; for one epoch. Through memory goes what a peer of the same node reads there, wherever it lies."""
+
+    sent_network: int = 0
+    sent_memory: int = 0
+    received_network: int = 0
+    received_memory: int = 0
