@@ -27,7 +27,7 @@ def main(rendezvous: str, folder: str, *command: str) -> int:
     os.chdir(folder)
     options = parse(command)
     sizes = {"nproc": options.nproc, "min_workers": options.min_workers, "restarts": options.restarts}
-    job = Job(options.script, tuple(options.args), **sizes)
+    job = Job(options.script, tuple(options.args), options.module, **sizes)
     fork = multiprocessing.get_context("fork")
     ranks = [fork.Process(target=run_rank, args=(job, number, rendezvous), daemon=True) for number in range(job.nproc)]
     for process in ranks:
@@ -40,5 +40,8 @@ def main(rendezvous: str, folder: str, *command: str) -> int:
 def run_rank(job: Job, number: int, rendezvous: str) -> None:
     os.environ |= worker_environment(job, number, rendezvous)
     sys.argv = [job.target, *job.arguments]
-    sys.path.insert(0, str(Path(job.target).parent))  # as Python does where the program is a file
-    runpy.run_path(job.target, run_name="__main__")
+    if job.is_module:
+        runpy.run_module(job.target, run_name="__main__")
+    else:
+        sys.path.insert(0, str(Path(job.target).parent))  # as Python does where the program is a file
+        runpy.run_path(job.target, run_name="__main__")
