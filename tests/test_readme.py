@@ -1,4 +1,8 @@
-"""What the README shows works as it stands there."""
+"""What the README and the pages show works as it stands there.
+
+The README's program is started as a user does; those of the pages run under the command lines that stand there, without the launcher,
+which tests/cli has.
+"""
 
 import asyncio
 import json
@@ -19,6 +23,8 @@ from shardnet.cli.main import main
 from shardnet.credentials.folder import load
 from shardnet.topology import Member, Topology
 from tests.fsdp.ranks import run_ranks
+from tests.training.programs import run_program
+from tests.training.workers import Nursery
 
 README = Path(__file__).parent.parent / "README.md"
 
@@ -64,36 +70,27 @@ async def test_the_elastic_program_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     assert re.fullmatch(r"rank 0 of 1: loss 0\.\d+", lines[0])
 
 
-@pytest.mark.timeout(180)
-async def test_the_program_of_the_page_on_workers_that_come_and_go(tmp_path: Path) -> None:
+@pytest.mark.timeout(90)
+def test_the_program_of_the_page_on_workers_that_come_and_go(nursery: Nursery, tmp_path: Path) -> None:
     page = (README.parent / "docs" / "elastic.md").read_text()
     program = re.search(r"```python\n(.*?)```", page, re.DOTALL)
-    options = re.search(r"shardnet run (.*) train.py", page)
+    command = re.search(r"^\$ \.venv/bin/shardnet (run .* train\.py)$", page, re.MULTILINE)
     assert program is not None
-    assert options is not None
-    script = tmp_path / "train.py"
-    script.write_text(program.group(1))
-    command = (sys.executable, "-m", "shardnet.cli", "run", *options.group(1).split(), str(script))
-    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT)
-    output = (await process.communicate())[0].decode()
-    assert process.returncode == 0, output
+    assert command is not None
+    (tmp_path / "train.py").write_text(program.group(1))
+    output = run_program(nursery, tmp_path, *command.group(1).split())
     assert len(re.findall(r"rank \d of [23]: 200 steps", output)) in (2, 3), output  # the third may have come late
 
 
-@pytest.mark.timeout(180)  # five fresh interpreters, on whatever machine
-async def test_the_programs_of_the_page_on_checkpoints(tmp_path: Path) -> None:
+@pytest.mark.timeout(240)  # three runs
+def test_the_programs_of_the_page_on_checkpoints(nursery: Nursery, tmp_path: Path) -> None:
     page = (README.parent / "docs" / "checkpoints.md").read_text()
     elastic_program, by_hand = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     (tmp_path / "train.py").write_text(elastic_program)
     (tmp_path / "by_hand.py").write_text(by_hand)
-    outputs = []
-    for arguments in (*re.findall(r"\$ \.venv/bin/shardnet (run .*)", page), "run --nproc 2 by_hand.py"):
-        command = (sys.executable, "-m", "shardnet.cli", *arguments.split())
-        process = await asyncio.create_subprocess_exec(
-            *command, cwd=tmp_path, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
-        )
-        outputs.append((await process.communicate())[0].decode())
-        assert process.returncode == 0, outputs
+    commands = (*re.findall(r"^\$ \.venv/bin/shardnet (run .*)$", page, re.MULTILINE), "run --nproc 2 by_hand.py")
+    outputs = [run_program(nursery, tmp_path, *command.split()) for command in commands]
+    assert len(outputs) == 3
     assert "it goes on behind step" not in outputs[0]
     assert "it goes on behind step 200" in outputs[1], outputs
     shown = re.findall(r"^(runs/first/step-\d+)/|^ +(rank-\S+)", page, re.MULTILINE)

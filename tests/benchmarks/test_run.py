@@ -1,4 +1,4 @@
-"""One whole run, as small as it can be: real processes, both engines."""
+"""Whole runs, as small as they can be: real processes, both engines."""
 
 import json
 import subprocess
@@ -10,19 +10,25 @@ import psutil
 import pytest
 
 from benchmarks import __main__ as program
+from benchmarks import launching
+from benchmarks.journal import Journal
 from benchmarks.nodes import NodeFailed, run_on_nodes
 from benchmarks.options import parse_options
 from benchmarks.parts import COLLECTIVES, HANDED_OVER, PARTS, REDUCING, SENDING, TRANSPORT
-from benchmarks.plan import Session, Topology
+from benchmarks.plan import Session, Topology, to_json
 from benchmarks.report import read_json
 from benchmarks.row import Row
 from shardnet.cli.protection import Protection
 from shardnet.testing.namespaces import NamespacesUnavailable
 from tests.benchmarks.rows import row
 from tests.networks import nodes_or_skip
+from tests.training.programs import run_program
+from tests.training.workers import Nursery
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = "--quick --sizes 1KiB,16KiB --repeats 2 --steps 1 --layers 1 --dim 16 --heads 2 --context 16 --bigrams 16 --batch 1"
+MEMORY = ("--topologies", "one-node", "--only", "memory", "--transports", "shm")
+SMAPS = Path("/proc/self/smaps_rollup")
 
 
 def measured(directory: Path, *arguments: str) -> list[dict[str, Any]]:
@@ -36,31 +42,73 @@ def measured(directory: Path, *arguments: str) -> list[dict[str, Any]]:
     return rows
 
 
-@pytest.mark.timeout(300)  # four workers import torch; seconds, unless the machine is busy with other things
-def test_a_run_measures_everything_it_was_asked_for(tmp_path: Path) -> None:
-    """Each half with one transport: that a run goes through all of its sessions takes no workers to see (below)."""
-    rows = measured(tmp_path, "--topologies", "one-node", "--only", "collectives", "--transports", "shm", "--explain")
-    cases = [(op, size) for op in ("all_gather", "reduce_scatter", "all_reduce", "gather_on_node") for size in (1024, 16384)]
-    assert [(row["transport"], row["op"], row["bytes"]) for row in rows] == [("shm", *case) for case in cases]
-    steps = measured(tmp_path, "--topologies", "one-node", "--only", "step", "--transports", "shm")
-    if Path("/proc/self/smaps_rollup").exists():
-        (memory,) = measured(tmp_path, "--topologies", "one-node", "--only", "memory", "--transports", "shm")
-        for peak in ("ours_peak_bytes", "peer_peak_bytes"):
-            assert 2 * 100e6 < memory[peak] < 2 * 2e9  # two processes that have imported torch
-        assert memory["ours_loss"] == pytest.approx(memory["peer_loss"], abs=1e-3)
-        assert memory["bytes"] == steps[0]["bytes"]
-    assert [(row["transport"], row["peer"]) for row in steps] == [("shm", "fsdp2-gloo"), ("shm", "no communication")]
-    for each in (*rows, *steps):
+@pytest.fixture
+def forked(nursery: Nursery, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers that begin where torch is imported already, instead of the launcher's: the rest of a run is as it is."""
+
+    def run_here(session: Session, directory: Path, _: Journal) -> int:
+        run_program(nursery, ROOT, "run", "--nproc", str(session.ranks), "-m", launching.WORKER, to_json(session), str(directory))
+        return 0
+
+    monkeypatch.setattr(launching, "_run_here", run_here)
+
+
+def measured_here(directory: Path, *arguments: str) -> list[dict[str, Any]]:
+    """As `measured`, in this process."""
+    path = directory / "latest.json"
+    assert program.measure(parse_options(["--json", str(path), *TINY.split(), *arguments])) == 0
+    rows: list[dict[str, Any]] = json.loads(path.read_text())
+    return rows
+
+
+def check_times(rows: list[dict[str, Any]]) -> None:
+    for each in rows:
         assert each["ratio"] == pytest.approx(each["peer_ms"] / each["ours_ms"])
         assert each["ours_q1_ms"] <= each["ours_ms"] <= each["ours_q3_ms"]
         assert each["ours_cpu_s"] > 0
         assert each["ranks"] == 2
+
+
+@pytest.mark.timeout(300)  # workers import torch; seconds, unless the machine is busy with other things
+def test_collectives(tmp_path: Path) -> None:
+    """With one transport: that a run goes through all of its sessions takes no workers to see (below)."""
+    rows = measured(tmp_path, "--topologies", "one-node", "--only", "collectives", "--transports", "shm", "--explain")
+    cases = [(op, size) for op in ("all_gather", "reduce_scatter", "all_reduce", "gather_on_node") for size in (1024, 16384)]
+    assert [(row["transport"], row["op"], row["bytes"]) for row in rows] == [("shm", *case) for case in cases]
+    check_times(rows)
     for each in rows:
         assert tuple(each["explained_ms"]) == PARTS
         assert all(each["explained_ms"][part] > 0 for part in (SENDING, TRANSPORT, COLLECTIVES))
         assert each["explained_ms"][HANDED_OVER] >= 0  # nothing is, where the caller does the work
         assert (each["explained_ms"][REDUCING] > 0) or each["op"] in ("all_gather", "gather_on_node")
         assert each["memcpy_ms"] > 0
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("forked")
+def test_training_steps_and_their_memory(tmp_path: Path) -> None:
+    steps = measured_here(tmp_path, "--topologies", "one-node", "--only", "step", "--transports", "shm")
+    assert [(row["transport"], row["peer"]) for row in steps] == [("shm", "fsdp2-gloo"), ("shm", "no communication")]
+    check_times(steps)
+    if SMAPS.exists():
+        (memory,) = measured_here(tmp_path, *MEMORY)
+        assert min(memory["ours_peak_bytes"], memory["peer_peak_bytes"]) > 0
+        check_memory(memory)
+        assert memory["bytes"] == steps[0]["bytes"]
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(not SMAPS.exists(), reason="the kernel does not say what memory a process has for its part")
+def test_the_memory_of_fresh_processes(tmp_path: Path) -> None:
+    (memory,) = measured(tmp_path, *MEMORY)
+    for peak in ("ours_peak_bytes", "peer_peak_bytes"):
+        assert 2 * 100e6 < memory[peak] < 2 * 2e9  # two processes that have imported torch
+    check_memory(memory)
+
+
+def check_memory(row: dict[str, Any]) -> None:
+    assert row["ours_loss"] == pytest.approx(row["peer_loss"], abs=1e-3)
 
 
 @pytest.mark.timeout(300)

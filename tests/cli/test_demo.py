@@ -18,3 +18,4 @@ def test_it_trains_and_tells_where_the_report_is(tmp_path: Path) -> None:
     assert result.out.splitlines()[-1] == f"The report of this run, to open in a browser: {report.as_uri()}"
     assert report.read_text().lstrip().lower().startswith("<!doctype html>")
     assert "over 2 ranks" in result.out
+    assert "[0] speed: 2 steps of 2 ranks, " in result.out

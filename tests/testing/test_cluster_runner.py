@@ -125,7 +125,6 @@ def test_an_error_without_a_text_is_one_too(cluster: ClusterRunner, processes: b
 def test_when_the_process_that_makes_others_is_killed_there_is_another(cluster: ClusterRunner) -> None:
     runner = ClusterRunner()
     try:
-        runner.warm_up()
         nursery = runner._forks()
         nursery._process.kill()
         nursery._process.wait()

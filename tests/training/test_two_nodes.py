@@ -44,7 +44,7 @@ shardnet.run(main)
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("protection", ["--insecure", "--certs"])
+@pytest.mark.parametrize("protection", [pytest.param("--insecure", marks=pytest.mark.faults), "--certs"])
 def test_collectives_cross_nodes_and_memory_stays_inside_them(protection: str, tmp_path: Path) -> None:
     """With certificates each machine has its own, and so has the rendezvous."""
     program = tmp_path / "worker.py"

@@ -35,13 +35,15 @@ class Nursery(forks.Nursery):
         """The pid of a new worker, in a network namespace if one is named."""
         return self.fork("tests.training.worker:work", rendezvous, namespace, descriptors=(stdin, stdout))
 
-    def call(self, function: str, *arguments: str, within_s: float) -> None:
-        """Run "module:name" in a process of its own, to its end; what it returns is the exit status, which must be 0."""
+    def call(self, function: str, *arguments: str, within_s: float) -> str:
+        """Run "module:name" in a process of its own, to its end; what it prints. What it returns is the exit status, which must be 0."""
         with Path(os.devnull).open() as nothing, TemporaryFile("w+") as output:
             pid = self.fork(function, *arguments, descriptors=(nothing.fileno(), output.fileno(), output.fileno()))
             status = self.wait_or_kill(pid, within_s)
             output.seek(0)
-            assert status == 0, f"{function} ended with {status}:\n{output.read()}"
+            printed = output.read()
+        assert status == 0, f"{function} ended with {status}:\n{printed}"
+        return printed
 
     def reference(self, function: str, folders: Callable[[], Path], *, within_s: float) -> Path:
         """The folder, one of these, into which a run of torch's own engine has written.

@@ -1,11 +1,9 @@
-"""The training program, as users start it: real processes, on real sockets."""
+"""The training program, with the command lines that users have: real processes, on real sockets."""
 
 import argparse
 import json
 import math
-import os
 import re
-import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -21,27 +19,19 @@ from journal import Journal
 from options import parse_options
 from outputs import count_ranks, write_sample
 from shardnet.elastic import State
-from tests.training.workers import Nursery, rendezvous
-from tests.workers.forked import PROGRAM, ROOT
+from tests.training.programs import run_program
+from tests.training.workers import ROOT, Nursery
 from text import read_text
 from train_lm import Trainer, learning_rate, main
 
+PROGRAM = "workers/train_lm.py"
 TINY = "--dim=32 --layers=2 --heads=2 --context=16 --bigrams=3 --warmup=0.2 --valid-every=8 --valid-windows=3 --sample-bytes=40"
 
 
-def launch(out: Path, *options: str) -> tuple[dict[str, Any], str]:
-    """Train on a local cluster of two, with one compute thread each; the report's data, and what was printed."""
-    command = [sys.executable, "-m", "shardnet.cli", "run", "--nproc", "2", PROGRAM, "--", *TINY.split(), f"--out={out}", *options]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=80)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return reported(out), done.stdout
-
-
-def train(nursery: Nursery, out: Path, *options: str) -> dict[str, Any]:
-    """The same without the launcher, whose processes take seconds to import torch; the report's data."""
-    with rendezvous() as address:
-        nursery.call("tests.workers.forked:main", address, *TINY.split(), f"--out={out}", *options, within_s=80)
-    return reported(out)
+def train(nursery: Nursery, out: Path, *options: str) -> tuple[dict[str, Any], str]:
+    """Train on two ranks; the report's data, and what was printed. Through the launcher: tests/cli/test_demo.py."""
+    printed = run_program(nursery, ROOT, "run", "--nproc", "2", PROGRAM, "--", *TINY.split(), f"--out={out}", *options)
+    return reported(out), printed
 
 
 async def trainer_of(cluster: shardnet.Cluster, options: argparse.Namespace, book: Path) -> Trainer:
@@ -66,9 +56,9 @@ def book(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.timeout(90)  # a cluster, on a machine that may be busy
 @pytest.mark.blocks_loop  # with losses and batches of its own, as the program does: the loop is the program's, not the network's
-async def test_two_ranks_learn_what_one_learns(tmp_path: Path, book: Path) -> None:
+async def test_two_ranks_learn_what_one_learns(nursery: Nursery, tmp_path: Path, book: Path) -> None:
     """Same samples in the same order: the losses agree, also in the last step, where one of two ranks has no sample."""
-    two, printed = launch(tmp_path, f"--text={book}", "--epochs=1", "--batch=2")
+    two, printed = train(nursery, tmp_path, f"--text={book}", "--epochs=1", "--batch=2")
     alone = parse_options([*TINY.split(), f"--text={book}", "--epochs=1", "--batch=4"])
     async with shardnet.connect() as cluster:
         one = await trainer_of(cluster, alone, book)
@@ -92,8 +82,10 @@ async def test_two_ranks_learn_what_one_learns(tmp_path: Path, book: Path) -> No
     assert [rank["rank"] for rank in two["ranks"]] == [0, 1]
     assert all(rank["held_bytes"] < 0.55 * held and rank["sent_bytes"] > 0 for rank in two["ranks"])
     assert "of the time spent waiting for communication" in printed
-    assert "[0]   | def main(" in printed
-    assert re.search(r"\[0\] speed: 22 steps of 2 ranks, median .* tokens/s; communication waited for .* of the links' speed", printed)
+    assert "  | def main(" in printed
+    assert re.search(
+        r"^speed: 22 steps of 2 ranks, median .* tokens/s; communication waited for .* of the links' speed", printed, re.MULTILINE
+    )
     events = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
     for rank in (0, 1):
         assert {"compute", "communication"} <= {event.get("cat") for event in events if event["pid"] == rank}
@@ -118,7 +110,7 @@ async def test_bfloat16_learns_nearly_the_same(book: Path) -> None:
 @pytest.mark.timeout(90)
 @pytest.mark.blocks_loop
 async def test_two_ranks_learn_nearly_the_same_with_compression(nursery: Nursery, tmp_path: Path, book: Path) -> None:
-    run = train(nursery, tmp_path, f"--text={book}", "--epochs=1", "--batch=2", "--compress=int8")
+    run, _ = train(nursery, tmp_path, f"--text={book}", "--epochs=1", "--batch=2", "--compress=int8")
     alone = parse_options([*TINY.split(), f"--text={book}", "--epochs=1", "--batch=4"])
     async with shardnet.connect() as cluster:
         one = await trainer_of(cluster, alone, book)
@@ -138,7 +130,7 @@ async def test_two_ranks_learn_nearly_the_same_with_compression(nursery: Nursery
 
 @pytest.mark.timeout(90)
 def test_time_ends_a_run_on_all_ranks_at_the_same_step(nursery: Nursery, tmp_path: Path, book: Path) -> None:
-    run = train(nursery, tmp_path, f"--text={book}", "--steps=100000", "--max-seconds=0.5", "--batch=2")
+    run, _ = train(nursery, tmp_path, f"--text={book}", "--steps=100000", "--max-seconds=0.5", "--batch=2")
     assert 1 <= len(run["steps"]) < 100_000
     assert run["config"]["max_seconds"] == "0.5"
     assert run["validations"][-1]["step"] == run["steps"][-1]["step"]
