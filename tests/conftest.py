@@ -1,8 +1,10 @@
 """What every test gets. The guards are a plugin of their own, so that tests/test_guards.py can load them into a fresh run."""
 
 import os
+import sys
 
 import hypothesis  # noqa: F401 - its plugin imports it at the end of a run otherwise, deep in calls, at which Python 3.11 may fail (gh-106905)
+import pytest
 
 import shardnet  # noqa: F401 - before grpc, which reads from the environment that shardnet sets how much it prints
 from tests.training.workers import nursery
@@ -14,3 +16,11 @@ __all__ = ["nursery"]
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
 pytest_plugins = ["tests.guards"]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_finish() -> None:
+    """A process's first optimizer imports torch's compiler: seconds, which no single test should pay, and objects by the hundred thousand.
+    They must be there when the guards freeze what has been imported (tests/guards.py): `elastic.run` searches for garbage in each epoch."""
+    if torch := sys.modules.get("torch"):
+        torch.optim.SGD([torch.zeros(1, requires_grad=True)])

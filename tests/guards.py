@@ -34,6 +34,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_sessionfinish() -> None:
+    """Frozen to the end, it would be missed by libraries that count what they have given away."""
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def loop_watch() -> Iterator[LoopWatch]:
     """The watch over the process's shared loop; tests with a loop of their own add it."""

@@ -114,8 +114,8 @@ async def test_a_spare_takes_the_place_of_a_lost_one() -> None:
 
 async def test_without_enough_workers_the_rest_gives_up_in_words() -> None:
     async with crew() as members:
-        one = members.hire(trainer(), least=2, most=2, join_s=5.0)
-        other = members.hire(trainer(dies("step", 1)), least=2, most=2, join_s=5.0)
+        one = members.hire(trainer(), least=2, most=2, join_s=3.0)
+        other = members.hire(trainer(dies("step", 1)), least=2, most=2, join_s=3.0)
         await members.wait()
     assert isinstance(other.error, Died)
     assert isinstance(one.error, JoinTimeout)

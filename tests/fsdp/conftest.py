@@ -15,12 +15,6 @@ from tests.training.workers import Nursery
 START_S = 150  # processes import torch and its compiler, and train; most of this is for a busy machine
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _first_optimizer() -> None:
-    """Making the process's first optimizer imports torch's compiler: seconds, which no single test should pay."""
-    torch.optim.SGD([torch.zeros(1, requires_grad=True)])
-
-
 @pytest.fixture(scope="package", autouse=True)
 def _a_thread_each() -> Iterator[None]:
     """Ranks are threads, and the models small: operations that are split among more threads wait for these most of the time."""
