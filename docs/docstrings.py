@@ -11,6 +11,8 @@ from collections.abc import Iterator
 _INDENT = "   "
 _DRAWING = re.compile("[├└│─]")
 _CODE = re.compile(r"`([^`]+)`")
+_MAY_PRECEDE = re.compile(r"[\s(\[{<'\"/:-]")  # code, that is; between it and anything else Sphinx wants an escaped space
+_MAY_FOLLOW = re.compile(r"[\s)\]}>'\"/:.,;!?-]")
 _SPECIAL = re.compile(r"([\\*_|`])")
 _BULLET = re.compile(r"(?:[-*]|\d+\.) ")
 _ENTRY = re.compile(r"(?P<name>\S.*?) {2,}(?=\S)")
@@ -19,7 +21,7 @@ _ENTRY = re.compile(r"(?P<name>\S.*?) {2,}(?=\S)")
 def process(app: object, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
     """For Sphinx's event `autodoc-process-docstring`: rewrites the lines of a docstring in place."""
     if inspect.ismodule(obj) and hasattr(obj, "__path__"):  # what follows says to readers of the code where to begin
-        lines[:] = lines[: lines.index("")]
+        lines[:] = lines[: [*lines, ""].index("")]
     lines[:] = rendered(lines)
 
 
@@ -85,7 +87,7 @@ def _block(block: list[str]) -> Iterator[str]:
     if _is_literal(block):
         language = "text" if any(_DRAWING.search(line) for line in block) else "python"
         indent = min(len(line) - len(line.lstrip()) for line in block if line)
-        yield from (f".. code-block:: {language}", "", *(_INDENT + line[indent:] for line in block))
+        yield from (f".. code-block:: {language}", "", *((_INDENT + line[indent:]).rstrip() for line in block))
     elif named := entries(block):
         for name, text in named:
             yield _names(name)
@@ -102,7 +104,9 @@ def _text(lines: list[str]) -> list[str]:
     """Prose, with code in backticks that may go over the end of a line."""
     whole, at, parts = "\n".join(lines), 0, []
     for code in _CODE.finditer(whole):
-        parts += [_escaped(whole[at : code.start()]), f"\\ ``{' '.join(code.group(1).split())}``\\ "]
+        before = "" if code.start() == 0 or _MAY_PRECEDE.match(whole, code.start() - 1) else r"\ "
+        after = "" if code.end() == len(whole) or _MAY_FOLLOW.match(whole, code.end()) else r"\ "
+        parts += [_escaped(whole[at : code.start()]), f"{before}``{' '.join(code.group(1).split())}``{after}"]
         at = code.end()
     return ("".join(parts) + _escaped(whole[at:])).split("\n")
 
