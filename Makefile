@@ -47,7 +47,7 @@ check: $(STAMP) ## formatting, lint, types, import rules, and whether the genera
 	$(BIN)/python protos/generate.py --check
 
 docs: $(STAMP) ## build the documentation into build/docs; a link that leads nowhere is an error
-	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --nitpicky -c docs $(ARGS) . build/docs
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --nitpicky --fresh-env -c docs $(ARGS) . build/docs
 	@echo "build/docs/index.html"
 
 faults: $(STAMP) ## run the long fault tests, which `make test` leaves out

@@ -61,6 +61,8 @@ python_maximum_signature_line_length = 88
 html_theme = "furo"
 html_title = f"shardnet {VERSION}"
 html_extra_path = ["front"]
+html_static_path = ["static"]
+html_css_files = ["wide.css"]
 html_copy_source = False
 html_show_sphinx = False
 
