@@ -27,7 +27,7 @@ endif
 
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test check faults bench proto compose-test clean
+.PHONY: help demo test check docs faults bench proto compose-test clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -45,6 +45,10 @@ check: $(STAMP) ## formatting, lint, types, import rules, and whether the genera
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python protos/generate.py --check
+
+docs: $(STAMP) ## build the documentation into build/docs; a link that leads nowhere is an error
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --nitpicky --fresh-env -c docs $(ARGS) . build/docs
+	@echo "build/docs/index.html"
 
 faults: $(STAMP) ## run the long fault tests, which `make test` leaves out
 	$(BIN)/python -m pytest -m faults --timeout 600 $(ARGS)

@@ -123,20 +123,7 @@ def test_certificates_as_the_readme_makes_them(tmp_path: Path, monkeypatch: pyte
     }
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        "README.md",
-        "docs/architecture.md",
-        "docs/checkpoints.md",
-        "docs/elastic.md",
-        "docs/observing.md",
-        "docs/schedulers.md",
-        "docs/security.md",
-        "docs/testing.md",
-    ],
-)
-def test_files_named_in_the_docs_exist(page: str) -> None:
-    root = README.parent
-    for name in re.findall(r"`((?:shardnet|workers|docs|benchmarks|docker|protos|tests)/[\w./-]+)`", (root / page).read_text()):
-        assert (root / name).exists(), name
+@pytest.mark.parametrize("page", [README, *README.parent.glob("docs/**/*.md")], ids=lambda page: page.name)
+def test_files_named_in_the_docs_exist(page: Path) -> None:
+    for name in re.findall(r"`((?:shardnet|workers|docs|benchmarks|docker|protos|tests)/[\w./-]+)`", page.read_text()):
+        assert (README.parent / name).exists(), name
