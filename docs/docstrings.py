@@ -15,7 +15,7 @@ _MAY_PRECEDE = re.compile(r"[\s(\[{<'\"/:-]")  # code, that is; between it and a
 _MAY_FOLLOW = re.compile(r"[\s)\]}>'\"/:.,;!?-]")
 _SPECIAL = re.compile(r"([\\*_|`])")
 _BULLET = re.compile(r"(?:[-*]|\d+\.) ")
-_ENTRY = re.compile(r"(?P<name>\S.*?) {2,}(?=\S)")
+_ENTRY = re.compile(r"\S.*? {2,}(?=\S)")
 
 
 def process(app: object, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:

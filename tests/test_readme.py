@@ -123,7 +123,7 @@ def test_certificates_as_the_readme_makes_them(tmp_path: Path, monkeypatch: pyte
     }
 
 
-@pytest.mark.parametrize("page", [README, *README.parent.glob("docs/**/*.md")], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [README, *sorted(README.parent.glob("docs/**/*.md"))], ids=lambda page: page.name)
 def test_files_named_in_the_docs_exist(page: Path) -> None:
     for name in re.findall(r"`((?:shardnet|workers|docs|benchmarks|docker|protos|tests)/[\w./-]+)`", page.read_text()):
         assert (README.parent / name).exists(), name
