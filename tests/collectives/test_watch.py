@@ -25,7 +25,9 @@ from shardnet.testing import each_error, each_rank, local_cluster, loopback_clus
 from shardnet.training.snapshot import worker_snapshot
 from shardnet.transport.shared_memory import futex
 
-KINDS = ("loopback", "grpc", pytest.param("letters", marks=pytest.mark.skipif(not futex.available, reason="mailboxes need x86-64")))
+NEEDS_MAILBOXES = pytest.mark.skipif(not futex.available, reason="mailboxes need x86-64")
+KINDS = ("loopback", "grpc", pytest.param("letters", marks=NEEDS_MAILBOXES))
+SELDOM = (pytest.param("loopback", marks=pytest.mark.faults), pytest.param("letters", marks=(pytest.mark.faults, NEEDS_MAILBOXES)))
 SUSPECT_S = 0.3
 TIMEOUTS = replace(Timeouts.for_tests(), suspect_s=SUSPECT_S, lost_s=30.0)
 Ranks = Sequence[MeshBackend]
@@ -154,7 +156,7 @@ async def test_of_several_in_one_group_the_first_is_asked_for(kind: str, asked: 
             await handle
 
 
-@pytest.mark.skipif(not futex.available, reason="mailboxes need x86-64")
+@NEEDS_MAILBOXES
 async def test_one_whose_turn_comes_in_a_calm_time_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one before is complete and only waits to be looked at."""
     monkeypatch.setattr(Attendant, "take", lambda *_: None)
@@ -171,6 +173,7 @@ async def test_one_whose_turn_comes_in_a_calm_time_is_noticed(monkeypatch: pytes
         late.wait()
 
 
+@pytest.mark.parametrize("kind", ["grpc", *SELDOM])
 async def test_a_rank_writes_at_most_one_line_a_second(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     async with cluster(kind, 2) as ranks:
         groups = [ranks[0], ranks[0].subgroup([0, 1]), ranks[0].subgroup([0, 1])]

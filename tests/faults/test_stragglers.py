@@ -70,8 +70,7 @@ def burning(processor: int) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("fault", [stutter, starve])
-@pytest.mark.parametrize("place", NODES)
+@pytest.mark.parametrize(("place", "fault"), [("one node", stutter), ("a node each", starve)])
 def test_a_slow_worker_is_named_and_not_lost(nursery: Nursery, place: str, fault: Fault) -> None:
     _slow_down(nursery, Scenario(place), place, fault, SHORT_S)
 
