@@ -70,7 +70,7 @@ async def test_the_elastic_program_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     assert re.fullmatch(r"rank 0 of 1: loss 0\.\d+", lines[0])
 
 
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(180)  # the nursery may have to begin, on whatever machine
 def test_the_program_of_the_page_on_workers_that_come_and_go(nursery: Nursery, tmp_path: Path) -> None:
     page = (README.parent / "docs" / "elastic.md").read_text()
     program = re.search(r"```python\n(.*?)```", page, re.DOTALL)

@@ -92,8 +92,7 @@ def test_training_steps_and_their_memory(tmp_path: Path) -> None:
     check_times(steps)
     if SMAPS.exists():
         (memory,) = measured_here(tmp_path, *MEMORY)
-        assert min(memory["ours_peak_bytes"], memory["peer_peak_bytes"]) > 0
-        check_memory(memory)
+        check_memory(memory, least_bytes=50e6)  # of what they have imported they share most with the process that forked them
         assert memory["bytes"] == steps[0]["bytes"]
 
 
@@ -102,12 +101,13 @@ def test_training_steps_and_their_memory(tmp_path: Path) -> None:
 @pytest.mark.skipif(not SMAPS.exists(), reason="the kernel does not say what memory a process has for its part")
 def test_the_memory_of_fresh_processes(tmp_path: Path) -> None:
     (memory,) = measured(tmp_path, *MEMORY)
+    check_memory(memory, least_bytes=100e6)
+
+
+def check_memory(row: dict[str, Any], *, least_bytes: float) -> None:
+    """Of two processes that have imported torch."""
     for peak in ("ours_peak_bytes", "peer_peak_bytes"):
-        assert 2 * 100e6 < memory[peak] < 2 * 2e9  # two processes that have imported torch
-    check_memory(memory)
-
-
-def check_memory(row: dict[str, Any]) -> None:
+        assert 2 * least_bytes < row[peak] < 2 * 2e9
     assert row["ours_loss"] == pytest.approx(row["peer_loss"], abs=1e-3)
 
 
