@@ -12,20 +12,19 @@ which 13 were work. With a fixed window of 16 MiB and frames of 4 MiB instead of
 a slow reader could make us hold: what arrives is taken at once (transport/base.py).
 """
 
-from dataclasses import replace
-
 from shardnet.config import Limits, Timeouts
 from shardnet.credentials import Options
 
 HANDSHAKE_S = 3.0  # a connection that says nothing for this long is closed
-ONLOOKER_S = 20.0  # silence after which one who only looks on is taken for gone
+ONLOOKER_PING_MS = 3000  # who only looks on is missed a little later: to ping each every second costs more than to tell it everything
 MAX_STREAMS_PER_CONNECTION = 64  # a worker needs a handful: two streams, health, statistics
 
 
-def _keepalive(timeouts: Timeouts) -> list[tuple[str, int]]:
+def _keepalive(timeouts: Timeouts, least_ms: int = 0) -> list[tuple[str, int]]:
+    """least_ms  from one ping to the next"""
     suspect_ms = _ms(timeouts.suspect_s)
     return [
-        ("grpc.keepalive_time_ms", _ping_interval_ms(timeouts)),
+        ("grpc.keepalive_time_ms", max(least_ms, _ping_interval_ms(timeouts))),
         ("grpc.keepalive_timeout_ms", suspect_ms),
         ("grpc.http2.ping_timeout_ms", suspect_ms),  # see [Note: keepalive]
         ("grpc.keepalive_permit_without_calls", 1),  # a connection between two collectives must notice, too
@@ -81,7 +80,7 @@ def server_options(timeouts: Timeouts, limits: Limits, *, leases: bool = True) -
             process calls itself (transport/pulse.py); and to ping each watcher every second costs more than to tell it everything
     """
     return [
-        *_keepalive(timeouts if leases else replace(timeouts, suspect_s=max(timeouts.suspect_s, ONLOOKER_S))),
+        *_keepalive(timeouts, 0 if leases else ONLOOKER_PING_MS),
         *_sizes(limits),
         *_flow_control(),
         # a default server answers pings this frequent with GOAWAY too_many_pings
