@@ -27,7 +27,9 @@ from shardnet.transport.options import channel_options
 
 log = logging.getLogger(__name__)
 
-RETURN_S = 1.0  # between tries to return to a rendezvous that was gone: nobody can join before its members are back
+# Between tries to return to a rendezvous that was gone: nobody can join before its members are back. The channel waits up to 1.2 s between
+# its own, and the two add up.
+RETURN_S = 0.5
 OnLost = Callable[[int, str, bool], None]  # (rank, reason, left): a member is gone; left: it said goodbye
 
 

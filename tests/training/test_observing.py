@@ -6,7 +6,7 @@ import signal
 import socket
 import time
 import urllib.request
-from contextlib import ExitStack, closing
+from contextlib import AsyncExitStack, ExitStack, closing
 
 import grpc
 import pytest
@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
 import shardnet
+from shardnet.config import Timeouts
 from shardnet.errors import AddressError, PlaintextRefused
 from shardnet.loop import LoopThread
 from shardnet.pb import stats_pb2
@@ -91,6 +92,23 @@ def test_in_a_job_that_is_not_elastic_a_worker_serves_no_more_when_it_has_lost_a
         what, at_s = witness.hear()
         assert (what, at_s - killed_s < FLIPS_WITHIN_S) == (NOT_SERVING, True)
         assert workers[0].hear("left")["lost"] == workers[1].rank
+
+
+async def test_a_worker_that_does_nothing_meanwhile_serves_no_more_when_it_has_lost_a_peer() -> None:
+    """Its program has not noticed, and need not: nothing is closed, and no collective fails."""
+    settings = {"min_world_size": 2, "max_world_size": 2, "timeouts": Timeouts.for_tests()}
+    with rendezvous() as address:
+        async with AsyncExitStack() as stack:
+
+            async def join() -> shardnet.Cluster:
+                return await stack.enter_async_context(shardnet.connect(rendezvous=address, **settings))
+
+            idle, other = await asyncio.gather(join(), join())
+            witness = stack.enter_context(closing(Witness(idle.topology.me.address)))
+            assert (await asyncio.to_thread(witness.hear))[0] == SERVING
+            other.backend.abort()
+            assert (await asyncio.to_thread(witness.hear))[0] == NOT_SERVING
+            assert not idle.telemetry.ops
 
 
 @pytest.mark.timeout(120)
