@@ -9,7 +9,7 @@ that come through a proxy, whose connections begin in its own way.
 import asyncio
 import logging
 import socket
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
@@ -21,6 +21,7 @@ from shardnet.transport.connection import Connection, PlainConnection, tune
 from shardnet.transport.http2 import OPENING
 from shardnet.transport.http2.frames import ErrorCode, goaway, settings
 from shardnet.transport.options import HANDSHAKE_S
+from shardnet.transport.socket_tasks import SocketTasks
 from shardnet.transport.throttle import Throttle
 
 log = logging.getLogger(__name__)
@@ -44,9 +45,9 @@ class FrontDoor:
         self._admission = admission
         self._credentials = security.credentials
         self._refused, self._troubles = Throttle(log), Throttle(log)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = SocketTasks()
         self._relays: set[asyncio.Task[Any]] = set()  # those of them that pass bytes on
-        self._listeners = [self._spawn(self._accept(sock), sock) for sock in sockets]
+        self._listeners = [self._tasks.spawn(self._accept(sock), sock) for sock in sockets]
 
     def close_listeners(self) -> None:
         """Let nobody in any more; who is in stays."""
@@ -60,18 +61,7 @@ class FrontDoor:
 
     async def aclose(self) -> None:
         """Close everything at once."""
-        for task in self._tasks:
-            task.cancel()
-        while self._tasks:
-            await asyncio.wait(self._tasks)
-
-    def _spawn(self, coroutine: Coroutine[Any, Any, None], sock: socket.socket) -> "asyncio.Task[None]":
-        """A task with its socket, which is closed behind it even if the task is cancelled before it has begun."""
-        task = asyncio.get_running_loop().create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(lambda _: sock.close())
-        return task
+        await self._tasks.cancel()
 
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -83,7 +73,7 @@ class FrontDoor:
                 await asyncio.sleep(_REST_S)
                 continue
             sock.setblocking(False)
-            self._spawn(self._welcome(sock, f"{where[0]}:{where[1]}"), sock)
+            self._tasks.spawn(self._welcome(sock, f"{where[0]}:{where[1]}"), sock)
 
     async def _welcome(self, sock: socket.socket, caller: str) -> None:
         try:

@@ -1,5 +1,7 @@
 """`MetricsPort`: statistics by HTTP, for Prometheus and what reads its text.
 
+Not the library's own server: that has a thread for each caller, takes any number, and waits for each for ever.
+
 A port of its own: scrapers speak HTTP/1.1, and know nothing of a cluster's certificates. What it tells is the training's business,
 and whoever calls is told. So it is on loopback, where an agent of the machine scrapes, or anywhere by explicit choice.
 """
@@ -7,18 +9,18 @@ and whoever calls is told. So it is on loopback, where an agent of the machine s
 import asyncio
 import logging
 import socket
-from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from email.parser import BytesHeaderParser
 from http import HTTPStatus
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from shardnet.address import Address
 from shardnet.credentials.security import check_plaintext
 from shardnet.errors import PlaintextRefused, UsageError
 from shardnet.transport.listening import listening_sockets
+from shardnet.transport.socket_tasks import SocketTasks
 from shardnet.transport.stats_service import Snapshot
 
 log = logging.getLogger(__name__)
@@ -51,7 +53,7 @@ class MetricsPort:
         self._render = render
         self._snapshot = snapshot
         self._turns = asyncio.Semaphore(_CALLERS)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = SocketTasks()
         self._bound: Address | None = None
         self._writer: ThreadPoolExecutor | None = None  # makes the text; owned
 
@@ -66,15 +68,12 @@ class MetricsPort:
         self._bound = self._listen.with_port(sockets[0].getsockname()[1])
         self._writer = ThreadPoolExecutor(1, "shardnet-metrics")
         for sock in sockets:
-            self._spawn(self._accept(sock), sock)
+            self._tasks.spawn(self._accept(sock), sock)
         log.info("metrics at %s", self.url)
 
     async def aclose(self) -> None:
         """Close everything at once. Safe to call twice, or without a start."""
-        for task in self._tasks:
-            task.cancel()
-        while self._tasks:
-            await asyncio.wait(self._tasks)
+        await self._tasks.cancel()
         if self._writer is not None:
             self._writer.shutdown(wait=False)
 
@@ -84,14 +83,6 @@ class MetricsPort:
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         await self.aclose()
-
-    def _spawn(self, coroutine: Coroutine[Any, Any, None], sock: socket.socket) -> "asyncio.Task[None]":
-        """A task with its socket, which is closed behind it even if the task is cancelled before it has begun."""
-        task = asyncio.get_running_loop().create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(lambda _: sock.close())
-        return task
 
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -104,7 +95,7 @@ class MetricsPort:
                 await asyncio.sleep(_REST_S)
                 continue
             sock.setblocking(False)
-            self._spawn(self._serve(sock), sock).add_done_callback(lambda _: self._turns.release())
+            self._tasks.spawn(self._serve(sock), sock).add_done_callback(lambda _: self._turns.release())
 
     async def _serve(self, sock: socket.socket) -> None:
         try:

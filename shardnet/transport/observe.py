@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
 from enum import StrEnum
 from typing import TypeVar
 
@@ -54,25 +55,18 @@ async def watch(
     security = security or Security()
     silence_s = interval_s + timeout_s
     channel = security.channel(address, channel_options(Timeouts(suspect_s=2 * silence_s), Limits()))  # no pings while snapshots come
-    try:
+    async with _translated(channel, address, method, security, timeout_s):
         call = channel.unary_stream(method, request_serializer=_serialize, response_deserializer=bytes)
         replies = call(stats_pb2.WatchRequest(interval_s=interval_s))
         while True:
-            async with asyncio.timeout(silence_s):
-                data = await replies.read()
+            try:
+                async with asyncio.timeout(silence_s):
+                    data = await replies.read()
+            except TimeoutError:
+                raise EndpointUnavailable(f"{address} said nothing for {silence_s:g} s; it may be frozen, or the network cut") from None
             if not isinstance(data, bytes):  # grpc.aio.EOF
                 return
             yield stats_pb2.SnapshotReply.FromString(data)
-    except TimeoutError:
-        raise EndpointUnavailable(f"{address} said nothing for {silence_s:g} s; it may be frozen, or the network cut") from None
-    except grpc.aio.AioRpcError as error:
-        if error.code() is grpc.StatusCode.UNAVAILABLE:
-            await check_trust(address, security, timeout_s, None)
-        raise translate(error, address, method) from error
-    except DecodeError as error:
-        raise ProtocolError(f"{address} answered {method} with something else than its reply") from error
-    finally:
-        await channel.close()
 
 
 async def health(address: str, *, timeout_s: float = ANSWER_S, security: Security | None = None) -> Health:
@@ -105,9 +99,18 @@ async def ask(
     """
     security = security or Security()
     channel = security.channel(address, channel_options(Timeouts(), Limits()), to=to)
-    try:
+    async with _translated(channel, address, method, security, timeout_s, to):
         call = channel.unary_unary(method, request_serializer=_serialize, response_deserializer=bytes)
         return parse(await call(request, timeout=timeout_s))
+
+
+@asynccontextmanager
+async def _translated(
+    channel: grpc.aio.Channel, address: str, method: str, security: Security, timeout_s: float, to: Role | None = None
+) -> AsyncGenerator[None, None]:
+    """A call over a channel, which is closed behind it. What goes wrong is raised as one of our errors."""
+    try:
+        yield
     except grpc.aio.AioRpcError as error:
         if error.code() is grpc.StatusCode.UNAVAILABLE:
             await check_trust(address, security, timeout_s, to)

@@ -4,9 +4,12 @@ import asyncio
 import ctypes
 import resource
 import subprocess
+from functools import partial
 
 import torch
 
+from shardnet.backend import Backend
+from shardnet.backend.node_buffer import NodeBuffer
 from shardnet.testing import each_rank, local_cluster
 
 CLONE_NEWNS = 0x20000
@@ -39,9 +42,17 @@ def work(shm: str, limit_bytes: str) -> int:
 async def _sum() -> None:
     async with local_cluster(2, lending=False) as ranks:
         for rows in (10, 3_000_000, 20_000_000):
-            for total in await each_rank(ranks, lambda rank, rows=rows: rank.all_reduce(torch.full((rows,), rank.rank + 1.0))):  # type: ignore[misc]
+            for total in await each_rank(ranks, partial(_reduced, rows)):
                 assert torch.equal(total, torch.full((rows,), 3.0))
-            for buffer in await each_rank(ranks, lambda rank, rows=rows: rank.all_gather_on_node(torch.full((rows,), float(rank.rank)))):  # type: ignore[misc]
+            for buffer in await each_rank(ranks, partial(_gathered, rows)):
                 assert buffer.tensor.sum() == rows
                 buffer.release()
         print(sorted(ranks[0].telemetry.memory_peers), flush=True)
+
+
+async def _reduced(rows: int, rank: Backend) -> torch.Tensor:
+    return await rank.all_reduce(torch.full((rows,), rank.rank + 1.0))
+
+
+async def _gathered(rows: int, rank: Backend) -> NodeBuffer:
+    return await rank.all_gather_on_node(torch.full((rows,), float(rank.rank)))

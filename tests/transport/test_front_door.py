@@ -133,7 +133,7 @@ async def test_who_stays_when_grpcio_has_closed_is_shown_the_door(said: bytes) -
                     pass
                 door = endpoint._door
                 assert door is not None
-                while connections := door._tasks.difference(door._listeners):
+                while connections := door._tasks._tasks.difference(door._listeners):
                     await asyncio.wait(connections)
 
 

@@ -216,7 +216,7 @@ async def test_visitors_are_forgotten() -> None:
             await snapshot(host.address, security=security())
         door = host.endpoint._door
         assert door is not None
-        while connections := door._tasks.difference(door._listeners):
+        while connections := door._tasks._tasks.difference(door._listeners):
             await asyncio.wait(connections)
         assert not door._admission._visitors
 
