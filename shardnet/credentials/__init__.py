@@ -3,6 +3,7 @@
     identity    who a certificate says that its holder is
     bundle      what one process proves itself with, and the TLS that follows from it
     security    how the connections of one process are protected
+    secret      where a process finds its join token
     authority   makes certificates                              (needs `cryptography`, as do the next two)
     folder      certificates as files in a folder
     token       certificates from a secret that all share
@@ -14,8 +15,10 @@ who was placed where; a stream between two workers opens only where each is the 
 addresses count for nothing, as workers come and go on any.
 """
 
+import shardnet.quiet  # noqa: F401 - before grpc
 from shardnet.credentials.bundle import Credentials
 from shardnet.credentials.identity import DOCTOR, Identity, Role
+from shardnet.credentials.secret import find_token
 from shardnet.credentials.security import Options, Security, check_plaintext
 
-__all__ = ["DOCTOR", "Credentials", "Identity", "Options", "Role", "Security", "check_plaintext"]
+__all__ = ["DOCTOR", "Credentials", "Identity", "Options", "Role", "Security", "check_plaintext", "find_token"]
