@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 from shardnet.address import Address
 from shardnet.errors import AddressError
 
+WEB_LISTEN = "127.0.0.1:7080"  # on which anybody on this machine may look
 Arguments = argparse.Namespace
 # argparse's own name for what add_subparsers returns is private and generic at type-checking time only.
 Commands = Any
@@ -96,6 +97,26 @@ def name(text: str) -> str:
     if not text or not text.isprintable() or any(character.isspace() for character in text):
         raise argparse.ArgumentTypeError(f"must be a name without blanks, not {text!r}")
     return text
+
+
+def add_web_to(parser: Parser, *, before: str = "") -> None:
+    """`--web`, whose value may be left out. Where a positional argument, `before`, follows, `--` tells that it is none."""
+
+    def page_address(text: str) -> str:
+        try:
+            return listen_address(text)
+        except argparse.ArgumentTypeError as error:
+            advice = f"; if {text!r} is {before}, put '--' between: --web -- {text}" if before else ""
+            raise argparse.ArgumentTypeError(f"{error}{advice}") from error
+
+    parser.add_argument(
+        "--web",
+        nargs="?",
+        const=WEB_LISTEN,
+        type=page_address,
+        metavar="HOST:PORT",
+        help=f"draw the cluster there, live, on a page for browsers, without encryption (default: nowhere; without a value: {WEB_LISTEN})",
+    )
 
 
 def _parsed(text: str) -> Address:

@@ -29,6 +29,7 @@ examples:
       for somebody who looks: shardnet status 10.0.0.1:7000 --certs cluster/alice
   export SHARDNET_TOKEN=$(shardnet certs token)
       no files at all: every process that is given this token, rendezvous included, makes its own certificate from it
+      (or in a file, as containers are given secrets: export SHARDNET_TOKEN_FILE=/run/secrets/shardnet)
 """
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Self
 
 from shardnet.cli import arguments
-from shardnet.credentials import Role, Security
+from shardnet.credentials import Role, Security, find_token
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +31,16 @@ class Protection:
             default=os.environ.get("SHARDNET_CERTS") or None,
             metavar="DIR",
             help="encrypt all connections and take only holders of certificates: folder with one, from 'shardnet certs issue' "
-            "(default: $SHARDNET_CERTS; or give all processes the same $SHARDNET_TOKEN, from 'shardnet certs token')",
+            "(default: $SHARDNET_CERTS; or give all processes the same $SHARDNET_TOKEN, from 'shardnet certs token', or a file with it as "
+            "$SHARDNET_TOKEN_FILE)",
         )
         parser.add_argument("--insecure", action="store_true", help="allow unencrypted connections to and from other machines")
 
     @classmethod
     def of(cls, options: arguments.Arguments) -> Self:
-        """What the command line and the environment say."""
+        """What the command line and the environment say. Raises CredentialsError for a token that cannot be read."""
         certs = "" if options.certs is None else str(options.certs.absolute())
-        return cls(options.insecure, certs, os.environ.get("SHARDNET_TOKEN", ""))
+        return cls(options.insecure, certs, find_token(os.environ))
 
     def security(self, role: Role) -> Security:
         """Raises CredentialsError for what cannot be used."""
@@ -61,7 +62,12 @@ class Protection:
     @property
     def environment(self) -> dict[str, str]:
         """For a worker. Complete: what it inherits beside does not count."""
-        return {"SHARDNET_INSECURE": str(int(self.insecure)), "SHARDNET_CERTS": self.certs, "SHARDNET_TOKEN": self.token}
+        return {
+            "SHARDNET_INSECURE": str(int(self.insecure)),
+            "SHARDNET_CERTS": self.certs,
+            "SHARDNET_TOKEN": self.token,
+            "SHARDNET_TOKEN_FILE": "",
+        }
 
     @property
     def flags(self) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from shardnet.address import Address
 from shardnet.cli import arguments
 from shardnet.cli.protection import Protection
+from shardnet.cli.services import with_page
 from shardnet.credentials import Role, Security
 from shardnet.errors import CredentialsError
 from shardnet.rendezvous.server import RendezvousServer
@@ -28,6 +29,8 @@ examples:
       one that may be killed and started again
   shardnet rendezvous --listen 10.0.0.1:7000 --certs cluster/rendezvous --metrics 127.0.0.1:9464
       one whose jobs Prometheus, on the same machine, can watch
+  shardnet rendezvous --web
+      one that draws its cluster, live, on a page at http://127.0.0.1:7080/
   shardnet rendezvous --listen 10.0.0.1:7000 --insecure
       for workers of a network that you trust: connections are neither encrypted nor authenticated
 """
@@ -55,14 +58,20 @@ def add_to(commands: arguments.Commands) -> None:
         metavar="HOST:PORT",
         help="serve statistics there, at /metrics, as Prometheus' text without encryption (default: nowhere)",
     )
+    arguments.add_web_to(parser)
+    parser.add_argument(
+        "--until-done",
+        action="store_true",
+        help="end, with status 0, when a training is over and its workers have left; not if they were lost (default: stay)",
+    )
     parser.add_argument("--reflection", action="store_true", help="tell tools such as grpcurl which services there are")
     Protection.add_to(parser)
     parser.set_defaults(execute=execute)
 
 
 def execute(options: arguments.Arguments) -> int:
-    """Serve until SIGINT or SIGTERM. Raises ListenError, PlaintextRefused for another machine's sake, or UsageError for a state file
-    that is of no use, or for an extra that is not installed."""
+    """Serve until SIGINT or SIGTERM, or the end of a training. Raises ListenError, PlaintextRefused for another machine's sake, or
+    UsageError for a state file that is of no use, or for an extra that is not installed."""
     logging.getLogger("shardnet.rendezvous").setLevel(logging.INFO)
     protection = Protection.of(options)
     security = _as_rendezvous(protection)
@@ -85,11 +94,20 @@ async def _serve(options: arguments.Arguments, protection: Protection, security:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopped.set)
-    server = RendezvousServer(options.listen, security=security, store=store, reflection=options.reflection, metrics=options.metrics or "")
-    async with server:
+    server = RendezvousServer(
+        options.listen,
+        security=security,
+        store=store,
+        reflection=options.reflection,
+        metrics=options.metrics or "",
+        on_done=stopped.set if options.until_done else None,
+    )
+    async with with_page(server, options.web, security) as page:
         print(_welcome(server.address, protection), flush=True)
         if server.metrics:
             print(f"rendezvous: metrics at {server.metrics}", flush=True)
+        if page:
+            print(f"rendezvous: page at {page}", flush=True)
         await stopped.wait()
     print("rendezvous: closed", flush=True)
     return 0

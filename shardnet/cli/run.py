@@ -35,6 +35,8 @@ examples:
       a module; '--' is optional
   shardnet run --nproc 4 --min-workers 2 --restarts 3 train.py
       goes on without up to two of its workers; the first three that die are replaced
+  shardnet run --web --nproc 4 train.py
+      draws the workers, live, on a page at http://127.0.0.1:7080/
   shardnet run --nproc 2 --nnodes 3 --rendezvous 10.0.0.1:7000 --listen 10.0.0.2 --certs node-2 train.py
       one of three machines with two workers each; the rendezvous was started with
       'shardnet rendezvous --listen 10.0.0.1:7000 --certs cluster/rendezvous' (see 'shardnet certs --help')
@@ -100,6 +102,7 @@ def add_to(commands: arguments.Commands) -> None:
         metavar="PATH",
         help="write a timeline of all workers there, for https://ui.perfetto.dev (with --nnodes: give it on all of them)",
     )
+    arguments.add_web_to(parser, before="SCRIPT")
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module")
     parser.add_argument("script", metavar="SCRIPT", help="the program, or with -m a module")
     rest = parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS", help="what the program gets")
@@ -131,6 +134,7 @@ def execute(options: arguments.Arguments) -> int:
             restarts=options.restarts,
             grace_s=options.grace,
             trace=None if options.trace is None else str(options.trace.absolute()),
+            web=options.web,
         )
     )
 
@@ -164,4 +168,5 @@ def run_job(job: Job) -> int:
     """Launch in the foreground; returns the exit status."""
     ask = functools.partial(worker_progress, security=job.protection.security(Role.OPERATOR))
     with Console() as console:
-        return asyncio.run(launch(job, console, lambda: local_rendezvous(job.protection.security(Role.RENDEZVOUS)), ask))
+        security = job.protection.security(Role.RENDEZVOUS)
+        return asyncio.run(launch(job, console, lambda: local_rendezvous(security, job.web, console.say), ask))

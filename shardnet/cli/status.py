@@ -3,10 +3,10 @@
 import asyncio
 
 from shardnet.cli import arguments
-from shardnet.cli.observation import Observer
 from shardnet.cli.protection import Protection
 from shardnet.cli.table import as_json, as_text
 from shardnet.credentials import Role
+from shardnet.observation.observer import Observer
 
 TIMEOUT_S = 3.0
 DESCRIPTION = """\

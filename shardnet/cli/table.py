@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable, Iterator
 
 from shardnet.cli.grid import Row, grid
-from shardnet.cli.observation import GONE, RENDEZVOUS, ClusterView, JobView, Stats, WorkerView
 from shardnet.cli.units import short_bytes, short_duration, short_number, short_time
 from shardnet.histogram import Histogram
+from shardnet.observation.views import GONE, RENDEZVOUS, ClusterView, JobView, Stats, WorkerView, late_s
 from shardnet.waiting import Absent
 
 _WORKER_HEAD = (
@@ -101,9 +101,8 @@ def _routing(workers: Iterable[WorkerView]) -> str:
 
 
 def _late(worker: WorkerView, workers: Iterable[WorkerView]) -> str:
-    """How long the others have waited for it to enter collectives, as the one says that has waited longest."""
-    waited_s = [other.stats.late.get(worker.rank, 0.0) for other in workers if other is not worker and other.stats is not None]
-    return f"{max(waited_s):.1f} s" if waited_s else _NONE
+    waited_s = late_s(worker, workers)
+    return _NONE if waited_s is None else f"{waited_s:.1f} s"
 
 
 def _worker(worker: WorkerView, late: str) -> Row:

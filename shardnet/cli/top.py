@@ -9,14 +9,16 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from shardnet.cli import arguments
-from shardnet.cli.observation import ClusterView, Observer
 from shardnet.cli.protection import Protection
-from shardnet.credentials import Role
+from shardnet.credentials import Role, Security
 from shardnet.errors import EndpointUnavailable, HandshakeError, ProtocolError
+from shardnet.observation.follower import Follower
+from shardnet.observation.observer import Observer
+from shardnet.observation.views import ClusterView
 
 if TYPE_CHECKING:
-    from shardnet.cli.live.chronicle import Chronicle
-    from shardnet.cli.live.pace import Pace
+    from shardnet.observation.chronicle import Chronicle
+    from shardnet.observation.rates import RateMeter
 
 ANSWER_S = 2.0
 WIDTH = 160  # where there is no terminal
@@ -30,7 +32,7 @@ examples:
   shardnet top 127.0.0.1:7000
   shardnet top 10.0.0.1:7000 --certs cluster/alice --interval 5
 """
-Show = Callable[[ClusterView, "Pace", "Chronicle"], None]
+Show = Callable[[ClusterView, "RateMeter", "Chronicle"], None]
 
 
 def add_to(commands: arguments.Commands) -> None:
@@ -49,38 +51,43 @@ def execute(options: arguments.Arguments) -> int:
     from rich.console import Console  # here: no other command waits for it
     from rich.live import Live
 
-    from shardnet.cli.live.screen import draw
+    from shardnet.cli.screen import draw
 
-    observer = Observer(Protection.of(options).security(Role.OPERATOR), ANSWER_S)
+    security = Protection.of(options).security(Role.OPERATOR)
     is_terminal = sys.stdout.isatty()
     console = Console(highlight=False, width=None if is_terminal else WIDTH)
     with contextlib.ExitStack() as stack:
         live = stack.enter_context(Live(console=console, screen=True, auto_refresh=False)) if is_terminal else None
 
-        def show(view: ClusterView, pace: "Pace", chronicle: "Chronicle") -> None:
+        def show(view: ClusterView, meter: "RateMeter", chronicle: "Chronicle") -> None:
             if live is not None:
                 room = console.height - 8 - sum(5 + len(job.workers) for job in view.jobs)
-                live.update(draw(view, pace, list(chronicle.events)[-max(LEAST_EVENTS, room) :]), refresh=True)
+                live.update(draw(view, meter, list(chronicle.events)[-max(LEAST_EVENTS, room) :]), refresh=True)
             else:
-                console.print(draw(view, pace, chronicle.take_new()), end="\n\n")
+                console.print(draw(view, meter, chronicle.take_new()), end="\n\n")
 
         with contextlib.suppress(KeyboardInterrupt):
-            asyncio.run(watch(observer, options.address, options.interval, options.count, show))
+            asyncio.run(_follow(security, options, show))
     return 0
+
+
+async def _follow(security: Security, options: arguments.Arguments, show: Show) -> None:
+    async with Follower(security, options.interval, ANSWER_S) as follower:
+        await watch(Observer(security, ANSWER_S, follower.ask), options.address, options.interval, options.count, show)
 
 
 async def watch(observer: Observer, address: str, interval_s: float, count: int | None, show: Show) -> None:
     """Look again and again, and show what was found. Raises like `Observer.look` if the first look fails."""
-    from shardnet.cli.live.chronicle import Chronicle
-    from shardnet.cli.live.pace import Pace
+    from shardnet.observation.chronicle import Chronicle
+    from shardnet.observation.rates import RateMeter
 
-    pace, chronicle = Pace(), Chronicle()
+    meter, chronicle = RateMeter(), Chronicle()
     view = await observer.look(address)
     for number in itertools.count(1):
         begin_s = time.monotonic()
-        pace.add(begin_s, view)
+        meter.add(begin_s, view)
         chronicle.add(time.time(), view)
-        show(view, pace, chronicle)
+        show(view, meter, chronicle)
         if number == count:
             return
         await asyncio.sleep(max(0.0, begin_s + interval_s - time.monotonic()))

@@ -11,7 +11,7 @@ from typing import Self
 from shardnet.address import MAX_PORT, Address
 from shardnet.collectives.route import Routing
 from shardnet.config import Limits, Timeouts
-from shardnet.credentials import Role, Security
+from shardnet.credentials import Role, Security, find_token
 from shardnet.errors import AddressError, CredentialsError, RendezvousUnavailable, UsageError
 from shardnet.rendezvous.request import MAX_WORLD_SIZE, check_text
 from shardnet.training.hints import Hints
@@ -85,7 +85,8 @@ class Settings:
 
         What neither says of the world size, the number of this worker and the job comes from a scheduler ([Note: who has the say]).
 
-        Raises UsageError or AddressError for a value that makes no sense, naming where it came from.
+        Raises UsageError or AddressError for a value that makes no sense, naming where it came from, and CredentialsError for a token that
+        cannot be read.
         """
         unknown = given.keys() - cls.__dataclass_fields__.keys()
         if unknown:
@@ -110,7 +111,7 @@ class Settings:
             "advertise": environment.get("SHARDNET_ADVERTISE", ""),
             "insecure": _flag(environment, "SHARDNET_INSECURE"),
             "certs": environment.get("SHARDNET_CERTS", ""),
-            "token": environment.get("SHARDNET_TOKEN", ""),
+            "token": "" if "token" in given else find_token(environment),
             "shared_memory": _flag(environment, "SHARDNET_SHARED_MEMORY", default=True),
             "routing": environment.get("SHARDNET_ROUTING", "") or Routing.AUTO,
             "report_file": environment.get("SHARDNET_REPORT_FILE", ""),

@@ -149,7 +149,7 @@ class _Connected:
         self._topology: Topology | None = None  # of the newest epoch
         self._mesh: GrpcMesh | None = None  # of the newest epoch that was formed
         self.metrics = ""
-        self._service = MeshService(settings.timeouts, settings.limits)
+        self._service = MeshService(settings.timeouts)
         self.endpoint = Endpoint(
             listen,
             limits=settings.limits,

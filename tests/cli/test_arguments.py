@@ -23,6 +23,22 @@ def test_run_takes_the_first_word_as_the_program_and_leaves_it_the_rest(given: l
 
 
 @pytest.mark.parametrize(
+    ("given", "web", "script", "args"),
+    [
+        (["--web", "--nproc", "2", "a.py"], "127.0.0.1:7080", "a.py", []),
+        (["--web", "127.0.0.1:0", "a.py", "--web", "x"], "127.0.0.1:0", "a.py", ["--web", "x"]),
+        (["--web", "--", "a.py", "x"], "127.0.0.1:7080", "a.py", ["x"]),
+        (["--web", "-m", "a.b"], "127.0.0.1:7080", "a.b", []),
+        (["a.py", "--web"], None, "a.py", ["--web"]),
+    ],
+)
+def test_where_the_page_is(given: list[str], web: str | None, script: str, args: list[str]) -> None:
+    options = parse(["run", *given])
+    assert (options.web, options.script, options.args) == (web, script, args)
+    assert parse(["rendezvous", *(["--web"] if web else [])]).web == ("127.0.0.1:7080" if web else None)
+
+
+@pytest.mark.parametrize(
     ("given", "complaint"),
     [
         ([], "shardnet: the following arguments are required: COMMAND"),
@@ -40,6 +56,9 @@ def test_run_takes_the_first_word_as_the_program_and_leaves_it_the_rest(given: l
         (["run", "--nnodes", "2", "-m", "a"], "shardnet run: 2 nodes need --rendezvous HOST:PORT"),
         (["run", "--rendezvous", "10.0.0.1:7000", "-m", "a"], "shardnet run: 10.0.0.1:7000 is no loopback address"),
         (["run", "--listen", "::", "-m", "a"], "shardnet run: [::]:0 is no loopback address"),
+        (["run", "--web", "a.py"], "shardnet run: argument --web: 'a.py' does not end in a port from 0 to 65535; write host:port"),
+        (["run", "--web", "--rendezvous", "127.0.0.1:7000", "-m", "a"], "shardnet run: --web shows the cluster of a rendezvous that is"),
+        (["rendezvous", "--web", "here"], "shardnet rendezvous: argument --web: 'here' does not end in a port"),
         (["status"], "shardnet status: the following arguments are required: ADDRESS"),
         (["status", "10.0.0.1:7000"], "shardnet status: 10.0.0.1:7000 is no loopback address"),
         (["rendezvous", "--listen", "0.0.0.0:7000"], "shardnet rendezvous: 0.0.0.0:7000 is no loopback address"),
@@ -76,3 +95,9 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_demo_and_bench_pass_on_what_they_do_not_know() -> None:
     assert parse(["demo", "--nproc", "3", "--steps", "50", "--name", "x y"]).unknown == ["--steps", "50", "--name", "x y"]
     assert parse(["bench", "--quick"]).unknown == ["--quick"]
+
+
+def test_a_page_that_was_given_the_script_as_its_address_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", "--web", "a.py"])
+    assert "; if 'a.py' is SCRIPT, put '--' between: --web -- a.py (see" in capsys.readouterr().err

@@ -1,7 +1,9 @@
 """`shardnet run`: environment, arguments, output, and how a run that goes well ends."""
 
+import json
 import os
 import signal
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -48,6 +50,18 @@ while True:
 def test_arguments_reach_the_script_untouched(tmp_path: Path) -> None:
     result = shardnet(tmp_path, "run", script(tmp_path, "print(sys.argv[1:])"), "--", "-h", "--nproc", "9", "--", "b c", "")
     assert result.out == f"[0] {['-h', '--nproc', '9', '--', 'b c', '']}\n"
+
+
+def test_a_run_has_a_page_while_it_runs(tmp_path: Path) -> None:
+    program = script(tmp_path, "print('here', flush=True)\nsignal.pause()")
+    with Launched(tmp_path, "run", "--web", "127.0.0.1:0", program, merged=True) as run:
+        seen = run.read_until("page at http://127.0.0.1:", "[0] here")
+        (line,) = [line for line in seen.splitlines() if "page at" in line]
+        assert line.startswith("shardnet: page at http://127.0.0.1:")
+        with urllib.request.urlopen(f"{line.split()[-1]}view.json", timeout=10) as view:
+            assert json.load(view)["version"] == 1
+        run.process.send_signal(signal.SIGTERM)
+        assert run.finish().status == 128 + signal.SIGTERM
 
 
 def test_a_module_is_run_by_name(tmp_path: Path) -> None:

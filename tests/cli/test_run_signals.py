@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,25 @@ while True:
     assert result.status == 128 + number
     assert {"[0] drained", "[1] drained"} <= set(result.out.splitlines())
     assert f"{number.name}: passed on" in result.err
+
+
+@pytest.fixture
+def hangups_ignored() -> Iterator[None]:
+    """As by nohup; children inherit it."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def test_a_hangup_that_is_ignored_stays_so(tmp_path: Path, hangups_ignored: None) -> None:
+    with Launched(tmp_path, "run", "--nproc", "2", script(tmp_path, "print('ready')\nsignal.pause()")) as run:
+        run.read_until(*READY)
+        run.process.send_signal(signal.SIGHUP)
+        run.process.send_signal(signal.SIGTERM)
+        result = run.finish()
+    assert result.status == 143
+    assert "SIGTERM: passed on" in result.err
+    assert "SIGHUP" not in result.err
 
 
 def test_the_second_signal_kills(tmp_path: Path) -> None:

@@ -8,11 +8,13 @@ from dataclasses import replace
 
 import pytest
 
-from shardnet.cli.observation import GONE, RENDEZVOUS, UNREACHABLE, UNTRUSTED, ClusterView, JobView, Observer, WorkerView, read_stats
 from shardnet.cli.table import as_json, as_text
 from shardnet.config import Limits, Timeouts
 from shardnet.credentials import Role, Security
 from shardnet.errors import EndpointUnavailable
+from shardnet.observation.observer import Observer
+from shardnet.observation.replies import read_stats
+from shardnet.observation.views import GONE, RENDEZVOUS, UNREACHABLE, UNTRUSTED, ClusterView, JobView, WorkerView
 from shardnet.pb import stats_pb2
 from shardnet.rendezvous.client import Membership, join
 from shardnet.rendezvous.request import JoinRequest

@@ -14,37 +14,40 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from shardnet.cli.live.chronicle import Chronicle, Event
-from shardnet.cli.live.pace import Pace
-from shardnet.cli.live.screen import draw
 from shardnet.cli.main import main
-from shardnet.cli.observation import UNREACHABLE, ClusterView, Observer
+from shardnet.cli.screen import draw
 from shardnet.cli.top import watch
 from shardnet.config import Timeouts
 from shardnet.credentials import Security
 from shardnet.loop import LoopThread
+from shardnet.observation.chronicle import Chronicle, Event
+from shardnet.observation.observer import Observer
+from shardnet.observation.rates import RateMeter
+from shardnet.observation.views import UNREACHABLE, ClusterView
 from shardnet.rendezvous.server import RendezvousServer
 from shardnet.telemetry import Progress
 from shardnet.training import connect
-from tests.cli.live.views import RENDEZVOUS, cluster, stats, worker
+from tests.observation.views import RENDEZVOUS, cluster, stats, worker
 from tests.training.workers import PATIENCE_S, rendezvous
 
 
-def text_of(view: ClusterView, pace: Pace | None = None, *events: Event) -> str:
+def text_of(view: ClusterView, meter: RateMeter | None = None, *events: Event) -> str:
     console = Console(width=160, color_system=None)
     with console.capture() as capture:
-        console.print(draw(view, pace or Pace(), events))
+        console.print(draw(view, meter or RateMeter(), events))
     return capture.get()
 
 
 def test_the_picture() -> None:
     progress = Progress(step=30, total_steps=120, loss=2.3104, tokens_per_s=45_200, exposed_share=0.34)
-    pace = Pace()
+    meter = RateMeter()
     for second in (0, 2):
-        first = stats(step=20 + 5 * second, progress=progress, bytes_sent=second << 20, resident_bytes=300 << 20, late={1: 3.4})
+        first = stats(
+            step=20 + 5 * second, progress=progress, bytes_sent=second << 20, resident_bytes=300 << 20, late={1: 3.4}, uptime_s=second
+        )
         view = cluster(worker(0, first), worker(1, state=UNREACHABLE), joined=3)
-        pace.add(float(second), view)
-    lines = text_of(view, pace, Event(time.mktime((2026, 1, 2, 3, 4, 5, 0, 0, -1)), "rank 1 is unreachable", True)).splitlines()
+        meter.add(float(second), view)
+    lines = text_of(view, meter, Event(time.mktime((2026, 1, 2, 3, 4, 5, 0, 0, -1)), "rank 1 is unreachable", True)).splitlines()
     assert lines[0] == "rendezvous 10.0.0.9:7000: serving, plaintext, up 0:09, shardnet 1"
     assert lines[2] == "job lm: running, epoch 1, 2 of 1 to 4 workers, 1 waiting to join"
     assert lines[3].endswith("step 30 of 120, loss 2.31, 45.2k tokens/s, 0:18 left")
@@ -73,7 +76,7 @@ async def test_workers_are_watched_on_when_the_rendezvous_is_gone() -> None:
     await LoopThread.shared().run_here(server.start())
     seen: list[tuple[str, list[tuple[int, str, int]]]] = []
 
-    def show(view: ClusterView, _: Pace, __: Chronicle) -> None:
+    def show(view: ClusterView, _: RateMeter, __: Chronicle) -> None:
         members = [(each.rank, each.state, -1 if each.stats is None else each.stats.step) for job in view.jobs for each in job.workers]
         seen.append((view.health, members))
 
@@ -98,17 +101,21 @@ def test_ctrl_c_leaves_the_terminal_as_it_was(tmp_path: Path) -> None:
         with subprocess.Popen(
             command, stdin=slave, stdout=slave, stderr=slave, cwd=tmp_path, env={**os.environ, "TERM": "xterm"}
         ) as process:
-            os.close(slave)
-            seen = b""
-            while b"no jobs yet" not in seen:
-                assert select.select([master], [], [], PATIENCE_S)[0], seen
-                seen += os.read(master, 65536)
-            process.send_signal(signal.SIGINT)
-            while select.select([master], [], [], PATIENCE_S)[0]:
-                try:
+            try:
+                os.close(slave)
+                seen = b""
+                while b"no jobs yet" not in seen:
+                    assert select.select([master], [], [], PATIENCE_S)[0], seen
                     seen += os.read(master, 65536)
-                except OSError:  # it is closed
-                    break
+                process.send_signal(signal.SIGINT)
+                while select.select([master], [], [], PATIENCE_S)[0]:
+                    try:
+                        seen += os.read(master, 65536)
+                    except OSError:  # it is closed
+                        break
+            except BaseException:
+                process.kill()  # `with` waits for it, which has nobody to write to any more
+                raise
         os.close(master)
     assert process.returncode == 0
     assert b"\x1b[?1049h" in seen, "a screen of its own"

@@ -17,7 +17,7 @@ from shardnet.telemetry import Span, Track
 from shardnet.training.record import RankRecord, RunRecord, StepRecord, Validation
 from shardnet.training.report import page_data, write_report
 from shardnet.training.trace import RankSpans
-from tests.training.browser import CHROMIUM, Page, browser
+from tests.browser import CHROMIUM, Page, browser
 
 NASTY = '</script><script>window.hacked = true</script> <!-- <b>&amp; «DATA» \u2028 " \\ \ufffd'
 MS = 1_000_000  # ns
@@ -127,7 +127,7 @@ def test_a_run_that_did_nothing_still_has_a_page(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
     if not CHROMIUM:
-        pytest.skip("Chromium is not installed")
+        pytest.skip("no browser to draw the page in: Chromium is not installed (apt-get install chromium)")
     folder = tmp_path_factory.mktemp("browser")
     written(folder)
     with browser(folder / "profile") as opened:

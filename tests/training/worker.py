@@ -26,6 +26,7 @@ import torch
 import shardnet
 from shardnet.backend import ReduceOp
 from shardnet.config import Timeouts
+from shardnet.errors import PeerLost
 from shardnet.loop import LoopThread
 from shardnet.testing import same_bits
 from tests.contract.programs import GROUPS, expected, inputs_of, random_step, start
@@ -140,6 +141,14 @@ class Worker:
             ctypes.PyDLL(None).sleep(command["seconds"])
         await cluster.backend.barrier()
 
+    async def endure(self, cluster: shardnet.Cluster, command: Command) -> None:
+        """Train; when another one is lost, stay until somebody is told to stop, as a program does that a person is to look at."""
+        try:
+            await self.train(cluster, command)
+        except PeerLost:
+            say("bereft")
+            await self._lines.get()
+
     async def train(self, cluster: shardnet.Cluster, command: Command) -> None:
         """Train a small GPT; say after each tenth of the steps what this process holds."""
         steps, samples = command["steps"], 2
@@ -147,6 +156,7 @@ class Worker:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         batches = token_batches(16, samples * cluster.world_size)
         for step in range(1, steps + 1):
+            begin_s = time.monotonic()
             batch = batches[step % len(batches)][cluster.rank * samples :][:samples]
             loss = await model.run(loss_of, model.fsdp, batch)
             await model.backward(loss)
@@ -154,7 +164,8 @@ class Worker:
             await model.step(optimizer)
             optimizer.zero_grad()
             mean = await cluster.mean(loss.item())
-            cluster.report(step=step, total_steps=steps, loss=mean)
+            tokens = batch.numel() * cluster.world_size
+            cluster.report(step=step, total_steps=steps, loss=mean, tokens_per_s=tokens / (time.monotonic() - begin_s))
             if step % (steps // 10) == 0:
                 say("holds", step=step, loss=mean, **holdings())
 
@@ -182,6 +193,7 @@ WORK: dict[str, Callable[[Worker, shardnet.Cluster, Command], Awaitable[object]]
     "call": Worker.call,
     "stream": Worker.stream,
     "hold": Worker.hold,
+    "endure": Worker.endure,
     "train": Worker.train,
 }
 

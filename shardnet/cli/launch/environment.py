@@ -15,6 +15,7 @@ SHARDNET_LISTEN            only if given: host to listen on
 SHARDNET_INSECURE          1 allows unencrypted connections to other machines; else 0
 SHARDNET_CERTS             folder with this machine's certificate, or empty
 SHARDNET_TOKEN             join token, or empty
+SHARDNET_TOKEN_FILE        empty: the token that the launcher has read there is in SHARDNET_TOKEN
 SHARDNET_TRACE             only if given: path of the trace
 OMP_NUM_THREADS            this worker's part of the cores, unless the user set it
 """

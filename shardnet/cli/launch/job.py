@@ -22,6 +22,7 @@ class Job:
     listen       host that the workers listen on; None leaves it to them
     protection   of the connections, to and from other machines and here
     trace        where the workers write a trace; None: nowhere
+    web          host:port of the page of a rendezvous that is started here; None: nowhere
     min_workers  workers, over all machines, with which the program goes on when others have died; None: all
     restarts     replacements for workers of this machine that have died; None: 0. The job is elastic if either is given
     grace_s      how long the other workers have to leave when one has failed, before they are killed
@@ -39,6 +40,7 @@ class Job:
     listen: str | None = None
     protection: Protection = NO_PROTECTION
     trace: str | None = None
+    web: str | None = None
     min_workers: int | None = None
     restarts: int | None = None
     grace_s: float = 5.0
@@ -50,6 +52,11 @@ class Job:
             raise UsageError(f"the grace must not be negative, got {self.grace_s} s")
         if self.nnodes > 1 and self.rendezvous is None:
             raise UsageError(f"{self.nnodes} nodes need --rendezvous HOST:PORT to find each other; start one with 'shardnet rendezvous'")
+        if self.web is not None and self.rendezvous is not None:
+            raise UsageError(
+                f"--web shows the cluster of a rendezvous that is started here, but this run is to meet at {self.rendezvous}; "
+                "leave it off, and give it to the 'shardnet rendezvous' that listens there"
+            )
         if self.node_rank is not None and not 0 <= self.node_rank < self.nnodes:
             raise UsageError(f"--node-rank {self.node_rank} is none of {self.nnodes} nodes; give a number from 0 to {self.nnodes - 1}")
         if not 1 <= self.least_workers <= self.world_size:

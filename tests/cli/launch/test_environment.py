@@ -23,6 +23,7 @@ def test_the_least_that_every_worker_gets() -> None:
         "SHARDNET_INSECURE": "0",
         "SHARDNET_CERTS": "",
         "SHARDNET_TOKEN": "",
+        "SHARDNET_TOKEN_FILE": "",
     }
 
 

@@ -28,32 +28,56 @@ _ERRORS = ("Runtime.exceptionThrown", "Log.entryAdded")
 
 
 class Page:
-    """One page. `errors` are the exceptions and log entries of its scripts, as they came in."""
+    """One page. `errors` are the exceptions and log entries of its scripts, as they came in; `requests` the URLs that it has asked for."""
 
     def __init__(self, commands: int, answers: int) -> None:
         self._commands = commands
         self._answers = os.fdopen(answers, "rb")
         self._number = 0
         self._session = ""
+        self._target = ""
         self.errors: list[str] = []
+        self.requests: list[str] = []
         self.loaded = False
 
     def open(self, url: str) -> None:
-        """Show a page, and return once it has loaded."""
-        target = self.send("Target.createTarget", url="about:blank")["targetId"]
+        """Show a page in place of the one before, and return once it has loaded."""
+        before, self._session = self._target, ""
+        self._target = target = self.send("Target.createTarget", url="about:blank")["targetId"]
+        if before:
+            self.send("Target.closeTarget", targetId=before)
         self._session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        for domain in ("Page", "Runtime", "Log"):
+        for domain in ("Page", "Runtime", "Log", "Network"):
             self.send(f"{domain}.enable")
-        self.loaded = False  # about:blank has, too
-        self.send("Page.navigate", url=url)
-        while not self.loaded:
-            self._receive()
+        self._load("Page.navigate", url=url)  # about:blank has been loaded, too
+
+    def reload(self) -> None:
+        self._load("Page.reload")
 
     def evaluate(self, expression: str) -> Any:
         """The value of a JavaScript expression in the page. A promise is awaited."""
         answer = self.send("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
+
+    def wait_for(self, condition: str, within_s: float) -> None:
+        """Until a JavaScript expression is true."""
+        look = f"const look = () => {condition} ? done(true) : performance.now() > end ? done(false) : setTimeout(look, 50);"
+        end = f"const end = performance.now() + {1000 * within_s};"
+        is_true = self.evaluate(f"new Promise((done) => {{ {end} {look} look(); }})")
+        assert is_true, (
+            f"{condition} did not become true in {within_s} s; the page: {self.evaluate('document.body.innerText')}; {self.errors}"
+        )
+
+    def texts(self, selector: str) -> list[str]:
+        """The texts of all elements that are selected."""
+        found: list[str] = self.evaluate(f"[...document.querySelectorAll({json.dumps(selector)})].map((each) => each.textContent)")
+        return found
+
+    def resize(self, width: int, height: int) -> None:
+        """Returns when the page has heard of it."""
+        self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        self.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done(0))))")
 
     def press(self, key: str, *, text: str = "") -> None:
         self.send("Input.dispatchKeyEvent", type="keyDown", key=key, text=text)
@@ -75,6 +99,12 @@ class Page:
         result: dict[str, Any] = answer["result"]
         return result
 
+    def _load(self, method: str, **parameters: object) -> None:
+        self.loaded = False
+        self.send(method, **parameters)
+        while not self.loaded:
+            self._receive()
+
     def close(self) -> None:
         os.close(self._commands)
         self._answers.close()
@@ -86,6 +116,8 @@ class Page:
             text += byte
         message: dict[str, Any] = json.loads(text)
         self.loaded |= message.get("method") == "Page.loadEventFired"
+        if message.get("method") == "Network.requestWillBeSent":
+            self.requests.append(message["params"]["request"]["url"])
         if message.get("method") in _ERRORS:
             self.errors.append(json.dumps(message["params"]))
         return message

@@ -9,10 +9,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from shardnet.cli.live.chronicle import Event, host
-from shardnet.cli.live.pace import Pace, Rates
-from shardnet.cli.observation import GONE, RENDEZVOUS, ClusterView, JobView, WorkerView
 from shardnet.cli.units import short_bytes, short_duration, short_number, short_time
+from shardnet.observation.chronicle import Event
+from shardnet.observation.rates import RateMeter, Rates
+from shardnet.observation.views import GONE, RENDEZVOUS, ClusterView, JobView, WorkerView, late_s
 
 _COLUMNS = ("rank", "node", "state", "step", "a step", "wait", "late", "sent/s", "received/s", "memory")
 _WORDS = ("node", "state")  # columns that are no numbers
@@ -22,7 +22,7 @@ _WAITS_MUCH = 0.3  # of the step
 _IS_LATE_S = 1.0
 
 
-def draw(view: ClusterView, pace: Pace, events: Sequence[Event]) -> RenderableType:
+def draw(view: ClusterView, meter: RateMeter, events: Sequence[Event]) -> RenderableType:
     """All of it, however much room there is."""
     stats = view.stats
     head = Text.assemble(
@@ -32,13 +32,13 @@ def draw(view: ClusterView, pace: Pace, events: Sequence[Event]) -> RenderableTy
         f", {stats.connections}, up {short_duration(stats.uptime_s)}, shardnet {stats.version}",
     )
     if stats.role == RENDEZVOUS:
-        jobs: list[RenderableType] = [_job(job, pace) for job in view.jobs] or [Text("no jobs yet", "dim")]
+        jobs: list[RenderableType] = [_job(job, meter) for job in view.jobs] or [Text("no jobs yet", "dim")]
     else:
-        jobs = [_workers([WorkerView(stats.rank, "", view.address, view.health, stats)], pace)]
+        jobs = [_workers([WorkerView(stats.rank, "", view.address, view.health, stats)], meter)]
     return Group(head, *jobs, *_events(events))
 
 
-def _job(job: JobView, pace: Pace) -> RenderableType:
+def _job(job: JobView, meter: RateMeter) -> RenderableType:
     here = [worker for worker in job.workers if worker.state != GONE]
     wish = str(job.max_world_size) if job.min_world_size == job.max_world_size else f"{job.min_world_size} to {job.max_world_size}"
     head = Text.assemble("\n", (f"job {job.job}", "bold"), f": {job.state}, epoch {job.epoch}, {len(here)} of {wish} workers")
@@ -47,8 +47,8 @@ def _job(job: JobView, pace: Pace) -> RenderableType:
     parts: list[RenderableType] = [head]
     leader = next((worker for worker in here if worker.stats is not None and worker.stats.progress.step), None)
     if leader is not None:
-        parts.append(_progress(leader, pace.of(leader)))
-    return Group(*parts, _workers(job.workers, pace)) if job.workers else Group(*parts)
+        parts.append(_progress(leader, meter.of(leader)))
+    return Group(*parts, _workers(job.workers, meter)) if job.workers else Group(*parts)
 
 
 def _progress(worker: WorkerView, rates: Rates) -> RenderableType:
@@ -66,19 +66,19 @@ def _progress(worker: WorkerView, rates: Rates) -> RenderableType:
     return line
 
 
-def _workers(workers: Iterable[WorkerView], pace: Pace) -> RenderableType:
+def _workers(workers: Iterable[WorkerView], meter: RateMeter) -> RenderableType:
     workers = list(workers)
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
     for column in _COLUMNS:
         table.add_column(column, justify="left" if column in _WORDS else "right", no_wrap=True)
     for worker in workers:
-        table.add_row(*_worker(worker, pace.of(worker), _late_s(worker, workers)))
+        table.add_row(*_worker(worker, meter.of(worker), late_s(worker, workers)))
     return table
 
 
-def _worker(worker: WorkerView, rates: Rates, late_s: float | None) -> list[Text]:
-    late = Text(_NONE if late_s is None else f"{late_s:.1f} s", "yellow" if (late_s or 0.0) > _IS_LATE_S else "")
-    place = [Text(str(worker.rank)), Text(host(worker) or _NONE), Text(worker.state, _colour(worker.state))]
+def _worker(worker: WorkerView, rates: Rates, waited_s: float | None) -> list[Text]:
+    late = Text(_NONE if waited_s is None else f"{waited_s:.1f} s", "yellow" if (waited_s or 0.0) > _IS_LATE_S else "")
+    place = [Text(str(worker.rank)), Text(worker.host or _NONE), Text(worker.state, _colour(worker.state))]
     stats = worker.stats
     if stats is None:
         return [*place, *[Text(_NONE)] * 3, late, *[Text(_NONE)] * 3]
@@ -93,12 +93,6 @@ def _worker(worker: WorkerView, rates: Rates, late_s: float | None) -> list[Text
         Text(_NONE if rates.received is None else short_bytes(round(rates.received))),
         Text(short_bytes(stats.resident_bytes)),
     ]
-
-
-def _late_s(worker: WorkerView, workers: Iterable[WorkerView]) -> float | None:
-    """How long the others have waited for it to enter collectives, as the one says that has waited longest."""
-    waited_s = [other.stats.late.get(worker.rank, 0.0) for other in workers if other is not worker and other.stats is not None]
-    return max(waited_s, default=None)
 
 
 def _events(events: Sequence[Event]) -> list[RenderableType]:

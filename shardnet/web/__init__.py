@@ -1,0 +1,23 @@
+"""A cluster as a web page: `watcher` looks, `story` keeps what was seen, `answer` tells it, `page_port` serves that, and `page/` draws it.
+
+The scripts in `page/` put what they are told into the page as text, never as markup.
+"""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from shardnet.credentials import Security
+from shardnet.web.page_port import PagePort
+from shardnet.web.story import Story
+from shardnet.web.watcher import Watcher
+
+__all__ = ["page_of"]
+
+
+@asynccontextmanager
+async def page_of(address: str, listen: str, security: Security) -> AsyncIterator[str]:
+    """Serve the page of the rendezvous at `address`; yields what to open in a browser. It is watched all the while, so that who opens the
+    page late sees what has been. Raises AddressError, PlaintextRefused or ListenError."""
+    story = Story()
+    async with PagePort(listen, story, insecure=security.insecure) as page, Watcher(address, story, security):
+        yield page.url
