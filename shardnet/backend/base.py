@@ -115,11 +115,11 @@ class Backend(ABC):
         """Slot i of the result comes from rank i: [ws·k, …] → [ws·k, …], or [sum(send)] → [sum(recv)] along dim 0."""
 
     @abstractmethod
-    def send(self, tensor: Tensor, to: int, *, timeout_s: float | None = None, label: str = "") -> Pending[None]:
-        """Send to one rank; done when the receiver takes it and `tensor` may be written again. Those of a pair match in order."""
+    def send(self, tensor: Tensor, to: int, *, tag: str = "", timeout_s: float | None = None, label: str = "") -> Pending[None]:
+        """Send to one rank; done when the receiver takes it and `tensor` may be written again. Those of a pair and a tag match in order."""
 
     @abstractmethod
-    def recv(self, into: Tensor, source: int, *, timeout_s: float | None = None, label: str = "") -> Pending[Tensor]:
+    def recv(self, into: Tensor, source: int, *, tag: str = "", timeout_s: float | None = None, label: str = "") -> Pending[Tensor]:
         """Receive from one rank into a contiguous tensor of the sender's size and dtype; the result is `into`."""
 
     @abstractmethod

@@ -204,16 +204,16 @@ class MeshBackend(Backend):
         )
         return self._begin(call, exchange.run, result)
 
-    def send(self, tensor: Tensor, to: int, *, timeout_s: float | None = None, label: str = "") -> Pending[None]:
+    def send(self, tensor: Tensor, to: int, *, tag: str = "", timeout_s: float | None = None, label: str = "") -> Pending[None]:
         source = _input(tensor)
-        channel, peer = self._channel(to, sending=True)
+        channel, peer = self._channel(to, tag, sending=True)
         exchange = Exchange({peer: as_array(source)}, {}, [peer], disagree=_disagree_send(source))
         call = self._call("send", dtype_name(tensor.dtype), timeout_s, label, on_the_wire="send/recv")
         return Pending(channel.begin(call, exchange.run, None), "send")
 
-    def recv(self, into: Tensor, source: int, *, timeout_s: float | None = None, label: str = "") -> Pending[Tensor]:
+    def recv(self, into: Tensor, source: int, *, tag: str = "", timeout_s: float | None = None, label: str = "") -> Pending[Tensor]:
         result = _output(into, into.shape, into.dtype)
-        channel, peer = self._channel(source, sending=False)
+        channel, peer = self._channel(source, tag, sending=False)
         exchange = Exchange({}, {peer: as_array(result)}, [peer], disagree=_disagree_send(into))
         call = self._call("recv", dtype_name(into.dtype), timeout_s, label, on_the_wire="send/recv")
         return Pending(channel.begin(call, exchange.run, result), "recv")
@@ -262,13 +262,13 @@ class MeshBackend(Backend):
     def _begin_round(self, mail: Mail, call: Call, share: Share, result: T) -> Pending[T]:
         return Pending(self._group.begin_round(mail, call, share, result), call.op)
 
-    def _channel(self, other: int, *, sending: bool) -> tuple[Group, int]:
+    def _channel(self, other: int, tag: str, *, sending: bool) -> tuple[Group, int]:
         """The two-rank group to or from another rank, and that rank's place in it."""
         self._check_rank(other, "peer")
         if other == self.rank:
             raise SelfSendError(self.rank)
         me, them = self._group.members[self.rank], self._group.members[other]
-        channel = self._board.channel(*((me, them) if sending else (them, me)))
+        channel = self._board.channel(*((me, them) if sending else (them, me)), tag)
         return channel, 1 - channel.rank
 
     def _check_rank(self, rank: int, what: str) -> None:

@@ -21,12 +21,26 @@ Buffer = bytes | bytearray | memoryview
 
 
 class ReduceOp(StrEnum):
-    """How elements of different ranks become one. MEAN is SUM, then divided by the number of ranks."""
+    """How elements of different ranks become one. MEAN is SUM, then divided by the number of ranks. BAND, BOR and BXOR are the bitwise
+    and, or and exclusive or of whole numbers and truth values."""
 
     SUM = "sum"
     MEAN = "mean"
     MIN = "min"
     MAX = "max"
+    PRODUCT = "product"
+    BAND = "band"
+    BOR = "bor"
+    BXOR = "bxor"
+
+    def is_defined_for(self, dtype: torch.dtype) -> bool:
+        match self:
+            case ReduceOp.MEAN:
+                return dtype.is_floating_point
+            case ReduceOp.BAND | ReduceOp.BOR | ReduceOp.BXOR:
+                return not dtype.is_floating_point
+            case _:
+                return True
 
 
 _NUMPY: dict[torch.dtype, type[np.generic]] = {
@@ -47,6 +61,10 @@ _COMBINE: dict[ReduceOp, Callable[..., Array]] = {
     ReduceOp.MEAN: np.add,
     ReduceOp.MIN: np.minimum,
     ReduceOp.MAX: np.maximum,
+    ReduceOp.PRODUCT: np.multiply,
+    ReduceOp.BAND: np.bitwise_and,
+    ReduceOp.BOR: np.bitwise_or,
+    ReduceOp.BXOR: np.bitwise_xor,
 }
 
 
@@ -58,8 +76,11 @@ def check_dtype(dtype: torch.dtype, op: ReduceOp | None) -> None:
     """Raise DtypeError unless `op` (None: plain movement) is defined for `dtype`."""
     if dtype not in _NUMPY:
         raise DtypeError(f"{dtype_name(dtype)} tensors cannot be sent; supported: {', '.join(map(dtype_name, _NUMPY))}")
-    if op is ReduceOp.MEAN and not dtype.is_floating_point:
-        raise DtypeError(f"mean of {dtype_name(dtype)} is not defined: reduce with SUM, or convert to a float dtype first")
+    if op is not None and not op.is_defined_for(dtype):
+        instead = (
+            "reduce with SUM, or convert to a float dtype first" if op is ReduceOp.MEAN else "it is for whole numbers and truth values"
+        )
+        raise DtypeError(f"{op} of {dtype_name(dtype)} is not defined: {instead}")
 
 
 def as_array(tensor: torch.Tensor) -> Array:

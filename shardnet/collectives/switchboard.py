@@ -53,7 +53,7 @@ class Switchboard:
         self._lock = threading.Lock()  # over the next three: groups are made on any thread
         self._made: dict[tuple[int, ...], int] = {}  # how often a group of these members was made
         self._commons: dict[frozenset[int], Commons] = {}
-        self._channels: dict[tuple[int, int], Group] = {}
+        self._channels: dict[tuple[int, int, str], Group] = {}
         self._correspondents: frozenset[tuple[int, int]] = frozenset()  # pairs of which each reads the other's mailbox; all know them
         self._attendant: Attendant | None = None  # where there are any
         self._groups: dict[int, Group] = {}  # by id; on the loop thread only, as all that follows
@@ -82,13 +82,14 @@ class Switchboard:
                 self._commons[node] = Commons(self.mesh, node)
             return self._commons[node]
 
-    def channel(self, source: int, target: int) -> Group:
-        """The two-rank group that carries sends from one global rank to another."""
+    def channel(self, source: int, target: int, tag: str) -> Group:
+        """The two-rank group that carries sends with that tag from one global rank to another."""
         with self._lock:
-            if (found := self._channels.get((source, target))) is None:
+            if (found := self._channels.get((source, target, tag))) is None:
                 members = (source, target) if source < target else (target, source)
-                found = self._add(Group(self, group_id(members, f"send {source} to {target}", 0), members))
-                self._channels[source, target] = found
+                purpose = f"send {source} to {target}" + (f" as {tag}" if tag else "")
+                found = self._add(Group(self, group_id(members, purpose, 0), members))
+                self._channels[source, target, tag] = found
             return found
 
     async def correspond(self, node: tuple[int, ...], gather: Callable[[list[bool]], Awaitable[list[list[bool]]]]) -> None:

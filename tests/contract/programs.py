@@ -31,7 +31,7 @@ class Step:
 
 
 def reductions(dtype: torch.dtype) -> list[ReduceOp]:
-    return [op for op in ReduceOp if op is not ReduceOp.MEAN or dtype.is_floating_point]
+    return [op for op in ReduceOp if op.is_defined_for(dtype)]
 
 
 def random_step(rng: random.Random, groups: Sequence[tuple[int, ...]] = GROUPS, *, rows: int) -> Step:

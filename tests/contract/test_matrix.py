@@ -67,7 +67,7 @@ def whole_sizes(dtype: torch.dtype, ranks: int) -> list[int]:
 
 
 def cases(dtype: torch.dtype, ranks: int) -> list[Case]:
-    ops = [op for op in ReduceOp if op is not ReduceOp.MEAN or dtype.is_floating_point]
+    ops = [op for op in ReduceOp if op.is_defined_for(dtype)]
     found = [case for seed in range(4) for case in uneven(dtype, ranks, seed)]
     for size in whole_sizes(dtype, ranks):
         flat = [sample(dtype, (size,), rank) for rank in range(ranks)]

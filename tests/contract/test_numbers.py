@@ -35,9 +35,10 @@ async def test_sum_and_mean_of_two(pair: Ranks) -> None:
 
     async def work(rank: Backend) -> list[list[float]]:
         mine = inputs[rank.rank]
-        return [(await rank.all_reduce(mine, op)).tolist() for op in ReduceOp]
+        ops = (ReduceOp.SUM, ReduceOp.MEAN, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT)
+        return [(await rank.all_reduce(mine, op)).tolist() for op in ops]
 
-    assert await each_rank(pair, work) == [[[5, 7, 9], [2.5, 3.5, 4.5], [1, 2, 3], [4, 5, 6]]] * 2
+    assert await each_rank(pair, work) == [[[5, 7, 9], [2.5, 3.5, 4.5], [1, 2, 3], [4, 5, 6], [4, 10, 18]]] * 2
 
 
 async def test_all_gather(four: Ranks, pair: Ranks) -> None:

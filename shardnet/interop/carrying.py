@@ -1,0 +1,77 @@
+"""Tensors as a `Backend` takes them: contiguous, of a dtype that it knows.
+
+Only moved, any dtype is its bytes. Reduced, a complex number is two real ones, where that is the same.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardnet.backend import ReduceOp
+from shardnet.errors import DtypeError, UsageError
+
+Tensor = torch.Tensor
+
+_OPS = (
+    (dist.ReduceOp.SUM, ReduceOp.SUM),
+    (dist.ReduceOp.AVG, ReduceOp.MEAN),
+    (dist.ReduceOp.MIN, ReduceOp.MIN),
+    (dist.ReduceOp.MAX, ReduceOp.MAX),
+    (dist.ReduceOp.PRODUCT, ReduceOp.PRODUCT),
+    (dist.ReduceOp.BAND, ReduceOp.BAND),
+    (dist.ReduceOp.BOR, ReduceOp.BOR),
+    (dist.ReduceOp.BXOR, ReduceOp.BXOR),
+    (dist.ReduceOp.PREMUL_SUM, ReduceOp.SUM),
+)
+_LINEAR = (ReduceOp.SUM, ReduceOp.MEAN)
+
+
+def reduction(op: Any) -> tuple[ReduceOp, float | Tensor | None]:
+    """torch's operation, a ReduceOp or its RedOpType, as ours, and what each rank multiplies its part with before."""
+    for theirs, ours in _OPS:
+        if op == theirs:  # not a lookup: torch's operations are equal, but have other hashes
+            factor = op.__getstate__()[1] if theirs == dist.ReduceOp.PREMUL_SUM else None
+            return ours, factor
+    raise UsageError(f"shardnet cannot reduce with {op}; it can with {', '.join(theirs.name for theirs, _ in _OPS)}")
+
+
+def check(tensors: Sequence[Tensor]) -> None:
+    """Raise UsageError for what this backend cannot carry."""
+    for tensor in tensors:
+        if tensor.device.type != "cpu":
+            raise UsageError(f"the backend 'shardnet' moves CPU tensors, got one on {tensor.device}; copy it with .cpu() first")
+        if tensor.layout is not torch.strided:
+            raise UsageError(f"the backend 'shardnet' moves dense tensors, got one of layout {tensor.layout}; use .to_dense()")
+
+
+def movable(tensor: Tensor) -> Tensor:
+    """A 1-D view of a contiguous tensor's bytes, or of the tensor itself where its dtype is one that a `Backend` knows; a copy if it is not
+    contiguous."""
+    flat = tensor.detach().contiguous().view(-1)
+    return flat if flat.dtype in _KNOWN else _bytes(flat)
+
+
+def reducible(tensor: Tensor, op: ReduceOp) -> Tensor:
+    """A 1-D view of a contiguous tensor; a copy if it is not contiguous. Raises DtypeError."""
+    flat = tensor.detach().contiguous().view(-1)
+    if not flat.is_complex():
+        return flat
+    if op not in _LINEAR:
+        raise DtypeError(f"{op} of {tensor.dtype} is not defined: complex numbers have a sum and a mean")
+    return torch.view_as_real(flat).view(-1)
+
+
+def premultiplied(tensor: Tensor, factor: float | Tensor | None) -> Tensor:
+    return tensor if factor is None else tensor * factor
+
+
+def _bytes(flat: Tensor) -> Tensor:
+    return torch.view_as_real(flat).view(-1).view(torch.uint8) if flat.is_complex() else flat.view(torch.uint8)
+
+
+_KNOWN = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+)

@@ -1,0 +1,102 @@
+"""How the ranks of a torch job find each other: each says in torch's store where it is.
+
+What is in the store is text, and is only read. It is torch's own, which whoever reaches its port can write to; so what counts is what a
+certificate proves when the connections are made, and without certificates a network that is trusted.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import ParamSpec, TypeVar
+
+from torch._C._distributed_c10d import Store
+
+from shardnet.errors import HandshakeError, JoinTimeout, ProtocolError
+from shardnet.rendezvous.identity import node_identity
+from shardnet.topology import Member, Topology
+
+_COUNT = "shardnet/ranks"  # that have ever come here: a store may see several worlds of the same ranks, one after the other
+_PAUSE_S = 0.02
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Card:
+    """What a rank leaves for the others."""
+
+    address: str
+    node: str
+    incarnation: str
+    identity: str
+
+    @classmethod
+    def read(cls, rank: int, text: bytes) -> "_Card":
+        try:
+            said = json.loads(text)
+            return cls(**{name: str(said[name]) for name in cls.__dataclass_fields__})
+        except (ValueError, KeyError, TypeError) as error:
+            raise ProtocolError(
+                f"what rank {rank} left in torch's store is not what shardnet writes; do all ranks run one version?"
+            ) from error
+
+
+async def meet(
+    store: Store, rank: int, world_size: int, address: str, node: str, incarnation: str, identity: str, timeout_s: float
+) -> Topology:
+    """Who is where, once all have said so. `node` names this machine; empty: found. Raises JoinTimeout naming who has not come,
+    and HandshakeError where some have certificates and others have not."""
+    world = await _ask(store.add, _COUNT, 1)
+    number = (world - 1) // world_size
+    mine = _Card(address, node_identity(node), incarnation, identity)
+    await _ask(store.set, _key(number, rank), json.dumps(asdict(mine)))
+    cards = await _cards(store, number, world_size, timeout_s)
+    _check_protection(cards)
+    return Topology(number + 1, rank, _placed(cards))
+
+
+async def _cards(store: Store, number: int, world_size: int, timeout_s: float) -> list[_Card]:
+    gives_up_s = time.monotonic() + timeout_s
+    cards: dict[int, _Card] = {}
+    while True:
+        for rank in range(world_size):
+            if rank not in cards and await _ask(store.check, [_key(number, rank)]):
+                cards[rank] = _Card.read(rank, await _ask(store.get, _key(number, rank)))
+        if len(cards) == world_size:
+            return [cards[rank] for rank in range(world_size)]
+        if time.monotonic() >= gives_up_s:
+            missing = ", ".join(str(rank) for rank in range(world_size) if rank not in cards)
+            raise JoinTimeout(f"ranks {missing} of {world_size} have not come within {timeout_s:g} s; look whether these processes run")
+        await asyncio.sleep(_PAUSE_S)  # the store could wait, but not be told to stop waiting
+
+
+def _check_protection(cards: list[_Card]) -> None:
+    """All see the same cards, so all fail here, or none."""
+    plain = [rank for rank, card in enumerate(cards) if not card.identity]
+    if plain and len(plain) < len(cards):
+        raise HandshakeError(
+            f"ranks {', '.join(map(str, plain))} have neither certificates nor a join token, the others have; give every process the same "
+            "SHARDNET_TOKEN, or a certificate of the same authority (SHARDNET_CERTS), or none of them any"
+        )
+
+
+def _placed(cards: list[_Card]) -> tuple[Member, ...]:
+    """Nodes in the order of their lowest ranks."""
+    nodes = list(dict.fromkeys(card.node for card in cards))
+    seen = dict.fromkeys(nodes, 0)
+    members = []
+    for rank, card in enumerate(cards):
+        members.append(Member(rank, seen[card.node], nodes.index(card.node), card.address, card.node, card.incarnation, card.identity))
+        seen[card.node] += 1
+    return tuple(members)
+
+
+def _key(number: int, rank: int) -> str:
+    return f"shardnet/world {number}/rank {rank}"
+
+
+async def _ask(call: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
+    """A method of the store, which blocks."""
+    return await asyncio.to_thread(call, *arguments, **options)

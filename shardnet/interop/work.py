@@ -1,0 +1,119 @@
+"""`PendingWork`: torch's handle of a collective that is under way.
+
+[Note: futures] Who asks for a `torch.futures.Future`, as DDP does for each bucket, may hang callbacks on it that compute and wait. They
+must not run on shardnet's loop thread, so a thread of the group's own ends futures. Nobody pays for it who only waits.
+
+A future that is given an exception crashes DDP's reducer, and one that is made of a failed work says that all is well. So the
+future that is given out is the one of a callback that raises (`then`).
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from datetime import timedelta
+from threading import Lock
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardnet.backend import Pending
+
+Tensor = torch.Tensor
+Finish = Callable[[Any], None]  # puts a result where the caller wants it
+
+
+class PendingWork(dist.Work):
+    """Lives as long as torch, or whoever asked for it, holds it. Any thread.
+
+    outputs  the tensors that hold the result once it is done
+    finish   called once with what is pending, before anybody sees the result; None: all is in place
+    """
+
+    def __init__(self, pending: Pending[Any], outputs: Sequence[Tensor], ends: Executor, finish: Finish | None = None) -> None:
+        super().__init__()
+        self._pending = pending.quietly()  # torch lets go of works that nobody waits for
+        self._outputs = list(outputs)
+        self._finish = finish
+        self._ends = ends  # see [Note: futures]
+        self._lock = Lock()
+        self._future: torch.futures.Future[list[Tensor]] | None = None
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Block until it is done. Raises the collective's error, or TimeoutError after `timeout` (0: no time of its own)."""
+        self._settle(timeout.total_seconds() if timeout > timedelta(0) else None)
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        """There are no streams on a CPU."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return self._pending.done()
+
+    def is_success(self) -> bool:
+        return self._pending.done() and self._pending.exception() is None
+
+    def exception(self) -> BaseException | None:
+        return self._pending.exception() if self._pending.done() else None
+
+    def result(self) -> list[Tensor]:
+        self.wait()
+        return self._outputs
+
+    def get_future(self) -> "torch.futures.Future[list[Tensor]]":
+        with self._lock:
+            if self._future is None:
+                done: torch.futures.Future[None] = torch.futures.Future()
+                self._future = done.then(lambda _: self._result())
+                self._pending.add_done_callback(lambda _: self._end(done))
+            return self._future
+
+    def _end(self, done: "torch.futures.Future[None]") -> None:
+        self._ends.submit(done.set_result, None)
+
+    def _result(self) -> list[Tensor]:
+        self._settle(None)
+        return self._outputs
+
+    def _settle(self, timeout_s: float | None) -> None:
+        result = self._pending.wait(timeout_s)
+        with self._lock:
+            finish, self._finish = self._finish, None
+            if finish is not None:
+                finish(result)
+
+
+class Works(dist.Work):
+    """Several as one."""
+
+    def __init__(self, works: Sequence[PendingWork]) -> None:
+        super().__init__()
+        self._works = list(works)
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait for all, also where one fails; raises the first error."""
+        errors = []
+        for work in self._works:
+            try:
+                work.wait(timeout)
+            except Exception as error:  # noqa: BLE001 - it is raised below, when nothing is under way any more
+                errors.append(error)
+        if errors:
+            raise errors[0]
+        return True
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        return all(work.is_success() for work in self._works)
+
+    def result(self) -> list[Tensor]:
+        return [tensor for work in self._works for tensor in work.result()]
+
+    def get_future(self) -> "torch.futures.Future[list[Tensor]]":
+        all_done = torch.futures.collect_all([work.get_future() for work in self._works])
+        return all_done.then(lambda done: [tensor for each in done.value() for tensor in each.value()])

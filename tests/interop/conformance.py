@@ -1,0 +1,164 @@
+"""torch's own tests of a process group, pointed at the backend "shardnet": `python tests/interop/conformance.py [NAME ...]`.
+
+They are those of `torch.testing._internal.distributed.distributed_test`, which torch ships. What they ask of a backend by its name
+they ask of gloo, which carries CPU tensors as shardnet does; groups that they make are shardnet's. Two processes run all
+of them, and make a world anew for each. A line a test on stdout; the status is 1 if one failed.
+"""
+
+import argparse
+import datetime
+import faulthandler
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import unittest
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+WORLD_SIZE = 2
+TIMEOUT_S = 60  # of a world
+_GPU = "needs GPUs, though it does not say so where the backend is gloo"
+_ANY = "shardnet receives from a rank that is named"
+_MONITORED = "torch lets only its own groups have one; each barrier of shardnet says who is missing"
+_WORDS = "expects the words of gloo's error"
+LEFT_OUT = {
+    "test_all_to_all_cuda": _GPU,
+    "test_all_to_all_cuda_complex": _GPU,
+    "test_all_to_all_full_group_cuda": _GPU,
+    "test_batch_isend_irecv_mixed_backend_err": _GPU,
+    "test_batch_isend_irecv_nccl": _GPU,
+    "test_batch_isend_irecv_op_err": _GPU,
+    "test_barrier_timeout_full_group": _WORDS,
+    "test_barrier_timeout_global": _WORDS,
+    "test_barrier_timeout_group": _WORDS,
+    "test_monitored_barrier_gloo": _MONITORED,
+    "test_monitored_barrier_gloo_rank_0_timeout": _MONITORED,
+    "test_monitored_barrier_gloo_subgroup": _MONITORED,
+    "test_get_backend": "expects the name gloo",
+    "test_new_subgroups_with_group_param": "needs four ranks, though it does not say so",
+    "test_send_recv_any_source": _ANY,
+    "test_send_recv_any_source_autograd_profiler": _ANY,
+    "test_send_recv_any_source_torch_profiler": _ANY,
+    "test_sparse_all_reduce_sum": "sparse tensors are not carried",
+    "test_SyncBatchNorm_process_group": "needs torchvision",
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="only tests whose name contains one of these")
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank is not None:
+        return run_rank(options.rank, options.names)
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {
+            "TEMP_DIR": folder,
+            "BACKEND": "gloo",
+            "WORLD_SIZE": str(WORLD_SIZE),
+            "MASTER_ADDR": "127.0.0.1",
+            "OMP_NUM_THREADS": "1",
+        }
+        command = [sys.executable, __file__, *options.names, "--rank"]
+        ranks = [
+            subprocess.Popen([*command, str(rank)], env={**os.environ, **environment, "RANK": str(rank)}) for rank in range(WORLD_SIZE)
+        ]
+        return max(rank.wait() for rank in ranks)
+
+
+def run_rank(rank: int, names: list[str]) -> int:
+    faulthandler.enable()
+    suite, results = load(), Counter[str]()
+    for number, name in enumerate(suite.names()):
+        if names and not any(each in name for each in names):
+            continue
+        began_s = time.monotonic()
+        outcome, why = suite.run(name, rank, number)
+        results[outcome] += 1
+        if rank == 0 or outcome == "FAILED":
+            print(f"[{rank}] {outcome:8} {name} {time.monotonic() - began_s:.1f} s {why}".rstrip(), flush=True)
+    print(f"[{rank}] {', '.join(f'{count} {outcome}' for outcome, count in sorted(results.items()))}", flush=True)
+    return 1 if results["FAILED"] else 0
+
+
+def load() -> "Suite":
+    import torch
+    import torch.distributed as dist
+
+    def as_shardnet(make: Callable[..., Any]) -> Callable[..., Any]:
+        def made(*arguments: Any, **options: Any) -> Any:
+            given = ["shardnet" if each == "gloo" else each for each in arguments]
+            return make(*given, **{key: "shardnet" if each == "gloo" else each for key, each in options.items()})
+
+        return made
+
+    for name in ("init_process_group", "new_group"):
+        made = as_shardnet(getattr(dist, name))
+        setattr(dist, name, made)
+        setattr(dist.distributed_c10d, name, made)
+    torch.manual_seed(0)  # the tests' models are made when they are imported, and shall be alike
+    from torch.testing._internal.distributed import distributed_test
+
+    return Suite(distributed_test)
+
+
+class Suite:
+    """torch's tests; lives as long as its process."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module = module
+        self._folder = Path(os.environ["TEMP_DIR"])
+        self._case: type[Any] = type("Case", (module.TestDistBackend, module.DistributedTest._DistTestBase), {})
+        self._skips = {skip.exit_code: skip.message for skip in module.TEST_SKIPS.values()}
+
+    def names(self) -> list[str]:
+        return list(unittest.TestLoader().getTestCaseNames(self._case))
+
+    def run(self, name: str, rank: int, number: int) -> tuple[str, str]:
+        """What became of it, and why."""
+        import torch.distributed as dist
+
+        if name in LEFT_OUT:
+            return "left out", LEFT_OUT[name]
+        test = self._case(name)
+        test.rank = rank
+        os.environ["TEMP_DIR"] = str(self._make_folder(number))
+        test.file_name = f"{os.environ['TEMP_DIR']}/store"
+        try:
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{test.file_name}",
+                world_size=WORLD_SIZE,
+                rank=rank,
+                timeout=datetime.timedelta(seconds=TIMEOUT_S),
+            )
+            self._module.Barrier.barrier_id = 0
+            getattr(self._case, name)(test)  # the class', not the instance's, which would start processes
+        except unittest.SkipTest as skipped:
+            return "skipped", str(skipped)
+        except SystemExit as left:
+            return "skipped", self._skips.get(left.code, f"status {left.code}")
+        except Exception as error:  # noqa: BLE001 - it is what is to be told
+            traceback.print_exc()
+            return "FAILED", f"{type(error).__name__}: {str(error)[:200]}"
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        return "passed", ""
+
+    def _make_folder(self, number: int) -> Path:
+        """Where the ranks of one world meet: each makes it."""
+        folder = self._folder / str(number)
+        for name in ("barrier", "test_dir", "init_dir"):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+        return folder
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""How ranks find each other in torch's store."""
+
+import asyncio
+
+import pytest
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, Store
+
+from shardnet.errors import HandshakeError, JoinTimeout, ProtocolError, StateError
+from shardnet.interop.meeting import meet
+from shardnet.interop.registration import register
+from shardnet.topology import Topology
+
+
+async def come(store: Store, rank: int, world_size: int, node: str = "here", timeout_s: float = 10.0) -> Topology:
+    return await meet(store, rank, world_size, f"10.0.0.{rank}:7000", node, f"start {rank}", f"identity {rank}", timeout_s)
+
+
+async def test_all_see_the_same() -> None:
+    store = HashStore()
+    first, second = await asyncio.gather(*(come(store, rank, 2) for rank in range(2)))
+    assert (first.rank, second.rank) == (0, 1)
+    assert first.members == second.members
+    me = first.me
+    assert (me.address, me.node, me.incarnation, me.identity, me.local_rank) == ("10.0.0.0:7000", "here", "start 0", "identity 0", 0)
+
+
+async def test_nodes_whose_ranks_take_turns() -> None:
+    store = HashStore()
+    topology, *_ = await asyncio.gather(*(come(store, rank, 4, "ab"[rank % 2]) for rank in range(4)))
+    assert [(member.node_group, member.local_rank) for member in topology.members] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+
+
+async def test_the_next_world_does_not_see_what_the_last_one_left() -> None:
+    store = HashStore()
+    for epoch, address in ((1, "first"), (2, "second")):
+        topologies = await asyncio.gather(*(meet(store, rank, 2, f"{address}:{rank}", "here", "start", "", 10.0) for rank in range(2)))
+        assert [each.epoch for each in topologies] == [epoch] * 2
+        assert [member.address for member in topologies[0].members] == [f"{address}:0", f"{address}:1"]
+
+
+async def test_who_does_not_come_is_named() -> None:
+    with pytest.raises(JoinTimeout, match=r"ranks 0, 2 of 3 have not come within 0\.1 s"):
+        await come(HashStore(), 1, 3, timeout_s=0.1)
+
+
+async def test_some_are_protected_and_others_are_not() -> None:
+    store = HashStore()
+    ranks = [meet(store, rank, 3, f"10.0.0.{rank}:7000", "here", "start", "me" if rank else "", 10.0) for rank in range(3)]
+    for error in await asyncio.gather(*ranks, return_exceptions=True):
+        assert isinstance(error, HandshakeError)
+        assert str(error).startswith("ranks 0 have neither certificates nor a join token, the others have")
+
+
+@pytest.mark.parametrize("said", ["", "[]", "no JSON", '{"address": "10.0.0.1:1"}'])
+async def test_what_something_else_has_left(said: str) -> None:
+    store = HashStore()
+    store.set("shardnet/world 0/rank 1", said)
+    with pytest.raises(ProtocolError, match="what rank 1 left in torch's store is not what shardnet writes"):
+        await come(store, 0, 2)
+
+
+def test_a_group_needs_a_world_that_is_shardnets() -> None:
+    register()
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(StateError, match="needs the default group to be one, too"):
+            dist.new_group([0], backend="shardnet")
+    finally:
+        dist.destroy_process_group()
