@@ -27,7 +27,7 @@ endif
 
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test check docs faults bench proto compose-test clean
+.PHONY: help demo test check docs faults conformance bench proto compose-test clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -53,14 +53,17 @@ docs: $(STAMP) ## build the documentation into build/docs; a link that leads now
 faults: $(STAMP) ## run the long fault tests, which `make test` leaves out
 	$(BIN)/python -m pytest -m faults --timeout 600 $(ARGS)
 
+conformance: $(STAMP) ## run torch's own tests of a process group on the backend "shardnet", in three minutes
+	$(BIN)/python tests/interop/conformance.py $(ARGS)
+
 bench: $(STAMP) ## measure shardnet against torch's gloo and FSDP2; writes benchmarks/latest.json
 	$(BIN)/python -m benchmarks $(ARGS)
 
 proto: $(STAMP) ## generate shardnet/pb from protos/
 	$(BIN)/python protos/generate.py
 
-compose-test: ## train on two containers (compose.yaml); only checks its syntax where no container engine is up
-	docker/compose-test
+compose-test: ## run the cluster of compose.yaml and hurt it; only checks its syntax where no container engine is up
+	PYTHONPATH=docker $(RUN_PYTHON) -m compose_test $(ARGS)
 
 clean: ## remove everything that the other targets made
 	rm -rf .venv .venv-* .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist

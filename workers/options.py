@@ -73,6 +73,9 @@ def _add_run(group: argparse._ArgumentGroup) -> None:
         "--max-seconds", type=float, metavar="S", help="end after this time even if steps are left; the learning rate decays in time for it"
     )
     group.add_argument(
+        "--stop-file", type=Path, metavar="PATH", help="end early, but well, when this file is there, on whichever machine (default: none)"
+    )
+    group.add_argument(
         "--commit-every",
         type=_positive,
         default=1,

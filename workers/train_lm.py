@@ -91,6 +91,7 @@ class Trainer:
         self.recorder: PerformanceRecorder  # from `create`, since it measures the network first
         self.commits_s: list[float] = []  # how long each took
         self.elapsed_s = 0.0  # the mean over ranks, so that all ranks decide alike; 0 until the first step is done
+        self.told_to_stop = False  # any of them
 
     @classmethod
     async def create(
@@ -128,7 +129,7 @@ class Trainer:
         """All steps, with validation in between and at the end."""
         for step in range(self.state.step + 1, self.total_steps + 1):
             await self.step(step)
-            last = step == self.total_steps or self.elapsed_s >= (self.options.max_seconds or math.inf)
+            last = step == self.total_steps or self.told_to_stop or self.elapsed_s >= (self.options.max_seconds or math.inf)
             if last or step % self.options.valid_every == 0:
                 with self.recorder.paused():
                     self.journal.validated(step, await self.validate())
@@ -145,14 +146,16 @@ class Trainer:
         inputs, targets = self.text.train.batch(share.indices)
         self.recorder.count(samples=share.samples, tokens=share.samples * self.options.context)
         loss = share.weight * cross_entropy(await self.model(inputs), targets)
-        progress = torch.tensor([loss.item(), self.journal.elapsed_s], dtype=torch.float64)
+        told_to_stop = self.options.stop_file is not None and self.options.stop_file.exists()
+        progress = torch.tensor([loss.item(), self.journal.elapsed_s, told_to_stop], dtype=torch.float64)
         agreed = self.cluster.backend.all_reduce(progress, shardnet.ReduceOp.MEAN, label="progress")
         await self.model.backward(loss)
         norm = await self.model.clip_grad_norm(self.options.clip)
         with self.cluster.telemetry.span("optimizer"):
             await self.model.step(self.optimizer)
         self.optimizer.zero_grad()
-        mean_loss, self.elapsed_s = (await agreed).tolist()
+        mean_loss, self.elapsed_s, tellers = (await agreed).tolist()
+        self.told_to_stop = tellers > 0
         if not math.isfinite(mean_loss):
             sys.exit(f"train_lm: the loss of step {step} is {mean_loss}; try a lower --lr than {self.options.lr}")
         self.journal.end_step(

@@ -100,7 +100,7 @@ def test_the_image_is_used_as_it_is(template: Manifest) -> None:
     assert default is not None
     assert {container["image"] for container in containers(template)} == {default[1]}
     assert 'ENTRYPOINT ["shardnet"]' in IMAGE
-    assert "COPY docker/healthcheck /package/bin/" in IMAGE
+    assert "COPY docker/healthcheck /package/opt/shardnet/bin/" in IMAGE
 
 
 @pytest.mark.parametrize("template", templates(), ids=lambda each: each["metadata"]["labels"]["app.kubernetes.io/component"])

@@ -136,6 +136,20 @@ def test_time_ends_a_run_on_all_ranks_at_the_same_step(nursery: Nursery, tmp_pat
     assert run["validations"][-1]["step"] == run["steps"][-1]["step"]
 
 
+@pytest.mark.blocks_loop
+async def test_a_file_ends_a_run(tmp_path: Path, book: Path) -> None:
+    file = tmp_path / "stop"
+    options = parse_options([*TINY.split(), f"--text={book}", "--steps=100000", f"--stop-file={file}"])
+    async with shardnet.connect() as cluster:
+        trainer = await trainer_of(cluster, options, book)
+        await trainer.step(1)
+        assert not trainer.told_to_stop
+        file.touch()
+        await trainer.run()
+    assert [step.step for step in trainer.journal.steps] == [1, 2]
+    assert trainer.journal.validations[-1].step == 2
+
+
 async def test_a_text_that_is_not_there_ends_the_program_with_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", [PROGRAM, f"--text={tmp_path}/nowhere.txt"])
     with pytest.raises(SystemExit, match=f"train_lm: there is no file or folder {tmp_path}/nowhere.txt"):

@@ -1,0 +1,141 @@
+"""`Story`: what the nodes of a cluster say, and when the engine heard it."""
+
+import re
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TypeVar
+
+from compose_test.console import Failure
+
+T = TypeVar("T")
+_STEP = re.compile(r"\] step (\d+) of \d+: validation loss ")
+_WORLD = re.compile(r"million parameters over (\d+) ranks?, ")
+_EPOCH = re.compile(r"epoch (\d+) with (\d+) workers?: it goes on behind step (\d+), ([\d.]+) s after: (.*)")
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a container.
+
+    at_s  of the engine's clock, in seconds since 1970
+    """
+
+    at_s: float
+    container: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """The training goes on with other workers.
+
+    workers  that there are now
+    step     behind which it goes on
+    ended_s  when rank 0 learnt that the epoch before was over
+    at_s     when it had brought everyone to that step
+    """
+
+    workers: int
+    step: int
+    ended_s: float
+    at_s: float
+    why: str
+
+
+def read_line(container: str, raw: str) -> Line | None:
+    """A line of `docker logs --timestamps`; None if it is none."""
+    stamp, _, text = raw.partition(" ")
+    whole, _, fraction = stamp.rstrip("Z\n").partition(".")
+    try:
+        at_s = datetime.fromisoformat(f"{whole}+00:00").timestamp() + float(f"0.{fraction or 0}")
+    except ValueError:
+        return None
+    return Line(at_s, container, text.rstrip())
+
+
+def step_of(line: Line) -> int | None:
+    """The step that rank 0 has committed."""
+    found = _STEP.search(line.text)
+    return None if found is None else int(found[1])
+
+
+def world_of(line: Line) -> int | None:
+    """How many ranks train from now on."""
+    found = _WORLD.search(line.text)
+    return None if found is None else int(found[1])
+
+
+def epoch_of(line: Line) -> Epoch | None:
+    found = _EPOCH.search(line.text)
+    if found is None:
+        return None
+    return Epoch(int(found[2]), int(found[3]), line.at_s - float(found[4]), line.at_s, found[5])
+
+
+class Story:
+    """Listens to containers as long as they run; each has a thread and a `docker logs` of its own, until `close`."""
+
+    def __init__(self) -> None:
+        self._lines: list[Line] = []
+        self._heard_s: dict[str, float] = {}
+        self._news = threading.Condition()
+        self._listeners: dict[str, tuple[subprocess.Popen[str], threading.Thread]] = {}
+
+    def listen(self, container: str) -> None:
+        """To one that has just been started, the first time or again. Does nothing for one that is listened to."""
+        known = self._listeners.get(container)
+        if known is not None and known[1].is_alive():
+            return
+        command = ("docker", "logs", "--follow", "--timestamps", container)
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+        thread = threading.Thread(target=self._read, args=(container, process), name=f"listens to {container[:12]}")
+        self._listeners[container] = process, thread
+        thread.start()
+
+    def close(self) -> None:
+        for process, thread in self._listeners.values():
+            process.terminate()
+            thread.join()
+
+    def find(self, read: Callable[[Line], T | None], *, since_s: float = 0.0, until_s: float = float("inf")) -> list[T]:
+        """What `read` makes of the lines of a time, the earliest first."""
+        with self._news:
+            lines = sorted((line for line in self._lines if since_s < line.at_s <= until_s), key=lambda line: line.at_s)
+        return [found for line in lines if (found := read(line)) is not None]
+
+    def wait(
+        self, read: Callable[[Line], T | None], *, since_s: float, timeout_s: float, what: str, alive: Callable[[], bool] = lambda: True
+    ) -> T:
+        """The first that `read` makes of a line after `since_s`. Raises Failure, with what was waited for, if none comes in time or
+        nobody is `alive` to say it."""
+        deadline_s = time.monotonic() + timeout_s
+        with self._news:
+            while not (found := self.find(read, since_s=since_s)):
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    raise Failure(f"{what}: not within {timeout_s:g} s")
+                if not alive():
+                    raise Failure(f"{what}: the training has ended before")
+                self._news.wait(min(left_s, 1.0))
+        return found[0]
+
+    def tail(self, count: int) -> list[str]:
+        return [f"{line.container[:12]} {line.text}" for line in self.find(lambda line: line)[-count:]]
+
+    def _read(self, container: str, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        with process.stdout as lines:
+            for raw in lines:
+                line = read_line(container, raw)
+                if line is None:
+                    continue
+                with self._news:
+                    if line.at_s > self._heard_s.get(container, 0.0):  # a restarted container's log begins with what it said before
+                        self._heard_s[container] = line.at_s
+                        self._lines.append(line)
+                        self._news.notify_all()
+        process.wait()
