@@ -15,7 +15,7 @@ from contextlib import aclosing
 import torch
 
 import shardnet
-from shardnet.transport.observe import watch
+from shardnet.transport.watching import watch
 
 
 async def main() -> None:

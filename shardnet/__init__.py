@@ -5,12 +5,7 @@ not wait for torch.
 """
 
 import importlib
-import os
 from typing import TYPE_CHECKING
-
-# gRPC prints every closed connection at its default verbosity, and at ERROR each port that it cannot bind; both become errors
-# of our own (shardnet.errors). It reads this when it is first imported.
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 if TYPE_CHECKING:
     from shardnet.backend import Backend, LoopbackBackend, Pending, ReduceOp, SubBackend

@@ -53,6 +53,11 @@ class Address:
         return literal.is_loopback if literal is not None else self.host.lower() == "localhost"
 
     @property
+    def is_literal(self) -> bool:
+        """Whether it is an address already, which no DNS can lead elsewhere."""
+        return _literal(self.host) is not None
+
+    @property
     def is_unspecified(self) -> bool:
         """Whether it means "every interface" (0.0.0.0, [::]): good to listen on, nothing that a peer can call."""
         literal = _literal(self.host)

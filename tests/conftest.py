@@ -1,12 +1,13 @@
 """What every test gets. The guards are a plugin of their own, so that tests/test_guards.py can load them into a fresh run."""
 
 import os
+import signal
 import sys
 
 import hypothesis  # noqa: F401 - its plugin imports it at the end of a run otherwise, deep in calls, at which Python 3.11 may fail (gh-106905)
 import pytest
 
-import shardnet  # noqa: F401 - before grpc, which reads from the environment that shardnet sets how much it prints
+import shardnet.quiet  # noqa: F401 - before grpc
 from tests.training.workers import nursery
 
 __all__ = ["nursery"]
@@ -14,6 +15,11 @@ __all__ = ["nursery"]
 # Virtual machines exist that announce AMX and then end a process for using it, as torch does for products of 16-bit floats. Without it
 # these also have the same bits on more machines. What the tests start inherits this; torch reads it with its first product.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+
+# Who starts the tests may ignore these, as nohup does and a script that runs them in the background. Children inherit that, and tests that
+# interrupt one would wait for ever.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 pytest_plugins = ["tests.guards"]
 

@@ -61,6 +61,7 @@ class JobState(StrEnum):
     # they may in an elastic job
     RUNNING = "running"
     FINISHED = "finished"  # nobody is left; the next worker that joins makes it FORMING again, for a higher epoch
+    LOST = "lost"  # what onlookers are told in place of FINISHED where the last ones have not left, but vanished
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,7 @@ class Job:
         self.epoch = epoch
         self.state = JobState.FINISHED
         self.ever_ran = False
+        self.is_done = False  # its training has ended in peace, and nobody is left
         self._settle_s = settle_s
         self._first_world_size = first_world_size
         self._live: dict[str, JoinRequest] = {}  # by incarnation, in order of arrival
@@ -51,6 +52,7 @@ class Job:
         self._vanished: dict[str, tuple[JoinRequest, Member]] = {}  # of this epoch, without a goodbye: they may come back
         self._missed: set[str] = set()  # see [Note: the stuck]
         self._ended = False  # see [Note: the end]
+        self._was_lost = False  # when the last one had gone, its training had not ended
         self._wish: JoinRequest | None = None  # of the one who started the forming: its sizes hold for all
         self._last_arrival_s = 0.0
 
@@ -64,7 +66,7 @@ class Job:
         if self._live:
             self._check_wish(request)
         else:
-            self.state, self._wish, self._ended = JobState.FORMING, request, False
+            self.state, self._wish, self._ended, self.is_done = JobState.FORMING, request, False, False
         notices = self._leave_epoch(request) if self._previous(request) is not None else []
         self._live[request.incarnation] = request
         self._last_arrival_s = now
@@ -90,7 +92,9 @@ class Job:
         elif member is not None and self._elastic:
             notices += self._end()
         if not self._live:
-            self.state = JobState.FINISHED
+            self.state, self.is_done = JobState.FINISHED, self._ended or (left and member is not None)
+            if member is not None:
+                self._was_lost = not self.is_done
             self._former_ranks.clear()
             return notices
         if self.state is JobState.FORMING:
@@ -206,7 +210,7 @@ class Job:
         wish = self._wish
         return JobStatus(
             job=self.name,
-            state=self.state,
+            state=JobState.LOST if self.state is JobState.FINISHED and self._was_lost else self.state,
             epoch=self.epoch,
             joined=len(self._live),
             min_world_size=wish.min_world_size if wish else 0,

@@ -104,6 +104,11 @@ class Registry:
         job = self._job_of.get(incarnation)
         return None if job is None else job.identity(incarnation)
 
+    @property
+    def is_done(self) -> bool:
+        """Whether a job has ended in peace, and nobody is left in any."""
+        return not self._job_of and any(job.is_done for job in self._jobs.values())
+
     def leave(self, job: str, incarnation: str) -> list[Notice]:
         """A member says goodbye. Nothing happens if it is none: leaving twice is leaving once."""
         home = self._job_of.get(incarnation)

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Self
@@ -42,6 +43,7 @@ class RendezvousServer:
         first_world_size: int = 0,
         reflection: bool = False,
         metrics: str = "",
+        on_done: Callable[[], None] | None = None,
     ) -> None:
         """settle_s  how long a job that has its minimum of workers, but not its maximum, waits for one more
         store     what is known from before, and where all is written down; closed with the server. The members of running jobs have
@@ -49,12 +51,14 @@ class RendezvousServer:
         first_world_size  if not 0: with how many workers a job begins, whatever its minimum and maximum are
         reflection  see `Endpoint`
         metrics   host:port at which statistics can be had as Prometheus' text (`MetricsPort`); empty: nowhere
+        on_done   called when a training has ended in peace and nobody is left in any, maybe more than once; one that was over before
+                  this started does not count
         """
         timeouts = timeouts or Timeouts()
         self._store = store or NoStore()
         registry = Registry(settle_s=settle_s, limits=limits, store=self._store, first_world_size=first_world_size)
         registry.restore(time.monotonic() + timeouts.lost_s)
-        self._service = RendezvousService(registry)
+        self._service = RendezvousService(registry, on_done=on_done)
         self._registry = registry
         self._endpoint = Endpoint(
             listen, limits=Limits(), timeouts=timeouts, snapshot=self._snapshot, security=security, leases=True, reflection=reflection

@@ -33,8 +33,10 @@ Clock = Callable[[], float]
 class RendezvousService:
     """The gRPC face of one registry; lives as long as its server. It runs on one loop, so nothing needs a lock."""
 
-    def __init__(self, registry: Registry, clock: Clock = time.monotonic) -> None:
+    def __init__(self, registry: Registry, clock: Clock = time.monotonic, on_done: Callable[[], None] | None = None) -> None:
+        """`on_done`: called when the registry is done (`Registry.is_done`), maybe more than once."""
         self._registry = registry
+        self._on_done = on_done
         self._clock = clock
         self._mailboxes: dict[str, Mailbox] = {}  # by incarnation, of every open Join call
         self._changed = asyncio.Event()  # the registry's deadline may be another one
@@ -111,6 +113,8 @@ class RendezvousService:
                 log.info("epoch %d: a world of %d workers on %d nodes is formed", world.epoch, world.world_size, world.node_count)
             if (mailbox := self._mailboxes.get(notice.to)) is not None:
                 mailbox.put(notice.event)
+        if self._on_done is not None and self._registry.is_done:
+            self._on_done()
         self._changed.set()
 
 

@@ -47,7 +47,7 @@ async def local_cluster(
     loop = LoopThread.shared()
     per_node = ranks_per_node or world_size
     async with AsyncExitStack() as stack:
-        services = [MeshService(timeouts, limits) for _ in range(world_size)]
+        services = [MeshService(timeouts) for _ in range(world_size)]
         members = []
         for rank, service in enumerate(services):
             endpoint = Endpoint("127.0.0.1:0", limits=limits, timeouts=timeouts, snapshot=stats_pb2.SnapshotReply, security=security)

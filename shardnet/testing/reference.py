@@ -25,6 +25,14 @@ def all_reduce(inputs: Sequence[Tensor], op: ReduceOp = ReduceOp.SUM) -> list[Te
                 total = torch.minimum(total, each)
             case ReduceOp.MAX:
                 total = torch.maximum(total, each)
+            case ReduceOp.PRODUCT:
+                total = total & each if dtype is torch.bool else total * each
+            case ReduceOp.BAND:
+                total = total & each
+            case ReduceOp.BOR:
+                total = total | each
+            case ReduceOp.BXOR:
+                total = total ^ each
             case _:
                 total = total | each if dtype is torch.bool else total + each
     if op is ReduceOp.MEAN:

@@ -1,0 +1,1 @@
+import shardnet.quiet  # noqa: F401 - before grpc

@@ -12,12 +12,15 @@ from shardnet.config import Limits, Timeouts
 from shardnet.credentials import Security
 from shardnet.errors import StateError
 from shardnet.pb import stats_pb2
+from shardnet.transport import stats_service
 from shardnet.transport.admission import Admission
+from shardnet.transport.direct import DirectCalls
 from shardnet.transport.front_door import FrontDoor
 from shardnet.transport.health_service import HealthService
 from shardnet.transport.listening import listening_sockets
 from shardnet.transport.mesh_service import MeshService
 from shardnet.transport.options import server_options
+from shardnet.transport.outbox import PUSH
 from shardnet.transport.reflection_service import reflection_handlers
 from shardnet.transport.stats_service import Snapshot, StatsService
 
@@ -68,13 +71,14 @@ class Endpoint:
         self._state = _State.NEW
         self._server: grpc.aio.Server | None = None
         self._bound: Address | None = None
-        self._mesh: MeshService | None = None
+        self._direct = DirectCalls(limits)
+        self._direct.add(stats_service.PATH, self._stats.serve)
         self._door: FrontDoor | None = None
 
     def add_mesh(self, service: MeshService) -> None:
         """Take the streams of peers; only before `start`."""
         self.add(service.handlers)
-        self._mesh = service
+        self._direct.add(PUSH, service.serve)
 
     def add(self, *handlers: grpc.GenericRpcHandler) -> None:
         """Add services; only before `start`."""
@@ -122,8 +126,7 @@ class Endpoint:
             for sock in sockets:
                 sock.close()
             raise
-        take = None if self._mesh is None else self._mesh.take
-        self._door = FrontDoor(sockets, admission, self._security, take)
+        self._door = FrontDoor(sockets, admission, self._security, self._direct.take)
         port: int = sockets[0].getsockname()[1]
         return port
 

@@ -39,8 +39,8 @@ Taker = Callable[[Connection], Awaitable[None]]  # owns the connection; OPENING 
 class FrontDoor:
     """Listening sockets and the connections that came through them; lives as long as the endpoint."""
 
-    def __init__(self, sockets: list[socket.socket], admission: Admission, security: Security, take: Taker | None) -> None:
-        """Takes over the sockets, which listen. Without `take` our HTTP/2 is spoken to nobody."""
+    def __init__(self, sockets: list[socket.socket], admission: Admission, security: Security, take: Taker) -> None:
+        """Takes over the sockets, which listen."""
         self._take = take
         self._admission = admission
         self._credentials = security.credentials
@@ -81,7 +81,7 @@ class FrontDoor:
             async with asyncio.timeout(HANDSHAKE_S):
                 connection = await self._secure(sock)
                 said = await _first_words(connection)
-            if said == OPENING and self._take is not None:
+            if said == OPENING:
                 await self._take(connection)
             elif said:
                 await self._relay(said, connection)

@@ -3,22 +3,19 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 import grpc
 
-from shardnet.config import Limits, Timeouts
+from shardnet.config import Timeouts
 from shardnet.credentials import Identity
 from shardnet.errors import ProtocolError
 from shardnet.pb import mesh_pb2
 from shardnet.transport.admission import caller
-from shardnet.transport.connection import Connection
+from shardnet.transport.direct import Caller, Refused
 from shardnet.transport.hello import ACCEPTED, Hello
-from shardnet.transport.http2 import Call, CallBroken, Headers, Status
+from shardnet.transport.http2 import Call, Headers, Status
 from shardnet.transport.http2.headers import reply
-from shardnet.transport.options import HANDSHAKE_S
-from shardnet.transport.outbox import PUSH
 from shardnet.transport.pulse import Pulse
 from shardnet.transport.throttle import Throttle
 from shardnet.wire import decode
@@ -27,28 +24,18 @@ if TYPE_CHECKING:
     from shardnet.transport.grpc_mesh import GrpcMesh
 
 log = logging.getLogger(__name__)
-LINGER_S = 1.0  # how long a stream that was ended here waits for the peer to take the reason
 _RESULT = mesh_pb2.PushResult().SerializeToString()
-
-
-@dataclass
-class _Refused(Exception):
-    """The caller gets no stream, or no longer."""
-
-    code: grpc.StatusCode
-    why: str
 
 
 class MeshService:
     """Takes `shardnet.v1.Mesh` calls for whichever mesh the worker has now; lives as long as the endpoint.
 
-    Workers that call directly come to `take`, and those behind a proxy through grpcio to `handlers`.
+    Workers that call directly come to `serve`, and those behind a proxy through grpcio to `handlers`.
     """
 
-    def __init__(self, timeouts: Timeouts, limits: Limits) -> None:
+    def __init__(self, timeouts: Timeouts) -> None:
         self._wait_s = timeouts.connect_s  # a peer may learn of the epoch, and call, before this worker does
         self._timeouts = timeouts
-        self._limits = limits
         self.mesh: GrpcMesh | None = None
         self._changed = asyncio.Condition()
         self._refused = Throttle(log)
@@ -67,35 +54,19 @@ class MeshService:
 
     # --- over our own HTTP/2
 
-    async def take(self, connection: Connection) -> None:
-        """Serve the one call of a connection, from which OPENING was read. Owns the connection."""
-        call = Call(connection, self._limits)
-        call.answer()
-        try:
-            async with Pulse(self._timeouts).beating(call):
+    async def serve(self, call: Call, peer: Caller) -> None:
+        """A stream of a peer, to its end; see `DirectCalls`."""
+        async with Pulse(self._timeouts).beating(call):
+            mesh, hello = await self._admit(peer.metadata, peer.address, peer.identity)
+            with mesh.connected(hello.source):
+                call.deliver(lambda message: mesh.receive(hello.source, decode(message, sealed=call.wants_checksums)))
+                call.send_headers(reply((ACCEPTED,)))
                 try:
-                    await self._serve(call, str(connection.socket.getpeername()), connection.identity)
-                except _Refused as refusal:
-                    call.send_status(Status(refusal.code, refusal.why))
-            await call.linger(LINGER_S)
-        except (CallBroken, ProtocolError, OSError) as error:
-            log.debug("a stream ended: %s", error)  # the mesh, if it was one of its own, has seen it
-        finally:
-            call.close()
-
-    async def _serve(self, call: Call, address: str, identity: Identity | None) -> None:
-        async with asyncio.timeout(HANDSHAKE_S):
-            metadata = await _request(call)
-        mesh, hello = await self._admit(metadata, address, identity)
-        with mesh.connected(hello.source):
-            call.deliver(lambda message: mesh.receive(hello.source, decode(message, sealed=call.wants_checksums)))
-            call.send_headers(reply((ACCEPTED,)))
-            try:
-                await call.ended()
-            except ProtocolError as error:
-                _break_off(mesh, hello.source, error)
-        await call.send(_RESULT)
-        call.send_status(Status(grpc.StatusCode.OK))
+                    await call.ended()
+                except ProtocolError as error:
+                    _break_off(mesh, hello.source, error)
+            await call.send(_RESULT)
+            call.send_status(Status(grpc.StatusCode.OK))
 
     # --- over grpcio
 
@@ -109,7 +80,7 @@ class MeshService:
                         mesh.receive(hello.source, decode(frame, sealed=caller() is None))
                 except ProtocolError as error:
                     _break_off(mesh, hello.source, error)
-        except _Refused as refusal:
+        except Refused as refusal:
             await context.abort(refusal.code, refusal.why)
         return _RESULT
 
@@ -122,11 +93,11 @@ class MeshService:
         try:
             hello = Hello.read(metadata)
         except ProtocolError as error:
-            raise _Refused(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from error
+            raise Refused(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from error
         mesh = await self._find(hello)
         if (refusal := mesh.refuse(hello, identity)) is not None:
             self._refused.warning("refused a stream from %s: %s", address, refusal)
-            raise _Refused(grpc.StatusCode.FAILED_PRECONDITION, refusal)
+            raise Refused(grpc.StatusCode.FAILED_PRECONDITION, refusal)
         return mesh, hello
 
     async def _find(self, hello: Hello) -> "GrpcMesh":
@@ -135,21 +106,13 @@ class MeshService:
             async with asyncio.timeout(self._wait_s), self._changed:
                 await self._changed.wait_for(lambda: self.mesh is not None and self.mesh.epoch >= hello.epoch)
         except TimeoutError:
-            raise _Refused(grpc.StatusCode.UNAVAILABLE, f"this worker has not joined epoch {hello.epoch}") from None
+            raise Refused(grpc.StatusCode.UNAVAILABLE, f"this worker has not joined epoch {hello.epoch}") from None
         assert self.mesh is not None
         return self.mesh
-
-
-async def _request(call: Call) -> Headers:
-    """The metadata of a request for a mesh stream."""
-    block = await call.headers()
-    if (path := dict(block).get(":path")) != PUSH:
-        raise _Refused(grpc.StatusCode.UNIMPLEMENTED, f"a connection of this kind is for {PUSH}, not {path}")
-    return block
 
 
 def _break_off(mesh: "GrpcMesh", source: int, error: ProtocolError) -> NoReturn:
     """End a stream on which something came that should not."""
     log.error("%s stream from rank %d ended: %s", mesh.where, source, error)
     mesh.lose(source, str(error))
-    raise _Refused(grpc.StatusCode.DATA_LOSS, str(error)) from error
+    raise Refused(grpc.StatusCode.DATA_LOSS, str(error)) from error

@@ -1,6 +1,5 @@
 """Questions to any process of a cluster, for people and tools that look at it from outside."""
 
-import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from enum import StrEnum
@@ -12,7 +11,7 @@ from grpc_health.v1 import health_pb2
 
 from shardnet.config import Limits, Timeouts
 from shardnet.credentials import Role, Security
-from shardnet.errors import EndpointUnavailable, ProtocolError
+from shardnet.errors import ProtocolError
 from shardnet.pb import stats_pb2
 from shardnet.transport import stats_service
 from shardnet.transport.dialing import check_trust
@@ -41,32 +40,6 @@ async def snapshot(address: str, *, timeout_s: float = ANSWER_S, security: Secur
     method = f"/{stats_service.SERVICE}/{stats_service.SNAPSHOT}"
     request = stats_pb2.SnapshotRequest()
     return await ask(address, method, request, stats_pb2.SnapshotReply.FromString, timeout_s=timeout_s, security=security)
-
-
-async def watch(
-    address: str, *, interval_s: float = stats_service.INTERVAL_S, timeout_s: float = ANSWER_S, security: Security | None = None
-) -> AsyncGenerator[stats_pb2.SnapshotReply, None]:
-    """The statistics of the worker or rendezvous at `address`, now and every `interval_s`, 0.1 to 60 s; ends when that process closes.
-
-    Raises like `snapshot`, also when the process dies meanwhile, or says nothing for `timeout_s` longer than the interval. Who leaves the
-    loop before the end closes the generator (contextlib.aclosing), or the call goes on until Python does.
-    """
-    method = f"/{stats_service.SERVICE}/{stats_service.WATCH}"
-    security = security or Security()
-    silence_s = interval_s + timeout_s
-    channel = security.channel(address, channel_options(Timeouts(suspect_s=2 * silence_s), Limits()))  # no pings while snapshots come
-    async with _translated(channel, address, method, security, timeout_s):
-        call = channel.unary_stream(method, request_serializer=_serialize, response_deserializer=bytes)
-        replies = call(stats_pb2.WatchRequest(interval_s=interval_s))
-        while True:
-            try:
-                async with asyncio.timeout(silence_s):
-                    data = await replies.read()
-            except TimeoutError:
-                raise EndpointUnavailable(f"{address} said nothing for {silence_s:g} s; it may be frozen, or the network cut") from None
-            if not isinstance(data, bytes):  # grpc.aio.EOF
-                return
-            yield stats_pb2.SnapshotReply.FromString(data)
 
 
 async def health(address: str, *, timeout_s: float = ANSWER_S, security: Security | None = None) -> Health:

@@ -16,6 +16,7 @@ from shardnet.config import Limits, Timeouts
 from shardnet.credentials import Options
 
 HANDSHAKE_S = 3.0  # a connection that says nothing for this long is closed
+ONLOOKER_LOST_S = 4.0  # of silence after which who watches over our own HTTP/2 is gone
 ONLOOKER_PING_MS = 3000  # who only looks on is missed a little later: to ping each every second costs more than to tell it everything
 MAX_STREAMS_PER_CONNECTION = 64  # a worker needs a handful: two streams, health, statistics
 

@@ -1,6 +1,5 @@
 """`ProcessMemory`: what a process has in RAM."""
 
-import re
 import resource
 import sys
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import Self
 import psutil
 
 _STATUS = Path("/proc/self/status")
-_LINE = re.compile(rb"^(VmRSS|VmHWM|RssShmem):\s+(\d+) kB", re.MULTILINE)
+_STATUS_BYTES = 8192  # it has some 1,500
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +22,18 @@ class ProcessMemory:
 
     @classmethod
     def now(cls) -> Self:
-        """Of this process. Takes some 30 µs."""
-        if not _STATUS.exists():
+        """Of this process. Takes some 40 µs."""
+        try:
+            with _STATUS.open("rb", buffering=0) as file:
+                status = file.read(_STATUS_BYTES)
+        except FileNotFoundError:
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             return cls(int(psutil.Process().memory_info().rss), peak if sys.platform == "darwin" else 1024 * peak, 0)
         # not getrusage's peak, which begins with that of whoever started this process
-        found = dict(_LINE.findall(_STATUS.read_bytes()))
-        return cls(*(1024 * int(found.get(name, 0)) for name in (b"VmRSS", b"VmHWM", b"RssShmem")))
+        return cls(_bytes(status, b"\nVmRSS:"), _bytes(status, b"\nVmHWM:"), _bytes(status, b"\nRssShmem:"))
+
+
+def _bytes(status: bytes, name: bytes) -> int:
+    """What a line says in kB; 0 if there is none. No regular expression: it looks at each line, and this is asked for again and again."""
+    _, _, rest = status.partition(name)
+    return 1024 * int(rest.split(None, 1)[0]) if rest else 0

@@ -9,15 +9,24 @@ UNREACHABLE = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_E
 
 def translate(error: grpc.aio.AioRpcError, address: str, what: str) -> ShardnetError:
     """The error to raise for a failed call of `what` at `address`."""
-    match error.code():
+    return translate_status(error.code(), reason(error), address, what)
+
+
+def translate_status(code: grpc.StatusCode, reason: str, address: str, what: str) -> ShardnetError:
+    """The same, for a call whose end is known by its status."""
+    match code:
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return EndpointUnavailable(f"{address} did not answer {what} in time; the process may be frozen or the network slow")
+        case code if code in UNREACHABLE and "http1" in reason:  # grpcio's words
+            return ProtocolError(
+                f"{address} speaks HTTP/1 and not gRPC; it may be the port of a page or of metrics, and not the process' own"
+            )
         case code if code in UNREACHABLE:
-            return EndpointUnavailable(f"nobody answers {what} at {address}: {reason(error)}; check the address and that the process runs")
+            return EndpointUnavailable(f"nobody answers {what} at {address}: {reason}; check the address and that the process runs")
         case grpc.StatusCode.UNIMPLEMENTED:
             return ProtocolError(f"the server at {address} does not know {what}: it is no shardnet process of the kind that is asked for")
         case code:
-            return ProtocolError(f"{address} answered {what} with {code.name}: {reason(error)}")
+            return ProtocolError(f"{address} answered {what} with {code.name}: {reason}")
 
 
 def reason(error: grpc.aio.AioRpcError) -> str:

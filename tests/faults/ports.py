@@ -60,7 +60,7 @@ async def ports(
     async with AsyncExitStack() as stack:
         services, members = [], []
         for rank in range(count):
-            services.append(MeshService(timeouts, limits))
+            services.append(MeshService(timeouts))
             endpoint = Endpoint("127.0.0.1:0", limits=limits, timeouts=timeouts, snapshot=stats_pb2.SnapshotReply, security=security)
             endpoint.add_mesh(services[-1])
             await endpoint.start()

@@ -13,9 +13,9 @@ from contextlib import ExitStack, contextmanager, suppress
 import psutil
 import pytest
 
-from shardnet.cli.observation import Observer
 from shardnet.credentials import Security
 from shardnet.loop import LoopThread
+from shardnet.observation.observer import Observer
 from tests.faults.ledger import SEED, Scenario, scenario
 from tests.training.workers import Nursery, Worker, rendezvous
 

@@ -33,8 +33,10 @@ class Crew:
         ends = [
             worker.hear("left", within_s=WITHIN_S) for worker in members
         ]  # of all, also if one has failed: nobody is left in the middle of a job
+        said = zip(members, ends, strict=True)
+        errors = [f"rank {worker.rank}: {end['error']}: {end['message']}" for worker, end in said if end["error"]]
+        assert not errors, "\n".join(errors)  # of all: who has lost a peer does not know why
         for worker, end in zip(members, ends, strict=True):
-            assert end["error"] is None, f"rank {worker.rank}: {end['error']}: {end['message']}"
             assert end["leaks"] == [], f"rank {worker.rank}"
         return [end["result"] for _, end in sorted(zip(members, ends, strict=True), key=lambda pair: pair[0].rank)]
 

@@ -154,7 +154,19 @@ class TestRunning:
         running.join(worker(5), 10.0)
         running.vanish("w5")
         (status,) = running.status()
-        assert (status.state, status.epoch) == (JobState.FINISHED, 1)
+        assert (status.state, status.epoch) == (JobState.LOST, 1)
+
+    def test_who_has_vanished_has_not_finished(self, running: Registry) -> None:
+        running.leave("job", "w0")
+        running.vanish("w1")
+        running.vanish("w2")
+        assert running.status()[0].state is JobState.LOST
+        for number in (5, 6):
+            running.join(worker(number), 10.0)
+        assert running.status()[0].state is JobState.RUNNING
+        for number in (5, 6):
+            running.leave("job", f"w{number}")
+        assert running.status()[0].state is JobState.FINISHED
 
 
 class TestRefusals:

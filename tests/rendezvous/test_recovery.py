@@ -138,7 +138,7 @@ def test_even_where_all_had_lost_it() -> None:
     workers = formed(registry, 2)
     registry.vanish("w0")
     registry.vanish("w1")
-    assert registry.status()[0].state is JobState.FINISHED
+    assert registry.status()[0].state is JobState.LOST
     registry.resume(workers[1])
     assert registry.status()[0].state is JobState.RUNNING
     registry.resume(workers[0])

@@ -180,6 +180,27 @@ def test_when_members_leave_in_peace_the_training_is_over_for_who_waits_and_who_
     assert set(assigned(registry.tick(12.0 + SETTLE))) == {"w9", "w10"}
 
 
+def test_it_is_done_when_the_last_one_has_left_in_peace(registry: Registry) -> None:
+    first, second = formed(registry, 2)
+    done = [registry.is_done]
+    registry.leave(first.job, first.incarnation)
+    done.append(registry.is_done)
+    registry.vanish(second.incarnation)  # it had come to the end as well, and dies as it leaves
+    done.append(registry.is_done)
+    registry.join(elastic(7), 10.0)
+    done.append(registry.is_done)
+    assert done == [False, False, True, False]
+
+
+def test_it_is_not_done_when_all_are_lost_or_were_none(registry: Registry) -> None:
+    for request in formed(registry, 2):
+        registry.vanish(request.incarnation)
+    waiting = elastic(7)
+    registry.join(waiting, 10.0)
+    registry.leave(waiting.job, waiting.incarnation)  # it gives up, and was never a member
+    assert not registry.is_done
+
+
 def test_nobody_is_taken_for_another_ones_successor(registry: Registry) -> None:
     formed(registry, 3)
     stranger = replace(elastic(9), previous="w0")

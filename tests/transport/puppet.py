@@ -1,7 +1,7 @@
 """A rank whose every frame a test decides: the other end of a real mesh's streams."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, replace
 
@@ -16,7 +16,7 @@ from shardnet.transport.endpoint import Endpoint
 from shardnet.transport.grpc_mesh import GrpcMesh
 from shardnet.transport.hello import ACCEPTED, Hello, terms_of
 from shardnet.transport.mesh_service import MeshService
-from shardnet.transport.options import channel_options
+from shardnet.transport.options import channel_options, server_options
 from shardnet.wire import Chunk, decode, encode
 
 JOB = "puppet theatre"
@@ -74,11 +74,8 @@ async def theatre(timeouts: Timeouts = TIMEOUTS) -> AsyncIterator[Theatre]:
     """Runs on shardnet's loop. The backend is aborted at the end."""
     async with AsyncExitStack() as stack:
         heard = asyncio.Queue[Chunk]()
-        service = MeshService(timeouts, LIMITS)
-        addresses = [
-            await _listen(stack, timeouts, lambda endpoint: endpoint.add_mesh(service)),
-            await _listen(stack, timeouts, lambda endpoint: endpoint.add(_listener(heard))),
-        ]
+        service = MeshService(timeouts)
+        addresses = [await _rank_0(stack, timeouts, service), await _puppet(stack, timeouts, heard)]
         members = tuple(Member(rank, rank, 0, address, "node", f"worker{rank}") for rank, address in enumerate(addresses))
         mesh = GrpcMesh(JOB, Topology(1, 0, members), service, Security(), timeouts, LIMITS, shared_memory=False)
         options = {**dict(channel_options(timeouts, LIMITS)), "grpc.max_send_message_length": -1}  # the puppet keeps to no limit
@@ -94,16 +91,17 @@ async def theatre(timeouts: Timeouts = TIMEOUTS) -> AsyncIterator[Theatre]:
         await backend.aclose()
 
 
-async def _listen(stack: AsyncExitStack, timeouts: Timeouts, serve: Callable[[Endpoint], None]) -> str:
+async def _rank_0(stack: AsyncExitStack, timeouts: Timeouts, service: MeshService) -> str:
     endpoint = Endpoint("127.0.0.1:0", limits=LIMITS, timeouts=timeouts, snapshot=stats_pb2.SnapshotReply)
-    serve(endpoint)
+    endpoint.add_mesh(service)
     await endpoint.start()
     stack.push_async_callback(endpoint.aclose, 0)
     return endpoint.address
 
 
-def _listener(heard: "asyncio.Queue[Chunk]") -> grpc.GenericRpcHandler:
-    """The puppet's ears: it takes every stream and writes down what comes."""
+async def _puppet(stack: AsyncExitStack, timeouts: Timeouts, heard: "asyncio.Queue[Chunk]") -> str:
+    """The puppet's ears: it takes every stream and writes down what comes. A plain gRPC server, as behind a proxy."""
+    server = grpc.aio.server(options=server_options(timeouts, LIMITS))
 
     async def listen(frames: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, bytes]) -> bytes:
         await context.send_initial_metadata((ACCEPTED,))
@@ -112,4 +110,8 @@ def _listener(heard: "asyncio.Queue[Chunk]") -> grpc.GenericRpcHandler:
         return mesh_pb2.PushResult().SerializeToString()
 
     push: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_unary_rpc_method_handler(listen)
-    return grpc.method_handlers_generic_handler("shardnet.v1.Mesh", {"Push": push})
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("shardnet.v1.Mesh", {"Push": push})])
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    stack.push_async_callback(server.stop, 0)
+    return f"127.0.0.1:{port}"

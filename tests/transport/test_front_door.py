@@ -35,7 +35,7 @@ REPLY = stats_pb2.SnapshotReply(role="worker", step=3)
 @asynccontextmanager
 async def worker(listen: str = "127.0.0.1:0") -> AsyncIterator[Endpoint]:
     endpoint = Endpoint(listen, limits=LIMITS, timeouts=TIMEOUTS, snapshot=lambda: REPLY, security=Security(insecure=True))
-    endpoint.add_mesh(MeshService(TIMEOUTS, LIMITS))
+    endpoint.add_mesh(MeshService(TIMEOUTS))
     async with endpoint:
         yield endpoint
 

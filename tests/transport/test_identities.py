@@ -70,7 +70,7 @@ async def two(
     services, members = [], []
     async with AsyncExitStack() as stack:
         for rank, (protection, identity) in enumerate(zip(protections, placed, strict=True)):
-            services.append(MeshService(TIMEOUTS, LIMITS))
+            services.append(MeshService(TIMEOUTS))
             endpoint = Endpoint("127.0.0.1:0", limits=LIMITS, timeouts=TIMEOUTS, snapshot=stats_pb2.SnapshotReply, security=protection)
             endpoint.add_mesh(services[-1])
             await endpoint.start()

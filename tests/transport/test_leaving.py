@@ -26,7 +26,7 @@ GOODBYE = Chunk(1, 0, 0)
 def stream() -> Iterator[tuple[GrpcMesh, Call, socket.socket]]:
     """Rank 0's mesh, with an open stream, to a rank 1 that takes bytes as a test does, a few at a time, and says nothing."""
     members = tuple(Member(rank, rank, 0, f"127.0.0.1:{rank + 1}", "node", f"w{rank}") for rank in range(2))
-    mesh = GrpcMesh("job", Topology(1, 0, members), MeshService(TIMEOUTS, LIMITS), Security(), TIMEOUTS, LIMITS)
+    mesh = GrpcMesh("job", Topology(1, 0, members), MeshService(TIMEOUTS), Security(), TIMEOUTS, LIMITS)
     near, far = sockets()
     near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * MIB)
     far.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 32 * KIB)

@@ -33,7 +33,7 @@ async def places(count: int, world_size: int) -> AsyncIterator[tuple[list[MeshSe
     async with contextlib.AsyncExitStack() as stack:
         services, addresses = [], []
         for _ in range(count):
-            services.append(MeshService(TIMEOUTS, Limits()))
+            services.append(MeshService(TIMEOUTS))
             endpoint = Endpoint("127.0.0.1:0", limits=Limits(), timeouts=TIMEOUTS, snapshot=stats_pb2.SnapshotReply)
             endpoint.add_mesh(services[-1])
             await loop.run_here(endpoint.start())

@@ -4,18 +4,17 @@ import asyncio
 import math
 import socket
 import sys
-from dataclasses import dataclass
 
 import pytest
 from prometheus_client import Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from shardnet.address import Address
 from shardnet.errors import ListenError, PlaintextRefused, UsageError
 from shardnet.histogram import BOUNDS_S
 from shardnet.pb import stats_pb2
 from shardnet.transport.metrics_port import MetricsPort
+from tests.http_calls import get, knock, say
 from tests.shared_loop import on_shared_loop
 
 BUCKETS = len(BOUNDS_S) + 1
@@ -49,43 +48,6 @@ RENDEZVOUS = stats_pb2.SnapshotReply(
 )
 
 
-@dataclass
-class Answer:
-    status: int
-    fields: dict[str, str]
-    body: str
-
-
-async def say(address: str, *parts: bytes) -> bytes:
-    """What the port answers to this, to its end."""
-    loop = asyncio.get_running_loop()
-    with await knock(address) as sock:
-        for part in parts:
-            await loop.sock_sendall(sock, part)
-        answer = b""
-        while more := await loop.sock_recv(sock, 65536):
-            answer += more
-        return answer
-
-
-async def knock(address: str) -> socket.socket:
-    """A connection that the caller closes; streams of uvloop's would leave a descriptor to its loop."""
-    sock = socket.socket()
-    sock.setblocking(False)
-    target = Address.parse(address)
-    await asyncio.get_running_loop().sock_connect(sock, (target.host, target.port))
-    return sock
-
-
-async def get(address: str, path: str = "/metrics", *, method: str = "GET", accept: str = "*/*") -> Answer:
-    said = await say(address, f"{method} {path} HTTP/1.1\r\nHost: x\r\n".encode(), f"Accept: {accept}\r\n\r\n".encode())
-    head, _, body = said.decode().partition("\r\n\r\n")
-    first, *lines = head.split("\r\n")
-    fields = dict(line.split(": ", 1) for line in lines)
-    assert int(fields["content-length"]) == len(body)
-    return Answer(int(first.split()[1]), fields, body)
-
-
 def port(reply: stats_pb2.SnapshotReply = WORKER, listen: str = "127.0.0.1:0") -> MetricsPort:
     return MetricsPort(listen, lambda: reply)
 
@@ -104,7 +66,7 @@ def samples(families: list[Metric]) -> dict[tuple[str, ...], float]:
 @on_shared_loop
 async def test_a_parser_reads_what_the_snapshot_says(accept: str) -> None:
     async with port() as opened:
-        answer = await get(address_of(opened), accept=accept)
+        answer = await get(address_of(opened), "/metrics", accept=accept)
     assert answer.status == 200
     is_open = answer.fields["content-type"].startswith("application/openmetrics-text")
     assert is_open is accept.startswith("application/openmetrics-text")
@@ -136,7 +98,7 @@ async def test_a_parser_reads_what_the_snapshot_says(accept: str) -> None:
 @on_shared_loop
 async def test_a_rendezvous_tells_of_its_jobs_and_of_no_training() -> None:
     async with port(RENDEZVOUS) as opened:
-        found = samples(list(text_string_to_metric_families((await get(address_of(opened))).body)))
+        found = samples(list(text_string_to_metric_families((await get(address_of(opened), "/metrics")).body)))
     assert (found["shardnet_job_running", "lm"], found["shardnet_job_workers", "lm"], found["shardnet_job_epoch", "lm"]) == (1, 3, 2)
     assert not any(name.startswith(("shardnet_step", "shardnet_collective", "shardnet_rank")) for name, *_ in found)
 
@@ -168,7 +130,7 @@ async def test_callers_that_say_nothing_hold_up_neither_each_other_nor_the_end()
     async with port() as opened:
         address = address_of(opened)
         silent = [await knock(address) for _ in range(3)]
-        assert (await get(address)).status == 200
+        assert (await get(address, "/metrics")).status == 200
         await opened.aclose()
         for sock in silent:
             with sock:

@@ -58,7 +58,7 @@ async def worker(protection: Security) -> AsyncIterator[Host]:
     host: Host
     endpoint = Endpoint("127.0.0.1:0", limits=LIMITS, timeouts=TIMEOUTS, snapshot=lambda: host.snapshot(), security=protection)
     host = Host(endpoint)
-    endpoint.add_mesh(MeshService(TIMEOUTS, LIMITS))
+    endpoint.add_mesh(MeshService(TIMEOUTS))
     async with endpoint:
         yield host
 

@@ -2,30 +2,41 @@
 
 import asyncio
 import math
+import socket
 import time
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import replace
 
 import grpc
 import pytest
 
-from shardnet.config import Limits, Timeouts
+from shardnet.address import Address
+from shardnet.config import MIB, Limits, Timeouts
+from shardnet.credentials import Security
 from shardnet.errors import EndpointUnavailable, ProtocolError
 from shardnet.pb import stats_pb2
+from shardnet.transport import stats_service
+from shardnet.transport.dialing import dial
 from shardnet.transport.endpoint import Endpoint
-from shardnet.transport.observe import snapshot, watch
+from shardnet.transport.http2 import Call
+from shardnet.transport.metrics_port import MetricsPort
+from shardnet.transport.observe import snapshot
 from shardnet.transport.stats_service import MAX_WATCHERS
+from shardnet.transport.watching import watch
 from tests.shared_loop import on_shared_loop
 
 
 class Counter:
     """A process that says how often it was asked."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = 0) -> None:
+        """size  of each answer, in bytes"""
         self.asked = 0
+        self._filling = size * "x"
 
     def snapshot(self) -> stats_pb2.SnapshotReply:
         self.asked += 1
-        return stats_pb2.SnapshotReply(role="test", step=self.asked)
+        return stats_pb2.SnapshotReply(role="test", step=self.asked, routing=self._filling)
 
 
 def endpoint(counter: Counter) -> Endpoint:
@@ -57,6 +68,106 @@ async def test_a_watcher_that_has_gone_costs_nothing() -> None:
         before = counter.asked
         await snapshot(opened.address)
         assert counter.asked == before + 1
+
+
+@on_shared_loop
+async def test_any_client_gets_the_same() -> None:
+    async with endpoint(Counter()) as opened, grpc.aio.insecure_channel(opened.address) as channel:
+        ask: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream("/shardnet.v1.Stats/Watch")
+        call = ask(stats_pb2.WatchRequest(interval_s=0.1).SerializeToString())
+        replies = [await call.read() for _ in range(3)]
+        assert [stats_pb2.SnapshotReply.FromString(each).step for each in replies if isinstance(each, bytes)] == [1, 2, 3]
+        call.cancel()
+
+
+@on_shared_loop
+async def test_who_reads_slowly_gets_the_newest() -> None:
+    counter = Counter()
+    async with endpoint(counter) as opened, aclosing(watch(opened.address, interval_s=0.1)) as snapshots:
+        assert (await anext(snapshots)).step == 1
+        while counter.asked < 5:  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(0.01)
+        assert (await anext(snapshots)).step in (4, 5)
+
+
+@on_shared_loop
+async def test_a_watcher_that_is_frozen_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stats_service, "_ONLOOKERS", replace(Timeouts(), suspect_s=0.4, lost_s=0.4))
+    async with endpoint(Counter()) as opened:
+        connection = await dial(Address.parse(opened.address), Security())
+        frozen = Call(connection, Limits())
+        frozen.open(opened.address, stats_service.PATH, ())
+        frozen.send_now(stats_pb2.WatchRequest(interval_s=60.0).SerializeToString())
+        frozen.end()
+        await frozen.headers()
+        asyncio.get_running_loop().remove_reader(connection.socket)
+        assert opened._stats._watchers == 1
+        async with asyncio.timeout(5.0):
+            while opened._stats._watchers:  # noqa: ASYNC110 - nobody tells
+                await asyncio.sleep(0.01)
+        frozen.close()
+
+
+@on_shared_loop
+async def test_for_a_watcher_that_takes_nothing_nothing_is_made() -> None:
+    """What its system does not take any more would pile up here. Another one, that takes all, counts the beats."""
+    counter, told = Counter(size=4 * MIB), 0
+    async with endpoint(counter) as opened:
+        connection = await dial(Address.parse(opened.address), Security())
+        mute = Call(connection, Limits())
+        mute.open(opened.address, stats_service.PATH, ())
+        mute.send_now(stats_pb2.WatchRequest(interval_s=0.1).SerializeToString())
+        mute.end()
+        asyncio.get_running_loop().remove_reader(connection.socket)
+        async with aclosing(watch(opened.address, interval_s=0.1)) as snapshots:
+            async for _ in snapshots:
+                told += 1
+                if told == 12:
+                    break
+        assert counter.asked - told < 6, "a socket takes a few"
+        mute.close()
+
+
+@on_shared_loop
+async def test_a_snapshot_that_fails_ends_the_stream(caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> stats_pb2.SnapshotReply:
+        raise ValueError("a secret")
+
+    opened = Endpoint("127.0.0.1:0", limits=Limits(), timeouts=Timeouts.for_tests(), snapshot=fail)
+    async with opened, AsyncExitStack() as stack:
+        snapshots = await stack.enter_async_context(aclosing(watch(opened.address)))
+        with pytest.raises(ProtocolError, match="INTERNAL: internal error; see the log of the process that was called"):
+            await anext(snapshots)
+    assert "a snapshot failed" in caplog.text
+
+
+@on_shared_loop
+async def test_our_own_way_refuses_as_grpcio_does() -> None:
+    async with endpoint(Counter()) as opened, aclosing(watch(opened.address, interval_s=0.01)) as snapshots:
+        with pytest.raises(ProtocolError, match=r"INVALID_ARGUMENT: interval_s must be 0\.1 to 60 seconds, got 0\.01"):
+            await anext(snapshots)
+
+
+@on_shared_loop
+async def test_somebody_else_answers() -> None:
+    """Who speaks no HTTP/2."""
+    loop = asyncio.get_running_loop()
+    with socket.create_server(("127.0.0.1", 0)) as web:
+        web.setblocking(False)
+        async with aclosing(watch(f"127.0.0.1:{web.getsockname()[1]}")) as snapshots:
+            first = asyncio.ensure_future(anext(snapshots))
+            caller, _ = await loop.sock_accept(web)
+            with caller:
+                await loop.sock_sendall(caller, b"HTTP/1.1 400 Bad Request\r\n\r\n")
+                with pytest.raises(ProtocolError, match=r"answered /shardnet\.v1\.Stats/Watch with something else than its reply"):
+                    await first
+
+
+@on_shared_loop
+async def test_the_port_of_a_page_is_no_processs_own() -> None:
+    async with MetricsPort("127.0.0.1:0", stats_pb2.SnapshotReply) as port:
+        with pytest.raises(ProtocolError, match="speaks HTTP/1 and not gRPC; it may be the port of a page or of metrics"):
+            await snapshot(port.url.removeprefix("http://").removesuffix("/metrics"))
 
 
 @pytest.mark.parametrize("interval_s", [0.0, 0.09, 60.1, -1.0, math.inf, math.nan])

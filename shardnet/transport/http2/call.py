@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import NoReturn
 
 from shardnet.config import KIB, MIB, Limits
 from shardnet.errors import ProtocolError
@@ -18,7 +19,8 @@ from shardnet.wire import Buffer
 STREAM = 1  # the only one
 _FRAME_BYTES = 16 * MIB - 1
 _COPY_BYTES = 32 * KIB  # a message up to this size is copied and sent in passing; a larger one lends its buffer
-_REQUEST_BYTES = 64 * KIB  # that a caller may say before somebody wants its messages; pings while it waits included
+_REQUEST_BYTES = 64 * KIB  # that a caller may say whose messages nobody wants, or not yet; pings while it waits included
+_MESSAGE_BYTES = 4 * KIB  # of a message among that
 _READS = 8  # at a time, or as many as bring so many messages; then others get their turn
 _MESSAGES = 64
 
@@ -38,7 +40,7 @@ _OPEN_CONNECTION = frames.window_update(0, frames.MAX_WINDOW - frames.DEFAULT_WI
 class Call:
     """One end of the call; lives as long as its connection, which it owns. Runs on the loop that made it.
 
-    Messages go to whoever `deliver` names; until then none may come but an empty one. Everything else is awaited, and
+    Messages go to whoever `deliver` names, and none may come before. Everything else is awaited, and
     raises CallBroken once the connection is gone, or ProtocolError for what the peer may not send.
     """
 
@@ -50,12 +52,13 @@ class Call:
         self._loop = asyncio.get_running_loop()
         self._writer = FrameWriter(STREAM)
         self._messages = MessageReader(0, lambda message: None)
+        self._early: list[memoryview] = []  # messages that came before anybody wanted them
         self._state = CallState(STREAM, self._writer)
         self._reader = FrameReader(STREAM, self._messages, self._state, _FRAME_BYTES)
         self._max_message_bytes = limits.max_message_bytes
         self._window_bytes = 2 * limits.chunk_bytes  # of small messages that may wait
         self._replied = False  # headers were sent
-        self._allowed_bytes: int | None = None  # that the peer may still say before it is known
+        self._allowed_bytes: int | None = None  # that the peer may still say; None: any number
         self._finished = False  # this half of the stream
         self._writing = False  # the socket is full
         self._mute = False  # nothing can be written any more
@@ -77,6 +80,7 @@ class Call:
     def answer(self) -> None:
         """As the callee, after the caller's OPENING was read. Until `deliver` the caller may say no more than a request takes."""
         self._allowed_bytes = _REQUEST_BYTES
+        self._messages.on_message, self._messages.max_bytes = self._early.append, _MESSAGE_BYTES
         ack = frames.frame(Type.SETTINGS, Flags.ACK, 0)
         self._writer.control(_ANSWER + ack + _OPEN_CONNECTION)
         self._writer.set_initial_window(frames.MAX_WINDOW)
@@ -101,10 +105,24 @@ class Call:
     # --- traffic
 
     def deliver(self, on_message: OnMessage) -> None:
-        """From now on, `on_message` gets each message as it is complete, in a buffer of its own. What it raises ends the call."""
+        """From now on, `on_message` gets each message as it is complete, in a buffer of its own. What it raises ends the call.
+
+        Raises ProtocolError for a caller that did not wait.
+        """
+        if self._early:
+            raise ProtocolError(f"a message of {len(self._early[0])} bytes came before it was wanted")
         self._messages.on_message = on_message
         self._messages.max_bytes = self._max_message_bytes
         self._allowed_bytes = None
+
+    async def request(self) -> bytes:
+        """The message of a caller that has no more to say, instead of `deliver`: what comes stays bounded."""
+        await self.ended()
+        return b"".join(self._early)
+
+    def hear_out(self) -> None:
+        """Let the caller say as much again as before its request was known: answers to pings, mostly."""
+        self._allowed_bytes = _REQUEST_BYTES
 
     async def send(self, *parts: Buffer) -> None:
         """Send one message; returns when its buffers may be used again. Cancelling it sends it all the same."""
@@ -148,6 +166,11 @@ class Call:
         """Wait until the peer has ended its half."""
         await self._until(lambda: self._state.ended)
 
+    async def broken(self) -> NoReturn:
+        """Wait until nothing more can come, and raise why."""
+        await self._until(lambda: False)
+        raise AssertionError("unreachable")
+
     @property
     def wants_checksums(self) -> bool:
         """Whether what a message carries may arrive damaged."""
@@ -163,6 +186,11 @@ class Call:
     def outgoing_bytes(self) -> int:
         """Of what was sent and the peer's system does not have yet; 0 once the connection is gone."""
         return 0 if self._broken is not None else self._writer.unsent_bytes + self._unacknowledged_bytes()
+
+    @property
+    def unsent_bytes(self) -> int:
+        """Of what was sent and this system has not taken yet: the peer takes it too slowly. 0 once the connection is gone."""
+        return 0 if self._broken is not None else self._writer.unsent_bytes
 
     def ping(self) -> None:
         """Ask for a sign of life; not again while what was to go out before still waits."""
@@ -228,7 +256,7 @@ class Call:
         if self._allowed_bytes is not None:
             self._allowed_bytes -= count
             if self._allowed_bytes < 0:
-                raise ProtocolError(f"a caller said more than {_REQUEST_BYTES} bytes before it was let in")
+                raise ProtocolError(f"a caller said more than {_REQUEST_BYTES} bytes that nobody wants")
 
     def _flush(self) -> None:
         """Write what can be written."""

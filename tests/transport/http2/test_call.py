@@ -176,11 +176,62 @@ async def test_a_caller_that_is_not_let_in_may_not_talk_for_ever() -> None:
     callee.answer()
     with near:
         flooding = asyncio.ensure_future(loop.sock_sendall(near, frames.frame(Type.DATA, Flags.NONE, 1) * MIB))
-        with pytest.raises(ProtocolError, match="more than 65536 bytes before it was let in"):
+        with pytest.raises(ProtocolError, match="more than 65536 bytes that nobody wants"):
             await callee.headers()
         callee.close()
         with pytest.raises(ConnectionError):
             await flooding
+
+
+@contextmanager
+def callee_and_peer() -> Iterator[tuple[Call, socket.socket]]:
+    """A call that has answered, and the raw end of who makes it."""
+    near, far = sockets()
+    callee = Call(PlainConnection(far), LIMITS)
+    callee.answer()
+    with near:
+        yield callee, near
+        callee.close()
+
+
+def request_of(size: int) -> bytes:
+    """The only message of a caller."""
+    return frames.frame(Type.DATA, Flags.END_STREAM, 1, b"\0" + size.to_bytes(4) + bytes(size))
+
+
+async def test_a_request_may_come_before_it_is_wanted() -> None:
+    with callee_and_peer() as (callee, peer):
+        await asyncio.get_running_loop().sock_sendall(peer, request_of(4096))
+        assert await callee.request() == bytes(4096)
+
+
+async def test_a_request_of_more_than_a_request_takes() -> None:
+    with callee_and_peer() as (callee, peer):
+        await asyncio.get_running_loop().sock_sendall(peer, request_of(4097))
+        with pytest.raises(ProtocolError, match=r"a message of 4097 bytes is larger than allowed \(4096 bytes\)"):
+            await callee.request()
+
+
+async def test_a_stream_that_begins_before_it_is_let_in() -> None:
+    with callee_and_peer() as (callee, peer):
+        await asyncio.get_running_loop().sock_sendall(peer, request_of(3))
+        await callee.ended()
+        with pytest.raises(ProtocolError, match="a message of 3 bytes came before it was wanted"):
+            callee.deliver(lambda message: None)
+
+
+async def test_who_is_heard_out_may_say_as_much_again() -> None:
+    """Answers to the pings of hours."""
+    pongs = frames.frame(Type.PING, Flags.ACK, 0, bytes(8)) * 2400  # 40 KiB; 64 may be said
+    with callee_and_peer() as (callee, peer):
+        loop = asyncio.get_running_loop()
+        for _ in range(4):
+            before = callee._allowed_bytes
+            assert before == 64 * 1024
+            await loop.sock_sendall(peer, pongs)
+            while callee._allowed_bytes != before - len(pongs):  # noqa: ASYNC110 - nobody tells
+                await asyncio.sleep(0)
+            callee.hear_out()
 
 
 class TestEnds:

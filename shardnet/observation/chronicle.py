@@ -1,0 +1,91 @@
+"""`Chronicle`: what has happened, told by what is other than at the look before."""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from shardnet.observation.views import GONE, LOST, ClusterView, JobView, WorkerView
+
+KEPT = 100
+LOST_WORDS = " (its workers have vanished, and had not said that it was over)"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """`at_s` is in seconds since 1970. `bad`: something to worry about."""
+
+    at_s: float
+    what: str
+    bad: bool = False
+
+
+class Chronicle:
+    """The last events, the newest last; lives as long as somebody watches."""
+
+    def __init__(self) -> None:
+        self.events: deque[Event] = deque(maxlen=KEPT)
+        self._before: ClusterView | None = None
+        self._new = 0
+
+    def add(self, at_s: float, view: ClusterView) -> None:
+        """The next look. What is there at the first one is no event."""
+        if self._before is not None:
+            found = [Event(at_s, what, bad) for what, bad in _changes(self._before, view)]
+            self.events.extend(found)
+            self._new += len(found)
+        self._before = view
+
+    def take_new(self) -> list[Event]:
+        """Those that have not been taken before."""
+        count, self._new = min(self._new, len(self.events)), 0
+        return list(self.events)[len(self.events) - count :]
+
+
+def _changes(before: ClusterView, now: ClusterView) -> Iterator[tuple[str, bool]]:
+    if before.health != now.health:
+        yield f"{now.stats.role} {now.address} is {now.health}", now.health != "serving"
+    known = {job.job: job for job in before.jobs}
+    for job in now.jobs:
+        if job.job not in known:
+            yield f"job {job.job}: {job.state}", False
+        else:
+            yield from _of_job(known[job.job], job)
+    for name in known.keys() - {job.job for job in now.jobs}:
+        yield f"job {name} is over", False
+
+
+def _of_job(before: JobView, now: JobView) -> Iterator[tuple[str, bool]]:
+    if now.epoch != before.epoch:
+        yield f"job {now.job}: epoch {now.epoch} with {sum(worker.state != GONE for worker in now.workers)} workers", False
+    elif now.state != before.state:
+        yield f"job {now.job}: {now.state}{LOST_WORDS if now.state == LOST else ''}", now.state == LOST
+    known = {worker.address: worker for worker in before.workers}
+    for worker in now.workers:
+        if worker.address not in known:
+            yield f"{_name(worker)} has come", False
+            continue
+        earlier = known.pop(worker.address)
+        if worker.state != earlier.state:  # of one that is gone nobody says any more where it was
+            yield f"{_name(worker if worker.node else earlier)} is {worker.state}", worker.state != "serving"
+        yield from _of_worker(earlier, worker)
+    for worker in known.values():
+        if worker.state != GONE and now.workers:  # when all have, the job's state says so
+            yield f"{_name(worker)} is gone", True
+
+
+def _of_worker(before: WorkerView, now: WorkerView) -> Iterator[tuple[str, bool]]:
+    if before.stats is None or now.stats is None:
+        return
+    waited_in = {each.collective for each in before.stats.waiting}
+    for each in now.stats.waiting:
+        if each.collective not in waited_in:
+            yield f"rank {now.rank} waits in {each.collective} for {'; '.join(map(str, each.absent))}", True
+    failed = sum(op.failed for op in now.stats.collectives.values()) - sum(op.failed for op in before.stats.collectives.values())
+    if failed > 0:
+        yield f"rank {now.rank}: {failed} collective{'s have' if failed > 1 else ' has'} failed", True
+    if now.stats.step < before.stats.step:
+        yield f"rank {now.rank} goes on behind step {now.stats.step}; it had been at {before.stats.step}", False
+
+
+def _name(worker: WorkerView) -> str:
+    return f"rank {worker.rank} ({worker.address}{f', {worker.host}' if worker.node else ''})"

@@ -1,0 +1,98 @@
+"""`RateMeter`: how fast each worker is, from what it has said at several looks."""
+
+from collections import deque
+from dataclasses import dataclass
+
+from shardnet.observation.views import ClusterView, Stats, WorkerView
+from shardnet.traffic import Traffic
+
+WINDOW_S = 5.0  # long enough that numbers can be read, short enough that they are about now
+_NOTHING = Traffic()
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Of one worker, over the last WINDOW_S; None for what cannot be said yet."""
+
+    step_s: float | None = None  # seconds a step
+    sent: float | None = None  # payload bytes a second
+    received: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """Payload bytes a second from a worker to one of its peers."""
+
+    network: float
+    memory: float
+
+
+class RateMeter:
+    """The looks of the last seconds; lives as long as somebody watches."""
+
+    def __init__(self) -> None:
+        self._looks: deque[tuple[float, dict[str, Stats]]] = deque()
+
+    def add(self, at_s: float, view: ClusterView) -> None:
+        """A look at `at_s`, of any clock that only goes on."""
+        stats = {worker.address: worker.stats for job in view.jobs for worker in job.workers if worker.stats is not None}
+        if not view.jobs:
+            stats[view.address] = view.stats
+        self._looks.append((at_s, stats))
+        while len(self._looks) > 2 and at_s - self._looks[1][0] >= WINDOW_S:
+            self._looks.popleft()
+
+    def of(self, worker: WorkerView) -> Rates:
+        """A worker is known by its address; one that has started anew there, or has gone back behind a step, begins anew."""
+        span = self._span(worker)
+        if span is None:
+            return Rates()
+        begin, end, took_s = span
+        sent, received = end.bytes_sent - begin.bytes_sent, end.bytes_received - begin.bytes_received
+        return Rates(_step_s(begin, end, took_s), sent / took_s, received / took_s)
+
+    def flows(self, worker: WorkerView) -> dict[int, Flow]:
+        """From the worker to each rank to which it has sent in this epoch; empty if that cannot be said yet."""
+        span = self._span(worker, in_one_epoch=True)
+        if span is None:
+            return {}
+        begin, end, took_s = span
+
+        def flow(rank: int, now: Traffic) -> Flow:
+            before = begin.peers.get(rank, _NOTHING)
+            network, memory = now.sent_network - before.sent_network, now.sent_memory - before.sent_memory
+            # An epoch has its number before its counters begin.
+            return Flow(max(0, network) / took_s, max(0, memory) / took_s)
+
+        return {rank: flow(rank, now) for rank, now in end.peers.items()}
+
+    def waits(self, worker: WorkerView) -> dict[int, float]:
+        """Which share of the time the worker has waited for each other rank to enter collectives."""
+        span = self._span(worker, in_one_epoch=True)
+        if span is None:
+            return {}
+        begin, end, took_s = span
+        return {rank: max(0.0, seconds - begin.late.get(rank, 0.0)) / took_s for rank, seconds in end.late.items()}
+
+    def _span(self, worker: WorkerView, *, in_one_epoch: bool = False) -> tuple[Stats, Stats, float] | None:
+        """What it said first and last within the window, and the time between, which is its own: what is seen at a look may be as old as
+        the last one. Ranks are others' in another epoch."""
+        if worker.stats is None:
+            return None
+        seen = [stats[worker.address] for _, stats in self._looks if worker.address in stats]
+        if in_one_epoch:
+            seen = [stats for stats in seen if stats.epoch == worker.stats.epoch]
+        if len(seen) < 2:
+            return None
+        begin, end = seen[0], seen[-1]
+        took_s = end.uptime_s - begin.uptime_s
+        return None if took_s <= 0 else (begin, end, took_s)
+
+
+def _step_s(begin: Stats, end: Stats, took_s: float) -> float | None:
+    """As long as the steps took that ended meanwhile, where that is known: they may be longer than the window."""
+    timed = end.steps.times.count - begin.steps.times.count
+    if timed > 0:
+        return (end.steps.seconds - begin.steps.seconds) / timed
+    steps = end.step - begin.step
+    return took_s / steps if steps > 0 else None

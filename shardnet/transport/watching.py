@@ -1,0 +1,117 @@
+"""`watch`: a stream of what a process says of itself, over our own HTTP/2, which costs that process least."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from shardnet.address import Address
+from shardnet.config import Limits
+from shardnet.credentials import Security
+from shardnet.errors import EndpointUnavailable, HandshakeError, ProtocolError
+from shardnet.pb import stats_pb2
+from shardnet.transport.dialing import check_trust, dial
+from shardnet.transport.http2 import Call, CallBroken, Status
+from shardnet.transport.observe import ANSWER_S
+from shardnet.transport.rpc_errors import translate_status
+from shardnet.transport.stats_service import INTERVAL_S, PATH
+
+
+async def watch(
+    address: str, *, interval_s: float = INTERVAL_S, timeout_s: float = ANSWER_S, security: Security | None = None
+) -> AsyncGenerator[stats_pb2.SnapshotReply, None]:
+    """The statistics of the worker or rendezvous at `address`, now and every `interval_s`, 0.1 to 60 s; ends when that process closes.
+    Who reads too slowly gets the newest.
+
+    Raises like `snapshot`, also when the process dies meanwhile, or says nothing for `timeout_s` longer than the interval. Who leaves the
+    loop before the end closes the generator (contextlib.aclosing), or the call goes on until Python does.
+    """
+    async with _call(address, interval_s, timeout_s, security or Security()) as stream:
+        while (said := await stream.next(interval_s + timeout_s)) is not None:
+            yield stats_pb2.SnapshotReply.FromString(bytes(said))
+
+
+class _Stream:
+    """The caller's end of a stream; lives as long as the call, which it does not own. Its end is awaited by a task of its own."""
+
+    def __init__(self, call: Call, address: str) -> None:
+        self._address = address
+        self._newest: memoryview | None = None
+        self._news = asyncio.Event()
+        self.has_begun = False  # something has come: both ends trust each other
+        call.deliver(self._take)
+        self._end = asyncio.get_running_loop().create_task(_status(call))
+        self._end.add_done_callback(lambda _: self._news.set())
+
+    async def next(self, silence_s: float) -> memoryview | None:
+        """What came last, once it is new; None behind the last. Raises CallBroken, EndpointUnavailable or ProtocolError."""
+        try:
+            async with asyncio.timeout(silence_s):
+                await self._news.wait()
+        except TimeoutError:
+            why = f"{self._address} said nothing for {silence_s:g} s; it may be frozen, or the network cut"
+            raise EndpointUnavailable(why) from None
+        self._news.clear()
+        if self._newest is not None:
+            newest, self._newest = self._newest, None
+            if self._end.done():
+                self._news.set()
+            return newest
+        try:
+            status = self._end.result()
+        except ProtocolError as error:
+            raise ProtocolError(f"{self._address} answered {PATH} with something else than its reply: {error}") from error
+        if status.code is not grpc.StatusCode.OK:
+            raise translate_status(status.code, status.details or status.code.name, self._address, PATH)
+        return None
+
+    def _take(self, message: memoryview) -> None:
+        self._newest, self.has_begun = message, True
+        self._news.set()
+
+    async def aclose(self) -> None:
+        self._end.cancel()
+        await asyncio.wait({self._end})
+        if not self._end.cancelled():
+            self._end.exception()  # whoever reads has seen it, or does not want it
+
+
+async def _status(call: Call) -> Status:
+    """How the call ends."""
+    block = await call.headers()
+    if "grpc-status" not in dict(block):  # a refusal brings it at once
+        block = await call.headers()
+    return Status.read(block)
+
+
+@asynccontextmanager
+async def _call(address: str, interval_s: float, timeout_s: float, security: Security) -> AsyncIterator[_Stream]:
+    """The call, begun, and closed at the end. What goes wrong is raised as one of our errors."""
+    call, stream = None, None
+    try:
+        async with asyncio.timeout(timeout_s):
+            connection = await dial(Address.parse(address), security)
+        call = Call(connection, Limits())
+        stream = _Stream(call, address)
+        call.open(address, PATH, ())
+        call.send_now(stats_pb2.WatchRequest(interval_s=interval_s).SerializeToString())
+        call.end()
+        yield stream
+    except HandshakeError as error:
+        raise HandshakeError(f"{address} and this process do not trust each other: {error}") from error
+    except EndpointUnavailable:  # it says already what is wrong
+        raise
+    except (CallBroken, OSError) as error:  # a timeout, too
+        if stream is not None and not stream.has_begun:
+            await check_trust(address, security, timeout_s)
+        why = getattr(error, "strerror", None) or str(error) or f"no connection within {timeout_s:g} s"
+        raise translate_status(grpc.StatusCode.UNAVAILABLE, why, address, PATH) from error
+    except DecodeError as error:
+        raise ProtocolError(f"{address} answered {PATH} with something else than its reply") from error
+    finally:
+        if stream is not None:
+            await stream.aclose()
+        if call is not None:
+            call.close()
