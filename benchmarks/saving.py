@@ -4,7 +4,6 @@ Steps without a save and steps with one under way, in turn; the first of these a
 """
 
 import argparse
-import asyncio
 import statistics
 import sys
 import time
@@ -52,11 +51,10 @@ async def main() -> None:
             started_s = time.perf_counter()
             await checkpoints.save(number)
             begun.append(time.perf_counter() - started_s)
-            writing = asyncio.ensure_future(checkpoints.wait())
-            while not writing.done():
+            while checkpoints.is_saving:
                 beside.append(await step())
             written.append(time.perf_counter() - started_s)
-            await writing
+            await checkpoints.wait()
         if cluster.rank == 0:
             usual, meanwhile = statistics.median(alone), statistics.median(beside)
             print(f"{cluster.world_size} ranks, checkpoint of {size_of(Path(options.folder)) / 2**20:.0f} MiB")

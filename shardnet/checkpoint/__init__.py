@@ -3,6 +3,8 @@
 folder.py       the checkpoints of one folder: which there are, how one comes to be there whole or not at all
 manifest.py     what a checkpoint consists of
 rank_file.py    what one rank writes, and parts of it read back
+tensor_file.py  the same in the format's terms, written
+direct_file.py  a file past the system's page cache
 blocks.py       checksums of what is read in parts
 duties.py       who writes what several ranks have
 idle_thread.py  where files are written while the training goes on

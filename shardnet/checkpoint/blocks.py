@@ -9,9 +9,15 @@ Tensor = torch.Tensor
 BLOCK_BYTES = 2**20
 
 
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor of the host."""
+    data: memoryview = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+    return data
+
+
 def checksums(tensor: Tensor) -> list[int]:
     """CRC-32C of each block; the last one may be shorter. For a contiguous tensor in host memory."""
-    data: memoryview = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+    data = bytes_of(tensor)
     return [crc32c(data[start : start + BLOCK_BYTES]) for start in range(0, len(data), BLOCK_BYTES)]
 
 

@@ -23,7 +23,7 @@ from shardnet.backend.gather import gather_json
 from shardnet.checkpoint.blocks import checksums
 from shardnet.checkpoint.duties import writers
 from shardnet.checkpoint.folder import Folder
-from shardnet.checkpoint.idle_thread import in_idle_thread
+from shardnet.checkpoint.idle_thread import Leisure, in_idle_thread
 from shardnet.checkpoint.manifest import Manifest
 from shardnet.checkpoint.rank_file import FileEntry, write_rank_file
 from shardnet.checkpoint.reading import Reading, read
@@ -63,6 +63,7 @@ class Checkpoints:
         self._inventory = Inventory(things)
         self._snapshot = Snapshot()
         self._writing: asyncio.Task[None] | None = None
+        self._leisure = Leisure()
         self._duties: dict[Span, int] | None = None
 
     # --- saving
@@ -84,12 +85,19 @@ class Checkpoints:
         except BaseException:
             await asyncio.to_thread(self._remove, checkpoint)
             raise
+        self._leisure = Leisure()
         self._writing = asyncio.create_task(self._write(step, checkpoint), name=f"checkpoint of step {step}")
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save is under way."""
+        return self._writing is not None and not self._writing.done()
+
     async def wait(self) -> None:
-        """Until the save that is under way has ended. Raises CheckpointError, once, if it failed, and CollectiveError if a rank was lost
-        meanwhile. Cancelling it does not cancel the save."""
+        """Until the save that is under way has ended; it takes no more care to leave the processor to the training. Raises
+        CheckpointError, once, if it failed, and CollectiveError if a rank was lost meanwhile. Cancelling it does not cancel the save."""
         if (writing := self._writing) is not None:
+            self._leisure.end()
             await asyncio.wait([writing])
             self._writing = None
             writing.result()
@@ -98,6 +106,7 @@ class Checkpoints:
         """Cancel the save that is under way, where a rank is lost; what it has written is no checkpoint."""
         if (writing := self._writing) is not None:
             self._writing = None
+            self._leisure.end()
             writing.cancel()
             await asyncio.wait([writing])
             if not writing.cancelled() and (error := writing.exception()) is not None:
@@ -162,7 +171,7 @@ class Checkpoints:
             raise OSError(
                 f"{folder}, which rank 0 has made, is not there for rank {rank}: all ranks must see one folder, as on a network file system"
             )
-        return write_rank_file(folder / f"rank-{rank:05d}-of-{ranks:05d}.safetensors", checkpoint, pieces, taken)
+        return write_rank_file(folder / f"rank-{rank:05d}-of-{ranks:05d}.safetensors", checkpoint, pieces, taken, self._leisure.rest)
 
     def _manifest(self, step: int, checkpoint: str, files: tuple[FileEntry, ...]) -> Manifest:
         assert self._duties is not None

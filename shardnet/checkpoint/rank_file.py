@@ -6,8 +6,7 @@ blocks (blocks.py), and the checksum of the header, which the manifest has, is o
 """
 
 import json
-import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,14 @@ from typing import Any
 import torch
 from crc32c import crc32c
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from shardnet.checkpoint.blocks import BLOCK_BYTES, checksums, is_intact
+from shardnet.checkpoint.tensor_file import LENGTH_BYTES, write_tensors
 from shardnet.errors import CheckpointError, ProtocolError, UsageError
 from shardnet.state import Piece, Span
 from shardnet.zero.codec import decode, encode
 
 Tensor = torch.Tensor
-_LENGTH_BYTES = 8  # with which the format begins: how long the header is
 _INDEX = "shardnet"  # the metadata's key
 
 
@@ -36,10 +34,14 @@ class FileEntry:
     header_crc32c: int
 
 
-def write_rank_file(path: Path, checkpoint: str, pieces: list[Piece], values: Mapping[str, Any]) -> FileEntry:
-    """Write pieces, and values by name; returns when the disk has them. Tensors are in host memory. Raises OSError.
+def write_rank_file(
+    path: Path, checkpoint: str, pieces: list[Piece], values: Mapping[str, Any], rest: Callable[[], None] = lambda: None
+) -> FileEntry:
+    """Write pieces, and values by name; returns when the disk has them. Tensors are in host memory. Raises OSError,
+    and UsageError for what no file can hold.
 
     checkpoint  its id, without which the files of two checkpoints of one step could be taken for each other
+    rest        called again and again, for whoever has something to do meanwhile
     """
     tensors: dict[str, Tensor] = {}
     encoded: dict[str, str] = {}
@@ -60,16 +62,12 @@ def write_rank_file(path: Path, checkpoint: str, pieces: list[Piece], values: Ma
         entries.append([piece.span.name, piece.span.start, piece.span.stop, list(of_tensors)])
     for name, value in values.items():
         put(name, value)
-    blocks = {name: checksums(tensor) for name, tensor in tensors.items()}
+    blocks = {}
+    for name, tensor in tensors.items():
+        blocks[name] = checksums(tensor)
+        rest()
     index = {"checkpoint": checkpoint, "pieces": entries, "values": encoded, "blocks": blocks}
-    try:
-        save_file(tensors, path, metadata={_INDEX: json.dumps(index, separators=(",", ":"))})
-    except SafetensorError as error:  # the system's, such as a full disk
-        raise OSError(f"{path}: {error}") from error
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        header = file.read(_LENGTH_BYTES)
-        header += file.read(int.from_bytes(header, "little"))
+    header = write_tensors(path, tensors, {_INDEX: json.dumps(index, separators=(",", ":"))}, rest)
     return FileEntry(path.name, path.stat().st_size, crc32c(header))
 
 
@@ -120,7 +118,7 @@ class RankFile:
         if size != entry.size:
             raise self._broken(f"it has {size} bytes and not {entry.size}")
         with self._path.open("rb") as file:
-            header = file.read(_LENGTH_BYTES)
+            header = file.read(LENGTH_BYTES)
             header += file.read(min(int.from_bytes(header, "little"), size))
         if crc32c(header) != entry.header_crc32c:
             raise self._broken("its header is not the one that was written")
