@@ -186,7 +186,7 @@ def _batch(rank: int, step: int) -> torch.Tensor:
 
 
 def _train(model: nn.Module, batches: Callable[[int], torch.Tensor]) -> None:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     for step in range(3):
         optimizer.zero_grad()
         model(batches(step)).square().mean().backward()
@@ -229,14 +229,15 @@ def _fully_sharded(rank: int, world_size: int, mesh: object) -> None:
             fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     _train(model, lambda step: _batch(rank, step))
-    assert _far([each.full_tensor().detach() for each in model.parameters()], world_size) <= 1e-7
+    far = _far([each.full_tensor().detach() for each in model.parameters()], world_size)
+    assert far <= 1e-7, far
 
 
 def fsdp1(rank: int, world_size: int, _: Path) -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     model = FullyShardedDataParallel(_model(), device_id=torch.device("cpu"), use_orig_params=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     for step in range(3):
         optimizer.zero_grad()
         model(_batch(rank, step)).square().mean().backward()
@@ -250,7 +251,7 @@ def zero(rank: int, world_size: int, _: Path) -> None:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     model = nn.parallel.DistributedDataParallel(_model())
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW, lr=1e-2, foreach=False)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW, lr=1e-3, foreach=False)
     for step in range(3):
         optimizer.zero_grad()
         model(_batch(rank, step)).square().mean().backward()

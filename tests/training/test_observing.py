@@ -74,7 +74,8 @@ def test_health_says_within_a_second_that_a_peer_has_died_and_when_the_others_go
         learners.resumed(2)
         addresses = [m.address for m, (what, _) in zip(job.members, heard, strict=True) if what == NOT_SERVING]
         told = [LoopThread.shared().run(snapshot(each)).result(PATIENCE_S) for each in addresses]
-        assert [(each.serving, each.epochs, each.losses, each.world_size) for each in told] == [(True, 2, 1, 2)] * 2
+        assert [(each.serving, each.epochs, each.world_size) for each in told] == [(True, 2, 2)] * 2
+        assert max(each.losses for each in told) == 1  # who hears of the new epoch first has lost nobody itself
         learners.end()
         assert [witness.hear()[0] for witness in survivors] == [NOT_SERVING] * 2
 
