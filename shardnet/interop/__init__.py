@@ -1,7 +1,9 @@
 """PyTorch's own code on shardnet: `torch.distributed.init_process_group("shardnet")`.
 
 registration   how torch learns of the name
-meeting        how the ranks of a job find each other through torch's store, and are connected
+meeting        how the ranks of a job find each other through torch's store
+rendezvous     how they do where shardnet's own has placed them
+world          their connections
 process_group  torch's collectives, in the words of `Backend`
 carrying       tensors as a `Backend` takes them
 work           torch's handles of what is under way

@@ -44,7 +44,7 @@ class _Card:
 
 
 async def meet(
-    store: Store, rank: int, world_size: int, address: str, node: str, incarnation: str, identity: str, timeout_s: float
+    store: Store, rank: int, world_size: int, node: str, incarnation: str, timeout_s: float, address: str, identity: str
 ) -> Topology:
     """Who is where, once all have said so. `node` names this machine; empty: found. Raises JoinTimeout naming who has not come,
     and HandshakeError where some have certificates and others have not."""

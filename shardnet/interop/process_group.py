@@ -21,6 +21,7 @@ from torch._C import _distributed_c10d as c10d
 from shardnet.backend import Backend, Pending
 from shardnet.errors import StateError, UsageError
 from shardnet.interop.carrying import check, movable, premultiplied, reducible, reduction
+from shardnet.interop.rendezvous import placed_world
 from shardnet.interop.work import Finish, PendingWork, Works
 from shardnet.interop.world import World
 
@@ -37,7 +38,8 @@ def create(options: Any) -> "ShardnetProcessGroup":
             "call init_process_group('shardnet') first"
         )
     if not ranks:
-        world = World.meet(options.store, options.group_rank, options.group_size, timeout_s)
+        placed = placed_world(options.store)
+        world = World.meet(options.store, options.group_rank, options.group_size, timeout_s) if placed is None else placed
         _worlds[:] = [world]
         return ShardnetProcessGroup(world.backend, world, options.group_id, timeout_s, owns=True)
     world = _worlds[0]

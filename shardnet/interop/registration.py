@@ -4,11 +4,15 @@ torch calls `register` at the end of its own import: it is an entry point of the
 nothing that torch has not; the rest comes with the first process group.
 """
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from torch.distributed.rendezvous import register_rendezvous_handler
 
 if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
     from shardnet.interop.process_group import ShardnetProcessGroup
 
 NAME = "shardnet"
@@ -19,6 +23,7 @@ def register() -> None:
     """Make the name known. Safe to call again. Does nothing where torch was built without its distributed package."""
     if dist.is_available() and NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=DEVICES)
+        register_rendezvous_handler(NAME, _rendezvous)  # type: ignore[no-untyped-call]
 
 
 def _create(options: Any, _: object) -> "ShardnetProcessGroup":
@@ -26,3 +31,10 @@ def _create(options: Any, _: object) -> "ShardnetProcessGroup":
     from shardnet.interop.process_group import create
 
     return create(options)
+
+
+def _rendezvous(url: str, **options: Any) -> "Iterator[tuple[Store, int, int]]":
+    """What torch calls for `init_method="shardnet://"`."""
+    from shardnet.interop.rendezvous import rendezvous
+
+    return rendezvous(url, **options)

@@ -1,39 +1,43 @@
 """`World`: all processes of a torch job, connected, as one of them has it."""
 
+import asyncio
 import os
-from collections.abc import Coroutine
+import time
+from collections.abc import Coroutine, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any, Self, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from shardnet.backend.cluster import ClusterBackend
-from shardnet.config import Timeouts
+from shardnet.backend import Backend
+from shardnet.errors import JoinRefused, UsageError
 from shardnet.interop.meeting import meet
 from shardnet.loop import LoopThread
+from shardnet.rendezvous.backoff import delays
 from shardnet.rendezvous.identity import new_incarnation
-from shardnet.telemetry import Telemetry
-from shardnet.topology import Topology
+from shardnet.rendezvous.refusal import Refusal
+from shardnet.training.seat import Seat
 from shardnet.training.settings import Settings
-from shardnet.training.snapshot import worker_snapshot
-from shardnet.transport.endpoint import Endpoint
-from shardnet.transport.grpc_mesh import GrpcMesh
-from shardnet.transport.mesh_service import MeshService
+from shardnet.training.station import Meet, Station, open_station
 
 JOB = "torch"  # where nobody gives it a name
 T = TypeVar("T")
+_PAUSE_S = 0.3
+_been_in = set[tuple[str, str]]()  # rendezvous and job of worlds of this process
 _NOWHERE = "127.0.0.1:1"  # where ranks meet that share a file: the address from which that is reached is loopback
 
 
 class World:
     """One port, the connections to all other ranks, and a thread for futures; lives as long as torch's default group. Any thread."""
 
-    def __init__(self, backend: ClusterBackend, endpoint: Endpoint, address: str) -> None:
-        self.backend = backend
-        self.address = address  # host:port at which others reach this rank
+    def __init__(self, seat: Seat, stack: AsyncExitStack) -> None:
+        self.address = seat.topology.me.address  # host:port at which others reach this rank
         self.ends = ThreadPoolExecutor(1, "shardnet-futures")  # see [Note: futures] in work.py
-        self._endpoint = endpoint
+        self._seat = seat
+        self._stack = stack  # what outlives the seat
         self._closed = False
 
     @classmethod
@@ -43,49 +47,41 @@ class World:
         Raises PeerLost or JoinTimeout, naming who is missing; ListenError; CredentialsError or PlaintextRefused where connections
         would not be protected as they must be.
         """
-        return _wait(cls._meet(store, rank, world_size, timeout_s))
-
-    @classmethod
-    async def _meet(cls, store: Store, rank: int, world_size: int, timeout_s: float) -> Self:
         settings = Settings.from_environment(
             rendezvous=_address(store),
             job=os.environ.get("SHARDNET_JOB") or JOB,
             min_world_size=world_size,
             max_world_size=world_size,
             wished_rank=rank,
+            elastic=False,
+            report_file="",
         )
-        settings = replace(settings, timeouts=replace(Timeouts(), collective_s=timeout_s))
-        security, telemetry, topologies = settings.security(), Telemetry(), list[Topology]()
-        service = MeshService(settings.timeouts)
-        endpoint = Endpoint(
-            await settings.listen_address(),
-            limits=settings.limits,
-            timeouts=settings.timeouts,
-            snapshot=lambda: worker_snapshot(telemetry, topologies[0] if topologies else None),
-            security=security,
-            reflection=settings.reflection,
-        )
-        endpoint.add_mesh(service)
-        await endpoint.start()
-        try:
-            identity = "" if security.credentials is None else security.credentials.identity.uri
-            address = await settings.public_address(endpoint.address)
-            topology = await meet(store, rank, world_size, address, settings.node, new_incarnation(), identity, timeout_s)
-            topologies.append(topology)
-            mesh = GrpcMesh(
-                *(settings.job, topology, service, security, settings.timeouts, settings.limits),
-                shared_memory=settings.shared_memory,
-                terms={"routing": settings.routing},
-                on_broken=lambda: endpoint.set_serving(False),
+
+        return _wait(cls._open(settings, timeout_s, partial(meet, store, rank, world_size, settings.node, new_incarnation(), timeout_s)))
+
+    @classmethod
+    def join(cls, timeout_s: float, given: Mapping[str, object]) -> Self:
+        """Find the others through shardnet's rendezvous, which the environment or `given` names as for `shardnet.connect`, and connect to
+        each. Blocks. Raises what that does, and UsageError for an elastic job."""
+        settings = Settings.from_environment(None, **given)
+        if settings.elastic:
+            raise UsageError(
+                "a torch process group has the same ranks from its beginning to its end, but this job is elastic; start it without "
+                "--min-workers and --restarts, or train with shardnet.elastic"
             )
-            backend = await ClusterBackend.start(
-                mesh, topology, timeouts=settings.timeouts, limits=settings.limits, routing=settings.routing, telemetry=telemetry
-            )
-        except BaseException:
-            await endpoint.aclose(0.0)
-            raise
-        endpoint.set_serving(mesh.is_whole)
-        return cls(backend, endpoint, address)
+        return _wait(cls._open(settings, timeout_s))
+
+    @classmethod
+    async def _open(cls, settings: Settings, timeout_s: float, meet: Meet | None = None) -> Self:
+        settings = replace(settings, timeouts=replace(settings.timeouts, collective_s=timeout_s))
+        async with AsyncExitStack() as stack:
+            station = await stack.enter_async_context(open_station(settings, meet))
+            return cls(await _seat(station, settings), stack.pop_all())
+        raise AssertionError("unreachable: the stack hides no error")
+
+    @property
+    def backend(self) -> Backend:
+        return self._seat.backend
 
     def close(self) -> None:
         """Finish what is under way, take leave of the other ranks, close the port. Safe to call again."""
@@ -100,10 +96,24 @@ class World:
         self.close()
 
     async def _close(self) -> None:
+        async with self._stack:
+            await self._seat.leave(None)
+
+
+async def _seat(station: Station, settings: Settings) -> Seat:
+    """A place in the world. A process that was in one before may come when others have not left that yet: it waits for them."""
+    gives_up_s = time.monotonic() + settings.timeouts.join_s
+    for pause_s in delays(most_s=_PAUSE_S):
         try:
-            await self.backend.aclose()
-        finally:
-            await self._endpoint.aclose()
+            seat = await station.join()
+            _been_in.add((settings.rendezvous, settings.job))
+            return seat
+        except JoinRefused as refusal:
+            is_ours = (settings.rendezvous, settings.job) in _been_in and refusal.reason in (Refusal.RUNNING, Refusal.FULL)
+            if not is_ours or time.monotonic() >= gives_up_s:
+                raise
+        await asyncio.sleep(pause_s)
+    raise AssertionError("unreachable: delays() does not end")
 
 
 def _wait(coroutine: Coroutine[Any, Any, T]) -> T:

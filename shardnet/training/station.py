@@ -4,7 +4,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Protocol
@@ -31,6 +31,7 @@ from shardnet.transport.metrics_port import MetricsPort
 from shardnet.transport.stats_service import Snapshot
 
 log = logging.getLogger(__name__)
+Meet = Callable[[str, str], Awaitable[Topology]]  # the topology of all, for this worker's address and what its certificate says
 _PAUSE_S = 2.0  # at most, between tries to form an elastic world: somebody may die in each, and a network may be away for a while
 
 
@@ -48,14 +49,15 @@ class Station(Protocol):
 
 
 @asynccontextmanager
-async def open_station(settings: Settings) -> AsyncIterator[Station]:
-    """Listen on a port, closed at the end; or, where there is no rendezvous, be a world of one."""
+async def open_station(settings: Settings, meet: Meet | None = None) -> AsyncIterator[Station]:
+    """Listen on a port, closed at the end; or, where there is no rendezvous, be a world of one. With `meet` workers find each other
+    by that, once, and no rendezvous is asked."""
     if not settings.rendezvous:
         alone = _Alone(settings)
         async with _metrics(settings, alone):
             yield alone
         return
-    station = _Connected(settings, await settings.listen_address())
+    station = _Connected(settings, await settings.listen_address(), meet)
     async with _metrics(settings, station), _on_loop(station.endpoint):
         yield station
 
@@ -141,8 +143,9 @@ class _Obituaries:
 class _Connected:
     """A port on which the peers of all epochs reach this process."""
 
-    def __init__(self, settings: Settings, listen: str) -> None:
+    def __init__(self, settings: Settings, listen: str, meet: Meet | None) -> None:
         self._settings = settings
+        self._meet = meet
         self.elastic = settings.elastic
         self._security = settings.security()
         self._telemetry = Telemetry(tracing=bool(settings.trace))
@@ -190,6 +193,8 @@ class _Connected:
                 report.write(f"{topology.me.address} {topology.rank} {topology.world_size}\n")
 
     async def _take_seat(self, after: Membership | None, missing: tuple[int, ...]) -> Seat:
+        if self._meet is not None:
+            return await self._take_arranged_seat(self._meet)
         gives_up_s = math.inf  # of time.monotonic
         for pause_s in delays(most_s=_PAUSE_S):
             obituaries = _Obituaries()
@@ -215,6 +220,12 @@ class _Connected:
                 await end_membership(membership, goodbye=False)
                 raise
         raise AssertionError("unreachable: delays() does not end")
+
+    async def _take_arranged_seat(self, meet: Meet) -> Seat:
+        credentials = self._security.credentials
+        address = await self._settings.public_address(self.endpoint.address)
+        self._topology = topology = await meet(address, "" if credentials is None else credentials.identity.uri)
+        return Seat(await self._connect(topology, _Obituaries()), topology)
 
     async def _become_member(self, after: Membership | None, missing: tuple[int, ...], obituaries: _Obituaries) -> Membership:
         settings, loop = self._settings, LoopThread.shared()

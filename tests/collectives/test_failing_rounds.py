@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from shardnet.backend import Backend, Pending
+from shardnet.backend.cluster import ClusterBackend
 from shardnet.collectives.reduction import Reduction
 from shardnet.config import KIB, Timeouts
 from shardnet.errors import ClosedError, CollectiveError, CollectiveMismatch, CollectiveTimeout, PeerLost, ShardnetError
@@ -230,3 +231,21 @@ async def test_a_member_that_is_lost_before_its_group_is_known() -> None:
         assert time.monotonic() - start < 1.0
         for rank in ranks:
             rank.abort()
+
+
+async def test_who_left_after_a_round_takes_nothing_along() -> None:
+    """Rank 1 has read this rank's letter, left its own, ended the round and taken leave before this rank's loop looks at it: that happens
+    where it is new to the loop, or begun when another rank had left already."""
+    async with local_cluster(2, limits=LIMITS) as ranks:
+        mine, theirs = (rank.all_reduce(SMALL) for rank in ranks)
+        assert torch.equal(theirs.wait(), ones_of(2))
+        leaving = asyncio.ensure_future(ranks[1].aclose())
+        while not ranks[0]._board.is_impaired:  # noqa: ASYNC110 - a collective that waited for it would end this one in passing
+            await asyncio.sleep(0)
+        await ranks[0]._board.loop.run_here(_inspect(ranks[0]))
+        assert torch.equal(await mine, ones_of(2))
+        await asyncio.gather(leaving, ranks[0].aclose())
+
+
+async def _inspect(rank: ClusterBackend) -> None:
+    rank._group.inspect_rounds()

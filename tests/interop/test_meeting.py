@@ -13,7 +13,7 @@ from shardnet.topology import Topology
 
 
 async def come(store: Store, rank: int, world_size: int, node: str = "here", timeout_s: float = 10.0) -> Topology:
-    return await meet(store, rank, world_size, f"10.0.0.{rank}:7000", node, f"start {rank}", f"identity {rank}", timeout_s)
+    return await meet(store, rank, world_size, node, f"start {rank}", timeout_s, f"10.0.0.{rank}:7000", f"identity {rank}")
 
 
 async def test_all_see_the_same() -> None:
@@ -34,7 +34,7 @@ async def test_nodes_whose_ranks_take_turns() -> None:
 async def test_the_next_world_does_not_see_what_the_last_one_left() -> None:
     store = HashStore()
     for epoch, address in ((1, "first"), (2, "second")):
-        topologies = await asyncio.gather(*(meet(store, rank, 2, f"{address}:{rank}", "here", "start", "", 10.0) for rank in range(2)))
+        topologies = await asyncio.gather(*(meet(store, rank, 2, "here", "start", 10.0, f"{address}:{rank}", "") for rank in range(2)))
         assert [each.epoch for each in topologies] == [epoch] * 2
         assert [member.address for member in topologies[0].members] == [f"{address}:0", f"{address}:1"]
 
@@ -46,7 +46,7 @@ async def test_who_does_not_come_is_named() -> None:
 
 async def test_some_are_protected_and_others_are_not() -> None:
     store = HashStore()
-    ranks = [meet(store, rank, 3, f"10.0.0.{rank}:7000", "here", "start", "me" if rank else "", 10.0) for rank in range(3)]
+    ranks = [meet(store, rank, 3, "here", "start", 10.0, f"10.0.0.{rank}:7000", "me" if rank else "") for rank in range(3)]
     for error in await asyncio.gather(*ranks, return_exceptions=True):
         assert isinstance(error, HandshakeError)
         assert str(error).startswith("ranks 0 have neither certificates nor a join token, the others have")

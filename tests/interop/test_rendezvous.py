@@ -1,0 +1,111 @@
+"""init_method="shardnet://": ranks that shardnet's own rendezvous places."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from shardnet.errors import UsageError
+from shardnet.interop.rendezvous import rendezvous
+from tests.interop.sessions import run
+from tests.interop.test_docs import PAGE
+
+PROGRAM = """
+import os
+import torch, torch.distributed as dist
+for epoch in range(2):
+    dist.init_process_group("shardnet", init_method="shardnet://")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    assert (rank, ranks) == (int(os.environ["SHARDNET_LOCAL_RANK"]), 3)
+    values = torch.ones(3) * rank
+    dist.all_reduce(values)
+    assert values.tolist() == [3.0] * 3
+    pair = dist.new_group([0, 2])
+    if rank != 1:
+        dist.all_reduce(values, group=pair)
+        assert values.tolist() == [6.0] * 3
+    try:
+        dist.distributed_c10d._get_default_store().set("a", "b")
+    except Exception as error:
+        assert "has no torch store" in str(error), error
+    else:
+        raise AssertionError("a store that nobody else can read was written to")
+    print(f"rank {rank} answers at {dist.group.WORLD.address}", flush=True)
+    dist.destroy_process_group()
+"""
+
+
+def launched(folder: Path, text: str, *arguments: str, ranks: int = 3) -> "tuple[int, str, str]":
+    (folder / "program.py").write_text(text)
+    command = [sys.executable, "-m", "shardnet.cli", "run", "--nproc", str(ranks), *arguments, "program.py"]
+    ended = run(command, folder, 55.0)
+    return ended.returncode, ended.stdout, ended.stderr
+
+
+def test_under_shardnet_run_again_and_again(tmp_path: Path) -> None:
+    status, out, err = launched(tmp_path, PROGRAM)
+    assert status == 0, err
+    assert len(set(re.findall(r"answers at (127\.0\.0\.1:\d+)", out))) == 6, "each rank has one port, and another one each time"
+
+
+def test_the_program_of_the_page(tmp_path: Path) -> None:
+    found = re.search(r"^```python\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    assert found is not None
+    plain = 'dist.init_process_group("shardnet")'
+    assert plain in found[1]
+    status, out, err = launched(
+        tmp_path, found[1].replace(plain, 'dist.init_process_group("shardnet", init_method="shardnet://")'), ranks=2
+    )
+    assert status == 0, err
+    assert len([line for line in out.splitlines() if "step" in line]) == 2
+
+
+def test_a_rank_that_dies_is_named_to_who_waits_for_it(tmp_path: Path) -> None:
+    text = """
+import os, signal
+import torch, torch.distributed as dist
+dist.init_process_group("shardnet", init_method="shardnet://")
+dist.barrier()
+if dist.get_rank() == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    dist.all_reduce(torch.ones(3))
+except Exception as error:
+    print(f"{type(error).__name__}: {error}", flush=True)
+    raise
+"""
+    status, out, err = launched(tmp_path, text)
+    assert status != 0
+    assert "rank 1" in err
+    assert "SIGKILL" in err
+    assert not out or "rank 1" in out, "the launcher may end the others before they have said it"
+
+
+def test_elastic_jobs_are_refused(tmp_path: Path) -> None:
+    status, _, err = launched(
+        tmp_path, 'import torch.distributed as dist\ndist.init_process_group("shardnet", init_method="shardnet://")', "--min-workers", "1"
+    )
+    assert status != 0
+    assert "a torch process group has the same ranks from its beginning to its end, but this job is elastic" in err
+
+
+def test_a_world_of_one_needs_no_rendezvous() -> None:
+    dist.init_process_group("shardnet", init_method="shardnet://", world_size=1, rank=0)
+    try:
+        assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_what_is_wished_for_is_asked_of_the_rendezvous() -> None:
+    with pytest.raises(
+        UsageError, match=r"min_world_size of connect\(\) asks for 3 workers, but without SHARDNET_RENDEZVOUS they cannot meet"
+    ):
+        next(rendezvous("shardnet://?rank=1&world_size=3"))
+    with pytest.raises(UsageError, match="there is nothing behind shardnet://HOST:PORT"):
+        next(rendezvous("shardnet://127.0.0.1:1/job"))
+    with pytest.raises(UsageError, match="rendezvous of connect"):
+        next(rendezvous("shardnet://127.0.0.1"))
