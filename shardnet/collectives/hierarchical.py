@@ -9,8 +9,8 @@ and inside a node what everyone gets is sent once where memory is shared. With n
 ("Bandwidth optimal all-reduce algorithms", 2009), and on one node everyone sends to everyone.
 
 The order of a sum follows from the owner of its block and from which ranks are a node: the node behind the owner's first, the
-owner's last, and the same way within each, with its carrier last. 16-bit floats are added in rank order within a node,
-and the sums that go on from there are not rounded: they are float32.
+owner's last, and the same way within each, with its carrier last. 16-bit floats are added in rank order within a node, and so is
+everything with `Routing.RANK_ORDER`. The sums of 16-bit floats that go on from there are not rounded: they are float32.
 
 Nothing here waits before it takes a chunk, so nothing can lock up. What goes to this node and what goes to the next
 one waits in a lane of its own: a slow link does not hold up the node, whose ranks have to feed theirs. What cannot go yet is
@@ -29,7 +29,7 @@ from shardnet.collectives.lane import Lane, Outgoing
 from shardnet.collectives.operation import Operation
 from shardnet.collectives.parts import Part, count, piecewise
 from shardnet.collectives.reduction import Array, Reduction, as_bytes, copy_bytes
-from shardnet.collectives.route import Leg, Route
+from shardnet.collectives.route import Leg, Route, Routing
 from shardnet.config import Limits
 from shardnet.errors import ProtocolError, ShardnetError
 from shardnet.wire import Buffer, Chunk, LoanRevoked
@@ -68,6 +68,7 @@ class Hierarchical:
     _rank: int = 0
     _size: int = 1
     _route: Route = field(init=False)
+    _in_rank_order: bool = False  # sums
     _step: int = 1  # elements of a chunk
     _near: Lane = field(default_factory=Lane)  # to the other ranks of this node
     _far: Lane = field(default_factory=Lane)  # to the next node
@@ -93,6 +94,7 @@ class Hierarchical:
 
     async def _run(self, op: Operation) -> None:
         self._rank, self._size, self._route = op.group.rank, op.group.size, op.group.route
+        self._in_rank_order = op.group.board.routing is Routing.RANK_ORDER
         if self.commons is not None:
             await self._claim_output(op, self.commons)
         self._step = self._chunk_elements(op.group.board.limits)
@@ -375,7 +377,7 @@ class Hierarchical:
             raise ProtocolError(f"rank {source} cut its part of block {block} in another way than the others: Limits differ")
         del self._parts[block, place.start]
         parts[self._rank] = self.source[slice(*self.bounds[block])][place]
-        node = sorted(self._route.node) if self.reduction.widens else self._route.node
+        node = sorted(self._route.node) if self.reduction.widens or self._in_rank_order else self._route.node
         pieces = piecewise([parts[rank] for rank in node], parts.get(leg.before) if leg.before not in node else None, self.source.dtype)
         if leg.hops == 0:
             target = self._own_output()[place]

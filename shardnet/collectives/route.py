@@ -16,13 +16,14 @@ class Routing(StrEnum):
     AUTO = "auto"  # what is one: direct inside, a ring across
     RING = "ring"  # each rank for itself: one ring of all
     DIRECT = "direct"  # all ranks together: everyone to everyone
+    RANK_ORDER = "rank-order"  # the same, and each sum begins with rank 0 and ends with the last one
 
     def cut(self, nodes: Nodes) -> Nodes:
         ranks = sorted(rank for node in nodes for rank in node)
         match self:
             case Routing.RING:
                 return tuple((rank,) for rank in ranks)
-            case Routing.DIRECT:
+            case Routing.DIRECT | Routing.RANK_ORDER:
                 return (tuple(ranks),)
             case _:
                 return nodes

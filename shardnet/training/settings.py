@@ -37,7 +37,8 @@ class Settings:
     node            identity of this machine; empty: found (host name and boot id)
     shared_memory   whether data for the other ranks of this node may go through memory, and gathered parameters be shared with them
     routing         which way large collectives go: "auto" (direct inside a node, a ring across nodes), "ring" (one of all
-                    ranks) or "direct" (everyone to everyone). Alike on all ranks
+                    ranks), "direct" (everyone to everyone) or "rank-order" (the same, and every sum is that of a loop over the ranks,
+                    to the bit). Alike on all ranks
     report_file     where the launcher wants to read this worker's address and rank; empty: nowhere
     insecure        allow unencrypted connections to and from other machines
     certs           folder with this machine's certificate, as `shardnet certs issue` makes it: all connections are encrypted, and only

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from shardnet.backend import Backend, ReduceOp
+from shardnet.collectives.route import Routing
 from shardnet.testing import bits, each_rank, local_cluster, loopback_cluster, same_bits
-from tests.contract.conftest import LIMITS, cluster
+from tests.contract.conftest import LIMITS, MakeCluster, cluster
 
 Ranks = Sequence[Backend]
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -115,3 +116,24 @@ def test_16_bit_floats_are_summed_in_32(four: Ranks) -> None:
             mine = [torch.full((elements,), value, dtype=dtype) for value in (large, 1.0, 1.0, 2.0)]
             handles = [rank.all_reduce(mine[rank.rank]) for rank in four]
             assert all((handle.wait() == large + 4).all() for handle in handles)
+
+
+@pytest.mark.parametrize("per_node", [None, 1, 2])
+@pytest.mark.parametrize("make", [loopback_cluster, local_cluster])
+async def test_in_rank_order_a_sum_is_that_of_a_loop(make: MakeCluster, per_node: int | None) -> None:
+    """Whatever its size, and whoever is on a node with whom. As they come by default, large ones are not."""
+    differs = False
+    for routing in (Routing.AUTO, Routing.RANK_ORDER):
+        async with make(4, ranks_per_node=per_node, limits=LIMITS, routing=routing) as backends:
+            for elements in (5, 40, 1000):
+                whole = torch.randn(4, elements * 4, generator=torch.Generator().manual_seed(elements))
+                looped = whole[0] + whole[1] + whole[2] + whole[3]
+
+                async def work(rank: Backend, whole: torch.Tensor = whole) -> tuple[torch.Tensor, torch.Tensor]:
+                    return await rank.all_reduce(whole[rank.rank]), await rank.reduce_scatter(whole[rank.rank], ReduceOp.MEAN)
+
+                for rank, (reduced, scattered) in enumerate(await each_rank(backends, work)):
+                    same = same_bits(reduced, looped) and same_bits(scattered, looped.chunk(4)[rank] / 4)
+                    assert same or routing is Routing.AUTO
+                    differs |= not same
+    assert differs, "this has shown nothing"

@@ -210,6 +210,24 @@ def ddp(rank: int, world_size: int, _: Path) -> None:
     assert _far([each.detach() for each in model.parameters()], world_size) <= 1e-7
 
 
+def ddp_in_rank_order(rank: int, world_size: int, _: Path) -> None:
+    """Gradients are those of a loop over the ranks, to the bit; the model is large enough for a bucket to go in parts."""
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Linear(1024, 2048), nn.GELU(), nn.Linear(2048, 1024))
+    batches = [torch.randn(4, 1024, generator=torch.Generator().manual_seed(each)) for each in range(world_size)]
+    looped = [torch.zeros_like(each) for each in model.parameters()]
+    for batch in batches:
+        model(batch).square().mean().backward()
+        for total, parameter in zip(looped, model.parameters(), strict=True):
+            assert parameter.grad is not None
+            total += parameter.grad / world_size
+            parameter.grad = None
+    parallel = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=100)
+    parallel(batches[rank]).square().mean().backward()
+    for total, parameter in zip(looped, model.parameters(), strict=True):
+        assert torch.equal(parameter.grad, total)
+
+
 def fsdp2(rank: int, world_size: int, _: Path) -> None:
     _fully_sharded(rank, world_size, None)
 
