@@ -55,6 +55,7 @@ faults: $(STAMP) ## run the long fault tests, which `make test` leaves out
 
 conformance: $(STAMP) ## run torch's own tests of a process group on the backend "shardnet", in three minutes
 	$(BIN)/python tests/interop/conformance.py $(ARGS)
+	$(BIN)/python -m pytest -m conformance
 
 bench: $(STAMP) ## measure shardnet against torch's gloo and FSDP2; writes benchmarks/latest.json
 	$(BIN)/python -m benchmarks $(ARGS)

@@ -1,5 +1,6 @@
 """`init_method="shardnet://"`: ranks that shardnet's rendezvous places, as `shardnet run` starts them, rather than torch's store."""
 
+import os
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -51,9 +52,21 @@ def rendezvous(url: str, timeout: timedelta = _DEFAULT, **_: Any) -> Iterator[tu
     Raises what `World.join` does.
     """
     world = World.join(timeout.total_seconds(), _given(url))
+    _tell_others(world)
     _latest[:] = [PlacedStore(world)]
     yield _latest[0], world.backend.rank, world.backend.world_size
     raise StateError("a world is met once; destroy_process_group and init_process_group make another")
+
+
+def _tell_others(world: World) -> None:
+    """Set what torchrun would have set: frameworks look there before they ask torch whether they are alone."""
+    me, ranks = world.topology.me, world.topology.node_ranks(world.topology.me.node_group)
+    os.environ |= {
+        "RANK": str(me.rank),
+        "WORLD_SIZE": str(world.topology.world_size),
+        "LOCAL_RANK": str(me.local_rank),
+        "LOCAL_WORLD_SIZE": str(len(ranks)),
+    }
 
 
 def _given(url: str) -> dict[str, object]:

@@ -19,6 +19,7 @@ from shardnet.loop import LoopThread
 from shardnet.rendezvous.backoff import delays
 from shardnet.rendezvous.identity import new_incarnation
 from shardnet.rendezvous.refusal import Refusal
+from shardnet.topology import Topology
 from shardnet.training.seat import Seat
 from shardnet.training.settings import Settings
 from shardnet.training.station import Meet, Station, open_station
@@ -78,6 +79,10 @@ class World:
             station = await stack.enter_async_context(open_station(settings, meet))
             return cls(await _seat(station, settings), stack.pop_all())
         raise AssertionError("unreachable: the stack hides no error")
+
+    @property
+    def topology(self) -> Topology:
+        return self._seat.topology
 
     @property
     def backend(self) -> Backend:

@@ -41,6 +41,12 @@ BLOCKS: dict[str, list[Run | Fragment]] = {
     "docs/async.md": [Run("tests/docs/test_blocks.py::test_the_program_of_the_page_on_async")],
     "docs/checkpoints.md": [Run("tests/test_readme.py::test_the_programs_of_the_page_on_checkpoints")] * 2,
     "docs/elastic.md": [Run("tests/test_readme.py::test_the_program_of_the_page_on_workers_that_come_and_go")],
+    "docs/frameworks.md": [
+        Run("tests/interop/test_frameworks.py::test_accelerate"),
+        Run("tests/interop/test_frameworks.py::test_trainer"),
+        Run("tests/interop/test_frameworks.py::test_lightning"),
+        Run("tests/interop/test_frameworks.py::test_ray"),
+    ],
     "docs/metrics.md": [Run("tests/test_readme.py::test_the_program_of_the_page_on_metrics")],
     "docs/observing.md": [Run("tests/test_observing.py::test_the_programs_of_the_page")] * 2,
     "docs/pytorch.md": [Run("tests/interop/test_docs.py::test_the_program_of_the_page")],
