@@ -1,6 +1,7 @@
 """torch's own tests of a process group, pointed at the backend "shardnet": `python tests/interop/conformance.py [NAME ...]`.
 
-They are those of `torch.testing._internal.distributed.distributed_test`, which torch ships. What they ask of a backend by its name
+They are those of `torch.testing._internal.distributed.distributed_test`, which torch ships, and those that `harnesses.py` makes of
+what torch ships for the others. What they ask of a backend by its name
 they ask of gloo, which carries CPU tensors as shardnet does; groups that they make are shardnet's. Two processes run all
 of them, and make a world anew for each. A line a test on stdout; the status is 1 if one failed.
 """
@@ -105,20 +106,24 @@ def load() -> "Suite":
     torch.manual_seed(0)  # the tests' models are made when they are imported, and shall be alike
     from torch.testing._internal.distributed import distributed_test
 
-    return Suite(distributed_test)
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    from tests.interop.harnesses import Harnesses
+
+    return Suite(distributed_test, Harnesses)
 
 
 class Suite:
     """torch's tests; lives as long as its process."""
 
-    def __init__(self, module: ModuleType) -> None:
+    def __init__(self, module: ModuleType, others: type[Any]) -> None:
         self._module = module
         self._folder = Path(os.environ["TEMP_DIR"])
-        self._case: type[Any] = type("Case", (module.TestDistBackend, module.DistributedTest._DistTestBase), {})
+        cases: list[type[Any]] = [type("Case", (module.TestDistBackend, module.DistributedTest._DistTestBase), {}), others]
+        self._cases = {name: case for case in cases for name in unittest.TestLoader().getTestCaseNames(case)}
         self._skips = {skip.exit_code: skip.message for skip in module.TEST_SKIPS.values()}
 
     def names(self) -> list[str]:
-        return list(unittest.TestLoader().getTestCaseNames(self._case))
+        return list(self._cases)
 
     def run(self, name: str, rank: int, number: int) -> tuple[str, str]:
         """What became of it, and why."""
@@ -126,7 +131,8 @@ class Suite:
 
         if name in LEFT_OUT:
             return "left out", LEFT_OUT[name]
-        test = self._case(name)
+        case = self._cases[name]
+        test = case(name)
         test.rank = rank
         os.environ["TEMP_DIR"] = str(self._make_folder(number))
         test.file_name = f"{os.environ['TEMP_DIR']}/store"
@@ -139,7 +145,7 @@ class Suite:
                 timeout=datetime.timedelta(seconds=TIMEOUT_S),
             )
             self._module.Barrier.barrier_id = 0
-            getattr(self._case, name)(test)  # the class', not the instance's, which would start processes
+            getattr(case, name)(test)  # the class', not the instance's, which would start processes
         except unittest.SkipTest as skipped:
             return "skipped", str(skipped)
         except SystemExit as left:

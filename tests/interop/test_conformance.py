@@ -7,7 +7,16 @@ import pytest
 
 from tests.interop.sessions import run
 
-PART = ("test_all_gather_coalesced", "test_broadcast", "test_ddp_comm_hook_logging", "test_gather", "test_irecv")
+PART = (
+    "test_all_gather_coalesced",
+    "test_dtensor_redistributes",
+    "test_fully_shard_parity",
+    "test_fsdp_nested_modules",
+    "test_broadcast",
+    "test_ddp_comm_hook_logging",
+    "test_gather",
+    "test_irecv",
+)
 
 
 def test_a_part(tmp_path: Path) -> None:
