@@ -84,7 +84,11 @@ class AddressError(UsageError):
 
 
 class PlaintextRefused(UsageError):
-    """Unencrypted traffic would leave this machine, and nobody said that it may."""
+    """Unencrypted traffic would leave this machine, and nobody said that it may. `problem` is the message up to how one says so."""
+
+    def __init__(self, problem: str, allowed_by: str = "insecure=True (--insecure)") -> None:
+        super().__init__(f"{problem}, or allow it with {allowed_by} on a network that you trust")
+        self.problem = problem
 
 
 class CredentialsError(UsageError):

@@ -35,7 +35,7 @@ class Epoch:
 
     workers  that there are now
     step     behind which it goes on
-    ended_s  when rank 0 learnt that the epoch before was over
+    ended_s  when the rank that tells of it learnt that the epoch before was over
     at_s     when it had brought everyone to that step
     """
 

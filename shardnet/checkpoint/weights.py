@@ -26,7 +26,10 @@ def write_weights(path: str | os.PathLike[str], state: Mapping[str, Any]) -> Non
     final = Path(path)
     unfinished = final.with_name(f".unfinished-{final.name}")
     try:
+        unfinished.touch()
+        mode = unfinished.stat().st_mode  # as the umask has it: safetensors makes a file that its owner alone may read
         save_file(tensors, unfinished, metadata={"format": "pt"})
+        unfinished.chmod(mode)
         with unfinished.open("rb") as file:
             os.fsync(file.fileno())
         unfinished.rename(final)

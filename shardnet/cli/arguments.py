@@ -73,6 +73,14 @@ def seconds(text: str) -> float:
     return value
 
 
+def interval(text: str) -> float:
+    """A time of more than 0 s: with 0 whatever is done again and again would be done without a pause."""
+    value = seconds(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError(f"must be more than 0 seconds, not {text!r}")
+    return value
+
+
 def address(text: str) -> str:
     """`HOST:PORT` to connect to."""
     if _parsed(text).port == 0:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from shardnet.cli import bench, certs, checkpoint, demo, doctor, plan, rendezvous, run, status, top
 from shardnet.cli.arguments import Arguments, Parser
-from shardnet.errors import ShardnetError, UsageError
+from shardnet.errors import PlaintextRefused, ShardnetError, UsageError
 from shardnet.version import VERSION
 
 COMMANDS = (
@@ -74,6 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code: int = arguments.execute(arguments)
         sys.stdout.flush()
+    except PlaintextRefused as error:
+        return _complain(arguments.command, PlaintextRefused(error.problem, allowed_by="--insecure"), 2)
     except UsageError as error:
         return _complain(arguments.command, error, 2)
     except BrokenPipeError:

@@ -12,14 +12,14 @@ from rich.text import Text
 from shardnet.cli.units import short_bytes, short_duration, short_number, short_time
 from shardnet.observation.chronicle import Event
 from shardnet.observation.rates import RateMeter, Rates
-from shardnet.observation.views import GONE, RENDEZVOUS, ClusterView, JobView, WorkerView, late_s
+from shardnet.observation.views import GONE, RENDEZVOUS, ClusterView, JobView, WorkerView, short_nodes
 
 _COLUMNS = ("rank", "node", "state", "step", "a step", "wait", "late", "sent/s", "received/s", "memory")
 _WORDS = ("node", "state")  # columns that are no numbers
 _NONE = "-"
 _BAR = 30  # characters
 _WAITS_MUCH = 0.3  # of the step
-_IS_LATE_S = 1.0
+_IS_LATE = 0.2  # of the time
 
 
 def draw(view: ClusterView, meter: RateMeter, events: Sequence[Event]) -> RenderableType:
@@ -71,14 +71,15 @@ def _workers(workers: Iterable[WorkerView], meter: RateMeter) -> RenderableType:
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
     for column in _COLUMNS:
         table.add_column(column, justify="left" if column in _WORDS else "right", no_wrap=True)
-    for worker in workers:
-        table.add_row(*_worker(worker, meter.of(worker), late_s(worker, workers)))
+    for worker, node, late in zip(workers, short_nodes([worker.node for worker in workers]), meter.late(workers), strict=True):
+        table.add_row(*_worker(worker, node, meter.of(worker), late))
     return table
 
 
-def _worker(worker: WorkerView, rates: Rates, waited_s: float | None) -> list[Text]:
-    late = Text(_NONE if waited_s is None else f"{waited_s:.1f} s", "yellow" if (waited_s or 0.0) > _IS_LATE_S else "")
-    place = [Text(str(worker.rank)), Text(worker.host or _NONE), Text(worker.state, _colour(worker.state))]
+def _worker(worker: WorkerView, node: str, rates: Rates, awaited: float | None) -> list[Text]:
+    """`awaited`: for which share of the time others have waited for it."""
+    late = Text(_NONE if awaited is None else f"{awaited:.0%}", "yellow" if (awaited or 0.0) > _IS_LATE else "")
+    place = [Text(str(worker.rank)), Text(node or _NONE), Text(worker.state, _colour(worker.state))]
     stats = worker.stats
     if stats is None:
         return [*place, *[Text(_NONE)] * 3, late, *[Text(_NONE)] * 3]

@@ -8,9 +8,10 @@ from collections.abc import Iterable, Iterator
 from shardnet.cli.grid import Row, grid
 from shardnet.cli.units import short_bytes, short_duration, short_number, short_time
 from shardnet.histogram import Histogram
-from shardnet.observation.views import GONE, RENDEZVOUS, ClusterView, JobView, Stats, WorkerView, late_s
+from shardnet.observation.views import GONE, RENDEZVOUS, ClusterView, JobView, Stats, WorkerView, late_s, short_nodes
 from shardnet.waiting import Absent
 
+_LATE = "late in all"  # one look knows no better; `top` and the page have the last seconds
 _WORKER_HEAD = (
     "rank",
     "node",
@@ -21,7 +22,7 @@ _WORKER_HEAD = (
     "loss",
     "tokens/s",
     "wait",
-    "late",
+    _LATE,
     "sent",
     "received",
     "memory",
@@ -66,7 +67,8 @@ def _job(job: JobView) -> str:
 
 def _workers(workers: Iterable[WorkerView]) -> str:
     workers = list(workers)
-    text = grid(_WORKER_HEAD, [_worker(worker, _late(worker, workers)) for worker in workers], _WORDS)
+    nodes = short_nodes([worker.node for worker in workers])
+    text = grid(_WORKER_HEAD, [_worker(worker, node, _late(worker, workers)) for worker, node in zip(workers, nodes, strict=True)], _WORDS)
     return "\n".join([f"{text}\n{_COPIED_WORDS}" if _COPIED in text else text, *_stuck(workers), *_stale(workers)])
 
 
@@ -105,11 +107,11 @@ def _late(worker: WorkerView, workers: Iterable[WorkerView]) -> str:
     return _NONE if waited_s is None else f"{waited_s:.1f} s"
 
 
-def _worker(worker: WorkerView, late: str) -> Row:
-    place = (str(worker.rank), worker.node or _NONE, worker.address, worker.state)
+def _worker(worker: WorkerView, node: str, late: str) -> Row:
+    place = (str(worker.rank), node or _NONE, worker.address, worker.state)
     stats = worker.stats
     if stats is None:
-        head = (*place, *[_NONE] * (_WORKER_HEAD.index("late") - len(place)), late)
+        head = (*place, *[_NONE] * (_WORKER_HEAD.index(_LATE) - len(place)), late)
         return (*head, *[_NONE] * (len(_WORKER_HEAD) - len(head)))
     progress = stats.progress
     return (

@@ -39,7 +39,7 @@ def add_to(commands: arguments.Commands) -> None:
     parser = commands.add_parser("top", help="watch a cluster live", description=DESCRIPTION, epilog=EPILOG)
     parser.add_argument("address", type=arguments.address, metavar="ADDRESS", help="HOST:PORT of a rendezvous or a worker")
     parser.add_argument(
-        "--interval", type=arguments.seconds, metavar="S", default=1.0, help="seconds from one look to the next (default: %(default)g)"
+        "--interval", type=arguments.interval, metavar="S", default=1.0, help="seconds from one look to the next (default: %(default)g)"
     )
     parser.add_argument("--count", type=arguments.positive, metavar="N", help="end after so many looks")
     Protection.add_to(parser)

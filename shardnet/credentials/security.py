@@ -86,7 +86,7 @@ def check_plaintext(address: str, *, insecure: bool) -> None:
         raise PlaintextRefused(
             f"{parsed} is no loopback address, and the connection would be neither encrypted nor authenticated; give all processes "
             "certificates (--certs, made by `shardnet certs`) or a join token (SHARDNET_TOKEN, from `shardnet certs token`), use a "
-            "loopback address such as 127.0.0.1, or allow it with insecure=True (--insecure) on a network that you trust"
+            "loopback address such as 127.0.0.1"
         )
     if parsed.host not in _warned:
         _warned.add(parsed.host)

@@ -123,7 +123,11 @@ class State:
         sizes, wanted = inventory.sizes(), inventory.wanted()
         told = await gather_json(
             everyone,
-            {"offers": [_tell(each) for each in self._generations()], "wanted": [[s.name, s.start, s.stop] for s in wanted.values()]},
+            {
+                "offers": [_tell(each) for each in self._generations()],
+                "wanted": [[s.name, s.start, s.stop] for s in wanted.values()],
+                "was_there": self._ended is not None,
+            },
             "what is left of the state",
         )
         offers = [_heard(rank, offer) for rank, said in enumerate(told) for offer in said["offers"]]
@@ -150,7 +154,7 @@ class State:
             await self._commit(Mark(self._cluster.topology.epoch, self.step))
         if self._cluster.elastic or self._saves.wanted:
             self._leavers = Leavers(everyone, self._departure)
-        self._say_so()
+        self._say_so(next((rank for rank, said in enumerate(told) if said["was_there"]), None))
 
     async def _choose(self, offers: Sequence[Offer], sizes: dict[str, int]) -> tuple[Choice | None, Loaded | None]:
         """The state that ranks have in memory; else the last checkpoint, which is loaded; or neither. Raises as `resume` does."""
@@ -170,10 +174,10 @@ class State:
             )
         return None, loaded
 
-    def _say_so(self) -> None:
-        """One line a changed world, from the rank that nobody misses."""
+    def _say_so(self, teller: int | None) -> None:
+        """One line a changed world, from the first rank that was there before: rank 0 may be a newcomer, which knows of nothing."""
         ended, self._ended = self._ended, None
-        if ended is not None and self._cluster.rank == 0:
+        if ended is not None and self._cluster.rank == teller:
             workers = f"{self._cluster.world_size} worker{'s' if self._cluster.world_size > 1 else ''}"
             log.warning(
                 "epoch %d with %s: it goes on behind step %d, %.1f s after: %s",

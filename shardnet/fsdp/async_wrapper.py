@@ -2,6 +2,7 @@
 
 import asyncio
 import contextvars
+import inspect
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from shardnet.backend import Backend
-from shardnet.errors import StateError
+from shardnet.errors import StateError, UsageError
 from shardnet.fsdp.compression import Compression
 from shardnet.fsdp.grad_scaler import GradScaler
 from shardnet.fsdp.initial_values import InitFunction
@@ -108,7 +109,11 @@ class AsyncFSDP:
         return await self.run(_without_gradients, self.fsdp, *args, **kwargs)
 
     async def backward(self, loss: Tensor, gradient: Tensor | None = None) -> None:
-        """`loss.backward()`; when it returns the gradients are reduced, unless within `no_sync`."""
+        """`loss.backward()`; when it returns the gradients are reduced, unless within `no_sync`.
+
+        Raises UsageError for a loss that is no tensor.
+        """
+        _check_loss(loss)
         await self.run(loss.backward, gradient)
 
     async def step(self, optimizer: torch.optim.Optimizer, scaler: GradScaler | None = None) -> None:
@@ -199,3 +204,12 @@ def _step(optimizer: torch.optim.Optimizer, scaler: GradScaler | None) -> None:
 @torch.no_grad()
 def _without_gradients(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
+
+
+def _check_loss(loss: object) -> None:
+    """Tells who has forgotten to await the model what is wrong, as AttributeError does not."""
+    if inspect.iscoroutine(loss):
+        loss.close()
+        raise UsageError("backward wants the loss, not a coroutine: a call of the model is awaited, as in `await model(x)`")
+    if not isinstance(loss, Tensor):
+        raise UsageError(f"backward wants the loss as a tensor, not as {type(loss).__name__}")

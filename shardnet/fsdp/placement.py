@@ -72,7 +72,7 @@ def plan_units(root: nn.Module, choice: UnitChoice, ignored: IgnoredModules | No
 
 
 def _choose(root: nn.Module, choice: UnitChoice) -> dict[nn.Module, str]:
-    wanted = _predicate(choice)
+    wanted = _predicate(root, choice)
     units = {root: type(root).__name__}
     for name, module in root.named_modules():
         if name and wanted(name, module):
@@ -82,7 +82,7 @@ def _choose(root: nn.Module, choice: UnitChoice) -> dict[nn.Module, str]:
     return units
 
 
-def _predicate(choice: UnitChoice) -> Callable[[str, nn.Module], bool]:
+def _predicate(root: nn.Module, choice: UnitChoice) -> Callable[[str, nn.Module], bool]:
     if choice is None:
         return lambda name, module: False
     if callable(choice) and not isinstance(choice, type):
@@ -90,6 +90,10 @@ def _predicate(choice: UnitChoice) -> Callable[[str, nn.Module], bool]:
     types: tuple[Any, ...] = tuple(choice) if isinstance(choice, Sequence) else (choice,)
     if not all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in types):
         raise UsageError(f"units must be module classes or a predicate (name, module) -> bool, got {choice!r}")
+    if types and not any(isinstance(module, types) for module in root.modules()):
+        wanted = " or ".join(kind.__name__ for kind in types)
+        known = ", ".join(sorted({type(module).__name__ for module in root.modules()}))
+        raise UsageError(f"units: the model has no {wanted}; its modules are {known}")  # else all of it would be gathered as one unit
     return lambda name, module: isinstance(module, types)
 
 

@@ -37,7 +37,8 @@ class FSDP(nn.Module):
     """A module whose parameters, gradients and optimizer state are spread over the ranks of a backend.
 
     `units` names the submodules that are gathered and freed one by one: module classes, or a predicate
-    `(name, module) -> bool`. What is in none of them belongs to the root unit, gathered during the whole forward.
+    `(name, module) -> bool`; of the classes one at least must be there. What is in none of them belongs to the root unit,
+    gathered during the whole forward.
     `strategy` says what is spread over which ranks (`ShardingStrategy`); HYBRID_SHARD's nodes have `intra_node_size`
     ranks each, and are those that the rendezvous found if it is left out. `prefetch` is how many units are gathered ahead
     of the one that computes, in forward and backward; with 0 nothing overlaps, and each more costs the memory of one more

@@ -1,6 +1,7 @@
 """`RateMeter`: how fast each worker is, from what it has said at several looks."""
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardnet.observation.views import ClusterView, Stats, WorkerView
@@ -72,7 +73,16 @@ class RateMeter:
         if span is None:
             return {}
         begin, end, took_s = span
-        return {rank: max(0.0, seconds - begin.late.get(rank, 0.0)) / took_s for rank, seconds in end.late.items()}
+        waited_s = {rank: max(0.0, seconds - begin.late.get(rank, 0.0)) for rank, seconds in end.late.items()}
+        return {
+            rank: min(1.0, seconds / took_s) for rank, seconds in waited_s.items()
+        }  # a wait counts when it ends, however long ago it began
+
+    def late(self, workers: Sequence[WorkerView]) -> list[float | None]:
+        """For which share of the time the others have waited for each of the workers, as the one says that has waited longest; None for
+        one of whom nobody can say."""
+        waits = {each.rank: self.waits(each) for each in workers if self._span(each, in_one_epoch=True) is not None}
+        return [max((waited.get(each.rank, 0.0) for rank, waited in waits.items() if rank != each.rank), default=None) for each in workers]
 
     def _span(self, worker: WorkerView, *, in_one_epoch: bool = False) -> tuple[Stats, Stats, float] | None:
         """What it said first and last within the window, and the time between, which is its own: what is seen at a look may be as old as

@@ -1,6 +1,6 @@
 """What is seen of a cluster: of each process what it says of itself, if it answers."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from shardnet.histogram import Histogram
@@ -13,6 +13,7 @@ UNREACHABLE = "unreachable"  # the rendezvous counts it as a member, but it does
 UNTRUSTED = "not trusted"  # it, or who is at its address now, has no certificate that counts, or does not take ours
 LOST = "lost"  # a job's state: nobody is left, and they have not said that it was over
 OVER = ("finished", LOST)
+_KEPT = 8  # characters of the identity of a machine, where two have one name
 GONE = "gone"  # it was given a rank and is no member any more
 
 
@@ -114,6 +115,20 @@ class ClusterView:
     health: str
     stats: Stats
     jobs: tuple[JobView, ...] = field(default=())
+
+
+def short_nodes(names: Sequence[str]) -> list[str]:
+    """Names of machines without the identities that make them long, or with as much of these as tells all apart."""
+    for kept in (0, _KEPT):
+        short = {name: _cut(name, kept) for name in names}
+        if len({*short.values()}) == len(short):
+            return [short[name] for name in names]
+    return [*names]
+
+
+def _cut(name: str, kept: int) -> str:
+    host, _, identity = name.partition("/")
+    return f"{host}/{identity[:kept]}" if kept and identity else host
 
 
 def late_s(worker: WorkerView, workers: Iterable[WorkerView]) -> float | None:

@@ -2,7 +2,7 @@
 
 import grpc
 
-from shardnet.errors import ProtocolError, ShardnetError
+from shardnet.errors import JoinRefused, ProtocolError, ShardnetError
 from shardnet.pb import rendezvous_pb2 as pb
 from shardnet.rendezvous import messages
 from shardnet.rendezvous.events import Event
@@ -36,7 +36,8 @@ class Lease:
         try:
             message = await self._call.read()
         except grpc.aio.AioRpcError as error:
-            raise self._translate(error) from error
+            translated = self._translate(error)
+            raise translated from None if isinstance(translated, JoinRefused) else error  # gRPC's own says the same, and twice
         if not isinstance(message, pb.MembershipEvent):  # grpc.aio.EOF
             raise LeaseBroken("the rendezvous ended the call")
         return messages.read_event(message)

@@ -73,11 +73,14 @@ class RendezvousService:
     async def _join(self, message: pb.JoinRequest, context: Context[pb.MembershipEvent]) -> None:
         if self._closing:
             await _say_closing(context)
+        who = context.peer()  # a name of our own front door; better than nothing until the request can be read
         try:
-            request = _identified(messages.read_request(message))
+            request = messages.read_request(message)
+            who = f"{request.address} on node {request.node}"
+            request = _identified(request)
             notices = self._registry.resume(request) if request.resumes else self._registry.join(request, self._clock())
         except JoinRefused as refusal:
-            self._refused.warning("refused %s: %s", context.peer(), refusal)
+            self._refused.warning("refused %s: %s", who, refusal)
             await refuse(context, refusal)
         log.info("job %s: %s %s from node %s", request.job, request.address, "is back" if request.resumes else "joined", request.node)
         mailbox = self._mailboxes[request.incarnation] = Mailbox()

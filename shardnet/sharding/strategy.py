@@ -1,6 +1,9 @@
 """What is sharded."""
 
 from enum import StrEnum
+from typing import NoReturn
+
+from shardnet.errors import UsageError
 
 
 class ShardingStrategy(StrEnum):
@@ -10,6 +13,10 @@ class ShardingStrategy(StrEnum):
     SHARD_GRAD_OP = "shard_grad_op"  # all three between steps (ZeRO-2): gathered for forward, kept until backward is done
     NO_SHARD = "no_shard"  # nothing: every rank holds everything, and gradients are averaged (DDP)
     HYBRID_SHARD = "hybrid_shard"  # as FULL_SHARD within a node; nodes hold the same and average their gradients
+
+    @classmethod
+    def _missing_(cls, value: object) -> NoReturn:
+        raise UsageError(f"{value!r} is no sharding strategy; they are {', '.join(f'ShardingStrategy.{each.name}' for each in cls)}")
 
     @property
     def frees_after_forward(self) -> bool:

@@ -1,6 +1,7 @@
 """Running an async training program so that signals end it cleanly."""
 
 import asyncio
+import inspect
 import logging
 import signal
 from collections.abc import Callable, Coroutine
@@ -8,6 +9,7 @@ from typing import Any
 
 import uvloop
 
+from shardnet.errors import UsageError
 from shardnet.training.departure import Departure
 from shardnet.training.leaving import Interrupted
 
@@ -18,8 +20,12 @@ def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Run `main()` to its end on a uvloop. The first SIGINT or SIGTERM cancels it, so that its `finally` blocks run and the process exits
     with 130 or 143, without delay ([Note: leaving at once] in leaving.py); a second one kills the process at once. (asyncio.run makes an
     exception of the second one, at any place, which may be inside the loop: then what that was about to do is never done, and a program
-    may hang.) While `shardnet.elastic.run` trains, SIGTERM is met when the next step or two are done and safe: departure.py."""
+    may hang.) While `shardnet.elastic.run` trains, SIGTERM is met when the next step or two are done and safe: departure.py.
+
+    Raises UsageError for a coroutine in place of the function.
+    """
     received: list[int] = []
+    _check(main)
 
     async def guarded() -> None:
         task = asyncio.current_task()
@@ -47,6 +53,12 @@ def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
         if not received:
             raise
         raise Interrupted(received[-1]) from None
+
+
+def _check(main: object) -> None:
+    if inspect.iscoroutine(main):
+        main.close()
+        raise UsageError("shardnet.run calls the function itself: shardnet.run(main), and not shardnet.run(main()), as asyncio.run has it")
 
 
 def _kill_by(loop: asyncio.AbstractEventLoop, *numbers: signal.Signals) -> None:

@@ -158,7 +158,7 @@ def _check(address: Address, insecure: bool, what: str, example: str) -> None:
     except PlaintextRefused:
         raise PlaintextRefused(
             f"{what} at {address} would be open to everybody who reaches that address, without encryption, whatever certificates there "
-            f"are; give a loopback address such as {example}, or allow it with insecure=True (--insecure) on a network that you trust"
+            f"are; give a loopback address such as {example}"
         ) from None
 
 

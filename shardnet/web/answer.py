@@ -7,8 +7,8 @@ rendezvous  the process itself; null before the first look
 jobs        all of them in short
 job         one of them, the asked one if it is there; null: there is none
   progress  what its first worker reports
-  workers   rank, node (an index of nodes), address, state; step_s, wait (share of the step), late_s (others have waited for it, in all),
-            late_share (... of the last seconds), late (it holds the others up), sent, received; to: [rank, network, memory]
+  workers   rank, node (an index of nodes), address, state; step_s, wait (share of the step), late_share (of the last seconds
+            others have waited for it), late (it holds the others up), sent, received; to: [rank, network, memory]
   recent    what each worker, by address, has sent at the last looks; null with `since`
   points    rows of `columns`
 events      [number, at_s, what, bad]
@@ -21,7 +21,7 @@ from dataclasses import fields
 from typing import Any
 
 from shardnet.observation.chronicle import Event
-from shardnet.observation.views import GONE, OVER, ClusterView, JobView, Stats, WorkerView, late_s
+from shardnet.observation.views import GONE, OVER, ClusterView, JobView, Stats, WorkerView, short_nodes
 from shardnet.web.history import History, Point, traffic
 from shardnet.web.story import Story
 
@@ -82,7 +82,7 @@ def _job(story: Story, job: JobView, since: int | None) -> dict[str, Any]:
         "progress": _progress(story, job, history),
         "network": _short(network),
         "memory": _short(memory),
-        "nodes": [node.partition("/")[0] for node in nodes],
+        "nodes": short_nodes(nodes),
         "workers": _mark_late([_worker(story, job, worker, nodes) for worker in job.workers], job, story),
         "recent": {worker.address: [_short(value) for value in history.sent(worker)] for worker in job.workers} if since is None else None,
         "columns": _COLUMNS,
@@ -113,7 +113,6 @@ def _progress(story: Story, job: JobView, history: History) -> dict[str, Any] | 
 
 def _worker(story: Story, job: JobView, worker: WorkerView, nodes: list[str]) -> dict[str, Any]:
     place: dict[str, Any] = {"rank": worker.rank, "node": nodes.index(_node(worker, job)), "address": worker.address, "state": worker.state}
-    place["late_s"] = _short(late_s(worker, job.workers))
     if worker.stats is None:
         return place
     rates = story.meter.of(worker)
@@ -135,12 +134,12 @@ def _mark_late(workers: list[dict[str, Any]], job: JobView, story: Story) -> lis
 
     Some wait for others in any training, and on a crowded machine all do: late is who is waited for much more than the rest.
     """
-    waits = [story.meter.waits(worker) for worker in job.workers]
     awaited = {absent.rank for worker in job.workers if worker.stats is not None for each in worker.stats.waiting for absent in each.absent}
-    shares = [max((waited.get(worker.rank, 0.0) for waited in waits), default=0.0) for worker in job.workers]
-    for each, share in zip(workers, shares, strict=True):
+    found = story.meter.late(job.workers)
+    shares = [share or 0.0 for share in found]
+    for each, known, share in zip(workers, found, shares, strict=True):
         others = (sum(shares) - share) / max(1, len(shares) - 1)
-        each["late_share"] = _short(share)
+        each["late_share"] = _short(known)
         each["late"] = each["rank"] in awaited or share > max(_LATE_SHARE, _LATER * others)
     return workers
 

@@ -254,3 +254,14 @@ def test_weights_that_cannot_be_read_or_written(tmp_path: Path) -> None:
             next(read_weights(tmp_path / name))
     with pytest.raises(OSError, match="No such file"):
         write_weights(tmp_path / "none" / "model.safetensors", {"a": torch.ones(2)})
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
+def test_a_file_of_weights_may_be_read_by_whom_the_umask_lets(tmp_path: Path, umask: int, mode: int) -> None:
+    """safetensors itself writes one for its owner alone, so that nobody else could have loaded what was exported for them."""
+    before = os.umask(umask)
+    try:
+        write_weights(tmp_path / "model.safetensors", {"a": torch.ones(2)})
+    finally:
+        os.umask(before)
+    assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == mode

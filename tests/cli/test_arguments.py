@@ -62,6 +62,8 @@ def test_where_the_page_is(given: list[str], web: str | None, script: str, args:
         (["status"], "shardnet status: the following arguments are required: ADDRESS"),
         (["status", "10.0.0.1:7000"], "shardnet status: 10.0.0.1:7000 is no loopback address"),
         (["rendezvous", "--listen", "0.0.0.0:7000"], "shardnet rendezvous: 0.0.0.0:7000 is no loopback address"),
+        (["top", "127.0.0.1:7000", "--interval", "0"], "shardnet top: argument --interval: must be more than 0 seconds, not '0'"),
+        (["top", "127.0.0.1:7000", "--interval", "soon"], "shardnet top: argument --interval: must be a time in seconds, not 'soon'"),
         (["rendezvous", "extra"], "shardnet rendezvous: unrecognized arguments: extra"),
     ],
 )
@@ -101,3 +103,19 @@ def test_a_page_that_was_given_the_script_as_its_address_says_what_to_do(capsys:
     with pytest.raises(SystemExit):
         main(["run", "--web", "a.py"])
     assert "; if 'a.py' is SCRIPT, put '--' between: --web -- a.py (see" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["rendezvous", "--listen", "0.0.0.0:7000"],
+        ["rendezvous", "--web", "0.0.0.0:7080", "--listen", "127.0.0.1:0"],
+        ["run", "--web", "0.0.0.0:7080", "-m", "a"],
+    ],
+)
+def test_what_is_refused_without_encryption_names_the_option_that_allows_it(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """And not the argument of a function, which nobody can give at a command line."""
+    assert main(given) == 2
+    said = capsys.readouterr().err
+    assert said.endswith(", or allow it with --insecure on a network that you trust\n"), said
+    assert "insecure=True" not in said

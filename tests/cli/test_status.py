@@ -211,6 +211,21 @@ def test_who_waits_for_whom_is_shown_once_for_all_that_say_the_same() -> None:
     assert [(each["rank"], each["next_sequence"]) for each in told["absent"]] == [(2, 5045), (3, None)]
 
 
+def test_nodes_are_shown_without_their_identity_but_for_two_of_one_name() -> None:
+    boot = "a41eb7ff-a6a8-4347-ab9c-b27d667e6cfa"
+    for nodes, shown in (
+        (("vm/" + boot, "vm/" + boot, "left"), ["vm", "vm", "left"]),
+        (("vm/" + boot, "vm/0" + boot, ""), ["vm/a41eb7ff", "vm/0a41eb7f", "-"]),
+        (("rack/12345678-a", "rack/12345678-b"), ["rack/12345678-a", "rack/12345678-b"]),
+    ):
+        workers = tuple(replace(waiting(rank, 0.0), rank=rank, node=node) for rank, node in enumerate(nodes))
+        assert workers[0].stats is not None
+        rendezvous = replace(workers[0].stats, role=RENDEZVOUS)
+        view = ClusterView("10.0.0.9:7000", "serving", rendezvous, (JobView("j", "running", 1, 4, 4, 4, workers),))
+        assert [line.split()[1] for line in as_text(view).splitlines()[4:]] == shown
+        assert [each["node"] for each in json.loads(as_json(view))["jobs"][0]["workers"]] == [*nodes]
+
+
 @on_shared_loop
 async def test_a_loss_that_is_no_number_is_null_and_a_dash() -> None:
     reply = stats_pb2.SnapshotReply(role="worker", progress=stats_pb2.Progress(loss=float("nan")))

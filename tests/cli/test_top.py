@@ -43,7 +43,12 @@ def test_the_picture() -> None:
     meter = RateMeter()
     for second in (0, 2):
         first = stats(
-            step=20 + 5 * second, progress=progress, bytes_sent=second << 20, resident_bytes=300 << 20, late={1: 3.4}, uptime_s=second
+            step=20 + 5 * second,
+            progress=progress,
+            bytes_sent=second << 20,
+            resident_bytes=300 << 20,
+            late={1: 7.0 + 0.4 * second},
+            uptime_s=second,
         )
         view = cluster(worker(0, first), worker(1, state=UNREACHABLE), joined=3)
         meter.add(float(second), view)
@@ -53,7 +58,7 @@ def test_the_picture() -> None:
     assert lines[3].endswith("step 30 of 120, loss 2.31, 45.2k tokens/s, 0:18 left")
     assert lines[4].split() == ["rank", "node", "state", "step", "a", "step", "wait", "late", "sent/s", "received/s", "memory"]
     assert lines[5].split() == ["0", "node-0", "serving", "30", "200.0", "ms", "34%", "-", "1.0", "MiB", "0", "B", "300.0", "MiB"]
-    assert lines[6].split() == ["1", "node-1", "unreachable", "-", "-", "-", "3.4", "s", "-", "-", "-"]
+    assert lines[6].split() == ["1", "node-1", "unreachable", "-", "-", "-", "40%", "-", "-", "-"], "of the last seconds"
     assert lines[-2:] == ["events", "03:04:05  rank 1 is unreachable"]
 
 

@@ -101,6 +101,30 @@ async def test_a_worker_that_comes_later_is_taken_in_after_a_step() -> None:
     assert [(world, step) for _, _, world, step in later.epochs] == [(2, 4)]
 
 
+async def test_a_newcomer_at_rank_0_leaves_nobody_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    """A replacement has the place of the one that was lost. What has happened, somebody must tell who was there."""
+    seen, comes = asyncio.Event(), asyncio.Event()
+
+    async def wait_for_it(step: int) -> None:
+        if step == 3:
+            seen.set()
+            await comes.wait()
+
+    async with crew() as members:
+        first = members.hire(trainer(before=wait_for_it), least=1, most=2, local_rank=1)
+        await seen.wait()
+        later = members.hire(trainer(), least=1, most=2, local_rank=0)
+        while await joined(members.address) != 2:
+            continue
+        comes.set()
+        await members.wait()
+    check([first, later])
+    assert [(rank, step) for _, rank, _, step in later.epochs] == [(0, 4)]
+    told = [record.getMessage() for record in caplog.records if "it goes on behind step" in record.getMessage()]
+    assert len(told) == 1
+    assert told[0].startswith("epoch 2 with 2 workers: it goes on behind step 4, "), told
+
+
 async def test_a_spare_takes_the_place_of_a_lost_one() -> None:
     async with crew() as members:
         lives_ = [members.hire(trainer(event), least=2, most=2) for event in (lives, dies("step", 5), lives)]

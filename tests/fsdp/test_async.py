@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from shardnet.backend import LoopbackBackend
 from shardnet.config import Timeouts
-from shardnet.errors import StateError
+from shardnet.errors import StateError, UsageError
 from shardnet.fsdp import AsyncFSDP
 from tests.fsdp.models import Block, Weighted, loss_of, make_gpt, token_batches
 
@@ -118,6 +118,16 @@ async def test_use_before_it_is_made_is_refused(backends: list[LoopbackBackend])
     with pytest.raises(StateError, match="async with"):
         await model(torch.tensor(1.0))
     await model.aclose()
+
+
+async def test_a_forward_that_was_not_awaited_is_told_so_by_backward() -> None:
+    (alone,) = LoopbackBackend.create_group(1, timeouts=Timeouts.for_tests())
+    async with AsyncFSDP(Weighted(), alone) as model:
+        with pytest.raises(UsageError, match="await model"):
+            await model.backward(model(torch.zeros(2)))  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="not as float"):
+            await model.backward(0.5)  # type: ignore[arg-type]
+    await alone.aclose()
 
 
 async def test_one_that_cannot_be_made_keeps_no_thread(backends: list[LoopbackBackend]) -> None:

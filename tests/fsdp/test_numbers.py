@@ -75,12 +75,14 @@ def test_wrong_arguments_are_refused_before_any_traffic() -> None:
     def work(backend: Backend) -> None:
         with pytest.raises(UsageError, match="prefetch"):
             FSDP(Weighted(), backend, prefetch=-1)
-        with pytest.raises(ValueError, match="no_such"):
+        with pytest.raises(UsageError, match=r"'no_such' is no sharding strategy; they are ShardingStrategy\.FULL_SHARD, "):
             FSDP(Weighted(), backend, strategy="no_such")  # type: ignore[arg-type]
         with pytest.raises(UsageError, match="no forward"):
             FSDP(nn.Sequential(nn.ModuleList([nn.Linear(1, 1)])), backend, units=[nn.ModuleList])
         with pytest.raises(UsageError, match="units must be"):
             FSDP(Weighted(), backend, units=["Linear"])  # type: ignore[list-item]
+        with pytest.raises(UsageError, match="units: the model has no Bilinear or Conv1d; its modules are Linear, Sequential"):
+            FSDP(nn.Sequential(nn.Linear(1, 1)), backend, units=[nn.Bilinear, nn.Conv1d])
 
     run_ranks(1, work)
 

@@ -64,3 +64,18 @@ def test_flows_and_waits_are_those_of_the_epoch() -> None:
     meter.add(3.0, cluster(again))
     assert (meter.flows(again), meter.waits(again)) == ({}, {}), "ranks are others' now"
     assert meter.flows(worker(1, None, state="unreachable")) == {}
+
+
+def test_late_is_who_others_have_waited_for_in_the_last_seconds() -> None:
+    meter = RateMeter()
+    for second in range(3):
+        waited = (0, {1: 20.0 + 0.5 * second, 2: 90.0}), (1, {2: 90.0 + 0.1 * second}), (2, {1: 9.0 * second})
+        seen = [worker(rank, stats(late=late, uptime_s=second)) for rank, late in waited]
+        meter.add(float(second), cluster(*seen))
+        if second == 0:
+            assert meter.late(seen) == [None, None, None]
+    assert meter.late(seen) == pytest.approx([0.0, 1.0, 0.1]), (
+        "what was before does not count, and a wait that began before no more than all of it"
+    )
+    silent = worker(3, None, state="unreachable")
+    assert meter.late([seen[0], silent]) == [None, 0.0], "the silent one says nothing, and the other one nothing of itself"

@@ -242,13 +242,15 @@ class TestFailures:
                 assert [await first.rank(), await second.rank()] == [0, 1]
 
     @on_shared_loop
-    async def test_full_and_late(self) -> None:
+    async def test_full_and_late(self, caplog: pytest.LogCaptureFixture) -> None:
         async with rendezvous() as server, people(server.address, worker(0, most=2), worker(1, most=2)) as (first, second):
             await asyncio.gather(first.joined, second.joined)
             with pytest.raises(JoinRefused, match="is full") as caught:
                 async with join(server.address, worker(2), timeouts=TIMEOUTS):
                     pass
             assert caught.value.reason == Refusal.FULL
+            assert caught.value.__suppress_context__, "the traceback ends with our own words, and gRPC's are not printed above them"
+            assert f"refused {worker(2).address} on node a: {caught.value}" in caplog.messages, "by names that its owner knows"
             await second.leave()
             with pytest.raises(JoinRefused, match="runs already") as caught:
                 async with join(server.address, worker(3), timeouts=TIMEOUTS):

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+import shardnet
+from shardnet.errors import UsageError
+
 PROGRAM = """
 import asyncio, atexit, gzip, sys, threading, time
 import shardnet
@@ -52,6 +55,16 @@ def test_all_that_python_promises_is_done_and_nothing_else(number: signal.Signal
 
 def test_who_catches_it_goes_on_as_ever(tmp_path: Path) -> None:
     assert _interrupt(signal.SIGINT, tmp_path, "catch") == (7, [*ENDED[:2], "caught 130", *ENDED[2:], "freed"])
+
+
+def test_a_coroutine_in_place_of_the_function_is_refused_in_words() -> None:
+    """asyncio.run wants one, so it is what comes to the fingers."""
+
+    async def main() -> None:
+        raise AssertionError("never")
+
+    with pytest.raises(UsageError, match=r"shardnet\.run\(main\), and not shardnet\.run\(main\(\)\)"):
+        shardnet.run(main())  # type: ignore[arg-type]
 
 
 def _interrupt(number: signal.Signals, folder: Path, *arguments: str) -> tuple[int, list[str]]:

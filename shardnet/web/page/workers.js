@@ -26,7 +26,7 @@ function row(worker, job, names, recent) {
     number(whole(worker.step)),
     number(time(worker.step_s)),
     number(percent(worker.wait), worker.wait > 0.3),
-    number(worker.late_s === null || worker.late_s === undefined ? "–" : `${worker.late_s.toFixed(1)} s`, kind === "late"),
+    number(percent(worker.late_share), kind === "late"),
     element("td", { class: "number sent" }, curve(recent.get(worker.address) ?? []), perSecond(worker.sent)),
     number(perSecond(worker.received)),
     number(bytes(worker.resident_bytes)));
