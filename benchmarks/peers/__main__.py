@@ -43,7 +43,7 @@ def main() -> int:
     parser.add_argument("--venvs", type=Path, default=Path("build/peers"), help="one folder a peer; made if absent (default: %(default)s)")
     parser.add_argument("--peers", default=",".join(PEERS), help="(default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each of a pair (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=3, help="of a turn (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=2, help="of a turn (default: %(default)s)")
     parser.add_argument("--kills", type=int, default=2, help="of each engine that outlives them (default: %(default)s)")
     options = parser.parse_args()
     peers: list[str] = options.peers.split(",")

@@ -67,7 +67,7 @@ class Group:
         self._log: IO[bytes] = self._log_path.open("wb")
         self._said: queue.SimpleQueue[tuple[int, dict[str, Any] | None]] = queue.SimpleQueue()
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        port = free_port()
+        self._port = port = free_port()
         self._environment = {
             **os.environ,
             "PATH": f"{python.parent}:{os.environ['PATH']}",
@@ -235,6 +235,8 @@ class Group:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+        for left in Path("/dev/shm").glob(f"deepspeed_*_127.0.0.1_{self._port}_*"):  # 69 MB a rank, which nobody else removes
+            left.unlink()
         self._log.close()
 
 
