@@ -24,22 +24,21 @@ async def move(
     wanted  of each rank: what it wants, by name
     held    what this rank has of the chosen state; the result may share its memory
     """
-    own: dict[str, list[Piece]] = {}
+    me, own = backend.rank, dict[str, list[Piece]]()
     for piece in held:
         own.setdefault(piece.span.name, []).append(piece)
     arrived: dict[str, Piece] = {}
     for names in _batches(sizes):
-        outgoing = [
-            encode(plain([_find(own[span.name], span) for span in _asked(backend.rank, choice, rank, spans, names)]))
-            for rank, spans in enumerate(wanted)
-        ]
-        incoming = await _exchange(backend, outgoing)
+        asked = [[_find(own[span.name], span) for span in _asked(me, choice, rank, spans, names)] for rank, spans in enumerate(wanted)]
+        incoming = await _exchange(backend, [encode(plain(pieces if rank != me else [])) for rank, pieces in enumerate(asked)])
         parts: dict[str, list[Piece]] = {}
+        for piece in asked[me]:  # stays where it is
+            parts.setdefault(piece.span.name, []).append(piece)
         for header, payload in incoming:
             for name, start, stop, state in decode(header, payload):
                 parts.setdefault(name, []).append(Piece(Span(name, start, stop), state))
         arrived |= {name: join(sorted(pieces, key=lambda piece: piece.span.start)) for name, pieces in parts.items()}
-    if missing := [span for name, span in wanted[backend.rank].items() if name not in arrived or arrived[name].span != span]:
+    if missing := [span for name, span in wanted[me].items() if name not in arrived or arrived[name].span != span]:
         raise ProtocolError(f"{missing[0]} did not arrive as it was wanted")
     return arrived
 

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from shardnet.elastic.saves import Saving
 from shardnet.elastic.state import State
 from shardnet.errors import CheckpointError, CollectiveError, CollectiveMismatch, CollectiveTimeout, JoinRefused, PeerLost, WorldChanges
+from shardnet.fsdp.runtime import forget_graphs
 from shardnet.rendezvous.refusal import Refusal
 from shardnet.training import Cluster, Departure, connect
 
@@ -103,6 +104,7 @@ async def _epochs(train: Train[T], cluster: Cluster, state: State) -> T:
             return result[0]
         await state.abandon()
         state.end_epoch(str(why))
+        ended = cluster.backend
         missing = {*why.missing} - {cluster.rank} if isinstance(why, CollectiveTimeout) else ()
         try:
             await cluster.reform(agreed=isinstance(why, WorldChanges), missing=missing)
@@ -111,6 +113,7 @@ async def _epochs(train: Train[T], cluster: Cluster, state: State) -> T:
                 raise
             return result[0]  # somebody was lost at the very end; others were through, so that all had come there
         why = None  # with what it refers to: the frames of `train` and all that is in them
+        forget_graphs(ended)
         _collect_models()
 
 
@@ -123,7 +126,8 @@ async def _saved(state: State, cluster: Cluster) -> None:
 
 
 def _collect_models() -> None:
-    """Models and their hooks are cycles: without this there would be two at once. Autograd's graphs come apart a layer at a time."""
+    """Models and their hooks are cycles: without this there would be two at once. What other libraries hang on autograd's graphs may come
+    apart a layer at a time."""
     for _ in range(COLLECTIONS):
         if not gc.collect():
             return

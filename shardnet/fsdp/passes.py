@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass, field
 
+from torch.utils.hooks import RemovableHandle
+
 from shardnet.fsdp.group import FlatGroup
 from shardnet.fsdp.unit import Unit, UnitState
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Call:
     """One forward of one unit. The hooks on its inputs and outputs carry it into backward."""
 
@@ -15,6 +17,7 @@ class Call:
     resumes: str | None = None  # what the thread computed before, and goes on with after it
     number: int | None = None  # its place in `forward.calls`; None for a recomputation and until it has ended
     inner: bool = False  # within another call of the same unit, which outlasts it
+    hooks: list[RemovableHandle] = field(default_factory=list)  # on the graph, which lives as long as somebody has its outputs
 
 
 @dataclass(slots=True, eq=False)

@@ -22,13 +22,16 @@ its parameters' gradients is freed when the next unit's backward begins. What th
 Gradients alone would not do: frozen weights, and a weight used through `detach()`, may be read after the last one.
 """
 
+import threading
 from collections.abc import Sequence
 from functools import partial
+from weakref import WeakSet
 
 import torch
 from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 
+from shardnet.backend import Backend
 from shardnet.errors import StateError
 from shardnet.fsdp.communicators import Communicators
 from shardnet.fsdp.group import FlatGroup
@@ -39,6 +42,22 @@ from shardnet.fsdp.tensors import differentiable, with_bases
 from shardnet.fsdp.unit import Unit, UnitState
 from shardnet.telemetry import Pass
 
+_everyone = WeakSet["Runtime"]()  # of this process
+_lock = threading.Lock()  # over it
+
+
+def forget_graphs(backend: Backend) -> None:
+    """No backward will come any more in models on this backend.
+
+    A hook refers to its graph, which holds it where Python's collector sees that only when nobody else uses this part of the graph:
+    it would take one run for each unit, and until then parameters and activations stay.
+    """
+    with _lock:
+        runtimes = list(_everyone)
+    for runtime in runtimes:
+        if runtime.backend is backend:
+            runtime.forget_graphs()
+
 
 class Runtime:
     """The units of one model at work; lives as long as the wrapped model. Used by one thread at a time."""
@@ -47,15 +66,19 @@ class Runtime:
         self.units = tuple(units)
         self.prefetcher = Prefetcher(self.units, prefetch, comms, keep=keep)
         self.synchronise = True  # reduce gradients in backward; off within `no_sync`
+        self.backend = comms.backend
         self._timeline = comms.timeline
         self._reductions = ReductionQueue(comms, limit=prefetch + 1)
         self._calls: list[Call] = []  # under way, outermost first
+        self._traced = WeakSet[Call]()  # whose graphs are there
         self._forward: ForwardPass | None = None  # the last one with gradients on
         self._backward: BackwardPass | None = None
         self._unreduced: dict[Unit, None] = {}  # hold gradients of backwards without synchronisation
         for unit in self.units:
             for group in unit.groups:
                 group.on_gradient(partial(self.on_gradient, unit))
+        with _lock:
+            _everyone.add(self)
 
     # --- forward
 
@@ -72,7 +95,8 @@ class Runtime:
         call.inner = unit.state is UnitState.FORWARD
         self._gather_for_forward(call)
         if torch.is_grad_enabled() and not call.inner and (tensors := differentiable(inputs)):
-            register_multi_grad_hook(tensors, lambda _: self.after_backward(call), mode="all")
+            call.hooks.append(register_multi_grad_hook(tensors, lambda _: self.after_backward(call), mode="all"))
+            self._traced.add(call)
 
     def after_forward(self, unit: Unit, outputs: object) -> None:
         """Also runs when forward raised, then with None as `outputs`; and then perhaps without a `before_forward`."""
@@ -83,7 +107,8 @@ class Runtime:
         if tensors:
             if not self._recomputing:
                 call.forward.left(call)
-            register_multi_grad_hook(with_bases(tensors), lambda _: self.before_backward(call), mode="any")
+            call.hooks.append(register_multi_grad_hook(with_bases(tensors), lambda _: self.before_backward(call), mode="any"))
+            self._traced.add(call)
         if unit.state is UnitState.FORWARD and all(outer.unit is not unit for outer in self._calls):
             if tensors and self._worth_holding():
                 unit.hold()
@@ -92,6 +117,12 @@ class Runtime:
         self._timeline.compute(call.resumes)
         if not self._calls and not self._recomputing:
             self._end_forward(call.forward, completed=outputs is not None, backward_follows=bool(tensors))
+
+    def forget_graphs(self) -> None:
+        """Take its hooks off all graphs that there are."""
+        for call in list(self._traced):
+            while call.hooks:
+                call.hooks.pop().remove()
 
     @property
     def _recomputing(self) -> bool:
