@@ -75,9 +75,7 @@ def trainers(session: Training, backend: Backend) -> list[Trainer]:
 
 def trainer(name: str, session: Training, backend: Backend) -> Trainer:
     """One of them. A collective."""
-    generator = torch.Generator().manual_seed(backend.rank)
-    batch = torch.randint(256, (session.batch, session.context + 1), generator=generator)
-    model = _new_model(session)
+    batch, model = own_batch(session, backend.rank), new_model(session)
     if name == FSDP2:
         return Trainer(name, _fully_sharded(model, backend.world_size), batch)
     if name == ALONE:
@@ -86,7 +84,13 @@ def trainer(name: str, session: Training, backend: Backend) -> Trainer:
     return Trainer(name, FSDP(model, backend, units=(Block,), compression=compression), batch)
 
 
-def _new_model(session: Training) -> GPT:
+def own_batch(session: Training, rank: int) -> Tensor:
+    """Sequences of one rank, with the byte that follows each."""
+    return torch.randint(256, (session.batch, session.context + 1), generator=torch.Generator().manual_seed(rank))
+
+
+def new_model(session: Training) -> GPT:
+    """The same on all ranks."""
     torch.manual_seed(1)
     return GPT(_config(session))
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import shardnet
 from benchmarks import collectives
 from benchmarks.journal import Journal
-from benchmarks.plan import Collectives, Memory, Session, Topology, Training, Transport
+from benchmarks.plan import Collectives, Interop, Memory, Session, Topology, Training, Transport
 from benchmarks.row import Row
 from benchmarks.tables import one_line
 
@@ -37,6 +37,9 @@ async def measure(session: Session, directory: Path) -> None:
 
 def _measure(session: Session, backend: shardnet.Backend, directory: Path) -> None:
     journal = Journal(directory / Journal.FILE_NAME if backend.rank == 0 else Path(os.devnull))
+    if isinstance(session, Interop):
+        _measure_interop(session, backend, directory, journal)
+        return
     with _gloo(directory / STORE, backend):
         if isinstance(session, Collectives):
             _measure_collectives(session, backend, journal)
@@ -60,6 +63,17 @@ def _measure_training(session: Training, backend: shardnet.Backend, journal: Jou
 
     for row in training.measure(session, backend, on_step):
         _publish(row, backend, journal)
+
+
+def _measure_interop(session: Interop, backend: shardnet.Backend, directory: Path, journal: Journal) -> None:
+    from benchmarks import interop  # as above
+
+    def on_row() -> None:
+        journal.progress(0, 0, f"{session.ranks} ranks, torch's own code")
+
+    with interop.groups_of(directory / STORE, backend.rank, backend.world_size) as groups:
+        for row in interop.measure(session, groups, on_row):
+            _publish(row, backend, journal)
 
 
 def _measure_memory(session: Memory, backend: shardnet.Backend, journal: Journal) -> None:

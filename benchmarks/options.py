@@ -4,10 +4,10 @@ import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from benchmarks import growth
-from benchmarks.plan import Case, Collectives, Memory, Op, Session, Topology, Training, Transport, default_repeats, default_steps
+from benchmarks.plan import Case, Collectives, Interop, Memory, Op, Session, Topology, Training, Transport, default_repeats, default_steps
 from shardnet.config import KIB, MIB, Limits
 
 T = TypeVar("T")
@@ -17,9 +17,10 @@ MEMORY_STEPS = 4  # what is needed at once is known after two
 ELEMENT_BYTES = 4  # everything is measured in float32
 _UNITS = {"": 1, "b": 1, "k": KIB, "kib": KIB, "m": MIB, "mib": MIB, "g": 1024 * MIB, "gib": 1024 * MIB}
 DESCRIPTION = """\
-Measure collectives against torch's gloo, and training steps against FSDP2 over gloo and against no communication at
-all. Both sides run in the same processes, in turn. Prints tables and writes all numbers as JSON; benchmarks/README.md
-says how to read them. Give it a machine that does nothing else.
+Measure collectives against torch's gloo, training steps against FSDP2 over gloo and against no communication at all,
+and torch's own code over shardnet against the same over gloo. Both sides run in the same processes, in turn. Prints
+tables and writes all numbers as JSON; benchmarks/README.md says how to read them. Give it a machine that does nothing
+else.
 """
 EPILOG = """\
 examples:
@@ -65,9 +66,9 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             setattr(options, name, getattr(preset, name))
     options.sessions = list(growth.sessions(options.chunk) if options.growth else _sessions(options))
     for session in options.sessions:
-        for case in session.cases if isinstance(session, Collectives) else ():
-            if case.bytes % (ELEMENT_BYTES * session.ranks):
-                parser.error(f"--sizes must be multiples of {ELEMENT_BYTES} bytes x ranks, got {case.bytes} for {session.ranks} ranks")
+        for size in _sizes_of(session):
+            if size % (ELEMENT_BYTES * session.ranks):
+                parser.error(f"--sizes must be multiples of {ELEMENT_BYTES} bytes x ranks, got {size} for {session.ranks} ranks")
     if options.dim % (2 * options.heads):
         parser.error(f"--dim must be a multiple of twice --heads, got {options.dim} and {options.heads}")
     try:
@@ -75,6 +76,16 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     except ValueError as error:
         parser.error(f"--chunk: {error}")
     return options
+
+
+def _sizes_of(session: Session) -> Sequence[int]:
+    match session:
+        case Collectives():
+            return [case.bytes for case in session.cases]
+        case Interop():
+            return session.sizes
+        case _:
+            return ()
 
 
 def _sessions(options: argparse.Namespace) -> Iterator[Session]:
@@ -100,6 +111,15 @@ def _sessions(options: argparse.Namespace) -> Iterator[Session]:
         for ranks, topology, transport in _places(options, options.step_ranks):
             if (topology, transport) == (Topology.ONE_NODE, Transport.SHM):
                 yield Memory(ranks, topology, transport, options.chunk, options.steps or MEMORY_STEPS, **model)
+    if options.only in (None, "interop"):
+        yield from _interop(options, model)
+
+
+def _interop(options: argparse.Namespace, model: dict[str, Any]) -> Iterator[Session]:
+    for ranks, topology, transport in _places(options, options.step_ranks):
+        if (topology, transport) == (Topology.ONE_NODE, Transport.SHM):
+            steps = options.steps or default_steps(topology)
+            yield Interop(ranks, topology, transport, options.chunk, steps, **model, sizes=options.sizes, repeats=options.repeats)
 
 
 def _places(options: argparse.Namespace, choice: Sequence[int]) -> Iterator[tuple[int, Topology, Transport]]:
@@ -115,7 +135,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", choices=("collectives", "step", "memory"), help="leave out the others")
+    parser.add_argument("--only", choices=("collectives", "step", "memory", "interop"), help="leave out the others")
     parser.add_argument(
         "--growth",
         action="store_true",

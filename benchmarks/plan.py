@@ -146,6 +146,18 @@ class Memory(Training):
     engine: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Interop(Training):
+    """torch's own collectives, and the same model trained by torch, over a process group of shardnet's and over one of gloo's.
+
+    sizes    of the full tensor on a rank, in bytes
+    repeats  of a collective; None: by its size
+    """
+
+    sizes: tuple[int, ...] = ()
+    repeats: int | None = None
+
+
 Session = Collectives | Training
 
 
@@ -173,6 +185,8 @@ def from_json(text: str) -> Session:
     fields = json.loads(text)
     fields["transport"], fields["topology"] = Transport(fields["transport"]), Topology(fields["topology"])
     if (kind := fields.pop("kind")) != Collectives.__name__:
-        return (Memory if kind == Memory.__name__ else Training)(**fields)
+        if "sizes" in fields:
+            fields["sizes"] = tuple(fields["sizes"])
+        return {each.__name__: each for each in (Training, Memory, Interop)}[kind](**fields)
     cases = tuple(Case(Op(case.pop("op")), **case) for case in fields.pop("cases"))
     return Collectives(**fields, cases=cases)

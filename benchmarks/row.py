@@ -33,8 +33,9 @@ class Timing:
 class Row:
     """Two engines at one task.
 
-    kind         "collective", "step", or "memory": a step of each engine in processes of its own
-    op           which collective, or "train_step"
+    kind         "collective", "step", "memory": a step of each engine in processes of its own, or "interop": torch's own code over
+                 process groups of both
+    op           which collective, or "train_step"; of torch's own code "ddp_step" or "fsdp2_step"
     topology     where the ranks are: "one-node" is all on one machine, "netns" each in a network namespace, "netns-1gbit" on two
                  nodes (namespaces) with links of 1 Gbit/s
     nodes        network interfaces that the ranks are spread over, evenly
@@ -137,6 +138,10 @@ def collectives(rows: Sequence[Row]) -> list[Row]:
 
 def steps(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row.kind == "step"]
+
+
+def interops(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if row.kind == "interop"]
 
 
 def memories(rows: Sequence[Row]) -> list[Row]:

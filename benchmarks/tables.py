@@ -5,8 +5,21 @@ from dataclasses import dataclass
 
 from benchmarks.parts import PARTS
 from benchmarks.plan import Topology, Transport
-from benchmarks.row import Row, collectives, memories, steps
-from benchmarks.targets import MEMORY_RATIO, OURS, STEP_BYTES, Outcome, StepOutcome, StepTarget, Target, judge, judge_steps
+from benchmarks.row import Row, collectives, interops, memories, steps
+from benchmarks.targets import (
+    INTEROP_RATIO,
+    MEMORY_RATIO,
+    OURS,
+    SIZES,
+    STEP_BYTES,
+    Outcome,
+    StepOutcome,
+    StepTarget,
+    Target,
+    geometric_mean,
+    judge,
+    judge_steps,
+)
 from shardnet.cli.units import short_bytes
 from shardnet.config import KIB, MIB
 
@@ -43,6 +56,7 @@ def tables(rows: Sequence[Row]) -> list[Table]:
     why = [_explained(place, group) for place, group in _grouped(collectives(rows), lambda row: row.ranks)]
     by_size = [_steps(place, group) for place, group in _grouped(steps(rows), lambda row: row.bytes)]
     all_of_them = (*by_ranks, *why, _targets(judge(rows)), *by_size, _step_targets(judge_steps(rows)), _memory(memories(rows)))
+    all_of_them += tuple(_interop(ranks, interops(rows)) for ranks in sorted({row.ranks for row in interops(rows)}))
     return [table for table in all_of_them if table.rows]
 
 
@@ -57,7 +71,7 @@ def _grouped(rows: Sequence[Row], number: Callable[[Row], int]) -> list[tuple[Pl
 
 def one_line(row: Row) -> str:
     """A row while the rest is still being measured."""
-    what = f"{_op(row)} {size(row.bytes)}" if row.kind == "collective" else row.op
+    what = row.op if row.op.endswith("step") else f"{_op(row)} {size(row.bytes)}"
     if row.ours_peak_bytes is not None and row.peer_peak_bytes is not None:
         peaks = f"shardnet {_mb(row.ours_peak_bytes)} MB  {row.peer} {_mb(row.peer_peak_bytes)} MB"
         return f"{row.topology:<11}  {row.ranks} ranks  {row.transport:<9}  {'peak memory':<22}  {peaks}"
@@ -192,6 +206,29 @@ def _memory_lines(row: Row) -> list[tuple[str, ...]]:
         (OURS, *facts, _mb(ours), _ms(row.ours_ms), "", "", ""),
         (row.peer, *facts, _mb(theirs), _ms(row.peer_ms), _ratio(theirs / ours), _ratio(MEMORY_RATIO), verdict),
     ]
+
+
+def _interop(ranks: int, rows: Sequence[Row]) -> Table:
+    rows = [row for row in rows if row.ranks == ranks]
+    lines = [
+        (
+            *(row.op, size(row.bytes), _ms(row.ours_ms), _spread(row.ours_q1_ms, row.ours_q3_ms)),
+            *(_ms(row.peer_ms), _spread(row.peer_q1_ms, row.peer_q3_ms), _ratio(row.ratio)),
+            *(_interop_verdict(row.ratio) if row.layers is not None else ("", "")),
+        )
+        for row in rows
+    ]
+    collective = [row.ratio for row in rows if row.layers is None and row.bytes in SIZES]
+    mean = geometric_mean(collective) if collective else 0.0
+    return Table(
+        f"torch's own code on {ranks} ranks of one machine, over the backend shardnet and over gloo",
+        ("what", "size", "shardnet ms", "q1-q3", "gloo ms", "q1-q3", "ratio", "target", ""),
+        (*lines, *([("collectives from 1 MiB on, mean", *[""] * 5, _ratio(mean), *_interop_verdict(mean))] if collective else [])),
+    )
+
+
+def _interop_verdict(ratio: float) -> tuple[str, str]:
+    return _ratio(INTEROP_RATIO), "met" if ratio >= INTEROP_RATIO else "missed"
 
 
 def _mb(count: int) -> str:

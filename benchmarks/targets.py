@@ -76,6 +76,9 @@ STEP_TARGETS = (
     StepTarget(Topology.NETNS_1GBIT, Transport.HIER, OURS, FSDP2, 1.5),
     StepTarget(Topology.NETNS_1GBIT, Transport.HIER, COMPRESSED, FSDP2, 3.0),
 )
+INTEROP_RATIO = (
+    1.5  # of torch's own code over gloo to the same over shardnet, on one machine: of collectives the mean over SIZES, and each training
+)
 MEMORY_RATIO = 1 / 0.7  # of FSDP2's peak to shardnet's, on one machine through shared memory
 STEP_BYTES = 100_000_000  # of parameters, from which on the targets count
 

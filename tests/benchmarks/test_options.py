@@ -78,12 +78,12 @@ def test_each_half_alone() -> None:
 
 
 def test_what_is_given_goes_before_quick() -> None:
-    session, training, memory = parse_options(["--quick", "--transports", "shm", "--ranks", "4"]).sessions
+    session, training, memory, interop = parse_options(["--quick", "--transports", "shm", "--ranks", "4"]).sessions
     assert session.ranks == 4
     assert max(case.bytes for case in session.cases) == MIB
-    assert (training.layers, memory.layers) == (2, 2)
+    assert (training.layers, memory.layers, interop.layers) == (2, 2, 2)
     assert training.steps < parse_options(["--only", "step"]).sessions[-1].steps
-    assert [each.steps for each in parse_options(["--quick", "--steps", "50", "--transports", "shm"]).sessions[1:]] == [50, 50]
+    assert [each.steps for each in parse_options(["--quick", "--steps", "50", "--transports", "shm"]).sessions[1:]] == [50, 50, 50]
 
 
 def test_growth_is_another_question_that_varies_one_thing_at_a_time() -> None:

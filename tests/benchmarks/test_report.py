@@ -1,5 +1,6 @@
 """Rows on disk and as tables."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -148,3 +149,15 @@ def test_several_at_once_are_told_apart_and_not_judged() -> None:
     text = text_report([row(memcpy_ms=5.0, transport="shm"), row(outstanding=8, transport="shm")])
     assert "8 all_gather at once" in text
     assert "only 1 of 9 cases measured" in text
+
+
+def test_torchs_own_code_is_judged_by_its_mean_and_its_trainings() -> None:
+    def interop(op: str, size: int, ratio: float, layers: int | None = None) -> Row:
+        return row(ratio, kind="interop", op=op, bytes=size, layers=layers)
+
+    text = text_report([interop("all_reduce", 1024, 0.1), interop("all_reduce", MIB, 1.0), interop("all_gather", MIB, 4.0)])
+    assert re.search(r"collectives from 1 MiB on, mean +2.00x +1.50x +met", text)
+    text = text_report([interop("ddp_step", 10**8, 1.04, layers=8), interop("fsdp2_step", 10**8, 1.6, layers=8)])
+    assert re.search(r"ddp_step .* 1.04x +1.50x +missed", text)
+    assert re.search(r"fsdp2_step .* 1.60x +1.50x +met", text)
+    assert "mean" not in text

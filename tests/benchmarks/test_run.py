@@ -96,6 +96,17 @@ def test_training_steps_and_their_memory(tmp_path: Path) -> None:
         assert memory["bytes"] == steps[0]["bytes"]
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("forked")
+def test_torchs_own_code(tmp_path: Path) -> None:
+    rows = measured_here(tmp_path, "--topologies", "one-node", "--only", "interop")
+    cases = [(op, size) for size in (1024, 16384) for op in ("all_gather", "reduce_scatter", "all_reduce")]
+    assert [(row["kind"], row["op"], row["bytes"]) for row in rows[:-2]] == [("interop", *case) for case in cases]
+    assert [row["op"] for row in rows[-2:]] == ["ddp_step", "fsdp2_step"]
+    assert {row["peer"] for row in rows} == {"gloo"}
+    check_times(rows)
+
+
 @pytest.mark.faults
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(not SMAPS.exists(), reason="the kernel does not say what memory a process has for its part")

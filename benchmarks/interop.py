@@ -1,0 +1,98 @@
+"""torch's own collectives and trainings over a process group of shardnet's and over one of gloo's, in turn."""
+
+import datetime
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from benchmarks.contestants import Trainer, new_model, own_batch, parameter_bytes
+from benchmarks.plan import Interop, Op, default_repeats
+from benchmarks.race import Contender, race
+from benchmarks.row import Row, Timing
+from benchmarks.targets import GLOO, OURS
+
+TIMEOUT = datetime.timedelta(seconds=120)
+_MOVED = {"ddp_step": 2, "fsdp2_step": 3}  # how often a ring sends all parameters; DDP's reduction counts twice
+Groups = dict[str, dist.ProcessGroup]
+
+
+@contextmanager
+def groups_of(store: Path, rank: int, ranks: int) -> Iterator[Groups]:
+    """Both, by name; shardnet's is torch's default one."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    dist.init_process_group("shardnet", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=TIMEOUT)
+    try:
+        ours, theirs = dist.group.WORLD, dist.new_group(backend="gloo", timeout=TIMEOUT)
+        assert isinstance(ours, dist.ProcessGroup)
+        assert isinstance(theirs, dist.ProcessGroup)
+        yield {OURS: ours, GLOO: theirs}
+    finally:
+        dist.destroy_process_group()
+
+
+def measure(session: Interop, groups: Groups, on_row: Callable[[], None]) -> Iterator[Row]:
+    """A row for each collective and size, then one for each training; the same on all ranks. A collective."""
+    for size in session.sizes:
+        for op, calls in _collectives(size, groups).items():
+            contenders = [Contender(name, call) for name, call in calls.items()]
+            ours, theirs = race(contenders, session.repeats or default_repeats(size))
+            yield _row(session, str(op), size, (ours, theirs), op.moved_bytes(size, session.ranks))
+            on_row()
+    for name, make in (("ddp_step", _ddp), ("fsdp2_step", _fsdp2)):
+        trainers = [Trainer(each, make(new_model(session), group), own_batch(session, dist.get_rank())) for each, group in groups.items()]
+        ours, theirs = race([Contender(trainer.name, trainer.step) for trainer in trainers], session.steps)
+        size = parameter_bytes(session)
+        moved_bytes = _MOVED[name] * (session.ranks - 1) * size
+        yield _row(session, name, size, (ours, theirs), moved_bytes, layers=session.layers)
+        on_row()
+
+
+def _collectives(size: int, groups: Groups) -> dict[Op, dict[str, Callable[[], object]]]:
+    """Of tensors that have so many bytes on each rank before they are cut, or when they are whole."""
+    whole = torch.ones(size // 4)
+    part = torch.ones(len(whole) // dist.get_world_size())
+    return {
+        Op.ALL_GATHER: {name: partial(dist.all_gather_into_tensor, whole, part, group=group) for name, group in groups.items()},
+        Op.REDUCE_SCATTER: {name: partial(dist.reduce_scatter_tensor, part, whole, group=group) for name, group in groups.items()},
+        Op.ALL_REDUCE: {
+            name: partial(dist.all_reduce, torch.ones_like(whole), dist.ReduceOp.MAX, group=group) for name, group in groups.items()
+        },
+    }
+
+
+def _ddp(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(model, process_group=group)
+
+
+def _fsdp2(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
+    mesh = DeviceMesh.from_group(group, "cpu")
+    for block in model.blocks:  # type: ignore[union-attr]  # a GPT
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)  # type: ignore[return-value]  # it is the model
+
+
+def _row(session: Interop, op: str, size: int, timings: tuple[Timing, Timing], moved_bytes: int, layers: int | None = None) -> Row:
+    ours, theirs = timings
+    return Row.compare(
+        ours,
+        theirs,
+        kind="interop",
+        op=op,
+        topology=str(session.topology),
+        transport=str(session.transport),
+        ranks=session.ranks,
+        bytes=size,
+        peer=GLOO,
+        moved_bytes=moved_bytes,
+        chunk_bytes=session.chunk_bytes,
+        layers=layers,
+    )
