@@ -18,6 +18,7 @@ import numpy as np
 
 _BUFFER_BYTES = 4 * 2**20  # from 1 MiB on, a larger one is no faster
 _SECTOR_BYTES = 4096  # what a disk takes is a multiple of its sectors; none has larger ones
+_NOT_SO = (errno.EINVAL, errno.EOPNOTSUPP)  # what a file system says that knows only its cache
 _DIRECT = getattr(os, "O_DIRECT", 0)  # not every system has it
 
 
@@ -36,7 +37,7 @@ class DirectFile:
         try:
             self._descriptor = os.open(path, flags | _DIRECT, 0o666)
         except OSError as error:
-            if error.errno != errno.EINVAL:
+            if error.errno not in _NOT_SO:
                 raise
             self._is_direct = False
             self._descriptor = os.open(path, flags, 0o666)
@@ -63,7 +64,7 @@ class DirectFile:
             try:
                 rest = rest[os.write(self._descriptor, rest) :]
             except OSError as error:
-                if error.errno != errno.EINVAL or not self._is_direct:
+                if error.errno not in _NOT_SO or not self._is_direct:
                     raise OSError(error.errno, error.strerror, str(self._path)) from error
                 self._go_through_cache()
         self._filled = 0

@@ -83,6 +83,30 @@ except Exception as error:
     assert not out or "rank 1" in out, "the launcher may end the others before they have said it"
 
 
+def test_a_frozen_rank_is_named_sooner_than_without_a_rendezvous(tmp_path: Path) -> None:
+    """Which takes 10 s: nobody but the peers sees it then."""
+    text = """
+import os, signal, time
+import torch, torch.distributed as dist
+dist.init_process_group("shardnet", init_method="shardnet://")
+dist.barrier()
+began_s = time.monotonic()
+if dist.get_rank() == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+try:
+    dist.all_reduce(torch.ones(3))
+except Exception as error:
+    assert "rank 1" in str(error) and "silent" in str(error), error
+    print(f"after {time.monotonic() - began_s:.1f} s", flush=True)
+    os._exit(7)
+"""
+    status, out, err = launched(tmp_path, text)
+    assert status == 7, err
+    found = [float(each) for each in re.findall(r"after ([\d.]+) s", out)]
+    assert found, "the launcher lets who fails first say why"
+    assert max(found) < 9.0
+
+
 def test_elastic_jobs_are_refused(tmp_path: Path) -> None:
     status, _, err = launched(
         tmp_path, 'import torch.distributed as dist\ndist.init_process_group("shardnet", init_method="shardnet://")', "--min-workers", "1"
