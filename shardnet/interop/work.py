@@ -111,6 +111,10 @@ class Works(dist.Work):
     def is_success(self) -> bool:
         return all(work.is_success() for work in self._works)
 
+    def exception(self) -> BaseException | None:
+        """The first error of those that are done."""
+        return next((error for work in self._works if (error := work.exception()) is not None), None)
+
     def result(self) -> list[Tensor]:
         return [tensor for work in self._works for tensor in work.result()]
 
