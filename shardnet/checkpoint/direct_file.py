@@ -17,8 +17,7 @@ from typing import Self
 import numpy as np
 
 _BUFFER_BYTES = 4 * 2**20  # from 1 MiB on, a larger one is no faster
-_SECTOR_BYTES = 4096  # what a disk takes is a multiple of its sectors; none has larger ones
-_NOT_SO = (errno.EINVAL, errno.EOPNOTSUPP)  # what a file system says that knows only its cache
+_NOT_SO = (errno.EINVAL, errno.EOPNOTSUPP)  # what a file system says that knows only its cache, or of what is no whole sector: the end
 _DIRECT = getattr(os, "O_DIRECT", 0)  # not every system has it
 
 
@@ -57,8 +56,6 @@ class DirectFile:
                     self._rest()
 
     def _empty(self) -> None:
-        if self._filled % _SECTOR_BYTES:  # the end of the file
-            self._go_through_cache()
         rest = self._buffer[: self._filled]
         while rest:
             try:

@@ -64,7 +64,6 @@ class Group:
         self._rounds: dict[int, Round] = {}  # under way; see [Note: rounds]
         self._queue: deque[Round] = deque()  # of these, those that have not begun
         self._last_signature = ""  # of the one entered last
-        self._left: dict[int, int] = {}  # by the rank of a member that took leave: the first number that it has not entered
         self._running: dict[int, Operation] = {}
         self._queued: deque[Operation] = deque()
         self._early = Early(board.limits)  # by sequence number, of ranks of the group
@@ -255,8 +254,7 @@ class Group:
             raise operation.error
         self.board.check_open()
         for lost, reason in self.board.lost.items():
-            # who left may have left a letter for a round before, and have had this rank's
-            if lost in self._local and not (isinstance(operation, Round) and operation.sequence < self._left.get(self._local[lost], 0)):
+            if lost in self._local and not (isinstance(operation, Round) and operation.sequence < self.board.took_leave_at(lost, self.id)):
                 raise self._peer_lost(lost, reason, operation)
 
     def _replay(self, operation: Operation) -> None:
@@ -382,7 +380,6 @@ class Group:
     def leave(self, global_rank: int, next_sequence: int) -> None:
         """A member said goodbye before it entered `next_sequence`: that one and later ones cannot end."""
         if global_rank in self._local:
-            self._left[self._local[global_rank]] = next_sequence
             for operation in self.under_way:
                 if operation.sequence >= next_sequence:
                     operation.fail(self._peer_lost(global_rank, "it left the cluster without entering this collective", operation))

@@ -57,6 +57,7 @@ class Switchboard:
         self._correspondents: frozenset[tuple[int, int]] = frozenset()  # pairs of which each reads the other's mailbox; all know them
         self._attendant: Attendant | None = None  # where there are any
         self._groups: dict[int, Group] = {}  # by id; on the loop thread only, as all that follows
+        self._goodbyes: dict[int, dict[int, int]] = {}  # of ranks that took leave: where each was, by group
         self._unknown = Early(limits)  # for groups that this rank has not made yet, by their ids
         self._stale = Counter[int]()  # chunks in a row that were dropped, by sender
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -204,10 +205,15 @@ class Switchboard:
         return mesh_pb2.Goodbye(positions=[group.position() for group in self._groups.values()])
 
     def _on_goodbye(self, source: int, goodbye: mesh_pb2.Goodbye) -> None:
-        positions = {position.group: position.next_sequence for position in goodbye.positions}
+        positions = self._goodbyes[source] = {position.group: position.next_sequence for position in goodbye.positions}
         self.lost.setdefault(source, "it left the cluster")
         for group in list(self._groups.values()):
             group.leave(source, positions.get(group.id, 0))
+
+    def took_leave_at(self, rank: int, group: int) -> int:
+        """The first collective of a group that a rank had not entered when it took leave; 0 if it has not. It may have ended a round before
+        that this rank has yet to look at: the letters are there."""
+        return self._goodbyes.get(rank, {}).get(group, 0)
 
     # --- the end
 

@@ -27,6 +27,19 @@ def test_the_bytes_are_there_in_order(size: int, tmp_path: Path) -> None:
     assert (tmp_path / "file").read_bytes() == data
 
 
+def test_the_disk_has_it_when_it_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced, real_fsync = [], os.fsync
+
+    def sync(descriptor: int) -> None:
+        synced.append((str(Path(f"/proc/self/fd/{descriptor}").readlink()), os.fstat(descriptor).st_size))
+        real_fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    with DirectFile(tmp_path / "file") as file:
+        file.write(bytes(5 * MIB + 3))
+    assert synced == [(str(tmp_path / "file"), 5 * MIB + 3)]
+
+
 def test_what_was_there_is_gone(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(10_000))
     with DirectFile(tmp_path / "file") as file:

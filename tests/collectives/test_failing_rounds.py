@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from shardnet.backend import Backend, Pending
-from shardnet.backend.cluster import ClusterBackend
+from shardnet.collectives.group import Group
 from shardnet.collectives.reduction import Reduction
+from shardnet.collectives.switchboard import Switchboard
 from shardnet.config import KIB, Timeouts
 from shardnet.errors import ClosedError, CollectiveError, CollectiveMismatch, CollectiveTimeout, PeerLost, ShardnetError
 from shardnet.testing import each_error, each_rank, local_cluster
@@ -233,19 +234,23 @@ async def test_a_member_that_is_lost_before_its_group_is_known() -> None:
             rank.abort()
 
 
-async def test_who_left_after_a_round_takes_nothing_along() -> None:
+@pytest.mark.parametrize("group_is_new", [True, False])
+async def test_who_left_after_a_round_takes_nothing_along(group_is_new: bool) -> None:
     """Rank 1 has read this rank's letter, left its own, ended the round and taken leave before this rank's loop looks at it: that happens
-    where it is new to the loop, or begun when another rank had left already."""
+    where the loop has yet to hear of the group, or the round is begun when another rank had left already."""
     async with local_cluster(2, limits=LIMITS) as ranks:
+        board, group = ranks[0]._board, ranks[0]._group
+        if group_is_new:
+            del board._groups[group.id]
         mine, theirs = (rank.all_reduce(SMALL) for rank in ranks)
         assert torch.equal(theirs.wait(), ones_of(2))
         leaving = asyncio.ensure_future(ranks[1].aclose())
-        while not ranks[0]._board.is_impaired:  # noqa: ASYNC110 - a collective that waited for it would end this one in passing
+        while not board.is_impaired:  # noqa: ASYNC110 - a collective that waited for it would end this one in passing
             await asyncio.sleep(0)
-        await ranks[0]._board.loop.run_here(_inspect(ranks[0]))
+        await board.loop.run_here(_introduce(board, group))
         assert torch.equal(await mine, ones_of(2))
         await asyncio.gather(leaving, ranks[0].aclose())
 
 
-async def _inspect(rank: ClusterBackend) -> None:
-    rank._group.inspect_rounds()
+async def _introduce(board: Switchboard, group: Group) -> None:
+    board._introduce(group)

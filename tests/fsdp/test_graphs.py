@@ -44,6 +44,7 @@ async def test_graphs_of_other_backends_stay() -> None:
         loss = await model.run(loss_of, model.fsdp, token_batches(1, 1)[0])
         await train(mine, backward=True)
         forget_graphs(mine)
+        assert any(call.hooks for call in model.fsdp._runtime._traced)
         await model.backward(loss)
         assert all(each.grad is not None for each in model.parameters())
     await asyncio.gather(mine.aclose(), theirs.aclose())

@@ -2,13 +2,18 @@
 
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from shardnet.errors import UsageError
+from shardnet.errors import JoinRefused, UsageError
+from shardnet.interop import world
 from shardnet.interop.rendezvous import rendezvous
+from shardnet.rendezvous.refusal import Refusal
+from shardnet.training.seat import Seat
+from shardnet.training.settings import Settings
 from tests.interop.sessions import run
 from tests.interop.test_docs import PAGE
 
@@ -113,6 +118,42 @@ def test_elastic_jobs_are_refused(tmp_path: Path) -> None:
     )
     assert status != 0
     assert "a torch process group has the same ranks from its beginning to its end, but this job is elastic" in err
+
+
+class Crowded:
+    """A station whose rendezvous refuses it some times."""
+
+    elastic = False
+
+    def __init__(self, *refusals: str) -> None:
+        self._refusals = list(refusals)
+        self.asked = 0
+
+    async def join(self, after: object = None, missing: object = ()) -> Seat:
+        self.asked += 1
+        if self._refusals:
+            raise JoinRefused("the job runs already", self._refusals.pop(0))
+        return object.__new__(Seat)
+
+
+async def test_who_was_in_a_world_before_waits_until_the_others_have_left_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(world, "_been_in", set())
+    settings = Settings(rendezvous="127.0.0.1:7000", job="again")
+    for early in (Crowded(Refusal.RUNNING), Crowded(Refusal.FULL)):
+        with pytest.raises(JoinRefused):
+            await world._seat(early, settings)
+        assert early.asked == 1, "a stranger to the job is told at once"
+    await world._seat(Crowded(), settings)
+    late = Crowded(Refusal.RUNNING, Refusal.FULL, Refusal.RUNNING)
+    await world._seat(late, settings)
+    assert late.asked == 4
+    ended = Crowded(Refusal.ENDED)
+    with pytest.raises(JoinRefused):
+        await world._seat(ended, settings)
+    assert ended.asked == 1
+    hurried = replace(settings, timeouts=replace(settings.timeouts, join_s=0.01))
+    with pytest.raises(JoinRefused):
+        await world._seat(Crowded(*[Refusal.RUNNING] * 100), hurried)
 
 
 def test_a_world_of_one_needs_no_rendezvous() -> None:
