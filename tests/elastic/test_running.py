@@ -1,6 +1,7 @@
 """Training goes on when members die and when others come: the same state, the same steps, the same result."""
 
 import asyncio
+import weakref
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -8,9 +9,9 @@ import pytest
 from torch import nn
 
 from shardnet import Cluster, ShardingStrategy
-from shardnet.elastic import State
+from shardnet.elastic import State, running
 from shardnet.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, JoinTimeout, PeerLost, StateLost, UsageError
-from tests.elastic.crew import Died, Life, crew
+from tests.elastic.crew import WIDTH, Died, Life, crew
 from tests.elastic.trainer import Event, check, dies, joined, lives, trainer, until_joined
 
 
@@ -309,3 +310,26 @@ async def test_newcomers_with_another_program_end_and_the_others_go_on() -> None
     check(lives_)
     assert {type(life.error) for life in members.lives[2:]} <= {CollectiveMismatch, PeerLost, UsageError}
     assert all(life.error is not None for life in members.lives[2:])
+
+
+@pytest.mark.parametrize("place", ["begin", "backward", "committed"])
+async def test_the_model_of_the_epoch_before_is_gone_when_the_next_one_is_made(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After one run of Python's collector, however many layers there are; else there would be two in memory."""
+    monkeypatch.setattr(running, "COLLECTIONS", 1)
+
+    def remembering(made: "list[weakref.ref[nn.Module]]", there: list[int]) -> Callable[[], nn.Module]:
+        def make() -> nn.Module:
+            there.append(sum(each() is not None for each in made))
+            module = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(6)), nn.Linear(WIDTH, 1))
+            made.append(weakref.ref(module))
+            return module
+
+        return make
+
+    there: list[list[int]] = [[], []]
+    async with crew() as members:
+        survivors = [members.hire(trainer(make=remembering([], each)), least=2, most=3) for each in there]
+        members.hire(trainer(dies(place, 4), make=remembering([], [])), least=2, most=3)
+        await members.wait()
+    assert [life.error for life in survivors] == [None, None]
+    assert there == [[0, 0], [0, 0]]
