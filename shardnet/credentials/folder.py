@@ -23,6 +23,11 @@ _PRIVATE = {AUTHORITY_KEY, KEY}
 def load(folder: str | Path) -> Credentials:
     """The credentials in a folder. Raises CredentialsError naming the file and what to do."""
     folder = Path(folder)
+    if (folder / AUTHORITY_KEY).exists() and not (folder / CERTIFICATE).exists():
+        raise CredentialsError(
+            f"{folder} is the folder of an authority; name the folder of one certificate in it, such as {folder / 'rendezvous'}, "
+            f"or make one by `shardnet certs issue {folder} NAME`"
+        )
     authority, certificate, key = (_read(folder / name, "issue") for name in (AUTHORITY, CERTIFICATE, KEY))
     try:
         return check(authority, certificate, key)

@@ -72,12 +72,16 @@ async def _cards(store: Store, number: int, world_size: int, timeout_s: float) -
         await asyncio.sleep(_PAUSE_S)  # the store could wait, but not be told to stop waiting
 
 
+def _ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"
+
+
 def _check_protection(cards: list[_Card]) -> None:
     """All see the same cards, so all fail here, or none."""
     plain = [rank for rank, card in enumerate(cards) if not card.identity]
     if plain and len(plain) < len(cards):
         raise HandshakeError(
-            f"ranks {', '.join(map(str, plain))} have neither certificates nor a join token, the others have; give every process the same "
+            f"{_ranks(plain)} neither certificates nor a join token, the others have; give every process the same "
             "SHARDNET_TOKEN, or a certificate of the same authority (SHARDNET_CERTS), or none of them any"
         )
 

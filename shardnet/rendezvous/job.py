@@ -182,6 +182,10 @@ class Job:
         """What a live member's certificate has proved."""
         return self._live[incarnation].identity
 
+    def address(self, incarnation: str) -> str:
+        """Where a live member listens."""
+        return self._live[incarnation].address
+
     def overdue(self, now: float) -> list[str]:
         """Members that are to be removed: see [Note: the stuck]."""
         return list(self._members) if self._waits_for_the_stuck and now >= self._last_arrival_s + MISSED_S else []

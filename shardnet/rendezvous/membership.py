@@ -99,6 +99,16 @@ class Registry:
     def is_member(self, incarnation: str) -> bool:
         return incarnation in self._job_of
 
+    def job_of(self, incarnation: str) -> str | None:
+        """The job of a live member; None if it is none."""
+        job = self._job_of.get(incarnation)
+        return None if job is None else job.name
+
+    def address(self, job: str, incarnation: str) -> str | None:
+        """Where a live member of that job listens; None if it is none."""
+        home = self._job_of.get(incarnation)
+        return home.address(incarnation) if home is not None and home.name == job else None
+
     def identity(self, incarnation: str) -> str | None:
         """What a member's certificate has proved; None if it is no member."""
         job = self._job_of.get(incarnation)

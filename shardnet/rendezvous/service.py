@@ -15,7 +15,7 @@ import grpc
 from shardnet.errors import JoinRefused
 from shardnet.pb import rendezvous_pb2 as pb
 from shardnet.rendezvous import messages
-from shardnet.rendezvous.events import Assigned, Notice
+from shardnet.rendezvous.events import Assigned, JobState, Notice
 from shardnet.rendezvous.mailbox import Mailbox
 from shardnet.rendezvous.membership import Registry
 from shardnet.rendezvous.refusal import Refusal
@@ -90,10 +90,11 @@ class RendezvousService:
                 await context.write(messages.write_event(event))
         finally:
             del self._mailboxes[request.incarnation]
-            if not self._closing:  # else nothing is known of the worker: it is the rendezvous that goes
-                if self._registry.is_member(request.incarnation):
-                    log.info("job %s: %s vanished", request.job, request.address)
+            # while closing nothing is known of the worker: it is the rendezvous that goes
+            if not self._closing and self._registry.is_member(request.incarnation):
+                log.info("job %s: %s vanished", request.job, request.address)
                 self._deliver(self._registry.vanish(request.incarnation))
+                self._log_end(request.job)
         if self._closing:
             await _say_closing(context)
 
@@ -101,7 +102,11 @@ class RendezvousService:
         identity, joined = caller(), self._registry.identity(message.incarnation)
         if identity is not None and joined not in (None, identity.uri):
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, f"{identity} is not the one who joined")
+        address = self._registry.address(message.job, message.incarnation)
         self._deliver(self._registry.leave(message.job, message.incarnation))
+        if address is not None:
+            log.info("job %s: %s left", message.job, address)
+            self._log_end(message.job)
         if (mailbox := self._mailboxes.get(message.incarnation)) is not None:
             mailbox.close()
         return pb.LeaveReply()
@@ -112,13 +117,22 @@ class RendezvousService:
     def _deliver(self, notices: Iterable[Notice]) -> None:
         for notice in notices:
             if isinstance(notice.event, Assigned) and notice.event.topology.rank == 0:
-                world = notice.event.topology
-                log.info("epoch %d: a world of %d workers on %d nodes is formed", world.epoch, world.world_size, world.node_count)
+                world, job = notice.event.topology, self._registry.job_of(notice.to)
+                workers, nodes = _counted(world.world_size, "worker"), _counted(world.node_count, "node")
+                log.info("job %s: epoch %d has begun, with %s on %s", job, world.epoch, workers, nodes)
             if (mailbox := self._mailboxes.get(notice.to)) is not None:
                 mailbox.put(notice.event)
         if self._on_done is not None and self._registry.is_done:
             self._on_done()
         self._changed.set()
+
+    def _log_end(self, name: str) -> None:
+        """A worker has gone: say so if it was the last one of a job that ever ran."""
+        for job in self._registry.status(name):
+            if job.state is JobState.FINISHED:
+                log.info("job %s: finished, in epoch %d", name, job.epoch)
+            elif job.state is JobState.LOST:
+                log.info("job %s: lost in epoch %d: its last worker has vanished, and nobody had said that it was over", name, job.epoch)
 
 
 def _identified(request: JoinRequest) -> JoinRequest:
@@ -133,6 +147,10 @@ def _identified(request: JoinRequest) -> JoinRequest:
             Refusal.IDENTITY,
         )
     return replace(request, identity=identity.uri)
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 async def _say_closing(context: Context[pb.MembershipEvent]) -> None:

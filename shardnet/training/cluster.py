@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 from torch import nn
@@ -28,7 +28,7 @@ from shardnet.training.seat import Seat, end_membership
 from shardnet.training.settings import Settings
 from shardnet.training.station import Station, open_station
 from shardnet.training.trace import gather_spans, write_trace
-from shardnet.training.tracking import Callback, Record, Tracker
+from shardnet.training.tracking import Callback, Record, Tracker, numbers
 
 log = logging.getLogger(__name__)
 
@@ -140,21 +140,24 @@ class Cluster:
         *,
         step: int,
         total_steps: int = 0,
-        loss: float = float("nan"),
-        tokens_per_s: float = 0.0,
-        exposed_share: float = 0.0,
+        loss: SupportsFloat = float("nan"),
+        tokens_per_s: SupportsFloat = 0.0,
+        exposed_share: SupportsFloat = 0.0,
         note: str = "",
-        metrics: Mapping[str, float] | None = None,
+        metrics: Mapping[str, SupportsFloat] | None = None,
     ) -> None:
         """Tell whoever watches (the launcher's bar, `shardnet status`) how far the training is. Local and cheap.
 
         With `connect(track=...)`, or where `on_metrics` has somebody, rank 0's loss, tokens per second and exposed share are kept, with
-        whatever `metrics` has beside them; other ranks' are not."""
+        whatever `metrics` has beside them; other ranks' are not. A tensor of one element is a number, too.
+
+        Raises UsageError, on any rank, for a metric that is no number, or is called as the record calls something of its own."""
+        known = numbers({"loss": loss, "tokens_per_s": tokens_per_s, "exposed_share": exposed_share})
+        others = numbers(metrics or {})
         if self.rank == 0:
-            known = {"loss": loss, "tokens_per_s": tokens_per_s, "exposed_share": exposed_share}
-            given = {name: value for name, value in known.items() if value != 0.0} | dict(metrics or {})
+            given = {name: value for name, value in known.items() if value != 0.0} | others
             self._tracker.take(Record(step, time.time(), self.topology.epoch, self.world_size, given))
-        self.telemetry.progress = Progress(step, total_steps, loss, tokens_per_s, exposed_share, note)
+        self.telemetry.progress = Progress(step, total_steps, note=note, **known)
         self.telemetry.reach(step)
 
     def on_metrics(self, function: Callback) -> None:

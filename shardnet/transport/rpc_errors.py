@@ -5,6 +5,7 @@ import grpc
 from shardnet.errors import EndpointUnavailable, ProtocolError, ShardnetError
 
 UNREACHABLE = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED})
+_NO_CONNECTION = "failed to connect to all addresses"  # grpcio's words
 
 
 def translate(error: grpc.aio.AioRpcError, address: str, what: str) -> ShardnetError:
@@ -22,7 +23,7 @@ def translate_status(code: grpc.StatusCode, reason: str, address: str, what: str
                 f"{address} speaks HTTP/1 and not gRPC; it may be the port of a page or of metrics, and not the process' own"
             )
         case code if code in UNREACHABLE:
-            return EndpointUnavailable(f"nobody answers {what} at {address}: {reason}; check the address and that the process runs")
+            return EndpointUnavailable(f"nobody answers at {address}: {reason}; check the address and that the process runs")
         case grpc.StatusCode.UNIMPLEMENTED:
             return ProtocolError(f"the server at {address} does not know {what}: it is no shardnet process of the kind that is asked for")
         case code:
@@ -30,5 +31,6 @@ def translate_status(code: grpc.StatusCode, reason: str, address: str, what: str
 
 
 def reason(error: grpc.aio.AioRpcError) -> str:
-    """gRPC's own words in one line."""
-    return " ".join((error.details() or error.code().name).split())
+    """gRPC's own words in one line. Where no connection came about only the last of a chain says why."""
+    words = " ".join((error.details() or error.code().name).split())
+    return words.rpartition(": ")[2] if words.startswith(_NO_CONNECTION) else words

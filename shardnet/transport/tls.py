@@ -220,7 +220,7 @@ _WORDS = {
     "SSLV3_ALERT_CERTIFICATE_UNKNOWN": "it does not accept this process's certificate",
     "SSLV3_ALERT_UNSUPPORTED_CERTIFICATE": "it does not accept this process's certificate",
     "TLSV1_ALERT_DECRYPT_ERROR": "it does not accept this process's certificate: a wrong authority of the same name",
-    "SSLV3_ALERT_HANDSHAKE_FAILURE": "it takes no TLS",
+    "SSLV3_ALERT_HANDSHAKE_FAILURE": "it takes no TLS; give it certificates or the join token, too, or this process neither",
     "TLSV1_ALERT_PROTOCOL_VERSION": "it takes no TLS 1.3",
     "PEER_DID_NOT_RETURN_A_CERTIFICATE": "it showed no certificate",
     "WRONG_VERSION_NUMBER": "what it says is no TLS",

@@ -86,6 +86,13 @@ async def _status(call: Call) -> Status:
     return Status.read(block)
 
 
+def _why(error: Exception) -> str:
+    """What has broken a connection, or kept it from coming about; "" for a timeout."""
+    if isinstance(error, ConnectionRefusedError):
+        return "Connection refused"  # as grpcio says it; asyncio's words name the address once more
+    return getattr(error, "strerror", None) or str(error)
+
+
 @asynccontextmanager
 async def _call(address: str, interval_s: float, timeout_s: float, security: Security) -> AsyncIterator[_Stream]:
     """The call, begun, and closed at the end. What goes wrong is raised as one of our errors."""
@@ -106,7 +113,7 @@ async def _call(address: str, interval_s: float, timeout_s: float, security: Sec
     except (CallBroken, OSError) as error:  # a timeout, too
         if stream is not None and not stream.has_begun:
             await check_trust(address, security, timeout_s)
-        why = getattr(error, "strerror", None) or str(error) or f"no connection within {timeout_s:g} s"
+        why = _why(error) or f"no connection within {timeout_s:g} s"
         raise translate_status(grpc.StatusCode.UNAVAILABLE, why, address, PATH) from error
     except DecodeError as error:
         raise ProtocolError(f"{address} answered {PATH} with something else than its reply") from error

@@ -63,7 +63,11 @@ def test_issue(tmp_path: Path, options: list[str], identity: Identity, capsys: p
         (["issue", "{}", "y", "--days", "4000"], "shardnet certs: the authority is good until"),
         (["init", "{}/new", "--days", "9999999"], "shardnet certs: no certificate can say that"),
         (["init", "{}"], "shardnet certs: {}/authority.pem exists"),
-        (["show", "{}"], "shardnet certs: cannot read {}/certificate.pem: No such file or directory; `shardnet certs issue` makes it"),
+        (["show", "{}/x"], "shardnet certs: cannot read {}/x/authority.pem: No such file or directory; `shardnet certs issue` makes it"),
+        (
+            ["show", "{}"],
+            "shardnet certs: {} is the folder of an authority; name the folder of one certificate in it, such as {}/rendezvous",
+        ),
     ],
 )
 def test_what_cannot_be_done_is_one_line_with_status_2(
@@ -71,7 +75,7 @@ def test_what_cannot_be_done_is_one_line_with_status_2(
 ) -> None:
     assert main(["certs", *(word.format(cluster) for word in given)]) == 2
     error = capsys.readouterr().err
-    assert error.startswith(complaint.format(cluster))
+    assert error.startswith(complaint.replace("{}", str(cluster)))
     assert error.count("\n") == 1
     assert not (cluster / "new").exists()
 

@@ -49,7 +49,9 @@ async def test_some_are_protected_and_others_are_not() -> None:
     ranks = [meet(store, rank, 3, "here", "start", 10.0, f"10.0.0.{rank}:7000", "me" if rank else "") for rank in range(3)]
     for error in await asyncio.gather(*ranks, return_exceptions=True):
         assert isinstance(error, HandshakeError)
-        assert str(error).startswith("ranks 0 have neither certificates nor a join token, the others have")
+        assert str(error).startswith(
+            "rank 0 has neither certificates nor a join token, the others have; give every process the same SHARDNET_TOKEN"
+        )
 
 
 @pytest.mark.parametrize("said", ["", "[]", "no JSON", '{"address": "10.0.0.1:1"}'])

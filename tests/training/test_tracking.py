@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from shardnet import Cluster, connect
 from shardnet.config import Timeouts
+from shardnet.errors import UsageError
 from shardnet.training.tracking import Record, Tracker
 from shardnet.training.tracking.json_lines import NAME
 from tests.training.workers import rendezvous
@@ -47,6 +49,29 @@ async def test_what_rank_0_reports_is_there_for_everybody(tmp_path: Path) -> Non
     assert (second["step"], second["loss"]) == (2, 0.5)
     assert scalars(tmp_path, "loss") == [(1, 1.0), (2, 0.5)]
     assert [value for _, value in scalars(tmp_path, "learning_rate")] == pytest.approx([0.1, 0.2])
+
+
+async def test_tensors_of_one_element_are_numbers(tmp_path: Path) -> None:
+    async with connect(track=str(tmp_path)) as cluster:
+        cluster.report(step=1, loss=torch.tensor(0.5, requires_grad=True).detach(), metrics={"norm": torch.tensor([2.0])})
+    (line,) = lines(tmp_path)
+    assert (line["loss"], line["norm"]) == (0.5, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "words"),
+    [
+        ({"name": "gpt"}, "metric 'name' is no number, but str"),
+        ({"norm": torch.ones(2)}, "metric 'norm' is no number, but Tensor"),
+        ({"step": 3.0}, "a metric cannot be called 'step'"),
+    ],
+)
+async def test_what_is_no_metric_is_said_where_it_is_reported(tmp_path: Path, metrics: dict[str, Any], words: str) -> None:
+    async with connect(track=str(tmp_path)) as cluster:
+        with pytest.raises(UsageError, match=words):
+            cluster.report(step=1, metrics=metrics)
+        cluster.report(step=2, loss=1.0)
+    assert [line["step"] for line in lines(tmp_path)] == [2]
 
 
 async def test_nothing_is_written_where_nobody_asked_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

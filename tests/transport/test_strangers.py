@@ -143,7 +143,11 @@ async def test_a_trusted_caller_that_another_authority_signed(caplog: pytest.Log
     ("demands", "told", "line"),
     [
         (True, "this port takes TLS only; give this process certificates", "it does not begin with TLS, which this port demands"),
-        (False, "do not trust each other: it takes no TLS", "it begins with TLS, but this process has no certificates"),
+        (
+            False,
+            "do not trust each other: it takes no TLS; give it certificates or the join token",
+            "it begins with TLS, but this process has no certificates",
+        ),
     ],
     ids=["plaintext where TLS is wanted", "TLS where there is none"],
 )

@@ -205,6 +205,35 @@ def test_pointing_at_a_moment_tells_it_in_all_plots_and_at_a_worker_who_it_is(pa
         assert troubles(page) == []
 
 
+@pytest.mark.parametrize(
+    ("begins", "named"),
+    [
+        ([20, 22], ["epoch 3"]),  # one word for two lines that are close to each other
+        ([2, 4], ["epoch 3"]),  # to the left of it there is no room
+        ([3, 25], ["epoch 3", "epoch 2"]),
+    ],
+)
+def test_words_at_the_beginnings_of_epochs_keep_out_of_each_others_way(page: Page, begins: list[int], named: list[str]) -> None:
+    views = [sample(second, name="node") for second in range(30)]
+    epochs = [1 + sum(second >= begin for begin in begins) for second in range(30)]
+    dated = [replace(view, jobs=(replace(view.jobs[0], epoch=epoch),)) for view, epoch in zip(views, epochs, strict=True)]
+    with told(*dated) as (url, _):
+        show(page, url)
+        page.wait_for("document.querySelectorAll('#plot-loss line.epoch').length === 2", SOON_S)
+        assert page.texts("#plot-loss text.epoch") == named
+        assert page.evaluate(OVERLAPS) == []
+        assert troubles(page) == []
+
+
+OVERLAPS = """(() => {
+    const frame = document.querySelector('#plot-loss').getBoundingClientRect();
+    const boxes = [...document.querySelectorAll('#plot-loss text.epoch')].map((each) => each.getBoundingClientRect());
+    const isOut = (box) => box.left < frame.left || box.right > frame.right;
+    const meets = (box, index) => boxes.some((other, at) => at !== index && box.left < other.right && other.left < box.right);
+    return boxes.filter((box, index) => isOut(box) || meets(box, index)).map((box) => [box.left, box.right]);
+})()"""
+
+
 def middle(page: Page, selector: str) -> tuple[float, float]:
     box = f"document.querySelector({selector!r}).getBoundingClientRect()"
     x, y = page.evaluate(f"(() => {{ const {{ x, y, width, height }} = {box}; return [x + width / 2, y + height / 2]; }})()")

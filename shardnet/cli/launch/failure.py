@@ -86,6 +86,8 @@ def announce(failure: Exit, what_follows: str) -> str:
     """What the user reads while the job goes on. The worker's output stands above; its last line may be far up."""
     head = f"{failure.label} failed: {failure.cause}; {what_follows}"
     last_line = next((line for line in reversed(failure.tail) if _WORD.search(line)), None)
+    if failure.code == -signal.SIGKILL:  # it had no time for a word about that: what it wrote last is about something else
+        return head
     return head if last_line is None else f"{head}. Its last line on stderr:\n    {last_line.strip()}"
 
 

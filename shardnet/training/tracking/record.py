@@ -4,6 +4,27 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import SupportsFloat
+
+from shardnet.errors import UsageError
+
+OWN = ("step", "time", "epoch", "world_size")  # names that a record has for itself
+
+
+def numbers(metrics: Mapping[str, SupportsFloat]) -> dict[str, float]:
+    """A user's metrics as plain numbers, tensors of one element included. Raises UsageError for what cannot be written.
+
+    Here, where the user's own call is on the stack: on the tracker's thread one such value would end all tracking.
+    """
+    plain = {}
+    for name, value in metrics.items():
+        if name in OWN:
+            raise UsageError(f"a metric cannot be called {name!r}: each record has that of its own; call it something else")
+        try:
+            plain[name] = float(value)
+        except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor of several elements
+            raise UsageError(f"metric {name!r} is no number, but {type(value).__name__}: {error}; report one number") from error
+    return plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,5 +39,5 @@ class Record:
 
     def as_json(self) -> str:
         """One line. What is no finite number is null: JSON has no other word for it."""
-        head = {"step": self.step, "time": round(self.at_s, 3), "epoch": self.epoch, "world_size": self.world_size}
+        head = dict(zip(OWN, (self.step, round(self.at_s, 3), self.epoch, self.world_size), strict=True))
         return json.dumps(head | {name: value if math.isfinite(value) else None for name, value in self.metrics.items()})

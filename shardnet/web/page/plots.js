@@ -86,9 +86,11 @@ function epochs(points, scale) {
   for (const point of points.filter((each, index) => index && each.epoch !== points[index - 1].epoch).reverse()) {
     const x = scale.x(point.at_s);
     lines.push(svg("line", { class: "epoch", x1: x.toFixed(1), x2: x.toFixed(1), y1: SIZE.top, y2: scale.height - SIZE.bottom }));
-    if (x > free || x < SIZE.left + EPOCH_WIDTH) continue;
-    free = x - EPOCH_WIDTH;
-    words.push(svg("text", { class: "epoch", x: (x - 4).toFixed(1), y: scale.height - SIZE.bottom - 6 }, `epoch ${point.epoch}`));
+    const isBefore = x <= free && x >= SIZE.left + EPOCH_WIDTH, isBehind = !isBefore && x + EPOCH_WIDTH <= free;  // where there is room
+    if (!isBefore && !isBehind) continue;
+    free = isBefore ? x - EPOCH_WIDTH : x;
+    const place = { class: isBefore ? "epoch" : "epoch behind", x: (isBefore ? x - 4 : x + 4).toFixed(1), y: scale.height - SIZE.bottom - 6 };
+    words.push(svg("text", place, `epoch ${point.epoch}`));
   }
   return [...lines, ...words];
 }

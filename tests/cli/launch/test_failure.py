@@ -94,6 +94,13 @@ def test_in_the_middle_of_a_run_few_words_are_made(tail: tuple[str, ...], told: 
     assert announce(end("rank 2", 1, 0.0, tail=tail), "the others go on") == f"rank 2 failed: exit code 1; the others go on{told}"
 
 
+def test_a_line_of_before_does_not_explain_a_kill() -> None:
+    killed = end("rank 2", -9, 0.0, tail=("epoch 2 with 2 workers: it goes on behind step 7",))
+    assert announce(killed, "the others go on") == (
+        "rank 2 failed: killed by SIGKILL (the system does this when memory runs out); the others go on"
+    )
+
+
 def test_losses_are_told_in_the_order_in_which_they_came() -> None:
     assert describe_losses([end("rank 3", 1, 2.0)], []) == "1 worker was lost on the way: rank 3 (exit code 1)"
     assert describe_losses([end("rank 3", 1, 2.0)], [end("rank 1", -9, 1.0)]) == (
