@@ -55,7 +55,7 @@ def test_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert losses[2] < losses[0]
 
 
-@pytest.mark.conformance  # it looks for a free port some seconds before it takes it, which beside other tests once went wrong
+@pytest.mark.conformance  # beside other tests it did not end once, and why is not known; not seen again in 24 runs
 @pytest.mark.timeout(180)
 def test_lightning(tmp_path: Path) -> None:
     text = output("lightning", program("PyTorch Lightning"), [], tmp_path, within_s=160.0)
