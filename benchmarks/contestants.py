@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from benchmarks.plan import Training
@@ -77,7 +77,7 @@ def trainer(name: str, session: Training, backend: Backend) -> Trainer:
     """One of them. A collective."""
     batch, model = own_batch(session, backend.rank), new_model(session)
     if name == FSDP2:
-        return Trainer(name, _fully_sharded(model, backend.world_size), batch)
+        return Trainer(name, fully_sharded(model, init_device_mesh("cpu", (backend.world_size,))), batch)
     if name == ALONE:
         return Alone(name, model, batch, backend.world_size)
     compression = Compression(session.compression, "int8") if name == COMPRESSED and session.compression else None
@@ -99,9 +99,8 @@ def _config(session: Training) -> GPTConfig:
     return GPTConfig(session.dim, session.layers, session.heads, session.context, session.bigrams)
 
 
-def _fully_sharded(model: GPT, ranks: int) -> nn.Module:
-    """Sharded in the same units, with torch's defaults otherwise."""
-    mesh = init_device_mesh("cpu", (ranks,))
+def fully_sharded(model: GPT, mesh: DeviceMesh) -> nn.Module:
+    """Sharded by torch in the same units, with its defaults otherwise."""
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)

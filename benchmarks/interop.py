@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 
-from benchmarks.contestants import Trainer, new_model, own_batch, parameter_bytes
+from benchmarks.contestants import Trainer, fully_sharded, new_model, own_batch, parameter_bytes
 from benchmarks.plan import Interop, Op, default_repeats
 from benchmarks.race import Contender, race
 from benchmarks.row import Row, Timing
 from benchmarks.targets import GLOO, OURS
+from gpt import GPT
 
 TIMEOUT = datetime.timedelta(seconds=120)
 _MOVED = {"ddp_step": 2, "fsdp2_step": 3}  # how often a ring sends all parameters; DDP's reduction counts twice
@@ -69,15 +69,12 @@ def _collectives(size: int, groups: Groups) -> dict[Op, dict[str, Callable[[], o
     }
 
 
-def _ddp(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
+def _ddp(model: GPT, group: dist.ProcessGroup) -> nn.Module:
     return nn.parallel.DistributedDataParallel(model, process_group=group)
 
 
-def _fsdp2(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
-    mesh = DeviceMesh.from_group(group, "cpu")
-    for block in model.blocks:  # type: ignore[union-attr]  # a GPT
-        fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)  # type: ignore[return-value]  # it is the model
+def _fsdp2(model: GPT, group: dist.ProcessGroup) -> nn.Module:
+    return fully_sharded(model, DeviceMesh.from_group(group, "cpu"))
 
 
 def _row(session: Interop, op: str, size: int, timings: tuple[Timing, Timing], moved_bytes: int, layers: int | None = None) -> Row:

@@ -31,9 +31,7 @@ def test_trainings(nursery: Nursery, tmp_path: Path, program: str, world_size: i
     run(nursery, tmp_path, program, world_size)
 
 
-@pytest.mark.parametrize(
-    "routing", ["rank-order", pytest.param("auto", marks=pytest.mark.xfail(strict=True, reason="sums have another order"))]
-)
+@pytest.mark.parametrize("routing", ["rank-order", "auto"])
 def test_gradients_are_those_of_a_loop(nursery: Nursery, tmp_path: Path, routing: str) -> None:
     run(nursery, tmp_path, "ddp_in_rank_order", 4, f"SHARDNET_ROUTING={routing}")
 
