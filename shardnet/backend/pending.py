@@ -11,6 +11,7 @@ from shardnet.loop import LoopThread
 
 T = TypeVar("T")
 U = TypeVar("U")
+Arrival = Callable[[], None]
 
 
 class Pending(Generic[T]):
@@ -21,13 +22,19 @@ class Pending(Generic[T]):
     handle that nobody waited for is a ResourceWarning, since its error, if any, is lost with it.
 
     The tensors given to the collective belong to it until the handle is done: read them, but do not write.
+
+    [Note: results on a GPU] A result on a GPU is there in the order of streams: the handle is done once its last bytes are on their way,
+    and `wait` and `await` have what the current stream is given from then on wait for them. No thread does. Use the result on that stream,
+    or have yours wait for it.
     """
 
-    __slots__ = ("__weakref__", "_future", "_retrieved", "op_name")
+    __slots__ = ("__weakref__", "_arrival", "_future", "_retrieved", "op_name")
 
-    def __init__(self, future: "concurrent.futures.Future[T]", op_name: str) -> None:
+    def __init__(self, future: "concurrent.futures.Future[T]", op_name: str, arrival: Arrival | None = None) -> None:
+        """`arrival` has the current stream wait for a result on a GPU; it is called after `future` has ended well."""
         self._future = future
         self._retrieved = False
+        self._arrival = arrival
         self.op_name = op_name
 
     @classmethod
@@ -54,19 +61,23 @@ class Pending(Generic[T]):
         shardnet's own threads, where callbacks run: it could block them for ever.
         """
         self._may_block()
-        return self._future.result(timeout_s)
+        return self._arrived(self._future.result(timeout_s))
 
     def exception(self) -> BaseException | None:
         """The error of the collective, or None. Blocks until it is done, as `wait` does."""
         self._may_block()
-        return self._future.exception()
+        error = self._future.exception()
+        if error is None:
+            self._arrived(None)
+        return error
 
     def add_done_callback(self, callback: Callable[["Pending[T]"], None]) -> None:
         """Call `callback(self)` once done, on whichever thread finishes it (at once if it is done)."""
         self._future.add_done_callback(lambda _: callback(self))
 
     def map(self, function: Callable[[T], U]) -> "Pending[U]":
-        """A handle for `function(result)`. It runs on the thread that finishes the collective: keep it short."""
+        """A handle for `function(result)`. It runs on the thread that finishes the collective: keep it short, and do not read a result on a
+        GPU there, which may still be on its way."""
         self._retrieved = True
         mapped: concurrent.futures.Future[U] = concurrent.futures.Future()
 
@@ -77,12 +88,12 @@ class Pending(Generic[T]):
                 mapped.set_exception(error)
 
         self._future.add_done_callback(finish)
-        return Pending(mapped, self.op_name)
+        return Pending(mapped, self.op_name, self._arrival)
 
     def __await__(self) -> Generator[Any, None, T]:
         self._retrieved = True
         if self._future.done():
-            return self._future.result()
+            return self._arrived(self._future.result())
         loop = asyncio.get_running_loop()
         arrived: asyncio.Future[None] = loop.create_future()
 
@@ -98,7 +109,12 @@ class Pending(Generic[T]):
 
         self._future.add_done_callback(wake)
         yield from arrived
-        return self._future.result()
+        return self._arrived(self._future.result())
+
+    def _arrived(self, result: U) -> U:
+        if self._arrival is not None:
+            self._arrival()
+        return result
 
     def _may_block(self) -> None:
         self._retrieved = True
