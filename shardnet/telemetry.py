@@ -40,6 +40,13 @@ class Span:
     bytes: int = 0
 
 
+class TransferDirection(StrEnum):
+    """Between a GPU's memory and the CPU's."""
+
+    CPU_TO_GPU = "cpu_to_gpu"
+    GPU_TO_CPU = "gpu_to_cpu"
+
+
 class Pass(StrEnum):
     """A whole forward or backward of a model."""
 
@@ -58,6 +65,9 @@ class Observer(Protocol):
 
     def on_collective(self, op: str, label: str, start_ns: int, end_ns: int, bytes_sent: int) -> None:
         """A collective has succeeded, on the thread that ended it. Ends come in order, but where two threads end one each at a time."""
+
+    def on_transfer(self, direction: TransferDirection, duration_ns: int, bytes: int) -> None:
+        """A copy between a GPU and the CPU has ended, on any thread."""
 
 
 @dataclass(slots=True)
@@ -151,6 +161,11 @@ class Telemetry:
         if not failed:
             for observer in self.observers:
                 observer.on_collective(op, label, start_ns, end_ns, bytes_sent)
+
+    def count_transfer(self, direction: TransferDirection, duration_ns: int, bytes: int) -> None:
+        """Tell the observers of a collective's copy that has ended."""
+        for observer in self.observers:
+            observer.on_transfer(direction, duration_ns, bytes)
 
     def reach(self, step: int) -> None:
         """The training has done so many steps."""

@@ -8,6 +8,7 @@ import torch
 
 from shardnet.backend.node_buffer import NodeBuffer
 from shardnet.backend.pending import Pending
+from shardnet.backend.streams import Event
 from shardnet.collectives.reduction import ReduceOp
 
 if TYPE_CHECKING:
@@ -24,6 +25,10 @@ class Backend(ABC):
     out of the handle as a `CollectiveError`. Inputs may be read but not written until the handle is done; `out`,
     where given, belongs to the collective until then; it may overlap the input. `timeout_s` None means the backend's default.
     `label` names the collective in errors and traces, and must be equal on all ranks.
+
+    Tensors are on the CPU or on a CUDA device, those of one collective on all ranks alike. On a GPU the current stream of the calling
+    thread counts: what it has been given at the call is done before inputs are read and outputs written, but nothing waits for it;
+    and results are there in the order of streams, see [Note: results on a GPU].
     """
 
     @property
@@ -65,13 +70,15 @@ class Backend(ABC):
         *,
         sizes: Sequence[int] | None = None,
         out: Tensor | None = None,
+        after: Event | None = None,
         timeout_s: float | None = None,
         label: str = "",
     ) -> Pending[Tensor]:
         """Concatenate over ranks on dim 0: [d0, …] → [d0·ws, …]; 0-dim → [ws].
 
         `sizes` gives each rank's d0 where they differ; then the result is [sum(sizes), …]. `tensor` may be this
-        rank's own slice of `out`: then it is not copied.
+        rank's own slice of `out`: then it is not copied. On a GPU it is read as soon as `after` has happened there, which may be long
+        before the current stream is through with what it has been given.
         """
 
     def all_gather_on_node(

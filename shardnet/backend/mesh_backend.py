@@ -1,6 +1,7 @@
 """A backend over a mesh: checks the call, makes the result tensor, and hands flat arrays to the collectives."""
 
 from collections.abc import Sequence
+from functools import partial
 from math import prod
 from typing import TypeVar
 
@@ -9,13 +10,15 @@ import torch
 from shardnet.backend.base import Backend, Tensor
 from shardnet.backend.node_buffer import NodeBuffer
 from shardnet.backend.pending import Pending
+from shardnet.backend.staging import Staging
+from shardnet.backend.streams import Event, is_on_gpu
 from shardnet.collectives import plans, shares
 from shardnet.collectives.exchange import Disagreement, Exchange
 from shardnet.collectives.group import Group
-from shardnet.collectives.hierarchical import Hierarchical
+from shardnet.collectives.hierarchical import Bounds, Hierarchical
 from shardnet.collectives.mail import Mail, Share
 from shardnet.collectives.operation import Algorithm, Call, Operation
-from shardnet.collectives.reduction import ReduceOp, Reduction, as_array, as_tensor, check_dtype, dtype_name
+from shardnet.collectives.reduction import Array, ReduceOp, Reduction, as_array, as_tensor, check_dtype, dtype_name
 from shardnet.collectives.switchboard import Switchboard
 from shardnet.config import Timeouts
 from shardnet.errors import (
@@ -38,6 +41,14 @@ class MeshBackend(Backend):
         self._board = board
         self._group = group
         self._timeouts = timeouts
+        self._staging = Staging(board, self._is_on_gpu)
+
+    def _is_on_gpu(self, tensor: Tensor) -> bool:
+        """Whether its bytes have to be copied before they can be sent."""
+        return is_on_gpu(tensor)
+
+    def _is_staged(self, *tensors: Tensor) -> bool:
+        return any(map(self._is_on_gpu, tensors))
 
     @property
     def rank(self) -> int:
@@ -57,11 +68,15 @@ class MeshBackend(Backend):
         self, tensor: Tensor, op: ReduceOp = ReduceOp.SUM, *, out: Tensor | None = None, timeout_s: float | None = None, label: str = ""
     ) -> Pending[Tensor]:
         source = _input(tensor, op)
-        result = _output(out, tensor.shape, tensor.dtype)
+        result = _output(out, tensor.shape, tensor)
         if self.world_size == 1 or not source.numel():
             return self._at_once("all_reduce", _copy(source, result))
-        call = self._call("all_reduce", f"{_kind(tensor)}, {op}", timeout_s, label)
-        arrays, reduction = (as_array(source), as_array(result)), Reduction(op, tensor.dtype, self.world_size)
+        call = self._call("all_reduce", f"{_kind(tensor)}, {op}", timeout_s, label, source, result)
+        reduction = Reduction(op, tensor.dtype, self.world_size)
+        if self._is_staged(source, result):
+            plan = partial(plans.all_reduce, self._group, reduction=reduction)
+            return self._staging.begin(self._group, call, plan, source, result, result)
+        arrays = as_array(source), as_array(result)
         if (mail := self._mail(source.nbytes)) is not None:
             return self._begin_round(mail, call, shares.all_reduce(self._group, *arrays, reduction), result)
         return self._begin(call, plans.all_reduce(self._group, *arrays, reduction), result)
@@ -71,12 +86,16 @@ class MeshBackend(Backend):
     ) -> Pending[Tensor]:
         self._check_rank(root, "broadcast root")
         source = _input(tensor)
-        result = _output(out, tensor.shape, tensor.dtype)
+        result = _output(out, tensor.shape, tensor)
         if self.rank == root or not source.numel():
             _copy(source, result)
         if self.world_size == 1 or not source.numel():
             return self._at_once("broadcast", result)
-        call = self._call("broadcast", f"{_kind(tensor)}, root {root}", timeout_s, label)
+        call = self._call("broadcast", f"{_kind(tensor)}, root {root}", timeout_s, label, source, result)
+        if self._is_staged(source, result):
+            gives, gets = (source, None) if self.rank == root else (None, result)
+            plan = lambda given, got: plans.broadcast(self._group, got if gives is None else given, root)  # noqa: E731
+            return self._staging.begin(self._group, call, plan, gives, gets, result)
         if (mail := self._mail(source.nbytes)) is not None:
             return self._begin_round(mail, call, shares.broadcast(self._group, as_array(result), root), result)
         return self._begin(call, plans.broadcast(self._group, as_array(result), root), result)
@@ -87,6 +106,7 @@ class MeshBackend(Backend):
         *,
         sizes: Sequence[int] | None = None,
         out: Tensor | None = None,
+        after: Event | None = None,
         timeout_s: float | None = None,
         label: str = "",
     ) -> Pending[Tensor]:
@@ -94,12 +114,15 @@ class MeshBackend(Backend):
         rows = source.shape[0] if source.dim() else 1
         shape = self._sizes(sizes, rows, own=True)
         width = prod(source.shape[1:])
-        result = _output(out, (sum(shape), *source.shape[1:]), tensor.dtype)
+        result = _output(out, (sum(shape), *source.shape[1:]), tensor)
         if self.world_size == 1 or not result.numel():
             return self._at_once("all_gather", _copy(source, result))
         detail = _kind(tensor) if sizes is None else f"{dtype_name(tensor.dtype)} {list(source.shape[1:])}, sizes {shape}"
-        call = self._call("all_gather", detail, timeout_s, label)
-        bounds, arrays = plans.bounds_of([size * width for size in shape]), (as_array(source), as_array(result))
+        call, bounds = self._call("all_gather", detail, timeout_s, label, source, result), plans.bounds_of([size * width for size in shape])
+        if self._is_staged(source, result):
+            plan = partial(plans.all_gather, self._group, bounds=bounds)
+            return self._staging.begin(self._group, call, plan, source, result, result, after)
+        arrays = as_array(source), as_array(result)
         if (mail := self._mail(max(shape) * width * source.itemsize)) is not None:
             return self._begin_round(mail, call, shares.all_gather(self._group, *arrays, bounds), result)
         return self._begin(call, plans.all_gather(self._group, *arrays, bounds), result)
@@ -108,6 +131,8 @@ class MeshBackend(Backend):
         self, tensor: Tensor, *, sizes: Sequence[int] | None = None, timeout_s: float | None = None, label: str = ""
     ) -> Pending[NodeBuffer]:
         source = _input(tensor)
+        if self._is_staged(source):
+            return super().all_gather_on_node(tensor, sizes=sizes, timeout_s=timeout_s, label=label)
         rows = source.shape[0] if source.dim() else 1
         shape = self._sizes(sizes, rows, own=True)
         width = prod(source.shape[1:])
@@ -149,13 +174,17 @@ class MeshBackend(Backend):
         shape = self._sizes(sizes, rows // self.world_size)
         if sum(shape) != rows:
             raise SizeMismatchError(sum(shape), rows, "rows to scatter (the sum of `sizes`)")
-        result = _output(out, (shape[self.rank], *source.shape[1:]), tensor.dtype)
+        result = _output(out, (shape[self.rank], *source.shape[1:]), tensor)
         if self.world_size == 1 or not source.numel():
             return self._at_once("reduce_scatter", _copy(source, result))
         detail = f"{_kind(tensor)}, {op}" + ("" if sizes is None else f", sizes {shape}")
-        call = self._call("reduce_scatter", detail, timeout_s, label)
+        call = self._call("reduce_scatter", detail, timeout_s, label, source, result)
         bounds = plans.bounds_of([size * prod(source.shape[1:]) for size in shape])
-        arrays, reduction = (as_array(source), as_array(result)), Reduction(op, tensor.dtype, self.world_size)
+        reduction = Reduction(op, tensor.dtype, self.world_size)
+        if self._is_staged(source, result):
+            plan = partial(plans.reduce_scatter, self._group, bounds=bounds, reduction=reduction)
+            return self._staging.begin(self._group, call, plan, source, result, result)
+        arrays = as_array(source), as_array(result)
         if (mail := self._mail(source.nbytes)) is not None:
             return self._begin_round(mail, call, shares.reduce_scatter(self._group, *arrays, bounds, reduction), result)
         return self._begin(call, plans.reduce_scatter(self._group, *arrays, bounds, reduction), result)
@@ -181,42 +210,48 @@ class MeshBackend(Backend):
             raise SizeMismatchError(sum(sends), rows, "rows to exchange (the sum of send_sizes)")
         if sends[self.rank] != receives[self.rank]:
             raise SizeMismatchError(sends[self.rank], receives[self.rank], "rows from this rank to itself (send and recv sizes)")
-        result = _output(None, (sum(receives), *source.shape[1:]), tensor.dtype)
-        width = prod(source.shape[1:])
-        send_bounds = plans.bounds_of([size * width for size in sends])
-        recv_bounds = plans.bounds_of([size * width for size in receives])
-        outgoing, incoming = as_array(source), as_array(result)
-        incoming[slice(*recv_bounds[self.rank])] = outgoing[slice(*send_bounds[self.rank])]
+        result = _output(None, (sum(receives), *source.shape[1:]), tensor)
         if self.world_size == 1:
-            return self._at_once("all_to_all", result)
-        even = _kind(tensor) if send_sizes is None else f"{dtype_name(tensor.dtype)} {list(source.shape[1:])}, uneven"
-        call = self._call("all_to_all", even, timeout_s, label)
+            return self._at_once("all_to_all", _copy(source, result))
+        width, even = prod(source.shape[1:]), send_sizes is None
+        bounds = plans.bounds_of([size * width for size in sends]), plans.bounds_of([size * width for size in receives])
+        detail = _kind(tensor) if even else f"{dtype_name(tensor.dtype)} {list(source.shape[1:])}, uneven"
+        call = self._call("all_to_all", detail, timeout_s, label, source)
+        if self._is_staged(source):
+            return self._staging.begin(self._group, call, partial(self._exchange, bounds=bounds, even=even), source, result, result)
+        arrays = as_array(source), as_array(result)
         # only where the signature settles the sizes: see below
-        if send_sizes is None and (mail := self._mail(source.nbytes)) is not None:
-            return self._begin_round(mail, call, shares.all_to_all(self._group, outgoing, incoming, sends[0] * width), result)
-        exchange = Exchange(
-            {peer: outgoing[slice(*send_bounds[peer])] for peer in self._group.peers},
-            {peer: incoming[slice(*recv_bounds[peer])] for peer in self._group.peers},
+        if even and (mail := self._mail(source.nbytes)) is not None:
+            own = [slice(*each[self.rank]) for each in bounds]
+            arrays[1][own[1]] = arrays[0][own[0]]
+            return self._begin_round(mail, call, shares.all_to_all(self._group, *arrays, sends[0] * width), result)
+        return self._begin(call, self._exchange(*arrays, bounds, even=even), result)
+
+    def _exchange(self, outgoing: Array, incoming: Array, bounds: tuple[Bounds, Bounds], *, even: bool) -> Algorithm:
+        sends, receives = ([slice(*each) for each in side] for side in bounds)
+        incoming[receives[self.rank]] = outgoing[sends[self.rank]]
+        return Exchange(
+            {peer: outgoing[sends[peer]] for peer in self._group.peers},
+            {peer: incoming[receives[peer]] for peer in self._group.peers},
             self._group.peers,
             # An uneven one waits until every pair has compared sizes: who got its data early could not be told that others failed.
-            eager=send_sizes is None and plans.is_small(self._group, send_bounds, outgoing.itemsize),
+            eager=even and plans.is_small(self._group, bounds[0], outgoing.itemsize),
             disagree=_disagree_all_to_all,
-        )
-        return self._begin(call, exchange.run, result)
+        ).run
 
     def send(self, tensor: Tensor, to: int, *, tag: str = "", timeout_s: float | None = None, label: str = "") -> Pending[None]:
         source = _input(tensor)
         channel, peer = self._channel(to, tag, sending=True)
-        exchange = Exchange({peer: as_array(source)}, {}, [peer], disagree=_disagree_send(source))
+        plan = lambda given, _: Exchange({peer: given}, {}, [peer], disagree=_disagree_send(source)).run  # noqa: E731
         call = self._call("send", dtype_name(tensor.dtype), timeout_s, label, on_the_wire="send/recv")
-        return Pending(channel.begin(call, exchange.run, None), "send")
+        return self._staging.begin(channel, call, plan, source, None, None)
 
     def recv(self, into: Tensor, source: int, *, tag: str = "", timeout_s: float | None = None, label: str = "") -> Pending[Tensor]:
-        result = _output(into, into.shape, into.dtype)
+        result = _output(into, into.shape, into)
         channel, peer = self._channel(source, tag, sending=False)
-        exchange = Exchange({}, {peer: as_array(result)}, [peer], disagree=_disagree_send(into))
+        plan = lambda _, got: Exchange({}, {peer: got}, [peer], disagree=_disagree_send(into)).run  # noqa: E731
         call = self._call("recv", dtype_name(into.dtype), timeout_s, label, on_the_wire="send/recv")
-        return Pending(channel.begin(call, exchange.run, result), "recv")
+        return self._staging.begin(channel, call, plan, None, result, result)
 
     def barrier(self, *, timeout_s: float | None = None, label: str = "") -> Pending[None]:
         if self.world_size == 1:
@@ -243,7 +278,9 @@ class MeshBackend(Backend):
 
     # --- helpers
 
-    def _call(self, op: str, detail: str, timeout_s: float | None, label: str, *, on_the_wire: str = "") -> Call:
+    def _call(self, op: str, detail: str, timeout_s: float | None, label: str, *tensors: Tensor, on_the_wire: str = "") -> Call:
+        if any(map(is_on_gpu, tensors)):
+            detail += " on a GPU"  # for what is on the CPU may take another way
         return Call(op, label, detail, self._timeouts.collective_s if timeout_s is None else timeout_s, on_the_wire or op)
 
     def _at_once(self, op: str, result: T) -> Pending[T]:
@@ -319,30 +356,38 @@ class SubBackend(MeshBackend):
 
 
 def _input(tensor: Tensor, op: ReduceOp | None = None) -> Tensor:
-    """The tensor as the collectives take it: on the CPU, detached, contiguous (copied if it is not)."""
+    """The tensor as the collectives take it: detached, contiguous (copied if it is not)."""
     check_dtype(tensor.dtype, op)
-    if tensor.device.type != "cpu":
-        raise UsageError(f"this backend moves CPU tensors, got one on {tensor.device}; copy it with .cpu() first")
+    _check_device(tensor)
     return tensor.detach().contiguous()
 
 
-def _output(out: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """`out` if it fits, or a new tensor."""
+def _output(out: Tensor | None, shape: Sequence[int], like: Tensor) -> Tensor:
+    """`out` if it fits, or a new tensor where the input is."""
     if out is None:
-        return torch.empty(tuple(shape), dtype=dtype)
+        return torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
     check_dtype(out.dtype, None)
-    if out.dtype != dtype:
-        raise SizeMismatchError(dtype_name(dtype), dtype_name(out.dtype), "as dtype of `out`")
+    _check_device(out)
+    if out.dtype != like.dtype:
+        raise SizeMismatchError(dtype_name(like.dtype), dtype_name(out.dtype), "as dtype of `out`")
     if out.numel() != prod(shape):
         raise SizeMismatchError(prod(shape), out.numel(), "elements in `out`")
-    if not out.is_contiguous() or out.device.type != "cpu":
-        raise UsageError("`out` must be a contiguous CPU tensor")
+    if not out.is_contiguous():
+        raise UsageError("`out` must be contiguous")
     return out.detach()
 
 
+def _check_device(tensor: Tensor) -> None:
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise UsageError(f"this backend moves tensors of the CPU and of CUDA devices, got one on {tensor.device}")
+
+
 def _copy(source: Tensor, result: Tensor) -> Tensor:
-    if source.data_ptr() != result.data_ptr():
-        as_array(result)[...] = as_array(source)
+    if source.data_ptr() != result.data_ptr() or source.device != result.device:
+        if is_on_gpu(source) or is_on_gpu(result):
+            result.view(-1).copy_(source.view(-1))
+        else:
+            as_array(result)[...] = as_array(source)
     return result
 
 

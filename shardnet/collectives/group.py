@@ -27,7 +27,7 @@ from shardnet.collectives import verdict
 from shardnet.collectives.commons import Commons
 from shardnet.collectives.early import Early
 from shardnet.collectives.mail import Mail, Round, Share
-from shardnet.collectives.operation import Algorithm, Call, Operation
+from shardnet.collectives.operation import Algorithm, Call, Operation, Prelude
 from shardnet.collectives.roll_call import RollCall
 from shardnet.collectives.route import Route
 from shardnet.errors import ClosedError, CollectiveMismatch, CollectiveTimeout, PeerLost, ProtocolError, ShardnetError
@@ -85,12 +85,13 @@ class Group:
 
     # --- calls (any thread)
 
-    def begin(self, call: Call, algorithm: Algorithm, value: T) -> "concurrent.futures.Future[T]":
-        """Number a collective and hand it to the loop thread. The future gives `value` when the algorithm is done."""
+    def begin(self, call: Call, algorithm: Algorithm, value: T, *, prelude: Prelude | None = None) -> "concurrent.futures.Future[T]":
+        """Number a collective and hand it to the loop thread. The future gives `value` when the algorithm is done, which begins when the
+        `prelude`, if there is one, has ended."""
         result: concurrent.futures.Future[T] = concurrent.futures.Future()
         result.set_running_or_notify_cancel()  # a started collective cannot be cancelled
         with self._lock:
-            operation = Operation(self, self._record(call), call, algorithm, value, result)
+            operation = Operation(self, self._record(call), call, algorithm, value, result, prelude)
             self._ahead.add(self._next)
             self._next += 1
             self.board.loop.call(self._submit, operation)
@@ -240,6 +241,8 @@ class Group:
             # what a collective waited for its turn counts, too, or a queue of them would time out one by one
             async with asyncio.timeout(operation.deadline - time.monotonic()) as limit:
                 self._check(operation)
+                if operation.prelude is not None:
+                    await operation.prelude()
                 # The algorithm sets its sink before it first waits; only then is what came early handed to it.
                 self.board.loop.loop.call_soon(self._replay, operation)
                 await operation.algorithm(operation)

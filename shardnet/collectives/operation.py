@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from shardnet.collectives.group import Group
 
 Algorithm = Callable[["Operation"], Coroutine[Any, Any, None]]
+Prelude = Callable[[], Coroutine[Any, Any, None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ class Operation:
     algorithm: Algorithm
     value: object  # what the handle gives when it is done
     result: "concurrent.futures.Future[Any]"
+    prelude: Prelude | None = None  # until its end what comes for the operation is kept: its data is not there yet
     deadline: float = 0.0  # by time.monotonic
     sink: Callable[[int, Chunk], None] | None = None  # set by the algorithm before it waits for anything
     waited_ns: int = 0  # for peers that had not entered it yet

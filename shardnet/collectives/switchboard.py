@@ -61,6 +61,7 @@ class Switchboard:
         self._unknown = Early(limits)  # for groups that this rank has not made yet, by their ids
         self._stale = Counter[int]()  # chunks in a row that were dropped, by sender
         self._tasks: set[asyncio.Task[Any]] = set()
+        self.closes: list[Callable[[], object]] = []  # what else ends with it; added to on the loop thread
         self._closed = False
         self._closing = asyncio.Lock()
         self.world = self._add(Group(self, WORLD, tuple(range(mesh.world_size))))
@@ -267,6 +268,8 @@ class Switchboard:
             self._attendant.close()
         for commons in self._commons.values():
             commons.close()
+        while self.closes:
+            self.closes.pop()()
 
 
 def group_id(members: tuple[int, ...], purpose: str, again: int) -> int:

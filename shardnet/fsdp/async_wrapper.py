@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from shardnet.backend import Backend
+from shardnet.backend.streams import using
 from shardnet.errors import StateError, UsageError
 from shardnet.fsdp.compression import Compression
 from shardnet.fsdp.grad_scaler import GradScaler
@@ -38,7 +39,8 @@ class AsyncFSDP:
             await model.step(optimizer)
 
     `await AsyncFSDP(...)` makes it, too; then `aclose()` ends it. Calls run one after the other in the order in which
-    they were made, with the caller's grad mode and context variables. Grad mode is the event loop's thread's, so tasks
+    they were made, with the caller's grad mode, context variables and, on a GPU, device and stream. Grad mode is the event loop's
+    thread's, so tasks
     share it: `with torch.no_grad()` around an await is right only while no other task computes; `evaluate` always is.
     Cancelling one that has not begun means that it
     never does; one that runs goes on to its end, since the other ranks take part in it. The backend is not closed.
@@ -60,6 +62,7 @@ class AsyncFSDP:
         param_init_fn: InitFunction | None = None,
         initial_state: Mapping[str, Tensor] | None = None,
         device: torch.device | str | None = None,
+        cpu_offload: bool = False,
     ) -> None:
         self._make = lambda: FSDP(
             module,
@@ -75,6 +78,7 @@ class AsyncFSDP:
             param_init_fn=param_init_fn,
             initial_state=initial_state,
             device=device,
+            cpu_offload=cpu_offload,
         )
         self._fsdp: FSDP | None = None
         self._closed = False
@@ -91,9 +95,10 @@ class AsyncFSDP:
         """Call a function on the compute thread."""
         call = contextvars.copy_context().run
         grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 
         def work() -> T:
-            with torch.inference_mode(inference), torch.set_grad_enabled(grad):
+            with torch.inference_mode(inference), torch.set_grad_enabled(grad), using(stream):
                 return call(function, *args, **kwargs)
 
         return await asyncio.wrap_future(self._thread.submit(work))

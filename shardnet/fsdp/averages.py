@@ -3,21 +3,29 @@
 import concurrent.futures
 import threading
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from shardnet.backend import Pending, ReduceOp
+from shardnet.backend.streams import Stream, new_stream, using
 from shardnet.fsdp.communicators import Communicators
 
 Tensor = torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Average:
     first: Pending[Tensor]  # gives this rank's shard of the node's mean
     label: str
-    result: "concurrent.futures.Future[Tensor]"
+    stream: Stream | None  # on which a GPU goes from one half to the other, since the thread's own is where the model computes
+    result: "concurrent.futures.Future[Tensor]" = field(default_factory=concurrent.futures.Future)
+    second: Pending[Tensor] | None = None
+
+    def join(self) -> None:
+        """Have the current stream wait for the mean."""
+        if self.second is not None:
+            self.second.wait()
 
 
 class ReplicaAverages:
@@ -30,19 +38,29 @@ class ReplicaAverages:
         self._comms = comms
         self._waiting: deque[_Average] = deque()
         self._lock = threading.Lock()  # halves end on the loop thread, or at once on the caller's
+        self._streams: dict[torch.device, Stream] = {}
 
-    def follow(self, first: Pending[Tensor], label: str) -> Pending[Tensor]:
-        """A handle for the mean over replicas of what `first` gives."""
-        average = _Average(first, label, concurrent.futures.Future())
+    def follow(self, first: Pending[Tensor], label: str, device: torch.device) -> Pending[Tensor]:
+        """A handle for the mean over replicas of what `first` gives, which was computed on that device."""
+        average = _Average(first, label, self._stream(device))
         with self._lock:
             self._waiting.append(average)
         first.add_done_callback(lambda _: self._advance())
-        return Pending(average.result, f"average of {label}")
+        return Pending(average.result, f"average of {label}", average.join)
+
+    def _stream(self, device: torch.device) -> Stream | None:
+        if device.type == "cpu":
+            return None
+        if device not in self._streams:
+            self._streams[device] = new_stream(device)
+        return self._streams[device]
 
     def _advance(self) -> None:
         with self._lock:
             while self._waiting and self._waiting[0].first.done():
-                self._start(self._waiting.popleft())
+                average = self._waiting.popleft()
+                with using(average.stream):
+                    self._start(average)
 
     def _start(self, average: _Average) -> None:
         error = average.first.exception()
@@ -51,11 +69,11 @@ class ReplicaAverages:
             return
         shard = average.first.wait()
         try:
-            second = self._comms.averages.all_reduce(shard, ReduceOp.MEAN, out=shard, label=average.label)
+            average.second = self._comms.averages.all_reduce(shard, ReduceOp.MEAN, out=shard, label=average.label)
         except BaseException as failure:  # noqa: BLE001 - whatever it is belongs to the awaiter
             average.result.set_exception(failure)
             return
-        second.add_done_callback(lambda done: _pass_on(done, average.result))
+        average.second.add_done_callback(lambda done: _pass_on(done, average))
 
     def _refuse(self, average: _Average, error: BaseException) -> None:
         """The node's half failed: the replicas, whose half may not have, must not wait, and the numbers stay in step.
@@ -74,9 +92,10 @@ def _forget(done: Pending[Tensor]) -> None:
     done.exception()  # seen, so that dropping the handle is no warning
 
 
-def _pass_on(done: Pending[Tensor], result: "concurrent.futures.Future[Tensor]") -> None:
-    error = done.exception()
-    if error is None:
-        result.set_result(done.wait())
-    else:
-        result.set_exception(error)
+def _pass_on(done: Pending[Tensor], average: _Average) -> None:
+    with using(average.stream):
+        error = done.exception()
+        if error is None:
+            average.result.set_result(done.wait())
+        else:
+            average.result.set_exception(error)

@@ -3,6 +3,7 @@
 from typing import TypeVar
 
 from shardnet.backend import Backend, Pending
+from shardnet.fsdp.shard_streams import ShardStreams
 from shardnet.fsdp.timeline import Timeline
 from shardnet.sharding import ShardingRanks, neighbours
 
@@ -28,6 +29,7 @@ class Communicators:
             self.neighbours = backend.subgroup(neighbours(ranks.shards, backend.rank, neighbour_count))
         self.reductions = backend.subgroup(ranks.shards)
         self.averages = backend.subgroup(ranks.replicas)
+        self.shards = ShardStreams()
         self.timeline = Timeline(backend.telemetry)
 
     @property

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from shardnet.backend import NodeBuffer, Pending
+from shardnet.backend.streams import is_on_gpu
 from shardnet.errors import SizeMismatchError, UsageError
 from shardnet.fsdp.communicators import Communicators
 from shardnet.fsdp.compressed_gather import CompressedGather
@@ -56,18 +57,22 @@ class FlatGroup:
         comms: Communicators,
         meter: MemoryMeter,
         pool: BufferPool,
+        compute_device: torch.device | None = None,
     ) -> None:
+        """`compute_device` is where it is gathered if shards, and with them gradients and the optimizer's state, stay on the CPU."""
         self.label = label  # equal on all ranks: names the collectives
         self.placed = tuple(placed)
         self.originals = tuple(entry.parameter for entry in placed)
         self._comms = comms
         self._dtypes = dtypes
-        device = self.originals[0].device
+        self._offloads = compute_device is not None
+        device = compute_device or self.originals[0].device
         self.layout = FlatLayout([(entry.name, entry.parameter.shape) for entry in placed], comms.shard_count)
-        self.shard = torch.empty(self.layout.sizes[comms.shard_rank], dtype=dtypes.master, device=device)  # 1-D, this rank's part
+        home = torch.device("cpu") if self._offloads else device
+        self.shard = torch.empty(self.layout.sizes[comms.shard_rank], dtype=dtypes.master, device=home)  # 1-D, this rank's part
         self._slices = self.layout.shard_views(self.shard, comms.shard_rank)
         self._full: FullBuffer | WholeShard
-        if comms.shard_count == 1 and dtypes.compute == dtypes.master:
+        if comms.shard_count == 1 and dtypes.compute == dtypes.master and not self._offloads:
             self._full = WholeShard(self.shard)
         else:
             self._full = FullBuffer(self.layout.numel, dtypes.compute, device, owner=label, gauge=meter.full_parameters, pool=pool)
@@ -108,6 +113,11 @@ class FlatGroup:
     def trainable(self) -> list[int]:
         """Indices of the parameters that get gradients; follows `requires_grad_` calls made after wrapping."""
         return [index for index, parameter in enumerate(self.originals) if parameter.requires_grad]
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is gathered, and its gradients come to be."""
+        return self._full.tensor.device
 
     @property
     def full_bytes(self) -> int:
@@ -154,7 +164,8 @@ class FlatGroup:
         if isinstance(self._full, WholeShard):
             return Pending.done_with(self.shard, f"all_gather of {self.label}")
         secondary = for_backward and self._secondary is not None and self._secondary.held
-        if self._comms.gathers.shares_node and self._compressed_gather is None and not secondary:
+        on_gpu = is_on_gpu(self._full.tensor)
+        if self._comms.gathers.shares_node and self._compressed_gather is None and not secondary and not on_gpu:
             own = self.shard.to(self._dtypes.compute)
             self._arriving = self._comms.gathers.all_gather_on_node(own, sizes=self.layout.sizes, label=self.label)
             self._full.expect()
@@ -165,7 +176,9 @@ class FlatGroup:
             if secondary and self._secondary is not None:
                 return self._secondary.start_gather(full, self.label)
             if self._compressed_gather is not None:
-                return self._compressed_gather.start(self.shard, self.label)
+                return self._compressed_gather.start(self.shard.to(full.device), self.label)
+            if on_gpu:
+                return self._start_gather_ahead(full)
             own = self.layout.shard(full, self._comms.shard_rank)
             own.copy_(self.shard)
             if self._comms.shard_count == 1:
@@ -174,6 +187,12 @@ class FlatGroup:
         except BaseException:
             self.free()
             raise
+
+    def _start_gather_ahead(self, full: Tensor) -> Gathering:
+        """See [Note: gathers ahead]."""
+        with self._comms.shards.reading(self.shard.device) as reading:
+            own = self.shard.to(self._dtypes.compute)
+        return self._comms.gathers.all_gather(own, sizes=self.layout.sizes, out=full, after=reading.done, label=self.label)
 
     def finish_gather(self) -> None:
         """Complete the full buffer, once what `start_gather` gave has succeeded. Once is enough; again does nothing."""
@@ -190,9 +209,9 @@ class FlatGroup:
         self._reattach()
         gathered = self.layout.shard(self._full.tensor.detach(), self._comms.shard_rank)
         if self._compressed_gather is None:
-            now = self.shard.to(gathered.dtype)
+            now = self.shard.to(gathered.device, gathered.dtype)
         else:
-            now = self._compressed_gather.received(self.shard, gathered.dtype)
+            now = self._compressed_gather.received(self.shard.to(gathered.device), gathered.dtype)
         return torch.equal(gathered.view(torch.uint8), now.view(torch.uint8))
 
     def keep_secondary(self) -> None:
@@ -248,9 +267,13 @@ class FlatGroup:
         """Call `callback(group, index)` whenever a leaf has got its gradient and it was put into `gradients`."""
         self._on_gradient = callback
 
+    def place_for_gradient(self, dtype: torch.dtype) -> Tensor | None:
+        """Memory [shard] for a reduced gradient where it is wanted elsewhere than the full one is; else None."""
+        return torch.empty_like(self.shard, dtype=dtype) if self._offloads else None
+
     def accept(self, shard_gradient: Tensor) -> None:
         """Set, or add to, the gradients of this rank's parameters, in their dtype. `shard_gradient` [shard] belongs to the group then."""
-        pieces = self.layout.shard_views(shard_gradient.to(self._dtypes.master), self._comms.shard_rank)
+        pieces = self.layout.shard_views(shard_gradient.to(self.shard.device, self._dtypes.master), self._comms.shard_rank)
         for parameter, piece in zip(self.originals, pieces, strict=True):
             if not parameter.requires_grad:
                 continue
@@ -287,3 +310,4 @@ class FlatGroup:
             if piece.numel() and parameter.data_ptr() != piece.data_ptr():
                 piece.copy_(parameter.detach())
                 parameter.data = piece
+                self._comms.shards.changed()

@@ -98,6 +98,7 @@ class Prefetcher:
             self._comms.wait(pending, "gather updated parameters")
 
     def _start_explicit(self, units: Sequence[Unit]) -> list[Pending[None]]:
+        self._comms.shards.changed()
         for unit in units:
             if unit.state is UnitState.HELD:
                 unit.reshard()  # a backward that still comes uses what is gathered now

@@ -131,14 +131,15 @@ class ReductionQueue:
 
     def _mean(self, full: torch.Tensor, group: FlatGroup) -> Pending[torch.Tensor]:
         """Start what turns full gradients [N] into this rank's part of their mean over all ranks."""
+        out = group.place_for_gradient(full.dtype)
         if self._comms.shard_count == 1:
-            return self._comms.averages.all_reduce(full, ReduceOp.MEAN, label=group.label)
-        part = self._comms.reductions.reduce_scatter(full, ReduceOp.MEAN, sizes=group.layout.sizes, label=group.label)
+            return self._comms.averages.all_reduce(full, ReduceOp.MEAN, out=out, label=group.label)
+        part = self._comms.reductions.reduce_scatter(full, ReduceOp.MEAN, sizes=group.layout.sizes, out=out, label=group.label)
         return self._average(part, group)
 
     def _average(self, part: Pending[torch.Tensor], group: FlatGroup) -> Pending[torch.Tensor]:
         """What is still to be done for this rank's part once its node's half of the reduction is."""
-        return part if self._comms.replica_count == 1 else self._averages.follow(part, group.label)
+        return part if self._comms.replica_count == 1 else self._averages.follow(part, group.label, group.device)
 
     def _complete_oldest(self) -> None:
         self._in_flight[0].unpack()

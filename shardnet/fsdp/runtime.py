@@ -67,6 +67,7 @@ class Runtime:
         self.prefetcher = Prefetcher(self.units, prefetch, comms, keep=keep)
         self.synchronise = True  # reduce gradients in backward; off within `no_sync`
         self.backend = comms.backend
+        self._comms = comms
         self._timeline = comms.timeline
         self._reductions = ReductionQueue(comms, limit=prefetch + 1)
         self._calls: list[Call] = []  # under way, outermost first
@@ -131,6 +132,7 @@ class Runtime:
     def _begin_forward(self) -> ForwardPass:
         if self._backward is not None:
             return self._backward.forwards[-1]
+        self._comms.shards.changed()
         self._release_kept()  # the backward never came, and the parameters may have changed since
         forward = ForwardPass()
         if torch.is_grad_enabled():

@@ -39,10 +39,11 @@ class Unit:
         comms: Communicators,
         meter: MemoryMeter,
         pool: BufferPool,
+        compute_device: torch.device | None = None,
     ) -> None:
         self.name = plan.name
         self.module: nn.Module = plan.module
-        self.groups = _make_groups(plan, precision, compression, comms, meter, pool)
+        self.groups = _make_groups(plan, precision, compression, comms, meter, pool, compute_device)
         self.state = UnitState.SHARDED
         self._comms = comms
         self._pending: list[Gathering] = []
@@ -129,7 +130,13 @@ class Unit:
 
 
 def _make_groups(
-    plan: UnitPlan, precision: MixedPrecision, compression: Compression, comms: Communicators, meter: MemoryMeter, pool: BufferPool
+    plan: UnitPlan,
+    precision: MixedPrecision,
+    compression: Compression,
+    comms: Communicators,
+    meter: MemoryMeter,
+    pool: BufferPool,
+    compute_device: torch.device | None,
 ) -> list[FlatGroup]:
     """One group per dtypes, device and requires_grad; normally that is one."""
     kinds: dict[tuple[Dtypes, torch.device, bool], list[PlacedParameter]] = {}
@@ -139,7 +146,7 @@ def _make_groups(
         kinds.setdefault((dtypes, parameter.device, parameter.requires_grad), []).append(placed)
     labels = _labels(plan.name, list(kinds))
     return [
-        FlatGroup(label, members, kind[0], compression, comms, meter, pool)
+        FlatGroup(label, members, kind[0], compression, comms, meter, pool, compute_device)
         for label, (kind, members) in zip(labels, kinds.items(), strict=True)
     ]
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from shardnet.backend import Backend, Pending
 from shardnet.errors import StateError, UsageError
-from shardnet.fsdp import state
+from shardnet.fsdp import offload, state
 from shardnet.fsdp.clipping import global_norm, scale_to_norm
 from shardnet.fsdp.communicators import Communicators
 from shardnet.fsdp.compression import Compression
@@ -51,6 +51,11 @@ class FSDP(nn.Module):
     broadcasts them or reduces their gradients, so that they are frozen or the caller reduces them before clipping. States
     have them as they are on the rank; `clip_grad_norm_` counts them once.
 
+    With `cpu_offload` this rank's parameters, gradients and optimizer state are in the CPU's memory, where the optimizer steps,
+    and units are gathered on `device`, a GPU: the module's own or else the current one if left out. So the GPU holds the units that
+    compute, their gradients and activations. The module may be on the CPU before; its buffers go to the GPU,
+    ignored modules stay where they are.
+
     A module that was built under `torch.device("meta")` is materialised on `device`, the CPU if left out, unit by unit: besides
     its shards a rank holds the units around one module. Each module fills what it holds itself in `reset_parameters()`, or
     `param_init_fn(module)` does, for every module, those inside first ([Note: order of initialisation] in meta.py says
@@ -85,6 +90,7 @@ class FSDP(nn.Module):
         param_init_fn: InitFunction | None = None,
         initial_state: Mapping[str, Tensor] | None = None,
         device: torch.device | str | None = None,
+        cpu_offload: bool = False,
     ) -> None:
         super().__init__()
         if prefetch < 0:
@@ -100,11 +106,12 @@ class FSDP(nn.Module):
         self.strategy = ShardingStrategy(strategy)
         self.memory = MemoryMeter()
         ignored = IgnoredModules(module, ignored_modules)
+        compute_device = offload.compute_device(module, device) if cpu_offload else None
         meta: MetaModel | None = None
         if is_on_meta(module, ignored):
             values = InitialValues(param_init_fn, initial_state, backend.rank)
-            meta = MetaModel(module, ignored, values, torch.device(device or "cpu"))
-        elif initial_state is not None or device is not None:
+            meta = MetaModel(module, ignored, values, torch.device(compute_device or device or "cpu"))
+        elif initial_state is not None or (device is not None and not cpu_offload):
             raise UsageError("initial_state and device are for a module on meta; this one has memory: use load_state_dict() and .to()")
         ranks = sharding_ranks(self.strategy, backend.rank, backend.world_size, backend.node_ranks, intra_node_size)
         resharding = Resharding.chosen(reshard_after_forward, self.strategy, len(ranks.shards))
@@ -113,8 +120,11 @@ class FSDP(nn.Module):
         self._comms = Communicators(backend, ranks, resharding.neighbours)
         pool = BufferPool(self.memory)
         self.units = tuple(
-            Unit(plan, precision, compression, self._comms, self.memory, pool) for plan in plan_units(module, units, ignored)
+            Unit(plan, precision, compression, self._comms, self.memory, pool, compute_device)
+            for plan in plan_units(module, units, ignored)
         )
+        if compute_device is not None:
+            offload.move_buffers(module, ignored, compute_device)
         if meta is None:
             shard_from_root(self.groups, self._comms)
         else:

@@ -10,8 +10,8 @@ from shardnet.performance.figures import TrainingFigures
 from shardnet.performance.layers import LayerTimingStats
 from shardnet.performance.link import measure_link
 from shardnet.performance.recorder import PerformanceRecorder
-from shardnet.performance.transfers import TransferDirection
 from shardnet.performance.zero3 import LayerPerformance, PerformanceSummary, Zero3PerformanceStats
+from shardnet.telemetry import TransferDirection
 
 __all__ = [
     "CommunicationOperation",

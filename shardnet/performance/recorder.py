@@ -16,7 +16,7 @@ from shardnet.performance.busy import BusyTime
 from shardnet.performance.communication import CommunicationOperation
 from shardnet.performance.figures import TrainingFigures
 from shardnet.performance.zero3 import Zero3PerformanceStats
-from shardnet.telemetry import Pass
+from shardnet.telemetry import Pass, TransferDirection
 
 MAX_STEP_TIMES = 10_000  # the last ones, for percentiles
 REDUCTIONS = (CommunicationOperation.REDUCE_SCATTER, CommunicationOperation.ALL_REDUCE)
@@ -192,6 +192,11 @@ class PerformanceRecorder:
                 )
             elif operation is not None:
                 self.zero3.record_communication(operation, end_ns - start_ns, bytes_sent)
+
+    def on_transfer(self, direction: TransferDirection, duration_ns: int, bytes: int) -> None:
+        with self._lock:
+            if not self._pauses:
+                self.zero3.record_parameter_transfer(duration_ns, bytes, direction)
 
     def _before_step(self, *_: object) -> None:
         self._stepping_ns = time.perf_counter_ns()

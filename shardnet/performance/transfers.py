@@ -1,16 +1,11 @@
 """`MemoryTransferMetrics`: parameters moved between CPU and GPU."""
 
 from dataclasses import dataclass
-from enum import StrEnum
 
 from shardnet.performance.throughput import NS
+from shardnet.telemetry import TransferDirection
 
 REFERENCE_BYTES_PER_S = 1e9  # a transfer as fast as this, or faster, has efficiency 1
-
-
-class TransferDirection(StrEnum):
-    CPU_TO_GPU = "cpu_to_gpu"
-    GPU_TO_CPU = "gpu_to_cpu"
 
 
 @dataclass(slots=True)

@@ -13,7 +13,8 @@ from shardnet.performance.communication import CommunicationOperation, Communica
 from shardnet.performance.efficiency import OptimizationEfficiency
 from shardnet.performance.layers import LayerTimingStats, average
 from shardnet.performance.throughput import ThroughputMetrics
-from shardnet.performance.transfers import MemoryTransferMetrics, TransferDirection
+from shardnet.performance.transfers import MemoryTransferMetrics
+from shardnet.telemetry import TransferDirection
 
 GRADIENT_BYTES = 4  # of one gradient, as record_gradient_sync estimates
 

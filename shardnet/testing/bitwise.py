@@ -5,7 +5,7 @@ import torch
 
 def bits(tensor: torch.Tensor) -> bytes:
     """The tensor's bytes, in order of its elements."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes() if tensor.numel() else b""
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Mapping
 
-from shardnet.telemetry import Pass
+from shardnet.telemetry import Pass, TransferDirection
 from shardnet.testing.fault import STEP, Fault
 from shardnet.training import Cluster
 
@@ -35,6 +35,9 @@ class Saboteur:
 
     def on_collective(self, op: str, label: str, start_ns: int, end_ns: int, bytes_sent: int) -> None:
         self._happen(op)
+
+    def on_transfer(self, direction: TransferDirection, duration_ns: int, bytes: int) -> None:
+        """Nothing is planned for copies."""
 
     def _happen(self, what: str) -> None:
         while self._faults and (order := self._take(what)) is not None:

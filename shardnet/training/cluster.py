@@ -101,6 +101,7 @@ class Cluster:
         param_init_fn: InitFunction | None = None,
         initial_state: Mapping[str, torch.Tensor] | None = None,
         device: torch.device | str | None = None,
+        cpu_offload: bool = False,
     ) -> AsyncFSDP:
         """Shard a module over the cluster; see `FSDP` for the arguments. All ranks must call it. Closed with the cluster."""
         model = await AsyncFSDP(
@@ -117,6 +118,7 @@ class Cluster:
             param_init_fn=param_init_fn,
             initial_state=initial_state,
             device=device,
+            cpu_offload=cpu_offload,
         )
         self._models.append(model)
         return model

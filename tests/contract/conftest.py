@@ -4,24 +4,31 @@
     loopback      shm          all ranks on one node: direct collectives, over gRPC through shared memory
     ring          grpc         each rank a node of its own: around the ring
                   nodes        two ranks a node: hierarchical, through shared memory and over gRPC
+    staged                     as loopback, with tensors that are copied elsewhere and back, as those of a GPU are
 
 `world` is shared by tests, because forming a mesh costs more than most of them: they leave it as they found it. A test that
 breaks something takes `fresh`. Limits are tiny, so that a few hundred bytes make many chunks and wrap around a window.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
+import torch
 
-from shardnet.backend import Backend
+from shardnet.backend import Backend, LoopbackBackend
+from shardnet.backend.staging import Staging
+from shardnet.backend.streams import Copy, CopyStreams, Event
+from shardnet.collectives.group import Group
+from shardnet.collectives.switchboard import Switchboard
 from shardnet.config import Limits, Timeouts
 from shardnet.loop import LoopThread
 from shardnet.testing import local_cluster, loopback_cluster
+from tests.devices import TEST_DEVICE
 
-KINDS = ("loopback", "shm", "ring", "grpc", "nodes")
-COMMON = ("loopback", "shm", "grpc")  # of most tests: what they ask of a ring over gRPC they need not ask in one process as well
+KINDS = ("loopback", "shm", "ring", "grpc", "nodes", "staged")
+COMMON = ("loopback", "shm", "grpc", "staged")  # of most tests: what they ask of a ring over gRPC they need not ask in one process as well
 RANKS_PER_NODE = {"ring": 1, "grpc": 1, "nodes": 2}
 # In elements of float32: 16 a chunk, 8 eagerly a peer; 4 are enough to go through memory, where a window holds 128.
 LIMITS = Limits(chunk_bytes=64, eager_bytes=32, window_bytes=512, inline_bytes=16)
@@ -30,12 +37,47 @@ TIMEOUTS = Timeouts.for_tests()
 MakeCluster = Callable[..., AbstractAsyncContextManager[Sequence[Backend]]]
 
 
+class LateCopy(Copy):
+    """Has to be waited for."""
+
+    is_done = property(lambda self: False)
+
+
+class LateStreams(CopyStreams):
+    """Copies within the CPU's memory that take as long as those of a GPU, as far as one can see."""
+
+    def fetch(self, source: torch.Tensor, after: Event) -> Copy:
+        copy = super().fetch(source, after)
+        return LateCopy(copy.source, copy.target, copy.begin, copy.end)
+
+
+class StagedRank(LoopbackBackend):
+    """Takes all memory for that of a GPU."""
+
+    def __init__(self, board: Switchboard, group: Group, timeouts: Timeouts) -> None:
+        super().__init__(board, group, timeouts)
+        self._staging = Staging(board, self._is_on_gpu, LateStreams)
+
+    def _is_on_gpu(self, tensor: torch.Tensor) -> bool:
+        return True
+
+
+@asynccontextmanager
+async def staged_cluster(world_size: int, **options: Any) -> AsyncIterator[Sequence[Backend]]:
+    async with AsyncExitStack() as stack:
+        ranks = StagedRank.create_group(world_size, **options)
+        for rank in ranks:
+            stack.push_async_callback(rank.aclose)
+        yield ranks
+
+
 def cluster(kind: str, world_size: int, *, limits: Limits = LIMITS, **options: Any) -> AbstractAsyncContextManager[Sequence[Backend]]:
-    make: MakeCluster = local_cluster if kind in ("shm", "grpc", "nodes") else loopback_cluster
+    make: MakeCluster = MAKERS.get(kind, loopback_cluster)
     return make(world_size, limits=limits, **{"timeouts": TIMEOUTS, "ranks_per_node": RANKS_PER_NODE.get(kind), **options})
 
 
-SIZES = {"loopback": (1, 2, 3, 4, 5), "grpc": (1, 2, 3, 4), "nodes": (3, 4)}
+MAKERS: dict[str, MakeCluster] = {"shm": local_cluster, "grpc": local_cluster, "nodes": local_cluster, "staged": staged_cluster}
+SIZES = {"loopback": (1, 2, 3, 4, 5), "grpc": (1, 2, 3, 4), "nodes": (3, 4), "staged": (1, 3)}
 WORLDS = [(kind, size) for kind in KINDS for size in SIZES.get(kind, (2, 3, 4))]
 
 
@@ -71,5 +113,8 @@ def fresh(request: pytest.FixtureRequest) -> MakeCluster:
 def shared_cluster(kind: str, world_size: int) -> Iterator[Sequence[Backend]]:
     """A cluster that outlives a test's event loop: it is opened and closed on shardnet's own."""
     loop, stack = LoopThread.shared(), AsyncExitStack()
-    yield loop.run(stack.enter_async_context(cluster(kind, world_size))).result(TIMEOUTS.connect_s)
+    ranks = loop.run(stack.enter_async_context(cluster(kind, world_size))).result(TIMEOUTS.connect_s)
+    for started in [rank.all_reduce(torch.ones(1, device=TEST_DEVICE)) for rank in ranks]:
+        started.wait(TIMEOUTS.collective_s)  # threads that live as long as it are there before the first test
+    yield ranks
     loop.run(stack.aclose()).result(TIMEOUTS.collective_s)

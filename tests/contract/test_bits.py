@@ -10,6 +10,7 @@ from shardnet.backend import Backend, ReduceOp
 from shardnet.collectives.route import Routing
 from shardnet.testing import bits, each_rank, local_cluster, loopback_cluster, same_bits
 from tests.contract.conftest import LIMITS, MakeCluster, cluster
+from tests.devices import on_test_device
 
 Ranks = Sequence[Backend]
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -69,7 +70,7 @@ async def test_every_rank_has_the_same_bits(world: Ranks) -> None:
     for dtype in FLOATS:
         for elements in (7, 129, 1000):
             random = torch.Generator().manual_seed(elements)
-            whole = torch.randn(len(world), elements, generator=random).to(dtype)
+            whole = on_test_device(torch.randn(len(world), elements, generator=random, device="cpu")).to(dtype)
             whole[-1, : elements // 4] = strange(dtype, elements // 4)
 
             async def work(rank: Backend, whole: torch.Tensor = whole) -> bytes:
@@ -81,7 +82,8 @@ async def test_every_rank_has_the_same_bits(world: Ranks) -> None:
 
 async def sums(ranks: Ranks, dtype: torch.dtype, elements: int) -> list[bytes]:
     """The bits of a reduction of random floats, by rank."""
-    whole = torch.randn(len(ranks), elements * len(ranks), generator=torch.Generator().manual_seed(3)).to(dtype)
+    random = torch.Generator().manual_seed(3)
+    whole = on_test_device(torch.randn(len(ranks), elements * len(ranks), generator=random, device="cpu")).to(dtype)
 
     async def work(rank: Backend) -> bytes:
         mine = whole[rank.rank]
@@ -126,7 +128,8 @@ async def test_in_rank_order_a_sum_is_that_of_a_loop(make: MakeCluster, per_node
     for routing in (Routing.AUTO, Routing.RANK_ORDER):
         async with make(4, ranks_per_node=per_node, limits=LIMITS, routing=routing) as backends:
             for elements in (5, 40, 1000):
-                whole = torch.randn(4, elements * 4, generator=torch.Generator().manual_seed(elements))
+                random = torch.Generator().manual_seed(elements)
+                whole = on_test_device(torch.randn(4, elements * 4, generator=random, device="cpu"))
                 looped = whole[0] + whole[1] + whole[2] + whole[3]
 
                 async def work(rank: Backend, whole: torch.Tensor = whole) -> tuple[torch.Tensor, torch.Tensor]:

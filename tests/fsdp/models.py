@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.devices import on_test_device
+
 Tensor = torch.Tensor
 _seeding = threading.Lock()  # torch's generator is the process's, and ranks are threads here
 
@@ -81,7 +83,7 @@ def make_gpt(seed: int = 0, **sizes: int) -> GPT:
 def token_batches(steps: int, samples: int, *, vocabulary: int = 31, length: int = 12, seed: int = 1) -> Tensor:
     """[steps, samples, length + 1]: inputs are [..., :-1], targets [..., 1:]."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(vocabulary, (steps, samples, length + 1), generator=generator)
+    return on_test_device(torch.randint(vocabulary, (steps, samples, length + 1), generator=generator, device="cpu"))
 
 
 def loss_of(model: nn.Module, batch: Tensor) -> Tensor:

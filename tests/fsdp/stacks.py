@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from shardnet.fsdp import FSDP
+from tests.devices import on_test_device
 
 Tensor = torch.Tensor
 WIDTH = 5
@@ -58,7 +59,7 @@ def seeded(kind: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
 
 
 def data(rank: int, width: int = WIDTH) -> Tensor:
-    return torch.randn(4, width, generator=torch.Generator().manual_seed(100 + rank))
+    return on_test_device(torch.randn(4, width, generator=torch.Generator().manual_seed(100 + rank), device="cpu"))
 
 
 def square_loss(model: nn.Module, rank: int) -> Tensor:

@@ -16,6 +16,7 @@ from torch import nn
 from shardnet.backend import Backend
 from shardnet.fsdp import FSDP
 from shardnet.sharding import ShardingStrategy
+from tests.devices import on_test_device
 from tests.fsdp.models import seeded
 from tests.fsdp.ranks import run_ranks
 from tests.fsdp.replicas import train_replicas
@@ -67,7 +68,7 @@ def make(seed: int = 0) -> ResNet:
 def shares(rank: int) -> Iterator[Tensor]:
     generator = torch.Generator().manual_seed(7 + rank)
     for _ in range(STEPS):
-        yield torch.randn(6, 3, 8, 8, generator=generator) + rank  # the ranks' statistics differ for certain
+        yield on_test_device(torch.randn(6, 3, 8, 8, generator=generator, device="cpu")) + rank  # the ranks' statistics differ for certain
 
 
 def loss_of(model: nn.Module, images: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from shardnet.backend import Backend, ReduceOp
 from shardnet.errors import UsageError
 from shardnet.fsdp import FSDP, memory_report
 from shardnet.sharding import ShardingStrategy
+from tests.devices import on_test_device
 from tests.fsdp.models import Weighted
 from tests.fsdp.parity import check_gradients
 from tests.fsdp.ranks import run_ranks
@@ -49,7 +50,7 @@ def make(seed: int = 0) -> Model:
     model = Model()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, device="cpu"))
     return model
 
 
@@ -77,7 +78,7 @@ def test_nothing_of_an_ignored_module_is_touched() -> None:
 
 @pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
 def test_gradients_that_the_caller_reduces_are_clipped_as_in_one_process(strategy: ShardingStrategy) -> None:
-    x = torch.randn(2 * 4, 3, generator=torch.Generator().manual_seed(3))
+    x = on_test_device(torch.randn(2 * 4, 3, generator=torch.Generator().manual_seed(3), device="cpu"))
     alone = make().eval()
     alone(x).square().mean().backward()
     expected = nn.utils.clip_grad_norm_(alone.parameters(), 0.1)

@@ -17,6 +17,7 @@ from shardnet.config import Timeouts
 from shardnet.errors import SizeMismatchError, UsageError
 from shardnet.fsdp import FSDP, MixedPrecision, memory_report
 from shardnet.sharding import ShardingStrategy
+from tests.devices import TEST_DEVICE
 from tests.fsdp import meta_worker
 from tests.fsdp.conftest import START_S
 from tests.fsdp.models import GPT, Block, _seeding, loss_of, make_gpt, token_batches
@@ -72,7 +73,7 @@ def filled(module: nn.Module, generator: torch.Generator) -> None:
 
 
 def init_fn(rank: int = 0) -> Callable[[nn.Module], None]:
-    return partial(filled, generator=torch.Generator().manual_seed(5 + rank))
+    return partial(filled, generator=torch.Generator(TEST_DEVICE).manual_seed(5 + rank))
 
 
 def equal(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> bool:

@@ -14,6 +14,7 @@ from shardnet.config import KIB, Limits
 from shardnet.errors import ShardnetError
 from shardnet.fsdp import FSDP
 from shardnet.testing import local_cluster, loopback_cluster
+from tests.devices import on_test_device
 from tests.segments import NAME, mappings, since_now
 
 LIMITS = Limits(chunk_bytes=8 * KIB, window_bytes=32 * KIB, inline_bytes=64, eager_bytes=KIB)
@@ -47,7 +48,7 @@ def shard(backend: Backend) -> FSDP:
 
 def batches(rank: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(rank)
-    return [torch.randn(3, 40, generator=generator) for _ in range(STEPS)]
+    return [on_test_device(torch.randn(3, 40, generator=generator, device="cpu")) for _ in range(STEPS)]
 
 
 def train(backend: Backend) -> list[torch.Tensor]:

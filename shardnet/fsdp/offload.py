@@ -1,0 +1,34 @@
+"""CPU offload: shards, gradients and the optimizer's state in the CPU's memory, units gathered on a GPU.
+
+A gather sends what is in the CPU's memory and fills the GPU's; a reduction takes the GPU's gradients and leaves this rank's part on the
+CPU. Through the CPU's memory all of it would go without offload, too: gathers are spared the way out, reductions the way back.
+"""
+
+import torch
+from torch import nn
+
+from shardnet.errors import UsageError
+from shardnet.fsdp.ignored import IgnoredModules
+
+
+def compute_device(module: nn.Module, device: torch.device | str | None) -> torch.device:
+    """Where a module computes whose shards are on the CPU. Raises UsageError where that is no GPU, or another one than the module's."""
+    found = {parameter.device for parameter in module.parameters() if parameter.device.type == "cuda"}
+    if device is None and not found and not torch.cuda.is_available():
+        raise UsageError("cpu_offload: there is no GPU to compute on, and on the CPU there is nothing to offload; leave it out")
+    chosen = torch.device(device) if device is not None else found.pop() if found else torch.device("cuda")
+    if chosen == torch.device("cuda"):  # whichever is the current one
+        chosen = torch.device("cuda", torch.cuda.current_device())
+    if chosen.type != "cuda":
+        raise UsageError(f"cpu_offload: units are computed on a GPU, not on {chosen}; leave out `device` or cpu_offload")
+    if found - {chosen}:
+        raise UsageError(f"cpu_offload: the module has parameters on {', '.join(map(str, found))}, but is to compute on {chosen}")
+    return chosen
+
+
+def move_buffers(module: nn.Module, ignored: IgnoredModules, device: torch.device) -> None:
+    """Buffers to where the module computes, but for those that sharding leaves alone."""
+    for inner in module.modules():
+        for key, buffer in inner._buffers.items():
+            if buffer is not None and not buffer.is_meta and buffer not in ignored.buffers:
+                inner._buffers[key] = buffer.to(device)
