@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from shardnet.backend import ReduceOp
 from shardnet.errors import DtypeError, UsageError
+from shardnet.interop.registration import DEVICES
 
 Tensor = torch.Tensor
 
@@ -40,8 +41,8 @@ def reduction(op: Any) -> tuple[ReduceOp, float | Tensor | None]:
 def check(tensors: Sequence[Tensor]) -> None:
     """Raise UsageError for what this backend cannot carry."""
     for tensor in tensors:
-        if tensor.device.type != "cpu":
-            raise UsageError(f"the backend 'shardnet' moves CPU tensors, got one on {tensor.device}; copy it with .cpu() first")
+        if tensor.device.type not in DEVICES:
+            raise UsageError(f"the backend 'shardnet' moves tensors of {' and '.join(DEVICES)}, got one on {tensor.device}")
         if tensor.layout is not torch.strided:
             raise UsageError(f"the backend 'shardnet' moves dense tensors, got one of layout {tensor.layout}; use .to_dense()")
 

@@ -21,6 +21,7 @@ from torch._C import _distributed_c10d as c10d
 from shardnet.backend import Backend, Pending
 from shardnet.errors import StateError, UsageError
 from shardnet.interop.carrying import check, movable, premultiplied, reducible, reduction
+from shardnet.interop.registration import DEVICES
 from shardnet.interop.rendezvous import placed_world
 from shardnet.interop.work import Finish, PendingWork, Works
 from shardnet.interop.world import World
@@ -78,7 +79,7 @@ class ShardnetProcessGroup(dist.ProcessGroup):
 
     def _get_backend(self, device: torch.device) -> "ShardnetProcessGroup":
         """What carries tensors of a device, as torch asks for its abilities."""
-        if torch.device(device).type != "cpu":
+        if torch.device(device).type not in DEVICES:
             raise RuntimeError(f"the backend 'shardnet' has nothing for {device}")
         return self
 

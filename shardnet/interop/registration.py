@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from shardnet.interop.process_group import ShardnetProcessGroup
 
 NAME = "shardnet"
-DEVICES = ["cpu"]
+DEVICES = ["cpu", "cuda"]
 
 
 def register() -> None:

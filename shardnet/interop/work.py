@@ -5,6 +5,9 @@ must not run on shardnet's loop thread, so a thread of the group's own ends futu
 
 A future that is given an exception crashes DDP's reducer, and one that is made of a failed work says that all is well. So the
 future that is given out is the one of a callback that raises (`then`).
+
+For results on a GPU everything here is in the order of streams, as with NCCL: `wait` has the current stream wait, and a future that knows
+of the device has that of whoever waits for it do so.
 """
 
 from collections.abc import Callable, Sequence
@@ -47,7 +50,7 @@ class PendingWork(dist.Work):
         self.wait()
 
     def block_current_stream(self) -> None:
-        """There are no streams on a CPU."""
+        """The host waits, too: what comes over a network has no place in a stream before it is here."""
         self.wait()
 
     def is_completed(self) -> bool:
@@ -66,7 +69,8 @@ class PendingWork(dist.Work):
     def get_future(self) -> "torch.futures.Future[list[Tensor]]":
         with self._lock:
             if self._future is None:
-                done: torch.futures.Future[None] = torch.futures.Future()
+                devices = {tensor.device for tensor in self._outputs if tensor.is_cuda}
+                done: torch.futures.Future[None] = torch.futures.Future(devices=list(devices))
                 self._future = done.then(lambda _: self._result())
                 self._pending.add_done_callback(lambda _: self._end(done))
             return self._future
