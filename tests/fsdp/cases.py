@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from itertools import product
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
 from shardnet.sharding import ShardingStrategy
@@ -42,9 +43,15 @@ def make_small() -> GPT:
     return make_gpt(layers=2)
 
 
-def train_share(model: nn.Module, rank: int, case: Case, no_sync: Callable[[], AbstractContextManager[None]]) -> list[float]:
+def train_share(
+    model: nn.Module,
+    rank: int,
+    case: Case,
+    no_sync: Callable[[], AbstractContextManager[None]],
+    optimizer: torch.optim.Optimizer | None = None,
+) -> list[float]:
     """The losses of this rank's share of each batch; all micro-batches but the last of a step are within `no_sync`."""
-    optimizer = optimizer_for(model.parameters(), case.optimizer)
+    optimizer = optimizer or optimizer_for(model.parameters(), case.optimizer)
     share = SAMPLES // case.world_size
     losses = []
     for batch in token_batches(STEPS, SAMPLES):
