@@ -35,7 +35,12 @@ class Case(NamedTuple):
         return "-".join(map(str, (self.strategy, self.dtype, self.world_size, self.optimizer, self.micro_batches)))
 
 
-FLOAT32 = [Case(4, *how, strategy) for strategy in ShardingStrategy for how in product(OPTIMIZERS, MICRO_BATCHES)]
+FLOAT32 = [
+    Case(world_size, *how, strategy)
+    for strategy in ShardingStrategy
+    for world_size in ((4,) if strategy is ShardingStrategy.HYBRID_SHARD else (1, 2, 3, 4))
+    for how in product(OPTIMIZERS, MICRO_BATCHES)
+]
 BFLOAT16 = [Case(*values, dtype="bfloat16") for values in product((3, 4), OPTIMIZERS, MICRO_BATCHES)]
 
 
