@@ -51,7 +51,7 @@ def plan_traffic(model: ModelSize, strategy: Strategy, setting: Setting) -> tupl
             if (neighbours := setting.resharding(strategy).neighbours) is None:
                 planned.append(_gathers("gather for backward", again, shards, setting))
             else:
-                planned.append(_neighbours_gathers(again, neighbours, setting))
+                planned.append(_gathers_from_neighbours(again, neighbours, setting))
             packed = [group for group in trained if setting.gradient_codec(group) is not None]
             plain = [group for group in trained if setting.gradient_codec(group) is None]
             planned.append(_reductions("all_to_all", "reduce gradients", packed, setting, ranks=shards))
@@ -96,7 +96,7 @@ def _gathers(purpose: str, groups: Iterable[GroupSize], ranks: int, setting: Set
     return _traffic("all_gather", purpose, [_lap(size(group), ranks, setting) for group in groups], setting)
 
 
-def _neighbours_gathers(groups: Iterable[GroupSize], neighbours: int, setting: Setting) -> Traffic:
+def _gathers_from_neighbours(groups: Iterable[GroupSize], neighbours: int, setting: Setting) -> Traffic:
     """Of secondary shards, which are not compressed."""
     inside, leaving = 0.0, dict[int, float]()  # for each byte gathered: by the busiest rank to its node, and by each node to others
     for first in range(0, setting.world_size, neighbours):
