@@ -40,6 +40,7 @@ nitpick_ignore = [
         "fsdp.communicators.Communicators",
         "fsdp.group.FlatGroup",
         "fsdp.precision.Dtypes",
+        "fsdp.resharding.Resharding",
         "performance.recorder.SteppingOptimizer",
         "sharding.layout.ParameterSlice",
         "telemetry.Pass",

@@ -1,5 +1,6 @@
 """`shardnet plan`: what a training will need under each strategy, before it is started."""
 
+import argparse
 from typing import Any
 
 from shardnet.cli import arguments
@@ -31,6 +32,8 @@ examples:
       a GPT on two nodes of 8; with the speed of the links, in GB/s, it says how long they are busy
   shardnet plan --parameters 7B --layers 32 --world 8 --compress int8
       with parameters and gradients sent in a quarter of the bytes
+  shardnet plan --parameters 7B --layers 32 --world 16 --node-size 8 --reshard-after-forward 8
+      with backward's gathers inside the node, from shards that forward leaves behind
   shardnet plan my_project.model:small --units Block --input 4x1024:int64 --world 4
       my_project/model.py has a function small() that returns a module; each Block is a unit. A forward on an
       input of that shape tells how much is kept for backward
@@ -79,9 +82,25 @@ def add_to(commands: arguments.Commands) -> None:
     how.add_argument("--residual", choices=RESIDUALS, default="bfloat16", help="error feedback of gradients (default: %(default)s)")
     how.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="default: %(default)s")
     how.add_argument("--prefetch", type=arguments.whole, default=1, metavar="U", help="units gathered ahead (default: %(default)s)")
+    how.add_argument(
+        "--reshard-after-forward",
+        type=_resharding,
+        metavar="K|true|false",
+        help="parameters between forward and backward: shards kept over K neighbours, freed, or kept whole (default: as the strategy does)",
+    )
     how.add_argument("--elastic", action="store_true", help="with the copies that outlive lost workers (shardnet run --min-workers)")
     parser.add_argument("--json", action="store_true", help="print JSON, in bytes and seconds")
     parser.set_defaults(execute=execute)
+
+
+def _resharding(text: str) -> bool | int:
+    """FSDP's argument; it is FSDP's business which numbers make sense."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be true, false or a number of ranks, not {text!r}") from None
 
 
 def execute(options: arguments.Arguments) -> int:
@@ -103,6 +122,7 @@ def execute(options: arguments.Arguments) -> int:
             block=options.block,
             residual=dtype_of(None if options.residual == "none" else options.residual),
         ),
+        reshard_after_forward=options.reshard_after_forward,
         elastic=options.elastic,
         inside_bytes_per_s=options.inside,
         between_bytes_per_s=options.between,

@@ -16,8 +16,8 @@ NAMES = {
     Strategy.ZERO_1: "ZeroOptimizer (ZeRO-1)",
     Strategy.NO_SHARD: "NO_SHARD (DDP)",
 }
-_MEMORY = ("parameters", "gradients", "optimizer", "gathered", "reducing", "residuals", "packed", "copies", "activations")
-_SOMETIMES = ("residuals", "packed", "copies")  # columns left out where nothing is compressed, and where nothing is elastic
+_MEMORY = ("parameters", "gradients", "optimizer", "gathered", "reducing", "secondary", "residuals", "packed", "copies", "activations")
+_SOMETIMES = ("secondary", "residuals", "packed", "copies")  # columns left out where nobody has any, as where nothing is compressed
 _WORDS = frozenset({"strategy", "collective", "to"})
 _NONE = "-"
 
@@ -50,6 +50,7 @@ def as_json(model: ModelSize, setting: Setting, plans: Sequence[Plan]) -> str:
 def _as_dict(plan: Plan) -> dict[str, object]:
     return {
         "strategy": plan.strategy,
+        "reshard_after_forward": plan.reshard_after_forward,
         "memory": asdict(plan.memory) | {"total": plan.memory.total},
         "bytes_sent": plan.bytes_sent,
         "communication_s": plan.communication_s,
@@ -62,9 +63,10 @@ def _about(model: ModelSize, setting: Setting) -> str:
     cut = f"{model.unit_count} units, the largest of {model.largest:,}" if model.unit_count > 1 else "one unit"
     nodes = f" on {setting.nodes} nodes of {setting.ranks_per_node}" if setting.nodes > 1 else ""
     ranks = "1 rank" if setting.world_size == 1 else f"{setting.world_size} ranks"
+    resharding = "" if setting.reshard_after_forward is None else f", reshard_after_forward={setting.reshard_after_forward}"
     return (
         f"{model.name}: {model.numel:,} parameters in {_dtypes(groups, setting)}; {cut}\n"
-        f"{ranks}{nodes}; {setting.optimizer}, prefetch {setting.prefetch}{_compressed(setting)}"
+        f"{ranks}{nodes}; {setting.optimizer}, prefetch {setting.prefetch}{resharding}{_compressed(setting)}"
     )
 
 
@@ -131,6 +133,8 @@ def _notes(model: ModelSize, setting: Setting, plans: Sequence[Plan]) -> Iterato
         yield "ZeRO-1 is planned in the dtype that parameters are kept in, since a plain module computes in it."
     if _compressed(setting) and not all(plan.strategy.sends_shards for plan in plans):
         yield "ZeRO-1 and NO_SHARD are planned without compression, since FSDP sends no shards there."
+    if without := [NAMES[plan.strategy] for plan in plans if plan.reshard_after_forward != setting.reshard_after_forward]:
+        yield f"Planned without reshard_after_forward={setting.reshard_after_forward}, which does not suit them: {', '.join(without)}."
     if setting.elastic:
         yield "Copies are those of the last committed step, in host memory: of what the rank holds, and of what another rank does."
     if model.unit_count == 1:

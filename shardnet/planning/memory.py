@@ -41,6 +41,7 @@ class MemoryPlan:
     optimizer: int
     gathered: int  # full parameters in flight at most
     reducing: int  # full-size gradients in flight at most
+    secondary: int  # shards of what backward gathers, kept for that: see [Note: secondary shards] in shardnet/fsdp/secondary.py
     residuals: int  # of error feedback, between steps
     packed: int  # what compression sends and receives, in flight at most
     copies: int  # that outlive lost workers: see [Note: copies]
@@ -49,7 +50,8 @@ class MemoryPlan:
     @property
     def total(self) -> int:
         between_steps = self.parameters + self.gradients + self.optimizer + self.residuals
-        return between_steps + self.gathered + self.reducing + self.packed + self.copies + (self.activations or 0)
+        in_flight = self.gathered + self.reducing + self.secondary + self.packed
+        return between_steps + in_flight + self.copies + (self.activations or 0)
 
 
 def plan_memory(model: ModelSize, strategy: Strategy, setting: Setting) -> MemoryPlan:
@@ -67,6 +69,7 @@ def plan_memory(model: ModelSize, strategy: Strategy, setting: Setting) -> Memor
         optimizer=sum(_optimizer_bytes(group, owned, setting) for group in trained),
         gathered=_gathered(model, strategy, setting),
         reducing=_reducing(model, strategy, setting),
+        secondary=_secondary(model, strategy, setting),
         residuals=sum(_residual_bytes(group, setting) for group in trained),
         packed=_packed(model, strategy, setting),
         copies=_copies(groups, strategy, setting) if setting.elastic else 0,
@@ -103,10 +106,19 @@ def _gathered(model: ModelSize, strategy: Strategy, setting: Setting) -> int:
     match strategy:
         case Strategy.ZERO_1:
             return 0
-        case Strategy.SHARD_GRAD_OP | Strategy.NO_SHARD:
+        case _ if setting.resharding(strategy).keep:
             return sum(map(full_bytes, model.units))
         case _:
             return _most_at_once(model.units, setting.prefetch, lambda unit, _: full_bytes(unit))
+
+
+def _secondary(model: ModelSize, strategy: Strategy, setting: Setting) -> int:
+    """Of every unit that is gathered for backward: all have one when forward ends."""
+    neighbours = setting.resharding(strategy).neighbours
+    if neighbours is None:
+        return 0
+    groups = [group for index in setting.gathered_twice(model, strategy) for group in model.units[index].groups]
+    return sum(-(-group.numel // neighbours) * setting.compute(group).itemsize for group in groups)
 
 
 def _reducing(model: ModelSize, strategy: Strategy, setting: Setting) -> int:
@@ -143,8 +155,8 @@ def _packed(model: ModelSize, strategy: Strategy, setting: Setting) -> int:
 
     parameters = [bytes_of(unit.groups, setting.weight_codec) for unit in model.units]
     gradients = [bytes_of([group for group in unit.groups if group.trainable], setting.gradient_codec) for unit in model.units]
-    twice = setting.gathered_twice(model, strategy)
-    again = [count if index in twice else 0 for index, count in enumerate(parameters)]
+    twice = setting.gathered_twice(model, strategy) if setting.resharding(strategy).neighbours is None else ()
+    again = [count if index in twice else 0 for index, count in enumerate(parameters)]  # secondary shards go as they are
     most = 0
     for index in range(len(model.units)):
         after, before = index + 1 + setting.prefetch, max(index - setting.prefetch, 0)

@@ -17,6 +17,7 @@ class Plan:
     strategy: Strategy
     memory: MemoryPlan
     traffic: tuple[Traffic, ...]
+    reshard_after_forward: bool | int | None = None  # as it was asked for; None also where it does not apply
 
     @property
     def bytes_sent(self) -> int:
@@ -34,14 +35,28 @@ class Plan:
 def plan(model: ModelSize, setting: Setting, strategies: Iterable[Strategy] = ()) -> list[Plan]:
     """A plan for each strategy; without any named, for all that differ in this world.
 
-    Raises UsageError for what FSDP refuses: parameters gathered in a wider dtype than they are kept in, or compression that
-    contradicts the dtypes.
+    Raises UsageError for what FSDP refuses: parameters gathered in a wider dtype than they are kept in, compression that
+    contradicts the dtypes, or a `reshard_after_forward` that contradicts a strategy. Where no strategy is named that must suit
+    FULL_SHARD, and those that it does not suit are planned without.
     """
     for group in (group for unit in model.units for group in unit.groups):
         if setting.compute(group).itemsize > group.dtype.itemsize:
             raise UsageError(f"parameters kept in {group.dtype} cannot be gathered as {setting.compute(group)}, which is wider")
-    chosen = list(strategies) or [strategy for strategy in Strategy if strategy is not Strategy.HYBRID_SHARD or setting.nodes > 1]
-    return [_plan(model, strategy, setting) for strategy in chosen]
+    if named := list(strategies):
+        return [_plan(model, strategy, setting) for strategy in named]
+    different = [strategy for strategy in Strategy if strategy is not Strategy.HYBRID_SHARD or setting.nodes > 1]
+    return [_plan(model, strategy, _suiting(strategy, setting)) for strategy in different]
+
+
+def _suiting(strategy: Strategy, setting: Setting) -> Setting:
+    """The setting, without a `reshard_after_forward` that some strategies take and this one does not."""
+    try:
+        setting.resharding(strategy)
+    except UsageError:
+        if strategy is Strategy.FULL_SHARD:
+            raise
+        return replace(setting, reshard_after_forward=None)
+    return setting
 
 
 def _plan(model: ModelSize, strategy: Strategy, setting: Setting) -> Plan:
@@ -49,4 +64,5 @@ def _plan(model: ModelSize, strategy: Strategy, setting: Setting) -> Plan:
         setting = replace(setting, compute_dtype=None, reduce_dtype=None)
         model = replace(model, activation_bytes=None)  # measured in the other dtype
     setting = replace(setting, compression=setting.compression_under(strategy))
-    return Plan(strategy, plan_memory(model, strategy, setting), plan_traffic(model, strategy, setting))
+    memory, traffic = plan_memory(model, strategy, setting), plan_traffic(model, strategy, setting)
+    return Plan(strategy, memory, traffic, setting.reshard_after_forward)

@@ -9,6 +9,7 @@ from shardnet.errors import InvalidWorldSizeError, UsageError
 from shardnet.fsdp import Compression, MixedPrecision
 from shardnet.fsdp.codec import Codec
 from shardnet.fsdp.precision import Dtypes
+from shardnet.fsdp.resharding import Resharding
 from shardnet.planning.model import GroupSize, ModelSize
 from shardnet.sharding import ShardingStrategy, shard_sizes
 
@@ -50,8 +51,9 @@ class Setting:
     """The ranks, the links between them, and the training's choices.
 
     `compute_dtype` is what parameters are gathered and used in, `reduce_dtype` what gradients are reduced in; None: as the
-    parameters are kept, and as they are gathered. `compression` is that of `FSDP`. Speeds are in bytes per second: `inside`
-    of one rank to its node's others, `between` of a whole node to the others; None: no times are planned.
+    parameters are kept, and as they are gathered. `compression` and `reshard_after_forward` are those of `FSDP`. Speeds are
+    in bytes per second: `inside` of one rank to its node's others, `between` of a whole node to the others; None: no times
+    are planned.
     """
 
     world_size: int
@@ -61,6 +63,7 @@ class Setting:
     optimizer: OptimizerKind = OptimizerKind.ADAMW
     prefetch: int = 1
     compression: Compression = field(default_factory=Compression)
+    reshard_after_forward: bool | int | None = None
     elastic: bool = False
     inside_bytes_per_s: float | None = None
     between_bytes_per_s: float | None = None
@@ -111,9 +114,17 @@ class Setting:
 
     def gathered_twice(self, model: ModelSize, strategy: Strategy) -> range:
         """Which units, by index, are gathered for backward again: the root and the last `prefetch` ones are held till then."""
-        if strategy in (Strategy.FULL_SHARD, Strategy.HYBRID_SHARD):
-            return range(1, len(model.units) - self.prefetch)
-        return range(0)
+        return range(0) if self.resharding(strategy).keep else range(1, len(model.units) - self.prefetch)
+
+    def resharding(self, strategy: Strategy) -> Resharding:
+        """What becomes of full parameters between forward and backward. Raises UsageError where FSDP does, and for ZeRO-1."""
+        if strategy is not Strategy.ZERO_1:
+            return Resharding.chosen(self.reshard_after_forward, ShardingStrategy(strategy), self.shards(strategy))
+        if self.reshard_after_forward is not None:
+            raise UsageError(
+                f"reshard_after_forward={self.reshard_after_forward}: with ZeRO-1 the module is whole on every rank; leave it out"
+            )
+        return Resharding(keep=True)
 
     def compression_under(self, strategy: Strategy) -> Compression:
         """What is in force. Raises UsageError and DtypeError where FSDP does; strategies that send no shards go without."""

@@ -5,11 +5,13 @@ two. Of M nodes each one must send (M - 1) / M of the buffer to the others, and 
 (shardnet/collectives/hierarchical.py). In HYBRID_SHARD each of a node's n ranks has a ring of its own across nodes, and the link
 carries all of them. Sums of 16-bit floats cross nodes of several ranks as float32; where every rank is a node they are
 exchanged as they are. Compressed gradients are sent directly (all_to_all): of each of a node's n ranks 1 / N of the
-buffer goes to every rank outside.
+buffer goes to every rank outside. Neighbours that gather secondary shards are consecutive ranks, who may be parts of several
+nodes: in each lap that passes a node, it sends the next one all but what is that one's own.
 
 Times are those of the busiest link at the speed given, without latency, packing, and what compute hides or delays.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -46,7 +48,10 @@ def plan_traffic(model: ModelSize, strategy: Strategy, setting: Setting) -> tupl
         case _:
             planned = [_gathers("gather for forward", groups, shards, setting)]
             again = [group for index in setting.gathered_twice(model, strategy) for group in model.units[index].groups]
-            planned.append(_gathers("gather for backward", again, shards, setting))
+            if (neighbours := setting.resharding(strategy).neighbours) is None:
+                planned.append(_gathers("gather for backward", again, shards, setting))
+            else:
+                planned.append(_gathers_from_neighbours(again, neighbours, setting))
             packed = [group for group in trained if setting.gradient_codec(group) is not None]
             plain = [group for group in trained if setting.gradient_codec(group) is None]
             planned.append(_reductions("all_to_all", "reduce gradients", packed, setting, ranks=shards))
@@ -89,6 +94,21 @@ def _gathers(purpose: str, groups: Iterable[GroupSize], ranks: int, setting: Set
         return group.numel * (setting.compute(group) if cast else group.dtype).itemsize
 
     return _traffic("all_gather", purpose, [_lap(size(group), ranks, setting) for group in groups], setting)
+
+
+def _gathers_from_neighbours(groups: Iterable[GroupSize], neighbours: int, setting: Setting) -> Traffic:
+    """Of secondary shards, which are not compressed."""
+    inside, leaving = 0.0, dict[int, float]()  # for each byte gathered: by the busiest rank to its node, and by each node to others
+    for first in range(0, setting.world_size, neighbours):
+        held = Counter(rank // setting.ranks_per_node for rank in range(first, first + neighbours))
+        inside = max(inside, *((count - 1) / count for count in held.values()))
+        following = [*held][1:] + [*held][:1]
+        for node, behind in zip(held, following, strict=True):
+            leaving[node] = leaving.get(node, 0.0) + 1 - held[behind] / neighbours
+    each = _Load((neighbours - 1) / neighbours, inside, max(leaving.values()))
+    sizes = [group.numel * setting.compute(group).itemsize for group in groups]
+    loads = [_Load(size * each.sent, size * each.inside, size * each.leaving) for size in sizes]
+    return _traffic("all_gather", "gather from neighbours", loads, setting)
 
 
 def _reductions(op: str, purpose: str, groups: Iterable[GroupSize], setting: Setting, *, ranks: int | None = None) -> Traffic:

@@ -53,7 +53,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     Gradients are averaged by `step`, or, while backward still computes others, within `last_backward`.
 
     `reduce_gradients=False` says that gradients are averaged already when `step` is called, and equal on all ranks.
-    Do not step through `torch.amp.GradScaler`: it lets each rank decide by its own gradients whether to step at all.
+    For float16 step through `shardnet.fsdp.GradScaler`. `torch.amp.GradScaler` lets each rank decide by its own gradients
+    whether to step at all; it is refused with UsageError.
     `bucket_bytes` bounds the parts in which gradients are packed and parameters gathered, for each dtype of a unit.
 
     Optimizers that treat elements alone, which are SGD, Adam and most that torch has, are split evenly by elements; all
@@ -99,6 +100,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._gathers = Gathers()
         self._reduced: reduction.ReducedGradients | None = None  # from clip_grad_norm_ to step
         self._stepping = False
+        self._stepped_alike = False
         self._shard_groups(range(len(self.param_groups)))
         groups = [self._inner_group(group) for group in self.param_groups]
         self._inner = optimizer_class(groups, **options)
@@ -199,6 +201,36 @@ class ZeroOptimizer(torch.optim.Optimizer):
             except BaseException:
                 reductions.abandon()
                 raise
+
+    @torch.no_grad()
+    def average_gradients(self) -> torch.optim.Optimizer:
+        """Average the gradients, unless that is done, for a scaler to unscale. A collective; call it after the last backward.
+
+        Returns the wrapped optimizer, whose parameters are this rank's slices; their `grad` is what `step` will take.
+        """
+        with self._exclusively():
+            self._reduce()
+        return self._require_inner()
+
+    @contextmanager
+    def stepped_alike(self) -> Iterator[None]:
+        """For a scaler that, within it, calls `step` on all ranks or on none; what was averaged is dropped at its end."""
+        self._stepped_alike = True
+        try:
+            yield
+        finally:
+            self._stepped_alike = False
+            self._drop_gradients()
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What a scaler of torch's kind asks before each step; no, they are to unscale gradients as those of any optimizer.
+
+        A scaler that skips on one rank alone has the others average with that rank's next step, of which nobody would be told.
+        """
+        if not self._stepped_alike:
+            raise UsageError("torch.amp.GradScaler decides on each rank alone whether to step; use shardnet.fsdp.GradScaler(backend)")
+        return False
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:

@@ -40,8 +40,8 @@ class ReducedGradients:
         """Raise StateError if a gradient was changed after it was reduced: the change would be lost."""
         if not self._sources.current:
             raise StateError(
-                "gradients changed between clip_grad_norm_() or last_backward() and step(): clip after the last backward, "
-                "and clear them with the optimizer's zero_grad()"
+                "gradients changed between clip_grad_norm_(), last_backward() or a scaler's unscale_() and step(): clip and unscale "
+                "after the last backward, and clear them with the optimizer's zero_grad()"
             )
 
 

@@ -82,6 +82,7 @@ def test_a_model_from_a_program_with_everything_known(capsys: pytest.CaptureFixt
         "optimizer": 0,
         "gathered": 4 * (80 + 72 + 72),
         "reducing": 4 * (80 + 72 + 72),
+        "secondary": 0,
         "residuals": 0,
         "packed": 0,
         "copies": 0,
@@ -124,6 +125,28 @@ def test_compression_by_the_names_of_the_training_program(capsys: pytest.Capture
     assert "ZeRO-1 and NO_SHARD are planned without compression" in out
 
 
+def test_what_is_kept_between_forward_and_backward(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["planned_models:small", "--units", "Layer", "--world", "4", "--node-size", "2", "--prefetch", "0", "--reshard-after-forward"]
+    assert main(["plan", *given, "2", "--json"]) == 0
+    kept = {
+        each["strategy"]: (each["reshard_after_forward"], each["memory"]["secondary"])
+        for each in json.loads(capsys.readouterr().out)["plans"]
+    }
+    assert kept.pop("full_shard") == (2, 4 * (72 + 72) // 2)  # of both layers; the root is held
+    assert set(kept.values()) == {(None, 0)}
+
+    assert main(["plan", *given, "2"]) == 0
+    out = capsys.readouterr().out
+    assert "; adamw, prefetch 0, reshard_after_forward=2\n" in out
+    assert "reducing  secondary  activations" in out
+    assert "gather from neighbours" in out
+    assert "Planned without reshard_after_forward=2, which does not suit them: SHARD_GRAD_OP (ZeRO-2), HYBRID_SHARD, " in out
+
+    assert main(["plan", *given, "False", "--strategy", "full_shard", "--strategy", "shard_grad_op", "--json"]) == 0
+    full, grad = json.loads(capsys.readouterr().out)["plans"]
+    assert {**full, "strategy": None} == {**grad, "strategy": None}
+
+
 def test_16_bit_gradients_between_nodes_are_remarked_on(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--parameters", "1M", "--layers", "4", "--node-size", "4", "--dtype", "bfloat16"]) == 0
     assert "16-bit gradients are exchanged directly" in capsys.readouterr().out
@@ -162,6 +185,24 @@ SIZES = ["--parameters", "1M", "--layers", "4"]
         (
             [*SIZES, "--compress", "bfloat16", "--compute-dtype", "bfloat16"],
             "Compression: weights are gathered as torch.bfloat16 already, by MixedPrecision",
+        ),
+        ([*SIZES, "--reshard-after-forward", "3"], "reshard_after_forward=3: a number must divide the 8 ranks that share the parameters"),
+        ([*SIZES, "--reshard-after-forward", "8"], "reshard_after_forward=8: a number must divide the 8 ranks that share the parameters"),
+        (
+            [*SIZES, "--reshard-after-forward", "true", "--strategy", "shard_grad_op"],
+            "reshard_after_forward=True: SHARD_GRAD_OP keeps parameters until backward; choose FULL_SHARD instead",
+        ),
+        (
+            [*SIZES, "--reshard-after-forward", "4", "--strategy", "full_shard", "--strategy", "no_shard"],
+            "reshard_after_forward=4: with NO_SHARD there is nothing to reshard; leave it out",
+        ),
+        (
+            [*SIZES, "--reshard-after-forward", "4", "--strategy", "zero_1"],
+            "reshard_after_forward=4: with ZeRO-1 the module is whole on every rank; leave it out",
+        ),
+        (
+            [*SIZES, "--reshard-after-forward", "half"],
+            "argument --reshard-after-forward: must be true, false or a number of ranks, not 'half'",
         ),
         ([*SIZES, "--prefetch", "-1"], "argument --prefetch: must be a whole number from 0 on"),
         ([*SIZES, "--strategy", "fsdp"], "argument --strategy: invalid choice: 'fsdp'"),

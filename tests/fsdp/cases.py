@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from itertools import product
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
 from shardnet.sharding import ShardingStrategy
@@ -34,7 +35,12 @@ class Case(NamedTuple):
         return "-".join(map(str, (self.strategy, self.dtype, self.world_size, self.optimizer, self.micro_batches)))
 
 
-FLOAT32 = [Case(4, *how, strategy) for strategy in ShardingStrategy for how in product(OPTIMIZERS, MICRO_BATCHES)]
+FLOAT32 = [
+    Case(world_size, *how, strategy)
+    for strategy in ShardingStrategy
+    for world_size in ((4,) if strategy is ShardingStrategy.HYBRID_SHARD else (1, 2, 3, 4))
+    for how in product(OPTIMIZERS, MICRO_BATCHES)
+]
 BFLOAT16 = [Case(*values, dtype="bfloat16") for values in product((3, 4), OPTIMIZERS, MICRO_BATCHES)]
 
 
@@ -42,9 +48,15 @@ def make_small() -> GPT:
     return make_gpt(layers=2)
 
 
-def train_share(model: nn.Module, rank: int, case: Case, no_sync: Callable[[], AbstractContextManager[None]]) -> list[float]:
+def train_share(
+    model: nn.Module,
+    rank: int,
+    case: Case,
+    no_sync: Callable[[], AbstractContextManager[None]],
+    optimizer: torch.optim.Optimizer | None = None,
+) -> list[float]:
     """The losses of this rank's share of each batch; all micro-batches but the last of a step are within `no_sync`."""
-    optimizer = optimizer_for(model.parameters(), case.optimizer)
+    optimizer = optimizer or optimizer_for(model.parameters(), case.optimizer)
     share = SAMPLES // case.world_size
     losses = []
     for batch in token_batches(STEPS, SAMPLES):

@@ -4,6 +4,8 @@ They run over loopback and in real processes (test_numbers.py): so `work` is a f
 and what it gives is what JSON can carry.
 """
 
+import asyncio
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,8 +15,10 @@ from torch import nn
 
 from shardnet.backend import Backend
 from shardnet.errors import CollectiveMismatch, StateError, UsageError
-from shardnet.fsdp import FSDP
+from shardnet.fsdp import FSDP, GradScaler
+from shardnet.performance import PerformanceRecorder, cluster_stats
 from shardnet.sharding import ShardingStrategy
+from shardnet.zero import ZeroOptimizer
 from tests.fsdp.models import Weighted
 
 FULL, GRAD, NONE, HYBRID = ShardingStrategy
@@ -25,7 +29,7 @@ class Dot(nn.Module):
 
     def __init__(self, *values: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.tensor(values))
+        self.weight = nn.Parameter(torch.tensor(values, dtype=torch.float32))
 
     def forward(self, scale: float) -> torch.Tensor:
         return scale * (self.weight * torch.tensor([1.0, 2.0, 3.0, 4.0])).sum()
@@ -187,6 +191,64 @@ def prefetch_with(backend: Backend, strategy: str) -> None:
         model.prefetch_forward_params()
 
 
+# --- ZeRO-1, scaled gradients, unequal numbers of samples, statistics
+
+
+def sharded_optimizer(backend: Backend) -> tuple[list[float], int]:
+    """The weights after a step, and of how many this rank has the momentum."""
+    model = Dot(10, 20, 30, 40)
+    optimizer = ZeroOptimizer(model.parameters(), torch.optim.SGD, backend, lr=1.0, momentum=0.9)
+    model(1.0 + backend.rank).backward()
+    optimizer.step()
+    return model.weight.tolist(), sum(entry["momentum_buffer"].numel() for entry in optimizer.state.values())
+
+
+def overflow(backend: Backend, sharded: str) -> tuple[float, list[float]]:
+    """In the first of two steps, on rank 1 alone: the scale at the end, and the weights."""
+    dot = Dot(1, 2, 3, 4)
+    model = dot if sharded == "optimizer" else FSDP(dot, backend)
+    if sharded == "optimizer":
+        optimizer: torch.optim.Optimizer = ZeroOptimizer(model.parameters(), torch.optim.SGD, backend, lr=1.0)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scaler = GradScaler(backend, init_scale=8.0)
+    for factor in (math.inf if backend.rank == 1 else 1.0, 1.0):
+        scaler.scale(model(factor)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return scaler.get_scale(), next(model.parameters()).tolist()
+
+
+def unequal_samples(backend: Backend) -> list[list[float]]:
+    """The gradient of each step: the mean over samples, also where rank 1 has none."""
+    model = FSDP(Dot(1, 1, 1, 1), backend)
+    batches = [torch.tensor([1.0, 2, 3]), torch.tensor([5.0, 7])] if backend.rank == 0 else [torch.tensor([10.0])]
+    gradients = []
+    for part in model.uneven(batches, dummy=torch.zeros(1)):
+        (part.weight * model(part.batch.mean())).backward()
+        gradients.append(gradient(model))
+        model.zero_grad()
+    return gradients
+
+
+def statistics(backend: Backend) -> tuple[int, int, int, int, list[str], bool]:
+    """The cluster's, of two steps: passes, steps, tokens forward, layers, and whether communication reached the efficiency."""
+    model = FSDP(EightEqual(), backend, units=[Weighted])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with PerformanceRecorder(model, optimizer) as recorder:
+        for _ in range(2):
+            recorder.count(samples=1, tokens=10 * (1 + backend.rank))
+            model(torch.tensor(1.0)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    stats = asyncio.run(cluster_stats(backend, recorder.zero3))
+    summary = stats.get_performance_summary()
+    tokens = stats.throughput_metrics.total_forward_tokens
+    layers = sorted(stats.layer_timings)
+    return stats.forward_passes, stats.backward_passes, stats.optimizer_steps, tokens, layers, summary.training_efficiency < 1
+
+
 # --- what earlier systems got wrong
 
 
@@ -287,6 +349,12 @@ NUMBERS = [
     *(Number(hybrid_of, [None] * 4, (size,)) for size in (3, 0, -2, 8)),
     Number(average, [[[1, 2, 3, 4], [2, 2, 2, 2]]] * 3),
     *(Number(prefetch_with, [None] * 2, (strategy.value,)) for strategy in (GRAD, NONE)),
+    Number(sharded_optimizer, [[[8.5, 17, 25.5, 34], 2]] * 2),
+    Number(sharded_optimizer, [[[8, 16, 24, 32], count] for count in (2, 1, 1)]),
+    Number(overflow, [[4, [0, 0]]] * 2, ("parameters",)),
+    Number(overflow, [[4, [0, 0, 0, 0]]] * 2, ("optimizer",)),
+    Number(unequal_samples, [[[4, 8], [6, 12]], [[12, 16], [18, 24]]]),
+    Number(statistics, [[4, 4, 4, 60, ["EightEqual", *(f"parts.{index}" for index in range(8))], True]] * 2),
     Number(many_gathers_at_once, [0, 0]),
     Number(step_after_prefetch, [6, 6]),
     Number(forward_that_raises, [[0, [2], 10]] * 2),

@@ -14,9 +14,9 @@ from tests.devices import TEST_DEVICE
 T = TypeVar("T")
 
 
-def run_ranks(world_size: int, work: Callable[[Backend], T], *, limits: Limits | None = None) -> list[T]:
+def run_ranks(world_size: int, work: Callable[[Backend], T], *, limits: Limits | None = None, ranks_per_node: int | None = None) -> list[T]:
     """`work(backend)` on every rank at once; the results by rank. The first error ends all ranks and is raised."""
-    backends = LoopbackBackend.create_group(world_size, timeouts=Timeouts.for_tests(), limits=limits)
+    backends = LoopbackBackend.create_group(world_size, ranks_per_node=ranks_per_node, timeouts=Timeouts.for_tests(), limits=limits)
     results: dict[int, T] = {}
     errors: list[BaseException] = []
 

@@ -16,11 +16,13 @@ from torch import nn
 from shardnet.backend import Backend
 from shardnet.fsdp import FSDP
 from shardnet.sharding import ShardingStrategy
+from shardnet.zero import ZeroOptimizer
 from tests.devices import on_test_device
 from tests.fsdp.models import seeded
 from tests.fsdp.ranks import run_ranks
 from tests.fsdp.replicas import train_replicas
 from tests.fsdp.training import Run, optimizer_for
+from tests.zero.training import OPTIMIZERS
 
 Tensor = torch.Tensor
 FULL, GRAD, NONE, HYBRID = ShardingStrategy
@@ -86,17 +88,38 @@ def replicas(optimizer_kind: str) -> list[Run]:
 def test_training_equals_that_of_replicas(strategy: ShardingStrategy, node: int | None, optimizer_kind: str) -> None:
     def work(backend: Backend) -> Run:
         model = FSDP(make(seed=backend.rank), backend, units=[Residual], strategy=strategy, intra_node_size=node)
-        optimizer = optimizer_for(model.parameters(), optimizer_kind)
-        losses = []
-        for images in shares(backend.rank):
-            loss = loss_of(model, images)
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
+        losses = train(model, optimizer_for(model.parameters(), optimizer_kind), backend.rank)
         return Run(losses, model.full_state_dict())
 
-    runs = run_ranks(WORLD_SIZE, work)
+    check_replicas(run_ranks(WORLD_SIZE, work), optimizer_kind)
+
+
+@pytest.mark.parametrize("optimizer_kind", ["adamw", "sgd"])
+def test_a_sharded_optimizer_trains_as_replicas_do(optimizer_kind: str) -> None:
+    """ZeRO-1, over the plain module."""
+
+    def work(backend: Backend) -> Run:
+        model = make(seed=backend.rank)
+        optimizer_class, options = OPTIMIZERS[optimizer_kind]
+        optimizer = ZeroOptimizer(model.parameters(), optimizer_class, backend, module=model, units=[Residual], **options)
+        losses = train(model, optimizer, backend.rank)
+        return Run(losses, {name: value.clone() for name, value in model.state_dict().items()})
+
+    check_replicas(run_ranks(WORLD_SIZE, work), optimizer_kind)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> list[float]:
+    losses = []
+    for images in shares(rank):
+        loss = loss_of(model, images)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def check_replicas(runs: list[Run], optimizer_kind: str) -> None:
     for run, replica in zip(runs, replicas(optimizer_kind), strict=True):
         assert run.losses == pytest.approx(replica.losses, rel=0, abs=1e-5)
         assert list(run.state) == list(replica.state)

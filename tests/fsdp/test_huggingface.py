@@ -15,6 +15,7 @@ from shardnet.backend import Backend
 from shardnet.errors import CollectiveMismatch, StateError
 from shardnet.fsdp import FSDP, MixedPrecision
 from shardnet.sharding import ShardingStrategy
+from shardnet.zero import ZeroOptimizer
 from tests.fsdp.parity import check_against_one_process
 from tests.fsdp.ranks import run_ranks
 from tests.fsdp.replicas import train_replicas
@@ -35,8 +36,8 @@ def shard(hf: ModuleType, name: str, backend: Backend, strategy: ShardingStrateg
     return FSDP(inner, backend, units=[family.block], strategy=strategy, intra_node_size=2 if strategy is HYBRID else None, **options)
 
 
-def train(hf: ModuleType, model: nn.Module, rank: int, world_size: int) -> list[float]:
-    optimizer = optimizer_for(model.parameters())
+def train(hf: ModuleType, model: nn.Module, rank: int, world_size: int, optimizer: torch.optim.Optimizer | None = None) -> list[float]:
+    optimizer = optimizer or optimizer_for(model.parameters())
     losses = []
     for tokens in hf.shares(rank, world_size):
         loss = hf.loss_of(model, tokens)
@@ -70,6 +71,23 @@ def test_training_equals_one_process(hf: ModuleType, name: str, strategy: Shardi
     def work(backend: Backend) -> Run:
         model = shard(hf, name, backend, strategy, reentrant=reentrant)
         return Run(train(hf, model, backend.rank, WORLD_SIZE), model.full_state_dict())
+
+    runs = run_ranks(WORLD_SIZE, work)
+    losses = [sum(values) / WORLD_SIZE for values in zip(*(run.losses for run in runs), strict=True)]
+    for run in runs:
+        check_close(Run(losses, run.state), alone(hf, name), tolerance=1e-5)
+
+
+@FAMILIES
+def test_a_sharded_optimizer_trains_as_one_process(hf: ModuleType, name: str) -> None:
+    """ZeRO-1, over the plain module."""
+
+    def work(backend: Backend) -> Run:
+        family = hf.FAMILIES[name]
+        model = family.make(seed=backend.rank)
+        optimizer = ZeroOptimizer(model.parameters(), torch.optim.AdamW, backend, module=model, units=[family.block], lr=3e-3)
+        losses = train(hf, model, backend.rank, WORLD_SIZE, optimizer)
+        return Run(losses, {key: value.clone() for key, value in model.state_dict().items()})
 
     runs = run_ranks(WORLD_SIZE, work)
     losses = [sum(values) / WORLD_SIZE for values in zip(*(run.losses for run in runs), strict=True)]

@@ -7,11 +7,13 @@ from torch import nn
 from shardnet.backend import Backend
 from shardnet.errors import StateError
 from shardnet.fsdp import FSDP
+from shardnet.sharding import ShardingStrategy
 from tests.fsdp.parity import check_against_one_process
 from tests.fsdp.ranks import run_ranks
 from tests.fsdp.stacks import Layer, Stack, seeded, square_loss
 
 Tensor = torch.Tensor
+FULL, GRAD, NONE, HYBRID = ShardingStrategy
 
 
 @pytest.mark.parametrize("explicit", [False, True])
@@ -36,17 +38,21 @@ def test_gradients_accumulate_without_communication(explicit: bool) -> None:
     check_against_one_process(2, seeded(Stack), three, units=[Layer], train=train)
 
 
-def test_no_sync_reduces_nothing() -> None:
+@pytest.mark.parametrize(("strategy", "node"), [(FULL, None), (GRAD, None), (NONE, None), (HYBRID, 2)])
+def test_no_sync_reduces_nothing(strategy: ShardingStrategy, node: int | None) -> None:
     def work(backend: Backend) -> None:
-        model = FSDP(Stack(), backend, units=[Layer])
+        def reductions() -> int:
+            return sum(counter.count for op, counter in backend.telemetry.ops.items() if op in ("reduce_scatter", "all_reduce"))
+
+        model = FSDP(Stack(), backend, units=[Layer], strategy=strategy, intra_node_size=node)
         square_loss(model, backend.rank).backward()  # type: ignore[no-untyped-call]
-        before = backend.telemetry.ops["reduce_scatter"].count
+        before = reductions()
         assert before > 0
         with model.no_sync():
             square_loss(model, backend.rank).backward()  # type: ignore[no-untyped-call]
-        assert backend.telemetry.ops["reduce_scatter"].count == before
+        assert reductions() == before
 
-    run_ranks(2, work)
+    run_ranks(4, work)
 
 
 def test_what_no_sync_left_is_reduced_once() -> None:

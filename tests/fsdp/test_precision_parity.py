@@ -6,6 +6,7 @@ measured here, over gloo in real processes, on 3 and 4 ranks with 1 and 3 micro-
 farthest of these, for each optimizer, and half as far again: both are samples of the same noise.
 """
 
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 
@@ -16,12 +17,14 @@ import torch
 from shardnet.backend import Backend
 from shardnet.fsdp import FSDP
 from shardnet.sharding import ShardingStrategy
+from shardnet.zero import ZeroOptimizer
 from tests.fsdp.cases import BFLOAT16, MICRO_BATCHES, OPTIMIZERS, Case, make_small, train_share
 from tests.fsdp.conftest import START_S
-from tests.fsdp.mixed_training import POLICY, Deviation, deviation, largest, train_alone
+from tests.fsdp.mixed_training import POLICY, Cast, Deviation, deviation, largest, train_alone
 from tests.fsdp.models import Block
 from tests.fsdp.ranks import run_ranks
 from tests.fsdp.training import Run
+from tests.zero.training import OPTIMIZERS as CLASSES
 
 FULL, GRAD, NONE, HYBRID = ShardingStrategy
 PLACES = [*((strategy, world_size, None) for strategy in (FULL, GRAD, NONE) for world_size in (1, 2, 3, 4)), (HYBRID, 4, 2)]
@@ -68,6 +71,33 @@ def test_training_deviates_no_more_than_fsdp2(
 ) -> None:
     case = Case(world_size, optimizer, micro_batches, dtype="bfloat16")
     run, allowed = train(case, strategy, node), tolerance(fsdp2_runs, optimizer)
+    ours = deviation(run, alone(optimizer))
+    assert ours.loss <= allowed.loss
+    assert ours.parameters <= allowed.parameters
+
+
+def train_whole(case: Case) -> Run:
+    """ZeRO-1: the module is whole on every rank, and casts its parameters by itself."""
+
+    def work(backend: Backend) -> Run:
+        model = make_small()
+        optimizer_class, options = CLASSES[case.optimizer]
+        optimizer = ZeroOptimizer(model.parameters(), optimizer_class, backend, **options)
+        losses = train_share(Cast(model), backend.rank, case, nullcontext, optimizer)
+        return Run(losses, {name: value.clone() for name, value in model.state_dict().items()})
+
+    runs = run_ranks(case.world_size, work)
+    for run in runs:
+        assert identical(run, runs[0]), "two ranks differ"
+    return Run([sum(losses) / len(losses) for losses in zip(*(run.losses for run in runs), strict=True)], runs[0].state)
+
+
+@pytest.mark.timeout(2 * START_S)
+@pytest.mark.parametrize("micro_batches", MICRO_BATCHES)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_a_sharded_optimizer_deviates_no_more_than_fsdp2(fsdp2_runs: Path, world_size: int, optimizer: str, micro_batches: int) -> None:
+    run, allowed = train_whole(Case(world_size, optimizer, micro_batches, dtype="bfloat16")), tolerance(fsdp2_runs, optimizer)
     ours = deviation(run, alone(optimizer))
     assert ours.loss <= allowed.loss
     assert ours.parameters <= allowed.parameters

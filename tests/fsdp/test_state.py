@@ -7,10 +7,13 @@ from torch import nn
 from shardnet.backend import Backend
 from shardnet.errors import SizeMismatchError, UsageError
 from shardnet.fsdp import FSDP, ShardedState
+from shardnet.sharding import ShardingStrategy
 from tests.fsdp.models import GPT, Block, Weighted, make_gpt
 from tests.fsdp.ranks import run_ranks
 
 Tensor = torch.Tensor
+FULL, GRAD, NONE, HYBRID = ShardingStrategy
+STRATEGIES = pytest.mark.parametrize(("strategy", "node"), [(FULL, None), (GRAD, None), (NONE, None), (HYBRID, 2)])
 
 
 class Normed(nn.Sequential):
@@ -61,16 +64,17 @@ def test_the_state_is_a_copy() -> None:
     run_ranks(2, work)
 
 
-def test_a_full_state_loads_into_another_world_size() -> None:
+@STRATEGIES
+def test_a_full_state_loads_into_another_world_size(strategy: ShardingStrategy, node: int | None) -> None:
     saved = run_ranks(3, lambda backend: FSDP(make_gpt(seed=7), backend, units=[Block]).full_state_dict())[0]
 
     def work(backend: Backend) -> None:
-        model = FSDP(make_gpt(seed=8), backend, units=[Block])
+        model = FSDP(make_gpt(seed=8), backend, units=[Block], strategy=strategy, intra_node_size=node)
         keys = model.load_full_state_dict(saved)
         assert (keys.missing_keys, keys.unexpected_keys) == ([], [])
         assert equal(model.full_state_dict(), saved)
 
-    run_ranks(2, work)
+    run_ranks(4, work)
 
 
 def test_buffers_are_loaded() -> None:
@@ -98,9 +102,10 @@ def test_a_state_that_does_not_fit_is_refused() -> None:
     run_ranks(2, work)
 
 
-def test_sharded_state_comes_back() -> None:
+@STRATEGIES
+def test_sharded_state_comes_back(strategy: ShardingStrategy, node: int | None) -> None:
     def work(backend: Backend) -> ShardedState:
-        model = FSDP(make_gpt(), backend, units=[Block])
+        model = FSDP(make_gpt(), backend, units=[Block], strategy=strategy, intra_node_size=node)
         saved, expected = model.sharded_state_dict(), model.full_state_dict()
         with torch.no_grad():
             for parameter in model.parameters():
@@ -109,7 +114,7 @@ def test_sharded_state_comes_back() -> None:
         assert equal(model.full_state_dict(), expected)
         return saved
 
-    states = run_ranks(2, work)
+    states = run_ranks(4, work)[: 1 if strategy is NONE else node]  # of one copy
     whole = make_gpt().state_dict()
     for name in states[0].slices:
         pieces = [state.shards[name] for state in states]

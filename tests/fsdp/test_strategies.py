@@ -76,14 +76,18 @@ def test_training_equals_one_process(
             assert torch.equal(run.state[name], runs[0].state[name])  # no two ranks differ in a bit
 
 
-@pytest.mark.parametrize(("strategy", "node"), [(FULL, None), (GRAD, None), (NONE, None), (HYBRID, 2)])
-async def test_the_transport_changes_no_bit(strategy: ShardingStrategy, node: int | None) -> None:
-    in_memory = (await asyncio.to_thread(run_ranks, 4, lambda backend: train(backend, strategy, node, "adamw", 1)))[0]
+@pytest.mark.parametrize(
+    ("strategy", "world_size", "node"),
+    [(FULL, 4, 2), (GRAD, 4, 2), (NONE, 4, 2), (HYBRID, 4, 2), (HYBRID, 6, 2), (HYBRID, 6, 3), (HYBRID, 3, 1)],
+)
+async def test_the_transport_changes_no_bit(strategy: ShardingStrategy, world_size: int, node: int) -> None:
+    given = node if strategy is HYBRID else None
+    in_memory = (await asyncio.to_thread(run_ranks, world_size, lambda backend: train(backend, strategy, given, "adamw", 1)))[0]
 
     async def work(backend: Backend) -> Run:
         return await asyncio.to_thread(train, backend, strategy, None, "adamw", 1)  # with the nodes that the cluster has
 
-    async with local_cluster(4, ranks_per_node=2) as backends:
+    async with local_cluster(world_size, ranks_per_node=node) as backends:
         for run in await each_rank(backends, work):
             assert all(torch.equal(value, in_memory.state[name]) for name, value in run.state.items())
 

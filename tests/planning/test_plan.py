@@ -169,6 +169,63 @@ def test_16_bit_sums_cross_between_nodes_of_several_ranks_as_float32() -> None:
     assert reduction(torch.bfloat16, 1).seconds == 210.0  # exchanged
 
 
+def test_secondary_shards_are_those_of_what_is_gathered_again() -> None:
+    planned = one(FULL, Setting(4, reshard_after_forward=2))
+    without = one(FULL, Setting(4)).memory
+    assert planned.memory.secondary == 9 * 4 * 100 // 2  # the root and the last layer are held
+    assert planned.memory.total == without.total + planned.memory.secondary
+    assert [(each.op, each.count, each.bytes_sent) for each in planned.traffic] == [
+        ("all_gather", 11, 4200),
+        ("all_gather", 9, 9 * 400 // 2),
+        ("reduce_scatter", 11, 4200),
+    ]
+
+
+def test_parameters_that_are_kept_whole_are_planned_as_those_of_zero_2() -> None:
+    kept, grad = one(FULL, Setting(4, reshard_after_forward=False)), one(GRAD, Setting(4))
+    assert (kept.memory, kept.traffic) == (grad.memory, grad.traffic)
+    freed, full = one(FULL, Setting(4, reshard_after_forward=True)), one(FULL, Setting(4))
+    assert (freed.memory, freed.traffic) == (full.memory, full.traffic)
+
+
+def test_secondary_shards_are_not_compressed() -> None:
+    setting = Setting(4, compression=Compression("int8", block=16), compute_dtype=torch.float32, reshard_after_forward=2)
+    planned = one(FULL, setting)
+    assert planned.traffic[1].bytes_sent == 9 * 400 // 2
+    assert planned.memory.secondary == 9 * 400 // 2
+    layer, root = 4 * (25 + 4 * 2), 4 * (100 + 4 * 7)
+    assert planned.memory.packed == root + layer  # as forward begins; backward packs no parameters
+
+
+@pytest.mark.parametrize(
+    ("world_size", "node_size", "neighbours", "seconds"),
+    [
+        (8, 4, 4, 27.0),  # those of a node: 3/4 of 9 · 400 bytes, at 100 a second
+        (8, 4, 2, 18.0),
+        (8, 2, 4, 180.0),  # of two nodes: half of it leaves each, at 10 a second
+        (12, 4, 6, 240.0),  # the second node has parts of two laps, and gives each what the other node lacks: 2/3 of it
+        (6, 3, 2, 180.0),  # one lap of three crosses
+    ],
+)
+def test_neighbours_gather_where_they_are(world_size: int, node_size: int, neighbours: int, seconds: float) -> None:
+    speeds = {"inside_bytes_per_s": 100.0, "between_bytes_per_s": 10.0}
+    setting = Setting(world_size, node_size=node_size, reshard_after_forward=neighbours, **speeds)  # type: ignore[arg-type]
+    again = one(FULL, setting).traffic[1]
+    assert again.bytes_sent == round(3600 * (neighbours - 1) / neighbours)
+    assert again.seconds == pytest.approx(seconds)
+
+
+def test_what_suits_full_shard_alone_is_planned_for_it_alone() -> None:
+    plans = plan(LAYERS, Setting(16, node_size=4, reshard_after_forward=4))
+    assert {each.strategy: each.reshard_after_forward for each in plans} == {FULL: 4, GRAD: None, HYBRID: None, ZERO_1: None, NONE: None}
+    plans = plan(LAYERS, Setting(16, node_size=4, reshard_after_forward=2))
+    assert [each.strategy for each in plans if each.memory.secondary] == [FULL, HYBRID]
+    with pytest.raises(UsageError, match="must divide the 16 ranks"):
+        plan(LAYERS, Setting(16, node_size=4, reshard_after_forward=3))
+    with pytest.raises(UsageError, match="must divide the 4 ranks"):
+        plan(LAYERS, Setting(16, node_size=4, reshard_after_forward=4), [HYBRID])
+
+
 def test_no_time_without_the_speed_that_it_needs() -> None:
     assert one(FULL, Setting(4)).communication_s is None
     across = Setting(4, node_size=2, inside_bytes_per_s=100.0)

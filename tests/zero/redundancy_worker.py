@@ -1,12 +1,13 @@
 """The reference run: the parity model under torch's DistributedDataParallel and ZeroRedundancyOptimizer over gloo.
 
-Three processes train, once with each optimizer. Rank 0 writes `FOLDER/<optimizer>.npz`: the losses of the combined
-batch and the parameters after the last step. The processes are forked once everything is imported, as those of
-tests/fsdp/fsdp2_worker.py.
+Four processes train: all of them, the first three and so on down to one, each with every optimizer and number of
+micro-batches. Rank 0 writes `FOLDER/<world size>-<optimizer>-<micro-batches>.npz`: the losses of the combined batch and the
+parameters after the last step. The processes are forked once everything is imported, as those of tests/fsdp/fsdp2_worker.py.
 """
 
 import multiprocessing
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,33 +20,38 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.fsdp.models import make_gpt, token_batches
 from tests.zero.training import OPTIMIZERS, SAMPLES, STEPS, groups_of, parameters_of, train_step
 
-WORLD_SIZE = 3
+WORLD_SIZES = (1, 2, 3, 4)
+MICRO_BATCHES = (1, 3)
 
 
-def train(kind: str, rank: int) -> tuple[list[float], dict[str, torch.Tensor]]:
-    model = make_gpt()
-    replica = DistributedDataParallel(model)
+def train(group: dist.ProcessGroup, kind: str, micro_batches: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    model, rank, world_size = make_gpt(), dist.get_rank(group), dist.get_world_size(group)
+    replica = DistributedDataParallel(model, process_group=group)
     optimizer_class, options = OPTIMIZERS[kind]
     groups: Any = groups_of(model)
-    optimizer = ZeroRedundancyOptimizer(groups, optimizer_class, **options)
-    share = SAMPLES // WORLD_SIZE
+    optimizer = ZeroRedundancyOptimizer(groups, optimizer_class, process_group=group, **options)
+    share = SAMPLES // world_size
     losses = []
     for batch in token_batches(STEPS, SAMPLES):
-        mean = torch.tensor(train_step(replica, optimizer, batch[rank * share :][:share]), dtype=torch.float64)
-        dist.all_reduce(mean)
-        losses.append(mean.item() / WORLD_SIZE)
+        mean = torch.tensor(train_step(replica, optimizer, batch[rank * share :][:share], micro_batches), dtype=torch.float64)
+        dist.all_reduce(mean, group=group)
+        losses.append(mean.item() / world_size)
     return losses, parameters_of(model)
 
 
 def run_rank(rank: int, folder: Path) -> None:
     rendezvous = f"file://{folder / 'rendezvous'}"
     # a rank whose peers died ends, too
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=WORLD_SIZE, timeout=timedelta(seconds=60))
-    for kind in OPTIMIZERS:
-        losses, parameters = train(kind, rank)
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=max(WORLD_SIZES), timeout=timedelta(seconds=60))
+    groups = [dist.new_group(list(range(world_size))) for world_size in WORLD_SIZES]
+    for group, kind, micro_batches in product(groups, OPTIMIZERS, MICRO_BATCHES):
+        if not isinstance(group, dist.ProcessGroup):
+            continue  # this rank is no member
+        losses, parameters = train(group, kind, micro_batches)
         if rank == 0:
             arrays = {name: value.numpy() for name, value in parameters.items()}
-            np.savez(folder / f"{kind}.npz", losses=np.array(losses), **arrays)  # type: ignore[arg-type]  # a parameter is not called `allow_pickle`
+            path = folder / f"{dist.get_world_size(group)}-{kind}-{micro_batches}.npz"
+            np.savez(path, losses=np.array(losses), **arrays)  # type: ignore[arg-type]  # a parameter is not called `allow_pickle`
     dist.destroy_process_group()
 
 
@@ -53,7 +59,7 @@ def main(folder: str) -> int:
     """Returns how many ranks failed."""
     torch.set_num_threads(1)
     fork = multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=run_rank, args=(rank, Path(folder)), daemon=True) for rank in range(WORLD_SIZE)]
+    ranks = [fork.Process(target=run_rank, args=(rank, Path(folder)), daemon=True) for rank in range(max(WORLD_SIZES))]
     for process in ranks:
         process.start()
     for process in ranks:

@@ -26,9 +26,10 @@ def check_equal(left: Run, right: Run, *, tolerance: float) -> None:
     torch.testing.assert_close(left.state, right.state, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_steps_equal_one_process(kind: str, alone: Run, world_size: int) -> None:
-    runs = train_sharded(world_size, kind)
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_steps_equal_one_process(kind: str, alone: Run, world_size: int, micro_batches: int) -> None:
+    runs = train_sharded(world_size, kind, micro_batches=micro_batches)
     assert alone.losses[-1] < alone.losses[0] - 0.01  # something was learnt
     for run in runs:
         check_equal(run, alone, tolerance=1e-5)

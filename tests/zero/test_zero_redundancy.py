@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.training.workers import Nursery
-from tests.zero.redundancy_worker import WORLD_SIZE
+from tests.zero.redundancy_worker import MICRO_BATCHES, WORLD_SIZES
 from tests.zero.training import OPTIMIZERS, train_sharded
 
 START_S = 100  # a process imports torch and its compiler; most of this is for a busy machine
@@ -21,10 +21,12 @@ def reference(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 @pytest.mark.timeout(2 * START_S)
+@pytest.mark.parametrize("micro_batches", MICRO_BATCHES)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_steps_equal_zero_redundancy_optimizer(reference: Path, kind: str) -> None:
-    with np.load(reference / f"{kind}.npz") as theirs:
-        ours = train_sharded(WORLD_SIZE, kind)[0]
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_steps_equal_zero_redundancy_optimizer(reference: Path, world_size: int, kind: str, micro_batches: int) -> None:
+    with np.load(reference / f"{world_size}-{kind}-{micro_batches}.npz") as theirs:
+        ours = train_sharded(world_size, kind, micro_batches=micro_batches)[0]
         assert ours.losses == pytest.approx(theirs["losses"].tolist(), rel=0, abs=1e-5)
         assert sorted(ours.parameters) == sorted(name for name in theirs.files if name != "losses")
         for name, value in ours.parameters.items():

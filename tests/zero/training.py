@@ -46,15 +46,18 @@ def train_alone(kind: str, *, steps: int = STEPS) -> Run:
     return Run(losses, parameters_of(model), optimizer.state_dict())
 
 
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> float:
-    loss = loss_of(model, batch)
-    loss.backward()  # type: ignore[no-untyped-call]
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor, micro_batches: int = 1) -> float:
+    total = 0.0
+    for part in batch.chunk(micro_batches):
+        loss = len(part) / len(batch) * loss_of(model, part)
+        loss.backward()  # type: ignore[no-untyped-call]
+        total += loss.item()
     optimizer.step()
     optimizer.zero_grad()
-    return loss.item()
+    return total
 
 
-def train_rank(backend: Backend, kind: str, *, overlapping: bool = True, **choices: Any) -> Run:
+def train_rank(backend: Backend, kind: str, *, overlapping: bool = True, micro_batches: int = 1, **choices: Any) -> Run:
     """What one rank sees; rank 0's initial parameters count."""
     model = make_gpt(seed=backend.rank)
     optimizer_class, options = OPTIMIZERS[kind]
@@ -62,7 +65,8 @@ def train_rank(backend: Backend, kind: str, *, overlapping: bool = True, **choic
         choices.update(module=model, units=[Block])
     optimizer = ZeroOptimizer(groups_of(model), optimizer_class, backend, **options, **choices)
     share = SAMPLES // backend.world_size
-    losses = [train_step(model, optimizer, batch[backend.rank * share :][:share]) for batch in token_batches(STEPS, SAMPLES)]
+    batches = [batch[backend.rank * share :][:share] for batch in token_batches(STEPS, SAMPLES)]
+    losses = [train_step(model, optimizer, batch, micro_batches) for batch in batches]
     optimizer.wait()
     return Run(losses, parameters_of(model), optimizer.consolidated_state_dict())
 
