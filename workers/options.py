@@ -44,6 +44,12 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--compress {options.compress}: with --strategy {options.strategy} no shards are sent")
     if COMPRESSIONS[options.compress].weights == options.precision == "bfloat16":
         parser.error(f"--precision bfloat16 gathers weights as bfloat16 already; leave --compress {options.compress} out")
+    if options.device == "auto":
+        options.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: PyTorch sees no GPU here (torch.cuda.is_available() is False); leave it out")
+    if options.cpu_offload and options.device == "cpu":
+        parser.error("--cpu-offload is for computing on a GPU, and PyTorch sees none here")
     for name in ("warmup", "decay"):
         if not 0 <= vars(options)[name] <= 1:
             parser.error(f"--{name} is a share, from 0 to 1, got {vars(options)[name]}")
@@ -88,6 +94,15 @@ def _add_run(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--save-every", type=_positive, default=100, metavar="N", help="steps from one checkpoint to the next (default: %(default)s)"
+    )
+    group.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="where to compute; auto is a GPU where there is one, shared if a machine has more workers than GPUs (default: %(default)s)",
+    )
+    group.add_argument(
+        "--cpu-offload", action="store_true", help="compute on a GPU, but keep parameters and optimizer state in the CPU's memory"
     )
     group.add_argument("--batch", type=_positive, default=4, metavar="N", help="sequences of one worker in one step (default: %(default)s)")
     group.add_argument("--text", type=Path, metavar="PATH", help="file or folder to learn (default: Python's standard library)")

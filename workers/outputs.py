@@ -82,7 +82,7 @@ async def write_sample(cluster: Cluster, model: AsyncFSDP, config: GPTConfig, op
     state = await model.full_state_dict(rank0_only=True)
     if cluster.rank != 0 or not options.sample_bytes:
         return ""
-    whole = GPT(config)
+    whole = GPT(config)  # on the CPU, wherever the parameters are
     whole.load_state_dict(state)
     prompt: bytes = options.prompt.encode()
     written = await asyncio.to_thread(whole.generate, prompt, options.sample_bytes, seed=options.seed)

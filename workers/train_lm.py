@@ -101,14 +101,17 @@ class Trainer:
         config = GPTConfig(options.dim, options.layers, options.heads, options.context, options.bigrams)
         whole = GPT(config)
         parameters = parameter_count(whole)
+        device = device_of(cluster, options)
         strategy = shardnet.ShardingStrategy(options.strategy)
         model = await cluster.shard(
-            whole,
+            whole if options.cpu_offload else whole.to(device),
             units=(Block, Bigrams),
             strategy=strategy,
             prefetch=options.prefetch,
             mixed_precision=PRECISIONS[options.precision],
             compression=COMPRESSIONS[options.compress],
+            cpu_offload=options.cpu_offload,
+            device=device if options.cpu_offload else None,
         )
         trainer = cls(cluster, state, options, text, config, model, journal)
         trainer.recorder = await cluster.record(model, trainer.optimizer)
@@ -143,7 +146,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         share = self.sampler.at(self.state["position"])
-        inputs, targets = self.text.train.batch(share.indices)
+        inputs, targets = self._on_device(self.text.train.batch(share.indices))
         self.recorder.count(samples=share.samples, tokens=share.samples * self.options.context)
         loss = share.weight * cross_entropy(await self.model(inputs), targets)
         told_to_stop = self.options.stop_file is not None and self.options.stop_file.exists()
@@ -171,15 +174,24 @@ class Trainer:
         total = 0.0
         samples = 0
         for share in self._sampler(len(windows)).epoch(0):
-            inputs, targets = self.text.valid.batch([windows[index] for index in share.indices])
+            inputs, targets = self._on_device(self.text.valid.batch([windows[index] for index in share.indices]))
             with torch.no_grad():  # not as a decorator: that would end before the coroutine begins
                 loss = cross_entropy(await self.model(inputs), targets)
             total += share.samples * loss.item()
             samples += share.samples
         return await self.cluster.mean(total / max(samples, 1), weight=samples)
 
+    def _on_device(self, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        device = device_of(self.cluster, self.options)
+        return batch[0].to(device), batch[1].to(device)
+
     def _sampler(self, samples: int, seed: int | None = None) -> ShardedSampler:
         return ShardedSampler(samples, batch=self.options.batch, rank=self.cluster.rank, world_size=self.cluster.world_size, seed=seed)
+
+
+def device_of(cluster: shardnet.Cluster, options: argparse.Namespace) -> torch.device:
+    """Where this worker computes."""
+    return torch.device("cuda", cluster.local_rank % torch.cuda.device_count()) if options.device == "cuda" else torch.device("cpu")
 
 
 def learning_rate(options: argparse.Namespace, step: int, total_steps: int, elapsed_s: float) -> float:

@@ -1,0 +1,88 @@
+"""ZeRO-1, gradient scaling and the example training on a GPU."""
+
+import math
+import os
+import re
+import sys
+from pathlib import Path
+from subprocess import run
+
+import pytest
+import torch
+
+import shardnet
+from shardnet.fsdp import GradScaler, MixedPrecision
+from shardnet.testing import ClusterRunner
+from shardnet.zero import ZeroOptimizer
+from tests.devices import needs_gpu
+from tests.fsdp.models import Block, loss_of, make_gpt, token_batches
+from tests.fsdp.training import SAMPLES
+
+pytestmark = [needs_gpu, pytest.mark.timeout(150)]
+
+STEPS = 4
+ROOT = Path(__file__).parents[2]
+
+
+def train_alone() -> dict[str, torch.Tensor]:
+    model = make_gpt().cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for batch in token_batches(STEPS, SAMPLES).cuda():
+        loss_of(model, batch).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(model.named_parameters())
+
+
+async def shard_the_optimizer(cluster: shardnet.Cluster) -> float:
+    """The largest difference of a parameter from one process's."""
+    model = make_gpt().cuda()
+    share = SAMPLES // cluster.world_size
+
+    def train() -> None:
+        optimizer = ZeroOptimizer(model.parameters(), torch.optim.AdamW, backend=cluster.backend, lr=3e-3)
+        for batch in token_batches(STEPS, SAMPLES).cuda():
+            with optimizer.last_backward():
+                loss_of(model, batch[cluster.rank * share :][:share]).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.state_dict()
+
+    train()
+    return max(float((mine - whole).detach().abs().max()) for mine, whole in zip(model.parameters(), train_alone().values(), strict=True))
+
+
+def test_the_optimizer_alone_is_sharded(cluster: ClusterRunner) -> None:
+    assert max(cluster.run(shard_the_optimizer, 2, processes=True, timeout_s=80)) < 2e-5
+
+
+async def scale_gradients(cluster: shardnet.Cluster) -> tuple[float, bool, bool]:
+    """The scale after a step in which one rank overflows, whether that one was skipped, and whether the next one was not."""
+    policy = MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float32)
+    model = await cluster.shard(make_gpt().cuda(), units=[Block], mixed_precision=policy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler(cluster.backend, device="cuda", init_scale=64.0)
+    skipped = []
+    for overflows in (cluster.rank == 1, False):
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        loss = await model.run(loss_of, model.fsdp, token_batches(1, 4)[0].cuda())
+        await model.backward(scaler.scale(loss * (math.inf if overflows else 1.0)))
+        await model.step(optimizer, scaler)
+        optimizer.zero_grad()
+        skipped.append(all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True)))
+    return scaler.get_scale(), skipped[0], not skipped[1]
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all(cluster: ClusterRunner) -> None:
+    assert cluster.run(scale_gradients, 2, processes=True, timeout_s=80) == [(32.0, True, True)] * 2
+
+
+@pytest.mark.parametrize("more", [(), ("--cpu-offload",), ("--precision", "bfloat16", "--compress", "int8-gradients")])
+def test_the_example_trains(tmp_path: Path, more: tuple[str, ...]) -> None:
+    command = [sys.executable, "-c", "from shardnet.cli.main import main; raise SystemExit(main())", "run", "--nproc", "2"]
+    text = ("--text", str(ROOT / "README.md"), "--steps", "12", "--sample-bytes", "0", "--device", "cuda")
+    ended = run(
+        [*command, "workers/train_lm.py", "--", *text, *more], cwd=ROOT, env=os.environ, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert float(re.findall(r"validation loss ([\d.]+)", ended.stdout)[-1]) < 5.0, ended.stdout
