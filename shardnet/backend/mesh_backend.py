@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from math import prod
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -12,7 +12,7 @@ from shardnet.backend.pending import Pending
 from shardnet.collectives import plans, shares
 from shardnet.collectives.exchange import Disagreement, Exchange
 from shardnet.collectives.group import Group
-from shardnet.collectives.hierarchical import Hierarchical
+from shardnet.collectives.hierarchical import Bounds, Hierarchical
 from shardnet.collectives.mail import Mail, Share
 from shardnet.collectives.operation import Algorithm, Call, Operation
 from shardnet.collectives.reduction import ReduceOp, Reduction, as_array, as_tensor, check_dtype, dtype_name
@@ -32,7 +32,14 @@ T = TypeVar("T")
 
 
 class MeshBackend(Backend):
-    """One group of ranks on a switchboard."""
+    """One group of ranks on a switchboard.
+
+    Each collective is checked first, and then done by the method of its name with an underscore, which others may do in another way. Those
+    get contiguous tensors of `_devices` with something in them, of more ranks than one, and bounds in elements.
+    """
+
+    _devices: frozenset[str] = frozenset({"cpu"})  # whose tensors it takes
+    _heritage: tuple[Any, ...] = ()  # what the sub-groups of a class that is made with more than this one are made with, too
 
     def __init__(self, board: Switchboard, group: Group, timeouts: Timeouts) -> None:
         self._board = board
@@ -56,12 +63,14 @@ class MeshBackend(Backend):
     def all_reduce(
         self, tensor: Tensor, op: ReduceOp = ReduceOp.SUM, *, out: Tensor | None = None, timeout_s: float | None = None, label: str = ""
     ) -> Pending[Tensor]:
-        source = _input(tensor, op)
-        result = _output(out, tensor.shape, tensor.dtype)
+        source = self._input(tensor, op)
+        result = _output(out, tensor, tensor.shape)
         if self.world_size == 1 or not source.numel():
             return self._at_once("all_reduce", _copy(source, result))
-        call = self._call("all_reduce", f"{_kind(tensor)}, {op}", timeout_s, label)
-        arrays, reduction = (as_array(source), as_array(result)), Reduction(op, tensor.dtype, self.world_size)
+        return self._all_reduce(self._call("all_reduce", f"{_kind(tensor)}, {op}", timeout_s, label), source, result, op)
+
+    def _all_reduce(self, call: Call, source: Tensor, result: Tensor, op: ReduceOp) -> Pending[Tensor]:
+        arrays, reduction = (as_array(source), as_array(result)), Reduction(op, source.dtype, self.world_size)
         if (mail := self._mail(source.nbytes)) is not None:
             return self._begin_round(mail, call, shares.all_reduce(self._group, *arrays, reduction), result)
         return self._begin(call, plans.all_reduce(self._group, *arrays, reduction), result)
@@ -70,14 +79,17 @@ class MeshBackend(Backend):
         self, tensor: Tensor, root: int, *, out: Tensor | None = None, timeout_s: float | None = None, label: str = ""
     ) -> Pending[Tensor]:
         self._check_rank(root, "broadcast root")
-        source = _input(tensor)
-        result = _output(out, tensor.shape, tensor.dtype)
+        source = self._input(tensor)
+        result = _output(out, tensor, tensor.shape)
         if self.rank == root or not source.numel():
             _copy(source, result)
         if self.world_size == 1 or not source.numel():
             return self._at_once("broadcast", result)
-        call = self._call("broadcast", f"{_kind(tensor)}, root {root}", timeout_s, label)
-        if (mail := self._mail(source.nbytes)) is not None:
+        return self._broadcast(self._call("broadcast", f"{_kind(tensor)}, root {root}", timeout_s, label), result, root)
+
+    def _broadcast(self, call: Call, result: Tensor, root: int) -> Pending[Tensor]:
+        """`result` holds the data on root."""
+        if (mail := self._mail(result.nbytes)) is not None:
             return self._begin_round(mail, call, shares.broadcast(self._group, as_array(result), root), result)
         return self._begin(call, plans.broadcast(self._group, as_array(result), root), result)
 
@@ -90,24 +102,27 @@ class MeshBackend(Backend):
         timeout_s: float | None = None,
         label: str = "",
     ) -> Pending[Tensor]:
-        source = _input(tensor)
+        source = self._input(tensor)
         rows = source.shape[0] if source.dim() else 1
         shape = self._sizes(sizes, rows, own=True)
         width = prod(source.shape[1:])
-        result = _output(out, (sum(shape), *source.shape[1:]), tensor.dtype)
+        result = _output(out, tensor, (sum(shape), *source.shape[1:]))
         if self.world_size == 1 or not result.numel():
             return self._at_once("all_gather", _copy(source, result))
-        detail = _kind(tensor) if sizes is None else f"{dtype_name(tensor.dtype)} {list(source.shape[1:])}, sizes {shape}"
+        detail = _kind(tensor) if sizes is None else f"{_kind(source, rows=False)}, sizes {shape}"
         call = self._call("all_gather", detail, timeout_s, label)
-        bounds, arrays = plans.bounds_of([size * width for size in shape]), (as_array(source), as_array(result))
-        if (mail := self._mail(max(shape) * width * source.itemsize)) is not None:
+        return self._all_gather(call, source, result, plans.bounds_of([size * width for size in shape]))
+
+    def _all_gather(self, call: Call, source: Tensor, result: Tensor, bounds: Bounds) -> Pending[Tensor]:
+        arrays = as_array(source), as_array(result)
+        if (mail := self._mail(_largest(bounds) * source.itemsize)) is not None:
             return self._begin_round(mail, call, shares.all_gather(self._group, *arrays, bounds), result)
         return self._begin(call, plans.all_gather(self._group, *arrays, bounds), result)
 
     def all_gather_on_node(
         self, tensor: Tensor, *, sizes: Sequence[int] | None = None, timeout_s: float | None = None, label: str = ""
     ) -> Pending[NodeBuffer]:
-        source = _input(tensor)
+        source = self._input(tensor)
         rows = source.shape[0] if source.dim() else 1
         shape = self._sizes(sizes, rows, own=True)
         width = prod(source.shape[1:])
@@ -122,7 +137,7 @@ class MeshBackend(Backend):
                 whole = mine.view(whole.dtype)
             return NodeBuffer(as_tensor(whole, tensor.dtype).view(sum(shape), *source.shape[1:]), release)
 
-        detail = f"{dtype_name(tensor.dtype)} {list(source.shape[1:])}, sizes {shape}"
+        detail = f"{_kind(source, rows=False)}, sizes {shape}"
         call = self._call("all_gather", detail, timeout_s, label, on_the_wire="all_gather_on_node")
         return Pending(self._group.begin(call, gather.run, gather), call.op).map(result)
 
@@ -140,7 +155,7 @@ class MeshBackend(Backend):
         timeout_s: float | None = None,
         label: str = "",
     ) -> Pending[Tensor]:
-        source = _input(tensor, op)
+        source = self._input(tensor, op)
         if not source.dim():
             raise SizeMismatchError(f"at least 1 dimension (world size {self.world_size})", "a 0-dim tensor", "in reduce_scatter")
         rows = source.shape[0]
@@ -149,13 +164,15 @@ class MeshBackend(Backend):
         shape = self._sizes(sizes, rows // self.world_size)
         if sum(shape) != rows:
             raise SizeMismatchError(sum(shape), rows, "rows to scatter (the sum of `sizes`)")
-        result = _output(out, (shape[self.rank], *source.shape[1:]), tensor.dtype)
+        result = _output(out, tensor, (shape[self.rank], *source.shape[1:]))
         if self.world_size == 1 or not source.numel():
             return self._at_once("reduce_scatter", _copy(source, result))
         detail = f"{_kind(tensor)}, {op}" + ("" if sizes is None else f", sizes {shape}")
         call = self._call("reduce_scatter", detail, timeout_s, label)
-        bounds = plans.bounds_of([size * prod(source.shape[1:]) for size in shape])
-        arrays, reduction = (as_array(source), as_array(result)), Reduction(op, tensor.dtype, self.world_size)
+        return self._reduce_scatter(call, source, result, plans.bounds_of([size * prod(source.shape[1:]) for size in shape]), op)
+
+    def _reduce_scatter(self, call: Call, source: Tensor, result: Tensor, bounds: Bounds, op: ReduceOp) -> Pending[Tensor]:
+        arrays, reduction = (as_array(source), as_array(result)), Reduction(op, source.dtype, self.world_size)
         if (mail := self._mail(source.nbytes)) is not None:
             return self._begin_round(mail, call, shares.reduce_scatter(self._group, *arrays, bounds, reduction), result)
         return self._begin(call, plans.reduce_scatter(self._group, *arrays, bounds, reduction), result)
@@ -169,7 +186,7 @@ class MeshBackend(Backend):
         timeout_s: float | None = None,
         label: str = "",
     ) -> Pending[Tensor]:
-        source = _input(tensor)
+        source = self._input(tensor)
         rows = source.shape[0] if source.dim() else 1
         if (send_sizes is None) != (recv_sizes is None):
             raise UsageError("all_to_all needs both send_sizes and recv_sizes, or neither")
@@ -181,38 +198,44 @@ class MeshBackend(Backend):
             raise SizeMismatchError(sum(sends), rows, "rows to exchange (the sum of send_sizes)")
         if sends[self.rank] != receives[self.rank]:
             raise SizeMismatchError(sends[self.rank], receives[self.rank], "rows from this rank to itself (send and recv sizes)")
-        result = _output(None, (sum(receives), *source.shape[1:]), tensor.dtype)
+        result = _output(None, tensor, (sum(receives), *source.shape[1:]))
         width = prod(source.shape[1:])
         send_bounds = plans.bounds_of([size * width for size in sends])
         recv_bounds = plans.bounds_of([size * width for size in receives])
+        if self.world_size == 1:
+            return self._at_once("all_to_all", _copy(source, result))
+        even = _kind(tensor) if send_sizes is None else f"{_kind(source, rows=False)}, uneven"
+        call = self._call("all_to_all", even, timeout_s, label)
+        return self._all_to_all(call, source, result, send_bounds, recv_bounds, even=send_sizes is None)
+
+    def _all_to_all(
+        self, call: Call, source: Tensor, result: Tensor, send_bounds: Bounds, recv_bounds: Bounds, *, even: bool
+    ) -> Pending[Tensor]:
+        """`even`: all ranks send all others as much, which the signature says; the tensors may be empty."""
         outgoing, incoming = as_array(source), as_array(result)
         incoming[slice(*recv_bounds[self.rank])] = outgoing[slice(*send_bounds[self.rank])]
-        if self.world_size == 1:
-            return self._at_once("all_to_all", result)
-        even = _kind(tensor) if send_sizes is None else f"{dtype_name(tensor.dtype)} {list(source.shape[1:])}, uneven"
-        call = self._call("all_to_all", even, timeout_s, label)
         # only where the signature settles the sizes: see below
-        if send_sizes is None and (mail := self._mail(source.nbytes)) is not None:
-            return self._begin_round(mail, call, shares.all_to_all(self._group, outgoing, incoming, sends[0] * width), result)
+        if even and (mail := self._mail(source.nbytes)) is not None:
+            return self._begin_round(mail, call, shares.all_to_all(self._group, outgoing, incoming, _largest(send_bounds)), result)
         exchange = Exchange(
             {peer: outgoing[slice(*send_bounds[peer])] for peer in self._group.peers},
             {peer: incoming[slice(*recv_bounds[peer])] for peer in self._group.peers},
             self._group.peers,
             # An uneven one waits until every pair has compared sizes: who got its data early could not be told that others failed.
-            eager=send_sizes is None and plans.is_small(self._group, send_bounds, outgoing.itemsize),
-            disagree=_disagree_all_to_all,
+            eager=even and plans.is_small(self._group, send_bounds, outgoing.itemsize),
+            disagree=disagree_all_to_all,
         )
         return self._begin(call, exchange.run, result)
 
     def send(self, tensor: Tensor, to: int, *, tag: str = "", timeout_s: float | None = None, label: str = "") -> Pending[None]:
-        source = _input(tensor)
+        source = self._input(_on_cpu(tensor))
         channel, peer = self._channel(to, tag, sending=True)
         exchange = Exchange({peer: as_array(source)}, {}, [peer], disagree=_disagree_send(source))
         call = self._call("send", dtype_name(tensor.dtype), timeout_s, label, on_the_wire="send/recv")
         return Pending(channel.begin(call, exchange.run, None), "send")
 
     def recv(self, into: Tensor, source: int, *, tag: str = "", timeout_s: float | None = None, label: str = "") -> Pending[Tensor]:
-        result = _output(into, into.shape, into.dtype)
+        result = _output(into, _on_cpu(into), into.shape)
         channel, peer = self._channel(source, tag, sending=False)
         exchange = Exchange({}, {peer: as_array(result)}, [peer], disagree=_disagree_send(into))
         call = self._call("recv", dtype_name(into.dtype), timeout_s, label, on_the_wire="send/recv")
@@ -242,6 +265,11 @@ class MeshBackend(Backend):
         self._board.abort()
 
     # --- helpers
+
+    def _input(self, tensor: Tensor, op: ReduceOp | None = None) -> Tensor:
+        """The tensor as the collectives take it: detached, contiguous (copied if it is not)."""
+        check_dtype(tensor.dtype, op)
+        return (tensor if tensor.device.type in self._devices else _on_cpu(tensor)).detach().contiguous()
 
     def _call(self, op: str, detail: str, timeout_s: float | None, label: str, *, on_the_wire: str = "") -> Call:
         return Call(op, label, detail, self._timeouts.collective_s if timeout_s is None else timeout_s, on_the_wire or op)
@@ -303,7 +331,8 @@ class SubBackend(MeshBackend):
         if parent.rank not in self.members:
             raise InvalidRankError(parent.rank, parent.world_size, f"this rank is no member of the sub-group {list(self.members)}")
         board = parent._board
-        super().__init__(board, board.group(tuple(parent._group.members[member] for member in self.members)), parent._timeouts)
+        group = board.group(tuple(parent._group.members[member] for member in self.members))
+        super().__init__(board, group, parent._timeouts, *parent._heritage)
 
     def to_global(self, local: int) -> int:
         """The parent's rank of a member."""
@@ -318,32 +347,39 @@ class SubBackend(MeshBackend):
         """Nothing to do: the parent owns the connections."""
 
 
-def _input(tensor: Tensor, op: ReduceOp | None = None) -> Tensor:
-    """The tensor as the collectives take it: on the CPU, detached, contiguous (copied if it is not)."""
-    check_dtype(tensor.dtype, op)
+def _on_cpu(tensor: Tensor) -> Tensor:
+    """It, if it is there."""
     if tensor.device.type != "cpu":
         raise UsageError(f"this backend moves CPU tensors, got one on {tensor.device}; copy it with .cpu() first")
-    return tensor.detach().contiguous()
+    return tensor
 
 
-def _output(out: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """`out` if it fits, or a new tensor."""
+def _output(out: Tensor | None, like: Tensor, shape: Sequence[int]) -> Tensor:
+    """`out` if it fits, or a new tensor, of the dtype and on the device of `like`."""
     if out is None:
-        return torch.empty(tuple(shape), dtype=dtype)
+        return torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
     check_dtype(out.dtype, None)
-    if out.dtype != dtype:
-        raise SizeMismatchError(dtype_name(dtype), dtype_name(out.dtype), "as dtype of `out`")
+    if out.dtype != like.dtype:
+        raise SizeMismatchError(dtype_name(like.dtype), dtype_name(out.dtype), "as dtype of `out`")
     if out.numel() != prod(shape):
         raise SizeMismatchError(prod(shape), out.numel(), "elements in `out`")
-    if not out.is_contiguous() or out.device.type != "cpu":
-        raise UsageError("`out` must be a contiguous CPU tensor")
+    if not out.is_contiguous() or out.device != like.device:
+        raise UsageError(f"`out` must be a contiguous tensor on {like.device}")
     return out.detach()
 
 
 def _copy(source: Tensor, result: Tensor) -> Tensor:
-    if source.data_ptr() != result.data_ptr():
+    if source.data_ptr() == result.data_ptr():
+        return result
+    if source.device.type == "cpu":
         as_array(result)[...] = as_array(source)
+    else:
+        result.view(-1).copy_(source.view(-1))
     return result
+
+
+def _largest(bounds: Bounds) -> int:
+    return max(end - start for start, end in bounds)
 
 
 def _disagree_send(tensor: Tensor) -> Disagreement:
@@ -353,7 +389,7 @@ def _disagree_send(tensor: Tensor) -> Disagreement:
     )
 
 
-def _disagree_all_to_all(op: Operation, sender: int, receiver: int, sent: int, expected: int) -> CollectiveMismatch:
+def disagree_all_to_all(op: Operation, sender: int, receiver: int, sent: int, expected: int) -> CollectiveMismatch:
     sender, receiver = op.group.members[sender], op.group.members[receiver]
     return CollectiveMismatch(
         f"{op.group.board.where()} {op.name}: rank {sender} sends {sent} bytes to rank {receiver}, which expects {expected}; "
@@ -361,5 +397,7 @@ def _disagree_all_to_all(op: Operation, sender: int, receiver: int, sent: int, e
     )
 
 
-def _kind(tensor: Tensor) -> str:
-    return f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
+def _kind(tensor: Tensor, *, rows: bool = True) -> str:
+    """What all ranks must agree on; without the number of rows where that is said by itself."""
+    on_device = "" if tensor.device.type == "cpu" else f" on {tensor.device.type}"
+    return f"{dtype_name(tensor.dtype)} {list(tensor.shape if rows else tensor.shape[1:])}{on_device}"
