@@ -4,6 +4,8 @@
     loopback      shm          all ranks on one node: direct collectives, over gRPC through shared memory
     ring          grpc         each rank a node of its own: around the ring
                   nodes        two ranks a node: hierarchical, through shared memory and over gRPC
+    gloo                       all ranks on one node: what is large by a torch process group
+    hybrid                     two ranks a node: that inside, the ring across
 
 `world` is shared by tests, because forming a mesh costs more than most of them: they leave it as they found it. A test that
 breaks something takes `fresh`. Limits are tiny, so that a few hundred bytes make many chunks and wrap around a window.
@@ -11,31 +13,40 @@ breaks something takes `fresh`. Limits are tiny, so that a few hundred bytes mak
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
 
 from shardnet.backend import Backend
+from shardnet.backend.hybrid_backend import HybridBackend
+from shardnet.backend.torch_backend import TorchBackend
 from shardnet.config import Limits, Timeouts
 from shardnet.loop import LoopThread
 from shardnet.testing import local_cluster, loopback_cluster
+from tests.backend.torch_ranks import torch_cluster
 
-KINDS = ("loopback", "shm", "ring", "grpc", "nodes")
-COMMON = ("loopback", "shm", "grpc")  # of most tests: what they ask of a ring over gRPC they need not ask in one process as well
-RANKS_PER_NODE = {"ring": 1, "grpc": 1, "nodes": 2}
+KINDS = ("loopback", "shm", "ring", "grpc", "nodes", "gloo", "hybrid")
+COMMON = ("loopback", "shm", "grpc", "gloo")  # of most tests: what they ask of a ring over gRPC they need not ask in one process as well
+RANKS_PER_NODE = {"ring": 1, "grpc": 1, "nodes": 2, "hybrid": 2}
 # In elements of float32: 16 a chunk, 8 eagerly a peer; 4 are enough to go through memory, where a window holds 128.
 LIMITS = Limits(chunk_bytes=64, eager_bytes=32, window_bytes=512, inline_bytes=16)
 TIMEOUTS = Timeouts.for_tests()
+
+TORCH = {"gloo": TorchBackend, "hybrid": HybridBackend}
 
 MakeCluster = Callable[..., AbstractAsyncContextManager[Sequence[Backend]]]
 
 
 def cluster(kind: str, world_size: int, *, limits: Limits = LIMITS, **options: Any) -> AbstractAsyncContextManager[Sequence[Backend]]:
     make: MakeCluster = local_cluster if kind in ("shm", "grpc", "nodes") else loopback_cluster
+    if kind in TORCH:
+        make = partial(torch_cluster, TORCH[kind])
     return make(world_size, limits=limits, **{"timeouts": TIMEOUTS, "ranks_per_node": RANKS_PER_NODE.get(kind), **options})
 
 
-SIZES = {"loopback": (1, 2, 3, 4, 5), "grpc": (1, 2, 3, 4), "nodes": (3, 4)}
+SIZES = {"loopback": (1, 2, 3, 4, 5), "grpc": (1, 2, 3, 4), "nodes": (3, 4), "gloo": (3,), "hybrid": (4, 5)}
 WORLDS = [(kind, size) for kind in KINDS for size in SIZES.get(kind, (2, 3, 4))]
 
 
@@ -56,7 +67,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Sequence[Backend]]:
     yield from shared_cluster(request.param, 2)
 
 
-@pytest.fixture(scope="session", params=("loopback", "grpc", "nodes"))
+@pytest.fixture(scope="session", params=("loopback", "grpc", "nodes", "gloo", "hybrid"))
 def four(request: pytest.FixtureRequest) -> Iterator[Sequence[Backend]]:
     """Four ranks."""
     yield from shared_cluster(request.param, 4)
@@ -71,5 +82,8 @@ def fresh(request: pytest.FixtureRequest) -> MakeCluster:
 def shared_cluster(kind: str, world_size: int) -> Iterator[Sequence[Backend]]:
     """A cluster that outlives a test's event loop: it is opened and closed on shardnet's own."""
     loop, stack = LoopThread.shared(), AsyncExitStack()
-    yield loop.run(stack.enter_async_context(cluster(kind, world_size))).result(TIMEOUTS.connect_s)
+    ranks = loop.run(stack.enter_async_context(cluster(kind, world_size))).result(TIMEOUTS.connect_s)
+    for handle in [rank.all_reduce(torch.ones(400)) for rank in ranks]:  # what is made at the first use is made before the first test
+        handle.wait()
+    yield ranks
     loop.run(stack.aclose()).result(TIMEOUTS.collective_s)
