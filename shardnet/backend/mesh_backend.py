@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from functools import partial
 from math import prod
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -11,7 +11,7 @@ from shardnet.backend.base import Backend, Tensor
 from shardnet.backend.node_buffer import NodeBuffer
 from shardnet.backend.pending import Pending
 from shardnet.backend.staging import Staging
-from shardnet.backend.streams import Event, is_on_gpu
+from shardnet.backend.streams import Event, is_on_gpu, join, now
 from shardnet.collectives import plans, shares
 from shardnet.collectives.exchange import Disagreement, Exchange
 from shardnet.collectives.group import Group
@@ -35,20 +35,19 @@ T = TypeVar("T")
 
 
 class MeshBackend(Backend):
-    """One group of ranks on a switchboard."""
+    """One group of ranks on a switchboard.
+
+    Each collective is checked first, and then done by the method of its name with an underscore, which others may do in another way. Those
+    get contiguous tensors with something in them, of more ranks than one, and bounds in elements.
+    """
+
+    _heritage: tuple[Any, ...] = ()  # what the sub-groups of a class that is made with more than this one are made with, too
 
     def __init__(self, board: Switchboard, group: Group, timeouts: Timeouts) -> None:
         self._board = board
         self._group = group
         self._timeouts = timeouts
         self._staging = Staging(board, self._is_on_gpu)
-
-    def _is_on_gpu(self, tensor: Tensor) -> bool:
-        """Whether its bytes have to be copied before they can be sent."""
-        return is_on_gpu(tensor)
-
-    def _is_staged(self, *tensors: Tensor) -> bool:
-        return any(map(self._is_on_gpu, tensors))
 
     @property
     def rank(self) -> int:
@@ -68,11 +67,13 @@ class MeshBackend(Backend):
         self, tensor: Tensor, op: ReduceOp = ReduceOp.SUM, *, out: Tensor | None = None, timeout_s: float | None = None, label: str = ""
     ) -> Pending[Tensor]:
         source = _input(tensor, op)
-        result = _output(out, tensor.shape, tensor)
+        result = _output(out, tensor, tensor.shape)
         if self.world_size == 1 or not source.numel():
             return self._at_once("all_reduce", _copy(source, result))
-        call = self._call("all_reduce", f"{_kind(tensor)}, {op}", timeout_s, label, source, result)
-        reduction = Reduction(op, tensor.dtype, self.world_size)
+        return self._all_reduce(self._call("all_reduce", f"{_kind(tensor)}, {op}", timeout_s, label, source, result), source, result, op)
+
+    def _all_reduce(self, call: Call, source: Tensor, result: Tensor, op: ReduceOp) -> Pending[Tensor]:
+        reduction = Reduction(op, source.dtype, self.world_size)
         if self._is_staged(source, result):
             plan = partial(plans.all_reduce, self._group, reduction=reduction)
             return self._staging.begin(self._group, call, plan, source, result, result)
@@ -86,17 +87,20 @@ class MeshBackend(Backend):
     ) -> Pending[Tensor]:
         self._check_rank(root, "broadcast root")
         source = _input(tensor)
-        result = _output(out, tensor.shape, tensor)
+        result = _output(out, tensor, tensor.shape)
         if self.rank == root or not source.numel():
             _copy(source, result)
         if self.world_size == 1 or not source.numel():
             return self._at_once("broadcast", result)
-        call = self._call("broadcast", f"{_kind(tensor)}, root {root}", timeout_s, label, source, result)
-        if self._is_staged(source, result):
-            gives, gets = (source, None) if self.rank == root else (None, result)
+        return self._broadcast(self._call("broadcast", f"{_kind(tensor)}, root {root}", timeout_s, label, result), result, root)
+
+    def _broadcast(self, call: Call, result: Tensor, root: int) -> Pending[Tensor]:
+        """`result` holds the data on root."""
+        if self._is_staged(result):
+            gives, gets = (result, None) if self.rank == root else (None, result)
             plan = lambda given, got: plans.broadcast(self._group, got if gives is None else given, root)  # noqa: E731
             return self._staging.begin(self._group, call, plan, gives, gets, result)
-        if (mail := self._mail(source.nbytes)) is not None:
+        if (mail := self._mail(result.nbytes)) is not None:
             return self._begin_round(mail, call, shares.broadcast(self._group, as_array(result), root), result)
         return self._begin(call, plans.broadcast(self._group, as_array(result), root), result)
 
@@ -114,16 +118,19 @@ class MeshBackend(Backend):
         rows = source.shape[0] if source.dim() else 1
         shape = self._sizes(sizes, rows, own=True)
         width = prod(source.shape[1:])
-        result = _output(out, (sum(shape), *source.shape[1:]), tensor)
+        result = _output(out, tensor, (sum(shape), *source.shape[1:]))
         if self.world_size == 1 or not result.numel():
             return self._at_once("all_gather", _copy(source, result))
-        detail = _kind(tensor) if sizes is None else f"{dtype_name(tensor.dtype)} {list(source.shape[1:])}, sizes {shape}"
-        call, bounds = self._call("all_gather", detail, timeout_s, label, source, result), plans.bounds_of([size * width for size in shape])
+        detail = _kind(tensor) if sizes is None else f"{_kind(source, rows=False)}, sizes {shape}"
+        call = self._call("all_gather", detail, timeout_s, label, source, result)
+        return self._all_gather(call, source, result, plans.bounds_of([size * width for size in shape]), after)
+
+    def _all_gather(self, call: Call, source: Tensor, result: Tensor, bounds: Bounds, after: Event | None) -> Pending[Tensor]:
         if self._is_staged(source, result):
             plan = partial(plans.all_gather, self._group, bounds=bounds)
             return self._staging.begin(self._group, call, plan, source, result, result, after)
         arrays = as_array(source), as_array(result)
-        if (mail := self._mail(max(shape) * width * source.itemsize)) is not None:
+        if (mail := self._mail(_largest(bounds) * source.itemsize)) is not None:
             return self._begin_round(mail, call, shares.all_gather(self._group, *arrays, bounds), result)
         return self._begin(call, plans.all_gather(self._group, *arrays, bounds), result)
 
@@ -147,7 +154,7 @@ class MeshBackend(Backend):
                 whole = mine.view(whole.dtype)
             return NodeBuffer(as_tensor(whole, tensor.dtype).view(sum(shape), *source.shape[1:]), release)
 
-        detail = f"{dtype_name(tensor.dtype)} {list(source.shape[1:])}, sizes {shape}"
+        detail = f"{_kind(source, rows=False)}, sizes {shape}"
         call = self._call("all_gather", detail, timeout_s, label, on_the_wire="all_gather_on_node")
         return Pending(self._group.begin(call, gather.run, gather), call.op).map(result)
 
@@ -174,13 +181,15 @@ class MeshBackend(Backend):
         shape = self._sizes(sizes, rows // self.world_size)
         if sum(shape) != rows:
             raise SizeMismatchError(sum(shape), rows, "rows to scatter (the sum of `sizes`)")
-        result = _output(out, (shape[self.rank], *source.shape[1:]), tensor)
+        result = _output(out, tensor, (shape[self.rank], *source.shape[1:]))
         if self.world_size == 1 or not source.numel():
             return self._at_once("reduce_scatter", _copy(source, result))
         detail = f"{_kind(tensor)}, {op}" + ("" if sizes is None else f", sizes {shape}")
         call = self._call("reduce_scatter", detail, timeout_s, label, source, result)
-        bounds = plans.bounds_of([size * prod(source.shape[1:]) for size in shape])
-        reduction = Reduction(op, tensor.dtype, self.world_size)
+        return self._reduce_scatter(call, source, result, plans.bounds_of([size * prod(source.shape[1:]) for size in shape]), op)
+
+    def _reduce_scatter(self, call: Call, source: Tensor, result: Tensor, bounds: Bounds, op: ReduceOp) -> Pending[Tensor]:
+        reduction = Reduction(op, source.dtype, self.world_size)
         if self._is_staged(source, result):
             plan = partial(plans.reduce_scatter, self._group, bounds=bounds, reduction=reduction)
             return self._staging.begin(self._group, call, plan, source, result, result)
@@ -210,33 +219,39 @@ class MeshBackend(Backend):
             raise SizeMismatchError(sum(sends), rows, "rows to exchange (the sum of send_sizes)")
         if sends[self.rank] != receives[self.rank]:
             raise SizeMismatchError(sends[self.rank], receives[self.rank], "rows from this rank to itself (send and recv sizes)")
-        result = _output(None, (sum(receives), *source.shape[1:]), tensor)
+        result = _output(None, tensor, (sum(receives), *source.shape[1:]))
+        width = prod(source.shape[1:])
+        send_bounds = plans.bounds_of([size * width for size in sends])
+        recv_bounds = plans.bounds_of([size * width for size in receives])
         if self.world_size == 1:
             return self._at_once("all_to_all", _copy(source, result))
-        width, even = prod(source.shape[1:]), send_sizes is None
-        bounds = plans.bounds_of([size * width for size in sends]), plans.bounds_of([size * width for size in receives])
-        detail = _kind(tensor) if even else f"{dtype_name(tensor.dtype)} {list(source.shape[1:])}, uneven"
-        call = self._call("all_to_all", detail, timeout_s, label, source)
+        even = _kind(tensor) if send_sizes is None else f"{_kind(source, rows=False)}, uneven"
+        call = self._call("all_to_all", even, timeout_s, label, source)
+        return self._all_to_all(call, source, result, send_bounds, recv_bounds, even=send_sizes is None)
+
+    def _all_to_all(
+        self, call: Call, source: Tensor, result: Tensor, send_bounds: Bounds, recv_bounds: Bounds, *, even: bool
+    ) -> Pending[Tensor]:
+        """`even`: all ranks send all others as much, which the signature says; the tensors may be empty."""
         if self._is_staged(source):
-            return self._staging.begin(self._group, call, partial(self._exchange, bounds=bounds, even=even), source, result, result)
-        arrays = as_array(source), as_array(result)
+            plan = partial(self._exchange, send_bounds=send_bounds, recv_bounds=recv_bounds, even=even)
+            return self._staging.begin(self._group, call, plan, source, result, result)
+        outgoing, incoming = as_array(source), as_array(result)
         # only where the signature settles the sizes: see below
         if even and (mail := self._mail(source.nbytes)) is not None:
-            own = [slice(*each[self.rank]) for each in bounds]
-            arrays[1][own[1]] = arrays[0][own[0]]
-            return self._begin_round(mail, call, shares.all_to_all(self._group, *arrays, sends[0] * width), result)
-        return self._begin(call, self._exchange(*arrays, bounds, even=even), result)
+            incoming[slice(*recv_bounds[self.rank])] = outgoing[slice(*send_bounds[self.rank])]
+            return self._begin_round(mail, call, shares.all_to_all(self._group, outgoing, incoming, _largest(send_bounds)), result)
+        return self._begin(call, self._exchange(outgoing, incoming, send_bounds, recv_bounds, even=even), result)
 
-    def _exchange(self, outgoing: Array, incoming: Array, bounds: tuple[Bounds, Bounds], *, even: bool) -> Algorithm:
-        sends, receives = ([slice(*each) for each in side] for side in bounds)
-        incoming[receives[self.rank]] = outgoing[sends[self.rank]]
+    def _exchange(self, outgoing: Array, incoming: Array, send_bounds: Bounds, recv_bounds: Bounds, *, even: bool) -> Algorithm:
+        incoming[slice(*recv_bounds[self.rank])] = outgoing[slice(*send_bounds[self.rank])]
         return Exchange(
-            {peer: outgoing[sends[peer]] for peer in self._group.peers},
-            {peer: incoming[receives[peer]] for peer in self._group.peers},
+            {peer: outgoing[slice(*send_bounds[peer])] for peer in self._group.peers},
+            {peer: incoming[slice(*recv_bounds[peer])] for peer in self._group.peers},
             self._group.peers,
             # An uneven one waits until every pair has compared sizes: who got its data early could not be told that others failed.
-            eager=even and plans.is_small(self._group, bounds[0], outgoing.itemsize),
-            disagree=_disagree_all_to_all,
+            eager=even and plans.is_small(self._group, send_bounds, outgoing.itemsize),
+            disagree=disagree_all_to_all,
         ).run
 
     def send(self, tensor: Tensor, to: int, *, tag: str = "", timeout_s: float | None = None, label: str = "") -> Pending[None]:
@@ -247,7 +262,7 @@ class MeshBackend(Backend):
         return self._staging.begin(channel, call, plan, source, None, None)
 
     def recv(self, into: Tensor, source: int, *, tag: str = "", timeout_s: float | None = None, label: str = "") -> Pending[Tensor]:
-        result = _output(into, into.shape, into)
+        result = _output(into, into, into.shape)
         channel, peer = self._channel(source, tag, sending=False)
         plan = lambda _, got: Exchange({}, {peer: got}, [peer], disagree=_disagree_send(into)).run  # noqa: E731
         call = self._call("recv", dtype_name(into.dtype), timeout_s, label, on_the_wire="send/recv")
@@ -278,6 +293,14 @@ class MeshBackend(Backend):
 
     # --- helpers
 
+    @staticmethod
+    def _is_on_gpu(tensor: Tensor) -> bool:
+        """Whether its bytes have to be copied before they can be sent."""
+        return is_on_gpu(tensor)
+
+    def _is_staged(self, *tensors: Tensor) -> bool:
+        return any(map(self._is_on_gpu, tensors))
+
     def _call(self, op: str, detail: str, timeout_s: float | None, label: str, *tensors: Tensor, on_the_wire: str = "") -> Call:
         if any(map(is_on_gpu, tensors)):
             detail += " on a GPU"  # for what is on the CPU may take another way
@@ -286,7 +309,10 @@ class MeshBackend(Backend):
     def _at_once(self, op: str, result: T) -> Pending[T]:
         """A collective that needs no traffic."""
         self._board.check_open()
-        return Pending.done_with(result, op)
+        done = Pending.done_with(result, op)
+        if isinstance(result, Tensor) and is_on_gpu(result):
+            done.arrives(partial(join, now(result.device), result.device))
+        return done
 
     def _begin(self, call: Call, algorithm: Algorithm, result: Tensor) -> Pending[Tensor]:
         return Pending(self._group.begin(call, algorithm, result), call.op)
@@ -340,7 +366,8 @@ class SubBackend(MeshBackend):
         if parent.rank not in self.members:
             raise InvalidRankError(parent.rank, parent.world_size, f"this rank is no member of the sub-group {list(self.members)}")
         board = parent._board
-        super().__init__(board, board.group(tuple(parent._group.members[member] for member in self.members)), parent._timeouts)
+        group = board.group(tuple(parent._group.members[member] for member in self.members))
+        super().__init__(board, group, parent._timeouts, *parent._heritage)
 
     def to_global(self, local: int) -> int:
         """The parent's rank of a member."""
@@ -362,8 +389,8 @@ def _input(tensor: Tensor, op: ReduceOp | None = None) -> Tensor:
     return tensor.detach().contiguous()
 
 
-def _output(out: Tensor | None, shape: Sequence[int], like: Tensor) -> Tensor:
-    """`out` if it fits, or a new tensor where the input is."""
+def _output(out: Tensor | None, like: Tensor, shape: Sequence[int]) -> Tensor:
+    """`out` if it fits, wherever it is, or a new tensor, of the dtype and on the device of `like`."""
     if out is None:
         return torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
     check_dtype(out.dtype, None)
@@ -383,12 +410,17 @@ def _check_device(tensor: Tensor) -> None:
 
 
 def _copy(source: Tensor, result: Tensor) -> Tensor:
-    if source.data_ptr() != result.data_ptr() or source.device != result.device:
-        if is_on_gpu(source) or is_on_gpu(result):
-            result.view(-1).copy_(source.view(-1))
-        else:
-            as_array(result)[...] = as_array(source)
+    if source.data_ptr() == result.data_ptr():
+        return result
+    if is_on_gpu(source) or is_on_gpu(result):
+        result.view(-1).copy_(source.view(-1))
+    else:
+        as_array(result)[...] = as_array(source)
     return result
+
+
+def _largest(bounds: Bounds) -> int:
+    return max(end - start for start, end in bounds)
 
 
 def _disagree_send(tensor: Tensor) -> Disagreement:
@@ -398,7 +430,7 @@ def _disagree_send(tensor: Tensor) -> Disagreement:
     )
 
 
-def _disagree_all_to_all(op: Operation, sender: int, receiver: int, sent: int, expected: int) -> CollectiveMismatch:
+def disagree_all_to_all(op: Operation, sender: int, receiver: int, sent: int, expected: int) -> CollectiveMismatch:
     sender, receiver = op.group.members[sender], op.group.members[receiver]
     return CollectiveMismatch(
         f"{op.group.board.where()} {op.name}: rank {sender} sends {sent} bytes to rank {receiver}, which expects {expected}; "
@@ -406,5 +438,6 @@ def _disagree_all_to_all(op: Operation, sender: int, receiver: int, sent: int, e
     )
 
 
-def _kind(tensor: Tensor) -> str:
-    return f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
+def _kind(tensor: Tensor, *, rows: bool = True) -> str:
+    """What all ranks must agree on; without the number of rows where that is said by itself."""
+    return f"{dtype_name(tensor.dtype)} {list(tensor.shape if rows else tensor.shape[1:])}"

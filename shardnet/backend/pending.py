@@ -46,6 +46,10 @@ class Pending(Generic[T]):
         pending._retrieved = True  # nothing can be lost with it
         return pending
 
+    def arrives(self, arrival: Arrival) -> None:
+        """The result is on a GPU, and this has the current stream wait for it; for who has made the handle."""
+        self._arrival = arrival
+
     def quietly(self) -> Self:
         """Itself, for who keeps it to look at it later, but may be dropped before that: no warning then."""
         self._retrieved = True

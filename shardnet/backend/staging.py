@@ -13,6 +13,7 @@ it will have written by then, and the output is not overwritten before it has do
 import asyncio
 import concurrent.futures
 import threading
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
@@ -108,7 +109,7 @@ class Staging:
         """A thread that waits for copies in one direction, in the order of the calls."""
         if direction not in self._watchers:
             self._watchers[direction] = concurrent.futures.ThreadPoolExecutor(1, f"shardnet-{direction}")
-            self._board.closes.append(partial(self._watchers[direction].shutdown, wait=False))
+            self._board.at_end.append(partial(_shut_down, weakref.ref(self._watchers[direction])))
         return self._watchers[direction]
 
     def _to_and_from(self, device: torch.device) -> CopyStreams:
@@ -118,6 +119,13 @@ class Staging:
 
     def _count(self, copy: Copy, direction: TransferDirection) -> None:
         self._board.telemetry.count_transfer(direction, copy.duration_ns, copy.target.nbytes)
+
+
+def _shut_down(watcher: "weakref.ref[concurrent.futures.ThreadPoolExecutor]", _: bool) -> "list[asyncio.Future[None]]":
+    """End a thread, unless nobody has it any more: then it has ended. It does so behind the copy that it waits for, which needs nobody."""
+    if (executor := watcher()) is not None:
+        executor.shutdown(wait=False)
+    return []
 
 
 class _Arrival:

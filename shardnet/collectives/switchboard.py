@@ -31,6 +31,7 @@ from shardnet.transport.shared_memory import Loan
 from shardnet.wire import Chunk, InPlace
 
 WORLD = 0  # group id of all ranks
+_END_S = 2.0  # at most, for threads that end with the mesh: one may be held up by a peer that hangs
 MAX_STALE = 4096  # chunks in a row: 8 GiB of late data, of which a peer that is well has far less on its way when a collective fails
 
 
@@ -49,6 +50,9 @@ class Switchboard:
         self.loop = LoopThread.shared()
         self.watch = Watch(self, suspect_s)
         self.lost: dict[int, str] = {}  # global rank -> reason
+        self.at_loss: list[Callable[[int], object]] = []  # called with the global rank of who is lost; loop thread, as the next
+        # called when all collectives have ended, with whether that was by `abort`; each gives what is yet to end, its threads
+        self.at_end: list[Callable[[bool], list[asyncio.Future[None]]]] = []
         self._causes: dict[int, int] = {}  # global rank -> the one that it lost first; see [Note: the cause]
         self._lock = threading.Lock()  # over the next three: groups are made on any thread
         self._made: dict[tuple[int, ...], int] = {}  # how often a group of these members was made
@@ -61,7 +65,6 @@ class Switchboard:
         self._unknown = Early(limits)  # for groups that this rank has not made yet, by their ids
         self._stale = Counter[int]()  # chunks in a row that were dropped, by sender
         self._tasks: set[asyncio.Task[Any]] = set()
-        self.closes: list[Callable[[], object]] = []  # what else ends with it; added to on the loop thread
         self._closed = False
         self._closing = asyncio.Lock()
         self.world = self._add(Group(self, WORLD, tuple(range(mesh.world_size))))
@@ -190,6 +193,8 @@ class Switchboard:
             self.lost[rank] = reason
             for group in list(self._groups.values()):
                 group.lose(rank, reason)
+            for tell in list(self.at_loss):
+                tell(rank)
 
     def _tell(self, rank: int) -> None:
         loss = mesh_pb2.Control(loss=mesh_pb2.Loss(rank=self.cause(rank)))
@@ -243,7 +248,8 @@ class Switchboard:
             for group in self._groups.values():  # what another thread has begun meanwhile
                 group.fail_all(ClosedError(f"{self.where()} the backend is closed"))
             await self.mesh.aclose()
-            self._free()
+            if ends := self._free(aborted=False):
+                await asyncio.wait(ends, timeout=_END_S)
 
     def _ended(self, begun: Round) -> "asyncio.Future[None]":
         ended = self.loop.loop.create_future()
@@ -260,16 +266,15 @@ class Switchboard:
     def _fail_all(self) -> None:
         for group in self._groups.values():
             group.fail_all(ClosedError(f"{self.where()} the backend was aborted"))
-        self._free()
+        self._free(aborted=True)
 
-    def _free(self) -> None:
+    def _free(self, *, aborted: bool) -> "list[asyncio.Future[None]]":
         self.watch.close()
         if self._attendant is not None:
             self._attendant.close()
         for commons in self._commons.values():
             commons.close()
-        while self.closes:
-            self.closes.pop()()
+        return [ending for end in list(self.at_end) for ending in end(aborted)]
 
 
 def group_id(members: tuple[int, ...], purpose: str, again: int) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Self
 
 from shardnet.address import MAX_PORT, Address
+from shardnet.backend.torch_source import NodeEngine, check_engine
 from shardnet.collectives.route import Routing
 from shardnet.config import Limits, Timeouts
 from shardnet.credentials import Role, Security, find_token
@@ -39,6 +40,9 @@ class Settings:
     routing         which way large collectives go: "auto" (direct inside a node, a ring across nodes), "ring" (one of all
                     ranks), "direct" (everyone to everyone) or "rank-order" (the same, and every sum is that of a loop over the ranks,
                     to the bit). Alike on all ranks
+    node_engine     what carries large data between the ranks of a node: "shardnet" (this package), "nccl" (tensors on GPUs; each rank takes
+                    the GPU of its number on the machine, unless the program has begun to use one) or "gloo" (torch's engine for CPUs).
+                    Alike on all ranks
     report_file     where the launcher wants to read this worker's address and rank; empty: nowhere
     insecure        allow unencrypted connections to and from other machines
     certs           folder with this machine's certificate, as `shardnet certs issue` makes it: all connections are encrypted, and only
@@ -71,6 +75,7 @@ class Settings:
     token: str = field(default="", repr=False)
     shared_memory: bool = True
     routing: Routing = Routing.AUTO
+    node_engine: NodeEngine = NodeEngine.SHARDNET
     report_file: str = ""
     trace: str = ""
     track: str = ""
@@ -115,6 +120,7 @@ class Settings:
             "token": "" if "token" in given else find_token(environment),
             "shared_memory": _flag(environment, "SHARDNET_SHARED_MEMORY", default=True),
             "routing": environment.get("SHARDNET_ROUTING", "") or Routing.AUTO,
+            "node_engine": environment.get("SHARDNET_NODE_ENGINE", "") or NodeEngine.SHARDNET,
             "report_file": environment.get("SHARDNET_REPORT_FILE", ""),
             "trace": environment.get("SHARDNET_TRACE", ""),
             "track": environment.get("SHARDNET_TRACK", ""),
@@ -123,8 +129,9 @@ class Settings:
             "metrics": environment.get("SHARDNET_METRICS", ""),
         }
         merged = {**found, **given}
-        with suppress(ValueError):  # what is none of them is refused below
-            merged["routing"] = Routing(str(merged["routing"]))
+        for name, kind in (("routing", Routing), ("node_engine", NodeEngine)):
+            with suppress(ValueError):  # what is none of them is refused below
+                merged[name] = kind(str(merged[name]))
         settings = cls(**merged)  # type: ignore[arg-type]  # checked in the next line
         settings._check(given.keys(), environment, hints)
         return settings
@@ -140,8 +147,15 @@ class Settings:
                 return variable
             return "SHARDNET_WORLD_SIZE" if environment.get("SHARDNET_WORLD_SIZE") else hints.world_size_from
 
-        if not isinstance(self.routing, Routing):
-            raise UsageError(f"{source('routing')} must be one of {', '.join(Routing)}, got {self.routing!r}")
+        for name, kind in (("routing", Routing), ("node_engine", NodeEngine)):
+            if not isinstance(getattr(self, name), kind):
+                raise UsageError(f"{source(name)} must be one of {', '.join(kind)}, got {getattr(self, name)!r}")
+        check_engine(self.node_engine)
+        if self.node_engine is not NodeEngine.SHARDNET and self.routing is not Routing.AUTO:
+            raise UsageError(
+                f"{source('node_engine')} {self.node_engine.value!r} needs routing 'auto', which tells nodes apart, "
+                f"but {source('routing')} is {self.routing.value!r}"
+            )
         for each in fields(self):
             value = getattr(self, each.name)
             if not isinstance(value, each.type) or isinstance(value, bool) is not (each.type is bool):  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from shardnet.backend.base import Backend
 from shardnet.backend.cluster import ClusterBackend
+from shardnet.backend.hybrid_backend import with_engine
 from shardnet.backend.loopback import LoopbackBackend
 from shardnet.errors import PeerLost
 from shardnet.loop import LoopThread
@@ -103,7 +104,8 @@ class _Alone:
         self.metrics = ""
 
     async def join(self, after: Membership | None = None, missing: Collection[int] = ()) -> Seat:
-        backend = LoopbackBackend.create_group(1, timeouts=self._settings.timeouts, limits=self._settings.limits)[0]
+        world = LoopbackBackend.create_group(1, timeouts=self._settings.timeouts, limits=self._settings.limits)[0]
+        backend = await with_engine(world, self._settings.node_engine, self._settings.local_rank)
         backend.telemetry.tracing = bool(self._settings.trace)
         backend.telemetry.begin_epoch()
         member = Member(0, 0, 0, "127.0.0.1:0", node_identity(self._settings.node), new_incarnation())
@@ -261,13 +263,14 @@ class _Connected:
         mesh = self._mesh = GrpcMesh(
             *(settings.job, topology, self._service, self._security, settings.timeouts, settings.limits),
             shared_memory=settings.shared_memory,
-            terms={"routing": settings.routing},
+            terms={"routing": settings.routing, "node_engine": settings.node_engine},
             on_broken=lambda: self.endpoint.set_serving(False),
         )
         LoopThread.shared().call(obituaries.lead_to, mesh)
-        return await ClusterBackend.start(
+        backend = await ClusterBackend.start(
             mesh, topology, timeouts=settings.timeouts, limits=settings.limits, routing=settings.routing, telemetry=self._telemetry
         )
+        return await with_engine(backend, settings.node_engine, topology.me.local_rank)
 
 
 def _compare_rank(wished: int, topology: Topology) -> None:

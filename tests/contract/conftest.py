@@ -5,6 +5,8 @@
     ring          grpc         each rank a node of its own: around the ring
                   nodes        two ranks a node: hierarchical, through shared memory and over gRPC
     staged                     as loopback, with tensors that are copied elsewhere and back, as those of a GPU are
+    gloo                       all ranks on one node: what is large by a torch process group
+    hybrid                     two ranks a node: that inside, the ring across
 
 `world` is shared by tests, because forming a mesh costs more than most of them: they leave it as they found it. A test that
 breaks something takes `fresh`. Limits are tiny, so that a few hundred bytes make many chunks and wrap around a window.
@@ -12,27 +14,34 @@ breaks something takes `fresh`. Limits are tiny, so that a few hundred bytes mak
 
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from shardnet.backend import Backend, LoopbackBackend
+from shardnet.backend.hybrid_backend import HybridBackend
 from shardnet.backend.staging import Staging
 from shardnet.backend.streams import Copy, CopyStreams, Event
+from shardnet.backend.torch_backend import TorchBackend
 from shardnet.collectives.group import Group
 from shardnet.collectives.switchboard import Switchboard
 from shardnet.config import Limits, Timeouts
 from shardnet.loop import LoopThread
 from shardnet.testing import local_cluster, loopback_cluster
+from tests.backend.torch_ranks import torch_cluster
 from tests.devices import TEST_DEVICE
 
-KINDS = ("loopback", "shm", "ring", "grpc", "nodes", "staged")
-COMMON = ("loopback", "shm", "grpc", "staged")  # of most tests: what they ask of a ring over gRPC they need not ask in one process as well
-RANKS_PER_NODE = {"ring": 1, "grpc": 1, "nodes": 2}
+KINDS = ("loopback", "shm", "ring", "grpc", "nodes", "staged", "gloo", "hybrid")
+# of most tests: what they ask of a ring over gRPC they need not ask in one process as well
+COMMON = ("loopback", "shm", "grpc", "staged", "gloo")
+RANKS_PER_NODE = {"ring": 1, "grpc": 1, "nodes": 2, "hybrid": 2}
 # In elements of float32: 16 a chunk, 8 eagerly a peer; 4 are enough to go through memory, where a window holds 128.
 LIMITS = Limits(chunk_bytes=64, eager_bytes=32, window_bytes=512, inline_bytes=16)
 TIMEOUTS = Timeouts.for_tests()
+
+TORCH = {"gloo": TorchBackend, "hybrid": HybridBackend}
 
 MakeCluster = Callable[..., AbstractAsyncContextManager[Sequence[Backend]]]
 
@@ -58,7 +67,8 @@ class StagedRank(LoopbackBackend):
         super().__init__(board, group, timeouts)
         self._staging = Staging(board, self._is_on_gpu, LateStreams)
 
-    def _is_on_gpu(self, tensor: torch.Tensor) -> bool:
+    @staticmethod
+    def _is_on_gpu(_: torch.Tensor) -> bool:
         return True
 
 
@@ -72,12 +82,12 @@ async def staged_cluster(world_size: int, **options: Any) -> AsyncIterator[Seque
 
 
 def cluster(kind: str, world_size: int, *, limits: Limits = LIMITS, **options: Any) -> AbstractAsyncContextManager[Sequence[Backend]]:
-    make: MakeCluster = MAKERS.get(kind, loopback_cluster)
+    make: MakeCluster = partial(torch_cluster, TORCH[kind]) if kind in TORCH else MAKERS.get(kind, loopback_cluster)
     return make(world_size, limits=limits, **{"timeouts": TIMEOUTS, "ranks_per_node": RANKS_PER_NODE.get(kind), **options})
 
 
 MAKERS: dict[str, MakeCluster] = {"shm": local_cluster, "grpc": local_cluster, "nodes": local_cluster, "staged": staged_cluster}
-SIZES = {"loopback": (1, 2, 3, 4, 5), "grpc": (1, 2, 3, 4), "nodes": (3, 4), "staged": (1, 3)}
+SIZES = {"loopback": (1, 2, 3, 4, 5), "grpc": (1, 2, 3, 4), "nodes": (3, 4), "staged": (1, 3), "gloo": (3,), "hybrid": (4, 5)}
 WORLDS = [(kind, size) for kind in KINDS for size in SIZES.get(kind, (2, 3, 4))]
 
 
@@ -98,7 +108,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Sequence[Backend]]:
     yield from shared_cluster(request.param, 2)
 
 
-@pytest.fixture(scope="session", params=("loopback", "grpc", "nodes"))
+@pytest.fixture(scope="session", params=("loopback", "grpc", "nodes", "gloo", "hybrid"))
 def four(request: pytest.FixtureRequest) -> Iterator[Sequence[Backend]]:
     """Four ranks."""
     yield from shared_cluster(request.param, 4)
@@ -114,7 +124,9 @@ def shared_cluster(kind: str, world_size: int) -> Iterator[Sequence[Backend]]:
     """A cluster that outlives a test's event loop: it is opened and closed on shardnet's own."""
     loop, stack = LoopThread.shared(), AsyncExitStack()
     ranks = loop.run(stack.enter_async_context(cluster(kind, world_size))).result(TIMEOUTS.connect_s)
-    for started in [rank.all_reduce(torch.ones(1, device=TEST_DEVICE)) for rank in ranks]:
-        started.wait(TIMEOUTS.collective_s)  # threads that live as long as it are there before the first test
+    for started in [
+        rank.all_reduce(torch.ones(400, device=TEST_DEVICE)) for rank in ranks
+    ]:  # what is made at the first use is there before
+        started.wait(TIMEOUTS.collective_s)
     yield ranks
     loop.run(stack.aclose()).result(TIMEOUTS.collective_s)

@@ -99,7 +99,7 @@ async def test_the_same_bits_every_time_and_on_every_backend(dtype: torch.dtype)
     the same for one node as for nodes of one rank."""
     for ranks, elements in ((2, 5), (3, 100), (4, 333)):
         seen = set()
-        for kind in ("loopback", "shm", "ring", "grpc"):
+        for kind in ("loopback", "shm", "ring", "grpc", "gloo"):
             async with cluster(kind, ranks) as backends:
                 seen |= {tuple(await sums(backends, dtype, elements)) for _ in range(5)}
         assert len(seen) == 1
@@ -108,6 +108,11 @@ async def test_the_same_bits_every_time_and_on_every_backend(dtype: torch.dtype)
         for make in (local_cluster, loopback_cluster):
             async with make(4, ranks_per_node=2, limits=limits) as backends:
                 seen |= {tuple(await sums(backends, dtype, 333)) for _ in range(5)}
+    assert len(seen) == 1
+    seen = set()
+    for _ in range(2):
+        async with cluster("hybrid", 5) as backends:
+            seen |= {tuple(await sums(backends, dtype, 333)) for _ in range(5)}
     assert len(seen) == 1
 
 

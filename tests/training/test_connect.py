@@ -14,6 +14,7 @@ import torch
 
 import shardnet
 from shardnet.backend import Backend
+from shardnet.backend.hybrid_backend import HybridBackend
 from shardnet.config import Limits, Timeouts
 from shardnet.errors import ClosedError, JoinTimeout, ListenError, PeerLost, PlaintextRefused, UsageError
 from shardnet.loop import LoopThread
@@ -132,6 +133,25 @@ async def test_members_whose_settings_differ_are_told_which(meeting: str) -> Non
     ours, theirs = "chunk_bytes 4096, routing auto", "chunk_bytes 8192, routing ring"  # whichever refuses first
     told = (f"it has {ours}, this one has {theirs}", f"it has {theirs}, this one has {ours}")
     assert any(words in str(each) for each in outcomes for words in told)
+
+
+async def test_an_engine_inside_nodes(meeting: str) -> None:
+    """It carries what is large, and a group of the ranks has it, too."""
+
+    async def member() -> None:
+        async with shardnet.connect(**two(meeting), node_engine="gloo") as cluster:
+            assert isinstance(cluster.backend, HybridBackend)
+            large = torch.full((1_000_000,), 1.0 + cluster.rank)
+            for backend in (cluster.backend, cluster.backend.subgroup([0, 1])):
+                assert (await backend.all_reduce(large) == 3).all()
+            assert worker_snapshot(cluster.telemetry, cluster.topology).routing.endswith(", inside nodes by gloo")
+
+    await asyncio.gather(member(), member())
+
+
+async def test_an_engine_for_a_world_of_one() -> None:
+    async with shardnet.connect(node_engine="gloo") as cluster:
+        assert (await cluster.backend.all_reduce(torch.ones(3))).tolist() == [1, 1, 1]
 
 
 async def test_who_waits_for_a_late_member_tells_so_and_which_way_collectives_go(meeting: str) -> None:

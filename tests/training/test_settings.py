@@ -1,7 +1,9 @@
 """Settings of `connect()`: where each comes from, and what is said of one that makes no sense."""
 
 import pytest
+import torch
 
+from shardnet.backend.torch_source import NodeEngine
 from shardnet.collectives.route import Routing
 from shardnet.config import Limits, Timeouts
 from shardnet.errors import AddressError, RendezvousUnavailable, UsageError
@@ -135,6 +137,11 @@ def test_an_address_that_is_none_is_named_by_where_it_came_from(name: str, value
         ({"rendezvous": None}, "rendezvous of connect() must be of type str, got None"),
         ({"timeouts": 5.0}, "timeouts of connect() must be of type Timeouts, got 5.0"),
         ({"routing": None}, "routing of connect() must be one of auto, ring, direct, rank-order, got None"),
+        ({"node_engine": "mpi"}, "node_engine of connect() must be one of shardnet, nccl, gloo, got 'mpi'"),
+        (
+            {"node_engine": "gloo"},
+            "node_engine of connect() 'gloo' needs routing 'auto', which tells nodes apart, but SHARDNET_ROUTING is 'ring'",
+        ),
         ({"job": ""}, "job of connect() must not be empty"),
         ({"min_world_size": 9}, "the least world size is 9 (min_world_size of connect()) and the greatest 4 (SHARDNET_WORLD_SIZE)"),
         ({"rendezvous": ""}, "SHARDNET_WORLD_SIZE asks for 4 workers, but without rendezvous of connect() they cannot meet"),
@@ -171,3 +178,13 @@ async def test_a_rendezvous_whose_name_stays_unknown_is_unavailable() -> None:
     settings = Settings.from_environment(LAUNCHED, rendezvous="nowhere.invalid:7000", listen="", timeouts=Timeouts(connect_s=0.2))
     with pytest.raises(RendezvousUnavailable, match=r"the name 'nowhere\.invalid' of the rendezvous was not known within 0\.2 s; check it"):
         await settings.listen_address()
+
+
+def test_the_engine_inside_nodes_is_read() -> None:
+    assert Settings.from_environment({"SHARDNET_NODE_ENGINE": "gloo"}).node_engine is NodeEngine.GLOO
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_nccl_without_a_gpu_is_refused_with_what_to_do() -> None:
+    with pytest.raises(UsageError, match=r"node_engine 'nccl' \(SHARDNET_NODE_ENGINE\) cannot be had: .*; install torch for CUDA"):
+        Settings.from_environment({"SHARDNET_NODE_ENGINE": "nccl"})

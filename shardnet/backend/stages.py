@@ -1,0 +1,83 @@
+"""`Stages`: all that a backend has of torch, from its first use to its end."""
+
+import asyncio
+
+from shardnet.backend.stage import Stage
+from shardnet.backend.torch_group import TorchGroup
+from shardnet.collectives.group import Group
+from shardnet.collectives.operation import Operation
+from shardnet.collectives.switchboard import Switchboard
+from shardnet.errors import CollectiveError
+
+
+class Stages:
+    """The stages of one group's collectives; lives until its backend is gone, or the mesh closed. Loop thread, if nothing else is said."""
+
+    def __init__(self, board: Switchboard, group: Group) -> None:
+        """Any thread."""
+        self._board = board
+        self._group = group
+        self._stages: list[Stage] = []
+        self._broken = ""  # why there are no process groups any more
+        self._under_way: set[Operation] = set()
+        board.at_loss.append(self._on_loss)
+        board.at_end.append(self._end)
+
+    def add(self, purpose: str, group: TorchGroup | None = None) -> Stage:
+        """One more, before anything is under way. Any thread."""
+        stage = Stage(f"shardnet-torch-{self._board.mesh.rank}-{purpose}", group)
+        self._stages.append(stage)
+        return stage
+
+    def enter(self, op: Operation) -> None:
+        """A collective begins that is to go over them. Raises CollectiveError if they are broken."""
+        if self._broken:
+            raise CollectiveError(
+                f"{self._board.where()} {op.name}: {self._group.party.title} has no torch process group any more, since {self._broken}; "
+                "make a new sub-group, or reform the cluster"
+            )
+        self._under_way.add(op)
+
+    def leave(self, op: Operation) -> None:
+        self._under_way.discard(op)
+
+    def break_up(self, reason: str, by: Operation | None = None) -> None:
+        """Throw the process groups away, and end what is under way on them; behind the one whose failure is the reason, if it was one."""
+        if self._broken:
+            return
+        self._broken = reason
+        self._close(broken=True)
+        if by is None:
+            self._fail_all()
+        else:  # all ranks hear of that one first
+            by.result.add_done_callback(lambda _: self._board.loop.call(self._fail_all))
+
+    def _fail_all(self) -> None:
+        for op in [each for each in self._under_way if each.error is None]:
+            self._group.fail(op, CollectiveError(f"{self._board.where()} {op.name} cannot go on: {self._broken}"))
+
+    def release(self) -> None:
+        """Nobody can call anything on them any more. Any thread."""
+        self._board.loop.call(self._release)
+
+    def _release(self) -> None:
+        self._close(broken=False)
+        self._board.at_loss.remove(self._on_loss)
+        ends = self._end(False)
+        if ends:
+            asyncio.gather(*ends).add_done_callback(lambda _: self._board.at_end.remove(self._end))
+        else:
+            self._board.at_end.remove(self._end)
+
+    def _on_loss(self, rank: int) -> None:
+        """On a GPU a collective that is launched has ended for us, but may wait there for one who is gone."""
+        if rank in self._group.members:
+            self.break_up(f"rank {rank} was lost")
+
+    def _end(self, aborted: bool) -> list["asyncio.Future[None]"]:
+        self._close(broken=aborted)
+        return [stage.line.ended for stage in self._stages if stage.line.ended is not None]
+
+    def _close(self, *, broken: bool) -> None:
+        for stage in self._stages:
+            stage.close(broken=broken)

@@ -1,0 +1,231 @@
+"""`TorchBackend`: the control is ours, the data goes by a torch process group.
+
+[Note: torch inside] A collective is what it is on the mesh: numbered, announced, compared, timed out, failed for all; the mesh sees who
+dies. Only when all ranks have agreed (agreement.py) its data is launched on a torch process group, in the order of the sequence numbers
+(line.py), on a thread that nobody else waits for. Torch moves bytes; sums are taken here, in the order of [Note: reduction order], so they
+have the bits that they have on the mesh: parts are exchanged and added, which costs the bytes of a ring.
+
+What is small goes over the mesh where the tensors are on the CPU: that takes one step. So do barriers, and all sends and receives: torch
+pairs those of two ranks in the order in which they are launched, where ours are found by tag, each pair apart from all others.
+
+A process group of torch cannot go on after a failure. If a collective fails after its rank has agreed, the group is thrown away, and so it
+is on all ranks, since a failure is told to all; what is called on this group then fails at once. The backend's other groups go on.
+"""
+
+import asyncio
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+from shardnet.backend.agreement import agree, confirm
+from shardnet.backend.base import Backend, Tensor
+from shardnet.backend.line import Place
+from shardnet.backend.mesh_backend import MeshBackend, SubBackend, disagree_all_to_all
+from shardnet.backend.node_buffer import NodeBuffer
+from shardnet.backend.pending import Pending
+from shardnet.backend.stage import Journey, Stage, Work
+from shardnet.backend.stages import Stages
+from shardnet.backend.streams import Event
+from shardnet.backend.tensors import flat, in_bytes, put, raw
+from shardnet.backend.torch_group import TorchGroup
+from shardnet.backend.torch_source import TorchSource
+from shardnet.backend.torch_sums import combined, finish
+from shardnet.collectives import plans
+from shardnet.collectives.group import Group
+from shardnet.collectives.hierarchical import Bounds
+from shardnet.collectives.operation import Call, Operation
+from shardnet.collectives.reduction import ReduceOp, Reduction
+from shardnet.collectives.route import Routing
+from shardnet.collectives.switchboard import Switchboard
+from shardnet.config import Timeouts
+from shardnet.errors import CollectiveError, CollectiveMismatch, ShardnetError
+
+# Torch's connections may break before the mesh has seen who is gone, whose word says more: so long it has for that.
+_VERDICT_S = 0.8
+T = TypeVar("T")
+Steps = Sequence[tuple[Stage, Work]]  # of a collective, one after the other
+
+
+class TorchBackend(MeshBackend):
+    """One group of ranks on a switchboard, whose large data a torch process group of the same ranks carries."""
+
+    def __init__(self, board: Switchboard, group: Group, timeouts: Timeouts, source: TorchSource) -> None:
+        """`source` must reach all ranks of the group."""
+        super().__init__(board, group, timeouts)
+        self._heritage = (source,)
+        self._source = source
+        self._stages = Stages(board, group)
+        weakref.finalize(self, self._stages.release).atexit = False
+        self._torch = self._torch_group("whole", range(group.size))
+        self._whole = self._stages.add("whole", self._torch)
+
+    def subgroup(self, members: Sequence[int]) -> SubBackend:
+        return TorchSubBackend(self, members)
+
+    def all_gather_on_node(
+        self, tensor: Tensor, *, sizes: Sequence[int] | None = None, timeout_s: float | None = None, label: str = ""
+    ) -> Pending[NodeBuffer]:
+        return Backend.all_gather_on_node(self, tensor, sizes=sizes, timeout_s=timeout_s, label=label)
+
+    @property
+    def shares_node(self) -> bool:
+        return False
+
+    # --- collectives
+
+    def _all_reduce(self, call: Call, source: Tensor, result: Tensor, op: ReduceOp) -> Pending[Tensor]:
+        bounds = plans.balanced_bounds(source.numel(), self.world_size)
+        if self._stays_on_mesh((source, result), bounds, source.nbytes):
+            return super()._all_reduce(call, source, result, op)
+
+        def work(_: Journey) -> tuple[()]:
+            self._scatter(source, flat(result)[slice(*bounds[self.rank])], bounds, op)
+            self._torch.gather(raw(result), in_bytes(bounds, result))
+            return ()
+
+        return self._carry(call, Journey(source.device, source, result), [(self._whole, work)], result)
+
+    def _broadcast(self, call: Call, result: Tensor, root: int) -> Pending[Tensor]:
+        if self._stays_on_mesh((result,), [(0, result.numel())], result.nbytes):
+            return super()._broadcast(call, result, root)
+
+        def work(_: Journey) -> tuple[()]:
+            self._torch.broadcast(raw(result), root)
+            return ()
+
+        return self._carry(call, Journey(result.device, result), [(self._whole, work)], result)
+
+    def _all_gather(self, call: Call, source: Tensor, result: Tensor, bounds: Bounds, after: Event | None) -> Pending[Tensor]:
+        if self._stays_on_mesh((source, result), bounds, max(end - start for start, end in bounds) * result.itemsize):
+            return super()._all_gather(call, source, result, bounds, after)
+
+        def work(_: Journey) -> tuple[()]:
+            put(source, flat(result)[slice(*bounds[self.rank])])
+            self._torch.gather(raw(result), in_bytes(bounds, result))
+            return ()
+
+        return self._carry(call, Journey(source.device, source, result, after=after), [(self._whole, work)], result)
+
+    def _reduce_scatter(self, call: Call, source: Tensor, result: Tensor, bounds: Bounds, op: ReduceOp) -> Pending[Tensor]:
+        if self._stays_on_mesh((source, result), bounds, source.nbytes):
+            return super()._reduce_scatter(call, source, result, bounds, op)
+
+        def work(_: Journey) -> tuple[()]:
+            self._scatter(source, flat(result), bounds, op)
+            return ()
+
+        return self._carry(call, Journey(source.device, source, result), [(self._whole, work)], result)
+
+    def _all_to_all(
+        self, call: Call, source: Tensor, result: Tensor, send_bounds: Bounds, recv_bounds: Bounds, *, even: bool
+    ) -> Pending[Tensor]:
+        if self._stays_on_mesh((source,), send_bounds if even else None, source.nbytes):
+            return super()._all_to_all(call, source, result, send_bounds, recv_bounds, even=even)
+
+        def work(_: Journey) -> tuple[()]:
+            sends, receives = in_bytes(send_bounds, source), in_bytes(recv_bounds, result)
+            self._torch.exchange(raw(source), sends, raw(result), receives)
+            return ()
+
+        sizes = None if even else (in_bytes(send_bounds, source), in_bytes(recv_bounds, result))
+        return self._carry(call, Journey(source.device, source, result), [(self._whole, work)], result, sizes)
+
+    # --- how
+
+    def _torch_group(self, purpose: str, ranks: Sequence[int]) -> TorchGroup:
+        """A process group of these ranks, which are ascending ones of this group and this one among them."""
+        members, me = [self._group.members[rank] for rank in ranks], self._board.mesh.rank
+        near = next(node for node in self._board.nodes if me in node)
+        name = f"{self._group.epoch} {self._group.id:x} {purpose} of {members[0]}"  # other nodes may use the same store
+        return TorchGroup(self._source, name, me, members, near)
+
+    def _stays_on_mesh(self, tensors: Sequence[Tensor], bounds: Bounds | None, letter_bytes: int) -> bool:
+        """Whether a collective is small, or not what the engine carries: the same on all ranks. Without bounds only its rank knows them."""
+        if any(tensor.device.type not in self._source.devices for tensor in tensors):
+            return True
+        if tensors[0].device.type != "cpu" or bounds is None:
+            return False
+        return self._mail(letter_bytes) is not None or self._is_small(tensors[0], bounds)
+
+    def _is_small(self, tensor: Tensor, bounds: Bounds) -> bool:
+        return plans.is_small(self._group, bounds, tensor.itemsize)
+
+    def _scatter(self, source: Tensor, out: Tensor, bounds: Bounds, op: ReduceOp) -> None:
+        """Exchange the parts and sum up this rank's into `out`, which is flat and may overlap `source`."""
+        start, end = bounds[self.rank]
+        parts = source.new_empty(self.world_size, end - start)
+        places = plans.bounds_of([parts[0].nbytes] * self.world_size)
+        self._torch.exchange(raw(source), in_bytes(bounds, source), raw(parts), places)
+        reduction = Reduction(op, source.dtype, self.world_size)
+        order = self._order(reduction, range(self.world_size), self.rank, in_order=self._is_small(source, bounds))
+        finish(reduction, combined(reduction, [parts[rank] for rank in order]), out)
+
+    def _order(self, reduction: Reduction, ranks: Sequence[int], own: int, *, in_order: bool) -> list[int]:
+        """In which order the parts of these ranks are added to that of `own`, one of them: as Hierarchical and Exchange do it."""
+        if in_order or reduction.widens or self._board.routing is Routing.RANK_ORDER:
+            return list(ranks)
+        return [*(rank for rank in ranks if rank > own), *(rank for rank in ranks if rank <= own)]
+
+    def _carry(
+        self, call: Call, journey: Journey, steps: Steps, result: Tensor, sizes: tuple[Bounds, Bounds] | None = None
+    ) -> Pending[Tensor]:
+        """Begin a collective whose data goes these steps. `sizes` bound the bytes for and from each rank if the signature does not."""
+
+        async def run(op: Operation) -> None:
+            self._stages.enter(op)
+            places = [stage.line.place() for stage, _ in steps]  # see [Note: a place in the line]
+            try:
+                if sizes is None:
+                    await agree(op)
+                else:
+                    sends, expects = ([end - start for start, end in bounds] for bounds in sizes)
+                    await agree(op, sends, expects, disagree_all_to_all)
+                await self._launch(op, journey, list(zip(places, steps, strict=True)))
+            finally:
+                journey.forget()
+                self._stages.leave(op)
+                for place in places:
+                    place.give_up()
+
+        return Pending(self._group.begin(call, run, result), call.op, journey.arrive)
+
+    async def _launch(self, op: Operation, journey: Journey, steps: Sequence[tuple[Place, tuple[Stage, Work]]]) -> None:
+        """From here on others may have launched the collective: if it fails, nothing more can be launched. See [Note: agreement]."""
+        launched = False
+        try:
+            await confirm(op)
+            launched = True
+            for place, (stage, work) in steps:
+                await place.run(journey.job(stage, work, op))
+                await _settled(journey.over_mesh)
+        except BaseException as error:
+            if launched or not isinstance(op.error or error, CollectiveMismatch):  # who found that has not confirmed: nobody has launched
+                await self._throw_away(op, error)
+            if isinstance(error, RuntimeError) and not isinstance(error, ShardnetError):
+                raise CollectiveError(f"{self._board.where()} {op.name} of {self._group.party.title} failed in torch: {error}") from None
+            raise
+
+    async def _throw_away(self, op: Operation, error: BaseException) -> None:
+        """Its process groups, and with them all that is under way on them: at once, unless a peer may have been lost."""
+        try:
+            if isinstance(error, RuntimeError) and not isinstance(error, ShardnetError):
+                await asyncio.sleep(_VERDICT_S)
+        finally:
+            self._stages.break_up(f"{op.name} failed in it", by=op)
+
+
+class TorchSubBackend(SubBackend, TorchBackend):
+    """Some ranks of a parent backend, with a process group of their own."""
+
+
+async def _settled(over_mesh: Sequence[Pending[Any]]) -> None:
+    """Wait until these have ended, in whatever way, without having a stream wait for them: who takes them does."""
+    for pending in [each.quietly() for each in over_mesh]:
+        ended = asyncio.Event()
+        pending.add_done_callback(partial(_wake, asyncio.get_running_loop(), ended))
+        await ended.wait()
+
+
+def _wake(loop: asyncio.AbstractEventLoop, ended: asyncio.Event, _: Pending[Any]) -> None:
+    loop.call_soon_threadsafe(ended.set)

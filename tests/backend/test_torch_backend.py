@@ -1,0 +1,122 @@
+"""What a backend over torch has beyond the contract: how its process groups end."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+import torch
+from torch._C._distributed_c10d import HashStore
+
+from shardnet.backend.line import Place
+from shardnet.backend.torch_backend import TorchBackend
+from shardnet.backend.torch_source import NodeEngine, TorchSource
+from shardnet.errors import ClosedError, CollectiveError, CollectiveTimeout, PeerLost, StateError
+from shardnet.loop import LoopThread
+from shardnet.testing import each_error, each_rank
+from tests.backend.torch_ranks import torch_cluster
+
+LARGE = 1_000_000  # elements of float32, which do not go over the mesh
+LOST_WITHIN_S = 1.0
+
+
+async def hold_up(rank: TorchBackend) -> Place:
+    """A place in its line that nobody gives up: what comes behind it has agreed, and is launched by the others alone."""
+
+    async def take() -> Place:
+        return rank._whole.line.place()
+
+    return await LoopThread.shared().run_here(take())
+
+
+def threads() -> int:
+    """Other tests of this process may have a cluster with some, too."""
+    return sum(thread.name.startswith("shardnet-torch-") for thread in threading.enumerate())
+
+
+async def test_a_rank_that_dies_behind_the_launch() -> None:
+    """The others wait in torch for one that has agreed and does not come."""
+    async with torch_cluster(TorchBackend, 3) as ranks:
+        await each_rank(ranks, lambda rank: rank.all_reduce(torch.ones(LARGE)))
+        await hold_up(ranks[1])
+        handles = [rank.all_gather(torch.ones(LARGE)) for rank in ranks for _ in range(2)]
+        groups = [ranks[rank].subgroup([0, 2]) for rank in (0, 2)]
+        with pytest.raises(TimeoutError):
+            handles[0].wait(0.1)
+        start = time.monotonic()
+        ranks[1].abort()
+        for number, handle in enumerate(handles):
+            with pytest.raises(ClosedError if number // 2 == 1 else PeerLost):
+                await handle
+        assert time.monotonic() - start < LOST_WITHIN_S
+        sums = await each_rank(groups, lambda rank: rank.all_reduce(torch.ones(LARGE)))
+        assert all((each == 2).all() for each in sums)
+        with pytest.raises(PeerLost):
+            await ranks[0].all_gather(torch.ones(LARGE))
+
+
+async def test_a_timeout_behind_the_launch_ends_the_process_group_of_all() -> None:
+    """What is called on the group then says so; barriers, small ones and other groups go on."""
+    async with torch_cluster(TorchBackend, 3) as ranks:
+        await hold_up(ranks[2])
+        first = [rank.all_gather(torch.ones(LARGE), timeout_s=0.3) for rank in ranks]
+        beside = [rank.all_gather(torch.ones(LARGE)) for rank in ranks]
+        for handle in first:
+            with pytest.raises(CollectiveTimeout):
+                await handle
+        for handle in beside:
+            with pytest.raises(CollectiveError, match=r"all_gather #1.*(cannot go on|torch process group)"):
+                await handle
+        for error in await each_error(ranks, lambda rank: rank.all_reduce(torch.ones(LARGE))):
+            assert isinstance(error, CollectiveError)
+            assert "has no torch process group any more, since all_gather #0 failed in it" in str(error)
+            assert "make a new sub-group, or reform the cluster" in str(error)
+        await each_rank(ranks, lambda rank: rank.all_reduce(torch.ones(3)))
+        groups = [rank.subgroup(range(3)) for rank in ranks]
+        await each_rank(groups, lambda rank: rank.all_reduce(torch.ones(LARGE)))
+
+
+async def test_a_group_that_nobody_has_any_more_gives_back_what_it_had() -> None:
+    before = threads()
+    async with torch_cluster(TorchBackend, 2) as ranks:
+        groups = [rank.subgroup(range(2)) for rank in ranks]
+        await each_rank(groups, lambda rank: rank.all_reduce(torch.ones(LARGE)))
+        assert threads() == before + 2
+        ends = [group._whole.line.ended for group in groups if isinstance(group, TorchBackend)]
+        groups.clear()
+        for end in ends:
+            assert end is not None
+            await asyncio.wait_for(LoopThread.shared().run_here(_ended(end)), 5.0)
+        assert threads() == before
+
+
+async def _ended(end: "asyncio.Future[None]") -> None:
+    await asyncio.shield(end)
+
+
+async def test_nothing_is_made_before_it_is_needed() -> None:
+    before = threads()
+    async with torch_cluster(TorchBackend, 2) as ranks:
+        await each_rank(ranks, lambda rank: rank.all_reduce(torch.ones(3)))
+        await each_rank(ranks, lambda rank: rank.barrier())
+        assert threads() == before
+
+
+async def test_bytes_are_counted() -> None:
+    async with torch_cluster(TorchBackend, 2) as ranks:
+        await each_rank(ranks, lambda rank: rank.all_gather(torch.ones(LARGE)))
+        for rank in ranks:
+            traffic = rank.telemetry.peers[1 - rank.rank]
+            assert (traffic.sent_memory, traffic.received_memory) == (4 * LARGE, 4 * LARGE)
+
+
+async def test_a_process_group_is_made_by_all_or_by_none() -> None:
+    """One that gives up while another has yet to come ends the waiting of that one, too: torch itself would wait for long."""
+    store = HashStore()
+    source = TorchSource(NodeEngine.GLOO, lambda: store)
+    with pytest.raises(StateError, match="has given up before all were there"):
+        await asyncio.to_thread(source.make, "one", 0, 2, lambda: False)
+    with pytest.raises(StateError, match="has given up before all were there"):
+        await asyncio.to_thread(source.make, "one", 1, 2, lambda: True)
+    both = await asyncio.gather(*(asyncio.to_thread(source.make, "other", rank, 2, lambda: True) for rank in range(2)))
+    assert [group.size() for group in both] == [2, 2]
