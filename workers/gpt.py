@@ -151,7 +151,7 @@ class GPT(nn.Module):
     def forward(self, text: Tensor) -> Tensor:
         """B×T bytes as int64 → B×T×256 logits."""
         x = self._embed(text)
-        rotary = self._rotary(0, text.shape[1])
+        rotary = self._rotary(0, text.shape[1], text.device)
         for block in self.blocks:
             x = block(x, rotary)
         logits: Tensor = self.head(self.norm(x))
@@ -169,7 +169,7 @@ class GPT(nn.Module):
         fresh, position = len(text), 0  # bytes the model has not seen, and the number it has
         for _ in range(length):
             x = self._embed(torch.tensor([text[-fresh - 1 :]]))[:, -fresh:]  # one byte more, for the bigram
-            rotary = self._rotary(position, fresh)
+            rotary = self._rotary(position, fresh, self.head.weight.device)
             for block, past in zip(self.blocks, pasts, strict=True):
                 x = block(x, rotary, past)
             logits = self.head(self.norm(x[0, -1])) / max(temperature, 1e-6)
@@ -182,10 +182,10 @@ class GPT(nn.Module):
         x: Tensor = self.embedding(text)
         return x if self.bigrams is None else x + self.bigrams(text)
 
-    def _rotary(self, start: int, length: int) -> Rotary:
+    def _rotary(self, start: int, length: int, device: torch.device) -> Rotary:
         size = self.config.dim // self.config.heads
-        frequencies = ROTARY_BASE ** (-torch.arange(0, size, 2) / size)
-        angles = torch.outer(torch.arange(start, start + length), frequencies)
+        frequencies = ROTARY_BASE ** (-torch.arange(0, size, 2, device=device) / size)
+        angles = torch.outer(torch.arange(start, start + length, device=device), frequencies)
         return angles.cos(), angles.sin()
 
 

@@ -120,6 +120,8 @@ class MeshBackend(Backend):
         width = prod(source.shape[1:])
         result = _output(out, tensor, (sum(shape), *source.shape[1:]))
         if self.world_size == 1 or not result.numel():
+            if after is not None:
+                join(after, source.device)
             return self._at_once("all_gather", _copy(source, result))
         detail = _kind(tensor) if sizes is None else f"{_kind(source, rows=False)}, sizes {shape}"
         call = self._call("all_gather", detail, timeout_s, label, source, result)

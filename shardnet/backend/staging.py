@@ -26,6 +26,7 @@ from shardnet.collectives.group import Group
 from shardnet.collectives.operation import Algorithm, Call, Operation
 from shardnet.collectives.reduction import Array, as_array
 from shardnet.collectives.switchboard import Switchboard
+from shardnet.loop import help_out
 from shardnet.telemetry import TransferDirection
 
 T = TypeVar("T")
@@ -49,7 +50,7 @@ class Staging:
         self._make_streams = streams
         self._lock = threading.Lock()  # over what follows, streams included: calls come from any thread, results on the loop thread
         self._streams: dict[torch.device, CopyStreams] = {}
-        self._watchers: dict[TransferDirection, concurrent.futures.ThreadPoolExecutor] = {}  # each with a thread that waits for copies
+        self._watchers: dict[TransferDirection, concurrent.futures.ThreadPoolExecutor] = {}
 
     def begin(
         self, group: Group, call: Call, plan: Plan, gives: Tensor | None, gets: Tensor | None, value: T, after: Event | None = None
@@ -90,7 +91,7 @@ class Staging:
             with self._lock:
                 copy = streams.place(host, gets, writable)
             # it keeps both ends until the copy is done, whoever else lets go of them: a GPU's allocator would hand the memory on meanwhile
-            self._watching(TransferDirection.CPU_TO_GPU).submit(self._watch, copy)
+            self._watchers[TransferDirection.CPU_TO_GPU].submit(self._watch, copy)
             return copy
 
         return host, place
@@ -98,27 +99,30 @@ class Staging:
     async def _arrived(self, fetched: Copy) -> None:
         """Wait for a copy from a GPU; on the loop thread."""
         if not fetched.is_done:
-            await asyncio.wrap_future(self._watching(TransferDirection.GPU_TO_CPU).submit(fetched.wait))
+            await asyncio.wrap_future(self._watchers[TransferDirection.GPU_TO_CPU].submit(fetched.wait))
         self._count(fetched, TransferDirection.GPU_TO_CPU)
 
     def _watch(self, placed: Copy) -> None:
         placed.wait()
         self._count(placed, TransferDirection.CPU_TO_GPU)
 
-    def _watching(self, direction: TransferDirection) -> concurrent.futures.ThreadPoolExecutor:
-        """A thread that waits for copies in one direction, in the order of the calls."""
-        if direction not in self._watchers:
-            self._watchers[direction] = concurrent.futures.ThreadPoolExecutor(1, f"shardnet-{direction}")
-            self._board.at_end.append(partial(_shut_down, weakref.ref(self._watchers[direction])))
-        return self._watchers[direction]
-
     def _to_and_from(self, device: torch.device) -> CopyStreams:
         if device not in self._streams:
             self._streams[device] = self._make_streams(device)
+            for direction in TransferDirection if not self._watchers else ():
+                self._watchers[direction] = _watcher(self._board, f"shardnet-{direction}")
         return self._streams[device]
 
     def _count(self, copy: Copy, direction: TransferDirection) -> None:
         self._board.telemetry.count_transfer(direction, copy.duration_ns, copy.target.nbytes)
+
+
+def _watcher(board: Switchboard, name: str) -> concurrent.futures.ThreadPoolExecutor:
+    """A thread that waits for copies in one direction, in the order of the calls; until the mesh is closed, or nobody has it any more."""
+    watcher = concurrent.futures.ThreadPoolExecutor(1, name)
+    watcher.submit(help_out)  # starts it
+    board.loop.call(board.at_end.append, partial(_shut_down, weakref.ref(watcher)))
+    return watcher
 
 
 def _shut_down(watcher: "weakref.ref[concurrent.futures.ThreadPoolExecutor]", _: bool) -> "list[asyncio.Future[None]]":

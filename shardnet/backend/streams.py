@@ -95,7 +95,7 @@ class CopyStreams:
 
     def _copy(self, source: Tensor, target: Tensor, stream: Stream, after: Event) -> Copy:
         begin, end = _event(self.device), _event(self.device)
-        with using(stream):
+        with using(stream), torch.inference_mode():  # where memory may be written that was made in it, and other memory, too
             stream.wait_event(after)
             begin.record(stream)
             target.copy_(source, non_blocking=True)

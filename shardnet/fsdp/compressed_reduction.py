@@ -12,10 +12,12 @@ would stay there for ever.
 """
 
 import concurrent.futures
+from functools import partial
 
 import torch
 
 from shardnet.backend import Pending
+from shardnet.backend.streams import is_on_gpu, join, now
 from shardnet.errors import ShardnetError
 from shardnet.fsdp.codec import Codec
 from shardnet.fsdp.communicators import Communicators
@@ -133,4 +135,6 @@ class Exchange:
         except Exception as error:  # noqa: BLE001 - it belongs to who waits for the mean. Not Ctrl-C: then bytes still move
             self._result.set_exception(error)
         else:
+            if is_on_gpu(mean):
+                self.mean.arrives(partial(join, now(mean.device), mean.device))  # who goes on with it may do so on another stream
             self._result.set_result(mean)

@@ -177,7 +177,7 @@ class FlatGroup:
                 return self._secondary.start_gather(full, self.label)
             if self._compressed_gather is not None:
                 return self._compressed_gather.start(self.shard.to(full.device), self.label)
-            if on_gpu:
+            if on_gpu and self._comms.shard_count > 1:
                 return self._start_gather_ahead(full)
             own = self.layout.shard(full, self._comms.shard_rank)
             own.copy_(self.shard)

@@ -11,3 +11,4 @@ def warm(request: pytest.FixtureRequest) -> None:
     if torch.cuda.is_available():
         runner: ClusterRunner = request.getfixturevalue("cluster")
         runner.warm_up()
+        torch.ones(1, device="cuda")  # opens what the process has of the GPU from then on

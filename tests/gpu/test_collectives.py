@@ -1,5 +1,6 @@
 """Collectives of tensors on a GPU, between processes: through pinned memory, in the order of streams."""
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import shardnet
 from shardnet.backend import Backend, Pending, ReduceOp
 from shardnet.backend.streams import now
 from shardnet.errors import CollectiveMismatch
+from shardnet.telemetry import TransferDirection
 from shardnet.testing import ClusterRunner, RanksFailed, same_bits
 from tests.devices import needs_gpu
 
@@ -136,15 +138,37 @@ def test_one_on_a_gpu_and_one_on_the_cpu_is_a_mismatch(cluster: ClusterRunner, n
         assert "all_reduce(float32 [4], sum)" in failure.message
 
 
+class Copies:
+    """An observer of a rank that waits for a number of copies."""
+
+    def __init__(self, number: int) -> None:
+        self.counted = asyncio.Event()
+        self._missing = number
+        self._loop = asyncio.get_running_loop()
+
+    def on_transfer(self, direction: TransferDirection, duration_ns: int, bytes: int) -> None:
+        self._loop.call_soon_threadsafe(self._count)
+
+    def _count(self) -> None:
+        self._missing -= 1
+        if not self._missing:
+            self.counted.set()
+
+    def _nothing(self, *_: object) -> None: ...
+
+    on_step = on_pass = on_collective = _nothing
+
+
 async def count_copies(cluster: shardnet.Cluster) -> dict[str, int]:
     """What a recorder says of the copies of two gathers: each 4 MiB to the CPU, and twice as much back."""
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters())
     recorder = await cluster.record(None, optimizer)
+    copies = Copies(2 * 2)
+    cluster.telemetry.observe(copies)  # behind the recorder, which has counted when this one hears
     for _ in range(2):
         await cluster.backend.all_gather(torch.ones(1 << 20, device="cuda"))
-    while recorder.zero3.memory_transfer_metrics.cpu_to_gpu_transfers < 2:
-        await cluster.backend.barrier()
+    await copies.counted.wait()
     memory = recorder.zero3.memory_transfer_metrics
     return {"to the GPU": memory.cpu_to_gpu_bytes, "from it": memory.gpu_to_cpu_bytes, "ns": recorder.zero3.parameter_transfer_time}
 

@@ -18,8 +18,9 @@ from shardnet.backend.torch_source import NodeEngine, TorchSource
 from shardnet.backend.torch_sums import combined, finish
 from shardnet.collectives.reduction import Reduction
 from shardnet.testing import loopback_cluster, same_bits
+from tests.devices import needs_gpu
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
+pytestmark = needs_gpu
 
 Tensor = torch.Tensor
 ELEMENTS = 1_000_003
