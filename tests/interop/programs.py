@@ -31,8 +31,13 @@ Program = Callable[[int, int, Path], None]
 def main(folder: str, world_size: str, name: str, *environment: str) -> int:
     """Run one of the programs below on so many ranks, in an environment with NAME=VALUE; returns how many failed."""
     os.environ |= dict(each.split("=", 1) for each in environment)
+    return launch(globals()[name], folder, int(world_size))
+
+
+def launch(program: Program, folder: str, world_size: int) -> int:
+    """Run a program on so many ranks; returns how many failed, other than by being killed."""
     fork = multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=_rank, args=(rank, int(world_size), folder, name)) for rank in range(int(world_size))]
+    ranks = [fork.Process(target=_rank, args=(rank, world_size, folder, program)) for rank in range(world_size)]
     for process in ranks:
         process.start()
     for process in ranks:
@@ -40,11 +45,11 @@ def main(folder: str, world_size: str, name: str, *environment: str) -> int:
     return sum(process.exitcode not in (0, -signal.SIGKILL) for process in ranks)
 
 
-def _rank(rank: int, world_size: int, folder: str, name: str) -> None:
+def _rank(rank: int, world_size: int, folder: str, program: Program) -> None:
     torch.set_num_threads(1)
     try:
         begin(rank, world_size, Path(folder))
-        globals()[name](rank, world_size, Path(folder))
+        program(rank, world_size, Path(folder))
         if dist.is_initialized():
             dist.destroy_process_group()
     except BaseException:  # noqa: BLE001 - the rank ends at once, without what hangs behind it
