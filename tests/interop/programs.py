@@ -140,7 +140,7 @@ def movements(rank: int, world_size: int, _: Path) -> None:
 
 
 def conveniences(rank: int, world_size: int, _: Path) -> None:
-    """Objects, coalescing, sends with tags, groups, functional collectives."""
+    """Objects, coalescing, sends with tags, receives from any source, groups, functional collectives."""
     told: list[object] = [None] * world_size
     dist.all_gather_object(told, {"rank": rank})
     assert told == [{"rank": each} for each in range(world_size)]
@@ -164,6 +164,23 @@ def conveniences(rank: int, world_size: int, _: Path) -> None:
     for work in works:
         work.wait()
     assert [round(float(each[0]), 1) for each in got] == [source + 0.1, source + 0.2]
+    if rank == 1:
+        whatever = torch.zeros(3, 2).t()
+        sources = []
+        for _ in range(2 * (world_size - 1)):
+            sources.append(dist.recv(whatever, tag=3))
+            assert whatever.tolist() == [[sources[-1]] * 3] * 2
+        assert sorted(sources) == sorted([each for each in range(world_size) if each != 1] * 2)
+    else:
+        for _ in range(2):
+            dist.send(torch.full((2, 3), float(rank)), 1, tag=3)
+    last = dist.new_group([world_size - 2, world_size - 1])
+    if rank == world_size - 1:
+        received = dist.irecv(got[0], group=last)
+        received.wait()
+        assert received._source_rank() == 0  # of the group
+    elif rank == world_size - 2:
+        dist.send(got[0], world_size - 1, group=last)
     pair = dist.new_group([0, 1])
     if rank < 2:
         mine = torch.ones(4)
