@@ -10,6 +10,7 @@ from shardnet.backend.node_buffer import NodeBuffer
 from shardnet.backend.pending import Pending
 from shardnet.backend.streams import Event
 from shardnet.collectives.reduction import ReduceOp
+from shardnet.errors import UsageError
 
 if TYPE_CHECKING:
     from shardnet.telemetry import Telemetry
@@ -128,6 +129,14 @@ class Backend(ABC):
     @abstractmethod
     def recv(self, into: Tensor, source: int, *, tag: str = "", timeout_s: float | None = None, label: str = "") -> Pending[Tensor]:
         """Receive from one rank into a contiguous tensor of the sender's size and dtype; the result is `into`."""
+
+    def recv_any(self, into: Tensor, *, tag: str = "", timeout_s: float | None = None, label: str = "") -> Pending[int]:
+        """Receive from whichever rank sends first with that tag, into a contiguous tensor of the CPU; the result is the rank that it was.
+
+        Several of one tag are served in the order of their calls, after those that name their source, whenever these are called. Raises
+        PeerLost if a rank dies before one has sent, and UsageError if this backend must be told from whom.
+        """
+        raise UsageError(f"{type(self).__name__} receives from a rank that is named: call recv()")
 
     @abstractmethod
     def barrier(self, *, timeout_s: float | None = None, label: str = "") -> Pending[None]:

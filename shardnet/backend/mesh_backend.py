@@ -270,6 +270,22 @@ class MeshBackend(Backend):
         call = self._call("recv", dtype_name(into.dtype), timeout_s, label, on_the_wire="send/recv")
         return self._staging.begin(channel, call, plan, None, result, result)
 
+    def recv_any(self, into: Tensor, *, tag: str = "", timeout_s: float | None = None, label: str = "") -> Pending[int]:
+        result = _output(into, into, into.shape)
+        if is_on_gpu(result):
+            raise UsageError("recv_any fills a tensor of the CPU: copy it to the GPU, or name the source")
+        if self.world_size == 1:
+            raise UsageError("recv_any: there is no other rank that could send")
+        members = self._group.members
+        receiver = self._board.any_source(tuple(members[peer] for peer in sorted(self._group.peers)), tag)
+
+        def receive(channel: Group) -> Algorithm:
+            peer = 1 - channel.rank
+            return Exchange({}, {peer: as_array(result)}, [peer], disagree=_disagree_send(into)).run
+
+        call = self._call("recv", dtype_name(into.dtype), timeout_s, label, on_the_wire="send/recv")
+        return Pending(receiver.begin(call, receive), call.op).map(members.index)
+
     def barrier(self, *, timeout_s: float | None = None, label: str = "") -> Pending[None]:
         if self.world_size == 1:
             return self._at_once("barrier", None)

@@ -34,6 +34,8 @@ examples:
       with parameters and gradients sent in a quarter of the bytes
   shardnet plan --parameters 7B --layers 32 --world 16 --node-size 8 --reshard-after-forward 8
       with backward's gathers inside the node, from shards that forward leaves behind
+  shardnet plan --parameters 7B --layers 32 --world 8 --cpu-offload
+      with what stays from step to step in the CPU's memory: how much is then there, and how much on the GPU
   shardnet plan my_project.model:small --units Block --input 4x1024:int64 --world 4
       my_project/model.py has a function small() that returns a module; each Block is a unit. A forward on an
       input of that shape tells how much is kept for backward
@@ -88,6 +90,7 @@ def add_to(commands: arguments.Commands) -> None:
         metavar="K|true|false",
         help="parameters between forward and backward: shards kept over K neighbours, freed, or kept whole (default: as the strategy does)",
     )
+    how.add_argument("--cpu-offload", action="store_true", help="shards and optimizer state on the CPU, units gathered on a GPU")
     how.add_argument("--elastic", action="store_true", help="with the copies that outlive lost workers (shardnet run --min-workers)")
     parser.add_argument("--json", action="store_true", help="print JSON, in bytes and seconds")
     parser.set_defaults(execute=execute)
@@ -123,6 +126,7 @@ def execute(options: arguments.Arguments) -> int:
             residual=dtype_of(None if options.residual == "none" else options.residual),
         ),
         reshard_after_forward=options.reshard_after_forward,
+        cpu_offload=options.cpu_offload,
         elastic=options.elastic,
         inside_bytes_per_s=options.inside,
         between_bytes_per_s=options.between,

@@ -18,6 +18,8 @@ NAMES = {
 }
 _MEMORY = ("parameters", "gradients", "optimizer", "gathered", "reducing", "secondary", "residuals", "packed", "copies", "activations")
 _SOMETIMES = ("secondary", "residuals", "packed", "copies")  # columns left out where nobody has any, as where nothing is compressed
+_TOTALS = {"a rank holds": "total"}
+_TOTALS_OFFLOADED = {"on the CPU": "on_cpu", "on the GPU": "on_gpu"}
 _WORDS = frozenset({"strategy", "collective", "to"})
 _NONE = "-"
 
@@ -25,7 +27,7 @@ _NONE = "-"
 def as_text(model: ModelSize, setting: Setting, plans: Sequence[Plan]) -> str:
     parts = [
         _about(model, setting),
-        _costs(plans),
+        _costs(setting, plans),
         _collectives(plans) if setting.world_size > 1 else "a rank alone sends nothing",
         "\n".join(_notes(model, setting, plans)),
     ]
@@ -44,14 +46,17 @@ def as_json(model: ModelSize, setting: Setting, plans: Sequence[Plan]) -> str:
         "prefetch": setting.prefetch,
         "compression": {"weights": setting.compression.weights, "gradients": setting.compression.gradients},
     }
-    return json.dumps(about | {"plans": [_as_dict(plan) for plan in plans]}, indent=2, allow_nan=False)
+    return json.dumps(about | {"plans": [_as_dict(setting, plan) for plan in plans]}, indent=2, allow_nan=False)
 
 
-def _as_dict(plan: Plan) -> dict[str, object]:
+def _as_dict(setting: Setting, plan: Plan) -> dict[str, object]:
+    memory = {name: getattr(plan.memory, name) for name in _MEMORY} | {"total": plan.memory.total}
+    places = {name: getattr(plan.memory, name) if setting.cpu_offload else None for name in _TOTALS_OFFLOADED.values()}
     return {
         "strategy": plan.strategy,
         "reshard_after_forward": plan.reshard_after_forward,
-        "memory": asdict(plan.memory) | {"total": plan.memory.total},
+        "cpu_offload": plan.cpu_offload,
+        "memory": memory | places,
         "bytes_sent": plan.bytes_sent,
         "communication_s": plan.communication_s,
         "traffic": [asdict(traffic) for traffic in plan.traffic],
@@ -64,9 +69,10 @@ def _about(model: ModelSize, setting: Setting) -> str:
     nodes = f" on {setting.nodes} nodes of {setting.ranks_per_node}" if setting.nodes > 1 else ""
     ranks = "1 rank" if setting.world_size == 1 else f"{setting.world_size} ranks"
     resharding = "" if setting.reshard_after_forward is None else f", reshard_after_forward={setting.reshard_after_forward}"
+    offload = ", cpu_offload" if setting.cpu_offload else ""
     return (
         f"{model.name}: {model.numel:,} parameters in {_dtypes(groups, setting)}; {cut}\n"
-        f"{ranks}{nodes}; {setting.optimizer}, prefetch {setting.prefetch}{resharding}{_compressed(setting)}"
+        f"{ranks}{nodes}; {setting.optimizer}, prefetch {setting.prefetch}{resharding}{offload}{_compressed(setting)}"
     )
 
 
@@ -90,19 +96,20 @@ def _dtypes(groups: Sequence[GroupSize], setting: Setting) -> str:
     return kept + gathered + (f", reduced as {reduced}" if reduced != computed else "")
 
 
-def _costs(plans: Sequence[Plan]) -> str:
+def _costs(setting: Setting, plans: Sequence[Plan]) -> str:
     held = [name for name in _MEMORY if name not in _SOMETIMES or any(getattr(plan.memory, name) for plan in plans)]
+    totals = _TOTALS_OFFLOADED if setting.cpu_offload else _TOTALS
     rows = [
         (
             NAMES[plan.strategy],
             *(_NONE if count is None else short_bytes(count) for count in (getattr(plan.memory, name) for name in held)),
-            short_bytes(plan.memory.total),
+            *(short_bytes(getattr(plan.memory, name)) for name in totals.values()),
             short_bytes(plan.bytes_sent),
             _NONE if plan.communication_s is None else short_time(plan.communication_s),
         )
         for plan in plans
     ]
-    return grid(("strategy", *held, "a rank holds", "sends a step", "time"), rows, _WORDS)
+    return grid(("strategy", *held, *totals, "sends a step", "time"), rows, _WORDS)
 
 
 def _collectives(plans: Sequence[Plan]) -> str:
@@ -135,6 +142,10 @@ def _notes(model: ModelSize, setting: Setting, plans: Sequence[Plan]) -> Iterato
         yield "ZeRO-1 and NO_SHARD are planned without compression, since FSDP sends no shards there."
     if without := [NAMES[plan.strategy] for plan in plans if plan.reshard_after_forward != setting.reshard_after_forward]:
         yield f"Planned without reshard_after_forward={setting.reshard_after_forward}, which does not suit them: {', '.join(without)}."
+    if setting.cpu_offload:
+        yield "With cpu_offload parameters, gradients and the optimizer's state are on the CPU; on the GPU is what is in flight."
+    if setting.cpu_offload and not all(plan.cpu_offload for plan in plans):
+        yield "ZeRO-1 is planned without cpu_offload, which is FSDP's."
     if setting.elastic:
         yield "Copies are those of the last committed step, in host memory: of what the rank holds, and of what another rank does."
     if model.unit_count == 1:

@@ -88,13 +88,27 @@ class Group:
     def begin(self, call: Call, algorithm: Algorithm, value: T, *, prelude: Prelude | None = None) -> "concurrent.futures.Future[T]":
         """Number a collective and hand it to the loop thread. The future gives `value` when the algorithm is done, which begins when the
         `prelude`, if there is one, has ended."""
+        with self._lock:
+            return self._begin(call, algorithm, value, prelude)
+
+    def begin_announced(self, call: Call, algorithm: Algorithm, value: T) -> "concurrent.futures.Future[T] | None":
+        """`begin`, if a peer waits for this rank in the next collective already; else None."""
+        with self._lock:
+            return self._begin(call, algorithm, value) if self._next in self._early else None
+
+    def announced_since(self) -> int | None:
+        """When something first came for the next collective, which nobody here has begun, by time.monotonic_ns; None: nothing has."""
+        with self._lock:
+            return self._early.since(self._next)
+
+    def _begin(self, call: Call, algorithm: Algorithm, value: T, prelude: Prelude | None = None) -> "concurrent.futures.Future[T]":
+        """Under the lock."""
         result: concurrent.futures.Future[T] = concurrent.futures.Future()
         result.set_running_or_notify_cancel()  # a started collective cannot be cancelled
-        with self._lock:
-            operation = Operation(self, self._record(call), call, algorithm, value, result, prelude)
-            self._ahead.add(self._next)
-            self._next += 1
-            self.board.loop.call(self._submit, operation)
+        operation = Operation(self, self._record(call), call, algorithm, value, result, prelude)
+        self._ahead.add(self._next)
+        self._next += 1
+        self.board.loop.call(self._submit, operation)
         return result
 
     def _record(self, call: Call) -> Flight:
@@ -224,6 +238,7 @@ class Group:
         self._running[operation.sequence] = operation
         operation.task = self.board.spawn(self._run(operation))
         self.board.watch.begin()
+        self.board.wake_receivers()  # the number after it may have been announced before it
 
     async def _run(self, operation: Operation) -> None:
         operation.started = True
@@ -258,7 +273,7 @@ class Group:
         self.board.check_open()
         for lost, reason in self.board.lost.items():
             if lost in self._local and not (isinstance(operation, Round) and operation.sequence < self.board.took_leave_at(lost, self.id)):
-                raise self._peer_lost(lost, reason, operation)
+                raise verdict.peer_lost(self.board, lost, operation.name, reason)
 
     def _replay(self, operation: Operation) -> None:
         operation.ready = True
@@ -312,7 +327,7 @@ class Group:
         try:
             yield
         except PeerLost as error:
-            raise self._peer_lost(error.rank, self.board.lost.get(error.rank, str(error)), operation) from error
+            raise verdict.peer_lost(self.board, error.rank, operation.name, self.board.lost.get(error.rank, str(error))) from error
 
     def on_chunk(self, source_global: int, chunk: Chunk) -> None:
         """Hand a chunk to its operation, keep it for one that is not entered yet, or drop it if that has ended."""
@@ -339,6 +354,7 @@ class Group:
             begun = self._rounds.get(chunk.sequence)
             if begun is None and not self._has_entered(chunk.sequence):
                 self._early.keep(chunk.sequence, source, chunk)
+                self.board.wake_receivers()
                 return
         if begun is not None:
             self._answer(begun, source, chunk)
@@ -378,14 +394,15 @@ class Group:
         """A member is gone: whatever is under way cannot end."""
         if global_rank in self._local:
             for operation in self.under_way:
-                self.fail(operation, self._peer_lost(global_rank, reason, operation))
+                self.fail(operation, verdict.peer_lost(self.board, global_rank, operation.name, reason))
 
     def leave(self, global_rank: int, next_sequence: int) -> None:
         """A member said goodbye before it entered `next_sequence`: that one and later ones cannot end."""
         if global_rank in self._local:
             for operation in self.under_way:
                 if operation.sequence >= next_sequence:
-                    operation.fail(self._peer_lost(global_rank, "it left the cluster without entering this collective", operation))
+                    reason = "it left the cluster without entering this collective"
+                    operation.fail(verdict.peer_lost(self.board, global_rank, operation.name, reason))
 
     def fail_all(self, error: ShardnetError) -> None:
         for operation in (*self.under_way, *self._queued):
@@ -419,13 +436,6 @@ class Group:
         control = mesh_pb2.Control(abort=verdict.pack(error))
         for peer in self.peers:
             self.board.post(self.members[peer], Chunk(self.epoch, self.id, operation.sequence, control=control))
-
-    def _peer_lost(self, global_rank: int, reason: str, operation: Operation | Round) -> PeerLost:
-        cause = self.board.cause(global_rank)
-        if cause != global_rank:
-            reason = f"rank {global_rank} lost it, and left"
-        address = self.board.mesh.address(cause)
-        return PeerLost(f"{self.board.where()} rank {cause} ({address}) lost during {operation.name}: {reason}", cause)
 
     # --- diagnosis (loop thread)
 

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from itertools import permutations
 from typing import Any
 
+from shardnet.collectives.any_source import AnySource
 from shardnet.collectives.attendant import Attendant
 from shardnet.collectives.commons import Commons
 from shardnet.collectives.early import Early
@@ -54,10 +55,11 @@ class Switchboard:
         # called when all collectives have ended, with whether that was by `abort`; each gives what is yet to end, its threads
         self.at_end: list[Callable[[bool], list[asyncio.Future[None]]]] = []
         self._causes: dict[int, int] = {}  # global rank -> the one that it lost first; see [Note: the cause]
-        self._lock = threading.Lock()  # over the next three: groups are made on any thread
+        self._lock = threading.Lock()  # over the next four: groups are made on any thread
         self._made: dict[tuple[int, ...], int] = {}  # how often a group of these members was made
         self._commons: dict[frozenset[int], Commons] = {}
         self._channels: dict[tuple[int, int, str], Group] = {}
+        self._any_sources: dict[tuple[tuple[int, ...], str], AnySource] = {}
         self._correspondents: frozenset[tuple[int, int]] = frozenset()  # pairs of which each reads the other's mailbox; all know them
         self._attendant: Attendant | None = None  # where there are any
         self._groups: dict[int, Group] = {}  # by id; on the loop thread only, as all that follows
@@ -96,6 +98,20 @@ class Switchboard:
                 found = self._add(Group(self, group_id(members, purpose, 0), members))
                 self._channels[source, target, tag] = found
             return found
+
+    def any_source(self, sources: tuple[int, ...], tag: str) -> AnySource:
+        """What receives with that tag from any of these global ranks."""
+        channels = {source: self.channel(source, self.mesh.rank, tag) for source in sources}
+        with self._lock:
+            return self._any_sources.setdefault((sources, tag), AnySource(self, channels))
+
+    def wake_receivers(self) -> None:
+        """What receives from any source looks again. Loop thread."""
+        if self._any_sources:
+            with self._lock:
+                receivers = list(self._any_sources.values())
+            for each in receivers:
+                each.wake()
 
     async def correspond(self, node: tuple[int, ...], gather: Callable[[list[bool]], Awaitable[list[list[bool]]]]) -> None:
         """Find out which ranks of this node can read each other's mailboxes, before anything else is called.
@@ -195,6 +211,7 @@ class Switchboard:
                 group.lose(rank, reason)
             for tell in list(self.at_loss):
                 tell(rank)
+            self.wake_receivers()
 
     def _tell(self, rank: int) -> None:
         loss = mesh_pb2.Control(loss=mesh_pb2.Loss(rank=self.cause(rank)))
@@ -215,6 +232,11 @@ class Switchboard:
         self.lost.setdefault(source, "it left the cluster")
         for group in list(self._groups.values()):
             group.leave(source, positions.get(group.id, 0))
+        self.wake_receivers()
+
+    def has_taken_leave(self, rank: int) -> bool:
+        """Whether it has said goodbye, and then was lost, if at all."""
+        return rank in self._goodbyes
 
     def took_leave_at(self, rank: int, group: int) -> int:
         """The first collective of a group that a rank had not entered when it took leave; 0 if it has not. It may have ended a round before
@@ -266,6 +288,7 @@ class Switchboard:
     def _fail_all(self) -> None:
         for group in self._groups.values():
             group.fail_all(ClosedError(f"{self.where()} the backend was aborted"))
+        self.wake_receivers()
         self._free(aborted=True)
 
     def _free(self, *, aborted: bool) -> "list[asyncio.Future[None]]":

@@ -1,7 +1,21 @@
-"""How the error that ends a collective on one rank reaches the others: as the same kind of error, with the same ranks in it."""
+"""The error that ends a collective for want of a rank, and how the error that ends a collective on one rank reaches the others: as the
+same kind of error, with the same ranks in it."""
+
+from typing import TYPE_CHECKING
 
 from shardnet.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, PeerLost
 from shardnet.pb.mesh_pb2 import Abort
+
+if TYPE_CHECKING:
+    from shardnet.collectives.switchboard import Switchboard
+
+
+def peer_lost(board: "Switchboard", rank: int, name: str, reason: str = "") -> PeerLost:
+    """The error of the collective `name`, which cannot end without that global rank; for what reason, if not for that of its loss."""
+    cause, reason = board.cause(rank), reason or board.lost[rank]
+    if cause != rank:
+        reason = f"rank {rank} lost it, and left"
+    return PeerLost(f"{board.where()} rank {cause} ({board.mesh.address(cause)}) lost during {name}: {reason}", cause)
 
 
 def pack(error: BaseException) -> Abort:

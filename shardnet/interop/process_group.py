@@ -23,7 +23,7 @@ from shardnet.errors import StateError, UsageError
 from shardnet.interop.carrying import check, movable, premultiplied, reducible, reduction
 from shardnet.interop.registration import DEVICES
 from shardnet.interop.rendezvous import placed_world
-from shardnet.interop.work import Finish, PendingWork, Works
+from shardnet.interop.work import AnySourceWork, Finish, PendingWork, Works
 from shardnet.interop.world import World
 
 Tensor = torch.Tensor
@@ -274,8 +274,14 @@ class ShardnetProcessGroup(dist.ProcessGroup):
         pending = self._backend.recv(movable(tensor), source, tag=self._tag(tag), timeout_s=self._timeout_s)
         return self._work(pending, [tensor], None if tensor.is_contiguous() else partial(_put, tensor))
 
-    def recv_anysource(self, _: list[Tensor], __: int = 0) -> PendingWork:
-        raise UsageError("shardnet receives from a rank that is named: give `src` to recv()")
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> PendingWork:
+        check(tensors)
+        tensor = tensors[0]
+        flat, in_place = movable(tensor), tensor.device.type == "cpu" and tensor.is_contiguous()
+        if not in_place:
+            flat = torch.empty_like(flat, device="cpu")
+        pending = self._backend.recv_any(flat, tag=self._tag(tag), timeout_s=self._timeout_s)
+        return self._work(pending, [tensor], None if in_place else lambda _: _put(tensor, flat), kind=AnySourceWork)
 
     recvAnysource = recv_anysource  # noqa: N815 - torch's name
 
@@ -304,8 +310,10 @@ class ShardnetProcessGroup(dist.ProcessGroup):
 
     # --- helpers
 
-    def _work(self, pending: Pending[Any], outputs: Sequence[Tensor], finish: Finish | None = None) -> PendingWork:
-        work = PendingWork(pending, outputs, self._ends, finish)
+    def _work(
+        self, pending: Pending[Any], outputs: Sequence[Tensor], finish: Finish | None = None, *, kind: type[PendingWork] = PendingWork
+    ) -> PendingWork:
+        work = kind(pending, outputs, self._ends, finish)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work

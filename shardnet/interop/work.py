@@ -90,6 +90,13 @@ class PendingWork(dist.Work):
                 finish(result)
 
 
+class AnySourceWork(PendingWork):
+    """A receive whose result is the rank of the group that it came from."""
+
+    def _source_rank(self) -> int:
+        return int(self._pending.wait())
+
+
 class Works(dist.Work):
     """Several as one."""
 

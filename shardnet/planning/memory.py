@@ -13,8 +13,12 @@ gradients are free again once they are packed.
 [Note: copies] In an elastic training (shardnet.elastic) a rank keeps its parameters and optimizer state in host memory as of the
 last commit and as of the one that is being made, and the same of one other rank, unless several hold the same anyway.
 
+[Note: CPU and GPU] With `cpu_offload` parameters, gradients and optimizer state are in the CPU's memory (shardnet/fsdp/offload.py),
+and what is in flight, residuals and activations on the GPU. Full parameters are then made whatever the strategy, since shards
+cannot serve as such: with NO_SHARD all of them are on the GPU from forward to backward.
+
 Not counted: activations where nobody has measured them, what an optimizer needs while it steps, the collectives' own
-buffers, Python, torch and its allocator.
+buffers (on the CPU those through which a GPU's tensors go), Python, torch and its allocator.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -46,6 +50,17 @@ class MemoryPlan:
     packed: int  # what compression sends and receives, in flight at most
     copies: int  # that outlive lost workers: see [Note: copies]
     activations: int | None  # None: not known, and left out
+    offloaded: bool  # whether shards are on the CPU though a GPU computes
+
+    @property
+    def on_cpu(self) -> int:
+        """Of the total, where a GPU computes: see [Note: CPU and GPU]."""
+        return self.copies + (self.parameters + self.gradients + self.optimizer if self.offloaded else 0)
+
+    @property
+    def on_gpu(self) -> int:
+        """The rest of the total."""
+        return self.total - self.on_cpu
 
     @property
     def total(self) -> int:
@@ -74,6 +89,7 @@ def plan_memory(model: ModelSize, strategy: Strategy, setting: Setting) -> Memor
         packed=_packed(model, strategy, setting),
         copies=_copies(groups, strategy, setting) if setting.elastic else 0,
         activations=model.activation_bytes,
+        offloaded=setting.offloads(strategy),
     )
 
 
@@ -95,13 +111,13 @@ def _copies(groups: Sequence[GroupSize], strategy: Strategy, setting: Setting) -
 
 
 def _gathered(model: ModelSize, strategy: Strategy, setting: Setting) -> int:
-    """See [Note: units in flight]. Where a rank has everything, full parameters are made only to cast them."""
+    """See [Note: units in flight]. Where a rank has everything, full parameters are made only to cast them, or to have them on a GPU."""
 
     def full_bytes(unit: UnitSize) -> int:
         return sum(group.numel * setting.compute(group).itemsize for group in unit.groups if made(group))
 
     def made(group: GroupSize) -> bool:
-        return setting.shards(strategy) > 1 or setting.compute(group) != group.dtype
+        return setting.shards(strategy) > 1 or setting.compute(group) != group.dtype or setting.offloads(strategy)
 
     match strategy:
         case Strategy.ZERO_1:

@@ -18,6 +18,7 @@ class Plan:
     memory: MemoryPlan
     traffic: tuple[Traffic, ...]
     reshard_after_forward: bool | int | None = None  # as it was asked for; None also where it does not apply
+    cpu_offload: bool = False  # as it was asked for; False also where it does not apply
 
     @property
     def bytes_sent(self) -> int:
@@ -36,8 +37,8 @@ def plan(model: ModelSize, setting: Setting, strategies: Iterable[Strategy] = ()
     """A plan for each strategy; without any named, for all that differ in this world.
 
     Raises UsageError for what FSDP refuses: parameters gathered in a wider dtype than they are kept in, compression that
-    contradicts the dtypes, or a `reshard_after_forward` that contradicts a strategy. Where no strategy is named that must suit
-    FULL_SHARD, and those that it does not suit are planned without.
+    contradicts the dtypes, or a `reshard_after_forward` that contradicts a strategy; and for `cpu_offload` of ZeRO-1. Where no
+    strategy is named these must suit FULL_SHARD, and those that they do not suit are planned without.
     """
     for group in (group for unit in model.units for group in unit.groups):
         if setting.compute(group).itemsize > group.dtype.itemsize:
@@ -49,7 +50,9 @@ def plan(model: ModelSize, setting: Setting, strategies: Iterable[Strategy] = ()
 
 
 def _suiting(strategy: Strategy, setting: Setting) -> Setting:
-    """The setting, without a `reshard_after_forward` that some strategies take and this one does not."""
+    """The setting, without `cpu_offload` or a `reshard_after_forward` that some strategies take and this one does not."""
+    if strategy is Strategy.ZERO_1:
+        setting = replace(setting, cpu_offload=False)
     try:
         setting.resharding(strategy)
     except UsageError:
@@ -65,4 +68,4 @@ def _plan(model: ModelSize, strategy: Strategy, setting: Setting) -> Plan:
         model = replace(model, activation_bytes=None)  # measured in the other dtype
     setting = replace(setting, compression=setting.compression_under(strategy))
     memory, traffic = plan_memory(model, strategy, setting), plan_traffic(model, strategy, setting)
-    return Plan(strategy, memory, traffic, setting.reshard_after_forward)
+    return Plan(strategy, memory, traffic, setting.reshard_after_forward, setting.cpu_offload)

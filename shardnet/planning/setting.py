@@ -51,9 +51,9 @@ class Setting:
     """The ranks, the links between them, and the training's choices.
 
     `compute_dtype` is what parameters are gathered and used in, `reduce_dtype` what gradients are reduced in; None: as the
-    parameters are kept, and as they are gathered. `compression` and `reshard_after_forward` are those of `FSDP`. Speeds are
-    in bytes per second: `inside` of one rank to its node's others, `between` of a whole node to the others; None: no times
-    are planned.
+    parameters are kept, and as they are gathered. `compression`, `reshard_after_forward` and `cpu_offload` are those of `FSDP`.
+    Speeds are in bytes per second: `inside` of one rank to its node's others, `between` of a whole node to the others; None:
+    no times are planned.
     """
 
     world_size: int
@@ -64,6 +64,7 @@ class Setting:
     prefetch: int = 1
     compression: Compression = field(default_factory=Compression)
     reshard_after_forward: bool | int | None = None
+    cpu_offload: bool = False
     elastic: bool = False
     inside_bytes_per_s: float | None = None
     between_bytes_per_s: float | None = None
@@ -125,6 +126,12 @@ class Setting:
                 f"reshard_after_forward={self.reshard_after_forward}: with ZeRO-1 the module is whole on every rank; leave it out"
             )
         return Resharding(keep=True)
+
+    def offloads(self, strategy: Strategy) -> bool:
+        """Whether shards are in the CPU's memory. Raises UsageError for ZeRO-1, which is not FSDP's."""
+        if self.cpu_offload and strategy is Strategy.ZERO_1:
+            raise UsageError("cpu_offload: with ZeRO-1 the module is whole where it computes; choose a strategy of FSDP, or leave it out")
+        return self.cpu_offload
 
     def compression_under(self, strategy: Strategy) -> Compression:
         """What is in force. Raises UsageError and DtypeError where FSDP does; strategies that send no shards go without."""

@@ -88,6 +88,8 @@ def test_a_model_from_a_program_with_everything_known(capsys: pytest.CaptureFixt
         "copies": 0,
         "activations": activations,
         "total": 2 * 224 + 2 * 896 + activations,
+        "on_cpu": None,
+        "on_gpu": None,
     }
     assert full["bytes_sent"] == 3 * (224 + 72 + 224)
     # half of what is gathered and reduced crosses the link
@@ -147,6 +149,27 @@ def test_what_is_kept_between_forward_and_backward(capsys: pytest.CaptureFixture
     assert {**full, "strategy": None} == {**grad, "strategy": None}
 
 
+def test_offload_says_what_is_where(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["planned_models:small", "--units", "Layer", "--world", "2", "--cpu-offload"]
+    assert main(["plan", *given, "--json"]) == 0
+    found = {each["strategy"]: each for each in json.loads(capsys.readouterr().out)["plans"]}
+    assert {name for name, each in found.items() if each["cpu_offload"]} == {"full_shard", "shard_grad_op", "no_shard"}
+    full = found["full_shard"]["memory"]
+    assert full["on_cpu"] == full["parameters"] + full["gradients"] + full["optimizer"]
+    assert full["on_gpu"] == full["gathered"] + full["reducing"] == full["total"] - full["on_cpu"]
+    assert (found["zero_1"]["memory"]["on_cpu"], found["zero_1"]["memory"]["on_gpu"]) == (0, found["zero_1"]["memory"]["total"])
+
+    assert main(["plan", *given]) == 0
+    out = capsys.readouterr().out
+    assert "; adamw, prefetch 1, cpu_offload\n" in out
+    assert "activations  on the CPU  on the GPU  sends a step" in out
+    assert "With cpu_offload parameters, gradients and the optimizer's state are on the CPU" in out
+    assert "ZeRO-1 is planned without cpu_offload" in out
+
+    assert main(["plan", *given, "--strategy", "full_shard"]) == 0
+    assert "ZeRO-1" not in capsys.readouterr().out
+
+
 def test_16_bit_gradients_between_nodes_are_remarked_on(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--parameters", "1M", "--layers", "4", "--node-size", "4", "--dtype", "bfloat16"]) == 0
     assert "16-bit gradients are exchanged directly" in capsys.readouterr().out
@@ -204,6 +227,7 @@ SIZES = ["--parameters", "1M", "--layers", "4"]
             [*SIZES, "--reshard-after-forward", "half"],
             "argument --reshard-after-forward: must be true, false or a number of ranks, not 'half'",
         ),
+        ([*SIZES, "--cpu-offload", "--strategy", "zero_1"], "cpu_offload: with ZeRO-1 the module is whole where it computes; choose"),
         ([*SIZES, "--prefetch", "-1"], "argument --prefetch: must be a whole number from 0 on"),
         ([*SIZES, "--strategy", "fsdp"], "argument --strategy: invalid choice: 'fsdp'"),
         (["planned_models:small", "--layers", "4"], "planned_models:small has sizes of its own; leave out --layers"),

@@ -49,7 +49,10 @@ BLOCKS: dict[str, list[Run | Fragment]] = {
     ],
     "docs/metrics.md": [Run("tests/test_readme.py::test_the_program_of_the_page_on_metrics")],
     "docs/observing.md": [Run("tests/test_observing.py::test_the_programs_of_the_page")] * 2,
-    "docs/pytorch.md": [Run("tests/interop/test_docs.py::test_the_program_of_the_page")],
+    "docs/pytorch.md": [
+        Run("tests/interop/test_docs.py::test_the_program_of_the_page"),
+        Fragment("its loop stands in tests/interop/recoveries.py, with what goes wrong in it"),
+    ],
     "docs/testing.md": [
         Run("tests/testing/test_docs.py::test_the_page"),
         Run("tests/testing/test_docs.py::test_the_page"),

@@ -25,7 +25,6 @@ from typing import Any
 WORLD_SIZE = 2
 TIMEOUT_S = 60  # of a world
 _GPU = "needs GPUs, though it does not say so where the backend is gloo"
-_ANY = "shardnet receives from a rank that is named"
 _MONITORED = "torch lets only its own groups have one; each barrier of shardnet says who is missing"
 _WORDS = "expects the words of gloo's error"
 LEFT_OUT = {
@@ -43,9 +42,6 @@ LEFT_OUT = {
     "test_monitored_barrier_gloo_subgroup": _MONITORED,
     "test_get_backend": "expects the name gloo",
     "test_new_subgroups_with_group_param": "needs four ranks, though it does not say so",
-    "test_send_recv_any_source": _ANY,
-    "test_send_recv_any_source_autograd_profiler": _ANY,
-    "test_send_recv_any_source_torch_profiler": _ANY,
     "test_sparse_all_reduce_sum": "sparse tensors are not carried",
     "test_SyncBatchNorm_process_group": "needs torchvision",
 }

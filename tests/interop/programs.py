@@ -31,8 +31,13 @@ Program = Callable[[int, int, Path], None]
 def main(folder: str, world_size: str, name: str, *environment: str) -> int:
     """Run one of the programs below on so many ranks, in an environment with NAME=VALUE; returns how many failed."""
     os.environ |= dict(each.split("=", 1) for each in environment)
+    return launch(globals()[name], folder, int(world_size))
+
+
+def launch(program: Program, folder: str, world_size: int) -> int:
+    """Run a program on so many ranks; returns how many failed, other than by being killed."""
     fork = multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=_rank, args=(rank, int(world_size), folder, name)) for rank in range(int(world_size))]
+    ranks = [fork.Process(target=_rank, args=(rank, world_size, folder, program)) for rank in range(world_size)]
     for process in ranks:
         process.start()
     for process in ranks:
@@ -40,11 +45,11 @@ def main(folder: str, world_size: str, name: str, *environment: str) -> int:
     return sum(process.exitcode not in (0, -signal.SIGKILL) for process in ranks)
 
 
-def _rank(rank: int, world_size: int, folder: str, name: str) -> None:
+def _rank(rank: int, world_size: int, folder: str, program: Program) -> None:
     torch.set_num_threads(1)
     try:
         begin(rank, world_size, Path(folder))
-        globals()[name](rank, world_size, Path(folder))
+        program(rank, world_size, Path(folder))
         if dist.is_initialized():
             dist.destroy_process_group()
     except BaseException:  # noqa: BLE001 - the rank ends at once, without what hangs behind it
@@ -135,7 +140,7 @@ def movements(rank: int, world_size: int, _: Path) -> None:
 
 
 def conveniences(rank: int, world_size: int, _: Path) -> None:
-    """Objects, coalescing, sends with tags, groups, functional collectives."""
+    """Objects, coalescing, sends with tags, receives from any source, groups, functional collectives."""
     told: list[object] = [None] * world_size
     dist.all_gather_object(told, {"rank": rank})
     assert told == [{"rank": each} for each in range(world_size)]
@@ -159,6 +164,23 @@ def conveniences(rank: int, world_size: int, _: Path) -> None:
     for work in works:
         work.wait()
     assert [round(float(each[0]), 1) for each in got] == [source + 0.1, source + 0.2]
+    if rank == 1:
+        whatever = torch.zeros(3, 2).t()
+        sources = []
+        for _ in range(2 * (world_size - 1)):
+            sources.append(dist.recv(whatever, tag=3))
+            assert whatever.tolist() == [[sources[-1]] * 3] * 2
+        assert sorted(sources) == sorted([each for each in range(world_size) if each != 1] * 2)
+    else:
+        for _ in range(2):
+            dist.send(torch.full((2, 3), float(rank)), 1, tag=3)
+    last = dist.new_group([world_size - 2, world_size - 1])
+    if rank == world_size - 1:
+        received = dist.irecv(got[0], group=last)
+        received.wait()
+        assert received._source_rank() == 0  # of the group
+    elif rank == world_size - 2:
+        dist.send(got[0], world_size - 1, group=last)
     pair = dist.new_group([0, 1])
     if rank < 2:
         mine = torch.ones(4)

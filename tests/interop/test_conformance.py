@@ -16,6 +16,7 @@ PART = (
     "test_ddp_comm_hook_logging",
     "test_gather",
     "test_irecv",
+    "test_send_recv_any_source",
 )
 
 

@@ -226,6 +226,44 @@ def test_what_suits_full_shard_alone_is_planned_for_it_alone() -> None:
         plan(LAYERS, Setting(16, node_size=4, reshard_after_forward=4), [HYBRID])
 
 
+@pytest.mark.parametrize(
+    ("strategy", "on_cpu", "on_gpu"),  # parameters, gradients and two moments; gathered and reducing
+    [
+        (FULL, 4 * 1400, 4 * (600 + 700)),
+        (GRAD, 4 * 1400, 4 * (1400 + 700)),
+        (HYBRID, 4 * 2800, 4 * (600 + 700)),
+        (NONE, 4 * 5600, 4 * (1400 + 700)),  # shards are whole, but the GPU computes with copies of them
+    ],
+)
+def test_with_offload_what_stays_is_on_the_cpu(strategy: Strategy, on_cpu: int, on_gpu: int) -> None:
+    planned = one(strategy, Setting(4, node_size=2, cpu_offload=True))
+    counters = 4 * 11
+    assert (planned.memory.on_cpu - counters, planned.memory.on_gpu) == (on_cpu, on_gpu)
+    assert planned.traffic == one(strategy, Setting(4, node_size=2)).traffic
+
+
+def test_offload_of_a_rank_alone_copies_its_units_to_the_gpu() -> None:
+    memory = one(FULL, Setting(1, cpu_offload=True)).memory
+    assert (memory.on_cpu, memory.gathered) == (4 * 5600 + 4 * 11, 4 * 600)
+
+
+def test_residuals_activations_and_copies_have_their_places() -> None:
+    model = ModelSize("kept", LAYERS.units, activation_bytes=1000)
+    compression = Compression("int8", "int8", block=16)
+    memory = one(FULL, Setting(4, compression=compression, cpu_offload=True, elastic=True), model).memory
+    assert memory.on_cpu == memory.parameters + memory.gradients + memory.optimizer + memory.copies
+    assert memory.on_gpu == memory.gathered + memory.reducing + memory.residuals + memory.packed + 1000
+    whole = one(FULL, Setting(4, elastic=True), model).memory
+    assert whole.on_cpu == whole.copies  # those of the last commit are in host memory anyway
+
+
+def test_zero_1_is_planned_without_offload_or_refused() -> None:
+    plans = plan(LAYERS, Setting(4, cpu_offload=True))
+    assert {each.strategy: each.cpu_offload for each in plans} == {FULL: True, GRAD: True, ZERO_1: False, NONE: True}
+    with pytest.raises(UsageError, match="cpu_offload: with ZeRO-1 the module is whole"):
+        plan(LAYERS, Setting(4, cpu_offload=True), [ZERO_1])
+
+
 def test_no_time_without_the_speed_that_it_needs() -> None:
     assert one(FULL, Setting(4)).communication_s is None
     across = Setting(4, node_size=2, inside_bytes_per_s=100.0)

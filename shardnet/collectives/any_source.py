@@ -1,0 +1,99 @@
+"""`AnySource`: receives from whichever rank sends first.
+
+[Note: any source] A send and its receive are a collective of two ranks, numbered on a channel of their own for each source and tag. So a
+receive that names nobody has no number before a source is chosen: it waits until the next number of a channel has been announced by
+its source and is claimed by no other receive here, and then is the receive with that number. Nothing is lost by that, for what has
+been announced stays where it is until somebody claims it, and a receive that gives up has claimed nothing.
+
+Those of one tag choose in the order of their calls. A receive that names its source claims the next number when it is called: it goes
+before one that still waits, whichever was called first.
+"""
+
+import asyncio
+import concurrent.futures
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from shardnet.collectives import verdict
+from shardnet.collectives.operation import Algorithm, Call
+from shardnet.errors import CollectiveTimeout
+
+if TYPE_CHECKING:
+    from shardnet.collectives.group import Group
+    from shardnet.collectives.switchboard import Switchboard
+
+Begun = tuple[int, "concurrent.futures.Future[None]"]
+
+
+class AnySource:
+    """The receives of one tag from any of some ranks; lives as long as its mesh. See [Note: any source]."""
+
+    def __init__(self, board: "Switchboard", channels: Mapping[int, "Group"]) -> None:
+        """channels  by the global rank of the source"""
+        self._board = board
+        self._channels = channels
+        self._turn = asyncio.Lock()  # of those that wait, the first one chooses
+        self._changed = asyncio.Event()
+
+    def begin(self, call: Call, algorithm: Callable[["Group"], Algorithm]) -> "concurrent.futures.Future[int]":
+        """Start a receive; the future gives the global rank of its source. Any thread.
+
+        Raises, as the future's error, PeerLost if a rank that may be the source dies, or all of them leave, and CollectiveTimeout if nobody
+        sends in time; once a source is chosen, what a receive from it raises.
+        """
+        result: concurrent.futures.Future[int] = concurrent.futures.Future()
+        result.set_running_or_notify_cancel()  # as any collective, it cannot be cancelled
+        deadline = time.monotonic() + call.timeout_s
+        self._board.loop.call(lambda: self._board.spawn(self._run(call, algorithm, deadline, result)))
+        return result
+
+    def wake(self) -> None:
+        """Something has been announced, claimed or lost. Loop thread."""
+        self._changed.set()
+
+    async def _run(
+        self, call: Call, algorithm: Callable[["Group"], Algorithm], deadline: float, result: "concurrent.futures.Future[int]"
+    ) -> None:
+        try:
+            source, begun = await self._choose(call, algorithm, deadline)
+            await asyncio.wrap_future(begun)  # it has a time of its own: what is left
+        except Exception as error:  # noqa: BLE001 - whatever it is belongs to the awaiter
+            result.set_exception(error)
+        except BaseException:  # noqa: BLE001 - the process ends
+            result.set_exception(self._board.closed_error(call.op))
+        else:
+            result.set_result(source)
+
+    async def _choose(self, call: Call, algorithm: Callable[["Group"], Algorithm], deadline: float) -> Begun:
+        try:
+            async with asyncio.timeout(deadline - time.monotonic()) as limit, self._turn:
+                while (begun := self._begin_first(replace(call, timeout_s=deadline - time.monotonic()), algorithm)) is None:
+                    self._check(call)
+                    self._changed.clear()
+                    await self._changed.wait()
+                return begun
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            ranks = ", ".join(map(str, self._channels))
+            detail = f"{call.op} from any source did not end within {call.timeout_s:g} s: none of ranks {ranks} has sent anything"
+            raise CollectiveTimeout(f"{self._board.where()} {detail}", tuple(self._channels)) from None
+
+    def _begin_first(self, call: Call, algorithm: Callable[["Group"], Algorithm]) -> Begun | None:
+        """Receive what was announced first of what nobody has claimed, if there is anything."""
+        announced = {rank: since for rank, channel in self._channels.items() if (since := channel.announced_since()) is not None}
+        for rank in sorted(announced, key=announced.__getitem__):
+            channel = self._channels[rank]
+            if (begun := channel.begin_announced(call, algorithm(channel), None)) is not None:  # else another thread has claimed it
+                return rank, begun
+        return None
+
+    def _check(self, call: Call) -> None:
+        """Raise if nobody can send any more, or somebody who may have been about to never will."""
+        self._board.check_open()
+        gone = [rank for rank in self._channels if rank in self._board.lost]
+        dead = [rank for rank in gone if not self._board.has_taken_leave(rank)]
+        if dead or len(gone) == len(self._channels):
+            raise verdict.peer_lost(self._board, [*dead, *gone][0], f"{call.op} from any source")
