@@ -27,7 +27,7 @@ endif
 
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test check docs faults conformance bench proto compose-test clean
+.PHONY: help demo test test-gpu check docs faults conformance bench proto compose-test clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -52,6 +52,9 @@ docs: $(STAMP) ## build the documentation into build/docs; a link that leads now
 
 faults: $(STAMP) ## run the long fault tests, which `make test` leaves out
 	$(BIN)/python -m pytest -m faults --timeout 600 $(ARGS)
+
+test-gpu: $(STAMP) ## run the tests that need a GPU, which skip themselves in `make test` where there is none
+	$(BIN)/python -m pytest -n $(JOBS) tests/gpu $(ARGS)
 
 conformance: $(STAMP) ## run torch's own tests of a process group on the backend "shardnet", in three minutes
 	$(BIN)/python tests/interop/conformance.py $(ARGS)

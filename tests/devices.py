@@ -1,4 +1,10 @@
-"""The device on which tests make their tensors: SHARDNET_TEST_DEVICE, the CPU where it is not set; `make test-gpu` sets it."""
+"""The device on which tests make their tensors: SHARDNET_TEST_DEVICE, the CPU where it is not set.
+
+    SHARDNET_TEST_DEVICE=cuda pytest tests/contract tests/fsdp -k loopback
+
+finds what tests/gpu does not look for. Some tests fail then for what they say of the CPU: words of its errors, bits of its
+divisions, programs that put tensors on it by themselves.
+"""
 
 import os
 from collections.abc import Iterator

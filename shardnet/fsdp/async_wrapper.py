@@ -98,7 +98,9 @@ class AsyncFSDP:
         stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 
         def work() -> T:
-            with torch.inference_mode(inference), torch.set_grad_enabled(grad), using(stream):
+            # torch has one thread for the backwards of all models on a GPU, where those of several ranks would wait for each other
+            here = torch.autograd.set_multithreading_enabled(False)
+            with torch.inference_mode(inference), torch.set_grad_enabled(grad), using(stream), here:
                 return call(function, *args, **kwargs)
 
         return await asyncio.wrap_future(self._thread.submit(work))

@@ -47,6 +47,7 @@ BLOCKS: dict[str, list[Run | Fragment]] = {
         Run("tests/interop/test_frameworks.py::test_lightning"),
         Run("tests/interop/test_frameworks.py::test_ray"),
     ],
+    "docs/gpu.md": [Run("tests/docs/test_blocks.py::test_the_program_of_the_page_on_gpus")],
     "docs/metrics.md": [Run("tests/test_readme.py::test_the_program_of_the_page_on_metrics")],
     "docs/observing.md": [Run("tests/test_observing.py::test_the_programs_of_the_page")] * 2,
     "docs/pytorch.md": [
@@ -91,6 +92,18 @@ def test_every_command_is_understood(page: Path) -> None:
     for line in commands(page):
         words = shlex.split(line.removesuffix(" &"))
         assert parse(words).command == words[0]
+
+
+async def test_the_program_of_the_page_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine without one it computes on the CPU."""
+    (program,) = blocks(ROOT / "docs" / "gpu.md")
+    monkeypatch.delenv("SHARDNET_RENDEZVOUS", raising=False)
+    printed: list[str] = []
+    names: dict[str, object] = {"print": printed.append}
+    monkeypatch.setattr(shardnet, "run", lambda main: None)  # the loop is this test's
+    exec(program, names)
+    await names["main"]()  # type: ignore[operator]  # the program's function
+    assert [line.partition(":")[0] for line in printed] == [f"step {step}" for step in (20, 40, 60, 80, 100)]
 
 
 async def test_the_program_of_the_page_on_async(monkeypatch: pytest.MonkeyPatch) -> None:
