@@ -106,7 +106,7 @@ class BlockwiseInt8Codec(Codec):
         # not rows.abs().amax(1), which takes six times as long
         scales = torch.maximum(rows.amax(1), -rows.amin(1)).div_(_LARGEST).clamp_min_(_SMALLEST_SCALE)
         quotients = (rows / scales[:, None]).round_()
-        if not scales.isfinite().all():
+        if scales.is_cuda or not scales.isfinite().all():  # to ask a GPU would be to wait for it
             quotients.nan_to_num_(0.0)  # a NaN has no defined integer; 0 times such a scale is NaN again
         codes.copy_(quotients)
         return scales
