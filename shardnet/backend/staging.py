@@ -48,7 +48,7 @@ class Staging:
         self._board = board
         self._is_staged = is_staged
         self._make_streams = streams
-        self._lock = threading.Lock()  # over what follows, streams included: calls come from any thread, results on the loop thread
+        self._lock = threading.Lock()  # over what follows, for no longer than it takes: the loop thread needs it, too
         self._streams: dict[torch.device, CopyStreams] = {}
         self._watchers: dict[TransferDirection, concurrent.futures.ThreadPoolExecutor] = {}
 
@@ -75,21 +75,18 @@ class Staging:
         """What is given, where the CPU has it once the copy, if it needs one, is done."""
         if gives is None or not self._is_staged(gives):
             return _NOTHING if gives is None else gives, None
-        with self._lock:
-            copy = self._to_and_from(gives.device).fetch(gives, after or now(gives.device))
+        copy = self._to_and_from(gives.device).fetch(gives, after or now(gives.device))
         return copy.target, copy
 
     def _prepare(self, gets: Tensor | None) -> tuple[Tensor, Callable[[], Copy] | None]:
         """Where what comes is put on the CPU, and what copies it from there to where it belongs, if that is elsewhere."""
         if gets is None or not self._is_staged(gets):
             return _NOTHING if gets is None else gets, None
-        with self._lock:
-            streams = self._to_and_from(gets.device)
+        streams = self._to_and_from(gets.device)
         host, writable = streams.host_like(gets), now(gets.device)
 
         def place() -> Copy:
-            with self._lock:
-                copy = streams.place(host, gets, writable)
+            copy = streams.place(host, gets, writable)
             # it keeps both ends until the copy is done, whoever else lets go of them: a GPU's allocator would hand the memory on meanwhile
             self._watchers[TransferDirection.CPU_TO_GPU].submit(self._watch, copy)
             return copy
@@ -107,11 +104,12 @@ class Staging:
         self._count(placed, TransferDirection.CPU_TO_GPU)
 
     def _to_and_from(self, device: torch.device) -> CopyStreams:
-        if device not in self._streams:
-            self._streams[device] = self._make_streams(device)
-            for direction in TransferDirection if not self._watchers else ():
-                self._watchers[direction] = _watcher(self._board, f"shardnet-{direction}")
-        return self._streams[device]
+        with self._lock:
+            if device not in self._streams:
+                self._streams[device] = self._make_streams(device)
+                for direction in TransferDirection if not self._watchers else ():
+                    self._watchers[direction] = _watcher(self._board, f"shardnet-{direction}")
+            return self._streams[device]
 
     def _count(self, copy: Copy, direction: TransferDirection) -> None:
         self._board.telemetry.count_transfer(direction, copy.duration_ns, copy.target.nbytes)

@@ -74,7 +74,7 @@ class Copy:
 
 
 class CopyStreams:
-    """To and from one device, each in the order of the calls. Any thread, one at a time in each direction."""
+    """To and from one device, each in the order of the calls. Any thread."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
