@@ -9,6 +9,7 @@ step is done, and who has an error of its own, end themselves.
 import gc
 import logging
 import os
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,6 +24,7 @@ from shardnet.training import Cluster, Departure, connect
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 COLLECTIONS = 10  # at most; two are enough for most models
+_collecting = threading.Lock()  # several members may be threads of one process
 END_S = 7 * 24 * 3600.0  # rank 0 may take its time over what it writes at the end; who is dead is noticed in any case
 Train = Callable[[Cluster, State], Awaitable[T]]
 
@@ -128,9 +130,10 @@ async def _saved(state: State, cluster: Cluster) -> None:
 def _collect_models() -> None:
     """Models and their hooks are cycles: without this there would be two at once. What other libraries hang on autograd's graphs may come
     apart a layer at a time."""
-    for _ in range(COLLECTIONS):
-        if not gc.collect():
-            return
+    with _collecting:  # by another thread, a run of the collector ends at once and finds nothing
+        for number in range(COLLECTIONS):
+            if not gc.collect() and number:  # one of Python's own may have been under way at the first
+                return
 
 
 def _reason(error: BaseException, state: State) -> CollectiveError | WorldChanges | None:

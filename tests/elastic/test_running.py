@@ -316,8 +316,8 @@ async def test_newcomers_with_another_program_end_and_the_others_go_on() -> None
 
 @pytest.mark.parametrize("place", ["begin", "backward", "committed"])
 async def test_the_model_of_the_epoch_before_is_gone_when_the_next_one_is_made(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a few runs of Python's collector, however many layers there are; else there would be two in memory."""
-    monkeypatch.setattr(running, "COLLECTIONS", 3)  # one is enough, unless another member's is under way
+    """After two runs of Python's collector, however many layers there are; else there would be two in memory."""
+    monkeypatch.setattr(running, "COLLECTIONS", 2)
 
     def remembering(made: "list[weakref.ref[nn.Module]]", there: list[int]) -> Callable[[], nn.Module]:
         def make() -> nn.Module:
