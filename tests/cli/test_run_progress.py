@@ -99,8 +99,8 @@ def test_another_worker_is_asked_when_the_first_has_died(tmp_path: Path) -> None
     """Rank 0 dies of being asked; rank 1 becomes rank 0, as its next report says, and is called so."""
     os.mkfifo(tmp_path / "fifo")
     with Launched(tmp_path, "run", "--nproc", "2", "--min-workers", "1", script(tmp_path, HEIR), merged=True) as run:
-        output = run.read_until("[0] asked")
-    assert "shardnet: rank 0 failed: exit code 1; the others go on\n" in output
+        run.read_until("shardnet: rank 0 failed: exit code 1; the others go on\n")  # the other one may have been asked before that is seen
+        run.read_until("[0] asked")
 
 
 def on_a_terminal(directory: Path, *arguments: str) -> str:
