@@ -19,9 +19,10 @@ from functools import partial
 from typing import Any, TypeVar
 
 from shardnet.backend.agreement import agree, confirm
+from shardnet.backend.arguments import disagree_all_to_all
 from shardnet.backend.base import Backend, Tensor
 from shardnet.backend.line import Place
-from shardnet.backend.mesh_backend import MeshBackend, SubBackend, disagree_all_to_all
+from shardnet.backend.mesh_backend import MeshBackend, SubBackend
 from shardnet.backend.node_buffer import NodeBuffer
 from shardnet.backend.pending import Pending
 from shardnet.backend.stage import Journey, Stage, Work
@@ -39,9 +40,10 @@ from shardnet.collectives.reduction import ReduceOp, Reduction
 from shardnet.collectives.route import Routing
 from shardnet.collectives.switchboard import Switchboard
 from shardnet.config import Timeouts
-from shardnet.errors import CollectiveError, CollectiveMismatch, ShardnetError
+from shardnet.errors import CollectiveError, CollectiveMismatch, ShardnetError, StateError
 
-# Torch's connections may break before the mesh has seen who is gone, whose word says more: so long it has for that.
+# Torch's connections may break, or a rank may give up making them, before the mesh brings word of who is gone or too late, which says more:
+# so long it has for that.
 _VERDICT_S = 0.8
 T = TypeVar("T")
 Steps = Sequence[tuple[Stage, Work]]  # of a collective, one after the other
@@ -202,14 +204,14 @@ class TorchBackend(MeshBackend):
         except BaseException as error:
             if launched or not isinstance(op.error or error, CollectiveMismatch):  # who found that has not confirmed: nobody has launched
                 await self._throw_away(op, error)
-            if isinstance(error, RuntimeError) and not isinstance(error, ShardnetError):
+            if _leaves_open_why(error):
                 raise CollectiveError(f"{self._board.where()} {op.name} of {self._group.party.title} failed in torch: {error}") from None
             raise
 
     async def _throw_away(self, op: Operation, error: BaseException) -> None:
-        """Its process groups, and with them all that is under way on them: at once, unless a peer may have been lost."""
+        """Its process groups, and with them all that is under way on them: at once, unless another rank may be about to say why."""
         try:
-            if isinstance(error, RuntimeError) and not isinstance(error, ShardnetError):
+            if _leaves_open_why(error):
                 await asyncio.sleep(_VERDICT_S)
         finally:
             self._stages.break_up(f"{op.name} failed in it", by=op)
@@ -217,6 +219,11 @@ class TorchBackend(MeshBackend):
 
 class TorchSubBackend(SubBackend, TorchBackend):
     """Some ranks of a parent backend, with a process group of their own."""
+
+
+def _leaves_open_why(error: BaseException) -> bool:
+    """Whether torch says it, or that another rank has given up."""
+    return isinstance(error, StateError) or (isinstance(error, RuntimeError) and not isinstance(error, ShardnetError))
 
 
 async def _settled(over_mesh: Sequence[Pending[Any]]) -> None:
