@@ -5,24 +5,22 @@ from functools import partial
 from math import prod
 from typing import Any, TypeVar
 
-import torch
-
+from shardnet.backend.arguments import as_input, as_output, copy, disagree_all_to_all, disagree_send, kind, largest
 from shardnet.backend.base import Backend, Tensor
 from shardnet.backend.node_buffer import NodeBuffer
 from shardnet.backend.pending import Pending
 from shardnet.backend.staging import Staging
 from shardnet.backend.streams import Event, is_on_gpu, join, now
 from shardnet.collectives import plans, shares
-from shardnet.collectives.exchange import Disagreement, Exchange
+from shardnet.collectives.exchange import Exchange
 from shardnet.collectives.group import Group
 from shardnet.collectives.hierarchical import Bounds, Hierarchical
 from shardnet.collectives.mail import Mail, Share
-from shardnet.collectives.operation import Algorithm, Call, Operation
-from shardnet.collectives.reduction import Array, ReduceOp, Reduction, as_array, as_tensor, check_dtype, dtype_name
+from shardnet.collectives.operation import Algorithm, Call
+from shardnet.collectives.reduction import Array, ReduceOp, Reduction, as_array, as_tensor, dtype_name
 from shardnet.collectives.switchboard import Switchboard
 from shardnet.config import Timeouts
 from shardnet.errors import (
-    CollectiveMismatch,
     InvalidRankError,
     InvalidWorldSizeError,
     SelfSendError,
@@ -66,11 +64,11 @@ class MeshBackend(Backend):
     def all_reduce(
         self, tensor: Tensor, op: ReduceOp = ReduceOp.SUM, *, out: Tensor | None = None, timeout_s: float | None = None, label: str = ""
     ) -> Pending[Tensor]:
-        source = _input(tensor, op)
-        result = _output(out, tensor, tensor.shape)
+        source = as_input(tensor, op)
+        result = as_output(out, tensor, tensor.shape)
         if self.world_size == 1 or not source.numel():
-            return self._at_once("all_reduce", _copy(source, result))
-        return self._all_reduce(self._call("all_reduce", f"{_kind(tensor)}, {op}", timeout_s, label, source, result), source, result, op)
+            return self._at_once("all_reduce", copy(source, result))
+        return self._all_reduce(self._call("all_reduce", f"{kind(tensor)}, {op}", timeout_s, label, source, result), source, result, op)
 
     def _all_reduce(self, call: Call, source: Tensor, result: Tensor, op: ReduceOp) -> Pending[Tensor]:
         reduction = Reduction(op, source.dtype, self.world_size)
@@ -86,13 +84,13 @@ class MeshBackend(Backend):
         self, tensor: Tensor, root: int, *, out: Tensor | None = None, timeout_s: float | None = None, label: str = ""
     ) -> Pending[Tensor]:
         self._check_rank(root, "broadcast root")
-        source = _input(tensor)
-        result = _output(out, tensor, tensor.shape)
+        source = as_input(tensor)
+        result = as_output(out, tensor, tensor.shape)
         if self.rank == root or not source.numel():
-            _copy(source, result)
+            copy(source, result)
         if self.world_size == 1 or not source.numel():
             return self._at_once("broadcast", result)
-        return self._broadcast(self._call("broadcast", f"{_kind(tensor)}, root {root}", timeout_s, label, result), result, root)
+        return self._broadcast(self._call("broadcast", f"{kind(tensor)}, root {root}", timeout_s, label, result), result, root)
 
     def _broadcast(self, call: Call, result: Tensor, root: int) -> Pending[Tensor]:
         """`result` holds the data on root."""
@@ -114,16 +112,16 @@ class MeshBackend(Backend):
         timeout_s: float | None = None,
         label: str = "",
     ) -> Pending[Tensor]:
-        source = _input(tensor)
+        source = as_input(tensor)
         rows = source.shape[0] if source.dim() else 1
         shape = self._sizes(sizes, rows, own=True)
         width = prod(source.shape[1:])
-        result = _output(out, tensor, (sum(shape), *source.shape[1:]))
+        result = as_output(out, tensor, (sum(shape), *source.shape[1:]))
         if self.world_size == 1 or not result.numel():
             if after is not None:
                 join(after, source.device)
-            return self._at_once("all_gather", _copy(source, result))
-        detail = _kind(tensor) if sizes is None else f"{_kind(source, rows=False)}, sizes {shape}"
+            return self._at_once("all_gather", copy(source, result))
+        detail = kind(tensor) if sizes is None else f"{kind(source, rows=False)}, sizes {shape}"
         call = self._call("all_gather", detail, timeout_s, label, source, result)
         return self._all_gather(call, source, result, plans.bounds_of([size * width for size in shape]), after)
 
@@ -132,14 +130,14 @@ class MeshBackend(Backend):
             plan = partial(plans.all_gather, self._group, bounds=bounds)
             return self._staging.begin(self._group, call, plan, source, result, result, after)
         arrays = as_array(source), as_array(result)
-        if (mail := self._mail(_largest(bounds) * source.itemsize)) is not None:
+        if (mail := self._mail(largest(bounds) * source.itemsize)) is not None:
             return self._begin_round(mail, call, shares.all_gather(self._group, *arrays, bounds), result)
         return self._begin(call, plans.all_gather(self._group, *arrays, bounds), result)
 
     def all_gather_on_node(
         self, tensor: Tensor, *, sizes: Sequence[int] | None = None, timeout_s: float | None = None, label: str = ""
     ) -> Pending[NodeBuffer]:
-        source = _input(tensor)
+        source = as_input(tensor)
         if self._is_staged(source):
             return super().all_gather_on_node(tensor, sizes=sizes, timeout_s=timeout_s, label=label)
         rows = source.shape[0] if source.dim() else 1
@@ -156,7 +154,7 @@ class MeshBackend(Backend):
                 whole = mine.view(whole.dtype)
             return NodeBuffer(as_tensor(whole, tensor.dtype).view(sum(shape), *source.shape[1:]), release)
 
-        detail = f"{_kind(source, rows=False)}, sizes {shape}"
+        detail = f"{kind(source, rows=False)}, sizes {shape}"
         call = self._call("all_gather", detail, timeout_s, label, on_the_wire="all_gather_on_node")
         return Pending(self._group.begin(call, gather.run, gather), call.op).map(result)
 
@@ -174,7 +172,7 @@ class MeshBackend(Backend):
         timeout_s: float | None = None,
         label: str = "",
     ) -> Pending[Tensor]:
-        source = _input(tensor, op)
+        source = as_input(tensor, op)
         if not source.dim():
             raise SizeMismatchError(f"at least 1 dimension (world size {self.world_size})", "a 0-dim tensor", "in reduce_scatter")
         rows = source.shape[0]
@@ -183,10 +181,10 @@ class MeshBackend(Backend):
         shape = self._sizes(sizes, rows // self.world_size)
         if sum(shape) != rows:
             raise SizeMismatchError(sum(shape), rows, "rows to scatter (the sum of `sizes`)")
-        result = _output(out, tensor, (shape[self.rank], *source.shape[1:]))
+        result = as_output(out, tensor, (shape[self.rank], *source.shape[1:]))
         if self.world_size == 1 or not source.numel():
-            return self._at_once("reduce_scatter", _copy(source, result))
-        detail = f"{_kind(tensor)}, {op}" + ("" if sizes is None else f", sizes {shape}")
+            return self._at_once("reduce_scatter", copy(source, result))
+        detail = f"{kind(tensor)}, {op}" + ("" if sizes is None else f", sizes {shape}")
         call = self._call("reduce_scatter", detail, timeout_s, label, source, result)
         return self._reduce_scatter(call, source, result, plans.bounds_of([size * prod(source.shape[1:]) for size in shape]), op)
 
@@ -209,7 +207,7 @@ class MeshBackend(Backend):
         timeout_s: float | None = None,
         label: str = "",
     ) -> Pending[Tensor]:
-        source = _input(tensor)
+        source = as_input(tensor)
         rows = source.shape[0] if source.dim() else 1
         if (send_sizes is None) != (recv_sizes is None):
             raise UsageError("all_to_all needs both send_sizes and recv_sizes, or neither")
@@ -221,13 +219,13 @@ class MeshBackend(Backend):
             raise SizeMismatchError(sum(sends), rows, "rows to exchange (the sum of send_sizes)")
         if sends[self.rank] != receives[self.rank]:
             raise SizeMismatchError(sends[self.rank], receives[self.rank], "rows from this rank to itself (send and recv sizes)")
-        result = _output(None, tensor, (sum(receives), *source.shape[1:]))
+        result = as_output(None, tensor, (sum(receives), *source.shape[1:]))
         width = prod(source.shape[1:])
         send_bounds = plans.bounds_of([size * width for size in sends])
         recv_bounds = plans.bounds_of([size * width for size in receives])
         if self.world_size == 1:
-            return self._at_once("all_to_all", _copy(source, result))
-        even = _kind(tensor) if send_sizes is None else f"{_kind(source, rows=False)}, uneven"
+            return self._at_once("all_to_all", copy(source, result))
+        even = kind(tensor) if send_sizes is None else f"{kind(source, rows=False)}, uneven"
         call = self._call("all_to_all", even, timeout_s, label, source)
         return self._all_to_all(call, source, result, send_bounds, recv_bounds, even=send_sizes is None)
 
@@ -242,7 +240,7 @@ class MeshBackend(Backend):
         # only where the signature settles the sizes: see below
         if even and (mail := self._mail(source.nbytes)) is not None:
             incoming[slice(*recv_bounds[self.rank])] = outgoing[slice(*send_bounds[self.rank])]
-            return self._begin_round(mail, call, shares.all_to_all(self._group, outgoing, incoming, _largest(send_bounds)), result)
+            return self._begin_round(mail, call, shares.all_to_all(self._group, outgoing, incoming, largest(send_bounds)), result)
         return self._begin(call, self._exchange(outgoing, incoming, send_bounds, recv_bounds, even=even), result)
 
     def _exchange(self, outgoing: Array, incoming: Array, send_bounds: Bounds, recv_bounds: Bounds, *, even: bool) -> Algorithm:
@@ -257,21 +255,21 @@ class MeshBackend(Backend):
         ).run
 
     def send(self, tensor: Tensor, to: int, *, tag: str = "", timeout_s: float | None = None, label: str = "") -> Pending[None]:
-        source = _input(tensor)
+        source = as_input(tensor)
         channel, peer = self._channel(to, tag, sending=True)
-        plan = lambda given, _: Exchange({peer: given}, {}, [peer], disagree=_disagree_send(source)).run  # noqa: E731
+        plan = lambda given, _: Exchange({peer: given}, {}, [peer], disagree=disagree_send(source)).run  # noqa: E731
         call = self._call("send", dtype_name(tensor.dtype), timeout_s, label, on_the_wire="send/recv")
         return self._staging.begin(channel, call, plan, source, None, None)
 
     def recv(self, into: Tensor, source: int, *, tag: str = "", timeout_s: float | None = None, label: str = "") -> Pending[Tensor]:
-        result = _output(into, into, into.shape)
+        result = as_output(into, into, into.shape)
         channel, peer = self._channel(source, tag, sending=False)
-        plan = lambda _, got: Exchange({}, {peer: got}, [peer], disagree=_disagree_send(into)).run  # noqa: E731
+        plan = lambda _, got: Exchange({}, {peer: got}, [peer], disagree=disagree_send(into)).run  # noqa: E731
         call = self._call("recv", dtype_name(into.dtype), timeout_s, label, on_the_wire="send/recv")
         return self._staging.begin(channel, call, plan, None, result, result)
 
     def recv_any(self, into: Tensor, *, tag: str = "", timeout_s: float | None = None, label: str = "") -> Pending[int]:
-        result = _output(into, into, into.shape)
+        result = as_output(into, into, into.shape)
         if is_on_gpu(result):
             raise UsageError("recv_any fills a tensor of the CPU: copy it to the GPU, or name the source")
         if self.world_size == 1:
@@ -281,7 +279,7 @@ class MeshBackend(Backend):
 
         def receive(channel: Group) -> Algorithm:
             peer = 1 - channel.rank
-            return Exchange({}, {peer: as_array(result)}, [peer], disagree=_disagree_send(into)).run
+            return Exchange({}, {peer: as_array(result)}, [peer], disagree=disagree_send(into)).run
 
         call = self._call("recv", dtype_name(into.dtype), timeout_s, label, on_the_wire="send/recv")
         return Pending(receiver.begin(call, receive), call.op).map(members.index)
@@ -398,64 +396,3 @@ class SubBackend(MeshBackend):
 
     async def aclose(self) -> None:
         """Nothing to do: the parent owns the connections."""
-
-
-def _input(tensor: Tensor, op: ReduceOp | None = None) -> Tensor:
-    """The tensor as the collectives take it: detached, contiguous (copied if it is not)."""
-    check_dtype(tensor.dtype, op)
-    _check_device(tensor)
-    return tensor.detach().contiguous()
-
-
-def _output(out: Tensor | None, like: Tensor, shape: Sequence[int]) -> Tensor:
-    """`out` if it fits, wherever it is, or a new tensor, of the dtype and on the device of `like`."""
-    if out is None:
-        return torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
-    check_dtype(out.dtype, None)
-    _check_device(out)
-    if out.dtype != like.dtype:
-        raise SizeMismatchError(dtype_name(like.dtype), dtype_name(out.dtype), "as dtype of `out`")
-    if out.numel() != prod(shape):
-        raise SizeMismatchError(prod(shape), out.numel(), "elements in `out`")
-    if not out.is_contiguous():
-        raise UsageError("`out` must be contiguous")
-    return out.detach()
-
-
-def _check_device(tensor: Tensor) -> None:
-    if tensor.device.type not in ("cpu", "cuda"):
-        raise UsageError(f"this backend moves tensors of the CPU and of CUDA devices, got one on {tensor.device}")
-
-
-def _copy(source: Tensor, result: Tensor) -> Tensor:
-    if source.data_ptr() == result.data_ptr():
-        return result
-    if is_on_gpu(source) or is_on_gpu(result):
-        result.view(-1).copy_(source.view(-1))
-    else:
-        as_array(result)[...] = as_array(source)
-    return result
-
-
-def _largest(bounds: Bounds) -> int:
-    return max(end - start for start, end in bounds)
-
-
-def _disagree_send(tensor: Tensor) -> Disagreement:
-    """The error of a send and a receive that differ, counted in elements."""
-    return lambda _op, _sender, _receiver, sent, expected: SizeMismatchError(
-        expected // tensor.itemsize, sent // tensor.itemsize, "elements in a receive"
-    )
-
-
-def disagree_all_to_all(op: Operation, sender: int, receiver: int, sent: int, expected: int) -> CollectiveMismatch:
-    sender, receiver = op.group.members[sender], op.group.members[receiver]
-    return CollectiveMismatch(
-        f"{op.group.board.where()} {op.name}: rank {sender} sends {sent} bytes to rank {receiver}, which expects {expected}; "
-        "recv_sizes[i] on rank j must equal send_sizes[j] on rank i"
-    )
-
-
-def _kind(tensor: Tensor, *, rows: bool = True) -> str:
-    """What all ranks must agree on; without the number of rows where that is said by itself."""
-    return f"{dtype_name(tensor.dtype)} {list(tensor.shape if rows else tensor.shape[1:])}"

@@ -4,36 +4,21 @@ import asyncio
 
 import torch
 
-from shardnet.backend import Backend
 from shardnet.backend.hybrid_backend import HybridBackend
 from shardnet.config import Limits
-from shardnet.fsdp import AsyncFSDP
 from shardnet.testing import same_bits
 from tests.backend.torch_ranks import torch_cluster
-from tests.fsdp.models import Block, loss_of, make_gpt, token_batches
-from tests.fsdp.training import SAMPLES, optimizer_for, train_alone
+from tests.fsdp.training import train_alone, train_async
 
 WORLD_SIZE = 4
 STEPS = 4
 LIMITS = Limits(eager_bytes=64, inline_bytes=64)  # so that the small model's collectives count as large
 
 
-async def train(backend: Backend) -> dict[str, torch.Tensor]:
-    share = SAMPLES // WORLD_SIZE
-    async with AsyncFSDP(make_gpt(seed=backend.rank), backend, units=[Block]) as model:
-        optimizer = optimizer_for(model.parameters())
-        for batch in token_batches(STEPS, SAMPLES):
-            loss = await model.run(loss_of, model.fsdp, batch[backend.rank * share :][:share])
-            await model.backward(loss)
-            await model.step(optimizer)
-            optimizer.zero_grad()
-        return await model.full_state_dict()
-
-
 async def test_training_over_two_nodes() -> None:
     alone = (await asyncio.to_thread(train_alone, steps=STEPS)).state
     async with torch_cluster(HybridBackend, WORLD_SIZE, ranks_per_node=2, limits=LIMITS) as backends:
-        states = await asyncio.gather(*(train(backend) for backend in backends))
+        states = await asyncio.gather(*(train_async(backend, steps=STEPS) for backend in backends))
     for state in states:
         for name, value in state.items():
             assert same_bits(value, states[0][name])

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from shardnet.backend import Backend
-from shardnet.fsdp import FSDP
+from shardnet.fsdp import FSDP, AsyncFSDP
 from tests.fsdp.models import Block, loss_of, make_gpt, token_batches
 from tests.fsdp.ranks import run_ranks
 
@@ -37,6 +37,19 @@ def train_alone(*, steps: int = STEPS, optimizer_kind: str = "adamw") -> Run:
         optimizer.zero_grad()
         losses.append(loss.item())
     return Run(losses, model.state_dict())
+
+
+async def train_async(backend: Backend, *, steps: int = STEPS) -> dict[str, Tensor]:
+    """One rank's part of it, as an async program; the parameters in the end."""
+    share = SAMPLES // backend.world_size
+    async with AsyncFSDP(make_gpt(seed=backend.rank), backend, units=[Block]) as model:
+        optimizer = optimizer_for(model.parameters())
+        for batch in token_batches(steps, SAMPLES):
+            loss = await model.run(loss_of, model.fsdp, batch[backend.rank * share :][:share])
+            await model.backward(loss)
+            await model.step(optimizer)
+            optimizer.zero_grad()
+        return await model.full_state_dict()
 
 
 def train_sharded(

@@ -1,0 +1,76 @@
+"""What a collective is called with, checked, and the errors of ranks that were called with different things."""
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+
+from shardnet.backend.streams import is_on_gpu
+from shardnet.collectives.exchange import Disagreement
+from shardnet.collectives.hierarchical import Bounds
+from shardnet.collectives.operation import Operation
+from shardnet.collectives.reduction import ReduceOp, as_array, check_dtype, dtype_name
+from shardnet.errors import CollectiveMismatch, SizeMismatchError, UsageError
+
+Tensor = torch.Tensor
+
+
+def as_input(tensor: Tensor, op: ReduceOp | None = None) -> Tensor:
+    """The tensor as the collectives take it: detached, contiguous (copied if it is not)."""
+    check_dtype(tensor.dtype, op)
+    _check_device(tensor)
+    return tensor.detach().contiguous()
+
+
+def as_output(out: Tensor | None, like: Tensor, shape: Sequence[int]) -> Tensor:
+    """`out` if it fits, wherever it is, or a new tensor, of the dtype and on the device of `like`."""
+    if out is None:
+        return torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
+    check_dtype(out.dtype, None)
+    _check_device(out)
+    if out.dtype != like.dtype:
+        raise SizeMismatchError(dtype_name(like.dtype), dtype_name(out.dtype), "as dtype of `out`")
+    if out.numel() != prod(shape):
+        raise SizeMismatchError(prod(shape), out.numel(), "elements in `out`")
+    if not out.is_contiguous():
+        raise UsageError("`out` must be contiguous")
+    return out.detach()
+
+
+def _check_device(tensor: Tensor) -> None:
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise UsageError(f"this backend moves tensors of the CPU and of CUDA devices, got one on {tensor.device}")
+
+
+def copy(source: Tensor, result: Tensor) -> Tensor:
+    if source.data_ptr() == result.data_ptr():
+        return result
+    if is_on_gpu(source) or is_on_gpu(result):
+        result.view(-1).copy_(source.view(-1))
+    else:
+        as_array(result)[...] = as_array(source)
+    return result
+
+
+def largest(bounds: Bounds) -> int:
+    return max(end - start for start, end in bounds)
+
+
+def disagree_send(tensor: Tensor) -> Disagreement:
+    """The error of a send and a receive that differ, counted in elements."""
+    return lambda _op, _sender, _receiver, sent, expected: SizeMismatchError(
+        expected // tensor.itemsize, sent // tensor.itemsize, "elements in a receive"
+    )
+
+
+def disagree_all_to_all(op: Operation, sender: int, receiver: int, sent: int, expected: int) -> CollectiveMismatch:
+    sender, receiver = op.group.members[sender], op.group.members[receiver]
+    return CollectiveMismatch(
+        f"{op.group.board.where()} {op.name}: rank {sender} sends {sent} bytes to rank {receiver}, which expects {expected}; "
+        "recv_sizes[i] on rank j must equal send_sizes[j] on rank i"
+    )
+
+
+def kind(tensor: Tensor, *, rows: bool = True) -> str:
+    """What all ranks must agree on; without the number of rows where that is said by itself."""
+    return f"{dtype_name(tensor.dtype)} {list(tensor.shape if rows else tensor.shape[1:])}"

@@ -1,0 +1,51 @@
+"""Handles of results on a GPU: whoever takes the result has its stream wait for it, and nobody else."""
+
+import concurrent.futures
+
+import pytest
+
+from shardnet.backend import Pending
+from shardnet.errors import UsageError
+
+
+class Arrival:
+    def __init__(self) -> None:
+        self.joined = 0
+
+    def __call__(self) -> None:
+        self.joined += 1
+
+
+async def test_each_way_to_the_result_has_the_stream_wait() -> None:
+    arrival, future = Arrival(), concurrent.futures.Future[int]()
+    pending = Pending(future, "all_reduce", arrival)
+    mapped = pending.map(lambda value: value + 1)
+    seen: list[int] = []
+    pending.add_done_callback(lambda done: seen.append(arrival.joined))
+    future.set_result(3)
+    assert seen == [0]  # on the thread that has finished it
+    assert pending.wait() == 3
+    assert pending.exception() is None
+    assert mapped.wait() == 4
+    assert arrival.joined == 3
+    assert await pending == 3
+    assert await mapped == 4
+    assert arrival.joined == 5
+
+
+async def test_an_await_that_began_before_the_end() -> None:
+    arrival, future = Arrival(), concurrent.futures.Future[int]()
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        thread.submit(future.set_result, 3)
+        assert await Pending(future, "all_reduce", arrival) == 3
+    assert arrival.joined == 1
+
+
+def test_an_error_is_nothing_to_wait_for() -> None:
+    arrival, future = Arrival(), concurrent.futures.Future[int]()
+    pending = Pending(future, "all_reduce", arrival)
+    future.set_exception(UsageError("no"))
+    with pytest.raises(UsageError):
+        pending.wait()
+    assert isinstance(pending.exception(), UsageError)
+    assert arrival.joined == 0
