@@ -11,6 +11,8 @@ from torch._C._distributed_c10d import HashStore
 from shardnet.backend.line import Place
 from shardnet.backend.torch_backend import TorchBackend
 from shardnet.backend.torch_source import NodeEngine, TorchSource
+from shardnet.collectives.operation import Operation
+from shardnet.collectives.roll_call import Attendance
 from shardnet.errors import ClosedError, CollectiveError, CollectiveTimeout, PeerLost, StateError
 from shardnet.loop import LoopThread
 from shardnet.testing import each_error, each_rank
@@ -74,6 +76,29 @@ async def test_a_timeout_behind_the_launch_ends_the_process_group_of_all() -> No
         await each_rank(ranks, lambda rank: rank.all_reduce(torch.ones(3)))
         groups = [rank.subgroup(range(3)) for rank in ranks]
         await each_rank(groups, lambda rank: rank.all_reduce(torch.ones(LARGE)))
+
+
+async def test_who_hears_that_another_has_given_up_hears_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 leaves the making of the process group, and rank 1 sees that before rank 0 has said why."""
+    async with torch_cluster(TorchBackend, 3) as ranks:
+        await hold_up(ranks[2])
+        seen, hold, throw_away = asyncio.Event(), ranks[0]._group.roll_call.hold, ranks[1]._throw_away
+
+        async def say_later(sequence: int) -> Attendance:
+            await seen.wait()
+            return await hold(sequence)
+
+        async def see(op: Operation, error: BaseException) -> None:
+            assert isinstance(error, StateError)
+            seen.set()
+            await throw_away(op, error)
+
+        monkeypatch.setattr(ranks[0]._group.roll_call, "hold", say_later)
+        monkeypatch.setattr(ranks[1], "_throw_away", see)
+        handles = [rank.all_gather(torch.ones(LARGE), timeout_s=0.3 if rank.rank == 0 else 10.0) for rank in ranks]
+        for handle in handles:
+            with pytest.raises(CollectiveTimeout):
+                await handle
 
 
 async def test_a_group_that_nobody_has_any_more_gives_back_what_it_had() -> None:
