@@ -1,6 +1,7 @@
 """`Stages`: all that a backend has of torch, from its first use to its end."""
 
 import asyncio
+from collections import deque
 
 from shardnet.backend.stage import Stage
 from shardnet.backend.torch_group import TorchGroup
@@ -20,6 +21,9 @@ class Stages:
         self._stages: list[Stage] = []
         self._broken = ""  # why there are no process groups any more
         self._under_way: set[Operation] = set()
+        # the numbers of the last ones that went over them: no rank can be behind by more
+        self._passed: deque[int] = deque(maxlen=board.limits.max_outstanding)
+        group.at_failure_elsewhere.append(self._on_failure_elsewhere)
         board.at_loss.append(self._on_loss)
         board.at_end.append(self._end)
 
@@ -40,6 +44,10 @@ class Stages:
 
     def leave(self, op: Operation) -> None:
         self._under_way.discard(op)
+
+    def passed(self, op: Operation) -> None:
+        """It has ended well: on a GPU it is launched at all stages."""
+        self._passed.append(op.sequence)
 
     def break_up(self, reason: str, by: Operation | None = None) -> None:
         """Throw the process groups away, and end what is under way on them; behind the one whose failure is the reason, if it was one."""
@@ -63,6 +71,7 @@ class Stages:
     def _release(self) -> None:
         self._close(broken=False)
         self._board.at_loss.remove(self._on_loss)
+        self._group.at_failure_elsewhere.remove(self._on_failure_elsewhere)
         ends = self._end(False)
         if ends:
             asyncio.gather(*ends).add_done_callback(lambda _: self._board.at_end.remove(self._end))
@@ -73,6 +82,11 @@ class Stages:
         """On a GPU a collective that is launched has ended for us, but may wait there for one who is gone."""
         if rank in self._group.members:
             self.break_up(f"rank {rank} was lost")
+
+    def _on_failure_elsewhere(self, sequence: int) -> None:
+        """A rank has failed where this one was done, or has left the rest to its GPU, which may wait there for that rank."""
+        if sequence in self._passed:
+            self.break_up(f"collective #{sequence} failed in it on another rank")
 
     def _end(self, aborted: bool) -> list["asyncio.Future[None]"]:
         self._close(broken=aborted)

@@ -184,6 +184,7 @@ class TorchBackend(MeshBackend):
                     sends, expects = ([end - start for start, end in bounds] for bounds in sizes)
                     await agree(op, sends, expects, disagree_all_to_all)
                 await self._launch(op, journey, list(zip(places, steps, strict=True)))
+                self._stages.passed(op)
             finally:
                 journey.forget()
                 self._stages.leave(op)

@@ -17,7 +17,7 @@ import concurrent.futures
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import islice
@@ -67,6 +67,8 @@ class Group:
         self._running: dict[int, Operation] = {}
         self._queued: deque[Operation] = deque()
         self._early = Early(board.limits)  # by sequence number, of ranks of the group
+        # called with the number of a collective that has failed elsewhere after it had ended well here; loop thread
+        self.at_failure_elsewhere: list[Callable[[int], object]] = []
         self.roll_call = RollCall(self)
 
     @property
@@ -368,6 +370,8 @@ class Group:
         """A collective that has ended well here has failed elsewhere."""
         if self.mail is not None:
             self.mail.take_back(sequence)
+        for tell in list(self.at_failure_elsewhere):
+            tell(sequence)
 
     def _has_entered(self, sequence: int) -> bool:
         return sequence < self._next and sequence not in self._ahead

@@ -78,6 +78,26 @@ async def test_a_timeout_behind_the_launch_ends_the_process_group_of_all() -> No
         await each_rank(groups, lambda rank: rank.all_reduce(torch.ones(LARGE)))
 
 
+async def test_who_is_done_hears_that_another_has_failed_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks 0 and 1 only launch, as on a GPU, which would wait there for rank 2."""
+    async with torch_cluster(TorchBackend, 3) as ranks:
+        await each_rank(ranks, lambda rank: rank.all_reduce(torch.ones(LARGE)))
+        await hold_up(ranks[2])
+        for rank in ranks[:2]:
+            monkeypatch.setattr(rank._torch, "gather", lambda *_: None)
+        handles = [rank.all_gather(torch.ones(LARGE), timeout_s=0.3) for rank in ranks]
+        for handle in handles[:2]:
+            await handle
+        with pytest.raises(CollectiveTimeout):
+            await handles[2]
+        for rank in ranks[:2]:  # throw their process groups away, and have not asked for anything
+            end = rank._whole.line.ended
+            assert end is not None
+            await asyncio.wait_for(LoopThread.shared().run_here(_ended(end)), 5.0)
+        for error in await each_error(ranks[:2], lambda rank: rank.all_reduce(torch.ones(LARGE))):
+            assert "since collective #1 failed in it on another rank" in str(error)
+
+
 async def test_who_hears_that_another_has_given_up_hears_why(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 leaves the making of the process group, and rank 1 sees that before rank 0 has said why."""
     async with torch_cluster(TorchBackend, 3) as ranks:

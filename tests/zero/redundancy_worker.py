@@ -1,8 +1,9 @@
 """The reference run: the parity model under torch's DistributedDataParallel and ZeroRedundancyOptimizer over gloo.
 
-Four processes train: all of them, the first three and so on down to one, each with every optimizer and number of
-micro-batches. Rank 0 writes `FOLDER/<world size>-<optimizer>-<micro-batches>.npz`: the losses of the combined batch and the
-parameters after the last step. The processes are forked once everything is imported, as those of tests/fsdp/fsdp2_worker.py.
+Four processes train: all of them, the first three and so on down to one, each with every optimizer, number of
+micro-batches and dtype to compute in. Rank 0 writes `FOLDER/<world size>-<optimizer>-<micro-batches>-<dtype>.npz`: the losses
+of the combined batch and the parameters after the last step. The processes are forked once everything is imported, as those
+of tests/fsdp/fsdp2_worker.py.
 """
 
 import multiprocessing
@@ -22,9 +23,10 @@ from tests.zero.training import OPTIMIZERS, SAMPLES, STEPS, groups_of, parameter
 
 WORLD_SIZES = (1, 2, 3, 4)
 MICRO_BATCHES = (1, 3)
+DTYPES = (torch.float32, torch.bfloat16)
 
 
-def train(group: dist.ProcessGroup, kind: str, micro_batches: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+def train(group: dist.ProcessGroup, kind: str, micro_batches: int, dtype: torch.dtype) -> tuple[list[float], dict[str, torch.Tensor]]:
     model, rank, world_size = make_gpt(), dist.get_rank(group), dist.get_world_size(group)
     replica = DistributedDataParallel(model, process_group=group)
     optimizer_class, options = OPTIMIZERS[kind]
@@ -33,7 +35,7 @@ def train(group: dist.ProcessGroup, kind: str, micro_batches: int) -> tuple[list
     share = SAMPLES // world_size
     losses = []
     for batch in token_batches(STEPS, SAMPLES):
-        mean = torch.tensor(train_step(replica, optimizer, batch[rank * share :][:share], micro_batches), dtype=torch.float64)
+        mean = torch.tensor(train_step(replica, optimizer, batch[rank * share :][:share], micro_batches, dtype), dtype=torch.float64)
         dist.all_reduce(mean, group=group)
         losses.append(mean.item() / world_size)
     return losses, parameters_of(model)
@@ -44,13 +46,13 @@ def run_rank(rank: int, folder: Path) -> None:
     # a rank whose peers died ends, too
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=max(WORLD_SIZES), timeout=timedelta(seconds=60))
     groups = [dist.new_group(list(range(world_size))) for world_size in WORLD_SIZES]
-    for group, kind, micro_batches in product(groups, OPTIMIZERS, MICRO_BATCHES):
+    for group, kind, micro_batches, dtype in product(groups, OPTIMIZERS, MICRO_BATCHES, DTYPES):
         if not isinstance(group, dist.ProcessGroup):
             continue  # this rank is no member
-        losses, parameters = train(group, kind, micro_batches)
+        losses, parameters = train(group, kind, micro_batches, dtype)
         if rank == 0:
             arrays = {name: value.numpy() for name, value in parameters.items()}
-            path = folder / f"{dist.get_world_size(group)}-{kind}-{micro_batches}.npz"
+            path = folder / f"{dist.get_world_size(group)}-{kind}-{micro_batches}-{dtype}.npz"
             np.savez(path, losses=np.array(losses), **arrays)  # type: ignore[arg-type]  # a parameter is not called `allow_pickle`
     dist.destroy_process_group()
 

@@ -46,10 +46,14 @@ def train_alone(kind: str, *, steps: int = STEPS) -> Run:
     return Run(losses, parameters_of(model), optimizer.state_dict())
 
 
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor, micro_batches: int = 1) -> float:
+def train_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor, micro_batches: int = 1, dtype: torch.dtype = torch.float32
+) -> float:
+    """`dtype` is what the model computes in; parameters and gradients are float32."""
     total = 0.0
     for part in batch.chunk(micro_batches):
-        loss = len(part) / len(batch) * loss_of(model, part)
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            loss = len(part) / len(batch) * loss_of(model, part)
         loss.backward()  # type: ignore[no-untyped-call]
         total += loss.item()
     optimizer.step()
@@ -57,7 +61,9 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor
     return total
 
 
-def train_rank(backend: Backend, kind: str, *, overlapping: bool = True, micro_batches: int = 1, **choices: Any) -> Run:
+def train_rank(
+    backend: Backend, kind: str, *, overlapping: bool = True, micro_batches: int = 1, dtype: torch.dtype = torch.float32, **choices: Any
+) -> Run:
     """What one rank sees; rank 0's initial parameters count."""
     model = make_gpt(seed=backend.rank)
     optimizer_class, options = OPTIMIZERS[kind]
@@ -66,7 +72,7 @@ def train_rank(backend: Backend, kind: str, *, overlapping: bool = True, micro_b
     optimizer = ZeroOptimizer(groups_of(model), optimizer_class, backend, **options, **choices)
     share = SAMPLES // backend.world_size
     batches = [batch[backend.rank * share :][:share] for batch in token_batches(STEPS, SAMPLES)]
-    losses = [train_step(model, optimizer, batch, micro_batches) for batch in batches]
+    losses = [train_step(model, optimizer, batch, micro_batches, dtype) for batch in batches]
     optimizer.wait()
     return Run(losses, parameters_of(model), optimizer.consolidated_state_dict())
 
