@@ -31,9 +31,10 @@ async def agree(op: Operation, sends: Sequence[int] = (), expects: Sequence[int]
             raise disagree(op, op.group.rank, peer, sends[peer], theirs.expect_bytes)
 
 
-async def confirm(op: Operation) -> None:
-    """Say that this rank has agreed, and wait until all have said so."""
-    for peer in op.group.peers:
+async def confirm(op: Operation, peers: Sequence[int] | None = None) -> None:
+    """Say that this rank has come so far, and wait until all have said so, or all of `peers`, ranks of the group."""
+    peers = op.group.peers if peers is None else peers
+    for peer in peers:
         await op.announce(peer)
-    for peer in op.group.peers:
+    for peer in peers:
         await op.cleared(peer)

@@ -1,10 +1,14 @@
 """`HybridBackend`: a torch process group inside each node, our own mesh across nodes.
 
-[Note: stages of a hybrid] A collective goes over up to three stages, each with a line and, on a GPU, a stream of its own. `scatter` sums up
-inside the node and hands the sums to the rails (rails.py), `across` takes what has come along the rails and begins what goes back along
-them, `gather` gives to the whole node what its members have received. While one collective is at one stage others are at the next. What
-the rails do is begun at the stages, so in the same order on all ranks, and bears the name of its collective: it cannot be taken for
-that of another one.
+[Note: stages of a hybrid] A collective goes over two stages, each with a line and, on a GPU, a stream of its own. At `node` the ranks of a
+node sum up their parts, and at the end give each other what has come; `across` begins what goes along the rails (rails.py) to and from
+other nodes. While one collective is on its way across others may be, too. What the rails do is begun at the stages, so in the same
+order on all ranks, and bears the name of its collective: it cannot be taken for that of another one.
+
+[Note: nothing waits in a launch] On a GPU what the engine launches waits there for the other ranks of the node, and until it ends some calls
+of CUDA block, and with them the process: pinning memory, loading a kernel. So nothing may be launched that waits for more than the launch
+of the others, or two could wait for each other. All ranks of a node launch everything in one order, that of the line of `node`, in which a
+collective's two turns are next to each other; and at the second they first tell each other that what had to come from other nodes has.
 
 The order of a sum follows from the ranks, their nodes and the size of the data alone. Inside a node it is that of [Note: torch inside], by
 whom the sum is taken there; across nodes that of the mesh for a rail, on which every node is one rank. Sums of 16-bit floats stay
@@ -49,10 +53,9 @@ class HybridBackend(TorchBackend):
             raise UsageError(f"an engine inside nodes needs routing 'auto', which tells nodes apart, got {str(board.routing)!r}")
         super().__init__(board, group, timeouts, source)
         self._rails = Rails.of(group.nodes, group.rank)
-        self._scatter_group, self._gather_group = (self._torch_group(purpose, self._rails.node) for purpose in ("scatter", "gather"))
-        self._scatter_stage = self._stages.add("scatter", self._scatter_group)
-        self._across_stage = self._stages.add("across")
-        self._gather_stage = self._stages.add("gather", self._gather_group)
+        self._node_group = self._torch_group("node", self._rails.node)
+        self._node = self._stages.add("node", self._node_group)
+        self._across = self._stages.add("across")
         self._meshes: dict[str, MeshBackend] = {}
 
     def subgroup(self, members: Sequence[int]) -> SubBackend:
@@ -71,7 +74,7 @@ class HybridBackend(TorchBackend):
             scatter.finish(journey)
             return gather.begin(journey)
 
-        steps = [(self._scatter_stage, scatter.begin), (self._across_stage, turn), (self._gather_stage, gather.finish)]
+        steps = [(self._node, scatter.begin), (self._across, turn), (self._node, gather.finish)]
         return self._carry(call, Journey(source.device, source, result), steps, result)
 
     def _broadcast(self, call: Call, result: Tensor, root: int) -> Pending[Tensor]:
@@ -89,23 +92,23 @@ class HybridBackend(TorchBackend):
         def spread(journey: Journey) -> tuple[()]:
             for pending in along:
                 journey.take(pending)
-            self._gather_group.broadcast(raw(result), rail % len(self._rails.node))
+            self._node_group.broadcast(raw(result), rail % len(self._rails.node))
             return ()
 
-        return self._carry(call, Journey(result.device, result), [(self._across_stage, begin), (self._gather_stage, spread)], result)
+        return self._carry(call, Journey(result.device, result), [(self._across, begin), (self._node, spread)], result)
 
     def _all_gather(self, call: Call, source: Tensor, result: Tensor, bounds: Bounds, after: Event | None) -> Pending[Tensor]:
         if self._is_plain((source, result), bounds, max(end - start for start, end in bounds) * result.itemsize):
             return super()._all_gather(call, source, result, bounds, after)
         gather = self._gathering(source, result, bounds)
-        steps = [(self._across_stage, gather.begin), (self._gather_stage, gather.finish)]
+        steps = [(self._across, gather.begin), (self._node, gather.finish)]
         return self._carry(call, Journey(source.device, source, result, after=after), steps, result)
 
     def _reduce_scatter(self, call: Call, source: Tensor, result: Tensor, bounds: Bounds, op: ReduceOp) -> Pending[Tensor]:
         if self._is_plain((source, result), bounds, source.nbytes):
             return super()._reduce_scatter(call, source, result, bounds, op)
         scatter = self._scattering(source, flat(result), bounds, op)
-        steps = [(self._scatter_stage, scatter.begin), (self._across_stage, scatter.finish)]
+        steps = [(self._node, scatter.begin), (self._across, scatter.finish)]
         return self._carry(call, Journey(source.device, source, result), steps, result)
 
     def _all_to_all(
@@ -126,14 +129,14 @@ class HybridBackend(TorchBackend):
 
         def join(journey: Journey) -> tuple[()]:
             near_sends, near_places = ([bounds[rank] for rank in self._rails.node] for bounds in both)
-            self._gather_group.exchange(raw(source), in_bytes(near_sends, source), raw(result), in_bytes(near_places, result))
+            self._node_group.exchange(raw(source), in_bytes(near_sends, source), raw(result), in_bytes(near_places, result))
             came = torch.split(journey.take(along[0]), [_length(recv_bounds, rank) for rank in far])
             for rank, block in zip(far, came, strict=True):
                 flat(result)[slice(*recv_bounds[rank])].copy_(block)
             return ()
 
         sizes = None if even else (in_bytes(send_bounds, source), in_bytes(recv_bounds, result))
-        steps = [(self._across_stage, begin), (self._gather_stage, join)]
+        steps = [(self._across, begin), (self._node, join)]
         return self._carry(call, Journey(source.device, source, result), steps, result, sizes)
 
     # --- how
@@ -152,10 +155,10 @@ class HybridBackend(TorchBackend):
             return self._order(reduction, members, self._rails.member, in_order=small)
 
         mesh = partial(self._rail, "scatter")
-        return Scatter(self._rails, self._scatter_group, mesh, source, out, bounds, Reduction(op, source.dtype, self.world_size), order)
+        return Scatter(self._rails, self._node_group, mesh, source, out, bounds, Reduction(op, source.dtype, self.world_size), order)
 
     def _gathering(self, source: Tensor, result: Tensor, bounds: Bounds) -> Gather:
-        return Gather(self._rails, self._gather_group, partial(self._rail, "gather"), source, result, bounds, self.rank)
+        return Gather(self._rails, self._node_group, partial(self._rail, "gather"), source, result, bounds, self.rank)
 
     def _rail(self, purpose: str, rail: int) -> MeshBackend:
         """The mesh along a rail, one for what each stage begins: those of one are begun in the same order on all ranks."""

@@ -137,10 +137,10 @@ class TorchBackend(MeshBackend):
 
     def _torch_group(self, purpose: str, ranks: Sequence[int]) -> TorchGroup:
         """A process group of these ranks, which are ascending ones of this group and this one among them."""
-        members, me = [self._group.members[rank] for rank in ranks], self._board.mesh.rank
-        near = next(node for node in self._board.nodes if me in node)
+        members = [self._group.members[rank] for rank in ranks]
+        near = next(node for node in self._board.nodes if self._board.mesh.rank in node)
         name = f"{self._group.epoch} {self._group.id:x} {purpose} of {members[0]}"  # other nodes may use the same store
-        return TorchGroup(self._source, name, me, members, near)
+        return TorchGroup(self._source, name, self.rank, ranks, members, near)
 
     def _stays_on_mesh(self, tensors: Sequence[Tensor], bounds: Bounds | None, letter_bytes: int) -> bool:
         """Whether a collective is small, or not what the engine carries: the same on all ranks. Without bounds only its rank knows them."""
@@ -199,7 +199,9 @@ class TorchBackend(MeshBackend):
         try:
             await confirm(op)
             launched = True
-            for place, (stage, work) in steps:
+            for index, (place, (stage, work)) in enumerate(steps):
+                if index and stage.group is not None:
+                    await confirm(op, stage.group.peers)  # see [Note: nothing waits in a launch]
                 await place.run(journey.job(stage, work, op))
                 await _settled(journey.over_mesh)
         except BaseException as error:

@@ -29,10 +29,14 @@ class TorchGroup:
     What is called is part of `operation`. Calls raise RuntimeError where torch does: a rank of the group is gone, or its time is over.
     """
 
-    def __init__(self, source: TorchSource, name: str, rank: int, members: Sequence[int], near: Collection[int]) -> None:
-        """`members` are global ranks, of which `rank` is one, and `near` those of this node."""
-        self.rank = members.index(rank)
-        self.size = len(members)
+    def __init__(
+        self, source: TorchSource, name: str, rank: int, ranks: Sequence[int], members: Sequence[int], near: Collection[int]
+    ) -> None:
+        """`ranks` are those of the collectives' group, `rank` this one of them; `members` are the same as global ranks, and `near` all global
+        ranks of this node."""
+        self.rank = ranks.index(rank)
+        self.size = len(ranks)
+        self.peers = [each for each in ranks if each != rank]
         self.operation: Operation | None = None
         self._members = tuple(members)
         self._near = frozenset(near)

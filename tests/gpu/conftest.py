@@ -1,9 +1,13 @@
 """What lives as long as the session is there before the first test looks at what there is."""
 
+import os
+
 import pytest
 import torch
 
 from shardnet.testing import ClusterRunner
+
+os.environ.setdefault("NCCL_RAS_ENABLE", "0")  # a thread of NCCL's own that keeps sockets as long as the process lives
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,0 +1,29 @@
+"""Ranks that NCCL connects, on however few GPUs there are.
+
+NCCL takes one rank a GPU of a machine. Where ranks are more than GPUs each one claims to be on a machine of its own: NCCL then goes over
+loopback, as it would between machines, and the GPU runs the kernels of all in turn. That is slow, and all else is as it is between GPUs.
+"""
+
+import os
+
+import torch
+
+import shardnet
+from shardnet.backend.hybrid_backend import HybridBackend, with_engine
+from shardnet.backend.mesh_backend import MeshBackend
+from shardnet.backend.torch_source import NodeEngine
+
+
+async def over_nccl(cluster: shardnet.Cluster) -> shardnet.Cluster:
+    """The same ranks, with NCCL inside their nodes. Each is a process, and calls this before it uses the GPU."""
+    gpus = torch.cuda.device_count()
+    if gpus < cluster.world_size:
+        os.environ["NCCL_HOSTID"] = f"rank {cluster.rank}"
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    assert isinstance(cluster.backend, MeshBackend)
+    return shardnet.Cluster(await with_engine(cluster.backend, NodeEngine.NCCL, cluster.rank % gpus), cluster.topology)
+
+
+def hybrid(cluster: shardnet.Cluster) -> HybridBackend:
+    assert isinstance(cluster.backend, HybridBackend)
+    return cluster.backend
