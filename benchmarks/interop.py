@@ -1,4 +1,7 @@
-"""torch's own collectives and trainings over a process group of shardnet's and over one of gloo's, in turn."""
+"""torch's own collectives and trainings over a process group of shardnet's and over one of gloo's, in turn.
+
+Trainings run a third time over a group that moves nothing: how much of a step is left for whoever moves the data.
+"""
 
 import datetime
 import os
@@ -7,11 +10,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import GradBucket
 from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.distributed import fake_pg  # noqa: F401 - brings the backend "fake", which does nothing
 
 from benchmarks.contestants import Trainer, fully_sharded, new_model, own_batch, parameter_bytes
 from benchmarks.plan import Interop, Op, default_repeats
@@ -20,6 +26,7 @@ from benchmarks.row import Row, Timing
 from benchmarks.targets import GLOO, OURS
 from gpt import GPT
 
+FREE = "free"
 TIMEOUT = datetime.timedelta(seconds=120)
 _MOVED = {"ddp_step": 2, "fsdp2_step": 3}  # how often a ring sends all parameters; DDP's reduction counts twice
 Groups = dict[str, dist.ProcessGroup]
@@ -27,14 +34,12 @@ Groups = dict[str, dist.ProcessGroup]
 
 @contextmanager
 def groups_of(store: Path, rank: int, ranks: int) -> Iterator[Groups]:
-    """Both, by name; shardnet's is torch's default one."""
+    """All three, by name; shardnet's is torch's default one."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     dist.init_process_group("shardnet", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=TIMEOUT)
     try:
-        ours, theirs = dist.group.WORLD, dist.new_group(backend="gloo", timeout=TIMEOUT)
-        assert isinstance(ours, dist.ProcessGroup)
-        assert isinstance(theirs, dist.ProcessGroup)
-        yield {OURS: ours, GLOO: theirs}
+        groups = {OURS: dist.group.WORLD, GLOO: dist.new_group(backend="gloo", timeout=TIMEOUT), FREE: dist.new_group(backend="fake")}
+        yield {name: group for name, group in groups.items() if isinstance(group, dist.ProcessGroup)}
     finally:
         dist.destroy_process_group()
 
@@ -49,15 +54,16 @@ def measure(session: Interop, groups: Groups, on_row: Callable[[], None]) -> Ite
             on_row()
     for name, make in (("ddp_step", _ddp), ("fsdp2_step", _fsdp2)):
         trainers = [Trainer(each, make(new_model(session), group), own_batch(session, dist.get_rank())) for each, group in groups.items()]
-        ours, theirs = race([Contender(trainer.name, trainer.step) for trainer in trainers], session.steps)
+        ours, theirs, free = race([Contender(trainer.name, trainer.step) for trainer in trainers], session.steps)
         size = parameter_bytes(session)
         moved_bytes = _MOVED[name] * (session.ranks - 1) * size
-        yield _row(session, name, size, (ours, theirs), moved_bytes, layers=session.layers)
+        yield _row(session, name, size, (ours, theirs), moved_bytes, layers=session.layers, free_ms=free.quartiles_ms()[1])
         on_row()
 
 
 def _collectives(size: int, groups: Groups) -> dict[Op, dict[str, Callable[[], object]]]:
     """Of tensors that have so many bytes on each rank before they are cut, or when they are whole."""
+    groups = {name: group for name, group in groups.items() if name != FREE}
     whole = torch.ones(size // 4)
     part = torch.ones(len(whole) // dist.get_world_size())
     return {
@@ -70,14 +76,23 @@ def _collectives(size: int, groups: Groups) -> dict[Op, dict[str, Callable[[], o
 
 
 def _ddp(model: GPT, group: dist.ProcessGroup) -> nn.Module:
-    return nn.parallel.DistributedDataParallel(model, process_group=group)
+    replica = nn.parallel.DistributedDataParallel(model, process_group=group)
+    if dist.get_backend(group) == "fake":  # whose handles have no result, which DDP looks for
+        replica.register_comm_hook(None, _as_it_is)
+    return replica
+
+
+def _as_it_is(_: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
 
 
 def _fsdp2(model: GPT, group: dist.ProcessGroup) -> nn.Module:
     return fully_sharded(model, DeviceMesh.from_group(group, "cpu"))
 
 
-def _row(session: Interop, op: str, size: int, timings: tuple[Timing, Timing], moved_bytes: int, layers: int | None = None) -> Row:
+def _row(session: Interop, op: str, size: int, timings: tuple[Timing, Timing], moved_bytes: int, **facts: Any) -> Row:
     ours, theirs = timings
     return Row.compare(
         ours,
@@ -91,5 +106,5 @@ def _row(session: Interop, op: str, size: int, timings: tuple[Timing, Timing], m
         peer=GLOO,
         moved_bytes=moved_bytes,
         chunk_bytes=session.chunk_bytes,
-        layers=layers,
+        **facts,
     )

@@ -50,6 +50,7 @@ class Row:
     layers       step: blocks of the model
     *_peak_bytes memory: the most that all ranks' processes had together; what several have in common counts once
     memcpy_ms    collective, where ranks share memory: how long a copy of `bytes`, or for an all_reduce two, takes all ranks at once
+    free_ms      step of torch's own code: the same over a process group that moves nothing
     explained_ms collective, with --explain: where a run's time went, by part (explain.py)
     *_loss       step: mean training loss over ranks at the last step, where the peer trains the same
     """
@@ -79,6 +80,7 @@ class Row:
     ours_peak_bytes: int | None = None
     peer_peak_bytes: int | None = None
     memcpy_ms: float | None = None
+    free_ms: float | None = None
     explained_ms: dict[str, float] | None = None
     ours_loss: float | None = None
     peer_loss: float | None = None

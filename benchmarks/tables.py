@@ -214,7 +214,7 @@ def _interop(ranks: int, rows: Sequence[Row]) -> Table:
         (
             *(row.op, size(row.bytes), _ms(row.ours_ms), _spread(row.ours_q1_ms, row.ours_q3_ms)),
             *(_ms(row.peer_ms), _spread(row.peer_q1_ms, row.peer_q3_ms), _ratio(row.ratio)),
-            *(_interop_verdict(row.ratio) if row.layers is not None else ("", "")),
+            *(_interop_verdict(row.ratio, row) if row.layers is not None else ("", "")),
         )
         for row in rows
     ]
@@ -227,8 +227,11 @@ def _interop(ranks: int, rows: Sequence[Row]) -> Table:
     )
 
 
-def _interop_verdict(ratio: float) -> tuple[str, str]:
-    return _ratio(INTEROP_RATIO), "met" if ratio >= INTEROP_RATIO else "missed"
+def _interop_verdict(ratio: float, step: Row | None = None) -> tuple[str, str]:
+    if ratio >= INTEROP_RATIO:
+        return _ratio(INTEROP_RATIO), "met"
+    limit = "" if step is None or step.free_ms is None else f"; at most {_ratio(step.peer_ms / step.free_ms)}, if moving data took no time"
+    return _ratio(INTEROP_RATIO), f"missed{limit}"
 
 
 def _mb(count: int) -> str:

@@ -5,10 +5,11 @@ node sum up their parts, and at the end give each other what has come; `across` 
 other nodes. While one collective is on its way across others may be, too. What the rails do is begun at the stages, so in the same
 order on all ranks, and bears the name of its collective: it cannot be taken for that of another one.
 
-[Note: nothing waits in a launch] On a GPU what the engine launches waits there for the other ranks of the node, and until it ends some calls
-of CUDA block, and with them the process: pinning memory, loading a kernel. So nothing may be launched that waits for more than the launch
-of the others, or two could wait for each other. All ranks of a node launch everything in one order, that of the line of `node`, in which a
-collective's two turns are next to each other; and at the second they first tell each other that what had to come from other nodes has.
+[Note: nothing waits in a launch] On a GPU what the engine launches waits there for the other ranks of the node, and until it ends some
+calls of CUDA block, and with them the process: pinning memory, loading a kernel. So nothing may be launched that waits for more than
+the launch of the others, or two could wait for each other. All ranks of a node launch everything in one order, that of the line of
+`node`, in which a collective's two turns are next to each other; and at the second they first tell each other that what had to come
+from other nodes has.
 
 The order of a sum follows from the ranks, their nodes and the size of the data alone. Inside a node it is that of [Note: torch inside], by
 whom the sum is taken there; across nodes that of the mesh for a rail, on which every node is one rank. Sums of 16-bit floats stay

@@ -32,7 +32,7 @@ class TorchGroup:
     def __init__(
         self, source: TorchSource, name: str, rank: int, ranks: Sequence[int], members: Sequence[int], near: Collection[int]
     ) -> None:
-        """`ranks` are those of the collectives' group, `rank` this one of them; `members` are the same as global ranks, and `near` all global
+        """`ranks` are some of the collectives' group, `rank` this one of them, `members` the same as global ranks, and `near` all global
         ranks of this node."""
         self.rank = ranks.index(rank)
         self.size = len(ranks)

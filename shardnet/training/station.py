@@ -161,6 +161,7 @@ class _Connected:
             timeouts=settings.timeouts,
             snapshot=self._snapshot,
             security=self._security,
+            leases=meet is not None,
             reflection=settings.reflection,
         )
         self.endpoint.add_mesh(self._service)
@@ -265,6 +266,7 @@ class _Connected:
             shared_memory=settings.shared_memory,
             terms={"routing": settings.routing, "node_engine": settings.node_engine},
             on_broken=lambda: self.endpoint.set_serving(False),
+            watched=self._meet is not None,
         )
         LoopThread.shared().call(obituaries.lead_to, mesh)
         backend = await ClusterBackend.start(

@@ -7,6 +7,7 @@ died, and a direct exchange needs no relay. A connection costs a socket and a pi
 import asyncio
 import concurrent.futures
 import math
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -26,6 +27,7 @@ from shardnet.transport.mesh_service import MeshService
 from shardnet.transport.options import HANDSHAKE_S
 from shardnet.transport.outbox import Outbox
 from shardnet.transport.shared_memory import Loan, Mailbox, MailboxView, Sharing
+from shardnet.transport.vigil import attend, watchers_of
 from shardnet.wire import Chunk
 
 FLUSH_S = 0.2  # how long an abort waits for the peers to take what was sent; those that live take it in milliseconds
@@ -47,11 +49,13 @@ class GrpcMesh(Mesh):
         lending: bool = True,
         terms: Mapping[str, object] | None = None,
         on_broken: Callable[[], None] | None = None,
+        watched: bool = False,
     ) -> None:
         """shared_memory  whether this rank offers the others of its node a window; it looks into theirs in any case
         lending        whether data may also be read from where it lies in a rank's memory
         terms          settings that must be alike on all ranks, by name, beside `limits`; who has others is refused
         on_broken      called once, on the loop thread, when the mesh `is_whole` no more; must not block
+        watched        whether ranks watch each other, for there is no rendezvous that does: see vigil.py
         """
         super().__init__(topology.rank, topology.world_size, topology.epoch)
         self.where = where = f"[rank {self.rank}/{self.world_size} epoch {self.epoch}]"
@@ -69,9 +73,13 @@ class GrpcMesh(Mesh):
         self._inbound: set[int] = set()  # peers whose stream to this rank is open
         self._departed: set[int] = set()  # peers that said goodbye
         self._lost: dict[int, str] = {}
-        self._changed = asyncio.Event()  # any of the three above did
+        self._changed = asyncio.Event()  # any of the three above did, or `attending`
         self._formed = False
         self._closing = False
+        self.closing = asyncio.Event()  # set when its streams are closed
+        self._watched = watched
+        self.attending = Counter[int]()  # calls by which peers let themselves be watched; the next may come before the last is found broken
+        self._doubted: set[int] = set()  # peers that had one, and have none
         self._broken = False  # is_whole is false for good
         self._on_broken = on_broken
         place = topology.me.local_rank
@@ -98,8 +106,26 @@ class GrpcMesh(Mesh):
             names = "; ".join(f"rank {peer} ({self.address(peer)}): {why}" for peer, why in sorted(self._lost.items()))
             raise PeerLost(f"{self.where} the mesh could not be formed: {names}", min(self._lost))
         self._formed = True
+        if self._watched:
+            await self._have_it_watched()
         if self._shared_memory:
             await self._sharing.open(HANDSHAKE_S)
+
+    async def _have_it_watched(self) -> None:
+        """Call those who watch this rank, and wait until they do, so that it is missed from now on. Not for ever: it can do without."""
+        calls = []
+        for peer in watchers_of(self._topology):
+            calls.append(watched := asyncio.Event())
+            hello = Hello(self._job, self.epoch, self.rank, peer, self._topology.me.incarnation, self._terms)
+            common = self._topology.members[peer], hello, self._security, self._timeouts, self._limits
+            self._spawn(attend(*common, on_watched=watched.set, is_over=partial(self._lost_or_left, peer)))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(HANDSHAKE_S):
+                for watched in calls:
+                    await watched.wait()
+
+    def _lost_or_left(self, peer: int) -> bool:
+        return self._closing or peer in self._lost or peer in self._departed
 
     @property
     def is_whole(self) -> bool:
@@ -128,11 +154,43 @@ class GrpcMesh(Mesh):
         return rank in self._outboxes and self._outboxes[rank].is_silent
 
     def suspect(self, rank: int, reason: str) -> None:
-        """The rendezvous takes a peer for gone: [Note: two witnesses] in pulse.py. Until the mesh is formed there is no other witness."""
+        """Another witness takes a peer for gone: [Note: two witnesses] in pulse.py. Until the mesh is formed there is no other."""
         if not self._formed:
             self.lose(rank, reason)
         elif rank in self._outboxes:
             self._outboxes[rank].suspect()
+
+    @contextmanager
+    def attended(self, peer: int) -> Iterator[None]:
+        """The time for which a peer lets itself be watched by this rank. All others hear when that ends, unless it is gone for good."""
+        self.attending[peer] += 1
+        if peer in self._doubted:
+            self._doubted.discard(peer)
+            self._tell_of(peer, gone=False)
+        try:
+            yield
+        finally:
+            self.attending[peer] -= 1
+            self._changed.set()
+            if not self.attending[peer] and self._formed and not self._lost_or_left(peer):
+                self._doubted.add(peer)
+                self._tell_of(peer, gone=True)
+
+    def _tell_of(self, peer: int, *, gone: bool) -> None:
+        said = mesh_pb2.Control(suspicion=mesh_pb2.Suspicion(rank=peer, gone=gone))
+        self._hear(said.suspicion)
+        for other in self.peers:
+            if other != peer:
+                with suppress(PeerLost):
+                    self._put_now(other, Chunk(self.epoch, 0, 0, control=said))
+
+    def _hear(self, said: mesh_pb2.Suspicion) -> None:
+        if said.rank not in self._outboxes:
+            return
+        if said.gone:
+            self.suspect(said.rank, "another rank cannot reach it")
+        else:
+            self._outboxes[said.rank].trust()
 
     # --- traffic
 
@@ -182,8 +240,8 @@ class GrpcMesh(Mesh):
     def _put_now(self, peer: int, chunk: Chunk) -> None:
         self._outboxes[peer].put_now(chunk)
 
-    def refuse(self, hello: Hello, identity: Identity | None) -> str | None:
-        """Why a caller, who has proved to be `identity`, may not open a stream to this rank; None if it may."""
+    def refuse(self, hello: Hello, identity: Identity | None, *, attends: bool = False) -> str | None:
+        """Why a caller, who has proved to be `identity`, may not open a stream to this rank, or one that `attends`; None if it may."""
         if hello.job != self._job:
             return f"this worker belongs to job {self._job!r}, the caller to {hello.job!r}"
         if hello.epoch != self.epoch or hello.target != self.rank:
@@ -194,7 +252,7 @@ class GrpcMesh(Mesh):
             return f"the caller is {identity or 'nobody known'}, but rank {hello.source} is {placed or 'nobody known'}"
         if (difference := disagreement(hello.terms, self._terms)) is not None:
             return f"the settings of rank {hello.source} are not those of rank {self.rank}, as they must be: {difference}"
-        if hello.source in self._inbound:
+        if not attends and hello.source in self._inbound:
             return f"rank {hello.source} has a stream open already"
         return None
 
@@ -218,6 +276,9 @@ class GrpcMesh(Mesh):
             kind = chunk.control.WhichOneof("kind") or ""
             if kind.startswith("window_") or chunk.control.HasField("window_piece") or chunk.control.HasField("loan"):
                 self._sharing.receive(peer, chunk, partial(self._receiver.on_chunk, peer))
+                return
+            if kind == "suspicion":
+                self._hear(chunk.control.suspicion)
                 return
             if kind == "goodbye":
                 self._departed.add(peer)
@@ -294,6 +355,7 @@ class GrpcMesh(Mesh):
 
     async def _close_streams(self) -> None:
         self._closing = True
+        self.closing.set()
         if self._service.mesh is self:
             await self._service.attach(None)
         for outbox in self._outboxes.values():

@@ -44,7 +44,8 @@ class MeshService:
     def handlers(self) -> grpc.GenericRpcHandler:
         # No deserializer: a ProtocolError should end the stream with our words, not gRPC's.
         push: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_unary_rpc_method_handler(self._push)
-        return grpc.method_handlers_generic_handler("shardnet.v1.Mesh", {"Push": push})
+        attend: grpc.RpcMethodHandler[bytes, bytes] = grpc.unary_stream_rpc_method_handler(self._attend)
+        return grpc.method_handlers_generic_handler("shardnet.v1.Mesh", {"Push": push, "Attend": attend})
 
     async def attach(self, mesh: "GrpcMesh | None") -> None:
         """Give streams to this mesh from now on."""
@@ -84,10 +85,20 @@ class MeshService:
             await context.abort(refusal.code, refusal.why)
         return _RESULT
 
+    async def _attend(self, _: bytes, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
+        """A peer that lets itself be watched, to its end: see vigil.py. Ends by cancellation when grpcio cannot reach it any more."""
+        try:
+            mesh, hello = await self._admit(context.invocation_metadata() or (), context.peer(), caller(), attends=True)
+        except Refused as refusal:
+            await context.abort(refusal.code, refusal.why)
+        with mesh.attended(hello.source):
+            await context.send_initial_metadata((ACCEPTED,))
+            await mesh.closing.wait()
+
     # --- both
 
     async def _admit(
-        self, metadata: "Headers | grpc.aio.Metadata | tuple[()]", address: str, identity: Identity | None
+        self, metadata: "Headers | grpc.aio.Metadata | tuple[()]", address: str, identity: Identity | None, *, attends: bool = False
     ) -> "tuple[GrpcMesh, Hello]":
         """Who calls, and the mesh that it wants. Nothing is awaited after the check, or two streams could pass it at once."""
         try:
@@ -95,7 +106,7 @@ class MeshService:
         except ProtocolError as error:
             raise Refused(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from error
         mesh = await self._find(hello)
-        if (refusal := mesh.refuse(hello, identity)) is not None:
+        if (refusal := mesh.refuse(hello, identity, attends=attends)) is not None:
             self._refused.warning("refused a stream from %s: %s", address, refusal)
             raise Refused(grpc.StatusCode.FAILED_PRECONDITION, refusal)
         return mesh, hello

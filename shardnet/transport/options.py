@@ -77,8 +77,9 @@ def channel_options(timeouts: Timeouts, limits: Limits) -> Options:
 def server_options(timeouts: Timeouts, limits: Limits, *, leases: bool = True) -> Options:
     """Options of the one server that a worker or the rendezvous runs.
 
-    leases  whether a call stands for its caller, who must be missed at once. Otherwise calls are those of tools, and of peers that this
-            process calls itself (transport/pulse.py); and to ping each watcher every second costs more than to tell it everything
+    leases  whether a call stands for its caller, who must be missed at once: those of workers to the rendezvous, or where there is none to
+            each other (vigil.py). Otherwise calls are those of tools, and of peers that this process calls itself (pulse.py); and to
+            ping each watcher every second costs more than to tell it everything
     """
     return [
         *_keepalive(timeouts, 0 if leases else ONLOOKER_PING_MS),

@@ -93,6 +93,10 @@ class Outbox:
         """Somebody else takes the peer for dead: believe it sooner."""
         self._pulse.suspect()
 
+    def trust(self) -> None:
+        """Nobody does any more."""
+        self._pulse.trust()
+
     def fail(self, why: str) -> None:
         """Refuse what comes, drop what waits, close."""
         self._failure = self._failure or why

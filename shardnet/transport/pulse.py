@@ -4,7 +4,8 @@
 that does not let our thread run, such as loading a large file, and it will be back. So silence alone counts only after
 `lost_s`. The rendezvous hears of each worker through grpcio, whose pings are answered without the interpreter: once it
 takes a silent worker for gone, `suspect_s` of silence is enough. Its word alone is not: it may have lost a worker that
-its peers still reach. A process that dies closes its sockets, and none of this is needed.
+its peers still reach. Where there is no rendezvous, other workers hear of it in the same way (vigil.py). A process that dies
+closes its sockets, and none of this is needed.
 """
 
 import asyncio
@@ -26,7 +27,7 @@ class Pulse:
 
     def __init__(self, timeouts: Timeouts) -> None:
         self._interval_s = timeouts.suspect_s / _ROUNDS
-        self._patience = max(_ROUNDS, round(timeouts.lost_s / self._interval_s))
+        self._patience = self._usual_patience = max(_ROUNDS, round(timeouts.lost_s / self._interval_s))
         self._silent = 0  # rounds
 
     @property
@@ -35,8 +36,12 @@ class Pulse:
         return self._silent > 1
 
     def suspect(self) -> None:
-        """The rendezvous has lost the peer."""
+        """Another witness has lost the peer."""
         self._patience = _ROUNDS
+
+    def trust(self) -> None:
+        """It has found it again."""
+        self._patience = self._usual_patience
 
     @asynccontextmanager
     async def beating(self, call: Call) -> AsyncIterator[None]:

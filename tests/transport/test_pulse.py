@@ -74,6 +74,14 @@ async def test_sooner_if_the_rendezvous_says_so_too() -> None:
         assert TIMEOUTS.suspect_s <= await silence_s(call, pulse) < TIMEOUTS.lost_s
 
 
+async def test_a_suspicion_can_be_taken_back() -> None:
+    with silent_peer() as (call, _):
+        pulse = Pulse(TIMEOUTS)
+        pulse.suspect()
+        pulse.trust()
+        assert await silence_s(call, pulse) >= TIMEOUTS.lost_s
+
+
 async def test_suspicion_does_not_harm_who_answers() -> None:
     near, far = sockets()
     call, peer = Call(PlainConnection(near), Limits()), Call(PlainConnection(far), Limits())

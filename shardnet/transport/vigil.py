@@ -1,0 +1,61 @@
+"""Ranks that watch each other, where there is no rendezvous that sees them all.
+
+[Note: vigils] Each rank keeps a call open to one or two others, through grpcio, whose threads answer pings while the
+interpreter is held. When a rank is frozen or cut off its watchers' pings stay unanswered, the call ends there, and they tell
+all others, who have noticed its silence themselves: that makes two witnesses ([Note: two witnesses] in pulse.py). A watcher
+whose own interpreter was held may lose a call for that alone: nobody else has noticed any silence then, and the rank calls
+again.
+"""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+
+import grpc
+
+from shardnet.config import Limits, Timeouts
+from shardnet.credentials import Role, Security
+from shardnet.pb import mesh_pb2
+from shardnet.topology import Member, Topology
+from shardnet.transport.hello import Hello
+from shardnet.transport.options import channel_options
+
+ATTEND = "/shardnet.v1.Mesh/Attend"
+_PAUSE_S = 0.5
+
+
+def watchers_of(topology: Topology) -> list[int]:
+    """Who watches this rank: the next one, and the next one on another node, if there is any."""
+    after = [(topology.rank + step) % topology.world_size for step in range(1, topology.world_size)]
+    far = [rank for rank in after if topology.members[rank].node_group != topology.me.node_group]
+    return list(dict.fromkeys(after[:1] + far[:1]))
+
+
+async def attend(
+    watcher: Member,
+    hello: Hello,
+    security: Security,
+    timeouts: Timeouts,
+    limits: Limits,
+    *,
+    on_watched: Callable[[], object],
+    is_over: Callable[[], bool],
+) -> None:
+    """Let a peer watch this rank until `is_over`, or until this is cancelled; when the call breaks, call again. `on_watched` is called each
+    time that the peer has taken the call."""
+    channel = security.channel(watcher.address, channel_options(timeouts, limits), to=Role.WORKER)
+    method = channel.unary_stream(
+        ATTEND,
+        request_serializer=mesh_pb2.AttendRequest.SerializeToString,
+        response_deserializer=mesh_pb2.AttendReply.FromString,
+    )
+    try:
+        while not is_over():
+            call = method(mesh_pb2.AttendRequest(), metadata=grpc.aio.Metadata(*hello.metadata()))
+            with suppress(grpc.aio.AioRpcError):
+                await call.initial_metadata()
+                on_watched()
+                await call.read()  # it says nothing: this ends with the call
+            await asyncio.sleep(_PAUSE_S)
+    finally:
+        await channel.close()

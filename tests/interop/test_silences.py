@@ -1,0 +1,13 @@
+"""Ranks that say nothing, where there is no rendezvous: who is frozen is named soon, who only holds its interpreter is waited for."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.training.workers import Nursery
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("program", ["frozen", "held"])
+def test_silence(nursery: Nursery, tmp_path: Path, program: str, world_size: int) -> None:
+    nursery.call("tests.interop.silences:main", str(tmp_path), str(world_size), program, within_s=55.0)
