@@ -20,8 +20,9 @@ NAMED_WITHIN_S = 8.0  # 1.5 x suspect_s, and time for a crowded machine; by sile
 HELD_S = 6
 
 
-def main(folder: str, world_size: str, name: str) -> int:
-    """Run one of the programs below on so many ranks; returns how many failed."""
+def main(folder: str, world_size: str, name: str, token: str = "") -> int:
+    """Run one of the programs below on so many ranks, over TLS if there is a token; returns how many failed."""
+    os.environ.update({"SHARDNET_TOKEN": token} if token else {})
     return programs.launch(globals()[name], folder, int(world_size))
 
 

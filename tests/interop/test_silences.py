@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from shardnet.credentials.token import new_token
 from tests.training.workers import Nursery
 
 
@@ -11,3 +12,7 @@ from tests.training.workers import Nursery
 @pytest.mark.parametrize("program", ["frozen", "held"])
 def test_silence(nursery: Nursery, tmp_path: Path, program: str, world_size: int) -> None:
     nursery.call("tests.interop.silences:main", str(tmp_path), str(world_size), program, within_s=55.0)
+
+
+def test_a_frozen_rank_under_tls(nursery: Nursery, tmp_path: Path) -> None:
+    nursery.call("tests.interop.silences:main", str(tmp_path), "3", "frozen", new_token(), within_s=55.0)
