@@ -185,12 +185,9 @@ class GrpcMesh(Mesh):
                     self._put_now(other, Chunk(self.epoch, 0, 0, control=said))
 
     def _hear(self, said: mesh_pb2.Suspicion) -> None:
-        if said.rank not in self._outboxes:
-            return
-        if said.gone:
-            self.suspect(said.rank, "another rank cannot reach it")
-        else:
-            self._outboxes[said.rank].trust()
+        """Somebody who watches a rank has lost it, or found it again."""
+        if (outbox := self._outboxes.get(said.rank)) is not None:
+            (outbox.suspect if said.gone else outbox.trust)()
 
     # --- traffic
 

@@ -8,8 +8,8 @@ again.
 """
 
 import asyncio
+import logging
 from collections.abc import Callable
-from contextlib import suppress
 
 import grpc
 
@@ -19,7 +19,9 @@ from shardnet.pb import mesh_pb2
 from shardnet.topology import Member, Topology
 from shardnet.transport.hello import Hello
 from shardnet.transport.options import channel_options
+from shardnet.transport.rpc_errors import reason
 
+log = logging.getLogger(__name__)
 ATTEND = "/shardnet.v1.Mesh/Attend"
 _PAUSE_S = 0.5
 
@@ -52,10 +54,12 @@ async def attend(
     try:
         while not is_over():
             call = method(mesh_pb2.AttendRequest(), metadata=grpc.aio.Metadata(*hello.metadata()))
-            with suppress(grpc.aio.AioRpcError):
+            try:
                 await call.initial_metadata()
                 on_watched()
                 await call.read()  # it says nothing: this ends with the call
+            except grpc.aio.AioRpcError as error:
+                log.debug("rank %d does not watch rank %d any more: %s", watcher.rank, hello.source, reason(error))
             await asyncio.sleep(_PAUSE_S)
     finally:
         await channel.close()
