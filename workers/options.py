@@ -143,7 +143,7 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_optimizer(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--lr", type=float, default=3e-3, metavar="RATE", help="highest learning rate (default: %(default)s)")
+    group.add_argument("--lr", type=float, default=1e-3, metavar="RATE", help="highest learning rate (default: %(default)s)")
     group.add_argument(
         "--warmup", type=float, default=0.08, metavar="SHARE", help="share of the run until --lr is reached (default: %(default)s)"
     )

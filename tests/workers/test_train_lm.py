@@ -25,7 +25,7 @@ from text import read_text
 from train_lm import Trainer, learning_rate, main
 
 PROGRAM = "workers/train_lm.py"
-TINY = "--dim=32 --layers=2 --heads=2 --context=16 --bigrams=3 --warmup=0.2 --valid-every=8 --valid-windows=3 --sample-bytes=40"
+TINY = "--dim=32 --layers=2 --heads=2 --context=16 --bigrams=3 --warmup=0.2 --valid-every=8 --valid-windows=3 --sample-bytes=40 --lr=3e-3"
 
 
 def train(nursery: Nursery, out: Path, *options: str) -> tuple[dict[str, Any], str]:
