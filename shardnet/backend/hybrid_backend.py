@@ -166,7 +166,7 @@ class HybridBackend(TorchBackend):
         return self._mesh(f"{purpose} along rail {rail}", self._rails.servers(rail))
 
     def _mesh(self, purpose: str, ranks: Sequence[int]) -> MeshBackend:
-        """A group of these ranks, made when the line of a stage first needs it."""
+        """A group of these ranks, made when the line of a stage first needs it, and for a purpose that no other one has."""
         if purpose not in self._meshes:
             members = tuple(self._group.members[rank] for rank in ranks)
             group = self._board.group(members, f"{purpose} of {self._group.id:x}")

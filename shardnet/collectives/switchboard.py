@@ -56,7 +56,7 @@ class Switchboard:
         self.at_end: list[Callable[[bool], list[asyncio.Future[None]]]] = []
         self._causes: dict[int, int] = {}  # global rank -> the one that it lost first; see [Note: the cause]
         self._lock = threading.Lock()  # over the next four: groups are made on any thread
-        self._made: dict[tuple[int, ...], int] = {}  # how often a group of these members was made
+        self._made: dict[tuple[tuple[int, ...], str], int] = {}  # how often a group of these members was made for that
         self._commons: dict[frozenset[int], Commons] = {}
         self._channels: dict[tuple[int, int, str], Group] = {}
         self._any_sources: dict[tuple[tuple[int, ...], str], AnySource] = {}
@@ -74,12 +74,13 @@ class Switchboard:
     # --- groups (any thread)
 
     def group(self, members: tuple[int, ...], purpose: str = "", telemetry: Telemetry | None = None) -> Group:
-        """A new group of these global ranks. Its id follows from who, what for and how many times before: all agree.
+        """A new group of these global ranks. Its id follows from who, what for and how many times before for that: all agree, if those that
+        are made for one purpose are made in the same order by all.
 
         What it does is counted in this rank's telemetry, or in another one.
         """
         with self._lock:
-            self._made[members] = again = self._made.get(members, 0) + 1
+            self._made[members, purpose] = again = self._made.get((members, purpose), 0) + 1
         return self._add(Group(self, group_id(members, purpose, again), members, telemetry))
 
     def commons(self, node: frozenset[int]) -> Commons:

@@ -14,7 +14,7 @@ from shardnet.testing import each_rank
 from tests.backend.torch_ranks import torch_cluster
 
 LARGE = 100_000  # elements of float32, which do not go over the mesh
-ROUNDS = 20
+ROUNDS = 10
 
 
 async def test_no_launch_waits_for_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,3 +44,18 @@ async def test_no_launch_waits_for_another_one(monkeypatch: pytest.MonkeyPatch) 
                 await handle
 
         await each_rank(ranks, work)
+
+
+async def test_ranks_may_come_to_their_rails_in_any_order() -> None:
+    """Ranks 0 and 2 share the first rail of two groups, and each makes that of another group first."""
+    async with torch_cluster(HybridBackend, 4, ranks_per_node=2) as ranks:
+        firsts, seconds = ([rank.subgroup(range(4)) for rank in ranks] for _ in range(2))
+        rails = []
+        for rank, groups in ((0, (firsts, seconds)), (2, (seconds, firsts))):
+            made = [group for each in groups if isinstance(group := each[rank], HybridBackend)]
+            meshes = [each._rail(purpose, 0) for each in made for purpose in ("scatter", "gather")]
+            assert len(meshes) == 4
+            rails.append(meshes if rank == 0 else meshes[2:] + meshes[:2])
+        for pair in zip(*rails, strict=True):
+            sums = await each_rank(pair, lambda rank: rank.all_reduce(torch.ones(3)))
+            assert all(each.tolist() == [2, 2, 2] for each in sums)

@@ -17,7 +17,7 @@ from shardnet.errors import PeerLost
 from tests.interop import programs
 
 NAMED_WITHIN_S = 8.0  # 1.5 x suspect_s, and time for a crowded machine; by silence alone it would be lost_s, which is 10 s
-HELD_S = 6
+HELD_S = 5
 
 
 def main(folder: str, world_size: str, name: str, token: str = "") -> int:
