@@ -6,7 +6,8 @@ other nodes. While one collective is on its way across others may be, too. What 
 order on all ranks, and bears the name of its collective: it cannot be taken for that of another one.
 
 [Note: nothing waits in a launch] On a GPU what the engine launches waits there for the other ranks of the node, and until it ends some
-calls of CUDA block, and with them the process: pinning memory, loading a kernel. So nothing may be launched that waits for more than
+calls of CUDA block, and with them the process: pinning memory, loading a kernel (CUDA's guide, "implicit synchronization" and "lazy
+loading"). So nothing may be launched that waits for more than
 the launch of the others, or two could wait for each other. All ranks of a node launch everything in one order, that of the line of
 `node`, in which a collective's two turns are next to each other; and at the second they first tell each other that what had to come
 from other nodes has.

@@ -152,8 +152,8 @@ def test_several_at_once_are_told_apart_and_not_judged() -> None:
 
 
 def test_torchs_own_code_is_judged_by_its_mean_and_its_trainings() -> None:
-    def interop(op: str, size: int, ratio: float, layers: int | None = None) -> Row:
-        return row(ratio, kind="interop", op=op, bytes=size, layers=layers)
+    def interop(op: str, size: int, ratio: float, layers: int | None = None, free_ms: float | None = None) -> Row:
+        return row(ratio, kind="interop", op=op, bytes=size, layers=layers, free_ms=free_ms)
 
     text = text_report([interop("all_reduce", 1024, 0.1), interop("all_reduce", MIB, 1.0), interop("all_gather", MIB, 4.0)])
     assert re.search(r"collectives from 1 MiB on, mean +2.00x +1.50x +met", text)
@@ -161,3 +161,6 @@ def test_torchs_own_code_is_judged_by_its_mean_and_its_trainings() -> None:
     assert re.search(r"ddp_step .* 1.04x +1.50x +missed", text)
     assert re.search(r"fsdp2_step .* 1.60x +1.50x +met", text)
     assert "mean" not in text
+    step = interop("ddp_step", 10**8, 1.04, layers=8)
+    text = text_report([interop("ddp_step", 10**8, 1.04, layers=8, free_ms=step.peer_ms / 1.1)])
+    assert re.search(r"ddp_step .* 1.04x +1.50x +missed; at most 1.10x, if moving data took no time", text)

@@ -104,6 +104,7 @@ def test_torchs_own_code(tmp_path: Path) -> None:
     assert [(row["kind"], row["op"], row["bytes"]) for row in rows[:-2]] == [("interop", *case) for case in cases]
     assert [row["op"] for row in rows[-2:]] == ["ddp_step", "fsdp2_step"]
     assert {row["peer"] for row in rows} == {"gloo"}
+    assert ["free_ms" in row for row in rows] == [False] * len(cases) + [True, True]
     check_times(rows)
 
 

@@ -68,7 +68,7 @@ async def reduce_what_is_computed_later(cluster: shardnet.Cluster) -> tuple[bool
     for _ in range(2):  # the first time each kernel is loaded and memory is pinned, which waits for the GPU
         x = torch.zeros(1 << 20, device="cuda")
         torch.cuda.synchronize()
-        torch.cuda._sleep(10 * A_WHILE)  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(10 * A_WHILE)  # type: ignore[no-untyped-call]  # keeps the GPU busy for longer than a call takes on a busy host
         before = now(x.device)
         x += cluster.rank + 1  # behind what takes so long
         started = cluster.backend.all_reduce(x)
