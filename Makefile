@@ -7,8 +7,9 @@ PYTHON ?= $(DEFAULT_PYTHON)
 TORCH_INDEX ?=
 # Passed on to the program behind the target: `make test ARGS="tests/backend -x"`, `make demo ARGS="--steps 50"`.
 ARGS ?=
-# Processes that share the tests, file by file. Most tests leave a core free; with JOBS=0 they run in one, as a debugger likes it.
-JOBS ?= 2
+# Processes that share the tests, file by file. Most tests wait part of their time, so one more than two cores can run; with JOBS=0 they run
+# in one, as a debugger likes it.
+JOBS ?= 3
 
 VENV := .venv$(if $(filter-out $(DEFAULT_PYTHON),$(PYTHON)),-$(notdir $(PYTHON)))
 BIN := $(VENV)/bin
@@ -35,6 +36,9 @@ help: ## list the targets
 
 demo: $(STAMP) ## train a small language model on a local cluster of two workers, in about three minutes
 	$(BIN)/shardnet demo $(ARGS)
+
+# Some hundred processes that the tests start would each compile the package anew where the environment forbids to keep what is compiled.
+test faults: export PYTHONDONTWRITEBYTECODE :=
 
 test: $(STAMP) ## run the tests
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)

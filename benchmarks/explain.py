@@ -37,9 +37,15 @@ from shardnet.loop import LoopThread
 
 RUNS = 5
 # A copy by numpy has no entry of its own, nor has one by the kernel from another process: they count as their caller.
-_COPIES = {("reduction.py", "copy_bytes"), ("window.py", "put"), ("lending.py", "_read"), ("hierarchical.py", "_write_own")}
+_COPIES = {
+    ("reduction.py", "copy_bytes"),
+    ("window.py", "put"),
+    ("lending.py", "_read"),
+    ("hierarchical.py", "_write_own"),
+    ("loans.py", "_write"),
+}
 # Nor have calls by way of ctypes.
-_CALLS = {("futex.py", "wait"): PEERS, ("mail.py", "_wait"): PEERS, ("futex.py", "wake"): SENDING}
+_CALLS = {("futex.py", "wait"): PEERS, ("futex.py", "wait_any"): PEERS, ("mail.py", "_wait"): PEERS, ("futex.py", "wake"): SENDING}
 
 Explanation = dict[str, float]  # ms of one run, by part
 

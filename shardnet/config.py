@@ -62,7 +62,7 @@ class Limits:
                        can read from where it is
     inline_bytes       less than this goes over gRPC in any case, which is sooner than copied and announced
     letter_bytes       a collective of ranks of one node in which none sends more than this goes through their mailboxes, in the
-                       threads that wait for it; 0: none does
+                       threads that wait for it; in a larger one they say there where their data is; 0: none does either
     max_outstanding    collectives under way per group and rank; more wait their turn. With eager_bytes it
                        bounds what a peer that runs ahead can make this rank hold
     """

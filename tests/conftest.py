@@ -8,10 +8,10 @@ import hypothesis  # noqa: F401 - its plugin imports it at the end of a run othe
 import pytest
 
 import shardnet.quiet  # noqa: F401 - before grpc
-from tests.devices import default_device
+from tests.devices import a_thread_each, default_device
 from tests.training.workers import nursery
 
-__all__ = ["default_device", "nursery"]
+__all__ = ["a_thread_each", "default_device", "nursery"]
 
 # Virtual machines exist that announce AMX and then end a process for using it, as torch does for products of 16-bit floats. Without it
 # these also have the same bits on more machines. What the tests start inherits this; torch reads it with its first product.

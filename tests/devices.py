@@ -8,6 +8,7 @@ divisions, programs that put tensors on it by themselves.
 
 import os
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
@@ -18,14 +19,23 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU on this machine")
 
 
+def by_default() -> AbstractContextManager[object]:
+    """What this thread makes without naming a device is there. Without a word it is on the CPU, where a word would make each call of
+    torch's take longer."""
+    return nullcontext() if TEST_DEVICE.type == "cpu" else TEST_DEVICE
+
+
+@pytest.fixture(autouse=True, scope="session")
+def a_thread_each() -> None:
+    """Ranks are threads, and the models small: operations that are split among more threads wait for these most of the time."""
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def default_device() -> Iterator[None]:
-    """What a test makes without naming a device is there."""
-    if TEST_DEVICE.type == "cpu":
+    """What tests make in the thread that runs them is there, too."""
+    with by_default():
         yield
-    else:
-        with TEST_DEVICE:
-            yield
 
 
 def on_test_device(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ from typing import Self
 import torch
 
 from shardnet.backend.mesh_backend import MeshBackend
+from shardnet.collectives.mail import Mail
 from shardnet.collectives.route import Routing
 from shardnet.collectives.switchboard import Switchboard
 from shardnet.config import Limits, Timeouts
@@ -12,6 +13,11 @@ from shardnet.loop import LoopThread
 from shardnet.telemetry import Telemetry
 from shardnet.topology import Topology
 from shardnet.transport.base import Mesh
+
+
+def _letters(mail: Mail | None) -> str:
+    """What goes by letter, in words for a user."""
+    return "" if mail is None else ", by letter" if mail.lends else ", small ones by letter"
 
 
 class ClusterBackend(MeshBackend):
@@ -39,7 +45,7 @@ class ClusterBackend(MeshBackend):
             raise
         board.telemetry.begin_epoch()
         board.telemetry.memory_peers, board.telemetry.borrowers = mesh.memory_peers, mesh.borrowers
-        board.telemetry.routing = f"{board.world.route}" + (", small ones by letter" if board.world.mail is not None else "")
+        board.telemetry.routing = f"{board.world.route}{_letters(board.world.mail)}"
         return cls(board, board.world, timeouts)
 
     @classmethod

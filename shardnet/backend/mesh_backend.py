@@ -1,6 +1,6 @@
 """A backend over a mesh: checks the call, makes the result tensor, and hands flat arrays to the collectives."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
 from typing import Any, TypeVar
@@ -11,11 +11,12 @@ from shardnet.backend.node_buffer import NodeBuffer
 from shardnet.backend.pending import Pending
 from shardnet.backend.staging import Staging
 from shardnet.backend.streams import Event, is_on_gpu, join, now
-from shardnet.collectives import plans, shares
+from shardnet.collectives import loans, plans, shares
 from shardnet.collectives.exchange import Exchange
 from shardnet.collectives.group import Group
 from shardnet.collectives.hierarchical import Bounds, Hierarchical
-from shardnet.collectives.mail import Mail, Share
+from shardnet.collectives.loan_round import Lending, LoanRound
+from shardnet.collectives.mail import LetterRound, Mail, Share
 from shardnet.collectives.operation import Algorithm, Call
 from shardnet.collectives.reduction import Array, ReduceOp, Reduction, as_array, as_tensor, dtype_name
 from shardnet.collectives.switchboard import Switchboard
@@ -76,8 +77,8 @@ class MeshBackend(Backend):
             plan = partial(plans.all_reduce, self._group, reduction=reduction)
             return self._staging.begin(self._group, call, plan, source, result, result)
         arrays = as_array(source), as_array(result)
-        if (mail := self._mail(source.nbytes)) is not None:
-            return self._begin_round(mail, call, shares.all_reduce(self._group, *arrays, reduction), result)
+        if (begun := self._by_letter(call, source.nbytes, shares.all_reduce, loans.all_reduce, (*arrays, reduction), result)) is not None:
+            return begun
         return self._begin(call, plans.all_reduce(self._group, *arrays, reduction), result)
 
     def broadcast(
@@ -98,8 +99,8 @@ class MeshBackend(Backend):
             gives, gets = (result, None) if self.rank == root else (None, result)
             plan = lambda given, got: plans.broadcast(self._group, got if gives is None else given, root)  # noqa: E731
             return self._staging.begin(self._group, call, plan, gives, gets, result)
-        if (mail := self._mail(result.nbytes)) is not None:
-            return self._begin_round(mail, call, shares.broadcast(self._group, as_array(result), root), result)
+        if (begun := self._by_letter(call, result.nbytes, shares.broadcast, loans.broadcast, (as_array(result), root), result)) is not None:
+            return begun
         return self._begin(call, plans.broadcast(self._group, as_array(result), root), result)
 
     def all_gather(
@@ -130,8 +131,12 @@ class MeshBackend(Backend):
             plan = partial(plans.all_gather, self._group, bounds=bounds)
             return self._staging.begin(self._group, call, plan, source, result, result, after)
         arrays = as_array(source), as_array(result)
-        if (mail := self._mail(largest(bounds) * source.itemsize)) is not None:
-            return self._begin_round(mail, call, shares.all_gather(self._group, *arrays, bounds), result)
+        if (
+            begun := self._by_letter(
+                call, largest(bounds) * source.itemsize, shares.all_gather, loans.all_gather, (*arrays, bounds), result
+            )
+        ) is not None:
+            return begun
         return self._begin(call, plans.all_gather(self._group, *arrays, bounds), result)
 
     def all_gather_on_node(
@@ -143,19 +148,26 @@ class MeshBackend(Backend):
         rows = source.shape[0] if source.dim() else 1
         shape = self._sizes(sizes, rows, own=True)
         width = prod(source.shape[1:])
-        gather = plans.all_gather_on_node(self._group, as_array(source), plans.bounds_of([size * width for size in shape]))
-        if gather is None:
+        bounds = plans.bounds_of([size * width for size in shape])
+        if not plans.fits_commons(self._group, bounds, source.itemsize):
             return super().all_gather_on_node(tensor, sizes=sizes, timeout_s=timeout_s, label=label)
+
+        def finish(whole: Array, release: Callable[[], object] | None) -> NodeBuffer:
+            return NodeBuffer(as_tensor(whole, tensor.dtype).view(sum(shape), *source.shape[1:]), release)
 
         def result(gathered: Hierarchical) -> NodeBuffer:
             whole, release = gathered.output, None
             if gathered.commons is not None and gathered.claim.granted:
-                mine, release = gathered.commons.lend(gathered.claim, self._board.loop.call)
+                mine, release = gathered.commons.lend(gathered.claim)
                 whole = mine.view(whole.dtype)
-            return NodeBuffer(as_tensor(whole, tensor.dtype).view(sum(shape), *source.shape[1:]), release)
+            return finish(whole, release)
 
         detail = f"{kind(source, rows=False)}, sizes {shape}"
         call = self._call("all_gather", detail, timeout_s, label, on_the_wire="all_gather_on_node")
+        if (mail := self._lending_mail) is not None:
+            lending = loans.all_gather_on_node(self._group, as_array(source), bounds, finish)
+            return Pending(self._group.rounds.begin(mail, LoanRound(mail, call, lending, None)), call.op)
+        gather = plans.all_gather_on_node(self._group, as_array(source), bounds)
         return Pending(self._group.begin(call, gather.run, gather), call.op).map(result)
 
     @property
@@ -194,8 +206,10 @@ class MeshBackend(Backend):
             plan = partial(plans.reduce_scatter, self._group, bounds=bounds, reduction=reduction)
             return self._staging.begin(self._group, call, plan, source, result, result)
         arrays = as_array(source), as_array(result)
-        if (mail := self._mail(source.nbytes)) is not None:
-            return self._begin_round(mail, call, shares.reduce_scatter(self._group, *arrays, bounds, reduction), result)
+        if (
+            begun := self._by_letter(call, source.nbytes, shares.reduce_scatter, loans.reduce_scatter, (*arrays, bounds, reduction), result)
+        ) is not None:
+            return begun
         return self._begin(call, plans.reduce_scatter(self._group, *arrays, bounds, reduction), result)
 
     def all_to_all(
@@ -237,10 +251,10 @@ class MeshBackend(Backend):
             plan = partial(self._exchange, send_bounds=send_bounds, recv_bounds=recv_bounds, even=even)
             return self._staging.begin(self._group, call, plan, source, result, result)
         outgoing, incoming = as_array(source), as_array(result)
-        # only where the signature settles the sizes: see below
-        if even and (mail := self._mail(source.nbytes)) is not None:
-            incoming[slice(*recv_bounds[self.rank])] = outgoing[slice(*send_bounds[self.rank])]
-            return self._begin_round(mail, call, shares.all_to_all(self._group, outgoing, incoming, largest(send_bounds)), result)
+        if even:  # only where the signature settles the sizes: see `_exchange`
+            arrays = outgoing, incoming, largest(send_bounds)
+            if (begun := self._by_letter(call, source.nbytes, shares.all_to_all, loans.all_to_all, arrays, result)) is not None:
+                return begun
         return self._begin(call, self._exchange(outgoing, incoming, send_bounds, recv_bounds, even=even), result)
 
     def _exchange(self, outgoing: Array, incoming: Array, send_bounds: Bounds, recv_bounds: Bounds, *, even: bool) -> Algorithm:
@@ -289,7 +303,7 @@ class MeshBackend(Backend):
             return self._at_once("barrier", None)
         call = self._call("barrier", "", timeout_s, label)
         if (mail := self._mail(0)) is not None:
-            return self._begin_round(mail, call, shares.barrier(), None)
+            return Pending(self._group.rounds.begin(mail, LetterRound(mail, call, shares.barrier(), None)), call.op)
         return Pending(self._group.begin(call, plans.barrier(self._group), None), "barrier")
 
     # --- groups and the end
@@ -338,8 +352,22 @@ class MeshBackend(Backend):
         mail = self._group.mail
         return mail if mail is not None and bytes <= mail.largest else None
 
-    def _begin_round(self, mail: Mail, call: Call, share: Share, result: T) -> Pending[T]:
-        return Pending(self._group.begin_round(mail, call, share, result), call.op)
+    @property
+    def _lending_mail(self) -> Mail | None:
+        """The same for one of any size, if letters may say where the data is."""
+        mail = self._group.mail
+        return mail if mail is not None and mail.lends else None
+
+    def _by_letter(
+        self, call: Call, bytes: int, small: Callable[..., Share], large: Callable[..., Lending], args: tuple[Any, ...], result: T
+    ) -> Pending[T] | None:
+        """Begin a collective of which no rank sends more than that by letters, if there are any: with the data in them where they may be so
+        large, and else with where it is. `small` and `large` make of `args` what it is then."""
+        if (mail := self._mail(bytes)) is not None:
+            return Pending(self._group.rounds.begin(mail, LetterRound(mail, call, small(self._group, *args), result)), call.op)
+        if (mail := self._lending_mail) is not None:
+            return Pending(self._group.rounds.begin(mail, LoanRound(mail, call, large(self._group, *args), result)), call.op)
+        return None
 
     def _channel(self, other: int, tag: str, *, sending: bool) -> tuple[Group, int]:
         """The two-rank group to or from another rank, and that rank's place in it."""

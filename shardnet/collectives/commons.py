@@ -4,10 +4,10 @@
 slot, by all of them: each its own block, and each carrier those that come from other nodes. Nobody copies what another one
 has written; where a chunk would have gone, it is told that it is in its place.
 
-One rank, the keeper, says which slot: with its announcement, for which the others wait before they write and announce
-themselves. A slot is granted again only when every rank of the node has released it. So a rank that runs ahead cannot
+One rank, the keeper, says which slot: with its announcement or letter, for which the others wait before they write.
+A slot is granted again only when every rank of the node has released it. So a rank that runs ahead cannot
 overwrite what another one still reads: the keeper makes another slot, and later drops what is more than was ever in use at once.
-Ranks tell the keeper what they have released with their next announcement, which costs no message, and again until a collective
+Ranks tell the keeper what they have released with their next announcement or letter, which costs no message, and again until a collective
 that said so has ended well. Every grant has a serial number, so what is said twice or late does no harm. Where the keeper's side of a
 collective fails, it never grants that slot again, for it cannot know who has it.
 
@@ -15,7 +15,9 @@ Each rank computes with a private mapping of a slot: what it writes there, only 
 """
 
 import asyncio
+import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -26,6 +28,7 @@ from shardnet.errors import ProtocolError
 from shardnet.pb import mesh_pb2
 from shardnet.transport.base import Mesh
 from shardnet.transport.shared_memory import Segment, Stranger
+from shardnet.wire import LoanRevoked
 
 if TYPE_CHECKING:
     from shardnet.collectives.operation import Operation
@@ -46,7 +49,7 @@ class Claim:
 
     slot: _Slot | None = None
     serial: int = 0
-    told: list[int] = field(default_factory=list)  # what the announcements of the collective say about other slots
+    told: list[int] = field(default_factory=list)  # what this rank says about other slots in the collective
 
     @property
     def granted(self) -> bool:
@@ -62,13 +65,15 @@ class Claim:
 class Commons:
     """One rank's side of it, for all groups that have the same ranks on this node; lives as long as the mesh. Ranks are global.
 
-    Runs on the loop thread. See [Note: one buffer a node].
+    Safe to use from any thread, but for what waits for announcements, which runs on the loop thread. See [Note: one buffer a node].
     """
 
     def __init__(self, mesh: Mesh, node: frozenset[int]) -> None:
         self._mesh = mesh
         self._node = node
-        self._keeper = min(node)
+        self.keeper = min(node)
+        self._freed: deque[Claim] = deque()  # that this rank needs no more: from any thread, even in the middle of anything
+        self._lock = threading.Lock()  # over what follows
         self._slots: dict[int, _Slot] = {}  # by id, oldest first
         self._next_id = 0
         self._serial = 0
@@ -77,83 +82,123 @@ class Commons:
         self._dropped: list[int] = []  # ids of slots that the others may not know to be gone
         self._released: list[int] = []  # serials that the keeper may not know to be released
 
-    async def claim(self, op: "Operation", size: int) -> Claim:
-        """A slot for a result of so many bytes, if the keeper grants one; the others wait for its announcement.
+    @property
+    def keeps(self) -> bool:
+        """Whether this rank is the keeper."""
+        return self.keeper == self._mesh.rank
 
-        Raises ProtocolError if it was granted and cannot be mapped.
+    # --- a collective, by letters
+
+    def begin(self, size: int) -> Claim:
+        """What this rank has to say in a collective whose result has so many bytes; on the keeper with a slot for it, if one can be had."""
+        with self._lock:
+            while self._freed:
+                self._release(self._freed.popleft())
+            return self._grant(size) if self.keeps else Claim(told=list(self._released))
+
+    def note(self, claim: Claim) -> mesh_pb2.Announcement:
+        """That, in words: to the node the keeper's grant, to the keeper what is released."""
+        if not self.keeps:
+            return mesh_pb2.Announcement(released=claim.told)
+        if claim.slot is None:
+            return mesh_pb2.Announcement()
+        place = {"id": claim.slot.id, "size": claim.slot.size, "descriptor": max(claim.slot.segment.descriptor, 0)}
+        return mesh_pb2.Announcement(grant=mesh_pb2.Grant(serial=claim.serial, dropped=claim.told, **place))
+
+    def take(self, claim: Claim, announcement: mesh_pb2.Announcement) -> None:
+        """What the keeper has said: the slot, if it grants one.
+
+        Raises LoanRevoked if the keeper is gone, which its stream is about to show, and OSError or ValueError if the slot cannot be mapped.
         """
-        if self._keeps:
-            return self._grant(size)
-        announcement = await op.cleared(op.group.members.index(self._keeper))
         if not announcement.HasField("grant"):
-            return Claim()
+            return
         grant = announcement.grant
-        for each in grant.dropped:
-            self._drop(each)
-        if grant.id not in self._slots:
-            try:
+        with self._lock:
+            for each in grant.dropped:
+                self._drop(each)
+            if grant.id not in self._slots:
                 self._slots[grant.id] = _Slot(grant.id, grant.size, self._open(grant))
-            except Stranger:  # it is gone, which its stream is about to show
-                await asyncio.get_running_loop().create_future()
-            except (OSError, ValueError) as error:
-                where = f"{op.group.board.where()} {op.name}"
-                raise ProtocolError(f"{where}: the memory that rank {self._keeper} granted cannot be used: {error}") from error
-        return Claim(self._slots[grant.id], grant.serial)
+            claim.slot, claim.serial = self._slots[grant.id], grant.serial
 
-    async def announce(self, op: "Operation", peer: int, claim: Claim) -> None:
-        """Announce an operation to a peer, and say what concerns it: to this node the keeper's grant, to the keeper what is released."""
-        rank = op.group.members[peer]
-        if self._keeps and rank in self._node and claim.slot is not None:
-            slot, claim.told = claim.slot, list(self._dropped)
-            place = {"id": slot.id, "size": slot.size, "descriptor": max(slot.segment.descriptor, 0)}
-            await op.announce(peer, grant=mesh_pb2.Grant(serial=claim.serial, dropped=claim.told, **place))
-        elif rank == self._keeper:
-            claim.told = list(self._released)
-            await op.announce(peer, released=claim.told)
-        else:
-            await op.announce(peer)
-
-    async def hear(self, op: "Operation", peer: int) -> None:
-        """Wait for a peer's announcement, unless `claim` has."""
-        rank = op.group.members[peer]
-        if rank != self._keeper:
-            self._on_released(rank, (await op.cleared(peer)).released)
+    def hear(self, rank: int, announcement: mesh_pb2.Announcement) -> None:
+        """What another rank of the node has said to the keeper."""
+        with self._lock:
+            self._on_released(rank, announcement.released)
 
     def end(self, claim: Claim) -> None:
         """The collective has ended well, so everybody has heard what was told, and has mapped the slot."""
-        if claim.slot is not None:
-            claim.slot.segment.close()
-        pending = self._dropped if self._keeps else self._released
-        pending[:] = [each for each in pending if each not in claim.told]
+        with self._lock:
+            if claim.slot is not None:
+                claim.slot.segment.close()
+            pending = self._dropped if self.keeps else self._released
+            pending[:] = [each for each in pending if each not in claim.told]
 
     def fail(self, claim: Claim) -> None:
         """The collective has failed."""
-        if claim.slot is not None and self._keeps:
-            self._retire(claim.slot)
-        else:
-            self._release(claim)
+        with self._lock:
+            if claim.slot is not None and self.keeps:
+                self._retire(claim.slot)
+            else:
+                self._release(claim)
 
-    def lend(self, claim: Claim, call: Callable[..., None]) -> tuple[np.ndarray, Callable[[], object]]:
+    # --- the same, by announcements
+
+    async def claim(self, op: "Operation", size: int) -> Claim:
+        """`begin`, and on all others than the keeper `take` what it announces.
+
+        Raises ProtocolError if a slot was granted and cannot be mapped.
+        """
+        claim = self.begin(size)
+        if not self.keeps:
+            announcement = await op.cleared(op.group.members.index(self.keeper))
+            try:
+                self.take(claim, announcement)
+            except LoanRevoked:
+                await asyncio.get_running_loop().create_future()
+            except (OSError, ValueError) as error:
+                raise self.unusable(op.group.board.where(), op.name, error) from error
+        return claim
+
+    async def announce(self, op: "Operation", peer: int, claim: Claim) -> None:
+        """Announce an operation to a peer, and say what concerns it."""
+        rank = op.group.members[peer]
+        await op.announce(peer, self.note(claim) if rank in self._node and (self.keeps or rank == self.keeper) else None)
+
+    async def listen(self, op: "Operation", peer: int) -> None:
+        """Wait for a peer's announcement, unless `claim` has, and `hear` it."""
+        rank = op.group.members[peer]
+        if rank != self.keeper:
+            self.hear(rank, await op.cleared(peer))
+
+    def unusable(self, where: str, name: str, error: Exception) -> ProtocolError:
+        return ProtocolError(f"{where} {name}: the memory that rank {self.keeper} granted cannot be used: {error}")
+
+    # --- what is there
+
+    def lend(self, claim: Claim) -> tuple[np.ndarray, Callable[[], object]]:
         """The slot's bytes, for this rank to compute with, and what releases them: on any thread, once, and at the latest when nobody has
-        them any more. `call` runs a function on the loop thread."""
+        them any more."""
         assert claim.slot is not None
         # an array of its own, which all that are made of it keep: numpy refers to the last one that is over something else than an array
         view = np.frombuffer(claim.slot.segment.private.data, np.uint8)
-        release = weakref.finalize(view, call, self._release, claim)
+        release = weakref.finalize(view, self._freed.append, claim)
         release.atexit = False
         return view, release
 
     def close(self) -> None:
-        for slot in list(self._slots):
-            self._drop(slot)
+        with self._lock:
+            for slot in list(self._slots):
+                self._drop(slot)
+
+    # --- under the lock
 
     def _release(self, claim: Claim) -> None:
         """This rank neither reads nor writes the slot any more."""
         if claim.slot is None:
             return
         claim.slot.segment.refresh()
-        if self._keeps:
-            self._on_released(self._keeper, (claim.serial,))
+        if self.keeps:
+            self._on_released(self.keeper, (claim.serial,))
         else:
             self._released.append(claim.serial)
 
@@ -162,20 +207,19 @@ class Commons:
             self._slots.pop(slot).segment.close()
 
     def _open(self, grant: mesh_pb2.Grant) -> Segment:
-        process = self._mesh.process(self._keeper)
+        process = self._mesh.process(self.keeper)
         if process is None:
             raise OSError("this rank does not see it")
-        return Segment(grant.size, (process, grant.descriptor))
+        try:
+            return Segment(grant.size, (process, grant.descriptor))
+        except Stranger as gone:
+            raise LoanRevoked from gone
 
-    # --- the keeper's
-
-    @property
-    def _keeps(self) -> bool:
-        return self._keeper == self._mesh.rank
+    # --- the keeper's (under the lock)
 
     def _grant(self, size: int) -> Claim:
         """Of nothing, if the node's ranks do not share memory, or there is none."""
-        others = self._node - {self._keeper}
+        others = self._node - {self.keeper}
         if not others <= self._mesh.memory_peers or any(self._mesh.process(rank) is None for rank in others):
             return Claim()
         slot = next((slot for slot in self._slots.values() if slot.size == size and not slot.holders), None)
@@ -188,7 +232,7 @@ class Commons:
         self._serial += 1
         slot.serial, slot.holders = self._serial, set(self._node)
         self._trim()
-        return Claim(slot, slot.serial)
+        return Claim(slot, slot.serial, list(self._dropped))
 
     def _on_released(self, rank: int, serials: Collection[int]) -> None:
         for slot in self._slots.values():

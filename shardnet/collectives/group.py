@@ -1,37 +1,24 @@
-"""A group of ranks on a mesh: numbers its collectives, sorts what arrives, and gives one verdict when one fails.
-
-[Note: the ledger] Every collective of a group has a sequence number, counted on each rank in the order of the calls.
-Before data flows each rank announces to the peers that will send to it what it takes the collective to be; a peer
-that takes it for something else aborts it for everyone, naming both sides. Since the announcements of one collective
-connect all ranks, no two ranks can disagree unnoticed. A failed collective burns its number and nothing else: the
-next one is unaffected, and what arrives late for it is recognised by its number and dropped.
-
-Data goes only to a peer that has announced, except for collectives of at most `Limits.eager_bytes` a peer in which
-every rank waits for every other: those are sent at once and may arrive before the call. So a rank never holds more
-than max_outstanding × eager_bytes a peer for collectives that it has not entered yet; a peer that sends more is cut off (early.py). What
-is lent stays with its lender, so word of it may come early, too.
-"""
+"""A group of ranks on a mesh: begins its collectives, sorts what arrives, and gives one verdict when one fails."""
 
 import asyncio
 import concurrent.futures
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
 
 from shardnet.collectives import verdict
 from shardnet.collectives.commons import Commons
-from shardnet.collectives.early import Early
-from shardnet.collectives.mail import Mail, Round, Share
+from shardnet.collectives.ledger import Ledger
+from shardnet.collectives.mail import Mail, Round
 from shardnet.collectives.operation import Algorithm, Call, Operation, Prelude
 from shardnet.collectives.roll_call import RollCall
+from shardnet.collectives.rounds import Rounds
 from shardnet.collectives.route import Route
 from shardnet.errors import ClosedError, CollectiveMismatch, CollectiveTimeout, PeerLost, ProtocolError, ShardnetError
-from shardnet.flight import Flight, Party
+from shardnet.flight import Party
 from shardnet.pb import mesh_pb2
 from shardnet.telemetry import Telemetry, Track
 from shardnet.transport.shared_memory import Loan
@@ -58,15 +45,10 @@ class Group:
         nodes = (tuple(self._local[rank] for rank in node if rank in self._local) for node in board.nodes)
         self.nodes = tuple(node for node in nodes if node)  # ranks of the group
         self.route = Route.of(board.routing.cut(self.nodes), self.rank)
-        self._lock = threading.Lock()
-        self._next = 0  # the next number to give out (any thread, under the lock; as the next three)
-        self._ahead: set[int] = set()  # numbers that were given out and are not entered yet
-        self._rounds: dict[int, Round] = {}  # under way; see [Note: rounds]
-        self._queue: deque[Round] = deque()  # of these, those that have not begun
-        self._last_signature = ""  # of the one entered last
+        self._ledger = Ledger(self.party, self.telemetry, board.limits)
+        self.rounds = Rounds(self, self._ledger)
         self._running: dict[int, Operation] = {}
         self._queued: deque[Operation] = deque()
-        self._early = Early(board.limits)  # by sequence number, of ranks of the group
         # called with the number of a collective that has failed elsewhere after it had ended well here; loop thread
         self.at_failure_elsewhere: list[Callable[[int], object]] = []
         self.roll_call = RollCall(self)
@@ -85,144 +67,35 @@ class Group:
         """The memory that its ranks on this node have in common."""
         return self.board.commons(frozenset(self.members[rank] for rank in self.route.node))
 
-    # --- calls (any thread)
-
-    def begin(self, call: Call, algorithm: Algorithm, value: T, *, prelude: Prelude | None = None) -> "concurrent.futures.Future[T]":
-        """Number a collective and hand it to the loop thread. The future gives `value` when the algorithm is done, which begins when the
-        `prelude`, if there is one, has ended."""
-        with self._lock:
-            return self._begin(call, algorithm, value, prelude)
-
-    def begin_announced(self, call: Call, algorithm: Algorithm, value: T) -> "concurrent.futures.Future[T] | None":
-        """`begin`, if a peer waits for this rank in the next collective already; else None."""
-        with self._lock:
-            return self._begin(call, algorithm, value) if self._next in self._early else None
-
-    def announced_since(self) -> int | None:
-        """When something first came for the next collective, which nobody here has begun, by time.monotonic_ns; None: nothing has."""
-        with self._lock:
-            return self._early.since(self._next)
-
-    def _begin(self, call: Call, algorithm: Algorithm, value: T, prelude: Prelude | None = None) -> "concurrent.futures.Future[T]":
-        """Under the lock."""
-        result: concurrent.futures.Future[T] = concurrent.futures.Future()
-        result.set_running_or_notify_cancel()  # a started collective cannot be cancelled
-        operation = Operation(self, self._record(call), call, algorithm, value, result, prelude)
-        self._ahead.add(self._next)
-        self._next += 1
-        self.board.loop.call(self._submit, operation)
-        return result
-
-    def _record(self, call: Call) -> Flight:
-        """The next collective, for the flight recorder. Under the lock: the ring has them in the order of their numbers."""
-        telemetry = self.telemetry
-        return telemetry.flights.begin(Flight(self.party, self._next, call.op, call.label, telemetry.step, time.perf_counter_ns()))
-
-    # --- rounds (any thread)
-
     @cached_property
     def mail(self) -> Mail | None:
         """Its way to the mailboxes of all members, if all of them agree that there is one; the same on all of them."""
         return self.board.mail(self)
 
-    def begin_round(self, mail: Mail, call: Call, share: Share, value: object) -> Round:
-        """Number a collective that goes by letters, and begin it."""
-        begun = Round(mail, call, share, value)
-        with self._lock:
-            begun.flight, begun.sequence = self._record(call), self._next
-            self._next += 1
-            is_late = begun.sequence in self._early
-            begun.queued, is_first = len(self._rounds) >= self.board.limits.max_outstanding, not self._queue
-            self._rounds[begun.sequence] = begun
-            if begun.queued:
-                self._queue.append(begun)
-            self._last_signature = call.signature
-        if is_late or self.board.is_impaired:
-            self.board.loop.call(self._inspect, begun)
-        if begun.queued:
-            for each in [*self._open(), begun] if is_first else [begun]:  # it waits for these, whoever waits for them
-                mail.attendant.take(each)
-        else:
-            begun.begin()
-        if len(self._rounds) > 1:
-            self.sweep()
-        self.board.watch.begin()
-        return begun
+    # --- calls (any thread)
 
-    @property
-    def rounds(self) -> list[Round]:
-        """Those under way."""
-        with self._lock:
-            return list(self._rounds.values())
+    def begin(self, call: Call, algorithm: Algorithm, value: T, *, prelude: Prelude | None = None) -> "concurrent.futures.Future[T]":
+        """Number a collective and hand it to the loop thread. The future gives `value` when the algorithm is done, which begins when the
+        `prelude`, if there is one, has ended."""
+        with self._ledger.lock:
+            return self._begin(call, algorithm, value, prelude)
 
-    def sweep(self) -> None:
-        """End the rounds that can end, whoever waits for them."""
-        for each in self._open():
-            each.advance()
+    def begin_announced(self, call: Call, algorithm: Algorithm, value: T) -> "concurrent.futures.Future[T] | None":
+        """`begin`, if a peer waits for this rank in the next collective already; else None."""
+        with self._ledger.lock:
+            return self._begin(call, algorithm, value) if self._ledger.is_next_announced() else None
 
-    def _open(self) -> list[Round]:
-        """Those that have begun: the oldest ones."""
-        with self._lock:
-            return [each for each in islice(self._rounds.values(), self.board.limits.max_outstanding) if not each.queued]
+    def announced_since(self) -> int | None:
+        """When something first came for the next collective, which nobody here has begun, by time.monotonic_ns; None: nothing has."""
+        return self._ledger.announced_since()
 
-    def end_round(self, ended: Round) -> None:
-        """Forget one, and begin another that waits for its turn."""
-        following = None
-        with self._lock:
-            self._rounds.pop(ended.sequence, None)
-            if ended.queued and ended in self._queue:  # it has failed before its turn
-                self._queue.remove(ended)
-            if self._queue and len(self._rounds) - len(self._queue) < self.board.limits.max_outstanding:
-                following = self._queue.popleft()
-        if following is not None:
-            following.begin()
-            self.board.watch.begin()
-
-    # --- rounds (loop thread)
-
-    def inspect_rounds(self) -> None:
-        """This group is new to the loop thread, and something has happened before."""
-        for each in self.rounds:
-            self._inspect(each)
-
-    def _inspect(self, begun: Round) -> None:
-        """What has come for a round before it began, and whether it can end."""
-        with self._lock:
-            early = self._early.take(begun.sequence)
-        for source, chunk in early:
-            self._answer(begun, source, chunk)
-        try:
-            self._check(begun)
-        except ShardnetError as error:
-            self.fail(begun, error)
-
-    def _answer(self, begun: Round, source: int, chunk: Chunk) -> None:
-        """A chunk that came for a round: its letter, or where its sender is, or an end to it."""
-        control = chunk.control or mesh_pb2.Control()
-        if control.HasField("abort"):
-            if not begun.fail(self._verdict(begun, source, control.abort)):
-                self._take_back(begun.sequence)
-        elif control.HasField("announcement") and control.announcement.signature != begun.call.signature:
-            self.mismatch(begun, source, control.announcement.signature)
-        elif control.HasField("announcement") and not control.announcement.posted:
-            begun.deliver(source, chunk.data if chunk.frame is not None else bytes(chunk.data))
-        elif chunk.size:
-            self.fail(begun, ProtocolError(f"rank {self.members[source]} sent data for {begun.name} otherwise than it may"))
-
-    def announce_round(self, begun: Round, peers: Sequence[int], data: bytes | None = None) -> None:
-        """Tell others on their streams which round this rank is in; with data if its letter found no room."""
-        announcement = mesh_pb2.Announcement(signature=begun.call.signature, posted=data is None)
-        for peer in peers:
-            control = mesh_pb2.Control(announcement=announcement)
-            self.board.post(self.members[peer], Chunk(self.epoch, self.id, begun.sequence, data=data or b"", control=control))
-
-    def time_out(self, late: Round) -> None:
-        """The time of a round is over: say who is missing."""
-
-        async def end() -> None:
-            self.fail(late, await self._diagnose(late))
-
-        self.board.spawn(end())
+    def _begin(self, call: Call, algorithm: Algorithm, value: T, prelude: Prelude | None = None) -> "concurrent.futures.Future[T]":
+        """Under the ledger's lock."""
+        result: concurrent.futures.Future[T] = concurrent.futures.Future()
+        result.set_running_or_notify_cancel()  # a started collective cannot be cancelled
+        operation = Operation(self, self._ledger.number_ahead(call), call, algorithm, value, result, prelude)
+        self.board.loop.call(self._submit, operation)
+        return result
 
     # --- the life of an operation (loop thread)
 
@@ -233,9 +106,7 @@ class Group:
             self._enter(operation)
 
     def _enter(self, operation: Operation) -> None:
-        with self._lock:
-            self._ahead.discard(operation.sequence)
-        self._last_signature = operation.call.signature
+        self._ledger.enter(operation.sequence, operation.call.signature)
         operation.flight.entered_ns = time.perf_counter_ns()
         self._running[operation.sequence] = operation
         operation.task = self.board.spawn(self._run(operation))
@@ -257,7 +128,7 @@ class Group:
         try:
             # what a collective waited for its turn counts, too, or a queue of them would time out one by one
             async with asyncio.timeout(operation.deadline - time.monotonic()) as limit:
-                self._check(operation)
+                self.check(operation)
                 if operation.prelude is not None:
                     await operation.prelude()
                 # The algorithm sets its sink before it first waits; only then is what came early handed to it.
@@ -268,7 +139,7 @@ class Group:
                 raise
             raise await self._diagnose(operation) from None
 
-    def _check(self, operation: Operation | Round) -> None:
+    def check(self, operation: Operation | Round) -> None:
         """Raise if the operation cannot end, or was failed before it began."""
         if operation.error is not None:
             raise operation.error
@@ -279,14 +150,14 @@ class Group:
 
     def _replay(self, operation: Operation) -> None:
         operation.ready = True
-        for source, chunk in self._early.take(operation.sequence):
+        for source, chunk in self._ledger.early.take(operation.sequence):
             if operation.sequence in self._running:
                 self._deliver(operation, source, chunk)
 
     def _finish(self, operation: Operation) -> None:
         del self._running[operation.sequence]
         operation.revoke()
-        self._early.take(operation.sequence)
+        self._ledger.early.take(operation.sequence)
         if operation.error is None:
             self.board.telemetry.count_stale(operation.unheard)
         call, flight, failed, end = operation.call, operation.flight, operation.error is not None, time.perf_counter_ns()
@@ -311,6 +182,10 @@ class Group:
             self.telemetry.count_sent(chunk.size, near=near, far=[rank for rank in targets if rank not in near] if near else targets)
         with self._naming(operation):
             await self.board.send_all(targets, chunk)
+
+    def tell(self, peer: int, sequence: int, control: mesh_pb2.Control, data: bytes = b"") -> None:
+        """Send a peer word of a collective, without waiting; it need not hear it if it is gone."""
+        self.board.post(self.members[peer], Chunk(self.epoch, self.id, sequence, data=data, control=control))
 
     @property
     def borrowers(self) -> frozenset[int]:
@@ -346,20 +221,20 @@ class Group:
             if operation.ready:
                 self._deliver(operation, source, chunk)
             else:
-                self._early.keep(chunk.sequence, source, chunk)
+                self._ledger.early.keep(chunk.sequence, source, chunk)
         else:
             self._on_other(source, chunk)
 
     def _on_other(self, source: int, chunk: Chunk) -> None:
         """A chunk of a collective that is no operation under way."""
-        with self._lock:
-            begun = self._rounds.get(chunk.sequence)
-            if begun is None and not self._has_entered(chunk.sequence):
-                self._early.keep(chunk.sequence, source, chunk)
+        with self._ledger.lock:
+            begun = self.rounds.find(chunk.sequence)
+            if begun is None and not self._ledger.has_entered(chunk.sequence):
+                self._ledger.early.keep(chunk.sequence, source, chunk)
                 self.board.wake_receivers()
                 return
         if begun is not None:
-            self._answer(begun, source, chunk)
+            self.rounds.hear(begun, source, chunk)
             return
         if self.mail is None or chunk.size or chunk.control is None or not chunk.control.HasField("announcement"):
             self.board.telemetry.count_stale()  # else it says where its sender was in a round: often no news any more
@@ -373,9 +248,6 @@ class Group:
         for tell in list(self.at_failure_elsewhere):
             tell(sequence)
 
-    def _has_entered(self, sequence: int) -> bool:
-        return sequence < self._next and sequence not in self._ahead
-
     def _deliver(self, operation: Operation, source: int, chunk: Chunk) -> None:
         if chunk.control is not None and chunk.control.HasField("abort"):
             operation.fail(self._verdict(operation, source, chunk.control.abort))
@@ -385,6 +257,11 @@ class Group:
         except ProtocolError as error:
             self.fail(operation, error)
 
+    def hear_abort(self, begun: Round, source: int, abort: mesh_pb2.Abort) -> None:
+        """Another rank says that a round has failed."""
+        if not begun.fail(self._verdict(begun, source, abort)):
+            self._take_back(begun.sequence)
+
     def _verdict(self, operation: Operation | Round, source: int, abort: mesh_pb2.Abort) -> ShardnetError:
         return verdict.unpack(abort, f"{self.board.where()} {operation.name} was aborted by rank {self.members[source]}")
 
@@ -392,7 +269,7 @@ class Group:
 
     @property
     def under_way(self) -> list[Operation | Round]:
-        return [*self._running.values(), *self.rounds]
+        return [*self._running.values(), *self.rounds.under_way]
 
     def lose(self, global_rank: int, reason: str) -> None:
         """A member is gone: whatever is under way cannot end."""
@@ -417,13 +294,7 @@ class Group:
             operation.result.set_exception(error)
 
     def position(self) -> mesh_pb2.Goodbye.Position:
-        return mesh_pb2.Goodbye.Position(group=self.id, next_sequence=self._position)
-
-    @property
-    def _position(self) -> int:
-        """The next number to enter."""
-        with self._lock:
-            return min(self._ahead, default=self._next)
+        return mesh_pb2.Goodbye.Position(group=self.id, next_sequence=self._ledger.position)
 
     def mismatch(self, operation: Operation | Round, peer: int, theirs: str) -> None:
         """This rank and a peer disagree on what the collective is: end it for everyone."""
@@ -437,11 +308,18 @@ class Group:
         """End an operation on every rank. If it has ended already, the others know."""
         if not operation.fail(error) or isinstance(error, ClosedError):  # then the others lose this rank, and that is what they shall hear
             return
-        control = mesh_pb2.Control(abort=verdict.pack(error))
         for peer in self.peers:
-            self.board.post(self.members[peer], Chunk(self.epoch, self.id, operation.sequence, control=control))
+            self.tell(peer, operation.sequence, mesh_pb2.Control(abort=verdict.pack(error)))
 
     # --- diagnosis (loop thread)
+
+    def time_out(self, late: Round) -> None:
+        """The time of a round is over: say who is missing."""
+
+        async def end() -> None:
+            self.fail(late, await self._diagnose(late))
+
+        self.board.spawn(end())
 
     async def _diagnose(self, operation: Operation | Round) -> CollectiveTimeout:
         """Ask every member whether it has entered the collective, and say who has not."""
@@ -452,11 +330,4 @@ class Group:
         return CollectiveTimeout(f"{self.board.where()} {detail}", [each.rank for each in absent])
 
     def _answer_probe(self, source: int, chunk: Chunk, probe: mesh_pb2.Probe) -> None:
-        reply = mesh_pb2.ProbeReply(
-            id=probe.id,
-            entered=self._has_entered(chunk.sequence),
-            next_sequence=self._position,
-            last_signature=self._last_signature,
-        )
-        answer = Chunk(self.epoch, self.id, chunk.sequence, control=mesh_pb2.Control(probe_reply=reply))
-        self.board.post(self.members[source], answer)
+        self.tell(source, chunk.sequence, mesh_pb2.Control(probe_reply=self._ledger.answer(probe, chunk.sequence)))

@@ -107,7 +107,7 @@ class Hierarchical:
             await self._write_own()
             self._queue_own()
             for peer in targets:
-                await self.commons.hear(op, peer)
+                await self.commons.listen(op, peer)
             await self._work(op)
         elif self._lends_at_once(op):
             op.announce_with_loans(sources)

@@ -1,4 +1,4 @@
-"""Small collectives among ranks of one node: everybody leaves a letter, and whoever waits reads those of the others itself.
+"""Collectives by letter, among ranks of one node: everybody leaves one, and whoever waits reads those of the others itself.
 
 [Note: rounds] Handing a collective to the loop thread and its result back takes longer than a small collective needs. So a round
 begins in the thread that calls it: the rank's letter, with what the collective is and with the rank's data, goes into the mailbox that
@@ -20,17 +20,19 @@ another group.
 import concurrent.futures
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from shardnet.collectives.operation import Call
 from shardnet.flight import Flight, State
 from shardnet.loop import LoopThread
 from shardnet.telemetry import Track
-from shardnet.transport.shared_memory import Letter, Mailbox, MailboxView, give_way
+from shardnet.transport.shared_memory import Letter, Mailbox, MailboxView, Posted, give_way
 from shardnet.waiting import LATE_NS
-from shardnet.wire import Buffer
+from shardnet.wire import Buffer, LoanRevoked
 
 if TYPE_CHECKING:
     from shardnet.collectives.attendant import Attendant
@@ -50,14 +52,27 @@ class Share:
     finish: Callable[[Mapping[int, Buffer]], None]  # gets the data of the other ranks
 
 
-_NOTHING = Share(b"", lambda _: None)
+# The work of a round, piece by piece: the rank that it waits for, or None after a piece. Between pieces it can be failed. It raises
+# LoanRevoked if others have taken back what they had given.
+Course = Iterator[int | None]
+
+
+class Progress(Enum):
+    """What a step of a round has come to, if it does not wait for anybody."""
+
+    MORE = "there is more to do"
+    SETTLED = "there is nothing more to do"
 
 
 class Mail:
     """One group's way to each other member's mailbox; all of them are on this node. Safe to use from any thread."""
 
-    def __init__(self, group: "Group", mailbox: Mailbox, views: Mapping[int, MailboxView], attendant: "Attendant") -> None:
-        """views  by rank of the group"""
+    def __init__(
+        self, group: "Group", mailbox: Mailbox, views: Mapping[int, MailboxView], attendant: "Attendant", processes: Mapping[int, int]
+    ) -> None:
+        """views      by rank of the group
+        processes  the same, of those ranks whose memory can be read; all of them or none
+        """
         limits = group.board.limits
         self.largest = min(limits.letter_bytes, limits.direct_bytes)  # bytes of data that a letter may have
         self.group = group
@@ -66,7 +81,13 @@ class Mail:
         self.readers = tuple(views.values())
         self.peers = tuple(group.members[rank] for rank in views)
         self.attendant = attendant
+        self.processes = processes
         self.spin_s = SPIN_S
+
+    @property
+    def lends(self) -> bool:
+        """Whether letters may say where data is, for all members can read each other's memory."""
+        return bool(self.processes)
 
     def take_back(self, sequence: int) -> None:
         """A round has failed, here or elsewhere: its letter is not for anybody who has yet to read it."""
@@ -77,10 +98,11 @@ class Mail:
         self.spin_s = max(self.spin_s / 2, LEAST_SPIN_S) if in_vain else min(self.spin_s * 2, SPIN_S)
 
 
-class Round(concurrent.futures.Future[Any]):
-    """A small collective on one rank; ranks here are those of its group. Whoever waits for it does its work."""
+class Round(concurrent.futures.Future[Any], ABC):
+    """A collective on one rank; ranks here are those of its group. Whoever waits for it does its work."""
 
-    def __init__(self, mail: Mail, call: Call, share: Share, value: object) -> None:
+    def __init__(self, mail: Mail, call: Call, letter: Buffer, value: object) -> None:
+        """`letter` is what the others are to read"""
         super().__init__()
         self.call = call
         self.flight: Flight  # from its group, as is the next one
@@ -88,8 +110,10 @@ class Round(concurrent.futures.Future[Any]):
         self.error: BaseException | None = None
         self.queued = False  # its letter is not written yet: too many are under way
         self._mail = mail
-        self._share = share
-        self._value = value
+        self._letter = letter
+        self._posted: Posted | None = None  # where it is, unless it went over the streams
+        self._course = self._run()
+        self.value = value  # what the handle gives in the end
         self._note = call.signature.encode()
         self._begun_s = time.monotonic()
         self._deadline = self._begun_s + call.timeout_s
@@ -105,7 +129,6 @@ class Round(concurrent.futures.Future[Any]):
         self._writing_ns = 0
         self._since_ns = 0  # since when letters have been looked for: what nobody waits for is not under way
         self._waited_ns = 0  # for ranks that had not entered it
-        self._last = -1  # of these, the one that was found missing last
 
     @property
     def name(self) -> str:
@@ -122,6 +145,11 @@ class Round(concurrent.futures.Future[Any]):
         return self._over or self._given_up
 
     @property
+    def is_waited_for(self) -> bool:
+        """A thread does the work, or has it done."""
+        return self._looking.locked()
+
+    @property
     def may_be_stuck(self) -> bool:
         """A letter is missing. Where none is, it ends as soon as somebody asks for it."""
         mail = self._mail
@@ -131,8 +159,7 @@ class Round(concurrent.futures.Future[Any]):
     # --- for whoever has the handle
 
     def done(self) -> bool:
-        if self.progress() is not None:
-            self.has_waited(time.monotonic())
+        self._glance()
         return super().done()
 
     def result(self, timeout: float | None = None) -> Any:
@@ -144,16 +171,28 @@ class Round(concurrent.futures.Future[Any]):
     def add_done_callback(self, fn: Callable[["concurrent.futures.Future[Any]"], object]) -> None:
         """It runs on the loop thread, as those of any other collective do, unless the round is done already: whoever ends a round, even by
         asking whether it is done, may hold a lock that it needs."""
-        if not self._over:
-            self._look(0.0)
+        self._glance()
         if super().done():
             super().add_done_callback(fn)
             return
-        super().add_done_callback(lambda done: self._mail.group.board.loop.call(fn, done))
+        loop = self._mail.group.board.loop  # not the round, or it would keep itself, and its result
+        super().add_done_callback(lambda done: loop.call(fn, done))
         if not self._over:
             self._mail.attendant.take(self)
 
+    def _glance(self) -> None:
+        """Somebody asks whether it is done."""
+        if self.progress() is not None:
+            self.has_waited(time.monotonic())
+
     # --- the work
+
+    def attend(self) -> None:
+        """It has begun, and nobody waits for it yet."""
+
+    def sweep(self) -> None:
+        """Another round of the group begins."""
+        self.advance()
 
     def begin(self) -> None:
         """Leave this rank's letter."""
@@ -163,63 +202,93 @@ class Round(concurrent.futures.Future[Any]):
                 return
             self.queued = False
             self.flight.entered_ns = start = time.perf_counter_ns()
-            self.flight.bytes_sent = len(self._share.data) * len(mail.readers)
+            self.flight.bytes_sent = sum(self._sent().values())
             try:
-                if not mail.mailbox.post(mail.group.id, self.sequence, self._note, self._share.data, mail.readers):
-                    mail.group.board.loop.call(mail.group.announce_round, self, tuple(mail.views), bytes(self._share.data))
+                self._posted = mail.mailbox.post(mail.group.id, self.sequence, self._note, self._letter, mail.readers)
+                if self._posted is None:
+                    self._send_letter()
             except Exception as error:  # noqa: BLE001 - whatever it is belongs to who waits for this round
                 self._give_up(mail.group.fail, self, error)
             self._writing_ns = time.perf_counter_ns() - start
 
     def advance(self) -> MailboxView | None:
-        """Take the letters that are there, and end the round if they all are. Returns where the next one will be; None if there is
-        nothing to look for any more."""
-        mail = self._mail
+        """Do what can be done now. Returns where to look next; None if there is nothing to look for any more."""
+        while (come_to := self.step()) is Progress.MORE:
+            pass
+        return None if come_to is Progress.SETTLED else come_to
+
+    def step(self) -> MailboxView | Progress:
+        """Do some of it. Returns where to look next if it waits for something."""
         with self._lock:
             if self.is_settled:
-                return None
+                return Progress.SETTLED
             if self.queued or self._taken_back:
-                return mail.readers[0]
-            now = time.perf_counter_ns()
-            self._since_ns = self._since_ns or now
+                return self.readers[0]
             try:
-                if (missing := self._collect()) is not None or self.is_settled:
-                    self.flight.state = State.WAITING
-                    return missing
-                self._waited_ns = now - self._since_ns
-                if self._waited_ns > LATE_NS:
-                    mail.group.telemetry.count_wait(mail.group.members[self._last], self._since_ns, now)
-                self._share.finish(self._data)
+                awaited = next(self._course)
+            except StopIteration:
+                self._over = True
+            except LoanRevoked:
+                self._taken_back = True
+                return self.readers[0]
             except BaseException as error:
-                self._give_up(mail.group.fail, self, error)
+                self._give_up(self._mail.group.fail, self, error)
                 if not isinstance(error, Exception):  # Ctrl-C, which may have left half a result
                     raise
-                return None
-            if not all(mail.views[rank].holds(letter) for rank, letter in self._letters.items()):
-                self._taken_back = True
-                return mail.readers[0]
-            self._over = True
+                return Progress.SETTLED
+            else:
+                if self._given_up:
+                    return Progress.SETTLED
+                return Progress.MORE if awaited is None else self._mail.views[awaited]
         try:
             self._conclude()
         finally:  # or whoever waits would for ever
-            self.set_result(self._value)
-        return None
+            self.set_result(self.value)
+        return Progress.SETTLED
 
-    def _collect(self) -> MailboxView | None:
-        """Find the letters. Returns where the next one will be; None if all are there, or none will be."""
-        mail = self._mail
-        while self._missing and not self.is_settled:
-            rank = self._missing[-1]
+    @abstractmethod
+    def _run(self) -> Course:
+        """All of the work."""
+
+    @abstractmethod
+    def _sent(self) -> Mapping[int, int]:
+        """Bytes of the caller's data that go to each rank."""
+
+    @abstractmethod
+    def _received(self) -> Mapping[int, int]:
+        """Bytes of data that have come from each rank."""
+
+    def _send_letter(self) -> None:
+        """There is no room for it in the mailbox."""
+        group = self._mail.group
+        group.board.loop.call(group.rounds.announce, self, tuple(self._mail.views), bytes(self._letter))
+
+    def collect(self, of: Collection[int] = ()) -> Course:
+        """Find the letters of these ranks, or of all."""
+        mail, last = self._mail, -1
+        start = now = time.perf_counter_ns()
+        self._since_ns = self._since_ns or start
+        while missing := [rank for rank in self._missing if rank in of] if of else self._missing:
+            rank = missing[-1]
             letter = mail.views[rank].find(mail.group.id, self.sequence)
             if letter is None:
-                self._last = rank
-                return mail.views[rank]
+                last, self.flight.state = rank, State.WAITING
+                yield rank
+                now = time.perf_counter_ns()
+                continue
             if (note := bytes(letter.note)) != self._note and mail.views[rank].holds(letter):
                 self._give_up(mail.group.mismatch, self, rank, note.decode(errors="replace"))
-                return None
+                yield None
             self._letters[rank], self._data[rank] = letter, letter.data
-            self._missing.pop()
-        return None
+            self._missing.remove(rank)
+        self._waited_ns += now - start
+        if now - start > LATE_NS:
+            mail.group.telemetry.count_wait(mail.group.members[last], start, now)
+
+    def check_letters(self) -> None:
+        """Raise LoanRevoked if what has been read up to now may be something else."""
+        if not all(self._mail.views[rank].holds(letter) for rank, letter in self._letters.items()):
+            raise LoanRevoked
 
     def fail(self, error: BaseException) -> bool:
         """End it with an error on this rank. Returns whether it is that one: it may have ended before."""
@@ -268,7 +337,7 @@ class Round(concurrent.futures.Future[Any]):
     def _remind(self) -> None:
         if not self._reminded:
             self._reminded = True
-            self._mail.group.board.loop.call(self._mail.group.announce_round, self, tuple(self._missing))
+            self._mail.group.board.loop.call(self._mail.group.rounds.announce, self, tuple(self._missing))
 
     def _look(self, timeout_s: float | None) -> float | None:
         """Do the work in this thread, unless another one does, until the round is over or the time is. Returns how much of it is left."""
@@ -314,7 +383,7 @@ class Round(concurrent.futures.Future[Any]):
     def progress(self) -> MailboxView | None:
         """`advance`, and if it waits for its turn, that of those before it."""
         if self.queued:
-            self._mail.group.sweep()
+            self._mail.group.rounds.sweep()
         return self.advance()
 
     def _conclude(self) -> None:
@@ -324,13 +393,38 @@ class Round(concurrent.futures.Future[Any]):
             mail.mailbox.acknowledge(mail.views[rank], letter)
         sent, start = self.flight.bytes_sent, (self._since_ns or end) - self._writing_ns
         telemetry, failed = mail.group.telemetry, self.error is not None
-        if sent:
-            telemetry.count_sent(len(self._share.data), near=mail.peers)
-        for rank, letter in self._letters.items():
-            if letter.data:
-                telemetry.count_received(mail.group.members[rank], len(letter.data), near=True)
+        for rank, size in self._sent().items():
+            telemetry.count_sent(size, near=(mail.group.members[rank],))
+        for rank, size in self._received().items():
+            telemetry.count_received(mail.group.members[rank], size, near=True)
         telemetry.record(self.name, Track.COMMUNICATION, start, end, sent)
         telemetry.count_op(self.call.op, self.call.label, start, end, sent, waited_ns=self._waited_ns, failed=failed)
         telemetry.flights.end(self.flight, end, self.error)
-        self._letters, self._data, self._share = {}, {}, _NOTHING
-        mail.group.end_round(self)
+        self._letters, self._data, self._letter, self._course = {}, {}, b"", iter(())
+        self._forget()
+        mail.group.rounds.end(self)
+
+    def _forget(self) -> None:
+        """What only the work needs."""
+
+
+class LetterRound(Round):
+    """One of which the letters hold all the data."""
+
+    def __init__(self, mail: Mail, call: Call, share: Share, value: object) -> None:
+        super().__init__(mail, call, share.data, value)
+        self._finish = share.finish
+
+    def _run(self) -> Course:
+        yield from self.collect()
+        self._finish(self._data)
+        self.check_letters()
+
+    def _sent(self) -> Mapping[int, int]:
+        return dict.fromkeys(self._mail.views, len(self._letter)) if self._letter else {}
+
+    def _received(self) -> Mapping[int, int]:
+        return {rank: len(letter.data) for rank, letter in self._letters.items() if letter.data}
+
+    def _forget(self) -> None:
+        self._finish = lambda _: None

@@ -83,12 +83,11 @@ class Operation:
     def announcement(self, *, sends: int = 0, expects: int = 0) -> mesh_pb2.Announcement:
         return mesh_pb2.Announcement(signature=self.call.signature, send_bytes=sends, expect_bytes=expects)
 
-    async def announce(self, peer: int, *, grant: mesh_pb2.Grant | None = None, released: Sequence[int] = ()) -> None:
+    async def announce(self, peer: int, note: mesh_pb2.Announcement | None = None) -> None:
         """Tell a peer what this is and that its data may come, and what concerns the node's common memory."""
         announcement = self.announcement()
-        if grant is not None:
-            announcement.grant.CopyFrom(grant)
-        announcement.released.extend(released)
+        if note is not None:
+            announcement.MergeFrom(note)
         await self.send(peer, announcement=announcement)
 
     def announce_with_loans(self, peers: Sequence[int]) -> None:

@@ -61,10 +61,13 @@ def all_gather(group: Group, source: Array, output: Array, bounds: Bounds) -> Al
     return Hierarchical(bounds, output, gather=True).run
 
 
-def all_gather_on_node(group: Group, source: Array, bounds: Bounds) -> Hierarchical | None:
-    """The same into one buffer a node; None if it is too small for that, and to be gathered as ever."""
-    if group.size == 1 or max(end - start for start, end in bounds) * source.itemsize <= group.board.limits.inline_bytes:
-        return None
+def fits_commons(group: Group, bounds: Bounds, itemsize: int) -> bool:
+    """Whether a gather is not too small to go into one buffer a node."""
+    return group.size > 1 and max(end - start for start, end in bounds) * itemsize > group.board.limits.inline_bytes
+
+
+def all_gather_on_node(group: Group, source: Array, bounds: Bounds) -> Hierarchical:
+    """The same into one buffer a node."""
     commons = group.commons if group.route.neighbours else None
     nowhere = np.empty(0 if commons else bounds[-1][1], source.dtype)
     return Hierarchical(bounds, nowhere, gather=True, shard=source, commons=commons)

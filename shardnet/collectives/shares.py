@@ -56,8 +56,9 @@ def broadcast(group: Group, output: Array, root: int) -> Share:
 
 
 def all_to_all(group: Group, outgoing: Array, incoming: Array, block: int) -> Share:
-    """Each rank's block of `outgoing`, of so many elements, to that rank; this rank's own is in its place."""
+    """Each rank's block of `outgoing`, of so many elements, to that rank."""
     mine = slice(group.rank * block, (group.rank + 1) * block)
+    incoming[mine] = outgoing[mine]
 
     def finish(theirs: Mapping[int, Buffer]) -> None:
         for rank, data in theirs.items():

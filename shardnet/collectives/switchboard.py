@@ -61,6 +61,7 @@ class Switchboard:
         self._channels: dict[tuple[int, int, str], Group] = {}
         self._any_sources: dict[tuple[tuple[int, ...], str], AnySource] = {}
         self._correspondents: frozenset[tuple[int, int]] = frozenset()  # pairs of which each reads the other's mailbox; all know them
+        self._lenders: frozenset[tuple[int, int]] = frozenset()  # the same, of memory
         self._attendant: Attendant | None = None  # where there are any
         self._groups: dict[int, Group] = {}  # by id; on the loop thread only, as all that follows
         self._goodbyes: dict[int, dict[int, int]] = {}  # of ranks that took leave: where each was, by group
@@ -115,13 +116,15 @@ class Switchboard:
                 each.wake()
 
     async def correspond(self, node: tuple[int, ...], gather: Callable[[list[bool]], Awaitable[list[list[bool]]]]) -> None:
-        """Find out which ranks of this node can read each other's mailboxes, before anything else is called.
+        """Find out which ranks of this node can read each other's mailboxes, and each other's memory, before anything else is called.
 
-        `gather` gives each one's list, of whom it can read, to all of them.
+        `gather` gives each one's list, of whom it can read and who can read it, to all of them.
         """
-        rows = await gather([self.mesh.mailbox is not None and rank in self.mesh.mailboxes for rank in node])
-        reads = {(reader, writer) for reader, row in zip(node, rows, strict=True) for writer, does in zip(node, row, strict=True) if does}
-        self._correspondents = frozenset((one, other) for one, other in reads if (other, one) in reads)
+        mesh = self.mesh
+        reads = [mesh.mailbox is not None and rank in mesh.mailboxes for rank in node]
+        rows = await gather(reads + [rank in mesh.borrowers and mesh.process(rank) is not None for rank in node])
+        self._correspondents = _mutual(node, [row[: len(node)] for row in rows])
+        self._lenders = _mutual(node, [row[len(node) :] for row in rows])
         if self._correspondents:
             self._attendant = Attendant(f"shardnet-attendant-{self.mesh.rank}")
 
@@ -132,7 +135,9 @@ class Switchboard:
         assert self.mesh.mailbox is not None
         assert self._attendant is not None
         views = {rank: self.mesh.mailboxes[group.members[rank]] for rank in group.peers}
-        return Mail(group, self.mesh.mailbox, views, self._attendant)
+        processes = {rank: process for rank in group.peers if (process := self.mesh.process(group.members[rank])) is not None}
+        lends = group.route.nodes == 1 and self._lenders.issuperset(permutations(group.members, 2))
+        return Mail(group, self.mesh.mailbox, views, self._attendant, processes if lends else {})
 
     @property
     def groups(self) -> list[Group]:
@@ -148,7 +153,7 @@ class Switchboard:
         for source, chunk in self._unknown.take(group.id):
             group.on_chunk(source, chunk)
         if self.is_impaired:
-            group.inspect_rounds()
+            group.rounds.inspect()
 
     # --- outgoing
 
@@ -265,7 +270,7 @@ class Switchboard:
     async def aclose(self) -> None:
         """Let what is under way end, then tell the peers and close the mesh; after `abort`, wait until that is done."""
         async with self._closing:
-            while under_way := [*self._tasks, *(self._ended(each) for group in self._groups.values() for each in group.rounds)]:
+            while under_way := [*self._tasks, *(self._ended(each) for group in self._groups.values() for each in group.rounds.under_way)]:
                 await asyncio.wait(under_way)
             self._closed = True
             for group in self._groups.values():  # what another thread has begun meanwhile
@@ -299,6 +304,12 @@ class Switchboard:
         for commons in self._commons.values():
             commons.close()
         return [ending for end in list(self.at_end) for ending in end(aborted)]
+
+
+def _mutual(node: tuple[int, ...], rows: list[list[bool]]) -> frozenset[tuple[int, int]]:
+    """The pairs of ranks each of which has the other one in its row."""
+    does = {(one, other) for one, row in zip(node, rows, strict=True) for other, has in zip(node, row, strict=True) if has}
+    return frozenset(pair for pair in does if pair[::-1] in does)
 
 
 def group_id(members: tuple[int, ...], purpose: str, again: int) -> int:

@@ -36,6 +36,7 @@ from shardnet.transport.shared_memory.window import Window
         (Round.advance.__code__, COLLECTIVES),
         (ssl.SSLObject.read.__code__, TLS),
         (futex.wait.__code__, PEERS),
+        (futex.wait_any.__code__, PEERS),
         (futex.wake.__code__, SENDING),
         (Mailbox.post.__code__, TRANSPORT),
     ],

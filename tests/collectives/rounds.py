@@ -7,13 +7,13 @@ import torch
 
 from shardnet.backend import Pending
 from shardnet.backend.cluster import ClusterBackend
-from shardnet.collectives.mail import Round
+from shardnet.collectives.mail import LetterRound
 from shardnet.config import KIB, Limits
 
 Ranks = Sequence[ClusterBackend]
 # 16 KiB by letter, of which a mailbox holds four; twice that and more otherwise
 LIMITS = Limits(letter_bytes=16 * KIB)
-SMALL, LARGE, LARGER = torch.ones(4), torch.ones(5_000), torch.ones(10_000)
+SMALL, LARGE, LARGER = torch.ones(4), torch.ones(5_000), torch.ones(12_000)
 
 
 def ones_of(ranks: int, small: torch.Tensor = SMALL) -> torch.Tensor:
@@ -21,7 +21,7 @@ def ones_of(ranks: int, small: torch.Tensor = SMALL) -> torch.Tensor:
 
 
 def is_round(handle: Pending[Any]) -> bool:
-    return isinstance(handle._future, Round)
+    return isinstance(handle._future, LetterRound)
 
 
 def wait(handle: Pending[torch.Tensor]) -> torch.Tensor:

@@ -4,7 +4,9 @@ import asyncio
 import errno
 import operator
 import os
+import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,11 +17,13 @@ import torch
 from shardnet.backend import Backend, NodeBuffer
 from shardnet.backend.cluster import ClusterBackend
 from shardnet.collectives.hierarchical import Hierarchical
+from shardnet.collectives.loan_round import LoanRound
+from shardnet.collectives.mail import Course
 from shardnet.config import KIB, Limits
 from shardnet.errors import ClosedError, CollectiveError, CollectiveMismatch, CollectiveTimeout, PeerLost, ProtocolError
 from shardnet.pb import mesh_pb2
 from shardnet.testing import each_error, each_rank, local_cluster, loopback_cluster
-from shardnet.transport.shared_memory import Segment, Stranger, lending
+from shardnet.transport.shared_memory import Segment, Stranger, futex, lending
 from shardnet.wire import Chunk
 from tests.segments import since_now
 
@@ -345,9 +349,36 @@ async def test_many_at_once() -> None:
         await asyncio.gather(*map(work, ranks))
 
 
+@pytest.mark.skipif(not futex.available, reason="mailboxes need Linux on x86-64")
+async def test_what_was_said_to_a_keeper_that_failed_behind_the_others_good_end() -> None:
+    """Who has ended well does not say again what it has released: the keeper must have heard it by then."""
+    async with local_cluster(2, limits=LIMITS) as ranks:
+        release(await each_rank(ranks, gather()))
+        commons = ranks[0]._group.commons
+        (slot,) = commons._slots
+        handles: list[Any] = []
+        await_marks = LoanRound.await_marks
+
+        def fail_last(here: LoanRound, marks: Sequence[int]) -> Course:
+            yield from await_marks(here, marks)
+            if here is handles[0]._future:
+                while len(handles) < 2 or not handles[1].done():
+                    time.sleep(0.001)
+                raise ClosedError("the keeper has failed")
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(LoanRound, "await_marks", fail_last)
+            handles.extend(rank.all_gather_on_node(torch.ones(ROWS)) for rank in ranks)
+            with pytest.raises(ClosedError):
+                await handles[0]
+            release([await handles[1]])
+        release(await each_rank(ranks, gather()))
+        assert list(commons._slots) == [slot]
+
+
 async def test_word_of_memory_that_was_not_granted_is_refused() -> None:
     """It would count as data that is there."""
-    async with local_cluster(2, limits=LIMITS) as ranks:
+    async with local_cluster(2, limits=replace(LIMITS, letter_bytes=0)) as ranks:
         board = ranks[0]._board
         placed = Chunk(1, 0, 0, 2, control=mesh_pb2.Control(placed=mesh_pb2.Placed(size=4 * ROWS)))
         handle = ranks[1].all_gather(torch.ones(ROWS))

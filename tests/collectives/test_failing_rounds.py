@@ -82,7 +82,7 @@ async def test_a_letter_of_a_rank_that_has_given_up_is_not_used(told: bool) -> N
     """Rank 0 gives up in the middle of rank 1's reading, so its input is its caller's again; and does not get to say so."""
     async with local_cluster(2, limits=LIMITS) as ranks:
         handle = ranks[0].all_reduce(SMALL)
-        given_up, late, reduce = ranks[0]._group.rounds[0], ranks[1]._group, Reduction.reduce
+        given_up, late, reduce = ranks[0]._group.rounds.under_way[0], ranks[1]._group, Reduction.reduce
 
         def reduced(*args: Any) -> None:
             reduce(*args)
@@ -92,11 +92,11 @@ async def test_a_letter_of_a_rank_that_has_given_up_is_not_used(told: bool) -> N
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(Reduction, "reduce", reduced)
             assert not theirs.done()
-        assert late.rounds[0]._taken_back
+        assert late.rounds.under_way[0]._taken_back
         with pytest.raises(CollectiveError, match="given up"):
             await handle
         if told:
-            late.fail(late.rounds[0], CollectiveError("told by rank 0"))
+            late.fail(late.rounds.under_way[0], CollectiveError("told by rank 0"))
         with pytest.raises(CollectiveError, match="told by rank 0" if told else "did not end within 0.5 s"):
             await theirs
 
@@ -202,7 +202,7 @@ async def test_a_queue_goes_on_behind_one_that_has_failed_in_it(thread: bool) ->
         waiting = asyncio.create_task(asyncio.to_thread(handles[3].wait) if thread else result_of(handles[3]))
         await asyncio.sleep(0.05)
         group = ranks[0]._group
-        group.board.loop.call(group.fail, group.rounds[3], CollectiveError("told"))
+        group.board.loop.call(group.fail, group.rounds.under_way[3], CollectiveError("told"))
         with pytest.raises(CollectiveError, match="told"):
             await asyncio.wait_for(waiting, 1.0)
 

@@ -13,8 +13,8 @@ import torch
 
 from shardnet.backend import Backend, Pending
 from shardnet.collectives.attendant import Attendant
-from shardnet.collectives.group import Group
 from shardnet.collectives.mail import Round
+from shardnet.collectives.rounds import Rounds
 from shardnet.config import KIB, Limits
 from shardnet.testing import each_rank, local_cluster, loopback_cluster
 from shardnet.transport.shared_memory import futex
@@ -46,13 +46,13 @@ async def test_what_is_small_goes_by_letter_and_the_rest_as_ever() -> None:
 def test_random_programs(letter_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of letters alone, and with mailboxes that are full all the time: then letters go over the streams."""
     sent: list[bytes | None] = []
-    announce = Group.announce_round
+    announce = Rounds.announce
 
-    def announce_round(group: Group, begun: Round, peers: Sequence[int], data: bytes | None = None) -> None:
+    def announce_round(rounds: Rounds, begun: Round, peers: Sequence[int], data: bytes | None = None) -> None:
         sent.append(data)
-        announce(group, begun, peers, data)
+        announce(rounds, begun, peers, data)
 
-    monkeypatch.setattr(Group, "announce_round", announce_round)
+    monkeypatch.setattr(Rounds, "announce", announce_round)
     asyncio.run(_run_programs(replace(LIMITS, letter_bytes=letter_bytes)))
     assert letter_bytes > 256 or sum(data is not None for data in sent) > 100
 

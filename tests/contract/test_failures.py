@@ -4,6 +4,7 @@ import asyncio
 import re
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from shardnet.config import Limits, Timeouts
 from shardnet.errors import ClosedError, CollectiveTimeout, PeerLost, ShardnetError
 from shardnet.loop import LoopThread
 from shardnet.testing import each_error, each_rank, local_cluster
-from tests.contract.conftest import MakeCluster
+from tests.contract.conftest import LIMITS, MakeCluster
 
 Ranks = Sequence[Backend]
 
@@ -168,8 +169,8 @@ class TestLost:
             assert [each.tolist() for each in sums] == [[3.0] * 3] * 3
 
     async def test_in_the_middle_of_the_data(self, fresh: MakeCluster) -> None:
-        """Hundreds of chunks are on their way when a rank goes."""
-        async with fresh(3) as ranks:
+        """Hundreds of chunks are on their way when a rank goes. (Of rounds, whose data is no chunks: tests/collectives.)"""
+        async with fresh(3, limits=replace(LIMITS, letter_bytes=0)) as ranks:
             large = [rank.all_reduce(torch.ones(100_000)) for rank in ranks]
             await LoopThread.shared().run_here(_abort_after(ranks[1], sent_bytes=10_000))
             for handle, kind in zip(large, (PeerLost, ClosedError, PeerLost), strict=True):

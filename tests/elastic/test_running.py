@@ -139,8 +139,8 @@ async def test_a_spare_takes_the_place_of_a_lost_one() -> None:
 
 async def test_without_enough_workers_the_rest_gives_up_in_words() -> None:
     async with crew() as members:
-        one = members.hire(trainer(), least=2, most=2, join_s=3.0)
-        other = members.hire(trainer(dies("step", 1)), least=2, most=2, join_s=3.0)
+        one = members.hire(trainer(), least=2, most=2, join_s=1.5)
+        other = members.hire(trainer(dies("step", 1)), least=2, most=2, join_s=1.5)
         await members.wait()
     assert isinstance(other.error, Died)
     assert isinstance(one.error, JoinTimeout)
@@ -253,7 +253,7 @@ async def test_a_worker_that_is_stuck_is_left_behind_and_comes_back() -> None:
 
     async with crew() as members:
         befores = [wake, None, hang]
-        lives_ = [members.hire(trainer(before=before), least=2, most=3, collective_s=3.0) for before in befores]
+        lives_ = [members.hire(trainer(before=before), least=2, most=3, collective_s=1.5) for before in befores]
         await members.wait()
     check(lives_)
     assert stuck == 1
@@ -266,10 +266,10 @@ async def test_who_is_missing_at_the_same_step_again_ends_the_training() -> None
 
     async def dawdle(step: int) -> None:
         if step == 3:
-            await asyncio.sleep(3.5)  # the fault's own length: too long, but not for being given up
+            await asyncio.sleep(2.2)  # the fault's own length: too long, but not for being given up
 
     async with crew() as members:
-        lives_ = [members.hire(trainer(before=before), least=2, most=2, collective_s=2.5) for before in (None, dawdle)]
+        lives_ = [members.hire(trainer(before=before), least=2, most=2, collective_s=1.5) for before in (None, dawdle)]
         await members.wait()
     assert [type(life.error) for life in lives_] == [CollectiveTimeout, CollectiveTimeout]
     assert [(epoch, step) for epoch, _, _, step in lives_[0].epochs] == [(1, 0), (2, 3)]

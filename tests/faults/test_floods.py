@@ -22,6 +22,7 @@ from tests.faults.log_lines import heard_lines
 from tests.faults.ports import dissolve, mesh_of, ports
 from tests.shared_loop import on_shared_loop
 from tests.training.workers import Nursery, Worker, rendezvous
+from tests.transport.handshakes import be_impatient
 
 SEED = 20_261_127
 TIMEOUTS, LIMITS = Timeouts.for_tests(), Limits()
@@ -79,8 +80,9 @@ CLAIMS = {
 
 @pytest.mark.parametrize("claim", CLAIMS)
 @on_shared_loop
-async def test_what_a_stranger_claims(claim: str) -> None:
+async def test_what_a_stranger_claims(claim: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody makes room for it, and who stays is shown the door; to grpcio as well as to our own end."""
+    be_impatient(monkeypatch)
     async with ports(2, timeouts=TIMEOUTS, limits=LIMITS) as pool:
         ranks = await pool.form()
         address = Address.parse(mesh_of(ranks[0]).address(0))

@@ -22,6 +22,7 @@ from tests.faults.log_lines import heard_lines
 from tests.faults.ports import dissolve, mesh_of, ports
 from tests.faults.summing import summing
 from tests.training.workers import Nursery
+from tests.transport.handshakes import be_impatient
 
 SEED = 20_261_129
 SHORT = 100
@@ -78,8 +79,10 @@ async def attack(address: str, count: int) -> float:
 
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("protection", [Security, security], ids=["plaintext", "TLS"])
-def test_the_log(count: int, protection: Callable[[], Security]) -> None:
+def test_the_log(count: int, protection: Callable[[], Security], monkeypatch: pytest.MonkeyPatch) -> None:
     """At most a line a second, while ranks of the attacked process work."""
+    if count == SHORT:
+        be_impatient(monkeypatch)
 
     async def run() -> None:
         async with ports(2, security=protection(), timeouts=TIMEOUTS, limits=LIMITS) as pool:

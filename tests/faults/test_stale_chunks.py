@@ -85,7 +85,7 @@ async def _sum(ranks: Sequence[ClusterBackend], rows: int) -> None:
 
 def _of_the_epoch_before(rng: random.Random, rank: ClusterBackend) -> bytes:
     """What would do harm to the collective that is under way if its epoch were not looked at."""
-    sequence = rank._board.world._next - 1
+    sequence = rank._board.world._ledger._next - 1
     control = rng.choice(
         (
             None,

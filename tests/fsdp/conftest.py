@@ -1,33 +1,21 @@
 """What the tests of sharded training share."""
 
 import importlib
-from collections.abc import Iterator
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
 
 from tests.training.workers import Nursery
 
 START_S = 150  # processes import torch and its compiler, and train; most of this is for a busy machine
 
 
-@pytest.fixture(scope="package", autouse=True)
-def _a_thread_each() -> Iterator[None]:
-    """Ranks are threads, and the models small: operations that are split among more threads wait for these most of the time."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="session")
-def fsdp2_runs(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with what the ranks of fsdp2_worker.py, real processes, have written. Give a test that uses it 2 · START_S."""
-    return nursery.reference("tests.fsdp.fsdp2_worker:main", partial(tmp_path_factory.mktemp, "fsdp2"), within_s=START_S)
+def fsdp2_runs(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory, dtype: str) -> Path:
+    """The folder with what the ranks of fsdp2_worker.py, real processes, have written. Give a test that waits for it 2 · START_S."""
+    return nursery.reference("tests.fsdp.fsdp2_worker:main", partial(tmp_path_factory.mktemp, "fsdp2"), dtype, within_s=START_S)
 
 
 @pytest.fixture(scope="session")

@@ -1,13 +1,12 @@
 """The reference runs: the parity models under PyTorch's own sharding over gloo.
 
-Four processes train on 4 ranks, then two of them on 2, and then the cases of cases.py: FULL_SHARD is fully_shard,
-SHARD_GRAD_OP that with reshard_after_forward=False, HYBRID_SHARD that over a mesh of two dimensions, and NO_SHARD is
-DistributedDataParallel. Rank 0 writes `FOLDER/<world size>.npz` or `FOLDER/<case>.npz`: the losses of the combined batch
-and the parameters after the last step. The processes are forked once everything is imported, before any thread runs, as this one
-was (tests/training/worker.py): importing torch and its compiler takes longer than the training.
+Four processes train the cases of cases.py that compute in one dtype: FULL_SHARD is fully_shard, SHARD_GRAD_OP that with
+reshard_after_forward=False, HYBRID_SHARD that over a mesh of two dimensions, and NO_SHARD is DistributedDataParallel. In float32
+they also train for longer, on 4 ranks and on 2. Rank 0 writes `FOLDER/<world size>.npz` or `FOLDER/<case>.npz`: the losses of the
+combined batch and the parameters after the last step. The processes are forked once everything is imported, before any thread
+runs, as this one was (tests/training/worker.py): importing torch and its compiler takes longer than the training.
 """
 
-import multiprocessing
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -27,6 +26,7 @@ from tests.fsdp.cases import BFLOAT16, FLOAT32, Case, make_small, train_share
 from tests.fsdp.mixed_training import POLICY
 from tests.fsdp.models import Block, loss_of, make_gpt, token_batches
 from tests.fsdp.training import SAMPLES, STEPS, optimizer_for
+from tests.training.forked import forked
 
 WORLD_SIZES = (4, 2)
 
@@ -102,7 +102,7 @@ def _whole(parameter: torch.Tensor) -> torch.Tensor:
     return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach()
 
 
-def run_rank(rank: int, folder: Path) -> None:
+def run_rank(rank: int, folder: Path, dtype: str) -> None:
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder / 'rendezvous'}",
@@ -112,11 +112,11 @@ def run_rank(rank: int, folder: Path) -> None:
     )
     groups = {world_size: dist.new_group(list(range(world_size))) for world_size in range(1, max(WORLD_SIZES) + 1)}
     mine = {world_size: group for world_size, group in groups.items() if isinstance(group, dist.ProcessGroup)}  # this rank is a member
-    for world_size in WORLD_SIZES:
+    for world_size in WORLD_SIZES if dtype == "float32" else ():
         if world_size in mine:
             _write(rank, folder / f"{world_size}.npz", *train(mine[world_size]))
     for case in (*FLOAT32, *BFLOAT16):
-        if case.world_size in mine:
+        if case.dtype == dtype and case.world_size in mine:
             _write(rank, folder / f"{case}.npz", *train_case(mine[case.world_size], case))
     dist.destroy_process_group()
 
@@ -127,13 +127,7 @@ def _write(rank: int, path: Path, losses: list[float], parameters: dict[str, tor
         np.savez(path, losses=np.array(losses), **arrays)  # type: ignore[arg-type]  # a parameter is not called `allow_pickle`
 
 
-def main(folder: str) -> int:
+def main(folder: str, dtype: str) -> int:
     """Returns how many ranks failed."""
     torch.set_num_threads(1)
-    fork = multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=run_rank, args=(rank, Path(folder)), daemon=True) for rank in range(max(WORLD_SIZES))]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
-    return sum(process.exitcode != 0 for process in ranks)
+    return forked(max(WORLD_SIZES), lambda rank: run_rank(rank, Path(folder), dtype))

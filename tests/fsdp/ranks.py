@@ -9,7 +9,7 @@ import torch
 
 from shardnet.backend import Backend, LoopbackBackend
 from shardnet.config import Limits, Timeouts
-from tests.devices import TEST_DEVICE
+from tests.devices import by_default
 
 T = TypeVar("T")
 
@@ -23,7 +23,7 @@ def run_ranks(world_size: int, work: Callable[[Backend], T], *, limits: Limits |
     def run(backend: Backend) -> None:
         try:
             # both are a thread's own; a GPU's backwards would run on one thread of torch's for all ranks, which wait for each other
-            with TEST_DEVICE, torch.autograd.set_multithreading_enabled(False):
+            with by_default(), torch.autograd.set_multithreading_enabled(False):
                 results[backend.rank] = work(backend)
         except BaseException as error:  # noqa: BLE001 - raised below, in the test's thread
             errors.append(error)

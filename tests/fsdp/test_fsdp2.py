@@ -9,13 +9,20 @@ import torch
 from shardnet.backend import Backend
 from shardnet.fsdp import FSDP
 from tests.fsdp.cases import FLOAT32, Case, make_small, train_share
-from tests.fsdp.conftest import START_S
+from tests.fsdp.conftest import START_S, fsdp2_runs
 from tests.fsdp.fsdp2_worker import WORLD_SIZES
 from tests.fsdp.models import Block
 from tests.fsdp.ranks import run_ranks
 from tests.fsdp.training import Run, train_sharded
+from tests.training.workers import Nursery
 
 pytestmark = pytest.mark.timeout(2 * START_S)
+
+
+@pytest.fixture(scope="module")
+def fsdp2(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The reference runs in float32."""
+    return fsdp2_runs(nursery, tmp_path_factory, "float32")
 
 
 def check_equal(ours: Run, path: Path) -> None:
@@ -28,16 +35,16 @@ def check_equal(ours: Run, path: Path) -> None:
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_steps_equal_fully_shard(fsdp2_runs: Path, world_size: int) -> None:
-    check_equal(train_sharded(world_size)[0], fsdp2_runs / f"{world_size}.npz")
+def test_steps_equal_fully_shard(fsdp2: Path, world_size: int) -> None:
+    check_equal(train_sharded(world_size)[0], fsdp2 / f"{world_size}.npz")
 
 
 @pytest.mark.parametrize("case", FLOAT32, ids=str)
-def test_every_strategy_equals_torchs_own(fsdp2_runs: Path, case: Case) -> None:
+def test_every_strategy_equals_torchs_own(fsdp2: Path, case: Case) -> None:
     def work(backend: Backend) -> Run:
         model = FSDP(make_small(), backend, units=[Block], strategy=case.strategy, intra_node_size=case.node)
         return Run(train_share(model, backend.rank, case, model.no_sync), model.full_state_dict())
 
     runs = run_ranks(case.world_size, work)
     losses = [sum(values) / len(values) for values in zip(*(run.losses for run in runs), strict=True)]
-    check_equal(Run(losses, runs[0].state), fsdp2_runs / f"{case}.npz")
+    check_equal(Run(losses, runs[0].state), fsdp2 / f"{case}.npz")

@@ -19,16 +19,23 @@ from shardnet.fsdp import FSDP
 from shardnet.sharding import ShardingStrategy
 from shardnet.zero import ZeroOptimizer
 from tests.fsdp.cases import BFLOAT16, MICRO_BATCHES, OPTIMIZERS, Case, make_small, train_share
-from tests.fsdp.conftest import START_S
+from tests.fsdp.conftest import START_S, fsdp2_runs
 from tests.fsdp.mixed_training import POLICY, Cast, Deviation, deviation, largest, train_alone
 from tests.fsdp.models import Block
 from tests.fsdp.ranks import run_ranks
 from tests.fsdp.training import Run
+from tests.training.workers import Nursery
 from tests.zero.training import OPTIMIZERS as CLASSES
 
 FULL, GRAD, NONE, HYBRID = ShardingStrategy
 PLACES = [*((strategy, world_size, None) for strategy in (FULL, GRAD, NONE) for world_size in (1, 2, 3, 4)), (HYBRID, 4, 2)]
 alone = cache(train_alone)
+
+
+@pytest.fixture(scope="module")
+def fsdp2(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The reference runs in bfloat16."""
+    return fsdp2_runs(nursery, tmp_path_factory, "bfloat16")
 
 
 def train(case: Case, strategy: ShardingStrategy = FULL, node: int | None = None) -> Run:
@@ -67,10 +74,10 @@ def tolerance(folder: Path, optimizer: str) -> Deviation:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(("strategy", "world_size", "node"), PLACES)
 def test_training_deviates_no_more_than_fsdp2(
-    fsdp2_runs: Path, strategy: ShardingStrategy, world_size: int, node: int | None, optimizer: str, micro_batches: int
+    fsdp2: Path, strategy: ShardingStrategy, world_size: int, node: int | None, optimizer: str, micro_batches: int
 ) -> None:
     case = Case(world_size, optimizer, micro_batches, dtype="bfloat16")
-    run, allowed = train(case, strategy, node), tolerance(fsdp2_runs, optimizer)
+    run, allowed = train(case, strategy, node), tolerance(fsdp2, optimizer)
     ours = deviation(run, alone(optimizer))
     assert ours.loss <= allowed.loss
     assert ours.parameters <= allowed.parameters
@@ -96,8 +103,8 @@ def train_whole(case: Case) -> Run:
 @pytest.mark.parametrize("micro_batches", MICRO_BATCHES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_a_sharded_optimizer_deviates_no_more_than_fsdp2(fsdp2_runs: Path, world_size: int, optimizer: str, micro_batches: int) -> None:
-    run, allowed = train_whole(Case(world_size, optimizer, micro_batches, dtype="bfloat16")), tolerance(fsdp2_runs, optimizer)
+def test_a_sharded_optimizer_deviates_no_more_than_fsdp2(fsdp2: Path, world_size: int, optimizer: str, micro_batches: int) -> None:
+    run, allowed = train_whole(Case(world_size, optimizer, micro_batches, dtype="bfloat16")), tolerance(fsdp2, optimizer)
     ours = deviation(run, alone(optimizer))
     assert ours.loss <= allowed.loss
     assert ours.parameters <= allowed.parameters

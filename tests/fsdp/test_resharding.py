@@ -27,7 +27,7 @@ HALF = MixedPrecision(torch.bfloat16, torch.float32)
 def gathers(model: FSDP) -> tuple[int, int]:
     """How many gathers there were among all ranks that share the parameters, and among this rank's neighbours."""
     comms: Any = model._comms
-    return comms.gathers._group._next, comms.neighbours._group._next if comms.neighbours else 0
+    return comms.gathers._group._ledger._next, comms.neighbours._group._ledger._next if comms.neighbours else 0
 
 
 def gathers_of(model: FSDP, work: Any) -> tuple[int, int]:

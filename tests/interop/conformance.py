@@ -55,18 +55,16 @@ def main() -> int:
     if options.rank is not None:
         return run_rank(options.rank, options.names)
     with tempfile.TemporaryDirectory() as folder:
-        environment = {
-            "TEMP_DIR": folder,
-            "BACKEND": "gloo",
-            "WORLD_SIZE": str(WORLD_SIZE),
-            "MASTER_ADDR": "127.0.0.1",
-            "OMP_NUM_THREADS": "1",
-        }
+        environment = environment_in(folder)
         command = [sys.executable, __file__, *options.names, "--rank"]
         ranks = [
             subprocess.Popen([*command, str(rank)], env={**os.environ, **environment, "RANK": str(rank)}) for rank in range(WORLD_SIZE)
         ]
         return max(rank.wait() for rank in ranks)
+
+
+def environment_in(folder: str) -> dict[str, str]:
+    return {"TEMP_DIR": folder, "BACKEND": "gloo", "WORLD_SIZE": str(WORLD_SIZE), "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
 
 
 def run_rank(rank: int, names: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""init_method="shardnet://": ranks that shardnet's own rendezvous places."""
+"""init_method="shardnet://": ranks that shardnet's own rendezvous places. Where it does not matter who starts them they are forked."""
 
 import re
 import sys
@@ -16,6 +16,8 @@ from shardnet.training.seat import Seat
 from shardnet.training.settings import Settings
 from tests.interop.sessions import run
 from tests.interop.test_docs import PAGE
+from tests.training.programs import run_program
+from tests.training.workers import Nursery
 
 PROGRAM = """
 import os
@@ -42,28 +44,27 @@ for epoch in range(2):
 """
 
 
-def launched(folder: Path, text: str, *arguments: str, ranks: int = 3) -> "tuple[int, str, str]":
+def launched(folder: Path, text: str, *options: str) -> "tuple[int, str, str]":
     (folder / "program.py").write_text(text)
-    command = [sys.executable, "-m", "shardnet.cli", "run", "--nproc", str(ranks), *arguments, "program.py"]
+    command = [sys.executable, "-m", "shardnet.cli", "run", "--nproc", "3", *options, "program.py"]
     ended = run(command, folder, 55.0)
     return ended.returncode, ended.stdout, ended.stderr
 
 
-def test_under_shardnet_run_again_and_again(tmp_path: Path) -> None:
-    status, out, err = launched(tmp_path, PROGRAM)
-    assert status == 0, err
+def test_again_and_again(nursery: Nursery, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    out = run_program(nursery, tmp_path, "run", "--nproc", "3", "program.py")
     assert len(set(re.findall(r"answers at (127\.0\.0\.1:\d+)", out))) == 6, "each rank has one port, and another one each time"
 
 
-def test_the_program_of_the_page(tmp_path: Path) -> None:
+def test_the_program_of_the_page(nursery: Nursery, tmp_path: Path) -> None:
     found = re.search(r"^```python\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     assert found is not None
     plain = 'dist.init_process_group("shardnet")'
     assert plain in found[1]
-    status, out, err = launched(
-        tmp_path, found[1].replace(plain, 'dist.init_process_group("shardnet", init_method="shardnet://")'), ranks=2
-    )
-    assert status == 0, err
+    told = 'dist.init_process_group("shardnet", init_method="shardnet://")'
+    (tmp_path / "program.py").write_text(found[1].replace(plain, told))
+    out = run_program(nursery, tmp_path, "run", "--nproc", "2", "program.py")
     assert len([line for line in out.splitlines() if "step" in line]) == 2
 
 
@@ -89,7 +90,7 @@ except Exception as error:
 
 
 def test_a_frozen_rank_is_named_soon(tmp_path: Path) -> None:
-    """By silence alone it would take 10 s: the rendezvous is the second witness."""
+    """By silence alone it would take 10 s: the rendezvous is the second witness. The launcher need not be patient with the frozen one."""
     text = """
 import os, signal, time
 import torch, torch.distributed as dist
@@ -105,19 +106,18 @@ except Exception as error:
     print(f"after {time.monotonic() - began_s:.1f} s", flush=True)
     os._exit(7)
 """
-    status, out, err = launched(tmp_path, text)
+    status, out, err = launched(tmp_path, text, "--grace", "1")
     assert status == 7, err
     found = [float(each) for each in re.findall(r"after ([\d.]+) s", out)]
     assert found, "the launcher lets who fails first say why"
     assert max(found) < 9.0
 
 
-def test_elastic_jobs_are_refused(tmp_path: Path) -> None:
-    status, _, err = launched(
-        tmp_path, 'import torch.distributed as dist\ndist.init_process_group("shardnet", init_method="shardnet://")', "--min-workers", "1"
-    )
-    assert status != 0
-    assert "a torch process group has the same ranks from its beginning to its end, but this job is elastic" in err
+def test_elastic_jobs_are_refused(nursery: Nursery, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text('import torch.distributed as dist\ndist.init_process_group("shardnet", init_method="shardnet://")')
+    told = "a torch process group has the same ranks from its beginning to its end, but this job is elastic"
+    with pytest.raises(AssertionError, match=rf"(?s)ended with 3:.*{told}"):  # all three fail
+        run_program(nursery, tmp_path, "run", "--nproc", "3", "--min-workers", "1", "program.py")
 
 
 class Crowded:

@@ -80,23 +80,29 @@ def setting_of(world_size: int, node_size: int | None, reshard_after_forward: bo
     return Setting(world_size, node_size=node_size, reshard_after_forward=reshard_after_forward, prefetch=prefetch, **choices, **speeds)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 2])
+# What is held depends on these, and so with each prefetch.
+KINDS = [
+    (FULL, 4, None, 2),
+    (FULL, 6, None, 3),
+    (HYBRID, 8, 4, 2),
+    (FULL, 4, 2, True),
+    (FULL, 4, 2, False),
+    (HYBRID, 4, 2, False),
+    (GRAD, 4, 2, False),
+]
+# These differ in where nodes end, on which only depends what is sent where; and that does not depend on the prefetch.
+NODES = [
+    (FULL, 4, 2, 2, 0),  # the neighbours are a node
+    (FULL, 8, 4, 2, 1),  # half a node
+    (FULL, 8, 2, 4, 2),  # two nodes
+    (FULL, 6, 3, 2, 0),  # one pair is of two nodes
+    (FULL, 6, 2, 3, 1),  # both threes are, with unequal parts
+]
+
+
 @pytest.mark.parametrize(
-    ("strategy", "world_size", "node_size", "reshard_after_forward"),
-    [
-        (FULL, 4, None, 2),
-        (FULL, 6, None, 3),
-        (FULL, 4, 2, 2),  # the neighbours are a node
-        (FULL, 8, 4, 2),  # half a node
-        (FULL, 8, 2, 4),  # two nodes
-        (FULL, 6, 3, 2),  # one pair is of two nodes
-        (FULL, 6, 2, 3),  # both threes are, with unequal parts
-        (HYBRID, 8, 4, 2),
-        (FULL, 4, 2, True),
-        (FULL, 4, 2, False),
-        (HYBRID, 4, 2, False),
-        (GRAD, 4, 2, False),
-    ],
+    ("strategy", "world_size", "node_size", "reshard_after_forward", "prefetch"),
+    [*((*kind, prefetch) for kind in KINDS for prefetch in (0, 1, 2)), *NODES],
 )
 def test_memory_and_traffic_are_those_of_a_run(
     strategy: Strategy, world_size: int, node_size: int | None, reshard_after_forward: bool | int, prefetch: int

@@ -1,18 +1,20 @@
 """Training programs on ranks that are forked from a process that has imported torch: for tests that do not need the launcher itself.
 
-A rank gets the command line and the environment that `shardnet run` would give it; what starts and watches it is not that command, whose
-fresh interpreters take seconds to import torch.
+A rank gets the command line and the environment that `shardnet run` or torchrun would give it; what starts and watches it is neither of
+these, whose fresh interpreters take seconds to import torch.
 """
 
-import multiprocessing
 import os
 import runpy
+import socket
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from shardnet.cli.launch.environment import worker_environment
 from shardnet.cli.launch.job import Job
 from shardnet.cli.main import parse
+from tests.training.forked import forked
 from tests.training.workers import Nursery, rendezvous
 
 
@@ -22,23 +24,35 @@ def run_program(nursery: Nursery, folder: Path, *command: str, within_s: float =
         return nursery.call("tests.training.programs:main", address, str(folder), *command, within_s=within_s)
 
 
+def run_under_torchrun(nursery: Nursery, folder: Path, ranks: int, script: str, within_s: float = 80.0) -> str:
+    """What the ranks print that `torchrun --standalone --nproc-per-node RANKS SCRIPT` would start in a folder; all must end well."""
+    return nursery.call("tests.training.programs:as_torchrun", str(folder), str(ranks), script, within_s=within_s)
+
+
 def main(rendezvous: str, folder: str, *command: str) -> int:
     """Returns how many ranks failed."""
-    os.chdir(folder)
     options = parse(command)
     sizes = {"nproc": options.nproc, "min_workers": options.min_workers, "restarts": options.restarts}
     job = Job(options.script, tuple(options.args), options.module, **sizes)
-    fork = multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=run_rank, args=(job, number, rendezvous), daemon=True) for number in range(job.nproc)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
-    return sum(process.exitcode != 0 for process in ranks)
+    return _fork(folder, job, [worker_environment(job, number, rendezvous) for number in range(job.nproc)])
 
 
-def run_rank(job: Job, number: int, rendezvous: str) -> None:
-    os.environ |= worker_environment(job, number, rendezvous)
+def as_torchrun(folder: str, ranks: str, script: str) -> int:
+    """Returns how many ranks failed."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    each = [meeting | {"RANK": str(number), "LOCAL_RANK": str(number)} for number in range(int(ranks))]
+    return _fork(folder, Job(script, (), False, nproc=int(ranks)), each)
+
+
+def _fork(folder: str, job: Job, environments: list[dict[str, str]]) -> int:
+    """Run a job's program once in each environment; returns how many failed."""
+    os.chdir(folder)
+    return forked(len(environments), lambda number: _run_rank(job, environments[number]))
+
+
+def _run_rank(job: Job, environment: Mapping[str, str]) -> None:
+    os.environ |= environment
     sys.argv = [job.target, *job.arguments]
     if job.is_module:
         runpy.run_module(job.target, run_name="__main__")

@@ -168,7 +168,8 @@ async def test_who_waits_for_a_late_member_tells_so_and_which_way_collectives_go
             entered.set()
             await handle
             told = worker_snapshot(cluster.telemetry, cluster.topology)
-            assert told.routing == {"auto": "direct between 2 ranks", "ring": "a ring of 2 ranks"}[routing] + ", small ones by letter"
+            wanted = {"auto": "direct between 2 ranks, by letter", "ring": "a ring of 2 ranks, small ones by letter"}
+            assert told.routing == wanted[routing]
             (counter,) = (each for each in told.collectives if each.op == "all_reduce")
             assert (counter.waited_s > 0.9 * late_s) == (cluster.rank == 0)
             assert counter.waited_s <= counter.seconds

@@ -45,7 +45,7 @@ class Nursery(forks.Nursery):
         assert status == 0, f"{function} ended with {status}:\n{printed}"
         return printed
 
-    def reference(self, function: str, folders: Callable[[], Path], *, within_s: float) -> Path:
+    def reference(self, function: str, folders: Callable[[], Path], *arguments: str, within_s: float) -> Path:
         """The folder, one of these, into which a run of torch's own engine has written.
 
         Now and then, on a busy machine, a process of such a run is ended by torch (`terminate called after throwing an instance of
@@ -54,7 +54,7 @@ class Nursery(forks.Nursery):
         for is_last in (False, False, True):
             folder = folders()
             try:
-                self.call(function, str(folder), within_s=within_s)
+                self.call(function, str(folder), *arguments, within_s=within_s)
             except AssertionError as error:
                 if is_last or "terminate called" not in str(error):
                     raise

@@ -16,8 +16,9 @@ from shardnet.pb import stats_pb2
 from shardnet.transport.endpoint import Endpoint
 from shardnet.transport.handlers import Context, stream, unary
 from shardnet.transport.observe import Health, ask, health, snapshot
-from shardnet.transport.options import HANDSHAKE_S, channel_options, server_options
+from shardnet.transport.options import channel_options, server_options
 from tests.shared_loop import on_shared_loop
+from tests.transport.handshakes import BRIEF_S, be_impatient
 
 TIMEOUTS = Timeouts.for_tests()
 LIMITS = Limits()
@@ -275,14 +276,15 @@ class TestOptions:
                     await watch.read()
 
     @on_shared_loop
-    async def test_connection_that_says_nothing_is_closed(self) -> None:
+    async def test_connection_that_says_nothing_is_closed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """By the handshake timeout and by keepalive: without both it stays for ever."""
+        be_impatient(monkeypatch)
         loop = asyncio.get_running_loop()
         async with endpoint() as opened:
             host, _, port = opened.address.rpartition(":")
             with socket.create_connection((host, int(port))) as silent:
                 silent.setblocking(False)
-                async with asyncio.timeout(HANDSHAKE_S + 2):
+                async with asyncio.timeout(BRIEF_S + 2):
                     while await loop.sock_recv(silent, 4096):  # what the server says first does not matter
                         pass
 

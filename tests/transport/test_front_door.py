@@ -24,8 +24,8 @@ from shardnet.transport.http2 import OPENING, Call, Status
 from shardnet.transport.listening import listening_sockets
 from shardnet.transport.mesh_service import MeshService
 from shardnet.transport.observe import Health, health, snapshot
-from shardnet.transport.options import HANDSHAKE_S
 from tests.shared_loop import on_shared_loop
+from tests.transport.handshakes import BRIEF_S, be_impatient
 from tests.transport.http2.test_call import sockets
 
 TIMEOUTS, LIMITS = Timeouts.for_tests(), Limits()
@@ -104,14 +104,15 @@ async def test_an_opening_in_pieces() -> None:
 
 
 @on_shared_loop
-async def test_who_does_not_go_on_is_shown_the_door() -> None:
+async def test_who_does_not_go_on_is_shown_the_door(monkeypatch: pytest.MonkeyPatch) -> None:
     """After nothing, half an opening, and an opening without a request; at once, because each is given all the time there is."""
+    be_impatient(monkeypatch)
     loop = asyncio.get_running_loop()
 
     async def wait_for_the_end(endpoint: Endpoint, said: bytes) -> None:
         with await connect(endpoint) as sock:
             await loop.sock_sendall(sock, said)
-            async with asyncio.timeout(HANDSHAKE_S + 2):
+            async with asyncio.timeout(BRIEF_S + 2):
                 while await loop.sock_recv(sock, 4096):
                     pass
 
@@ -122,13 +123,14 @@ async def test_who_does_not_go_on_is_shown_the_door() -> None:
 
 @pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01", OPENING[:24]], ids=["web", "TLS", "no settings"])
 @on_shared_loop
-async def test_who_stays_when_grpcio_has_closed_is_shown_the_door(said: bytes) -> None:
+async def test_who_stays_when_grpcio_has_closed_is_shown_the_door(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half closed would be a descriptor at each end for as long as the caller likes."""
+    be_impatient(monkeypatch)
     loop = asyncio.get_running_loop()
     async with worker() as endpoint:
         with await connect(endpoint) as sock:
             await loop.sock_sendall(sock, said)
-            async with asyncio.timeout(HANDSHAKE_S + 2):
+            async with asyncio.timeout(BRIEF_S + 2):
                 while await loop.sock_recv(sock, 4096):
                     pass
                 door = endpoint._door

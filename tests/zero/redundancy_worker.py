@@ -6,7 +6,6 @@ of the combined batch and the parameters after the last step. The processes are 
 of tests/fsdp/fsdp2_worker.py.
 """
 
-import multiprocessing
 from datetime import timedelta
 from itertools import product
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.fsdp.models import make_gpt, token_batches
+from tests.training.forked import forked
 from tests.zero.training import OPTIMIZERS, SAMPLES, STEPS, groups_of, parameters_of, train_step
 
 WORLD_SIZES = (1, 2, 3, 4)
@@ -60,10 +60,4 @@ def run_rank(rank: int, folder: Path) -> None:
 def main(folder: str) -> int:
     """Returns how many ranks failed."""
     torch.set_num_threads(1)
-    fork = multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=run_rank, args=(rank, Path(folder)), daemon=True) for rank in range(max(WORLD_SIZES))]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
-    return sum(process.exitcode != 0 for process in ranks)
+    return forked(max(WORLD_SIZES), lambda rank: run_rank(rank, Path(folder)))

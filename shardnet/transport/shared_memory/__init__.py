@@ -20,10 +20,10 @@ write it into one segment (`segment.py`). And what is small is left in a mailbox
 """
 
 from shardnet.transport.shared_memory.futex import give_way
-from shardnet.transport.shared_memory.lending import Loan
-from shardnet.transport.shared_memory.mailbox import Letter, Mailbox, MailboxView
+from shardnet.transport.shared_memory.lending import Lender, Loan
+from shardnet.transport.shared_memory.mailbox import Letter, Mailbox, MailboxView, Posted
 from shardnet.transport.shared_memory.memfd import Stranger
 from shardnet.transport.shared_memory.segment import Segment
 from shardnet.transport.shared_memory.sharing import Sharing
 
-__all__ = ["Letter", "Loan", "Mailbox", "MailboxView", "Segment", "Sharing", "Stranger", "give_way"]
+__all__ = ["Lender", "Letter", "Loan", "Mailbox", "MailboxView", "Posted", "Segment", "Sharing", "Stranger", "give_way"]

@@ -5,10 +5,13 @@ import errno
 import os
 import platform
 import sys
+import time
+from collections.abc import Sequence
 
-_SYSCALL = 202  # of x86-64
+_SYSCALL, _WAITV = 202, 449  # of x86-64; the second is there since Linux 5.16
 _WAIT, _WAKE = 0, 1  # not the PRIVATE ones: who waits and who wakes are different processes
 _EVERYBODY = 2**31 - 1
+_WORD_OF_32_BITS = 2
 
 # Whoever finds the word changed must also find what was written before it. These processors keep the order of writes; others need a
 # barrier, for which Python has no name.
@@ -19,6 +22,12 @@ class _Span(ctypes.Structure):
     """struct timespec"""
 
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+class _Place(ctypes.Structure):
+    """struct futex_waitv"""
+
+    _fields_ = (("seen", ctypes.c_uint64), ("address", ctypes.c_uint64), ("flags", ctypes.c_uint32), ("reserved", ctypes.c_uint32))
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -33,14 +42,41 @@ give_way = _libc.sched_yield
 def wait(address: int, seen: int, timeout_s: float) -> None:
     """Sleep until somebody wakes those who wait there; or not at all if the 32-bit word is not `seen` any more. It may also return
     earlier, for no reason."""
-    timeout_s = max(timeout_s, 0.0)
-    span = _Span(int(timeout_s), int(timeout_s % 1 * 1e9))
+    span = _span(max(timeout_s, 0.0))
     if _syscall(_SYSCALL, address, _WAIT, seen, ctypes.addressof(span), None, 0) == -1:
-        error = ctypes.get_errno()
-        if error not in (errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT):
-            raise OSError(error, os.strerror(error))
+        _check_error()
+
+
+def wait_any(places: Sequence[tuple[int, int]], timeout_s: float) -> None:
+    """The same for several words, of which the first change counts: pairs of address and `seen`, at most `most`."""
+    if len(places) == 1:
+        wait(*places[0], timeout_s)
+        return
+    waiters = (_Place * len(places))(*(_Place(seen, address, _WORD_OF_32_BITS, 0) for address, seen in places))
+    until = _span(time.monotonic() + max(timeout_s, 0.0))
+    if _syscall(_WAITV, ctypes.addressof(waiters), len(places), 0, ctypes.addressof(until), time.CLOCK_MONOTONIC, 0) == -1:
+        _check_error()
 
 
 def wake(address: int) -> None:
     """Wake all who wait there. Also a barrier: what this thread wrote before is there for all before it reads anything after."""
     _syscall(_SYSCALL, address, _WAKE, _EVERYBODY, None, None, 0)
+
+
+def _span(seconds: float) -> _Span:
+    return _Span(int(seconds), int(seconds % 1 * 1e9))
+
+
+def _check_error() -> None:
+    """Raise that of the last call, unless it is one of those that end a wait."""
+    error = ctypes.get_errno()
+    if error not in (errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT):
+        raise OSError(error, os.strerror(error))
+
+
+def _find_most() -> int:
+    """A call for no word is an error, but another one than a call that an older kernel has not, or a sandbox forbids."""
+    return 128 if _syscall(_WAITV, None, 0, 0, None, None, 0) == -1 and ctypes.get_errno() == errno.EINVAL else 1
+
+
+most = _find_most() if available else 0  # words that one can wait for at once

@@ -1,7 +1,7 @@
 """Data that is read where it lies, straight from the process of another rank of this node.
 
-[Note: loans] What lies in memory that stays as it is until its collective ends need not be copied into a window. Its stream
-says where it is, and each reader copies it from there to where it belongs, with one call to the kernel (process_vm_readv, for
+[Note: loans] What lies in memory that stays as it is until its collective ends need not be copied into a window. A word on its stream, or
+a letter, says where it is, and each reader copies it from there to where it belongs, with one call to the kernel (process_vm_readv, for
 which the system must let one process look into the other). So a byte is copied once instead of twice, and no room is waited for.
 
 A loan ends with its collective, and a collective that goes well ends when each reader has said that it has read everything. One
@@ -14,6 +14,7 @@ import ctypes
 import errno
 import os
 import secrets
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -54,6 +55,12 @@ class Loan:
         view = np.frombuffer(data, np.uint8)
         return mesh_pb2.Loan(address=_address(view), size=len(view), token_address=_address(self._token), token=self._told)
 
+    def letter(self, arrays: Sequence[np.ndarray], note: bytes = b"") -> bytes:
+        """The same of several arrays for a reader who knows how large they are, behind a word for the lender to mark, and before a note:
+        see `Lender`."""
+        words = [0, _address(self._token), self._told, len(arrays), *map(_address, arrays)]
+        return np.array(words, np.uint64).tobytes() + note
+
     def revoke(self) -> None:
         """What is read from now on, or at this moment, is worth nothing."""
         self._token[0] = ~self._token[0]
@@ -82,6 +89,21 @@ class Borrowed:
             raise ProtocolError(f"the memory of process {self._pid} cannot be read any more: {os.strerror(error)}")
         if count != target.nbytes + 8 or token.value != self._loan.token:
             raise LoanRevoked
+
+
+class Lender:
+    """Another process that lends arrays, as its letter says. Raises ValueError if it makes no sense."""
+
+    def __init__(self, pid: int, letter: Buffer) -> None:
+        self._pid = pid
+        _, self._token_address, self._token, arrays = np.frombuffer(letter, np.uint64, 4).tolist()
+        self._addresses = np.frombuffer(letter, np.uint64, arrays, 32).tolist() if arrays else []
+        self.note = bytes(letter[32 + 8 * arrays :])
+
+    def part(self, array: int, start: int, size: int) -> Borrowed:
+        """Bytes of one of its arrays."""
+        loan = mesh_pb2.Loan(address=self._addresses[array] + start, size=size, token_address=self._token_address, token=self._token)
+        return Borrowed(self._pid, loan)
 
 
 def can_read(offer: mesh_pb2.WindowOffer) -> bool:

@@ -4,11 +4,12 @@
 than moving 100 KiB. So what is small, and waited for, is left in memory instead: each rank writes its letters into its own mailbox,
 which the others map read-only, and a thread that waits for one looks there itself.
 
-A mailbox begins with a count of letters, which is the word that readers sleep on (futex.py). A directory says which letters there are:
-an entry is a few words, of which `number` is written last and taken away first, and `serial`, which is never the same again, written
-before the others: who finds both as they were when he has read the rest has seen one entry and all of it. The letters'
-bytes lie in a ring. A reader acknowledges a letter in its own mailbox, by the letter's serial number, so all memory has one writer;
-a letter that all of its readers have acknowledged is forgotten by its writer, who looks when it needs the room.
+A mailbox begins with a count of what has happened to it, which is the word that readers sleep on (futex.py). A directory says which
+letters there are: an entry is a few words, of which `number` is written last and taken away first, and `serial`, which is never the same
+again, written before the others: who finds both as they were when he has read the rest has seen one entry and all of it. The letters'
+bytes lie in a ring. A reader acknowledges a letter in its own mailbox, by the letter's serial number, so all memory has one writer; a
+letter that all of its readers have acknowledged is forgotten by its writer, who looks when it needs the room. One that is not read for long
+(a rank may wait there for something that happens once an hour) stays where it is, and others are written around it.
 
 A writer may also take a letter back. A reader that is reading it then finds the entry changed when it has read, and must not use it.
 """
@@ -17,7 +18,7 @@ import mmap
 import os
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -72,8 +73,9 @@ class Posted:
     sequence: int
     entry: int
     serial: int
-    start: int  # in the ring, from the first byte ever written
+    start: int  # in the ring, from the first byte ever written; a round more whenever others were written around it
     end: int
+    data: int  # where its data begins in the ring
     readers: Sequence["MailboxView"]
     free: bool = False  # all readers have acknowledged it, or it was taken back
 
@@ -120,17 +122,17 @@ class Mailbox:
         """Leave a letter for these; None if there is no room for it now."""
         noted = len(note) + -len(note) % _ALIGNMENT
         with self._lock:
-            start = self._place(noted + len(data))
             entry = self._entry(group, sequence)
-            if entry is None or noted + len(data) > self.capacity or not self._make_room(start + noted + len(data)):
+            start = None if entry is None else self._make_room(noted + len(data))
+            if entry is None or start is None:
                 return None
-            posted = Posted(group, sequence, entry, next(self._serials), start, start + noted + len(data), readers)
+            at = start % self.capacity
+            posted = Posted(group, sequence, entry, next(self._serials), start, start + noted + len(data), at + noted, readers)
             self._at[entry] = posted
             self._posted.append(posted)
             self._head = posted.end
-            at = start % self.capacity
             self._ring.data[at : at + len(note)] = note
-            np.copyto(self._ring[at + noted : at + noted + len(data)], np.frombuffer(data, np.uint8))  # lets other threads run
+            np.copyto(self._ring[posted.data : posted.data + len(data)], np.frombuffer(data, np.uint8))  # lets other threads run
             words, base = self._words, _DIRECTORY + entry * _ENTRY_WORDS
             words[base + _NUMBER] = 0
             words[base + _SERIAL] = posted.serial
@@ -142,6 +144,13 @@ class Mailbox:
             self._ring_bell()
         return posted
 
+    def mark(self, posted: Posted, word: int) -> None:
+        """Write the first 8 bytes of a letter's data anew, for readers that have more to wait for than the letter."""
+        with self._lock:
+            if not posted.free:  # or the ring may have something else there
+                self._ring[posted.data : posted.data + 8].view(np.uint64)[0] = word
+                self._ring_bell()
+
     def withdraw(self, group: int, sequence: int) -> None:
         """Take a letter back, if it is still there: who has not read it never will."""
         with self._lock:
@@ -151,17 +160,22 @@ class Mailbox:
                     self._words[_DIRECTORY + posted.entry * _ENTRY_WORDS + _NUMBER] = 0
                     self._ring_bell()
 
-    def acknowledge(self, view: "MailboxView", letter: Letter) -> None:
-        """This rank needs a letter no more. One that was taken back may be acknowledged after the next one in its entry."""
+    def acknowledge(self, view: "MailboxView", letter: Letter, *, aloud: bool = False) -> None:
+        """This rank needs a letter no more. One that was taken back may be acknowledged after the next one in its entry.
+
+        aloud  its writer waits for that
+        """
         place = _RECEIPTS + view.place * _ENTRIES + letter.entry
         with self._lock:
             self._words[place] = max(self._words[place], letter.serial)
+            if aloud:
+                self._ring_bell()
 
     def _ring_bell(self) -> None:
         self._words[_COUNT] = (self._words[_COUNT] + 1) % (1 << 32)
         futex.wake(self._address)
 
-    def _place(self, size: int) -> int:
+    def _next_place(self, size: int) -> int:
         """The next position at which `size` bytes lie in one piece."""
         start = self._head + -self._head % _ALIGNMENT
         if start % self.capacity + size > self.capacity:
@@ -176,16 +190,27 @@ class Mailbox:
                 return entry
         return None
 
-    def _make_room(self, end: int) -> bool:
-        """Whether the ring may be written up to this position."""
-        while self._posted and end - self._posted[0].start > self.capacity:
-            posted = self._posted[0]
-            if not self._is_free(posted):
-                return False
-            if self._at[posted.entry] is posted:  # a reader that was taken for dead may look for it again
-                self._words[_DIRECTORY + posted.entry * _ENTRY_WORDS + _NUMBER] = 0
-            self._posted.popleft()
-        return True
+    def _make_room(self, size: int) -> int | None:
+        """The next position at which so many bytes may be written; None if there is none."""
+        if size > self.capacity:
+            return None
+        for _ in range(len(self._posted) + 1):
+            start = self._next_place(size)
+            if not self._posted or start + size - self._posted[0].start <= self.capacity:
+                return start
+            self._pass(self._posted.popleft())
+        return None
+
+    def _pass(self, oldest: Posted) -> None:
+        """Forget the oldest letter if it is free, and else go around it."""
+        if self._is_free(oldest):
+            if self._at[oldest.entry] is oldest:  # a reader that was taken for dead may look for it again
+                self._words[_DIRECTORY + oldest.entry * _ENTRY_WORDS + _NUMBER] = 0
+        else:
+            oldest.start += self.capacity
+            oldest.end += self.capacity
+            self._posted.append(oldest)
+            self._head = oldest.end
 
     def _is_free(self, posted: Posted) -> bool:
         if not posted.free:
@@ -210,7 +235,7 @@ class MailboxView:
 
     @property
     def count(self) -> int:
-        """Another one after every letter, and whenever one is taken back."""
+        """Another one after every letter, mark and receipt that is given aloud, and whenever a letter is taken back."""
         return self._words[_COUNT]
 
     def find(self, group: int, sequence: int) -> Letter | None:
@@ -241,6 +266,11 @@ class MailboxView:
     def wait(self, seen: int, timeout_s: float) -> None:
         """Sleep until `count` is not `seen` any more, or for some time, or less."""
         futex.wait(self._address, seen, timeout_s)
+
+    @staticmethod
+    def wait_for_any(seen: Mapping["MailboxView", int], timeout_s: float) -> None:
+        """The same for several, at most `futex.most`, until the first of them changes."""
+        futex.wait_any([(view._address, count) for view, count in seen.items()], timeout_s)
 
     def wake(self) -> None:
         """Let all that sleep here look around, whichever process they are of."""

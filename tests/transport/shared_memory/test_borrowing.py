@@ -25,7 +25,8 @@ from shardnet.wire import Chunk, LoanRevoked
 from tests.transport.shared_memory.test_sharing import mesh_of, sums
 
 pytestmark = pytest.mark.skipif(lending._process_vm_readv is None, reason="this system has no process_vm_readv")
-LIMITS = Limits(chunk_bytes=64 * KIB, window_bytes=256 * KIB, inline_bytes=KIB, eager_bytes=KIB)
+# without letters, or rounds would do all of it
+LIMITS = Limits(chunk_bytes=64 * KIB, window_bytes=256 * KIB, inline_bytes=KIB, eager_bytes=KIB, letter_bytes=0)
 ELEMENTS = 240_000
 
 
@@ -162,7 +163,7 @@ async def test_a_reader_that_dies_ends_the_collective() -> None:
 
 async def test_a_loan_that_nobody_may_make_is_refused() -> None:
     """By an exchange, which takes none, with an error for all; and by who cannot read the lender's memory, with the end of the stream."""
-    async with local_cluster(2, limits=replace(LIMITS, letter_bytes=0)) as ranks:
+    async with local_cluster(2, limits=LIMITS) as ranks:
         board = ranks[0]._board
         data = torch.ones(4).numpy().tobytes()
         chunk = Chunk(1, 0, 0, 0, 0, data)

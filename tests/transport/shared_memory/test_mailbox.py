@@ -65,6 +65,13 @@ def test_a_letter_is_found_by_group_and_number(three: Three, size: int) -> None:
     assert three.read(5, group=GROUP - 64) is None  # which has the same place in the directory
 
 
+def test_all_of_it_can_be_used_and_no_more(three: Three) -> None:
+    assert three.post(0, bytes(CAPACITY)) is None  # with its note
+    assert all(three.post(number, bytes([number]) * (CAPACITY // 4 - 64)) for number in range(4))
+    assert three.post(4) is None
+    assert [three.read(number) for number in range(4)] == [bytes([number]) * (CAPACITY // 4 - 64) for number in range(4)]
+
+
 def test_there_is_room_again_when_every_reader_has_acknowledged(three: Three) -> None:
     assert three.post(0, bytes(600))
     assert three.post(1, bytes(600)) is None
@@ -73,7 +80,38 @@ def test_there_is_room_again_when_every_reader_has_acknowledged(three: Three) ->
     three.acknowledge(0, 2)
     assert three.post(1, b"x" * 600)
     assert three.read(1) == b"x" * 600
-    assert three.post(2, bytes(CAPACITY)) is None  # larger than all of it, with its note
+
+
+def test_one_that_is_not_read_does_not_keep_others_out(three: Three) -> None:
+    """It stays where it is, anywhere in the ring, and what is written around it leaves it alone."""
+    rng = random.Random(2)
+    for first in range(1, 9):
+        number = first * 1_000
+        assert three.post(number, b"stays" * 20)
+        for each in range(number + 1, number + 40):
+            data = rng.randbytes(rng.randrange(300))
+            assert three.post(each, data)
+            assert three.read(each) == data
+            three.acknowledge(each, 1, 2)
+            assert three.read(number) == b"stays" * 20
+        three.acknowledge(number, 1, 2)
+        assert three.post(number + 40, bytes(64 * first))
+        three.acknowledge(number + 40, 1, 2)
+
+
+def test_what_is_not_read_may_fill_it(three: Three) -> None:
+    """Then there is room between and behind what is there only."""
+    texts = {number: bytes([number]) * 150 for number in range(3)}
+    assert all(three.post(number, text) for number, text in texts.items())
+    assert not any(three.post(number, bytes(200)) for number in range(3, 20))
+    texts[20] = b"behind"
+    assert three.post(20, texts[20])
+    three.acknowledge(1, 1, 2)
+    texts[21] = b"between" * 20
+    assert three.post(21, texts[21])
+    assert three.post(22, b"no more" * 10) is None
+    del texts[1]
+    assert {number: three.read(number) for number in texts} == texts
 
 
 def test_letters_are_acknowledged_in_any_order(three: Three) -> None:
@@ -81,9 +119,9 @@ def test_letters_are_acknowledged_in_any_order(three: Three) -> None:
         assert three.post(number, bytes(200))
     for number in (2, 1):
         three.acknowledge(number, 1, 2)
-    assert three.post(3, bytes(600)) is None  # the oldest one lies before it
+    assert three.post(3, bytes(700)) is None  # the oldest one lies in the way
     three.acknowledge(0, 1, 2)
-    assert three.post(3, bytes(600))
+    assert three.post(3, bytes(700))
 
 
 def test_as_many_letters_stand_at_a_place_of_the_directory_as_it_has_entries(three: Three) -> None:
@@ -183,6 +221,30 @@ def test_waiting_ends_by_itself_by_a_wake_and_at_once_if_something_has_changed(t
     while thread.is_alive():
         three.view.wake()
         thread.join(0.001)
+
+
+@pytest.mark.skipif(futex.most < 3, reason="waiting at several mailboxes at once needs Linux 5.16")
+def test_waiting_at_several_ends_by_itself_by_any_of_them_and_at_once_if_one_has_changed(three: Three) -> None:
+    views = [three.view, *three.views]
+
+    def wait(timeout_s: float, changed: MailboxView | None = None) -> None:
+        MailboxView.wait_for_any({view: view.count + (view is changed) for view in views}, timeout_s)
+
+    start = time.monotonic()
+    wait(0.02)
+    assert time.monotonic() - start >= 0.02
+    for view in views:
+        wait(30.0, changed=view)
+        thread = threading.Thread(target=wait, args=(30.0,))
+        thread.start()
+        while thread.is_alive():
+            view.wake()
+            thread.join(0.001)
+
+
+def test_a_system_on_which_one_can_wait_at_one_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(futex, "_WAITV", 100_000)  # no number of a system call
+    assert futex._find_most() == 1
 
 
 def test_readers_cannot_write(three: Three) -> None:

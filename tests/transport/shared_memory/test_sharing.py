@@ -24,7 +24,8 @@ from shardnet.transport.shared_memory import Sharing, view
 from shardnet.transport.shared_memory.window import Window
 from shardnet.wire import Chunk
 
-LIMITS = Limits(chunk_bytes=64 * KIB, window_bytes=256 * KIB, inline_bytes=KIB)
+# without letters, or rounds would do all of it
+LIMITS = Limits(chunk_bytes=64 * KIB, window_bytes=256 * KIB, inline_bytes=KIB, letter_bytes=0)
 ELEMENTS = 240_000
 
 
@@ -94,7 +95,7 @@ async def test_memory_stays_inside_a_node(wire: Wire) -> None:
 
 
 async def test_many_collectives_at_once_share_a_window_that_is_smaller_than_any() -> None:
-    async with local_cluster(3, limits=Limits(chunk_bytes=8 * KIB, window_bytes=32 * KIB, inline_bytes=KIB, eager_bytes=KIB)) as ranks:
+    async with local_cluster(3, limits=replace(LIMITS, chunk_bytes=8 * KIB, window_bytes=32 * KIB, eager_bytes=KIB)) as ranks:
 
         async def work(rank: Backend) -> None:
             handles = [rank.all_reduce(torch.full((30_000,), float(index + rank.rank))) for index in range(12)]
@@ -150,7 +151,7 @@ async def test_memory_that_one_rank_does_not_see_is_not_used_for_it(
 async def test_who_waits_for_room_hears_that_a_reader_is_gone() -> None:
     """One that is frozen holds everybody's room, until it is lost."""
     timeouts = Timeouts(connect_s=10, suspect_s=0.5, lost_s=1.0, collective_s=15.0, drain_s=0.5)
-    async with local_cluster(3, limits=Limits(window_bytes=64 * KIB, inline_bytes=KIB, chunk_bytes=8 * KIB), timeouts=timeouts) as ranks:
+    async with local_cluster(3, limits=replace(LIMITS, window_bytes=64 * KIB, chunk_bytes=8 * KIB), timeouts=timeouts) as ranks:
         frozen = mesh_of(ranks[2])
         frozen.receive = lambda *_: None  # type: ignore[method-assign]  # it takes nothing, and says nothing
         handles = [rank.all_gather(torch.ones(100_000)) for rank in ranks]
@@ -170,7 +171,7 @@ async def test_who_waits_for_room_hears_that_a_reader_is_gone() -> None:
 
 async def test_a_frozen_rank_holds_up_nobody_else(wire: Wire) -> None:
     """It keeps the room of what it was told of, so the others' data goes over their streams."""
-    limits = Limits(chunk_bytes=8 * KIB, window_bytes=64 * KIB, inline_bytes=KIB, eager_bytes=KIB)
+    limits = replace(LIMITS, chunk_bytes=8 * KIB, window_bytes=64 * KIB, eager_bytes=KIB)
     async with local_cluster(3, limits=limits, lending=False) as ranks:
         frozen = mesh_of(ranks[2])
         receive, held = frozen.receive, []
@@ -193,7 +194,7 @@ async def test_a_frozen_rank_holds_up_nobody_else(wire: Wire) -> None:
 
 
 async def test_a_rank_that_has_left_holds_no_room(wire: Wire) -> None:
-    limits = Limits(chunk_bytes=8 * KIB, window_bytes=64 * KIB, inline_bytes=KIB, eager_bytes=KIB)
+    limits = replace(LIMITS, chunk_bytes=8 * KIB, window_bytes=64 * KIB, eager_bytes=KIB)
     async with local_cluster(3, limits=limits) as ranks:
         pair = [rank.subgroup([0, 1]) for rank in ranks[:2]]
         await each_rank(ranks, lambda rank: rank.all_gather(torch.ones(3000)))  # less than what makes a reader report
@@ -208,7 +209,7 @@ async def test_a_rank_that_has_left_holds_no_room(wire: Wire) -> None:
 
 async def test_an_abort_in_the_middle_leaves_no_piece_behind() -> None:
     """A window of a few pieces goes round many times after collectives that failed half way."""
-    async with local_cluster(2, limits=Limits(chunk_bytes=8 * KIB, window_bytes=32 * KIB, inline_bytes=KIB, eager_bytes=KIB)) as ranks:
+    async with local_cluster(2, limits=replace(LIMITS, chunk_bytes=8 * KIB, window_bytes=32 * KIB, eager_bytes=KIB)) as ranks:
         for _ in range(20):
             await each_error(ranks, lambda rank: rank.all_reduce(torch.ones(20_000 + rank.rank)))
             await each_rank(ranks, lambda rank: rank.all_reduce(torch.ones(20_000)))

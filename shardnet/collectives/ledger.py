@@ -1,0 +1,77 @@
+"""`Ledger`: the numbers of one group's collectives, and what came for those that this rank has not entered.
+
+[Note: the ledger] Every collective of a group has a sequence number, counted on each rank in the order of the calls.
+Before data flows each rank announces to the peers that will send to it what it takes the collective to be; a peer
+that takes it for something else aborts it for everyone, naming both sides. Since the announcements of one collective
+connect all ranks, no two ranks can disagree unnoticed. A failed collective burns its number and nothing else: the
+next one is unaffected, and what arrives late for it is recognised by its number and dropped.
+
+Data goes only to a peer that has announced, except for collectives of at most `Limits.eager_bytes` a peer in which
+every rank waits for every other: those are sent at once and may arrive before the call. So a rank never holds more
+than max_outstanding × eager_bytes a peer for collectives that it has not entered yet; a peer that sends more is cut off (early.py). What
+is lent stays with its lender, so word of it may come early, too.
+"""
+
+import threading
+import time
+
+from shardnet.collectives.early import Early
+from shardnet.collectives.operation import Call
+from shardnet.config import Limits
+from shardnet.flight import Flight, Party
+from shardnet.pb import mesh_pb2
+from shardnet.telemetry import Telemetry
+
+
+class Ledger:
+    """One rank's. Any thread may number a collective; all that is said to be under the lock is read and changed with it held."""
+
+    def __init__(self, party: Party, telemetry: Telemetry, limits: Limits) -> None:
+        self.lock = threading.Lock()
+        self.early = Early(limits)  # by number, of ranks of the group; changed on the loop thread only
+        self.last_signature = ""  # of the one entered last
+        self._party = party
+        self._telemetry = telemetry
+        self._next = 0  # to give out
+        self._ahead: set[int] = set()  # numbers that were given out and are not entered yet
+
+    def number(self, call: Call) -> Flight:
+        """The next collective, entered as soon as the lock is free, for the flight recorder, whose ring has them in the order of their
+        numbers. Under the lock."""
+        telemetry, sequence = self._telemetry, self._next
+        self._next += 1
+        return telemetry.flights.begin(Flight(self._party, sequence, call.op, call.label, telemetry.step, time.perf_counter_ns()))
+
+    def number_ahead(self, call: Call) -> Flight:
+        """The same of one that is not entered before `enter` says so. Under the lock."""
+        self._ahead.add(self._next)
+        return self.number(call)
+
+    def enter(self, sequence: int, signature: str) -> None:
+        with self.lock:
+            self._ahead.discard(sequence)
+        self.last_signature = signature
+
+    def is_next_announced(self) -> bool:
+        """Whether something has come for the next one. Under the lock."""
+        return self._next in self.early
+
+    def announced_since(self) -> int | None:
+        """When something first came for the next one, which nobody here has begun, by time.monotonic_ns; None: nothing has."""
+        with self.lock:
+            return self.early.since(self._next)
+
+    def has_entered(self, sequence: int) -> bool:
+        return sequence < self._next and sequence not in self._ahead
+
+    @property
+    def position(self) -> int:
+        """The next number to enter."""
+        with self.lock:
+            return min(self._ahead, default=self._next)
+
+    def answer(self, probe: mesh_pb2.Probe, sequence: int) -> mesh_pb2.ProbeReply:
+        """Where this rank is."""
+        return mesh_pb2.ProbeReply(
+            id=probe.id, entered=self.has_entered(sequence), next_sequence=self.position, last_signature=self.last_signature
+        )

@@ -1,0 +1,155 @@
+"""Large collectives among ranks of one node: the letters tell where the data lies, and each rank reads it from there.
+
+[Note: rounds that lend] What is too large to be copied into a mailbox can still do without the loop threads. In such a round (see [Note:
+rounds] in mail.py) the letters hold loans instead of data (see [Note: loans]): a rank reads what it needs of the others' memory, once, and
+acknowledges their letters when it has; and its own round ends when all others have acknowledged its letter. A rank that has more to lend
+once it has read (the sum of its block, in an all-reduce) marks its letter then.
+
+So everybody depends on what everybody else still has to do, and such a round cannot be left until somebody asks for it: the attendant
+has it from the beginning, except while a thread waits for it and does the work itself. It is done piece by piece, so that it can be
+failed in between, and other rounds get their turn. A round that fails here revokes its loan, and the memory is the caller's again.
+
+Where a letter finds no room and goes over the streams, so does its mark, as another one, and what acknowledges it. What came for a round
+before it began is looked at later than what comes then, so the marked letter may be there first.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardnet.collectives.mail import Course, Mail, Round
+from shardnet.collectives.operation import Call
+from shardnet.collectives.reduction import Array
+from shardnet.transport.shared_memory import Lender, Loan
+from shardnet.wire import Buffer, Lent
+
+_MARK = np.uint64(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Lending:
+    """What a collective is for one rank: what it lends to the others, and what it makes of what they lend."""
+
+    arrays: Sequence[Array]  # stay where they are, and what others may still read of them as it is, until the round ends
+    sends: Mapping[int, int]  # bytes of them that each rank gets
+    receives: Mapping[int, int]  # bytes that this one gets of each
+    work: "Callable[[LoanRound], Course]"
+    note: bytes = b""  # what this rank has to say besides
+    end: Callable[[BaseException | None], object] = lambda _: None  # it has ended, well or with an error
+
+
+class LoanRound(Round):
+    """One of which the letters say where the data is; ranks here are those of its group."""
+
+    def __init__(self, mail: Mail, call: Call, lending: Lending, value: object) -> None:
+        self._loan = Loan()
+        super().__init__(mail, call, self._loan.letter(lending.arrays, lending.note), value)
+        self._lending = lending
+        self._lenders: dict[int, Lender] = {}
+        self._returned: set[int] = set()  # who have said over their streams that they have read everything
+
+    @property
+    def may_be_stuck(self) -> bool:
+        return not self.is_settled
+
+    # --- for the work
+
+    def collect(self, of: Collection[int] = ()) -> Course:
+        yield from super().collect(of)
+        for rank in self._data.keys() - self._lenders.keys():
+            self._lenders[rank] = Lender(self._mail.processes[rank], self._data[rank])
+
+    def note(self, rank: int) -> bytes:
+        """What another rank has to say besides. Raises LoanRevoked if it was taken back."""
+        self.check_letters()
+        return self._lenders[rank].note
+
+    def lent(self, rank: int, array: int, start: int, size: int) -> Lent:
+        """Bytes of one of the arrays of another rank."""
+        return self._lenders[rank].part(array, start, size)
+
+    def has_marked(self, rank: int) -> bool:
+        """Whether another rank has more to lend now."""
+        return _is_marked(self._data[rank])
+
+    def await_marks(self, ranks: Sequence[int]) -> Course:
+        """Wait until all of these have marked their letters."""
+        for rank in ranks:
+            while not self.has_marked(rank):
+                yield rank
+
+    def mark(self) -> None:
+        """This rank has."""
+        if self._posted is not None:
+            self._mail.mailbox.mark(self._posted, int(_MARK))
+        else:
+            self._letter = _MARK.tobytes() + self._letter[_MARK.nbytes :]
+            self._send_letter()
+
+    def settle(self) -> Course:
+        """This rank has read everything; wait until the others have."""
+        self.check_letters()
+        for rank in self._lending.receives:
+            self._give_back(rank)
+        for rank in self._lending.sends:
+            while not self._has_returned(rank):
+                yield rank
+
+    # --- what comes over streams
+
+    def deliver(self, rank: int, data: Buffer) -> None:
+        with self._lock:
+            if rank not in self._missing and _is_marked(data):
+                self._data[rank] = data
+        super().deliver(rank, data)
+
+    def take_return(self, rank: int) -> None:
+        """Another rank has read everything, of which it heard over its stream."""
+        with self._lock:
+            self._returned.add(rank)
+        self._mail.views[rank].wake()
+
+    # --- the work
+
+    def attend(self) -> None:
+        self._mail.attendant.take(self)
+
+    def sweep(self) -> None:
+        """The attendant does it, whose thread may be held up."""
+
+    def _glance(self) -> None:
+        """Whoever asks is not held up."""
+
+    def _run(self) -> Course:
+        yield from self._lending.work(self)
+
+    def _give_back(self, rank: int) -> None:
+        mail = self._mail
+        if rank in self._letters:
+            mail.mailbox.acknowledge(mail.views[rank], self._letters[rank], aloud=True)
+        else:
+            mail.group.board.loop.call(mail.group.rounds.return_loan, self, rank)
+
+    def _has_returned(self, rank: int) -> bool:
+        if self._posted is None:
+            return rank in self._returned
+        return self._mail.views[rank].has_acknowledged(self._mail.mailbox.place, self._posted)
+
+    def _sent(self) -> Mapping[int, int]:
+        return self._lending.sends
+
+    def _received(self) -> Mapping[int, int]:
+        return self._lending.receives
+
+    def _forget(self) -> None:
+        self._loan.revoke()
+        self._lending.end(self.error)
+        self._lenders, self._lending = {}, _NOTHING
+
+
+def _is_marked(letter: Buffer) -> bool:
+    return bool(np.frombuffer(letter, np.uint64, 1)[0] == _MARK)
+
+
+_NOTHING = Lending((), {}, {}, lambda _: iter(()))

@@ -1,0 +1,208 @@
+"""What each collective is as a round that lends (see [Note: rounds that lend] in loan_round.py), on flat arrays of one rank.
+
+Sums are taken in the order in which a node takes them otherwise (plans.py, hierarchical.py), so their bits do not tell which way they went.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from shardnet.collectives.group import Group
+from shardnet.collectives.hierarchical import Bounds
+from shardnet.collectives.loan_round import Lending, LoanRound
+from shardnet.collectives.mail import Course
+from shardnet.collectives.parts import piecewise
+from shardnet.collectives.plans import apart, balanced_bounds, is_small
+from shardnet.collectives.reduction import Array, Reduction
+from shardnet.collectives.route import Routing
+from shardnet.pb.mesh_pb2 import Announcement
+
+_COPY_BYTES = 4 * 1024 * 1024  # at once, before others get their turn
+_SOURCE, _OUTPUT = range(2)  # which of the arrays that a rank lends
+
+# What becomes of gathered data and of what releases it, which is None if the data is this rank's alone.
+Finish = Callable[[Array, Callable[[], object] | None], object]
+
+
+def all_gather(group: Group, source: Array, output: Array, bounds: Bounds) -> Lending:
+    """`source` is this rank's block; it may be that part of `output`, or overlap it."""
+    blocks = _blocks(output, bounds)
+    if np.may_share_memory(source, output):
+        np.copyto(blocks[group.rank], source)
+        source = blocks[group.rank]
+    return Lending([source], *_gathered(group, bounds, source), lambda here: _gather(here, group, source, blocks))
+
+
+def all_gather_on_node(group: Group, source: Array, bounds: Bounds, finish: Finish) -> Lending:
+    """Into one buffer for all ranks, if that can be had. The round's value is what `finish` makes of it."""
+    gather = _OnNode(group, source, bounds, finish)
+    return Lending([source], *_gathered(group, bounds, source), gather.work, gather.note, gather.end)
+
+
+class _OnNode:
+    """A gather into one buffer, on one rank: see [Note: one buffer a node]."""
+
+    def __init__(self, group: Group, source: Array, bounds: Bounds, finish: Finish) -> None:
+        self._group = group
+        self._source = source
+        self._bounds = bounds
+        self._finish = finish
+        self._commons = group.commons
+        self._claim = self._commons.begin(bounds[-1][1] * source.itemsize)
+        self.note = self._commons.note(self._claim).SerializeToString()
+
+    def work(self, here: LoanRound) -> Course:
+        if not self._commons.keeps:
+            yield from self._hear_keeper(here)
+        yield from self._fill(here) if self._claim.granted else self._copy_all(here)
+
+    def end(self, error: BaseException | None) -> None:
+        (self._commons.end if error is None else self._commons.fail)(self._claim)
+
+    def _hear_keeper(self, here: LoanRound) -> Course:
+        keeper = self._group.members.index(self._commons.keeper)
+        yield from here.collect([keeper])
+        try:
+            self._commons.take(self._claim, Announcement.FromString(here.note(keeper)))
+        except (OSError, ValueError) as error:
+            here.check_letters()  # or the keeper has failed meanwhile
+            raise self._commons.unusable(self._group.board.where(), here.name, error) from error
+
+    def _fill(self, here: LoanRound) -> Course:
+        """Write this rank's block into the common buffer, and wait until the others have."""
+        group, dtype = self._group, self._source.dtype
+        yield from _write(self._source, self._claim.shared.view(dtype)[slice(*self._bounds[group.rank])])
+        if self._commons.keeps:  # it hears what they have released before its mark lets them end, and forget that they have said it
+            yield from here.collect()
+            for rank in group.peers:
+                self._commons.hear(group.members[rank], Announcement.FromString(here.note(rank)))
+        here.mark()
+        yield from here.collect()
+        yield from here.await_marks(group.peers)
+        here.check_letters()
+        mine, release = self._commons.lend(self._claim)
+        here.value = self._finish(mine.view(dtype), release)
+
+    def _copy_all(self, here: LoanRound) -> Course:
+        """There is no memory for a common buffer."""
+        output = np.empty(self._bounds[-1][1], self._source.dtype)
+        yield from _gather(here, self._group, self._source, _blocks(output, self._bounds))
+        here.value = self._finish(output, None)
+
+
+def reduce_scatter(group: Group, source: Array, output: Array, bounds: Bounds, reduction: Reduction) -> Lending:
+    """`output` is this rank's block of the reduced `source`; it may be that part of it, or overlap it."""
+    blocks = _blocks(source := apart(source, source[slice(*bounds[group.rank])], output), bounds)
+
+    def work(here: LoanRound) -> Course:
+        yield from here.collect()
+        yield from _reduce(here, group, source, bounds, reduction, output)
+        yield from here.settle()
+
+    sends = {rank: blocks[rank].nbytes for rank in group.peers}
+    return Lending([source], sends, dict.fromkeys(group.peers, output.nbytes), work)
+
+
+def all_reduce(group: Group, source: Array, output: Array, reduction: Reduction) -> Lending:
+    """`output` may be `source` itself, or overlap it. Each rank adds up a block, and lends the sum."""
+    source = apart(source, source, output)
+    bounds = balanced_bounds(source.size, group.size)
+    blocks = _blocks(output, bounds)
+    own = blocks[group.rank]
+
+    def work(here: LoanRound) -> Course:
+        yield from here.collect()
+        yield from _reduce(here, group, source, bounds, reduction, own)
+        here.mark()
+        waiting = list(group.peers)
+        while waiting:
+            rank = next(filter(here.has_marked, waiting), None)
+            if rank is None:
+                yield waiting[0]
+            else:
+                waiting.remove(rank)
+                yield from _copy(here, rank, _OUTPUT, bounds[rank][0], blocks[rank])
+        yield from here.settle()
+
+    moves = {rank: blocks[rank].nbytes + own.nbytes for rank in group.peers}
+    return Lending([source, output], moves, moves, work)
+
+
+def broadcast(group: Group, output: Array, root: int) -> Lending:
+    """`output` holds the data on root and receives it elsewhere."""
+
+    def work(here: LoanRound) -> Course:
+        yield from here.collect()
+        if group.rank != root:
+            yield from _copy(here, root, _SOURCE, 0, output)
+        yield from here.settle()
+
+    if group.rank == root:
+        return Lending([output], dict.fromkeys(group.peers, output.nbytes), {}, work)
+    return Lending([], {}, {root: output.nbytes}, work)
+
+
+def all_to_all(group: Group, outgoing: Array, incoming: Array, block: int) -> Lending:
+    """Each rank's block of `outgoing`, of so many elements, to that rank."""
+    mine = slice(group.rank * block, (group.rank + 1) * block)
+
+    def work(here: LoanRound) -> Course:
+        yield from _write(outgoing[mine], incoming[mine])
+        yield from here.collect()
+        for rank in group.peers:
+            yield from _copy(here, rank, _SOURCE, group.rank * block, incoming[rank * block :][:block])
+        yield from here.settle()
+
+    moves = dict.fromkeys(group.peers, block * outgoing.itemsize)
+    return Lending([outgoing], moves, moves, work)
+
+
+def _blocks(whole: Array, bounds: Bounds) -> list[Array]:
+    return [whole[start:end] for start, end in bounds]
+
+
+def _gathered(group: Group, bounds: Bounds, source: Array) -> tuple[dict[int, int], dict[int, int]]:
+    """How many bytes of it this rank sends to each one, and gets of each."""
+    sizes = {rank: (bounds[rank][1] - bounds[rank][0]) * source.itemsize for rank in group.peers}
+    return dict.fromkeys(group.peers, source.nbytes), sizes
+
+
+def _gather(here: LoanRound, group: Group, source: Array, blocks: list[Array]) -> Course:
+    """Everybody's block, of which `source` is this rank's, which may be in its place."""
+    if source is not blocks[group.rank]:
+        yield from _write(source, blocks[group.rank])
+    yield from here.collect()
+    for rank in group.peers:
+        yield from _copy(here, rank, _SOURCE, 0, blocks[rank])
+    yield from here.settle()
+
+
+def _write(source: Array, target: Array) -> Course:
+    """A copy of this rank's own."""
+    step = _COPY_BYTES // target.itemsize
+    for first in range(0, target.size, step):
+        np.copyto(target[first : first + step], source[first : first + step])
+        yield None
+
+
+def _copy(here: LoanRound, rank: int, array: int, start: int, target: Array) -> Course:
+    """What another rank lends from that element on, as much as has room."""
+    step = _COPY_BYTES // target.itemsize
+    for first in range(0, target.size, step):
+        part = target[first : first + step]
+        here.lent(rank, array, (start + first) * target.itemsize, part.nbytes).read(0, part)
+        yield None
+
+
+def _reduce(here: LoanRound, group: Group, source: Array, bounds: Bounds, reduction: Reduction, output: Array) -> Course:
+    """This rank's block of everybody's source."""
+    start, end = bounds[group.rank]
+    if start == end:
+        return
+    offset, size = start * source.itemsize, (end - start) * source.itemsize
+    in_rank_order = reduction.widens or group.board.routing is Routing.RANK_ORDER or is_small(group, bounds, source.itemsize)
+    ranks = range(group.size) if in_rank_order else group.route.node
+    parts = [source[start:end] if rank == group.rank else here.lent(rank, _SOURCE, offset, size) for rank in ranks]
+    for place, arrays, _ in piecewise(parts, None, source.dtype):
+        reduction.reduce(arrays, output[place])
+        yield None

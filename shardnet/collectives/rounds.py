@@ -1,0 +1,125 @@
+"""`Rounds`: what one group does by letters: begins its rounds, as many at once as it may, and hears what comes for them over streams."""
+
+from collections import deque
+from collections.abc import Sequence
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from shardnet.collectives.ledger import Ledger
+from shardnet.collectives.loan_round import LoanRound
+from shardnet.collectives.mail import Mail, Round
+from shardnet.errors import ProtocolError, ShardnetError
+from shardnet.pb import mesh_pb2
+from shardnet.wire import Chunk
+
+if TYPE_CHECKING:
+    from shardnet.collectives.group import Group
+
+
+class Rounds:
+    """One group's on one rank; see [Note: rounds]. Any thread may call what is not said to be for the loop thread."""
+
+    def __init__(self, group: "Group", ledger: Ledger) -> None:
+        self._group = group
+        self._board = group.board
+        self._ledger = ledger
+        self._under_way: dict[int, Round] = {}  # by number, in their order; under the ledger's lock, as the next one
+        self._queue: deque[Round] = deque()  # of these, those that have not begun
+
+    @property
+    def under_way(self) -> list[Round]:
+        with self._ledger.lock:
+            return list(self._under_way.values())
+
+    def find(self, sequence: int) -> Round | None:
+        """The one with a number, if it is under way. Under the ledger's lock."""
+        return self._under_way.get(sequence)
+
+    def begin(self, mail: Mail, begun: Round) -> Round:
+        """Number a collective that goes by letters, and begin it."""
+        with self._ledger.lock:
+            begun.flight = self._ledger.number(begun.call)
+            begun.sequence = begun.flight.sequence
+            is_late = begun.sequence in self._ledger.early
+            begun.queued, is_first = len(self._under_way) >= self._board.limits.max_outstanding, not self._queue
+            self._under_way[begun.sequence] = begun
+            if begun.queued:
+                self._queue.append(begun)
+            self._ledger.last_signature = begun.call.signature
+        if is_late or self._board.is_impaired:
+            self._board.loop.call(self._inspect, begun)
+        if begun.queued:
+            for each in [*self._begun(), begun] if is_first else [begun]:  # it waits for these, whoever waits for them
+                mail.attendant.take(each)
+        else:
+            begun.begin()
+            begun.attend()
+        if len(self._under_way) > 1:
+            self.sweep()
+        self._board.watch.begin()
+        return begun
+
+    def sweep(self) -> None:
+        """End those that can end, whoever waits for them."""
+        for each in self._begun():
+            each.sweep()
+
+    def _begun(self) -> list[Round]:
+        """The oldest ones."""
+        with self._ledger.lock:
+            return [each for each in islice(self._under_way.values(), self._board.limits.max_outstanding) if not each.queued]
+
+    def end(self, ended: Round) -> None:
+        """Forget one, and begin another that waits for its turn."""
+        following = None
+        with self._ledger.lock:
+            self._under_way.pop(ended.sequence, None)
+            if ended.queued and ended in self._queue:  # it has failed before its turn
+                self._queue.remove(ended)
+            if self._queue and len(self._under_way) - len(self._queue) < self._board.limits.max_outstanding:
+                following = self._queue.popleft()
+        if following is not None:
+            following.begin()
+            self._board.watch.begin()
+
+    # --- over streams (loop thread)
+
+    def inspect(self) -> None:
+        """The group is new to the loop thread, and something has happened before."""
+        for each in self.under_way:
+            self._inspect(each)
+
+    def _inspect(self, begun: Round) -> None:
+        """What has come for a round before it began, and whether it can end."""
+        with self._ledger.lock:
+            early = self._ledger.early.take(begun.sequence)
+        for source, chunk in early:
+            self.hear(begun, source, chunk)
+        try:
+            self._group.check(begun)
+        except ShardnetError as error:
+            self._group.fail(begun, error)
+
+    def hear(self, begun: Round, source: int, chunk: Chunk) -> None:
+        """A chunk that came for a round: its letter, or where its sender is, or an end to it."""
+        group, control = self._group, chunk.control or mesh_pb2.Control()
+        if control.HasField("abort"):
+            group.hear_abort(begun, source, control.abort)
+        elif control.HasField("announcement") and control.announcement.signature != begun.call.signature:
+            group.mismatch(begun, source, control.announcement.signature)
+        elif control.HasField("announcement") and not control.announcement.posted:
+            begun.deliver(source, chunk.data if chunk.frame is not None else bytes(chunk.data))
+        elif control.HasField("loan_returned") and isinstance(begun, LoanRound):
+            begun.take_return(source)
+        elif chunk.size:
+            group.fail(begun, ProtocolError(f"rank {group.members[source]} sent data for {begun.name} otherwise than it may"))
+
+    def announce(self, begun: Round, peers: Sequence[int], data: bytes | None = None) -> None:
+        """Tell others which round this rank is in; with data if its letter found no room."""
+        announcement = mesh_pb2.Announcement(signature=begun.call.signature, posted=data is None)
+        for peer in peers:
+            self._group.tell(peer, begun.sequence, mesh_pb2.Control(announcement=announcement), data or b"")
+
+    def return_loan(self, begun: Round, peer: int) -> None:
+        """Tell another rank that this one needs nothing more of what it lends."""
+        self._group.tell(peer, begun.sequence, mesh_pb2.Control(loan_returned=mesh_pb2.LoanReturned()))

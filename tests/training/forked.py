@@ -1,0 +1,15 @@
+"""`forked`: ranks that begin where this process is, with everything imported."""
+
+import multiprocessing
+from collections.abc import Callable
+
+
+def forked(ranks: int, work: Callable[[int], object]) -> int:
+    """Call `work(rank)` in so many processes; returns how many failed. Nothing but this process's own thread may run."""
+    fork = multiprocessing.get_context("fork")
+    processes = [fork.Process(target=work, args=(rank,), daemon=True) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    return sum(process.exitcode != 0 for process in processes)
