@@ -10,7 +10,7 @@ from pathlib import Path
 from shardnet.address import Address
 from shardnet.cli import arguments
 from shardnet.cli.launch.console import Console
-from shardnet.cli.launch.job import Job
+from shardnet.cli.launch.job import DEFAULT_START_METHOD, Job, StartMethod
 from shardnet.cli.launch.launcher import launch
 from shardnet.cli.protection import Protection
 from shardnet.cli.services import local_rendezvous, worker_progress
@@ -97,6 +97,14 @@ def add_to(commands: arguments.Commands) -> None:
         help="how often in all a worker of this machine that has died is replaced by a new one (default: 0)",
     )
     parser.add_argument(
+        "--start-method",
+        type=StartMethod,
+        choices=list(StartMethod),
+        default=DEFAULT_START_METHOD,
+        help="how workers begin: forked from one process that has imported torch and shardnet, which are so in memory once, or each "
+        "as an interpreter of its own (default: %(default)s)",
+    )
+    parser.add_argument(
         "--trace",
         type=Path,
         metavar="PATH",
@@ -135,6 +143,7 @@ def execute(options: arguments.Arguments) -> int:
             grace_s=options.grace,
             trace=None if options.trace is None else str(options.trace.absolute()),
             web=options.web,
+            start_method=options.start_method,
         )
     )
 

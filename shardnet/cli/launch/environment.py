@@ -26,12 +26,18 @@ from collections.abc import Mapping
 from shardnet.cli.launch.job import Job
 
 
-def worker_environment(job: Job, local_rank: int, rendezvous: str, inherited: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of one worker: `inherited` (default: this process's own) and what the launcher adds."""
+def common_environment(job: Job, inherited: Mapping[str, str] | None = None) -> dict[str, str]:
+    """What the environments of all workers have in common: `inherited` (default: this process's own), and what libraries read when they
+    are loaded."""
     environment = dict(os.environ if inherited is None else inherited)
     # Without a limit every worker starts a thread a core, and on a full machine they spend their time waiting for each other.
     environment.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // job.nproc)))
-    environment |= {
+    return environment
+
+
+def worker_environment(job: Job, local_rank: int, rendezvous: str, inherited: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of one worker: the common one, and what the launcher adds."""
+    environment = common_environment(job, inherited) | {
         "SHARDNET_RENDEZVOUS": rendezvous,
         "SHARDNET_JOB": job.name,
         "SHARDNET_WORLD_SIZE": str(job.world_size),

@@ -2,9 +2,25 @@
 
 import sys
 from dataclasses import dataclass
+from enum import StrEnum
 
 from shardnet.cli.protection import NO_PROTECTION, Protection
 from shardnet.errors import UsageError
+
+
+class StartMethod(StrEnum):
+    """How workers begin."""
+
+    FORKSERVER = "forkserver"  # forked from one process that has imported torch and shardnet
+    SPAWN = "spawn"  # each as an interpreter of its own
+
+    @classmethod
+    def default(cls) -> "StartMethod":
+        """Elsewhere than on Linux, libraries do not all bear a fork."""
+        return cls.FORKSERVER if sys.platform == "linux" else cls.SPAWN
+
+
+DEFAULT_START_METHOD = StartMethod.default()
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +42,7 @@ class Job:
     min_workers  workers, over all machines, with which the program goes on when others have died; None: all
     restarts     replacements for workers of this machine that have died; None: 0. The job is elastic if either is given
     grace_s      how long the other workers have to leave when one has failed, before they are killed
+    start_method  how they begin
     """
 
     target: str
@@ -44,6 +61,7 @@ class Job:
     min_workers: int | None = None
     restarts: int | None = None
     grace_s: float = 5.0
+    start_method: StartMethod = DEFAULT_START_METHOD
 
     def __post_init__(self) -> None:
         if self.nproc < 1 or self.nnodes < 1:

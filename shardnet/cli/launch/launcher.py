@@ -14,6 +14,7 @@ from shardnet.cli.launch.job import Job
 from shardnet.cli.launch.place import Place
 from shardnet.cli.launch.progress import Ask, ProgressView, follow
 from shardnet.cli.launch.recovery import Recovery
+from shardnet.cli.launch.start import Start, starting
 from shardnet.cli.launch.supervisor import Supervisor, Verdict
 from shardnet.cli.launch.worker import Worker
 
@@ -42,8 +43,8 @@ async def launch(job: Job, console: Console, open_rendezvous: OpenRendezvous, as
     if the rendezvous or a worker cannot be started.
     """
     try:
-        async with _meeting_point(job, open_rendezvous) as address:
-            verdict = await _supervise(job, console, address, ask)
+        async with _meeting_point(job, open_rendezvous) as address, starting(job) as start:
+            verdict = await _supervise(job, console, address, start, ask)
     except BaseExceptionGroup as group:
         if group.subgroup(BrokenPipeError) is not None:
             return BROKEN_PIPE_STATUS
@@ -65,8 +66,8 @@ async def _meeting_point(job: Job, open_rendezvous: OpenRendezvous) -> AsyncIter
         yield rendezvous.address
 
 
-async def _supervise(job: Job, console: Console, rendezvous: str, ask: Ask) -> Verdict:
-    places = [Place(local_rank, job, rendezvous, console) for local_rank in range(job.nproc)]
+async def _supervise(job: Job, console: Console, rendezvous: str, start: Start, ask: Ask) -> Verdict:
+    places = [Place(local_rank, job, rendezvous, start, console) for local_rank in range(job.nproc)]
     supervisor = Supervisor(places, grace_s=job.grace_s, recovery=_recovery(job, console))
     with _stop_signals(supervisor, console):
         async with asyncio.TaskGroup() as tasks:

@@ -4,15 +4,16 @@ from shardnet.cli.launch.console import Console
 from shardnet.cli.launch.environment import worker_environment
 from shardnet.cli.launch.failure import Exit
 from shardnet.cli.launch.job import Job
+from shardnet.cli.launch.start import Start
 from shardnet.cli.launch.worker import Worker
 
 
 class Place:
     """Its worker, and those that take over when that has died; lives as long as the launch."""
 
-    def __init__(self, local_rank: int, job: Job, rendezvous: str, console: Console) -> None:
+    def __init__(self, local_rank: int, job: Job, rendezvous: str, start: Start, console: Console) -> None:
         self._console = console
-        self._command = job.command
+        self._start = start
         self._environment = worker_environment(job, local_rank, rendezvous)
         self._worker = Worker(local_rank, console, unique_here=job.nnodes == 1)
         self._taken = False
@@ -30,7 +31,7 @@ class Place:
             # the others may have closed ranks meanwhile, so that its old one is another's until it reports
             self._worker = Worker(self._worker.local_rank, self._console, unique_here=False)
         self._taken = True
-        return await self._worker.run(self._command, environment)
+        return await self._worker.run(self._start, environment)
 
     def signal(self, number: int) -> None:
         self._worker.signal(number)

@@ -13,7 +13,7 @@ from shardnet.cli.launch.console import Console
 from shardnet.cli.launch.failure import Exit
 from shardnet.cli.launch.output import Output
 from shardnet.cli.launch.pipe import Pipe
-from shardnet.cli.launch.tether import tethered
+from shardnet.cli.launch.start import Process, Start
 
 STRAGGLER_S = 1.0  # waiting for bytes after which a pipe that outlives its worker's whole process group is given up
 
@@ -46,7 +46,7 @@ class Worker:
         self.report: Report | None = None
         self._unique_here = unique_here
         self._console = console
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: Process | None = None
         self._was_ended = False
         self._early: int | None = None  # a signal that came before the process was there
         self._stdout = Output(console, console.out, self._prefix)
@@ -65,14 +65,14 @@ class Worker:
         rank = self._rank
         return f"local rank {self.local_rank}" if rank is None else f"rank {rank}"
 
-    async def run(self, command: Sequence[str], environment: Mapping[str, str]) -> Exit:
+    async def run(self, start: Start, environment: Mapping[str, str]) -> Exit:
         """Start it, copy its output, and return when it has ended and everything that it wrote is written.
 
         Whatever it started in its own session is killed with it. Cancelling kills it. Raises OSError if it cannot be started.
         """
         started_s = time.monotonic()
         async with Pipe() as out, Pipe() as err, Pipe() as report:
-            process = await self._start(command, environment, out, err, report)
+            process = await self._begin(start, environment, out, err, report)
             async with asyncio.TaskGroup() as tasks:
                 pumps = [tasks.create_task(self._stdout.pump(out)), tasks.create_task(self._stderr.pump(err))]
                 listening = tasks.create_task(self._listen(report))
@@ -102,19 +102,8 @@ class Worker:
             self._was_ended = True
             self._kill_group(self._process.pid)
 
-    async def _start(
-        self, command: Sequence[str], environment: Mapping[str, str], out: Pipe, err: Pipe, report: Pipe
-    ) -> asyncio.subprocess.Process:
-        self._process = await asyncio.create_subprocess_exec(
-            *tethered(command),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=out.write_fd,
-            stderr=err.write_fd,
-            pass_fds=(report.write_fd,),
-            # a pipe, not a file: nothing is left on disk however this ends
-            env={**environment, "SHARDNET_REPORT_FILE": f"/dev/fd/{report.write_fd}"},
-            start_new_session=True,
-        )
+    async def _begin(self, start: Start, environment: Mapping[str, str], out: Pipe, err: Pipe, report: Pipe) -> Process:
+        self._process = await start(environment, out.write_fd, err.write_fd, report.write_fd)
         for pipe in (out, err, report):
             pipe.close_writer()
         if self._early is not None:

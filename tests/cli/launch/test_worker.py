@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from shardnet.cli.launch.console import Console
+from shardnet.cli.launch.start import Spawn
 from shardnet.cli.launch.worker import Worker
 
 FOR_EVER = (sys.executable, "-c", "import signal\nwhile True: signal.pause()")
@@ -22,6 +23,6 @@ async def test_what_is_sent_before_the_start_reaches_it(number: signal.Signals) 
             worker.kill()
         else:
             worker.signal(number)
-        ended = await worker.run(FOR_EVER, os.environ)
+        ended = await worker.run(Spawn(FOR_EVER), os.environ)
     assert (ended.code, ended.was_ended) == (-number, True)
     assert ended.started_s < ended.ended_s

@@ -1,0 +1,174 @@
+"""Run as a script, `forge.py [-m] TARGET ARGS...`: forks workers, each of which does as `python -u [-m] TARGET ARGS...` would.
+
+What it has imported before is there once for all of them ([Note: fork server] in shardnet/forking/server.py). A worker is told the
+variables of its environment that differ from this process's, "NAME=VALUE", or "NAME" for one that it shall not have; its report goes to
+the descriptor that it gets besides.
+"""
+
+import ast
+import atexit
+import builtins
+import contextlib
+import gc
+import importlib.util
+import os
+import runpy
+import signal
+import sys
+import threading
+import traceback
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+from typing import NoReturn
+
+LIBRARIES = ("torch", "shardnet.training", "shardnet.fsdp", "shardnet.zero", "shardnet.checkpoint", "shardnet.elastic")
+COMPILER = "torch._dynamo"  # a second; the first optimizer imports it
+_ROOT = str(Path(__file__).parents[3])
+
+
+def main(argv: Sequence[str]) -> None:
+    """Does not return: ends the process, a worker when the program has ended, and the one that forks when nobody needs it any more."""
+    is_module, (target, *arguments) = argv[0] == "-m", argv[1:] if argv[0] == "-m" else argv
+    _look_first_in(_ROOT)
+    from shardnet.forking.server import preload, serve
+
+    _look_first_in(_place(target, is_module))
+    with contextlib.suppress(Exception), _cuda_untouched():  # the program will fail of it as well, and say so
+        preload(needs(target, is_module))
+    worker = serve()
+    if worker is None:
+        os._exit(0)
+    inherited = dict(sys.modules)
+    for variable in worker.task:
+        name, given, value = variable.partition("=")
+        if given:
+            os.environ[name] = value
+        else:
+            os.environ.pop(name, None)
+    (report,) = worker.descriptors
+    os.environ["SHARDNET_REPORT_FILE"] = f"/dev/fd/{report}"  # a pipe, not a file: nothing is left on disk however this ends
+    sys.argv = [target, *arguments]
+    sys.orig_argv = [sys.executable, "-u", *argv]
+    _end(run(target, is_module), inherited)
+
+
+def needs(target: str, is_module: bool) -> Sequence[str]:
+    """The modules to import ahead: none if the program needs the standard library only, and the compiler unless it has no optimizer.
+
+    Where that cannot be told from its source alone, all of them.
+    """
+    path = target
+    if is_module:
+        spec = None if "." in target else importlib.util.find_spec(target)
+        if spec is None or spec.origin is None or spec.submodule_search_locations is not None:
+            return (*LIBRARIES, COMPILER)
+        path = spec.origin
+    try:
+        source = Path(path).read_bytes()
+        tree = ast.parse(source)
+    except (OSError, SyntaxError, ValueError):
+        return (*LIBRARIES, COMPILER) if Path(path).is_dir() or _is_archive(path) else ()  # all else is about to fail
+    names = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "." for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    foreign = {name.partition(".")[0] for name in names} - sys.stdlib_module_names
+    if not foreign:
+        return ()
+    return LIBRARIES if foreign <= {"numpy", "shardnet", "torch"} and b"optim" not in source else (*LIBRARIES, COMPILER)
+
+
+def run(target: str, is_module: bool) -> int:
+    """Run a program as `__main__`; its exit status. What it does not catch is shown as Python shows it, without the frames of this file."""
+    main_module = sys.modules["__main__"] = ModuleType("__main__")
+    main_module.__dict__["__builtins__"] = builtins
+    try:
+        if is_module:
+            runpy._run_module_as_main(target)  # type: ignore[attr-defined]  # what `python -m` calls
+        elif Path(target).is_dir() or _is_archive(target):
+            runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]  # and `python FOLDER`
+        else:
+            _run_script(main_module, str(Path(target).absolute()))
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
+    except BaseException as error:  # noqa: BLE001 - whatever the program has raised
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+            trace = trace.tb_next
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    return 0
+
+
+def _run_script(main_module: ModuleType, path: str) -> None:
+    loader = SourceFileLoader("__main__", path)
+    main_module.__dict__.update(__file__=path, __loader__=loader, __cached__=None)
+    code = compile(loader.get_data(path), path, "exec", dont_inherit=True)
+    exec(code, main_module.__dict__)
+
+
+def _end(status: int, inherited: Mapping[str, ModuleType]) -> NoReturn:
+    """End this process as Python would, but for what it had from the beginning: taking that down would copy what all workers have in
+    common, and take a second."""
+    threads, callbacks = threading._shutdown, atexit._run_exitfuncs  # type: ignore[attr-defined]  # as multiprocessing does
+    for step in (threads, callbacks, lambda: _drop_modules(inherited), sys.stdout.flush, sys.stderr.flush):
+        _do(step)
+    os._exit(status & 0xFF)
+
+
+def _drop_modules(inherited: Mapping[str, ModuleType]) -> None:
+    """Let go of what the program is and has imported, so that its files are closed and the like."""
+    names = [name for name, module in sys.modules.items() if module is not inherited.get(name)]
+    left = [weakref.ref(sys.modules.pop(name)) for name in reversed(names)]
+    gc.collect()
+    for module in filter(None, (each() for each in left)):
+        vars(module).clear()
+    gc.collect()
+
+
+def _do(step: Callable[[], object]) -> None:
+    try:
+        step()
+    except BaseException:  # noqa: BLE001 - or what comes behind it would not be done
+        traceback.print_exc()
+
+
+def _place(target: str, is_module: bool) -> str:
+    """Where Python looks first for what a program imports."""
+    if is_module:
+        return str(Path.cwd())
+    path = Path(target).resolve()
+    return str(path if path.is_dir() or _is_archive(target) else path.parent)
+
+
+def _look_first_in(path: str) -> None:
+    if not sys.flags.safe_path:
+        sys.path[0] = path
+
+
+def _is_archive(path: str) -> bool:
+    with contextlib.suppress(OSError), Path(path).open("rb") as file:
+        return file.read(4) == b"PK\x03\x04"
+    return False
+
+
+@contextlib.contextmanager
+def _cuda_untouched() -> Iterator[None]:
+    """torch asks the driver's library whether there are GPUs, not CUDA: a forked process could not go on with that."""
+    name = "PYTORCH_NVML_BASED_CUDA_CHECK"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,90 @@
+"""`Nursery`: a process that forks others, seen from who tells it to."""
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+from shardnet.forking.server import SEPARATOR
+
+PATIENCE_S = 45.0  # far above what forking takes; only a hang reaches it
+IMPORT_S = 300.0  # also for a machine that has more to do than it can
+
+
+class Nursery:
+    """Runs a command that serves (see server.py), with nothing imported yet. Any thread may ask, in turn: who waits for a process that
+    does not end holds up the others.
+
+    environment  of that process, and of those that it forks
+    cwd          their working directory; None: this process's
+    """
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], cwd: Path | None = None) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._asking = threading.Lock()
+        with theirs:
+            self._process = subprocess.Popen(
+                command,
+                cwd=cwd,
+                env=environment,
+                stdin=theirs.fileno(),
+                start_new_session=True,  # Ctrl-C is for who uses it: it must be there to the end, to wait for the others
+            )
+
+    def wait_until_ready(self) -> None:
+        """Until everything is imported. Raises TimeoutError, or ConnectionError if it has ended."""
+        self._ask("ready", within_s=IMPORT_S)
+
+    def fork(self, *task: str, descriptors: Sequence[int] = ()) -> int:
+        """The pid of a new process, told what to do, which has these descriptors for its standard input, output and errors, as far as
+        there are any, and then others. Raises as `wait_until_ready`."""
+        return self._ask("fork", *task, descriptors=descriptors)
+
+    def wait(self, pid: int) -> int:
+        """Wait until a process has ended; its exit status, negative for a signal. Until then nobody else can get its pid."""
+        return self._ask("wait", str(pid))
+
+    def wait_or_kill(self, pid: int, within_s: float) -> int:
+        """The same of a process that is killed if it has not ended in time."""
+        ended = os.pidfd_open(pid)
+        try:
+            if not select.select([ended], [], [], within_s)[0]:
+                os.kill(pid, signal.SIGKILL)
+        finally:
+            os.close(ended)
+        return self.wait(pid)
+
+    def _ask(self, *request: str, descriptors: Sequence[int] = (), within_s: float = PATIENCE_S) -> int:
+        with self._asking:
+            self._control.settimeout(within_s)
+            try:
+                socket.send_fds(self._control, [SEPARATOR.join(request).encode()], descriptors)
+                answer = self._control.recv(64)
+            except ConnectionError:
+                answer = b""
+        if not answer:
+            raise ConnectionResetError(f"the process that makes others has ended (pid {self._process.pid})")
+        return int(answer)
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has ended of itself, or somebody has killed it."""
+        return self._process.poll() is not None
+
+    @property
+    def alive(self) -> list[psutil.Process]:
+        """Processes that nobody has waited for, and what they have started."""
+        return psutil.Process(self._process.pid).children(recursive=True)
+
+    def close(self) -> None:
+        """End it, and those that it has forked; who asks it meanwhile gets a ConnectionError."""
+        self._control.shutdown(socket.SHUT_RDWR)
+        with self._asking:
+            self._control.close()
+        self._process.wait(PATIENCE_S)
