@@ -17,7 +17,7 @@ from benchmarks.row import Row
 from benchmarks.tables import one_line
 from benchmarks.targets import FSDP2, OURS
 from shardnet.cli.launch.console import Console
-from shardnet.cli.launch.job import Job
+from shardnet.cli.launch.job import DEFAULT_START_METHOD, Job, StartMethod
 from shardnet.cli.launch.launcher import launch
 from shardnet.cli.protection import Protection
 from shardnet.cli.services import local_rendezvous
@@ -93,6 +93,7 @@ def _run_here(session: Session, directory: Path, journal: Journal) -> int:
         nproc=session.ranks,
         name=f"bench-{secrets.token_hex(4)}",
         protection=_protection(session),
+        start_method=StartMethod.SPAWN if isinstance(session, Memory) and session.engine == FSDP2 else DEFAULT_START_METHOD,  # as torchrun
     )
 
     async def progress(_: str) -> Progress:

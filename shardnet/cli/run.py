@@ -98,7 +98,6 @@ def add_to(commands: arguments.Commands) -> None:
     )
     parser.add_argument(
         "--start-method",
-        type=StartMethod,
         choices=list(StartMethod),
         default=DEFAULT_START_METHOD,
         help="how workers begin: forked from one process that has imported torch and shardnet, which are so in memory once, or each "
@@ -143,7 +142,7 @@ def execute(options: arguments.Arguments) -> int:
             grace_s=options.grace,
             trace=None if options.trace is None else str(options.trace.absolute()),
             web=options.web,
-            start_method=options.start_method,
+            start_method=StartMethod(options.start_method),
         )
     )
 

@@ -64,7 +64,7 @@ class Nursery:
         with self._asking:
             self._control.settimeout(within_s)
             try:
-                socket.send_fds(self._control, [SEPARATOR.join(request).encode()], descriptors)
+                socket.send_fds(self._control, [os.fsencode(SEPARATOR.join(request))], descriptors)
                 answer = self._control.recv(64)
             except ConnectionError:
                 answer = b""
@@ -83,7 +83,8 @@ class Nursery:
         return psutil.Process(self._process.pid).children(recursive=True)
 
     def close(self) -> None:
-        """End it, and those that it has forked; who asks it meanwhile gets a ConnectionError."""
+        """End it, and so those that it has forked; who asks it meanwhile gets a ConnectionError."""
+        self._process.kill()  # it may be in the middle of an import
         self._control.shutdown(socket.SHUT_RDWR)
         with self._asking:
             self._control.close()

@@ -54,7 +54,7 @@ def serve() -> Forked | None:
     gc.freeze()  # or each process's first collection copies all that it shares with the others
     while True:
         request, descriptors, _, _ = socket.recv_fds(control, MAX_REQUEST_BYTES, MAX_DESCRIPTORS)
-        match request.decode().split(SEPARATOR):
+        match os.fsdecode(request).split(SEPARATOR):
             case [""]:
                 return None
             case ["ready"]:
@@ -82,8 +82,7 @@ def _fork() -> int:
         if os.getppid() != parent:  # it has died before
             os._exit(1)
         os.setsid()
-        if "numpy.random" in sys.modules:
-            sys.modules["numpy.random"].seed()  # or all would draw the same numbers, as Python's own generator does not
+        _seed_anew()
         os.close(began)
         os.close(begins)
         return 0
@@ -91,6 +90,14 @@ def _fork() -> int:
     os.read(began, 1)  # nothing, but only when the child has closed its end, or is gone
     os.close(began)
     return child
+
+
+def _seed_anew() -> None:
+    """Or all processes would draw the same numbers, which Python's own generator sees to itself."""
+    if numpy := sys.modules.get("numpy.random"):
+        numpy.seed()
+    if torch := sys.modules.get("torch"):
+        torch.default_generator.seed()
 
 
 def _put(descriptor: int, number: int) -> None:

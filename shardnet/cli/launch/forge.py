@@ -81,8 +81,9 @@ def needs(target: str, is_module: bool) -> Sequence[str]:
 
 def run(target: str, is_module: bool) -> int:
     """Run a program as `__main__`; its exit status. What it does not catch is shown as Python shows it, without the frames of this file."""
-    main_module = sys.modules["__main__"] = ModuleType("__main__")
-    main_module.__dict__["__builtins__"] = builtins
+    was_main, main_module = sys.modules["__main__"], ModuleType("__main__")
+    main_module.__dict__.update({"__builtins__": builtins} | ({"__annotations__": {}} if hasattr(was_main, "__annotations__") else {}))
+    sys.modules["__main__"] = main_module
     try:
         if is_module:
             runpy._run_module_as_main(target)  # type: ignore[attr-defined]  # what `python -m` calls
@@ -115,7 +116,7 @@ def _end(status: int, inherited: Mapping[str, ModuleType]) -> NoReturn:
     """End this process as Python would, but for what it had from the beginning: taking that down would copy what all workers have in
     common, and take a second."""
     threads, callbacks = threading._shutdown, atexit._run_exitfuncs  # type: ignore[attr-defined]  # as multiprocessing does
-    for step in (threads, callbacks, lambda: _drop_modules(inherited), sys.stdout.flush, sys.stderr.flush):
+    for step in (threads, callbacks, lambda: _drop_modules(inherited), _flush):
         _do(step)
     os._exit(status & 0xFF)
 
@@ -128,6 +129,12 @@ def _drop_modules(inherited: Mapping[str, ModuleType]) -> None:
     for module in filter(None, (each() for each in left)):
         vars(module).clear()
     gc.collect()
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None and not stream.closed:
+            stream.flush()
 
 
 def _do(step: Callable[[], object]) -> None:

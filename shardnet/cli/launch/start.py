@@ -51,7 +51,10 @@ async def starting(job: Job) -> AsyncIterator[Start]:
     environment = common_environment(job)
     nursery = Nursery(tethered([python, unbuffered, forge.__file__, *program]), environment)
     try:
-        await asyncio.to_thread(nursery.wait_until_ready)
+        try:
+            await asyncio.to_thread(nursery.wait_until_ready)
+        except OSError as error:
+            raise type(error)(f"{error} before it could; '--start-method spawn' does without it") from error
         yield Fork(nursery, environment)
     finally:
         nursery.close()
