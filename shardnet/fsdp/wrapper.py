@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from shardnet import process
 from shardnet.backend import Backend, Pending
 from shardnet.errors import StateError, UsageError
 from shardnet.fsdp import offload, state
@@ -130,6 +131,7 @@ class FSDP(nn.Module):
         else:
             meta.materialise(self.units, self._comms, self.memory, pool)
         copy_buffers_from_root(module, self._comms, ignored)
+        process.return_freed_memory()  # the whole model's, in the gaps of which a step would find no room
         self._runtime = Runtime(self.units, self._comms, prefetch, keep=resharding.keep)
         self._hooks = [handle for unit in self.units for handle in attach(unit, self._runtime, precision, outermost=unit.module is module)]
         self._hooks.append(module.register_state_dict_pre_hook(state.refuse_slices))  # type: ignore[no-untyped-call]  # torch has no annotation for it

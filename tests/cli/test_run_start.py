@@ -1,5 +1,6 @@
 """`shardnet run --start-method`: a worker that is forked is to its program as one that `python` has started."""
 
+import errno
 import json
 import os
 import re
@@ -14,6 +15,7 @@ import psutil
 import pytest
 
 from shardnet.cli.launch import forge
+from shardnet.cli.launch.job import StartMethod
 from tests.cli.launched import Launched, Result, has_ended, shardnet
 
 METHODS = ("forkserver", "spawn")
@@ -251,6 +253,16 @@ if __name__ == "__main__":
     (tmp_path / "program.py").write_text(text)
     result = shardnet(tmp_path, "run", "--start-method", "forkserver", "program.py")
     assert result.out.splitlines() == [f"[0] {method} [0, 2, 4]" for method in ("fork", "spawn", "forkserver")], result.err
+
+
+def test_a_system_that_cannot_wait_for_a_forked_worker_spawns(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert StartMethod.default() is StartMethod.FORKSERVER
+
+    def missing(_: int) -> int:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(os, "pidfd_open", missing)
+    assert StartMethod.default() is StartMethod.SPAWN
 
 
 def test_the_command_line_says_what_there_is(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """`Job`: what one `shardnet run` starts on this machine."""
 
+import os
 import sys
 from dataclasses import dataclass
 from enum import StrEnum
@@ -16,8 +17,12 @@ class StartMethod(StrEnum):
 
     @classmethod
     def default(cls) -> "StartMethod":
-        """Elsewhere than on Linux, libraries do not all bear a fork."""
-        return cls.FORKSERVER if sys.platform == "linux" else cls.SPAWN
+        """Fork on Linux, where libraries bear it, from version 5.3 on, which can wait for another process's child."""
+        try:
+            os.close(os.pidfd_open(os.getpid()))
+        except (AttributeError, OSError):
+            return cls.SPAWN
+        return cls.FORKSERVER
 
 
 DEFAULT_START_METHOD = StartMethod.default()
