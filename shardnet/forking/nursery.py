@@ -43,8 +43,11 @@ class Nursery:
 
     def fork(self, *task: str, descriptors: Sequence[int] = ()) -> int:
         """The pid of a new process, told what to do, which has these descriptors for its standard input, output and errors, as far as
-        there are any, and then others. Raises as `wait_until_ready`."""
-        return self._ask("fork", *task, descriptors=descriptors)
+        there are any, and then others. Raises as `wait_until_ready`, and OSError if the system has no room for another one."""
+        pid = self._ask("fork", *task, descriptors=descriptors)
+        if pid < 0:
+            raise OSError(-pid, f"no process could be forked: {os.strerror(-pid)}")
+        return pid
 
     def wait(self, pid: int) -> int:
         """Wait until a process has ended; its exit status, negative for a signal. Until then nobody else can get its pid."""

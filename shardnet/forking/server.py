@@ -6,10 +6,12 @@ is in a session of its own, and the kernel kills it when the one that has forked
 
 A request is a list of texts, with a zero byte between them: "ready"; or "fork" and what the new process shall do, together with the
 descriptors that it shall have as its standard input, output and errors, as far as there are any, and others, whose numbers it is told; the
-answer is its pid. Or "wait" and a pid, until that process has ended; the answer is its exit status, negative for a signal.
+answer is its pid, or minus the number of the error if there can be none. Or "wait" and a pid, until that process has ended; the answer is
+its exit status, negative for a signal.
 """
 
 import ctypes
+import errno
 import gc
 import importlib
 import os
@@ -62,7 +64,10 @@ def serve() -> Forked | None:
             case ["wait", pid]:
                 control.send(b"%d" % os.waitstatus_to_exitcode(os.waitpid(int(pid), 0)[1]))
             case ["fork", *task]:
-                child = _fork()
+                try:
+                    child = _fork()
+                except OSError as error:  # the others are none the worse for it
+                    child = -(error.errno or errno.EAGAIN)
                 if child == 0:
                     control.close()
                     for number, descriptor in enumerate(descriptors[:3]):

@@ -47,7 +47,7 @@ class Job:
     min_workers  workers, over all machines, with which the program goes on when others have died; None: all
     restarts     replacements for workers of this machine that have died; None: 0. The job is elastic if either is given
     grace_s      how long the other workers have to leave when one has failed, before they are killed
-    start_method  how they begin
+    start_method how they begin
     """
 
     target: str
