@@ -56,7 +56,8 @@ def main(argv: Sequence[str]) -> None:
 
 
 def needs(target: str, is_module: bool) -> Sequence[str]:
-    """The modules to import ahead: none if the program needs the standard library only, and the compiler unless it has no optimizer.
+    """The modules to import ahead: none if the program needs the standard library only, or looks at its environment before it imports
+    anything else, for it may set what libraries read when they are loaded; and the compiler unless it has no optimizer.
 
     Where that cannot be told from its source alone, all of them.
     """
@@ -71,12 +72,27 @@ def needs(target: str, is_module: bool) -> Sequence[str]:
         tree = ast.parse(source)
     except (OSError, SyntaxError, ValueError):
         return (*LIBRARIES, COMPILER) if Path(path).is_dir() or _is_archive(path) else ()  # all else is about to fail
-    names = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
-    names += [node.module or "." for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    foreign = {name.partition(".")[0] for name in names} - sys.stdlib_module_names
-    if not foreign:
+    foreign = {name: line for name, line in _imports(tree) if name not in sys.stdlib_module_names}
+    if not foreign or any(line < min(foreign.values()) for line in _environment_lines(tree)):
         return ()
-    return LIBRARIES if foreign <= {"numpy", "shardnet", "torch"} and b"optim" not in source else (*LIBRARIES, COMPILER)
+    return LIBRARIES if foreign.keys() <= {"numpy", "shardnet", "torch"} and b"optim" not in source else (*LIBRARIES, COMPILER)
+
+
+def _imports(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """What is imported, and in which line first; "" is a part of the program's own package."""
+    for node in sorted((node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)), key=lambda node: -node.lineno):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else ["" if node.level else node.module or ""]
+        yield from ((name.partition(".")[0], node.lineno) for name in names)
+
+
+def _environment_lines(tree: ast.Module) -> Iterator[int]:
+    """Where the program mentions its environment."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute | ast.Name) and (node.attr if isinstance(node, ast.Attribute) else node.id) in (
+            "environ",
+            "putenv",
+        ):
+            yield node.lineno
 
 
 def run(target: str, is_module: bool) -> int:
