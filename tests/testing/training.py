@@ -73,12 +73,14 @@ def blocking(cluster: Cluster) -> float:
 
 
 async def fails_on_rank_1(cluster: Cluster) -> None:
+    await cluster.backend.barrier()  # else another rank may lose it before that has joined itself, and be of no rank
     if cluster.rank == 1:
         raise LookupError("no such column: price")
     await cluster.backend.barrier()
 
 
 async def dies_on_rank_1(cluster: Cluster) -> None:
+    await cluster.backend.barrier()
     if cluster.rank == 1:
         print("last words", flush=True)
         os.kill(os.getpid(), signal.SIGSEGV)
