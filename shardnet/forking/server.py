@@ -1,8 +1,8 @@
 """`serve`: in the process that forks others, which begin with everything imported that it has.
 
 [Note: fork server] Importing torch and its compiler takes 4 s of processor time and 300 MB of memory. So one process imports everything,
-starts no thread, and then forks as often as it is told through a socket: what has been imported is there once, and at once. A new process
-is in a session of its own, and the kernel kills it when the one that has forked it dies.
+starts no thread, and then forks as often as it is told through a socket: what has been imported is there once, and at once. The kernel
+kills a new process when the one that has forked it dies.
 
 A request is a list of texts, with a zero byte between them: "ready"; or "fork" and what the new process shall do, together with the
 descriptors that it shall have as its standard input, output and errors, as far as there are any, and others, whose numbers it is told; the
@@ -46,9 +46,13 @@ def preload(modules: Sequence[str]) -> None:
         importlib.import_module(module)
 
 
-def serve() -> Forked | None:
+def serve(*, sessions: bool = False) -> Forked | None:
     """Fork and reap as told by the socket that is this process's standard input, until it closes; then returns None. Returns in each
-    forked process, too, whose standard input is empty unless it got another one."""
+    forked process, too, whose standard input is empty unless it got another one.
+
+    sessions  each forked process leads one of its own, so that what it starts can be ended with it; the system may share out its processors
+              by session
+    """
     control = socket.socket(fileno=os.dup(0))
     _put(os.open(os.devnull, os.O_RDWR), 0)
     assert threading.active_count() == 1, "a fork would lose the other threads, and what they hold locked"
@@ -65,7 +69,7 @@ def serve() -> Forked | None:
                 control.send(b"%d" % os.waitstatus_to_exitcode(os.waitpid(int(pid), 0)[1]))
             case ["fork", *task]:
                 try:
-                    child = _fork()
+                    child = _fork(sessions)
                 except OSError as error:  # the others are none the worse for it
                     child = -(error.errno or errno.EAGAIN)
                 if child == 0:
@@ -78,15 +82,16 @@ def serve() -> Forked | None:
                 control.send(b"%d" % child)
 
 
-def _fork() -> int:
-    """As os.fork; when it returns in the parent, the child leads a session, so that a signal for its group finds it."""
+def _fork(leads: bool) -> int:
+    """As os.fork; when it returns in the parent, the child leads a session if it shall, so that a signal for its group finds it."""
     began, begins = os.pipe()
     parent = os.getpid()
     if (child := os.fork()) == 0:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it has died before
             os._exit(1)
-        os.setsid()
+        if leads:
+            os.setsid()
         _seed_anew()
         os.close(began)
         os.close(begins)

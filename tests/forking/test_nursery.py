@@ -24,7 +24,7 @@ def fork_the_second_time():
 
 if sys.argv[1:] == ["full"]:
     os.fork = fork_the_second_time
-forked = serve()
+forked = serve(sessions=True)
 if forked is not None:
     number, *texts = forked.task
     for descriptor in forked.descriptors:

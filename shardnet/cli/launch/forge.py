@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> None:
     _look_first_in(_place(target, is_module))
     with contextlib.suppress(Exception), _cuda_untouched():  # the program will fail of it as well, and say so
         preload(needs(target, is_module))
-    worker = serve()
+    worker = serve(sessions=True)
     if worker is None:
         os._exit(0)
     inherited = dict(sys.modules)
