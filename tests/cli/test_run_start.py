@@ -1,6 +1,7 @@
 """`shardnet run --start-method`: a worker that is forked is to its program as one that `python` has started."""
 
 import errno
+import gzip
 import json
 import os
 import re
@@ -79,6 +80,11 @@ ENDS = {
     "fails in a callback": "import atexit\natexit.register(print, 'first')\natexit.register(lambda: 1 / 0)",
     "leaves files open": "file = open('left.txt', 'w')\nfile.write('text')",
     "leaves an import's files open": "import helper\nhelper.file.write('text')",
+    "leaves a compressed file open": "import gzip\nfile = gzip.open('left.gz', 'wt')\nfile.write('text')\nkept = [file]\nsys.kept = kept",
+    "leaves a thread in the background": "import threading\ndef work():\n    while True: min(rank, 1)\nrank = 0\n"
+    "threading.Thread(target=work, daemon=True).start()",
+    "has loggers": "import logging, logging.config\nlogging.basicConfig(filename='left.txt')\n"
+    "logging.getLogger().handlers[0].stream.write('text')",
     "leaves a circle": "class Ends:\n    def __del__(self): print('gone')\nfirst = Ends()\nfirst.itself = first",
     "kills itself": "os.kill(os.getpid(), signal.SIGTERM)",
     "closes its output": "sys.stdout.close()",
@@ -88,13 +94,13 @@ _ADDRESS = re.compile("0x[0-9a-f]+")
 
 
 def run(folder: Path, *command: str) -> list[Result]:
-    """What a command comes to with each start method, in the same folder each time."""
-    results = []
+    """What a command comes to with each start method, in the same folder each time; what a forked worker leaves there stays."""
+    results: list[Result] = []
     before = shutil.copytree(folder, folder.with_name("before"))
-    for method in METHODS:
+    for method in reversed(METHODS):
         shutil.rmtree(folder)
         shutil.copytree(before, folder)
-        results.append(shardnet(folder, "run", "--job", "j", "--start-method", method, *command))
+        results.insert(0, shardnet(folder, "run", "--job", "j", "--start-method", method, *command))
     return results
 
 
@@ -138,6 +144,7 @@ def test_a_program_ends_as_it_would_end(folder: Path, end: str) -> None:
         assert (forked.out, _ADDRESS.sub("", forked.err)) == (spawned.out, _ADDRESS.sub("", spawned.err))
     assert forked.status == spawned.status
     assert not (left := folder / "left.txt").exists() or left.read_text() == "text"
+    assert not (left := folder / "left.gz").exists() or gzip.decompress(left.read_bytes()) == b"text"
 
 
 @pytest.mark.parametrize("module", ["nothing", "package.nothing", "package"])

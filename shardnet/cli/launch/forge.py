@@ -11,14 +11,14 @@ import builtins
 import contextlib
 import gc
 import importlib.util
+import io
 import os
 import runpy
 import signal
 import sys
 import threading
 import traceback
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
@@ -41,7 +41,6 @@ def main(argv: Sequence[str]) -> None:
     worker = serve(sessions=True)
     if worker is None:
         os._exit(0)
-    inherited = dict(sys.modules)
     for variable in worker.task:
         name, given, value = variable.partition("=")
         if given:
@@ -52,7 +51,7 @@ def main(argv: Sequence[str]) -> None:
     os.environ["SHARDNET_REPORT_FILE"] = f"/dev/fd/{report}"  # a pipe, not a file: nothing is left on disk however this ends
     sys.argv = [target, *arguments]
     sys.orig_argv = [sys.executable, "-u", *argv]
-    _end(run(target, is_module), inherited)
+    _end(run(target, is_module))
 
 
 def needs(target: str, is_module: bool) -> Sequence[str]:
@@ -128,23 +127,32 @@ def _run_script(main_module: ModuleType, path: str) -> None:
     exec(code, main_module.__dict__)
 
 
-def _end(status: int, inherited: Mapping[str, ModuleType]) -> NoReturn:
-    """End this process as Python would, but for what it had from the beginning: taking that down would copy what all workers have in
-    common, and take a second."""
+def _end(status: int) -> NoReturn:
+    """End this process as Python would, but without taking down what it has in common with the others: that would copy it, and take a
+    second. What the program has at its top is let go, and files that it has left open are closed."""
     threads, callbacks = threading._shutdown, atexit._run_exitfuncs  # type: ignore[attr-defined]  # as multiprocessing does
-    for step in (threads, callbacks, lambda: _drop_modules(inherited), _flush):
+    for step in (threads, callbacks, _drop_main, _close_files, _flush):
         _do(step)
     os._exit(status & 0xFF)
 
 
-def _drop_modules(inherited: Mapping[str, ModuleType]) -> None:
-    """Let go of what the program is and has imported, so that its files are closed and the like."""
-    names = [name for name, module in sys.modules.items() if module is not inherited.get(name)]
-    left = [weakref.ref(sys.modules.pop(name)) for name in reversed(names)]
+def _drop_main() -> None:
+    """Python gives names that begin with an underscore up first."""
+    threading.excepthook = lambda _: None  # a daemon thread may still run, and miss something
+    names = vars(sys.modules.pop("__main__"))
+    for each in sorted(names, key=lambda name: not name.startswith("_")):
+        if each != "__builtins__":
+            names[each] = None
     gc.collect()
-    for module in filter(None, (each() for each in left)):
-        vars(module).clear()
-    gc.collect()
+
+
+def _close_files() -> None:
+    """The outer ones first: what they hold back goes into the inner ones. What is frozen is not among them."""
+    files = [each for each in gc.get_objects() if issubclass(type(each), io.TextIOBase | io.BufferedIOBase)]  # asking `each` may warn
+    for file in sorted(files, key=lambda file: (not isinstance(file, io.TextIOBase), type(file).__module__ == "_io")):
+        with contextlib.suppress(Exception):
+            if not file.closed and file.writable():
+                _ = file.flush() if file.fileno() <= 2 else file.close()
 
 
 def _flush() -> None:
