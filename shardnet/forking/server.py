@@ -48,14 +48,17 @@ def preload(modules: Sequence[str]) -> None:
 
 def serve(*, sessions: bool = False) -> Forked | None:
     """Fork and reap as told by the socket that is this process's standard input, until it closes; then returns None. Returns in each
-    forked process, too, whose standard input is empty unless it got another one.
+    forked process, too, whose standard input is empty unless it got another one. Raises RuntimeError if there are threads.
 
     sessions  each forked process leads one of its own, so that what it starts can be ended with it; the system may share out its processors
               by session
     """
     control = socket.socket(fileno=os.dup(0))
     _put(os.open(os.devnull, os.O_RDWR), 0)
-    assert threading.active_count() == 1, "a fork would lose the other threads, and what they hold locked"
+    if threading.active_count() > 1:
+        raise RuntimeError(
+            f"a fork would lose threads, and what they hold locked: {', '.join(each.name for each in threading.enumerate())}"
+        )
     gc.collect()
     gc.freeze()  # or each process's first collection copies all that it shares with the others
     while True:

@@ -3,6 +3,8 @@
 import errno
 import os
 import signal
+import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 
@@ -11,7 +13,7 @@ import pytest
 from shardnet.forking.nursery import Nursery
 
 SERVER = """
-import errno, os, sys
+import errno, os, sys, threading
 from shardnet.forking.server import serve
 
 fork, refused = os.fork, []
@@ -22,6 +24,8 @@ def fork_the_second_time():
         raise OSError(errno.EAGAIN, "no room")
     return fork()
 
+if sys.argv[1:] == ["threads"]:
+    threading.Thread(target=threading.Event().wait, name="of a library", daemon=True).start()
 if sys.argv[1:] == ["full"]:
     os.fork = fork_the_second_time
 forked = serve(sessions=True)
@@ -62,6 +66,16 @@ def test_a_system_without_room_for_another_process_says_so_once(nursery: Nursery
         nursery.fork("0")
     assert caught.value.errno == errno.EAGAIN
     assert nursery.wait(nursery.fork("3")) == 3
+
+
+def test_a_process_with_threads_is_not_forked() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        ended = subprocess.run(
+            [sys.executable, "-c", SERVER, "threads"], stdin=theirs.fileno(), stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert ended.returncode == 1
+    assert "RuntimeError: a fork would lose threads, and what they hold locked: MainThread, of a library" in ended.stderr
 
 
 def test_a_process_leads_its_group_as_soon_as_it_is_there(nursery: Nursery) -> None:
