@@ -7,6 +7,7 @@ import socket
 import subprocess
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -86,9 +87,10 @@ class Nursery:
         return psutil.Process(self._process.pid).children(recursive=True)
 
     def close(self) -> None:
-        """End it, and so those that it has forked; who asks it meanwhile gets a ConnectionError."""
-        self._process.kill()  # it may be in the middle of an import
-        self._control.shutdown(socket.SHUT_RDWR)
+        """End it, what it has started, and so those that it has forked; who asks it meanwhile gets a ConnectionError."""
+        with suppress(ProcessLookupError, PermissionError):  # nobody is left
+            os.killpg(self._process.pid, signal.SIGKILL)  # it may be in the middle of an import
+        self._control.shutdown(socket.SHUT_RDWR)  # a daemon that was started in one may have the other end, too
         with self._asking:
             self._control.close()
         self._process.wait(PATIENCE_S)

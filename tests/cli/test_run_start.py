@@ -247,6 +247,41 @@ def test_a_signal_while_torch_is_imported_ends_all_at_once(tmp_path: Path, numbe
         assert run.finish().err == ""
 
 
+@pytest.mark.parametrize("daemon", [False, True])
+def test_what_an_import_has_started_does_not_hold_up_the_end(tmp_path: Path, daemon: bool) -> None:
+    """It ends as well, unless it has left the session, which it may."""
+    os.mkfifo(tmp_path / "fifo")
+    text = f"""
+import subprocess
+child = subprocess.Popen(["sleep", "1000"], start_new_session={daemon})
+open("fifo", "w").write(str(child.pid))
+open("fifo").read()
+"""
+    (tmp_path / "torch.py").write_text(text)
+    (tmp_path / "program.py").write_text("import torch")
+    with Launched(tmp_path, "run", "--start-method", "forkserver", "program.py", merged=True) as run:
+        child = int((tmp_path / "fifo").read_text())
+        try:
+            run.process.send_signal(signal.SIGINT)
+            assert run.process.wait(10) == 128 + signal.SIGINT
+            assert has_ended(child, within_s=0 if daemon else 5) != daemon
+        finally:
+            if daemon:
+                os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("given", [None, "0"])
+def test_importing_torch_does_not_begin_to_use_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str | None) -> None:
+    """A stand-in says what torch reads; https://docs.pytorch.org/docs/stable/notes/cuda.html has what it means."""
+    name = "PYTORCH_NVML_BASED_CUDA_CHECK"
+    monkeypatch.delenv(name, raising=False) if given is None else monkeypatch.setenv(name, given)
+    (tmp_path / "torch.py").write_text(
+        f"import os\ndefault_generator = type(os)('')\ndefault_generator.seed = lambda: None\nseen = os.environ['{name}']"
+    )
+    (tmp_path / "program.py").write_text(f"import os, torch\nprint(torch.seen, os.environ.get('{name}'))")
+    assert shardnet(tmp_path, "run", "--start-method", "forkserver", "program.py").out == f"[0] 1 {given}\n"
+
+
 def test_a_server_that_dies_of_an_import_is_told(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("import os\nos.abort()")
     (tmp_path / "program.py").write_text("import torch")

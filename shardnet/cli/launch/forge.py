@@ -1,8 +1,7 @@
 """Run as a script, `forge.py [-m] TARGET ARGS...`: forks workers, each of which does as `python -u [-m] TARGET ARGS...` would.
 
 What it has imported before is there once for all of them ([Note: fork server] in shardnet/forking/server.py). A worker is told the
-variables of its environment that differ from this process's, "NAME=VALUE", or "NAME" for one that it shall not have; its report goes to
-the descriptor that it gets besides.
+variables of its environment that this process has not, "NAME=VALUE"; its report goes to the descriptor that it gets besides.
 """
 
 import ast
@@ -42,11 +41,8 @@ def main(argv: Sequence[str]) -> None:
     if worker is None:
         os._exit(0)
     for variable in worker.task:
-        name, given, value = variable.partition("=")
-        if given:
-            os.environ[name] = value
-        else:
-            os.environ.pop(name, None)
+        name, _, value = variable.partition("=")
+        os.environ[name] = value
     (report,) = worker.descriptors
     os.environ["SHARDNET_REPORT_FILE"] = f"/dev/fd/{report}"  # a pipe, not a file: nothing is left on disk however this ends
     sys.argv = [target, *arguments]

@@ -80,7 +80,7 @@ class Spawn:
 
 
 class Fork:
-    """Has a process fork them (forge.py) that was started with an `environment`."""
+    """Has a process fork them (forge.py) that was started with an `environment`, to which theirs add something."""
 
     def __init__(self, nursery: Nursery, environment: Mapping[str, str]) -> None:
         self._nursery = nursery
@@ -88,8 +88,7 @@ class Fork:
 
     async def __call__(self, environment: Mapping[str, str], out: int, err: int, report: int) -> Process:
         new = [f"{name}={value}" for name, value in environment.items() if self._environment.get(name) != value]
-        gone = self._environment.keys() - environment.keys()
-        return ForkedProcess(self._nursery, await asyncio.to_thread(self._fork, [*new, *gone], out, err, report))
+        return ForkedProcess(self._nursery, await asyncio.to_thread(self._fork, new, out, err, report))
 
     def _fork(self, variables: Sequence[str], out: int, err: int, report: int) -> int:
         with Path(os.devnull).open() as nothing:
