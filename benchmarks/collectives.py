@@ -60,7 +60,7 @@ def _memcpy(case: Case) -> Contender:
         for _ in range(2 if case.op is Op.ALL_REDUCE else 1):
             target.copy_(source)
 
-    return Contender("memcpy", run)
+    return Contender("memcpy", run, calls=case.calls)
 
 
 class _Task:

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - brings the backend "fake", which does nothing
 
 from benchmarks.contestants import Trainer, fully_sharded, new_model, own_batch, parameter_bytes
-from benchmarks.plan import Interop, Op, default_repeats
+from benchmarks.plan import Interop, Op, calls_of, default_repeats
 from benchmarks.race import Contender, race
 from benchmarks.row import Row, Timing
 from benchmarks.targets import GLOO, OURS
@@ -48,7 +48,7 @@ def measure(session: Interop, groups: Groups, on_row: Callable[[], None]) -> Ite
     """A row for each collective and size, then one for each training; the same on all ranks. A collective."""
     for size in session.sizes:
         for op, calls in _collectives(size, groups).items():
-            contenders = [Contender(name, call) for name, call in calls.items()]
+            contenders = [Contender(name, call, calls=calls_of(size)) for name, call in calls.items()]
             ours, theirs = race(contenders, session.repeats or default_repeats(size))
             yield _row(session, str(op), size, (ours, theirs), op.moved_bytes(size, session.ranks))
             on_row()

@@ -1,11 +1,13 @@
 """Running a session in worker processes, by shardnet's own launcher: of this machine, or of nodes that are namespaces on it."""
 
 import asyncio
+import os
 import secrets
 import signal
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -86,6 +88,7 @@ def _memory_row(session: Memory, ours: Alone, theirs: Alone) -> Row:
 
 
 def _run_here(session: Session, directory: Path, journal: Journal) -> int:
+    as_torchrun = isinstance(session, Memory) and session.engine == FSDP2
     job = Job(
         target=WORKER,
         is_module=True,
@@ -93,14 +96,25 @@ def _run_here(session: Session, directory: Path, journal: Journal) -> int:
         nproc=session.ranks,
         name=f"bench-{secrets.token_hex(4)}",
         protection=_protection(session),
-        start_method=StartMethod.SPAWN if isinstance(session, Memory) and session.engine == FSDP2 else DEFAULT_START_METHOD,  # as torchrun
+        start_method=StartMethod.SPAWN if as_torchrun else DEFAULT_START_METHOD,
     )
 
     async def progress(_: str) -> Progress:
         return journal.last_progress()
 
-    with Console() as console:
+    with Console() as console, _environment({"GLIBC_TUNABLES": ""} if as_torchrun else {}):  # malloc as it is
         return asyncio.run(launch(job, console, lambda: local_rendezvous(job.protection.security(Role.RENDEZVOUS)), progress))
+
+
+@contextmanager
+def _environment(changes: Mapping[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _protection(session: Session) -> Protection:

@@ -25,7 +25,7 @@ class Op(StrEnum):
         return (ranks - 1) * full_bytes * (2 if self is Op.ALL_REDUCE else 1)
 
 
-LATENCY_BYTES, LATENCY_CALLS = 64 * KIB, 20
+RUN_BYTES, MOST_CALLS = 64 * MIB, 20
 
 COLLECTIVES = (Op.ALL_GATHER, Op.REDUCE_SCATTER, Op.ALL_REDUCE)
 
@@ -102,8 +102,8 @@ class Case:
 
     @property
     def calls(self) -> int:
-        """How many collectives make one run: of small ones, which are a matter of latency, several."""
-        return LATENCY_CALLS if self.bytes <= LATENCY_BYTES and self.outstanding == 1 else 1
+        """How many make one run, one after the other."""
+        return calls_of(self.bytes) if self.outstanding == 1 else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +159,11 @@ class Interop(Training):
 
 
 Session = Collectives | Training
+
+
+def calls_of(full_bytes: int) -> int:
+    """How many collectives of a size make one run: of what is not large several, or it would rather show how a barrier ends."""
+    return min(MOST_CALLS, max(1, RUN_BYTES // full_bytes))
 
 
 def default_repeats(full_bytes: int, topology: Topology = Topology.ONE_NODE) -> int:

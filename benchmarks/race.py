@@ -35,22 +35,26 @@ def race(contenders: Sequence[Contender], rounds: int, on_round: Callable[[int],
 
     `on_round(done)` is called after each round that counts. The barriers are gloo's for all contenders.
     """
-    wall_s = torch.zeros(len(contenders), rounds, dtype=torch.float64)
-    cpu_s = torch.zeros_like(wall_s)
+    start_s = torch.zeros(len(contenders), rounds, dtype=torch.float64)
+    end_s, cpu_s = torch.zeros_like(start_s), torch.zeros_like(start_s)
     for number in range(-WARM_UP_ROUNDS, rounds):
         for lane, contender in enumerate(contenders):
-            wall, cpu = _time(contender)
+            times = _time(contender)
             if number >= 0:
-                wall_s[lane, number], cpu_s[lane, number] = wall, cpu
+                start_s[lane, number], end_s[lane, number], cpu_s[lane, number] = times
         if number >= 0:
             on_round(number + 1)
-    dist.all_reduce(wall_s, op=dist.ReduceOp.MAX)  # a collective is over when the last rank has its result
+    # all ranks are on this machine, with one clock: it begins with the first rank, and is over when the last one has its result
+    dist.all_reduce(start_s, op=dist.ReduceOp.MIN)
+    dist.all_reduce(end_s, op=dist.ReduceOp.MAX)
     dist.all_reduce(cpu_s, op=dist.ReduceOp.SUM)
-    return [Timing(tuple(wall.tolist()), cpu.mean().item()) for wall, cpu in zip(wall_s, cpu_s, strict=True)]
+    calls = torch.tensor([[contender.calls] for contender in contenders])
+    timings = zip((end_s - start_s) / calls, cpu_s / calls, strict=True)
+    return [Timing(tuple(wall.tolist()), cpu.mean().item()) for wall, cpu in timings]
 
 
-def _time(contender: Contender) -> tuple[float, float]:
-    """Wall and CPU seconds of one run on this rank."""
+def _time(contender: Contender) -> tuple[float, float, float]:
+    """When a run began and ended on this rank, in seconds, and the CPU seconds that it took."""
     contender.prepare()
     dist.barrier()
     cpu_start, start = time.process_time(), time.perf_counter()
@@ -58,6 +62,6 @@ def _time(contender: Contender) -> tuple[float, float]:
     for _ in range(contender.calls - 1):
         contender.prepare()
         contender.run()
-    wall = time.perf_counter() - start
+    end = time.perf_counter()
     dist.barrier()  # before the CPU time is read: what an engine still does behind its result, for other ranks, is its cost, too
-    return wall / contender.calls, (time.process_time() - cpu_start) / contender.calls
+    return start, end, time.process_time() - cpu_start
