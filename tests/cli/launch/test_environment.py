@@ -1,6 +1,9 @@
 """What a worker learns from its launcher."""
 
 import os
+import platform
+import subprocess
+import sys
 
 import pytest
 
@@ -11,10 +14,13 @@ from shardnet.errors import UsageError
 
 
 def test_the_least_that_every_worker_gets() -> None:
-    environment = worker_environment(Job("a.py", nproc=2), 1, "127.0.0.1:7000", {"HOME": "/x", "OMP_NUM_THREADS": "3"})
+    environment = worker_environment(
+        Job("a.py", nproc=2), 1, "127.0.0.1:7000", {"HOME": "/x", "OMP_NUM_THREADS": "3", "GLIBC_TUNABLES": ""}
+    )
     assert environment == {
         "HOME": "/x",
         "OMP_NUM_THREADS": "3",
+        "GLIBC_TUNABLES": "",
         "SHARDNET_RENDEZVOUS": "127.0.0.1:7000",
         "SHARDNET_JOB": "default",
         "SHARDNET_WORLD_SIZE": "2",
@@ -61,6 +67,26 @@ def test_what_a_machine_has_to_give_if_the_others_lose_nobody(nnodes: int, min_w
 @pytest.mark.parametrize(("nproc", "threads"), [(1, available_cores()), (available_cores(), 1), (10 * available_cores(), 1)])
 def test_the_cores_are_shared_out(nproc: int, threads: int) -> None:
     assert worker_environment(Job("a.py", nproc=nproc), 0, "r:1", {})["OMP_NUM_THREADS"] == str(threads)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="others have another malloc")
+@pytest.mark.parametrize(("size", "users"), [(600, False), (40, False), (600, True)])
+def test_malloc_joins_what_is_freed_at_once(size: int, users: bool) -> None:
+    """Two small blocks beside each other make room for one that is twice as large; unless the user wants them set aside."""
+    program = f"""
+import ctypes
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+blocks = [libc.malloc({size}) for _ in range(5000)]
+first = max(here for here, there in zip(blocks, blocks[1:-1]) if there - here == {size} + 8)
+second = blocks[blocks.index(first) + 1]
+libc.free(first)
+libc.free(second)
+print(libc.malloc({2 * size}) == first)
+"""
+    environment = worker_environment(Job("a.py"), 0, "r:1", {"GLIBC_TUNABLES": "glibc.malloc.check=0"} if users else {})
+    told = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True, timeout=30.0)
+    assert told.stdout == f"{not users}\n"
 
 
 def test_the_launchers_own_environment_is_inherited_and_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
