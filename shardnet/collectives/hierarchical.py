@@ -378,16 +378,16 @@ class Hierarchical:
         del self._parts[block, place.start]
         parts[self._rank] = self.source[slice(*self.bounds[block])][place]
         node = sorted(self._route.node) if self.reduction.widens or self._in_rank_order else self._route.node
-        pieces = piecewise([parts[rank] for rank in node], parts.get(leg.before) if leg.before not in node else None, self.source.dtype)
+        before = parts.get(leg.before) if leg.before not in node else None
         if leg.hops == 0:
             target = self._own_output()[place]
-            for piece, arrays, before in pieces:
-                self.reduction.reduce(arrays, target[piece], before=before)
+            for piece, arrays, sum_before in piecewise([parts[rank] for rank in node], before, target, self.source.dtype):
+                self.reduction.reduce_in_turn(arrays, target[piece], before=sum_before)
             if self.gather:
                 self._spread(block, place, target)
         else:
             total = np.empty(place.stop - place.start, self.reduction.sum_dtype)
-            for piece, arrays, before in pieces:
-                self.reduction.sum(arrays, out=total[piece], before=before)
+            for piece, arrays, sum_before in piecewise([parts[rank] for rank in node], before, total, self.source.dtype):
+                self.reduction.sum(arrays, out=total[piece], before=sum_before)
             self._far.first.append(Outgoing((leg.behind,), block, place.start * total.itemsize, total))
             self._far.wake()

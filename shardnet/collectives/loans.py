@@ -203,6 +203,6 @@ def _reduce(here: LoanRound, group: Group, source: Array, bounds: Bounds, reduct
     in_rank_order = reduction.widens or group.board.routing is Routing.RANK_ORDER or is_small(group, bounds, source.itemsize)
     ranks = range(group.size) if in_rank_order else group.route.node
     parts = [source[start:end] if rank == group.rank else here.lent(rank, _SOURCE, offset, size) for rank in ranks]
-    for place, arrays, _ in piecewise(parts, None, source.dtype):
-        reduction.reduce(arrays, output[place])
+    for piece, arrays, _ in piecewise(parts, None, output, source.dtype):
+        reduction.reduce_in_turn(arrays, output[piece])
         yield None

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from shardnet.collectives.reduction import Array
+from shardnet.collectives.reduction import Array, is_overwritten
 from shardnet.wire import Lent
 
 Part = Array | Lent
@@ -13,21 +13,22 @@ _PIECE_BYTES = 512 * 1024
 
 
 def piecewise(
-    parts: Sequence[Part], before: Part | None, dtype: "np.dtype[np.generic]"
-) -> Iterator[tuple[slice, list[Array], Array | None]]:
-    """Which elements, and those of all parts and of the sum `before`; arrays are good until the next piece. Raises LoanRevoked.
+    parts: Sequence[Part], before: Part | None, out: Array, dtype: "np.dtype[np.generic]"
+) -> Iterator[tuple[slice, Iterator[Array], Array | None]]:
+    """Which elements, those of all parts, to be summed up into those of `out`, and those of the sum `before`. What is lent is read when its
+    turn comes, and all but the first part is gone with the next one: so it is still in the cache. Raises LoanRevoked.
 
-    All have the same number of elements, the parts' of this dtype. The sum is not lent.
+    All have the same number of elements, the parts' of this dtype. The sum is not lent. `out` may be one of the parts.
     """
     assert before is None or isinstance(before, np.ndarray)
-    length = max(count(part, dtype.itemsize) for part in parts)
-    lent = [index for index, part in enumerate(parts) if not isinstance(part, np.ndarray)]
-    step = _PIECE_BYTES // dtype.itemsize if lent else length
-    scratch = {index: np.empty(min(step, length), dtype) for index in lent}
+    step = length = max(count(part, dtype.itemsize) for part in parts)
+    scratch: list[Array] = []  # for the first part, and for all others
+    if any(not isinstance(part, np.ndarray) for part in parts):
+        step = min(length, _PIECE_BYTES // dtype.itemsize)
+        scratch = [np.empty(step, dtype) for _ in parts[:2]]
     for start in range(0, length, step):
         piece = slice(start, min(start + step, length))
-        arrays = [_piece(part, piece, scratch.get(index)) for index, part in enumerate(parts)]
-        yield piece, arrays, None if before is None else before[piece]
+        yield piece, _in_turn(parts, piece, out, scratch), None if before is None else before[piece]
 
 
 def count(part: Part, itemsize: int) -> int:
@@ -35,10 +36,13 @@ def count(part: Part, itemsize: int) -> int:
     return len(part) if isinstance(part, np.ndarray) else part.size // itemsize
 
 
-def _piece(part: Part, piece: slice, scratch: Array | None) -> Array:
-    if isinstance(part, np.ndarray):
-        return part[piece]
-    assert scratch is not None
-    target = scratch[: piece.stop - piece.start]
-    part.read(piece.start * target.itemsize, target)
-    return target
+def _in_turn(parts: Sequence[Part], piece: slice, out: Array, scratch: Sequence[Array]) -> Iterator[Array]:
+    here = {place: part for place, part in enumerate(parts) if isinstance(part, np.ndarray)}
+    spared = {place: part[piece].copy() for place, part in here.items() if is_overwritten(place, part, out)}
+    for place, part in enumerate(parts):
+        if isinstance(part, np.ndarray):
+            yield spared.get(place, part[piece])
+        else:
+            target = scratch[min(place, 1)][: piece.stop - piece.start]
+            part.read(piece.start * target.itemsize, target)
+            yield target

@@ -8,7 +8,7 @@ Work runs in numpy rather than torch where it can: torch would start a pool of t
 the one that computes. Both release the GIL.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
 
 import numpy as np
@@ -141,17 +141,24 @@ class Reduction:
         with np.errstate(all="ignore"):
             return self._combine(left, right) if out is None else self._combine(left, right, out=out)
 
-    def sum(self, parts: Sequence[Array], *, before: Array | None = None, out: Array | None = None) -> Array:
-        """Combine parts of several ranks in the order given, and that with the sum `before`. Widened, as `before` is."""
-        total = self.widen(parts[0])
-        for part in parts[1:]:
+    def sum(self, parts: Iterable[Array], *, before: Array | None = None, out: Array | None = None) -> Array:
+        """Combine parts of several ranks in the order given, and that with the sum `before`. Widened, as `before` is.
+
+        Each part but the first may be gone when the next one is asked for.
+        """
+        rest = iter(parts)
+        total = self.widen(next(rest))
+        for part in rest:
             total = out = self.combine(total, self.widen(part), out=out)
         return total if before is None else self.combine(before, total, out=out)
 
-    def reduce(self, parts: Sequence[Array], out: Array, *, before: Array | None = None) -> None:
+    def reduce(self, parts: Sequence[Array], out: Array) -> None:
         """Combine everyone's part as `sum` does, and store the result. `out` may be one of the parts."""
-        total = None if self.widens or any(_same_memory(part, out) for part in parts[2:]) else out
-        self.finish(self.sum(parts, before=before, out=total), out)
+        self.reduce_in_turn([part.copy() if is_overwritten(place, part, out) else part for place, part in enumerate(parts)], out)
+
+    def reduce_in_turn(self, parts: Iterable[Array], out: Array, *, before: Array | None = None) -> None:
+        """The same of parts that come one after the other; none of them `is_overwritten`."""
+        self.finish(self.sum(parts, before=before, out=None if self.widens else out), out)
 
     def finish(self, total: Array, out: Array) -> None:
         """Divide if it is a mean, narrow if it was widened, and store. `out` may be `total`."""
@@ -165,5 +172,6 @@ class Reduction:
                 np.copyto(out, total, casting="same_kind")
 
 
-def _same_memory(left: Array, right: Array) -> bool:
-    return bool(left.__array_interface__["data"] == right.__array_interface__["data"])
+def is_overwritten(place: int, part: Array, out: Array) -> bool:
+    """Whether a reduction into `out` writes over the part at that place before it is read: the first two go into its first result."""
+    return place > 1 and bool(part.__array_interface__["data"] == out.__array_interface__["data"])

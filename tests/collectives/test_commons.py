@@ -20,7 +20,16 @@ from shardnet.collectives.hierarchical import Hierarchical
 from shardnet.collectives.loan_round import LoanRound
 from shardnet.collectives.mail import Course
 from shardnet.config import KIB, Limits
-from shardnet.errors import ClosedError, CollectiveError, CollectiveMismatch, CollectiveTimeout, PeerLost, ProtocolError
+from shardnet.errors import (
+    ClosedError,
+    CollectiveError,
+    CollectiveMismatch,
+    CollectiveTimeout,
+    InvalidRankError,
+    PeerLost,
+    ProtocolError,
+    UsageError,
+)
 from shardnet.pb import mesh_pb2
 from shardnet.testing import each_error, each_rank, local_cluster, loopback_cluster
 from shardnet.transport.shared_memory import Segment, Stranger, futex, lending
@@ -63,6 +72,36 @@ async def test_the_ranks_of_a_node_have_it_in_the_same_memory(per_node: int) -> 
             for other in range(5):
                 assert (buffers[other].tensor[rank] == 99.0) == (other in (rank, *neighbours) and buffer.shared)
         release(buffers)
+
+
+@pytest.mark.parametrize("root", [0, 3])
+@pytest.mark.parametrize("per_node", [2, 3, 5])
+async def test_a_broadcast_is_written_once_a_node(per_node: int, root: int) -> None:
+    async with local_cluster(5, ranks_per_node=per_node, limits=LIMITS) as ranks:
+        given = [torch.arange(ROWS) + rank for rank in range(5)]
+        buffers = await each_rank(ranks, lambda rank: rank.broadcast_on_node(given[rank.rank].view(-1, 2), root))
+        assert all(torch.equal(buffer.tensor, given[root].view(-1, 2)) for buffer in buffers)
+        for rank, buffer in enumerate(buffers):
+            neighbours = [other for other in range(5) if other // per_node == rank // per_node and other != rank]
+            assert buffer.shared == bool(neighbours)
+            assert torch.equal(given[rank], torch.arange(ROWS) + rank), "what a rank gave was written to"
+            for slot in ranks[rank]._group.commons._slots.values():
+                slot.segment.shared.view(np.int64)[rank] = -99
+            seen = [other for other in range(5) if buffers[other].shared and buffers[other].tensor.view(-1)[rank] == -99]
+            assert seen == (sorted([rank, *neighbours]) if neighbours else [])
+        release(buffers)
+
+
+async def test_a_broadcast_comes_in_the_tensor_where_no_memory_is_shared() -> None:
+    async with local_cluster(3, limits=LIMITS, shared_memory=False) as ranks:
+        given = [torch.full((ROWS,), float(rank)) for rank in range(3)]
+        buffers = await each_rank(ranks, lambda rank: rank.broadcast_on_node(given[rank.rank], 2))
+        assert not any(buffer.shared for buffer in buffers)
+        assert all(torch.equal(buffer.tensor, torch.full((ROWS,), 2.0)) for buffer in buffers)
+        with pytest.raises(InvalidRankError, match="broadcast root"):
+            ranks[0].broadcast_on_node(given[0], 3)
+        with pytest.raises(UsageError, match="contiguous"):
+            ranks[0].broadcast_on_node(torch.ones(ROWS, 2)[:, 0], 0)
 
 
 async def test_what_a_rank_writes_only_it_sees_and_not_for_long() -> None:

@@ -37,6 +37,7 @@ KINDS: dict[str, Callable[[Backend], Pending[Any]]] = {
     "reduce_scatter": lambda rank: rank.reduce_scatter(LARGER),
     "all_to_all": lambda rank: rank.all_to_all(LARGER),
     "all_gather_on_node": lambda rank: rank.all_gather_on_node(LARGER.repeat(2)),
+    "broadcast_on_node": lambda rank: rank.broadcast_on_node(LARGER.repeat(2), 1),
 }
 
 
@@ -237,7 +238,7 @@ async def test_a_loan_is_over_before_the_caller_knows(reading: Held) -> None:
         assert torch.equal((await each_rank(ranks, lambda rank: rank.all_reduce(LARGE)))[1], ones_of(2, LARGE))
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"all_gather_on_node"}))  # where nobody reads
+@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"all_gather_on_node", "broadcast_on_node"}))  # where nobody reads
 async def test_a_rank_that_is_lost_in_the_middle(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others have its letter and not yet its data: they are told whom they miss."""
     step, go = LoanRound.step, threading.Event()
