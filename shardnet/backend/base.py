@@ -92,9 +92,17 @@ class Backend(ABC):
         """
         return self.all_gather(tensor, sizes=sizes, timeout_s=timeout_s, label=label).map(NodeBuffer)
 
+    def broadcast_on_node(self, tensor: Tensor, root: int, *, timeout_s: float | None = None, label: str = "") -> Pending[NodeBuffer]:
+        """As `broadcast`, but into such memory: one rank of each node writes it, root on its own. Release what comes.
+
+        Where there is none, it may come in `tensor`, which must be contiguous and belongs to the collective until then. Where there is,
+        that of other ranks is never touched, so `torch.empty` takes no memory.
+        """
+        return self.broadcast(tensor, root, out=tensor, timeout_s=timeout_s, label=label).map(NodeBuffer)
+
     @property
     def shares_node(self) -> bool:
-        """Whether `all_gather_on_node` may give memory that ranks share. The same on all ranks."""
+        """Whether `all_gather_on_node` and `broadcast_on_node` may give memory that ranks share. The same on all ranks."""
         return False
 
     @abstractmethod

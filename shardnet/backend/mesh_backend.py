@@ -151,9 +151,24 @@ class MeshBackend(Backend):
         bounds = plans.bounds_of([size * width for size in shape])
         if not plans.fits_commons(self._group, bounds, source.itemsize):
             return super().all_gather_on_node(tensor, sizes=sizes, timeout_s=timeout_s, label=label)
+        detail = f"{kind(source, rows=False)}, sizes {shape}"
+        call = self._call("all_gather", detail, timeout_s, label, on_the_wire="all_gather_on_node")
+        return self._gather_on_node(call, source, bounds, (sum(shape), *source.shape[1:]))
+
+    def broadcast_on_node(self, tensor: Tensor, root: int, *, timeout_s: float | None = None, label: str = "") -> Pending[NodeBuffer]:
+        self._check_rank(root, "broadcast root")
+        source = as_output(tensor, tensor, tensor.shape)
+        bounds = plans.bounds_of([source.numel() if rank == root else 0 for rank in range(self.world_size)])
+        if self._is_staged(source) or not plans.fits_commons(self._group, bounds, source.itemsize):
+            return super().broadcast_on_node(tensor, root, timeout_s=timeout_s, label=label)
+        call = self._call("broadcast", f"{kind(tensor)}, root {root}", timeout_s, label, on_the_wire="broadcast_on_node")
+        return self._gather_on_node(call, source if self.rank == root else source.new_empty(0), bounds, source.shape)
+
+    def _gather_on_node(self, call: Call, source: Tensor, bounds: Bounds, shape: Sequence[int]) -> Pending[NodeBuffer]:
+        """`source` is this rank's part of it, `shape` that of the whole."""
 
         def finish(whole: Array, release: Callable[[], object] | None) -> NodeBuffer:
-            return NodeBuffer(as_tensor(whole, tensor.dtype).view(sum(shape), *source.shape[1:]), release)
+            return NodeBuffer(as_tensor(whole, source.dtype).view(*shape), release)
 
         def result(gathered: Hierarchical) -> NodeBuffer:
             whole, release = gathered.output, None
@@ -162,8 +177,6 @@ class MeshBackend(Backend):
                 whole = mine.view(whole.dtype)
             return finish(whole, release)
 
-        detail = f"{kind(source, rows=False)}, sizes {shape}"
-        call = self._call("all_gather", detail, timeout_s, label, on_the_wire="all_gather_on_node")
         if (mail := self._lending_mail) is not None:
             lending = loans.all_gather_on_node(self._group, as_array(source), bounds, finish)
             return Pending(self._group.rounds.begin(mail, LoanRound(mail, call, lending, None)), call.op)

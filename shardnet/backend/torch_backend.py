@@ -70,6 +70,9 @@ class TorchBackend(MeshBackend):
     ) -> Pending[NodeBuffer]:
         return Backend.all_gather_on_node(self, tensor, sizes=sizes, timeout_s=timeout_s, label=label)
 
+    def broadcast_on_node(self, tensor: Tensor, root: int, *, timeout_s: float | None = None, label: str = "") -> Pending[NodeBuffer]:
+        return Backend.broadcast_on_node(self, tensor, root, timeout_s=timeout_s, label=label)
+
     @property
     def shares_node(self) -> bool:
         return False

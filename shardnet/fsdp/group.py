@@ -7,7 +7,8 @@ shape that view the full buffer. Autograd puts their gradients on the leaves, fr
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -146,11 +147,16 @@ class FlatGroup:
             parameter.grad = None
             delattr(parameter, _MARK)
 
-    def gather_copy(self, purpose: str) -> Tensor:
-        """All parameters end to end [N] in their own dtype, in new memory; a collective."""
+    @contextmanager
+    def gathered(self, purpose: str) -> Iterator[Tensor]:
+        """All parameters end to end [N] in their own dtype, to be read and copied meanwhile; a collective."""
         self._reattach()
-        pending = self._comms.gathers.all_gather(self.shard, sizes=self.layout.sizes, label=f"{self.label} ({purpose})")
-        return self._comms.wait(pending, f"gather {self.label}")
+        pending = self._comms.gathers.all_gather_on_node(self.shard, sizes=self.layout.sizes, label=f"{self.label} ({purpose})")
+        buffer = self._comms.wait(pending, f"gather {self.label}")
+        try:
+            yield buffer.tensor
+        finally:
+            buffer.release()
 
     # --- gathering
 

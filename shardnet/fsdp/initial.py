@@ -16,14 +16,16 @@ ROOT = 0  # the rank whose initial values count
 def shard_from_root(groups: Iterable[FlatGroup], comms: Communicators) -> None:
     """Spread rank 0's parameters and keep this rank's part of each; one group at a time, to bound memory. A collective."""
     for group in groups:
-        spread_from_root(group, group.flatten(), comms)
+        spread_from_root(group, group.flatten() if comms.everyone.rank == ROOT else group.shard.new_empty(group.layout.numel), comms)
 
 
 def spread_from_root(group: FlatGroup, flat: Tensor, comms: Communicators) -> None:
-    """Keep this rank's part of rank 0's `flat` [N], which is overwritten and may be freed afterwards. A collective."""
+    """Keep this rank's part of rank 0's `flat` [N], which may be overwritten, and freed afterwards. A collective."""
     # with the digest ranks whose models differ are told so, also where the number of elements is the same
-    pending = comms.everyone.broadcast(flat, ROOT, out=flat, label=f"{group.label} (initial, layout {group.layout.digest})")
-    group.adopt(comms.wait(pending, f"initial {group.label}"))
+    label = f"{group.label} (initial, layout {group.layout.digest})"
+    whole = comms.wait(comms.everyone.broadcast_on_node(flat, ROOT, label=label), f"initial {group.label}")
+    group.adopt(whole.tensor)
+    whole.release()
 
 
 def copy_buffers_from_root(module: nn.Module, comms: Communicators, ignored: IgnoredModules | None = None) -> None:

@@ -46,9 +46,8 @@ def full_state(module: nn.Module, groups: Sequence[FlatGroup], *, keep: bool) ->
     """Every parameter whole, in memory of its own, group by group; {} where `keep` is false. A collective."""
     state = with_slices(module) if keep else {}
     for group in groups:
-        flat = group.gather_copy("state")
-        if keep:
-            for placed, view in zip(group.placed, group.layout.views(flat), strict=True):
+        with group.gathered("state") as flat:
+            for placed, view in zip(group.placed, group.layout.views(flat), strict=True) if keep else ():
                 whole = view.clone()
                 state.update((name, whole) for name in placed.names if name in state)
     sharded = {name for group in groups for placed in group.placed for name in placed.names}

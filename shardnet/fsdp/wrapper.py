@@ -260,7 +260,8 @@ class FSDP(nn.Module):
         of this wrapper."""
         self._runtime.reset()
         for group in self.groups:
-            group.release(group.gather_copy("unwrap"))
+            with group.gathered("unwrap") as flat:
+                group.release(flat)
         while self._hooks:
             self._hooks.pop().remove()
         return self.module

@@ -12,7 +12,10 @@ from shardnet.testing import reference, same_bits
 
 PATIENCE_S = 20.0
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool)
-OPS = ("all_reduce", "broadcast", "all_gather", "gather_on_node", "reduce_scatter", "all_to_all", "uneven", "send", "barrier")
+OPS = (
+    *("all_reduce", "broadcast", "broadcast_on_node", "all_gather", "gather_on_node", "reduce_scatter", "all_to_all", "uneven", "send"),
+    "barrier",
+)
 GROUPS: tuple[tuple[int, ...], ...] = ((0, 1, 2, 3), (0, 2), (1, 2, 3), (3,))
 
 
@@ -61,7 +64,7 @@ def expected(step: Step, inputs: list[torch.Tensor]) -> list[torch.Tensor | None
     match step.op:
         case "all_reduce":
             return [*reference.all_reduce(inputs, step.reduce)]
-        case "broadcast":
+        case "broadcast" | "broadcast_on_node":
             return [*reference.broadcast(inputs, step.root)]
         case "all_gather" | "gather_on_node":
             return [*reference.all_gather(inputs)]
@@ -87,6 +90,8 @@ def start(step: Step, group: Backend, mine: torch.Tensor) -> list[Pending[Any]]:
             return [group.broadcast(mine, step.root)]
         case "all_gather" | "all_to_all":
             return [getattr(group, step.op)(mine)]
+        case "broadcast_on_node":
+            return [group.broadcast_on_node(mine.clone(), step.root).map(_taken)]
         case "gather_on_node":
             return [group.all_gather_on_node(mine).map(_taken)]
         case "uneven":

@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -13,6 +14,8 @@ from shardnet.backend import Backend
 from shardnet.config import KIB, Limits
 from shardnet.errors import ShardnetError
 from shardnet.fsdp import FSDP
+from shardnet.fsdp.group import FlatGroup
+from shardnet.sharding import FlatLayout
 from shardnet.testing import local_cluster, loopback_cluster
 from tests.devices import on_test_device
 from tests.segments import NAME, mappings, since_now
@@ -93,6 +96,40 @@ async def test_forward_and_backward_read_the_same_memory(dtype: torch.dtype) -> 
     async with local_cluster(2, limits=LIMITS) as ranks:
         await asyncio.gather(*(asyncio.to_thread(work, rank) for rank in ranks))
     assert seen == [True] * 8
+
+
+async def test_what_is_whole_for_a_moment_is_there_once_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first values on their way to the shards, and parameters that are saved or given back."""
+    adopt, views, seen = FlatGroup.adopt, FlatLayout.views, list[bool]()
+
+    def look(group: FlatGroup, flat: torch.Tensor) -> None:
+        seen.append(in_a_segment(flat))
+        adopt(group, flat)
+
+    def look_at_views(layout: FlatLayout, flat: torch.Tensor) -> list[torch.Tensor]:
+        seen.append(in_a_segment(flat))
+        return views(layout, flat)
+
+    def work(backend: Backend) -> FSDP:
+        model = make()
+        if backend.rank:
+            for parameter in model.parameters():
+                parameter.data.fill_(9.0)
+        return FSDP(model, backend, units=[Layer])
+
+    async with local_cluster(3, limits=LIMITS) as ranks:
+        monkeypatch.setattr(FlatGroup, "adopt", look)
+        models = await asyncio.gather(*(asyncio.to_thread(work, rank) for rank in ranks))
+        assert seen == [True] * 12
+        seen.clear()
+        monkeypatch.setattr(FlatLayout, "views", look_at_views)
+        states = await asyncio.gather(*(asyncio.to_thread(model.full_state_dict, rank0_only=True) for model in models))
+        assert seen == [True] * 4  # of the rank that keeps them
+        assert [len(state) for state in states] == [len(ORIGINAL.state_dict()), 0, 0]
+        assert all(torch.equal(value, ORIGINAL.state_dict()[name]) for name, value in states[0].items())
+        for whole in await asyncio.gather(*(asyncio.to_thread(model.unwrap) for model in models)):
+            assert not any(in_a_segment(parameter) for parameter in whole.parameters())
+            assert all(torch.equal(value, ORIGINAL.state_dict()[name]) for name, value in whole.state_dict().items())
 
 
 async def test_parameters_that_are_written_in_forward_are_the_writers_own() -> None:
@@ -194,11 +231,13 @@ async def test_nothing_stays_behind(trouble: Callable[[FSDP], None]) -> None:
 
 
 async def test_a_peer_that_is_lost_in_the_middle_leaves_a_typed_error() -> None:
+    both_are_through = threading.Barrier(2)
     async with local_cluster(2, limits=LIMITS) as ranks:
 
         def work(backend: Backend) -> None:
             model = shard(backend)
             model(torch.ones(2, 40))
+            both_are_through.wait(10.0)
             if backend.rank == 1:
                 backend.abort()
             with pytest.raises(ShardnetError):
