@@ -10,6 +10,7 @@ import gc
 import logging
 import os
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,6 +25,7 @@ from shardnet.training import Cluster, Departure, connect
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 COLLECTIONS = 10  # at most; two are enough for most models
+ELSEWHERE_S = 2.0  # the longest wait for collections of other threads
 _collecting = threading.Lock()  # several members may be threads of one process
 END_S = 7 * 24 * 3600.0  # rank 0 may take its time over what it writes at the end; who is dead is noticed in any case
 Train = Callable[[Cluster, State], Awaitable[T]]
@@ -130,10 +132,24 @@ async def _saved(state: State, cluster: Cluster) -> None:
 def _collect_models() -> None:
     """Models and their hooks are cycles: without this there would be two at once. What other libraries hang on autograd's graphs may come
     apart a layer at a time."""
-    with _collecting:  # by another thread, a run of the collector ends at once and finds nothing
-        for number in range(COLLECTIONS):
-            if not gc.collect() and number:  # one of Python's own may have been under way at the first
-                return
+    runs, me, until = 0, threading.get_ident(), time.monotonic() + ELSEWHERE_S
+
+    def count(phase: str, info: dict[str, int]) -> None:
+        nonlocal runs
+        runs += phase == "stop" and info["generation"] == 2 and threading.get_ident() == me
+
+    with _collecting:
+        gc.callbacks.append(count)
+        try:
+            while runs < COLLECTIONS and time.monotonic() < until:
+                before = runs
+                if gc.collect():
+                    continue
+                if runs > before:
+                    return
+                time.sleep(0.001)  # Python has one under way in another thread: ours has not looked at anything
+        finally:
+            gc.callbacks.remove(count)
 
 
 def _reason(error: BaseException, state: State) -> CollectiveError | WorldChanges | None:

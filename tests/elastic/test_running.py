@@ -1,8 +1,12 @@
 """Training goes on when members die and when others come: the same state, the same steps, the same result."""
 
 import asyncio
+import gc
+import threading
+import time
 import weakref
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -335,3 +339,36 @@ async def test_the_model_of_the_epoch_before_is_gone_when_the_next_one_is_made(p
         await members.wait()
     assert [life.error for life in survivors] == [None, None]
     assert there == [[0, 0], [0, 0]]
+
+
+def test_models_are_collected_though_another_thread_collects_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    under_way, go = threading.Event(), threading.Event()
+
+    class Slow:
+        def __del__(self) -> None:
+            under_way.set()
+            go.wait(10)
+
+    def collect_slowly() -> None:
+        slow: list[object] = [Slow()]
+        slow.append(slow)
+        del slow
+        gc.collect()
+
+    def wait(_: float) -> None:
+        go.set()
+        other.join(10)
+
+    other = threading.Thread(target=collect_slowly)
+    other.start()
+    assert under_way.wait(10)
+    model = nn.Linear(1, 1)
+    model.myself = model
+    gone = weakref.ref(model)
+    del model
+    monkeypatch.setattr(running, "time", SimpleNamespace(monotonic=time.monotonic, sleep=wait))
+    try:
+        running._collect_models()
+    finally:
+        wait(0)
+    assert gone() is None
