@@ -90,7 +90,7 @@ class Backend(ABC):
         Each rank writes its own part, and nobody copies those of its neighbours. Release what comes: until all ranks of the node have,
         its memory serves nothing else.
         """
-        return self.all_gather(tensor, sizes=sizes, timeout_s=timeout_s, label=label).map(NodeBuffer)
+        return self.all_gather(tensor, sizes=sizes, timeout_s=timeout_s, label=label).read_as(NodeBuffer)
 
     def broadcast_on_node(self, tensor: Tensor, root: int, *, timeout_s: float | None = None, label: str = "") -> Pending[NodeBuffer]:
         """As `broadcast`, but into such memory: one rank of each node writes it, root on its own. Release what comes.
@@ -98,7 +98,7 @@ class Backend(ABC):
         Where there is none, it may come in `tensor`, which must be contiguous and belongs to the collective until then. Where there is,
         that of other ranks is never touched, so `torch.empty` takes no memory.
         """
-        return self.broadcast(tensor, root, out=tensor, timeout_s=timeout_s, label=label).map(NodeBuffer)
+        return self.broadcast(tensor, root, out=tensor, timeout_s=timeout_s, label=label).read_as(NodeBuffer)
 
     @property
     def shares_node(self) -> bool:

@@ -28,13 +28,14 @@ class Pending(Generic[T]):
     or have yours wait for it.
     """
 
-    __slots__ = ("__weakref__", "_arrival", "_future", "_retrieved", "op_name")
+    __slots__ = ("__weakref__", "_arrival", "_function", "_future", "_retrieved", "op_name")
 
     def __init__(self, future: "concurrent.futures.Future[T]", op_name: str, arrival: Arrival | None = None) -> None:
         """`arrival` has the current stream wait for a result on a GPU; it is called after `future` has ended well."""
-        self._future = future
+        self._future: concurrent.futures.Future[Any] = future
         self._retrieved = False
         self._arrival = arrival
+        self._function: Callable[[Any], T] | None = None  # what makes this handle's result of the future's
         self.op_name = op_name
 
     @classmethod
@@ -65,14 +66,14 @@ class Pending(Generic[T]):
         shardnet's own threads, where callbacks run: it could block them for ever.
         """
         self._may_block()
-        return self._arrived(self._future.result(timeout_s))
+        return self._read(self._future.result(timeout_s))
 
     def exception(self) -> BaseException | None:
         """The error of the collective, or None. Blocks until it is done, as `wait` does."""
         self._may_block()
         error = self._future.exception()
-        if error is None:
-            self._arrived(None)
+        if error is None and self._arrival is not None:
+            self._arrival()
         return error
 
     def add_done_callback(self, callback: Callable[["Pending[T]"], None]) -> None:
@@ -84,20 +85,31 @@ class Pending(Generic[T]):
         GPU there, which may still be on its way."""
         self._retrieved = True
         mapped: concurrent.futures.Future[U] = concurrent.futures.Future()
+        make = self._followed_by(function)
 
-        def finish(done: "concurrent.futures.Future[T]") -> None:
+        def finish(done: "concurrent.futures.Future[Any]") -> None:
             try:
-                mapped.set_result(function(done.result()))
+                mapped.set_result(make(done.result()))
             except BaseException as error:  # noqa: BLE001 - whatever it is belongs to the awaiter
                 mapped.set_exception(error)
 
         self._future.add_done_callback(finish)
         return Pending(mapped, self.op_name, self._arrival)
 
+    def read_as(self, function: Callable[[T], U]) -> "Pending[U]":
+        """A handle of the same collective for `function(result)`, which is called anew by each `wait` and `await`, in its thread.
+
+        Who waits for it waits for the collective, and may do the work of it, where one of `map` leaves that to another thread.
+        """
+        self._retrieved = True
+        pending: Pending[U] = Pending(self._future, self.op_name, self._arrival)
+        pending._function = self._followed_by(function)
+        return pending
+
     def __await__(self) -> Generator[Any, None, T]:
         self._retrieved = True
         if self._future.done():
-            return self._arrived(self._future.result())
+            return self._read(self._future.result())
         loop = asyncio.get_running_loop()
         arrived: asyncio.Future[None] = loop.create_future()
 
@@ -113,12 +125,16 @@ class Pending(Generic[T]):
 
         self._future.add_done_callback(wake)
         yield from arrived
-        return self._arrived(self._future.result())
+        return self._read(self._future.result())
 
-    def _arrived(self, result: U) -> U:
+    def _read(self, result: Any) -> T:
         if self._arrival is not None:
             self._arrival()
-        return result
+        return result if self._function is None else self._function(result)
+
+    def _followed_by(self, function: Callable[[T], U]) -> Callable[[Any], U]:
+        first = self._function
+        return function if first is None else lambda result: function(first(result))
 
     def _may_block(self) -> None:
         self._retrieved = True

@@ -49,3 +49,35 @@ def test_an_error_is_nothing_to_wait_for() -> None:
         pending.wait()
     assert isinstance(pending.exception(), UsageError)
     assert arrival.joined == 0
+
+
+async def test_reading_a_result_as_something_else() -> None:
+    """It is the collective that is waited for, not another handle's end, so whoever waits may do its work."""
+    arrival, future = Arrival(), concurrent.futures.Future[int]()
+    made: list[int] = []
+
+    def next_one(value: int) -> int:
+        made.append(value)
+        return value + 1
+
+    pending = Pending(future, "all_gather", arrival).read_as(next_one)
+    text, mapped = pending.read_as(str), pending.map(float)
+    assert pending._future is text._future is future
+    assert not pending.done()
+    future.set_result(3)
+    assert made == [3]  # for the one that was mapped
+    assert pending.exception() is None
+    assert made == [3]
+    assert pending.wait() == 4
+    assert await text == "4"
+    assert mapped.wait() == 4.0
+    assert made == [3, 3, 3]
+    assert arrival.joined == 4
+
+
+def test_an_error_is_read_as_nothing_else() -> None:
+    future = concurrent.futures.Future[int]()
+    pending = Pending(future, "all_gather").read_as(str)
+    future.set_exception(UsageError("no"))
+    with pytest.raises(UsageError):
+        pending.wait()

@@ -30,16 +30,19 @@ async def test_what_is_small_goes_by_letter_and_the_rest_as_ever() -> None:
         async def work(rank: Backend) -> list[bool]:
             handles: list[Pending[Any]] = [
                 *(rank.all_reduce(SMALL), rank.broadcast(SMALL, 0), rank.all_gather(SMALL), rank.reduce_scatter(SMALL)),
-                *(rank.all_to_all(SMALL), rank.barrier(), rank.all_gather_on_node(SMALL), rank.all_reduce(torch.ones(4 * KIB))),
-                *(rank.all_reduce(torch.ones(4 * KIB + 1)), rank.all_to_all(SMALL, send_sizes=[2, 2], recv_sizes=[2, 2])),
+                *(rank.all_to_all(SMALL), rank.barrier(), rank.all_gather_on_node(SMALL), rank.broadcast_on_node(SMALL.clone(), 0)),
+                *(
+                    rank.all_reduce(torch.ones(4 * KIB)),
+                    rank.all_reduce(torch.ones(4 * KIB + 1)),
+                    rank.all_to_all(SMALL, send_sizes=[2, 2], recv_sizes=[2, 2]),
+                ),
             ]
             letters = [is_round(handle) for handle in handles]
             for handle in handles:
                 await handle
             return letters
 
-        mapped = [False]  # all_gather_on_node is what all_gather becomes
-        assert await each_rank(ranks, work) == [[True] * 6 + mapped + [True, False, False]] * 2
+        assert await each_rank(ranks, work) == [[True] * 9 + [False, False]] * 2
 
 
 @pytest.mark.parametrize("letter_bytes", [1024 * KIB, 256])
