@@ -9,7 +9,6 @@ Time is counted in looks, not by the clock: when the whole process gets no CPU, 
 
 import asyncio
 import selectors
-import sys
 import threading
 import traceback
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from types import FrameType, TracebackType
 from typing import Self
 
 import shardnet.loop
+from shardnet.frames import current_frames
 
 LOOK_EVERY_S = 0.05
 BUSY_S = 0.5
@@ -74,7 +74,7 @@ class LoopWatch:
 
     def _run(self) -> None:
         while not self._stop.wait(LOOK_EVERY_S):
-            frames = sys._current_frames()
+            frames = current_frames()
             with self._lock:
                 for watched in self._watched.values():
                     self._look(watched, frames.get(watched.thread_id))

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import sys
 import threading
 import time
 import traceback
@@ -10,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from shardnet.flight import Flight
+from shardnet.frames import current_frames
 from shardnet.loop import LoopThread
 from shardnet.telemetry import Telemetry
 from shardnet.topology import Topology
@@ -85,7 +85,7 @@ def _places(awaited: object) -> Iterator[str]:
 
 
 def _threads() -> Iterator[str]:
-    frames = sys._current_frames()
+    frames = current_frames()
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     for ident, frame in frames.items():
         if ident != threading.get_ident():
