@@ -14,7 +14,7 @@ def current_frames() -> dict[int, FrameType]:
     collects = gc.isenabled()
     gc.disable()
     try:
-        return sys._current_frames()
+        return sys._current_frames()  # noqa: TID251
     finally:
         if collects:
             gc.enable()
