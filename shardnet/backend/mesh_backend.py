@@ -149,7 +149,7 @@ class MeshBackend(Backend):
         shape = self._sizes(sizes, rows, own=True)
         width = prod(source.shape[1:])
         bounds = plans.bounds_of([size * width for size in shape])
-        if not plans.fits_commons(self._group, bounds, source.itemsize):
+        if not self._fits_commons(bounds, source.itemsize):
             return super().all_gather_on_node(tensor, sizes=sizes, timeout_s=timeout_s, label=label)
         detail = f"{kind(source, rows=False)}, sizes {shape}"
         call = self._call("all_gather", detail, timeout_s, label, on_the_wire="all_gather_on_node")
@@ -159,7 +159,7 @@ class MeshBackend(Backend):
         self._check_rank(root, "broadcast root")
         source = as_output(tensor, tensor, tensor.shape)
         bounds = plans.bounds_of([source.numel() if rank == root else 0 for rank in range(self.world_size)])
-        if self._is_staged(source) or not plans.fits_commons(self._group, bounds, source.itemsize):
+        if self._is_staged(source) or not self._fits_commons(bounds, source.itemsize):
             return super().broadcast_on_node(tensor, root, timeout_s=timeout_s, label=label)
         call = self._call("broadcast", f"{kind(tensor)}, root {root}", timeout_s, label, on_the_wire="broadcast_on_node")
         return self._gather_on_node(call, source if self.rank == root else source.new_empty(0), bounds, source.shape)
@@ -182,6 +182,10 @@ class MeshBackend(Backend):
             return Pending(self._group.rounds.begin(mail, LoanRound(mail, call, lending, None)), call.op)
         gather = plans.all_gather_on_node(self._group, as_array(source), bounds)
         return Pending(self._group.begin(call, gather.run, gather), call.op).map(result)
+
+    def _fits_commons(self, bounds: Bounds, itemsize: int) -> bool:
+        """Whether a gather is not too small to go into one buffer a node: by letter it is sooner with everybody who waits."""
+        return self._mail(bounds[-1][1] * itemsize) is None and plans.fits_commons(self._group, bounds, itemsize)
 
     @property
     def shares_node(self) -> bool:

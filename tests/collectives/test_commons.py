@@ -18,7 +18,7 @@ from shardnet.backend import Backend, NodeBuffer
 from shardnet.backend.cluster import ClusterBackend
 from shardnet.collectives.hierarchical import Hierarchical
 from shardnet.collectives.loan_round import LoanRound
-from shardnet.collectives.mail import Course
+from shardnet.collectives.mail import Course, LetterRound
 from shardnet.config import KIB, Limits
 from shardnet.errors import (
     ClosedError,
@@ -52,6 +52,21 @@ def gathered(ranks: int, rows: int = ROWS, add: float = 0.0) -> torch.Tensor:
 def release(buffers: Sequence[NodeBuffer]) -> None:
     for buffer in buffers:
         buffer.release()
+
+
+@pytest.mark.skipif(not futex.available, reason="mailboxes need Linux on x86-64")
+@pytest.mark.parametrize(("rows", "kind"), [(1024, LetterRound), (1025, LoanRound)])
+async def test_what_a_letter_could_hold_as_a_whole_is_sooner_by_letter(rows: int, kind: type) -> None:
+    async with local_cluster(2, limits=replace(LIMITS, eager_bytes=8 * KIB)) as ranks:
+        handles = [rank.all_gather_on_node(torch.full((rows,), float(rank.rank))) for rank in ranks]
+        handles += [rank.broadcast_on_node(torch.full((2 * rows,), float(rank.rank)), 1) for rank in ranks]
+        assert {type(handle._future) for handle in handles} == {kind}
+        buffers = [await handle for handle in handles]
+        for buffer in buffers[:2]:
+            assert torch.equal(buffer.tensor, gathered(2, rows))
+        for buffer in buffers[2:]:
+            assert torch.equal(buffer.tensor, torch.ones(2 * rows))
+        release(buffers)
 
 
 @pytest.fixture
