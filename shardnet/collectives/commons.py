@@ -33,6 +33,8 @@ from shardnet.wire import LoanRevoked
 if TYPE_CHECKING:
     from shardnet.collectives.operation import Operation
 
+_MOST_UNUSED = 2  # times its own size, a result may be given memory of
+
 
 @dataclass(slots=True, eq=False)
 class _Slot:
@@ -47,6 +49,7 @@ class _Slot:
 class Claim:
     """One rank's share in one grant, or in none; lives as long as its collective."""
 
+    size: int = 0  # bytes of the result, which are the slot's first ones
     slot: _Slot | None = None
     serial: int = 0
     told: list[int] = field(default_factory=list)  # what this rank says about other slots in the collective
@@ -57,9 +60,9 @@ class Claim:
 
     @property
     def shared(self) -> np.ndarray:
-        """The slot's bytes, for all ranks of the node to write."""
+        """The result's bytes, for all ranks of the node to write."""
         assert self.slot is not None
-        return self.slot.segment.shared
+        return self.slot.segment.shared[: self.size]
 
 
 class Commons:
@@ -94,7 +97,7 @@ class Commons:
         with self._lock:
             while self._freed:
                 self._release(self._freed.popleft())
-            return self._grant(size) if self.keeps else Claim(told=list(self._released))
+            return self._grant(size) if self.keeps else Claim(size, told=list(self._released))
 
     def note(self, claim: Claim) -> mesh_pb2.Announcement:
         """That, in words: to the node the keeper's grant, to the keeper what is released."""
@@ -113,6 +116,8 @@ class Commons:
         if not announcement.HasField("grant"):
             return
         grant = announcement.grant
+        if grant.size < claim.size:
+            raise ValueError(f"{grant.size} bytes are no room for {claim.size}")
         with self._lock:
             for each in grant.dropped:
                 self._drop(each)
@@ -176,11 +181,11 @@ class Commons:
     # --- what is there
 
     def lend(self, claim: Claim) -> tuple[np.ndarray, Callable[[], object]]:
-        """The slot's bytes, for this rank to compute with, and what releases them: on any thread, once, and at the latest when nobody has
+        """The result's bytes, for this rank to compute with, and what releases them: on any thread, once, and at the latest when nobody has
         them any more."""
         assert claim.slot is not None
         # an array of its own, which all that are made of it keep: numpy refers to the last one that is over something else than an array
-        view = np.frombuffer(claim.slot.segment.private.data, np.uint8)
+        view = np.frombuffer(claim.slot.segment.private.data[: claim.size], np.uint8)
         release = weakref.finalize(view, self._freed.append, claim)
         release.atexit = False
         return view, release
@@ -221,18 +226,24 @@ class Commons:
         """Of nothing, if the node's ranks do not share memory, or there is none."""
         others = self._node - {self.keeper}
         if not others <= self._mesh.memory_peers or any(self._mesh.process(rank) is None for rank in others):
-            return Claim()
-        slot = next((slot for slot in self._slots.values() if slot.size == size and not slot.holders), None)
+            return Claim(size)
+        slot = self._find_free(size)
         if slot is None:
             try:
                 slot = self._slots[self._next_id] = _Slot(self._next_id, size, Segment(size))
             except OSError:
-                return Claim()
+                return Claim(size)
             self._next_id += 1
         self._serial += 1
         slot.serial, slot.holders = self._serial, set(self._node)
         self._trim()
-        return Claim(slot, slot.serial, list(self._dropped))
+        return Claim(size, slot, slot.serial, list(self._dropped))
+
+    def _find_free(self, size: int) -> _Slot | None:
+        """The smallest one that is large enough, and not much too large. It need not fit: where slots of one size were dropped to make some
+        of another, and back again, the system would have all their pages to clear in each step of a training."""
+        fitting = [slot for slot in self._slots.values() if not slot.holders and size <= slot.size <= _MOST_UNUSED * size]
+        return min(fitting, key=lambda slot: slot.size, default=None)
 
     def _on_released(self, rank: int, serials: Collection[int]) -> None:
         for slot in self._slots.values():

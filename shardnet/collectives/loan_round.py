@@ -108,7 +108,7 @@ class LoanRound(Round):
         """Another rank has read everything, of which it heard over its stream."""
         with self._lock:
             self._returned.add(rank)
-        self._mail.views[rank].wake()
+        self._mail.wake(rank)
 
     # --- the work
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from shardnet.collectives.group import Group
 
 SLICE_S = 0.02  # the longest sleep: an error of this rank's that comes when it begins is seen behind it
-REMIND_S = 0.05  # who waits for so long says so on its streams: the others may be in a collective that is no round
+REMIND_S = 0.4  # who waits for so long says so on its streams: the others may be in a collective that is no round
 SPIN_S = 0.0002  # longer than the ranks of a busy node are usually apart; halved whenever it was in vain, down to the next one
 LEAST_SPIN_S = 0.00001
 
@@ -92,6 +92,11 @@ class Mail:
     def take_back(self, sequence: int) -> None:
         """A round has failed, here or elsewhere: its letter is not for anybody who has yet to read it."""
         self.mailbox.withdraw(self.group.id, sequence)
+
+    def wake(self, rank: int) -> None:
+        """Something has come from another rank that its mailbox does not tell."""
+        self.views[rank].wake()
+        self.attendant.summon()
 
     def learn(self, *, in_vain: bool) -> None:
         """Looking without sleeping was worth it, or not."""
@@ -200,7 +205,7 @@ class Round(concurrent.futures.Future[Any], ABC):
         with self._lock:
             if self._over:
                 return
-            self.queued = False
+            was_queued, self.queued = self.queued, False
             self.flight.entered_ns = start = time.perf_counter_ns()
             self.flight.bytes_sent = sum(self._sent().values())
             try:
@@ -210,6 +215,8 @@ class Round(concurrent.futures.Future[Any], ABC):
             except Exception as error:  # noqa: BLE001 - whatever it is belongs to who waits for this round
                 self._give_up(mail.group.fail, self, error)
             self._writing_ns = time.perf_counter_ns() - start
+        if was_queued:
+            mail.attendant.summon()
 
     def advance(self) -> MailboxView | None:
         """Do what can be done now. Returns where to look next; None if there is nothing to look for any more."""
@@ -314,7 +321,7 @@ class Round(concurrent.futures.Future[Any], ABC):
             if rank in self._missing:
                 self._data[rank] = data
                 self._missing.remove(rank)
-        self._mail.views[rank].wake()
+        self._mail.wake(rank)
 
     def has_waited(self, now_s: float) -> bool:
         """After a while the others are told where this rank is. Returns whether its time is over, which who hears it first has diagnosed:
@@ -402,6 +409,7 @@ class Round(concurrent.futures.Future[Any], ABC):
         telemetry.flights.end(self.flight, end, self.error)
         self._letters, self._data, self._letter, self._course = {}, {}, b"", iter(())
         self._forget()
+        mail.attendant.forget(self)
         mail.group.rounds.end(self)
 
     def _forget(self) -> None:

@@ -18,7 +18,7 @@ import mmap
 import os
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -227,7 +227,7 @@ class MailboxView:
         if not futex.available or not offer.capacity or offer.place >= RANKS:
             raise OSError("it has no mailbox that this rank could read")
         with found(NAME, process, offer.descriptor, size) as descriptor:
-            memory, self._address = mapped(descriptor, size, mmap.MAP_SHARED, write=False)
+            memory, self.address = mapped(descriptor, size, mmap.MAP_SHARED, write=False)
         self.place = offer.place
         self.gone = False  # its owner reads nothing any more
         self._words = memory[:HEAD_BYTES].data.cast("Q")
@@ -265,13 +265,8 @@ class MailboxView:
 
     def wait(self, seen: int, timeout_s: float) -> None:
         """Sleep until `count` is not `seen` any more, or for some time, or less."""
-        futex.wait(self._address, seen, timeout_s)
-
-    @staticmethod
-    def wait_for_any(seen: Mapping["MailboxView", int], timeout_s: float) -> None:
-        """The same for several, at most `futex.most`, until the first of them changes."""
-        futex.wait_any([(view._address, count) for view, count in seen.items()], timeout_s)
+        futex.wait(self.address, seen, timeout_s)
 
     def wake(self) -> None:
         """Let all that sleep here look around, whichever process they are of."""
-        futex.wake(self._address)
+        futex.wake(self.address)

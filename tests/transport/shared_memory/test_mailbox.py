@@ -11,7 +11,7 @@ import pytest
 
 from shardnet.errors import ProtocolError
 from shardnet.pb import mesh_pb2
-from shardnet.transport.shared_memory import Mailbox, MailboxView, futex, mailbox
+from shardnet.transport.shared_memory import Bell, Mailbox, MailboxView, futex, mailbox
 from shardnet.transport.shared_memory.mapping import mapped
 
 pytestmark = pytest.mark.skipif(not futex.available, reason="mailboxes need Linux on x86-64")
@@ -223,23 +223,32 @@ def test_waiting_ends_by_itself_by_a_wake_and_at_once_if_something_has_changed(t
         thread.join(0.001)
 
 
-@pytest.mark.skipif(futex.most < 3, reason="waiting at several mailboxes at once needs Linux 5.16")
+@pytest.mark.skipif(futex.most < 4, reason="waiting at several mailboxes at once needs Linux 5.16")
 def test_waiting_at_several_ends_by_itself_by_any_of_them_and_at_once_if_one_has_changed(three: Three) -> None:
     views = [three.view, *three.views]
 
-    def wait(timeout_s: float, changed: MailboxView | None = None) -> None:
-        MailboxView.wait_for_any({view: view.count + (view is changed) for view in views}, timeout_s)
+    bell = Bell()
+
+    def wait(timeout_s: float, changed: MailboxView | Bell | None = None) -> None:
+        bell.wait(bell.count + (bell is changed), {view: view.count + (view is changed) for view in views}, timeout_s)
 
     start = time.monotonic()
     wait(0.02)
     assert time.monotonic() - start >= 0.02
-    for view in views:
-        wait(30.0, changed=view)
+    for each, call in ((bell, bell.ring), *((view, view.wake) for view in views)):
+        wait(30.0, changed=each)
         thread = threading.Thread(target=wait, args=(30.0,))
         thread.start()
         while thread.is_alive():
-            view.wake()
+            call()
             thread.join(0.001)
+
+
+def test_a_bell_that_rang_before_somebody_waits_is_heard() -> None:
+    bell = Bell()
+    heard = bell.count
+    bell.ring()
+    bell.wait(heard, {}, 30.0)
 
 
 def test_a_system_on_which_one_can_wait_at_one_only(monkeypatch: pytest.MonkeyPatch) -> None:
