@@ -37,6 +37,21 @@ def as_output(out: Tensor | None, like: Tensor, shape: Sequence[int]) -> Tensor:
     return out.detach()
 
 
+def joined(pieces: Sequence[Tensor]) -> Tensor:
+    """Flattened, and put end to end."""
+    check_pieces(pieces)
+    return torch.cat([piece.detach().reshape(-1) for piece in pieces])
+
+
+def check_pieces(pieces: Sequence[Tensor]) -> None:
+    """Raise UsageError unless they can be taken for one tensor."""
+    if not pieces:
+        raise UsageError("there must be a piece at least: pass an empty tensor where a rank has nothing")
+    kinds = {(dtype_name(piece.dtype), str(piece.device)) for piece in pieces}
+    if len(kinds) > 1:
+        raise UsageError(f"pieces must have one dtype and be on one device, got {sorted(kinds)}")
+
+
 def _check_device(tensor: Tensor) -> None:
     if tensor.device.type not in ("cpu", "cuda"):
         raise UsageError(f"this backend moves tensors of the CPU and of CUDA devices, got one on {tensor.device}")

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from shardnet.backend.arguments import joined
 from shardnet.backend.node_buffer import NodeBuffer
 from shardnet.backend.pending import Pending
 from shardnet.backend.streams import Event
@@ -117,6 +118,28 @@ class Backend(ABC):
         label: str = "",
     ) -> Pending[Tensor]:
         """Reduce over ranks and keep this rank's slice of dim 0: [d0, …] → [d0/ws, …], or [sizes[rank], …]."""
+
+    def reduce_scatter_pieces(
+        self,
+        pieces: Sequence[Tensor],
+        op: ReduceOp = ReduceOp.SUM,
+        *,
+        sizes: Sequence[int] | None = None,
+        out: Tensor | None = None,
+        timeout_s: float | None = None,
+        label: str = "",
+    ) -> Pending[Tensor]:
+        """As `reduce_scatter` of what the pieces, of any shapes, are when they are flattened and put end to end: [sum of their numel] →
+        [sizes[rank]]. To other ranks it is the same collective, and they need not cut alike.
+
+        With `lends_pieces` they are read where they are. So they may not be written until the handle is done.
+        """
+        return self.reduce_scatter(joined(pieces), op, sizes=sizes, out=out, timeout_s=timeout_s, label=label)
+
+    @property
+    def lends_pieces(self) -> bool:
+        """Whether `reduce_scatter_pieces` does without putting large ones together."""
+        return False
 
     @abstractmethod
     def all_to_all(

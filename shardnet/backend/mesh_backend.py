@@ -5,7 +5,9 @@ from functools import partial
 from math import prod
 from typing import Any, TypeVar
 
-from shardnet.backend.arguments import as_input, as_output, copy, disagree_all_to_all, disagree_send, kind, largest
+import numpy as np
+
+from shardnet.backend.arguments import as_input, as_output, check_pieces, copy, disagree_all_to_all, disagree_send, kind, largest
 from shardnet.backend.base import Backend, Tensor
 from shardnet.backend.node_buffer import NodeBuffer
 from shardnet.backend.pending import Pending
@@ -18,6 +20,7 @@ from shardnet.collectives.hierarchical import Bounds, Hierarchical
 from shardnet.collectives.loan_round import Lending, LoanRound
 from shardnet.collectives.mail import LetterRound, Mail, Share
 from shardnet.collectives.operation import Algorithm, Call
+from shardnet.collectives.parts import Pieces
 from shardnet.collectives.reduction import Array, ReduceOp, Reduction, as_array, as_tensor, dtype_name
 from shardnet.collectives.switchboard import Switchboard
 from shardnet.config import Timeouts
@@ -204,12 +207,7 @@ class MeshBackend(Backend):
         source = as_input(tensor, op)
         if not source.dim():
             raise SizeMismatchError(f"at least 1 dimension (world size {self.world_size})", "a 0-dim tensor", "in reduce_scatter")
-        rows = source.shape[0]
-        if sizes is None and rows % self.world_size:
-            raise SizeMismatchError(f"a multiple of {self.world_size}", rows, "rows to scatter; pass `sizes` for an uneven split")
-        shape = self._sizes(sizes, rows // self.world_size)
-        if sum(shape) != rows:
-            raise SizeMismatchError(sum(shape), rows, "rows to scatter (the sum of `sizes`)")
+        shape = self._scattered_sizes(source.shape[0], sizes)
         result = as_output(out, tensor, (shape[self.rank], *source.shape[1:]))
         if self.world_size == 1 or not source.numel():
             return self._at_once("reduce_scatter", copy(source, result))
@@ -228,6 +226,35 @@ class MeshBackend(Backend):
         ) is not None:
             return begun
         return self._begin(call, plans.reduce_scatter(self._group, *arrays, bounds, reduction), result)
+
+    def reduce_scatter_pieces(
+        self,
+        pieces: Sequence[Tensor],
+        op: ReduceOp = ReduceOp.SUM,
+        *,
+        sizes: Sequence[int] | None = None,
+        out: Tensor | None = None,
+        timeout_s: float | None = None,
+        label: str = "",
+    ) -> Pending[Tensor]:
+        check_pieces(pieces)
+        mail, total = self._lending_mail, sum(piece.numel() for piece in pieces)
+        if not self.lends_pieces or mail is None or self._is_staged(*pieces) or self._mail(total * pieces[0].itemsize) is not None:
+            return super().reduce_scatter_pieces(pieces, op, sizes=sizes, out=out, timeout_s=timeout_s, label=label)
+        shape = self._scattered_sizes(total, sizes)
+        result = as_output(out, pieces[0], (shape[self.rank],))
+        source = Pieces(as_array(as_input(piece, op)) for piece in pieces)
+        if self._is_staged(result) or any(np.may_share_memory(piece, as_array(result)) for piece in source.arrays):
+            return super().reduce_scatter_pieces(pieces, op, sizes=sizes, out=out, timeout_s=timeout_s, label=label)
+        detail = f"{dtype_name(result.dtype)} [{total}], {op}" + ("" if sizes is None else f", sizes {shape}")
+        call = self._call("reduce_scatter", detail, timeout_s, label)
+        reduction = Reduction(op, result.dtype, self.world_size)
+        lending = loans.reduce_scatter_pieces(self._group, source, as_array(result), plans.bounds_of(shape), reduction)
+        return Pending(self._group.rounds.begin(mail, LoanRound(mail, call, lending, result)), call.op)
+
+    @property
+    def lends_pieces(self) -> bool:
+        return self._lending_mail is not None
 
     def all_to_all(
         self,
@@ -398,6 +425,15 @@ class MeshBackend(Backend):
     def _check_rank(self, rank: int, what: str) -> None:
         if not 0 <= rank < self.world_size:
             raise InvalidRankError(rank, self.world_size, what)
+
+    def _scattered_sizes(self, rows: int, sizes: Sequence[int] | None) -> list[int]:
+        """How many of the rows each rank gets, checked."""
+        if sizes is None and rows % self.world_size:
+            raise SizeMismatchError(f"a multiple of {self.world_size}", rows, "rows to scatter; pass `sizes` for an uneven split")
+        shape = self._sizes(sizes, rows // self.world_size)
+        if sum(shape) != rows:
+            raise SizeMismatchError(sum(shape), rows, "rows to scatter (the sum of `sizes`)")
+        return shape
 
     def _sizes(self, sizes: Sequence[int] | None, default: int, *, own: bool = False) -> list[int]:
         """A rank-indexed list of rows, checked; `own`: this rank's entry must be `default`."""

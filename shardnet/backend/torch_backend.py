@@ -77,6 +77,10 @@ class TorchBackend(MeshBackend):
     def shares_node(self) -> bool:
         return False
 
+    @property
+    def lends_pieces(self) -> bool:
+        return False
+
     # --- collectives
 
     def _all_reduce(self, call: Call, source: Tensor, result: Tensor, op: ReduceOp) -> Pending[Tensor]:

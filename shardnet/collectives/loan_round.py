@@ -31,7 +31,7 @@ _MARK = np.uint64(1)
 class Lending:
     """What a collective is for one rank: what it lends to the others, and what it makes of what they lend."""
 
-    arrays: Sequence[Array]  # stay where they are, and what others may still read of them as it is, until the round ends
+    lots: Sequence[Sequence[Array]]  # stay where they are, and what others may still read of them as it is, until the round ends
     sends: Mapping[int, int]  # bytes of them that each rank gets
     receives: Mapping[int, int]  # bytes that this one gets of each
     work: "Callable[[LoanRound], Course]"
@@ -44,7 +44,7 @@ class LoanRound(Round):
 
     def __init__(self, mail: Mail, call: Call, lending: Lending, value: object) -> None:
         self._loan = Loan()
-        super().__init__(mail, call, self._loan.letter(lending.arrays, lending.note), value)
+        super().__init__(mail, call, self._loan.letter(lending.lots, lending.note), value)
         self._lending = lending
         self._lenders: dict[int, Lender] = {}
         self._returned: set[int] = set()  # who have said over their streams that they have read everything
@@ -65,9 +65,9 @@ class LoanRound(Round):
         self.check_letters()
         return self._lenders[rank].note
 
-    def lent(self, rank: int, array: int, start: int, size: int) -> Lent:
-        """Bytes of one of the arrays of another rank."""
-        return self._lenders[rank].part(array, start, size)
+    def lent(self, rank: int, lot: int, start: int, size: int) -> Lent:
+        """Bytes of one of the lots of another rank."""
+        return self._lenders[rank].part(lot, start, size)
 
     def has_marked(self, rank: int) -> bool:
         """Whether another rank has more to lend now."""

@@ -3,7 +3,7 @@
 Sums are taken in the order in which a node takes them otherwise (plans.py, hierarchical.py), so their bits do not tell which way they went.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -11,14 +11,14 @@ from shardnet.collectives.group import Group
 from shardnet.collectives.hierarchical import Bounds
 from shardnet.collectives.loan_round import Lending, LoanRound
 from shardnet.collectives.mail import Course
-from shardnet.collectives.parts import piecewise
+from shardnet.collectives.parts import Part, Pieces, piecewise
 from shardnet.collectives.plans import apart, balanced_bounds, is_small
 from shardnet.collectives.reduction import Array, Reduction
 from shardnet.collectives.route import Routing
 from shardnet.pb.mesh_pb2 import Announcement
 
 _COPY_BYTES = 4 * 1024 * 1024  # at once, before others get their turn
-_SOURCE, _OUTPUT = range(2)  # which of the arrays that a rank lends
+_SOURCE, _OUTPUT = range(2)  # which of the lots that a rank lends
 
 # What becomes of gathered data and of what releases it, which is None if the data is this rank's alone.
 Finish = Callable[[Array, Callable[[], object] | None], object]
@@ -30,13 +30,13 @@ def all_gather(group: Group, source: Array, output: Array, bounds: Bounds) -> Le
     if np.may_share_memory(source, output):
         np.copyto(blocks[group.rank], source)
         source = blocks[group.rank]
-    return Lending([source], *_gathered(group, bounds, source), lambda here: _gather(here, group, source, blocks))
+    return Lending([[source]], *_gathered(group, bounds, source), lambda here: _gather(here, group, source, blocks))
 
 
 def all_gather_on_node(group: Group, source: Array, bounds: Bounds, finish: Finish) -> Lending:
     """Into one buffer for all ranks, if that can be had. The round's value is what `finish` makes of it."""
     gather = _OnNode(group, source, bounds, finish)
-    return Lending([source], *_gathered(group, bounds, source), gather.work, gather.note, gather.end)
+    return Lending([[source]], *_gathered(group, bounds, source), gather.work, gather.note, gather.end)
 
 
 class _OnNode:
@@ -92,15 +92,27 @@ class _OnNode:
 
 def reduce_scatter(group: Group, source: Array, output: Array, bounds: Bounds, reduction: Reduction) -> Lending:
     """`output` is this rank's block of the reduced `source`; it may be that part of it, or overlap it."""
-    blocks = _blocks(source := apart(source, source[slice(*bounds[group.rank])], output), bounds)
+    source = apart(source, source[slice(*bounds[group.rank])], output)
+    return _reduce_scatter(group, [source], source[slice(*bounds[group.rank])], output, bounds, reduction)
+
+
+def reduce_scatter_pieces(group: Group, pieces: Pieces, output: Array, bounds: Bounds, reduction: Reduction) -> Lending:
+    """The same of a source in pieces, which ranks need not cut alike. `output` overlaps none of them."""
+    return _reduce_scatter(group, pieces.arrays, pieces.cut(*bounds[group.rank]), output, bounds, reduction)
+
+
+def _reduce_scatter(
+    group: Group, lot: Sequence[Array], own: Array | Pieces, output: Array, bounds: Bounds, reduction: Reduction
+) -> Lending:
+    """`own` is this rank's block of what it lends."""
 
     def work(here: LoanRound) -> Course:
         yield from here.collect()
-        yield from _reduce(here, group, source, bounds, reduction, output)
+        yield from _reduce(here, group, own, bounds, reduction, output)
         yield from here.settle()
 
-    sends = {rank: blocks[rank].nbytes for rank in group.peers}
-    return Lending([source], sends, dict.fromkeys(group.peers, output.nbytes), work)
+    sends = {rank: (bounds[rank][1] - bounds[rank][0]) * output.itemsize for rank in group.peers}
+    return Lending([lot], sends, dict.fromkeys(group.peers, output.nbytes), work)
 
 
 def all_reduce(group: Group, source: Array, output: Array, reduction: Reduction) -> Lending:
@@ -112,7 +124,7 @@ def all_reduce(group: Group, source: Array, output: Array, reduction: Reduction)
 
     def work(here: LoanRound) -> Course:
         yield from here.collect()
-        yield from _reduce(here, group, source, bounds, reduction, own)
+        yield from _reduce(here, group, source[slice(*bounds[group.rank])], bounds, reduction, own)
         here.mark()
         waiting = list(group.peers)
         while waiting:
@@ -125,7 +137,7 @@ def all_reduce(group: Group, source: Array, output: Array, reduction: Reduction)
         yield from here.settle()
 
     moves = {rank: blocks[rank].nbytes + own.nbytes for rank in group.peers}
-    return Lending([source, output], moves, moves, work)
+    return Lending([[source], [output]], moves, moves, work)
 
 
 def broadcast(group: Group, output: Array, root: int) -> Lending:
@@ -138,7 +150,7 @@ def broadcast(group: Group, output: Array, root: int) -> Lending:
         yield from here.settle()
 
     if group.rank == root:
-        return Lending([output], dict.fromkeys(group.peers, output.nbytes), {}, work)
+        return Lending([[output]], dict.fromkeys(group.peers, output.nbytes), {}, work)
     return Lending([], {}, {root: output.nbytes}, work)
 
 
@@ -154,7 +166,7 @@ def all_to_all(group: Group, outgoing: Array, incoming: Array, block: int) -> Le
         yield from here.settle()
 
     moves = dict.fromkeys(group.peers, block * outgoing.itemsize)
-    return Lending([outgoing], moves, moves, work)
+    return Lending([[outgoing]], moves, moves, work)
 
 
 def _blocks(whole: Array, bounds: Bounds) -> list[Array]:
@@ -185,24 +197,24 @@ def _write(source: Array, target: Array) -> Course:
         yield None
 
 
-def _copy(here: LoanRound, rank: int, array: int, start: int, target: Array) -> Course:
+def _copy(here: LoanRound, rank: int, lot: int, start: int, target: Array) -> Course:
     """What another rank lends from that element on, as much as has room."""
     step = _COPY_BYTES // target.itemsize
     for first in range(0, target.size, step):
         part = target[first : first + step]
-        here.lent(rank, array, (start + first) * target.itemsize, part.nbytes).read(0, part)
+        here.lent(rank, lot, (start + first) * target.itemsize, part.nbytes).read(0, part)
         yield None
 
 
-def _reduce(here: LoanRound, group: Group, source: Array, bounds: Bounds, reduction: Reduction, output: Array) -> Course:
-    """This rank's block of everybody's source."""
+def _reduce(here: LoanRound, group: Group, own: Array | Pieces, bounds: Bounds, reduction: Reduction, output: Array) -> Course:
+    """This rank's block of everybody's source, of which `own` is its part."""
     start, end = bounds[group.rank]
     if start == end:
         return
-    offset, size = start * source.itemsize, (end - start) * source.itemsize
-    in_rank_order = reduction.widens or group.board.routing is Routing.RANK_ORDER or is_small(group, bounds, source.itemsize)
+    offset, size = start * output.itemsize, (end - start) * output.itemsize
+    in_rank_order = reduction.widens or group.board.routing is Routing.RANK_ORDER or is_small(group, bounds, output.itemsize)
     ranks = range(group.size) if in_rank_order else group.route.node
-    parts = [source[start:end] if rank == group.rank else here.lent(rank, _SOURCE, offset, size) for rank in ranks]
-    for piece, arrays, _ in piecewise(parts, None, output, source.dtype):
+    parts: list[Part] = [own if rank == group.rank else here.lent(rank, _SOURCE, offset, size) for rank in ranks]
+    for piece, arrays, _ in piecewise(parts, None, output, output.dtype):
         reduction.reduce_in_turn(arrays, output[piece])
         yield None

@@ -23,6 +23,7 @@ from shardnet.fsdp.compressed_reduction import CompressedReduction, Residual
 from shardnet.fsdp.compression import Compression
 from shardnet.fsdp.full_buffer import FullBuffer, WholeShard
 from shardnet.fsdp.gradients import GradientBuffer
+from shardnet.fsdp.lent_gradients import LentGradients
 from shardnet.fsdp.memory import MemoryMeter
 from shardnet.fsdp.placement import PlacedParameter
 from shardnet.fsdp.pool import BufferPool
@@ -85,7 +86,6 @@ class FlatGroup:
             self._secondary = SecondaryShard(
                 self.layout.numel, dtypes.compute, device, comms.neighbours, gauge=meter.secondary_shards, pool=pool
             )
-        self.gradients = GradientBuffer(self.layout, dtypes, device, gauge=meter.full_gradients, pool=pool)
         wire = WireMemory(device, meter.packed, pool)
         self._compressed_gather: CompressedGather | None = None
         if (codec := compression.weight_codec(dtypes)) is not None:
@@ -95,6 +95,11 @@ class FlatGroup:
             self.compressed_reduction = CompressedReduction(
                 codec, self.layout, comms, Residual(compression.residual, meter.residuals), wire
             )
+        self.gradients: GradientBuffer | LentGradients
+        if self.compressed_reduction is None and comms.reductions.lends_pieces and device.type == "cpu" and dtypes.reduces_as_it_comes:
+            self.gradients = LentGradients(self.layout, dtypes.reduce, gauge=meter.full_gradients)
+        else:
+            self.gradients = GradientBuffer(self.layout, dtypes, device, gauge=meter.full_gradients, pool=pool)
         self._on_gradient: OnGradient = lambda group, index: None
         self._watched: set[int] = set()  # leaves with a gradient hook
 

@@ -33,6 +33,11 @@ class Dtypes:
         """What gradients are kept in until they are reduced: they lose no bit by it."""
         return torch.promote_types(self.compute, self.reduce)
 
+    @property
+    def reduces_as_it_comes(self) -> bool:
+        """Whether gradients are collected and reduced in the dtype in which autograd gives them, whatever number of them adds up."""
+        return self.compute == self.reduce == torch.promote_types(self.compute, torch.float32)
+
 
 @dataclass(frozen=True, slots=True)
 class MixedPrecision:

@@ -7,8 +7,9 @@ moments, and the ranks would reduce different units with each other.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -16,17 +17,19 @@ from shardnet.backend import Pending, ReduceOp
 from shardnet.fsdp.averages import ReplicaAverages
 from shardnet.fsdp.communicators import Communicators
 from shardnet.fsdp.compressed_reduction import CompressedReduction, Exchange
+from shardnet.fsdp.gradients import GradientBuffer
 from shardnet.fsdp.group import FlatGroup
+from shardnet.fsdp.lent_gradients import LentGradients
 from shardnet.fsdp.unit import Unit
 
 
 @dataclass(frozen=True, slots=True)
 class _Reduction:
-    """One group's gradients on their way; both buffers belong to the collective until it is done."""
+    """One group's gradients on their way; full-size and reduced ones belong to the collective until it is done."""
 
     group: FlatGroup
-    full: torch.Tensor | None  # [N]; None: packed into `exchange`
     pending: Pending[torch.Tensor]  # gives this rank's part
+    release: Callable[[], object] = lambda: None  # return the full gradients, unless they were before: nobody reads them any more
     exchange: Exchange | None = None  # to be finished before `pending` can be done
 
     @property
@@ -38,11 +41,6 @@ class _Reduction:
         """Finish the exchange, if there is one; its error goes to `pending`."""
         if self.exchange is not None:
             self.exchange.finish()
-
-    def release(self) -> None:
-        """Return the full gradients, which nobody reads any more."""
-        if self.full is not None:
-            self.group.gradients.returned(self.full)
 
 
 class ReductionQueue:
@@ -112,22 +110,36 @@ class ReductionQueue:
             self._complete_oldest()
 
     def _reduce(self, group: FlatGroup) -> _Reduction:
+        gradients = group.gradients
+        if isinstance(gradients, LentGradients):
+            return self._reduce_pieces(group, gradients)
         if group.compressed_reduction is not None:
-            return self._reduce_compressed(group, group.compressed_reduction)
-        full = group.gradients.take()
+            return self._reduce_compressed(group, gradients, group.compressed_reduction)
+        full = gradients.take()
+        release = partial(gradients.returned, full)
         try:
-            return _Reduction(group, full, self._mean(full, group).quietly())
+            return _Reduction(group, self._mean(full, group).quietly(), release)
         except BaseException:
-            group.gradients.returned(full)
+            release()
             raise
 
-    def _reduce_compressed(self, group: FlatGroup, compressed: CompressedReduction) -> _Reduction:
-        full = group.gradients.take()
+    def _reduce_pieces(self, group: FlatGroup, gradients: LentGradients) -> _Reduction:
+        pieces = gradients.take()
+        release = partial(gradients.returned, pieces)
+        try:
+            part = self._comms.reductions.reduce_scatter_pieces(pieces, ReduceOp.MEAN, sizes=group.layout.sizes, label=group.label)
+            return _Reduction(group, self._average(part, group).quietly(), release)
+        except BaseException:
+            release()
+            raise
+
+    def _reduce_compressed(self, group: FlatGroup, gradients: GradientBuffer, compressed: CompressedReduction) -> _Reduction:
+        full = gradients.take()
         try:
             exchange = compressed.start(full, group.reduction_label)
         finally:
-            group.gradients.returned(full)  # what is sent is packed
-        return _Reduction(group, None, self._average(exchange.mean, group).quietly(), exchange)
+            gradients.returned(full)  # what is sent is packed
+        return _Reduction(group, self._average(exchange.mean, group).quietly(), exchange=exchange)
 
     def _mean(self, full: torch.Tensor, group: FlatGroup) -> Pending[torch.Tensor]:
         """Start what turns full gradients [N] into this rank's part of their mean over all ranks."""

@@ -31,7 +31,8 @@ class _Span(ctypes.Structure):
     _fields_ = (("address", ctypes.c_void_p), ("size", ctypes.c_size_t))
 
 
-_Spans = _Span * 2
+_MOST_SPANS = 1024  # of one call: IOV_MAX
+_Place = tuple[int, int]  # an address, and bytes from there on
 
 
 class Secret:
@@ -55,10 +56,11 @@ class Loan:
         view = np.frombuffer(data, np.uint8)
         return mesh_pb2.Loan(address=_address(view), size=len(view), token_address=_address(self._token), token=self._told)
 
-    def letter(self, arrays: Sequence[np.ndarray], note: bytes = b"") -> bytes:
-        """The same of several arrays for a reader who knows how large they are, behind a word for the lender to mark, and before a note:
-        see `Lender`."""
-        words = [0, _address(self._token), self._told, len(arrays), *map(_address, arrays)]
+    def letter(self, lots: Sequence[Sequence[np.ndarray]], note: bytes = b"") -> bytes:
+        """The same of several lots, each of them pieces that a reader takes for one array, behind a word for the lender to mark, and before
+        a note: see `Lender`."""
+        words = [0, _address(self._token), self._told, len(lots), *map(len, lots)]
+        words += [word for lot in lots for piece in lot for word in (_address(piece), piece.nbytes)]
         return np.array(words, np.uint64).tobytes() + note
 
     def revoke(self) -> None:
@@ -71,47 +73,87 @@ class Borrowed:
 
     returns = True
 
-    def __init__(self, pid: int, loan: mesh_pb2.Loan) -> None:
+    def __init__(self, pid: int, pieces: Sequence[_Place], token_address: int, token: int) -> None:
+        """`pieces` are put end to end"""
         self._pid = pid
-        self._loan = loan
-        self.size = loan.size
+        self._pieces = pieces
+        self._token_address = token_address
+        self._token = token
+        self.size = sum(size for _, size in pieces)
+
+    @classmethod
+    def of(cls, pid: int, loan: mesh_pb2.Loan) -> "Borrowed":
+        return cls(pid, [(loan.address, loan.size)], loan.token_address, loan.token)
 
     def read(self, start: int, target: "np.ndarray") -> None:
         """Copy the bytes from `start` on into `target`, a contiguous array, and let other threads run meanwhile.
 
         Raises LoanRevoked if they are not lent any more, and ProtocolError if the system forbids it.
         """
+        places, address = cut(self._pieces, start, target.nbytes), _address(target)
+        for first in range(0, len(places), _MOST_SPANS - 1):
+            some = places[first : first + _MOST_SPANS - 1]
+            size = sum(size for _, size in some)
+            self._read(some, address, size)
+            address += size
+
+    def _read(self, places: Sequence[_Place], address: int, size: int) -> None:
         token = ctypes.c_uint64()
-        here = _Spans(_Span(_address(target), target.nbytes), _Span(ctypes.addressof(token), 8))
-        there = _Spans(_Span(self._loan.address + start, target.nbytes), _Span(self._loan.token_address, 8))
+        here = _spans([(address, size), (ctypes.addressof(token), 8)])
+        there = _spans([*places, (self._token_address, 8)])
         count, error = _read(self._pid, here, there)
         if count < 0 and error not in _GONE:
             raise ProtocolError(f"the memory of process {self._pid} cannot be read any more: {os.strerror(error)}")
-        if count != target.nbytes + 8 or token.value != self._loan.token:
+        if count != size + 8 or token.value != self._token:
             raise LoanRevoked
 
 
+def cut(pieces: Sequence[_Place], start: int, size: int) -> list[_Place]:
+    """Where so many bytes are, from `start` on, of pieces that are put end to end."""
+    places: list[_Place] = []
+    for address, length in pieces:
+        if start < length and size:
+            taken = min(length - start, size)
+            places.append((address + start, taken))
+            size -= taken
+        start = max(start - length, 0)
+    return places
+
+
 class Lender:
-    """Another process that lends arrays, as its letter says. Raises ValueError if it makes no sense."""
+    """Another process that lends lots, as its letter says. Raises ValueError if it makes no sense."""
 
     def __init__(self, pid: int, letter: Buffer) -> None:
         self._pid = pid
-        _, self._token_address, self._token, arrays = np.frombuffer(letter, np.uint64, 4).tolist()
-        self._addresses = np.frombuffer(letter, np.uint64, arrays, 32).tolist() if arrays else []
-        self.note = bytes(letter[32 + 8 * arrays :])
+        _, self._token_address, self._token, lots = np.frombuffer(letter, np.uint64, 4).tolist()
+        counts = _words(letter, 4, lots)
+        words = _words(letter, 4 + lots, 2 * sum(counts))
+        self._lots: list[list[_Place]] = []
+        for count in counts:
+            mine, words = words[: 2 * count], words[2 * count :]
+            self._lots.append(list(zip(mine[::2], mine[1::2], strict=True)))
+        self.note = bytes(letter[8 * (4 + lots + 2 * sum(counts)) :])
 
-    def part(self, array: int, start: int, size: int) -> Borrowed:
-        """Bytes of one of its arrays."""
-        loan = mesh_pb2.Loan(address=self._addresses[array] + start, size=size, token_address=self._token_address, token=self._token)
-        return Borrowed(self._pid, loan)
+    def part(self, lot: int, start: int, size: int) -> Borrowed:
+        """Bytes of one of its lots."""
+        return Borrowed(self._pid, cut(self._lots[lot], start, size), self._token_address, self._token)
+
+
+def _words(letter: Buffer, first: int, count: int) -> list[int]:
+    words: list[int] = np.frombuffer(letter, np.uint64, count, 8 * first).tolist() if count else []
+    return words
 
 
 def can_read(offer: mesh_pb2.WindowOffer) -> bool:
     """Whether the memory of the process that made the offer can be read from here."""
     found = np.empty(len(offer.secret), np.uint8)
-    here, there = _Spans(_Span(_address(found), found.nbytes)), _Spans(_Span(offer.secret_address, found.nbytes))
+    here, there = _spans([(_address(found), found.nbytes)]), _spans([(offer.secret_address, found.nbytes)])
     count, _ = _read(offer.pid, here, there)
     return count == found.nbytes and secrets.compare_digest(found.tobytes(), offer.secret)
+
+
+def _spans(places: Sequence[_Place]) -> "ctypes.Array[_Span]":
+    return (_Span * len(places))(*(_Span(*place) for place in places))
 
 
 def _read(pid: int, here: "ctypes.Array[_Span]", there: "ctypes.Array[_Span]") -> tuple[int, int]:

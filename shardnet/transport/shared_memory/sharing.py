@@ -209,7 +209,7 @@ class Sharing:
     def _on_loan(self, peer: int, chunk: Chunk, loan: mesh_pb2.Loan, deliver: Callable[[Chunk], None]) -> None:
         if peer not in self._lenders:
             raise ProtocolError(f"rank {peer} lent data to this rank, which cannot read its memory")
-        deliver(replace(chunk, lent=Borrowed(self._processes[peer], loan), frame=None))
+        deliver(replace(chunk, lent=Borrowed.of(self._processes[peer], loan), frame=None))
 
     def _on_offer(self, peer: int, offer: mesh_pb2.WindowOffer) -> None:
         if peer not in self._neighbours or peer in self._views:

@@ -234,7 +234,7 @@ async def test_a_loan_is_over_before_the_caller_knows() -> None:
                     chunk.control.loan.token_address: chunk.control.loan for _, chunk in held if chunk.control.HasField("loan")
                 }.values()
                 try:
-                    lending.Borrowed(os.getpid(), loan).read(0, np.zeros(8, np.uint8))
+                    lending.Borrowed.of(os.getpid(), loan).read(0, np.zeros(8, np.uint8))
                 except LoanRevoked:
                     seen.append(True)
                 else:

@@ -38,21 +38,21 @@ def read(borrowed: Borrowed, start: int = 0, size: int | None = None) -> bytes:
 
 def test_any_part_of_it_is_read() -> None:
     data, loan = bytes(range(100)), Loan()
-    borrowed = Borrowed(os.getpid(), loan.of(data))
+    borrowed = Borrowed.of(os.getpid(), loan.of(data))
     assert (borrowed.size, read(borrowed), read(borrowed, 40), read(borrowed, 7, 3)) == (100, data, data[40:], data[7:10])
 
 
 def test_the_reader_gets_what_is_there_when_it_reads() -> None:
     """And not a copy, which is what this is for."""
     data, loan = np.zeros(100, np.uint8), Loan()
-    borrowed = Borrowed(os.getpid(), loan.of(data.data))
+    borrowed = Borrowed.of(os.getpid(), loan.of(data.data))
     data[:] = 7
     assert read(borrowed) == b"\7" * 100
 
 
 def test_what_was_revoked_is_worth_nothing() -> None:
     data, loan, other = bytes(100), Loan(), Loan()
-    borrowed, standing = Borrowed(os.getpid(), loan.of(data)), Borrowed(os.getpid(), other.of(data))
+    borrowed, standing = Borrowed.of(os.getpid(), loan.of(data)), Borrowed.of(os.getpid(), other.of(data))
     loan.revoke()
     with pytest.raises(LoanRevoked):
         read(borrowed)
@@ -65,7 +65,7 @@ def test_memory_that_is_not_there_is_worth_nothing(field: str) -> None:
     place = Loan().of(data)
     setattr(place, field, 4096)
     with pytest.raises(LoanRevoked):
-        read(Borrowed(os.getpid(), place))
+        read(Borrowed.of(os.getpid(), place))
 
 
 def test_another_process_lends_takes_back_and_dies() -> None:
@@ -76,7 +76,7 @@ def test_another_process_lends_takes_back_and_dies() -> None:
         offer = mesh_pb2.WindowOffer(pid=lender.pid, secret=SECRET, secret_address=int(address))
         assert can_read(offer)
         loan = mesh_pb2.Loan.FromString(bytes.fromhex(place))
-        borrowed, lasting = Borrowed(lender.pid, loan), Borrowed(lender.pid, loan)
+        borrowed, lasting = Borrowed.of(lender.pid, loan), Borrowed.of(lender.pid, loan)
         assert read(borrowed) == bytes(range(256)) * 4096
         print(file=lender.stdin, flush=True)
         assert lender.stdout.readline() == "revoked\n"
@@ -100,7 +100,7 @@ def test_only_a_process_that_has_the_secret_is_read() -> None:
 def test_a_system_that_forbids_it_is_no_lender(monkeypatch: pytest.MonkeyPatch) -> None:
     secret, loan, data = Secret(SECRET), Loan(), bytes(8)
     offer = mesh_pb2.WindowOffer(pid=os.getpid(), secret=SECRET, secret_address=secret.address)
-    borrowed = Borrowed(os.getpid(), loan.of(data))
+    borrowed = Borrowed.of(os.getpid(), loan.of(data))
 
     def forbidden(*_: Any) -> int:
         ctypes.set_errno(errno.EPERM)

@@ -5,7 +5,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -235,7 +235,8 @@ def test_waiting_at_several_ends_by_itself_by_any_of_them_and_at_once_if_one_has
     start = time.monotonic()
     wait(0.02)
     assert time.monotonic() - start >= 0.02
-    for each, call in ((bell, bell.ring), *((view, view.wake) for view in views)):
+    callers: list[tuple[MailboxView | Bell, Callable[[], None]]] = [(bell, bell.ring), *((view, view.wake) for view in views)]
+    for each, call in callers:
         wait(30.0, changed=each)
         thread = threading.Thread(target=wait, args=(30.0,))
         thread.start()
