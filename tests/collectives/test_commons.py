@@ -16,6 +16,7 @@ import torch
 
 from shardnet.backend import Backend, NodeBuffer
 from shardnet.backend.cluster import ClusterBackend
+from shardnet.collectives.commons import Claim, Commons
 from shardnet.collectives.hierarchical import Hierarchical
 from shardnet.collectives.loan_round import LoanRound
 from shardnet.collectives.mail import Course, LetterRound
@@ -139,6 +140,37 @@ async def test_what_nobody_has_any_more_is_released(segments: Callable[[], int])
         for turn in range(5):
             release(await each_rank(ranks, gather(add=turn + 1.0)))
         assert all(torch.equal(view, torch.zeros(5)) for view in views), "a tensor over the memory still was there"
+
+
+async def test_results_of_about_one_size_take_turns_in_the_same_memory(segments: Callable[[], int]) -> None:
+    """In a training units differ, and memory that was dropped for one of another size has to be cleared by the system each time."""
+    async with local_cluster(2, limits=LIMITS) as ranks:
+        commons, made = ranks[0]._group.commons, list[int]()
+        for turn in range(8):
+            for rows in (ROWS // 2 + 1, ROWS - 1, ROWS):
+                buffers = await each_rank(ranks, gather(rows, add=turn))
+                assert all(torch.equal(buffer.tensor, gathered(2, rows, turn)) for buffer in buffers)
+                release(buffers)
+            made.append(commons._next_id)
+        assert made[3:] == made[3:4] * 5
+        assert segments() <= 2 * 2 * 3
+        release(await each_rank(ranks, gather(ROWS // 2 - 1)))  # much less would be a waste
+        assert commons._next_id == made[-1] + 1
+
+
+async def test_a_grant_of_less_than_was_asked_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    grant = Commons._grant
+
+    def grant_less(self: Commons, size: int) -> Claim:
+        claim = grant(self, size)
+        assert claim.slot is not None
+        claim.slot.size = 8
+        return claim
+
+    async with local_cluster(2, limits=LIMITS) as ranks:
+        monkeypatch.setattr(Commons, "_grant", grant_less)
+        with pytest.raises(ProtocolError, match=f"cannot be used: 8 bytes are no room for {2 * 4 * ROWS}"):
+            await asyncio.gather(*(rank.all_gather_on_node(torch.ones(ROWS)) for rank in reversed(ranks)))
 
 
 async def test_a_rank_that_shares_no_memory_makes_its_node_do_without() -> None:

@@ -156,3 +156,49 @@ async def test_parameters_can_be_given(world: Sequence[Backend]) -> None:
         assert not got.requires_grad
 
     await each_rank(world, work)
+
+
+async def test_pieces(world: Sequence[Backend]) -> None:
+    """Of any shape, strides and size, cut by each rank as it likes, or not at all: it is one and the same collective."""
+    ranks = len(world)
+    sizes = [0] + [40 + rank for rank in range(1, ranks)] if ranks > 1 else [40]
+    whole = [sample(torch.float32, (sum(sizes),), rank) for rank in range(ranks)]
+
+    def cut(flat: torch.Tensor, rank: int) -> list[torch.Tensor]:
+        first, second, rest = flat[:6], flat[6:26], flat[26:]
+        return [
+            [first.view(2, 3), rest[:0], second.view(4, 5).t().contiguous().t(), *torch.split(rest, 1)],
+            [flat],
+            list(torch.split(flat, 7)),
+        ][rank % 3]
+
+    for op in (ReduceOp.SUM, ReduceOp.MEAN, ReduceOp.MAX):
+        wanted = reference.reduce_scatter(whole, op, sizes)
+
+        async def work(rank: Backend, op: ReduceOp = op, wanted: list[torch.Tensor] = wanted) -> None:
+            pieces, place = cut(whole[rank.rank].clone(), rank.rank), torch.empty(sizes[rank.rank])
+            handles = [rank.reduce_scatter_pieces(pieces, op, sizes=sizes), rank.reduce_scatter_pieces(pieces, op, sizes=sizes, out=place)]
+            for handle in handles:
+                assert same_bits(await handle, wanted[rank.rank])
+            assert same_bits(place, wanted[rank.rank])
+            if rank.rank % 3 == 1:
+                got = await rank.reduce_scatter(whole[rank.rank], op, sizes=sizes)
+            else:
+                got = await rank.reduce_scatter_pieces(pieces, op, sizes=sizes)
+            assert same_bits(got, wanted[rank.rank])
+
+        await each_rank(world, work)
+
+
+async def test_a_result_over_one_of_the_pieces(world: Sequence[Backend]) -> None:
+    ranks = len(world)
+    whole = [sample(torch.float32, (100 * ranks,), rank) for rank in range(ranks)]
+    wanted = reference.reduce_scatter(whole)
+
+    async def work(rank: Backend) -> None:
+        flat = whole[rank.rank].clone()
+        pieces = list(torch.split(flat, 30))
+        place = flat[50:150] if ranks > 1 else flat
+        assert same_bits(await rank.reduce_scatter_pieces(pieces, out=place), wanted[rank.rank])
+
+    await each_rank(world, work)

@@ -148,6 +148,10 @@ async def test_wrong_sizes_are_refused_before_any_traffic(world: Ranks) -> None:
         (lambda: rank.all_gather(torch.zeros(2), sizes=[3] * size), "expected 3 rows on rank 0 but got 2"),
         (lambda: rank.reduce_scatter(torch.zeros(size), sizes=[2] * size), f"expected {2 * size} rows to scatter"),
         (lambda: rank.reduce_scatter(torch.tensor(1.0)), "at least 1 dimension"),
+        (
+            lambda: rank.reduce_scatter_pieces([torch.zeros(size), torch.zeros(999)], sizes=[2] * size),
+            f"expected {2 * size} rows to scatter",
+        ),
         (lambda: rank.all_to_all(torch.zeros(size), send_sizes=[1] * size, recv_sizes=[1] * (size - 1)), f"expected {size} entries"),
         (lambda: rank.all_to_all(torch.zeros(size + 1), send_sizes=[1] * size, recv_sizes=[1] * size), f"expected {size} rows to exchange"),
         (
@@ -168,6 +172,10 @@ async def test_wrong_sizes_are_refused_before_any_traffic(world: Ranks) -> None:
             call()
     with pytest.raises(UsageError, match="must not be negative"):
         rank.all_gather(torch.zeros(0), sizes=[0] * (size - 1) + [-1])
+    with pytest.raises(UsageError, match="a piece at least"):
+        rank.reduce_scatter_pieces([])
+    with pytest.raises(UsageError, match=r"one dtype .*float64"):
+        rank.reduce_scatter_pieces([torch.zeros(size), torch.zeros(size).double()])
     with pytest.raises(UsageError, match="both send_sizes and recv_sizes"):
         rank.all_to_all(torch.zeros(size), send_sizes=[1] * size)
     with pytest.raises(UsageError, match="contiguous"):

@@ -88,9 +88,11 @@ class Borrowed:
     def read(self, start: int, target: "np.ndarray") -> None:
         """Copy the bytes from `start` on into `target`, a contiguous array, and let other threads run meanwhile.
 
-        Raises LoanRevoked if they are not lent any more, and ProtocolError if the system forbids it.
+        Raises LoanRevoked if they are not lent any more, and ProtocolError if the system forbids it or they never were.
         """
         places, address = cut(self._pieces, start, target.nbytes), _address(target)
+        if missing := target.nbytes - sum(size for _, size in places):
+            raise ProtocolError(f"process {self._pid} lends {missing} bytes less than it should")
         for first in range(0, len(places), _MOST_SPANS - 1):
             some = places[first : first + _MOST_SPANS - 1]
             size = sum(size for _, size in some)

@@ -13,7 +13,7 @@ import pytest
 from shardnet.errors import ProtocolError
 from shardnet.pb import mesh_pb2
 from shardnet.transport.shared_memory import lending
-from shardnet.transport.shared_memory.lending import Borrowed, Loan, Secret, can_read
+from shardnet.transport.shared_memory.lending import Borrowed, Lender, Loan, Secret, can_read
 from shardnet.wire import LoanRevoked
 
 pytestmark = pytest.mark.skipif(lending._process_vm_readv is None, reason="this system has no process_vm_readv")
@@ -66,6 +66,31 @@ def test_memory_that_is_not_there_is_worth_nothing(field: str) -> None:
     setattr(place, field, 4096)
     with pytest.raises(LoanRevoked):
         read(Borrowed.of(os.getpid(), place))
+
+
+@pytest.mark.parametrize("count", [2, 3, 1022, 1023, 1024, 5000])
+def test_pieces_are_read_as_one_however_many_they_are(count: int) -> None:
+    """The system takes no more than 1024 places in one call."""
+    whole, loan = np.random.default_rng(count).integers(0, 256, 7 * count, np.uint8), Loan()
+    pieces = [piece.copy() for piece in np.split(whole, sorted({0, *range(3, 7 * count, 7)}))]  # an empty one first
+    lender = Lender(os.getpid(), loan.letter([[whole], pieces], b"note"))
+    assert lender.note == b"note"
+    lot = lender.part(1, 2, len(whole) - 5)
+    assert (lot.size, read(lot)) == (len(whole) - 5, whole[2:-3].tobytes())
+    assert read(lot, 1, 2) == whole[3:5].tobytes()
+    assert read(lender.part(0, 1, 2)) == whole[1:3].tobytes()
+    with pytest.raises(ProtocolError, match="lends 1 bytes less"):
+        read(lot, lot.size - 2, 3)
+    loan.revoke()
+    with pytest.raises(LoanRevoked):
+        read(lot)
+
+
+def test_a_letter_that_makes_no_sense() -> None:
+    letter = Loan().letter([[np.zeros(8, np.uint8)]] * 3)
+    for size in (8, 32, 48, len(letter) - 8):
+        with pytest.raises(ValueError, match="buffer"):
+            Lender(os.getpid(), letter[:size])
 
 
 def test_another_process_lends_takes_back_and_dies() -> None:

@@ -1,0 +1,131 @@
+"""The thread that looks after rounds for which no thread waits: it is called when there is something to do, and sleeps otherwise."""
+
+import asyncio
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from shardnet.backend import Backend, NodeBuffer, Pending
+from shardnet.collectives import attendant
+from shardnet.collectives.attendant import Attendant
+from shardnet.collectives.rounds import Rounds
+from shardnet.testing import each_rank, local_cluster
+from shardnet.transport.shared_memory import MailboxView, futex
+from shardnet.transport.shared_memory.mailbox import Mailbox
+from tests.collectives.rounds import LARGE, LARGER, LIMITS, SMALL, ones_of, result_of
+
+pytestmark = pytest.mark.skipif(futex.most < 8, reason="sleeping at several words needs Linux 5.16 on x86-64")
+
+
+def many(rank: Backend) -> list[Pending[Any]]:
+    large: list[Pending[Any]] = [rank.all_reduce(LARGER), rank.reduce_scatter(LARGER), rank.all_to_all(LARGER)]
+    gathered: list[Pending[Any]] = [rank.all_gather(LARGE), rank.all_gather_on_node(LARGE), rank.broadcast(LARGE.clone(), 1)]
+    return [*large, *gathered, rank.all_reduce(SMALL)]
+
+
+@pytest.mark.parametrize("room", [1, 2, 3])
+async def test_it_misses_nothing_however_long_it_would_sleep(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Letters, marks and receipts, of which every so many finds no room in its mailbox and comes over a stream; and rounds whose turn comes
+    when others end."""
+    monkeypatch.setattr(attendant, "SLICE_S", 60.0)
+    posted, post = 0, Mailbox.post
+
+    def post_some(self: Mailbox, *args: Any) -> Any:
+        nonlocal posted
+        posted += 1
+        return post(self, *args) if room == 1 or posted % room else None
+
+    monkeypatch.setattr(Mailbox, "post", post_some)
+    async with local_cluster(3, limits=replace(LIMITS, max_outstanding=3)) as ranks, asyncio.timeout(40.0):
+        for _ in range(10):
+            handles = [many(rank) for rank in ranks]
+            for handle in (each for of_rank in handles for each in of_rank):
+                result = await handle
+                if isinstance(result, NodeBuffer):
+                    result.release()
+            assert torch.equal(await handles[2][0], ones_of(3, LARGER))
+    assert posted >= 3 * 10 * 7
+
+
+async def test_a_thread_that_gives_up_waiting_hands_the_round_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attendant, "SLICE_S", 60.0)
+    async with local_cluster(2, limits=LIMITS) as ranks, asyncio.timeout(20.0):
+        for _ in range(20):
+            early = ranks[0].all_reduce(LARGE)
+            with pytest.raises(TimeoutError):
+                await asyncio.to_thread(early.wait, 0.005)
+            assert torch.equal(await ranks[1].all_reduce(LARGE), ones_of(2, LARGE))
+            assert torch.equal(await early, ones_of(2, LARGE))
+
+
+async def test_it_does_not_look_again_and_again_while_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns, take_turn = 0, Attendant._take_turn
+
+    def counted(self: Attendant) -> Mapping[MailboxView, int] | None:
+        nonlocal turns
+        turns += 1
+        return take_turn(self)
+
+    async with local_cluster(2, limits=LIMITS) as ranks:
+        monkeypatch.setattr(Attendant, "_take_turn", counted)
+        early = asyncio.create_task(result_of(ranks[0].all_reduce(LARGE)))
+        await asyncio.sleep(0.3)  # not for anything: what it does meanwhile is the question
+        assert 1 <= turns < 20
+        await ranks[1].all_reduce(LARGE)
+        await early
+
+
+async def test_it_keeps_no_result_while_it_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a round that a thread has ended while it slept for another one."""
+    monkeypatch.setattr(attendant, "SLICE_S", 60.0)
+
+    def work(rank: Backend) -> torch.Tensor:
+        return rank.all_gather(LARGE).wait()
+
+    async with local_cluster(2, limits=LIMITS) as ranks, asyncio.timeout(20.0):
+        sleeps = ranks[0].all_reduce(LARGE)
+        groups = [rank.subgroup([0, 1]) for rank in ranks]
+        results = await asyncio.gather(*(asyncio.to_thread(work, group) for group in groups))
+        await each_rank(groups, lambda group: group.barrier())
+        traces = [weakref.ref(result) for result in results]
+        gc.disable()
+        try:
+            del results
+            assert not any(trace() is not None for trace in traces)
+        finally:
+            gc.enable()
+        await ranks[1].all_reduce(LARGE)
+        await sleeps
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        threading.Event().wait(0.01)
+
+
+async def test_who_is_a_little_late_hears_of_nothing_on_its_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that share processors are some hundred milliseconds apart in each collective of a training."""
+    told, announce = list[str](), Rounds.announce
+
+    def announce_round(rounds: Rounds, begun: Any, peers: Sequence[int], data: bytes | None = None) -> None:
+        told.append(begun.name)
+        announce(rounds, begun, peers, data)
+
+    monkeypatch.setattr(Rounds, "announce", announce_round)
+    async with local_cluster(2, limits=LIMITS) as ranks:
+        for tensor in (SMALL, LARGE):
+            early = asyncio.create_task(result_of(ranks[0].all_reduce(tensor)))
+            await asyncio.sleep(0.1)
+            await ranks[1].all_reduce(tensor)
+            await early
+        assert not told
+        early = asyncio.create_task(result_of(ranks[0].all_reduce(LARGE)))
+        await asyncio.to_thread(_until, lambda: bool(told))  # but who waits for long says where it is
+        await ranks[1].all_reduce(LARGE)
+        await early
