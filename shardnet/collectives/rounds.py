@@ -46,6 +46,9 @@ class Rounds:
             if begun.queued:
                 self._queue.append(begun)
             self._ledger.last_signature = begun.call.signature
+        if self._board.is_closed:  # or ranks could end it among themselves before the loop thread comes to fail it
+            begun.refuse(self._inspect, begun)
+            return begun
         if is_late or self._board.is_impaired:
             self._board.loop.call(self._inspect, begun)
         if begun.queued:

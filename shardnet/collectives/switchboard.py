@@ -256,6 +256,11 @@ class Switchboard:
         return f"[rank {self.mesh.rank}/{self.mesh.world_size} epoch {self.mesh.epoch} step {self.telemetry.step}]"
 
     @property
+    def is_closed(self) -> bool:
+        """Whether nothing can be begun any more. Any thread hears of `abort` at once, where the loop thread may be late."""
+        return self._closed
+
+    @property
     def is_impaired(self) -> bool:
         """Whether a collective that is begun now may be impossible."""
         return self._closed or bool(self.lost)

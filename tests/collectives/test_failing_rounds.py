@@ -34,6 +34,32 @@ MISMATCHES: dict[str, tuple[Call, Call]] = {
 }
 
 
+@pytest.mark.parametrize("tensor", [SMALL, LARGE], ids=["a letter", "a loan"])
+async def test_a_round_that_begins_after_an_abort_ends_for_nobody(tensor: torch.Tensor) -> None:
+    """However late the loop thread is, which fails it: the ranks' own threads could end it among themselves."""
+    held, free = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        held.set()
+        free.wait(10.0)
+
+    async with local_cluster(2, limits=LIMITS) as ranks:
+        ranks[0]._board.loop.call(hold)
+        try:
+            assert await asyncio.to_thread(held.wait, 10.0)
+            ranks[1].abort()
+            handles = [rank.all_reduce(tensor) for rank in ranks]
+            waiting = [asyncio.to_thread(handle.wait, 0.2) for handle in handles]
+            ends = await asyncio.gather(*waiting, return_exceptions=True)
+        finally:
+            free.set()
+        assert [type(end) for end in ends] == [TimeoutError, TimeoutError]
+        with pytest.raises(ClosedError):
+            await handles[1]
+        with pytest.raises(PeerLost, match="rank 1"):
+            await handles[0]
+
+
 @pytest.mark.parametrize("case", MISMATCHES)
 @pytest.mark.parametrize("odd", [0, 2])
 @pytest.mark.parametrize("behind_s", [0.0, 0.15])
