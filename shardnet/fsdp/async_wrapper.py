@@ -131,6 +131,10 @@ class AsyncFSDP:
         """
         await self.run(_step, optimizer, scaler)
 
+    def step_in_backward(self, *optimizers: torch.optim.Optimizer) -> None:
+        """See `FSDP.step_in_backward`. Not while a call is under way."""
+        self.fsdp.step_in_backward(*optimizers)
+
     async def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """See `FSDP.clip_grad_norm_`."""
         return await self.run(self.fsdp.clip_grad_norm_, max_norm, norm_type)

@@ -126,6 +126,11 @@ class FlatGroup:
         return self._full.tensor.device
 
     @property
+    def computes_with_shard(self) -> bool:
+        """Whether modules see the shard itself: this rank has all of it, as it is computed with."""
+        return isinstance(self._full, WholeShard)
+
+    @property
     def full_bytes(self) -> int:
         return self.layout.numel * self._dtypes.compute.itemsize
 

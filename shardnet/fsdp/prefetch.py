@@ -104,6 +104,10 @@ class Prefetcher:
                 unit.reshard()  # a backward that still comes uses what is gathered now
             # The handles give None: the gathered bytes belong to the unit, which frees them. Nobody need look at them: forward does.
             self._explicit[unit] = [pending.map(lambda _: None).quietly() for pending in unit.start_gather()]
+        return self.explicit_handles
+
+    @property
+    def explicit_handles(self) -> list[Pending[None]]:
         return [pending for pendings in self._explicit.values() for pending in pendings]
 
     def consume_explicit(self) -> None:

@@ -20,6 +20,7 @@ from shardnet.fsdp.compressed_reduction import CompressedReduction, Exchange
 from shardnet.fsdp.gradients import GradientBuffer
 from shardnet.fsdp.group import FlatGroup
 from shardnet.fsdp.lent_gradients import LentGradients
+from shardnet.fsdp.stepping import BackwardSteps
 from shardnet.fsdp.unit import Unit
 
 
@@ -53,6 +54,7 @@ class ReductionQueue:
         self._planned: deque[Unit] = deque()
         self._ready: set[Unit] = set()
         self._in_flight: deque[_Reduction] = deque()
+        self.steps: BackwardSteps | None = None  # of what is reduced; None: the caller's optimizer steps later
 
     @property
     def active(self) -> bool:
@@ -72,10 +74,12 @@ class ReductionQueue:
             self._start(self._planned.popleft())
 
     def advance(self) -> None:
-        """Unpack what has arrived, so that it goes on to the replicas. Never blocks."""
+        """Unpack what has arrived, so that it goes on to the replicas, and step what is reduced. Never blocks."""
         for reduction in self._in_flight:
             if reduction.arrived:
                 reduction.unpack()
+        while self.steps is not None and self._in_flight and self._in_flight[0].pending.done():
+            self._complete_oldest()
 
     def finish(self) -> None:
         """Reduce what is left of the plan, missing gradients as zeros, and wait for everything."""
@@ -95,6 +99,8 @@ class ReductionQueue:
     def abandon(self) -> None:
         """Wait for what is under way, whatever becomes of it, and forget everything."""
         self.cancel_plan()
+        if self.steps is not None:
+            self.steps.forget()
         while self._in_flight:
             self._in_flight[0].unpack()
             reduction = self._in_flight.popleft()
@@ -161,3 +167,5 @@ class ReductionQueue:
         finally:
             reduction.release()
         reduction.group.accept(shard_gradient)
+        if self.steps is not None:
+            self.steps.reduced(reduction.group)

@@ -38,6 +38,7 @@ from shardnet.fsdp.group import FlatGroup
 from shardnet.fsdp.passes import BackwardPass, Call, ForwardPass
 from shardnet.fsdp.prefetch import Prefetcher
 from shardnet.fsdp.reductions import ReductionQueue
+from shardnet.fsdp.stepping import BackwardSteps
 from shardnet.fsdp.tensors import differentiable, with_bases
 from shardnet.fsdp.unit import Unit, UnitState
 from shardnet.telemetry import Pass
@@ -74,6 +75,7 @@ class Runtime:
         self._traced = WeakSet[Call]()  # whose graphs are there
         self._forward: ForwardPass | None = None  # the last one with gradients on
         self._backward: BackwardPass | None = None
+        self._gathers_ahead = False  # at the end of a backward that has stepped
         self._unreduced: dict[Unit, None] = {}  # hold gradients of backwards without synchronisation
         for unit in self.units:
             for group in unit.groups:
@@ -229,7 +231,17 @@ class Runtime:
             raise
         self._backward = None
         self._free_all()
+        if backward.received and self.synchronise:
+            self._end_steps()
         self._timeline.end_pass(Pass.BACKWARD if backward.received else None)
+
+    def _end_steps(self) -> None:
+        """With steps in backward: take the last ones, and start gathering for the next forward, while the program does whatever it does in
+        between."""
+        if self._reductions.steps is not None:
+            self._reductions.steps.end()
+            if self._gathers_ahead and not self.prefetcher.explicit_pending:
+                self.prefetcher.start_explicit()
 
     def _enter_backward(self, forward: ForwardPass) -> BackwardPass:
         if self._backward is None:
@@ -256,6 +268,7 @@ class Runtime:
         if not self._forward.reduced:
             self._reductions.plan(reversed(self._forward.tracked))
         self._reduce([self._forward])
+        self._end_steps()
 
     def _reduce(self, forwards: Sequence[ForwardPass]) -> None:
         self._reductions.plan(self._unreduced)
@@ -271,6 +284,16 @@ class Runtime:
     def unreduced(self) -> bool:
         """Whether gradients wait for a reduction."""
         return bool(self._unreduced)
+
+    def step_in_backward(self, steps: BackwardSteps | None, *, gathers_ahead: bool) -> None:
+        """From the next backward on; None: no more. `gathers_ahead`: the next forward's first units are gathered behind them."""
+        if self._backward is not None or self._unreduced:
+            raise StateError("step_in_backward() is for between steps: a backward is under way, or gradients of no_sync() are not reduced")
+        self._reductions.steps, self._gathers_ahead = steps, gathers_ahead
+
+    @property
+    def steps_in_backward(self) -> bool:
+        return self._reductions.steps is not None
 
     # --- the end
 

@@ -7,6 +7,7 @@ from shardnet.backend import Pending
 from shardnet.telemetry import Pass, Telemetry, Track
 
 T = TypeVar("T")
+OPTIMIZER = "optimizer"  # what the thread computes in while one steps within backward
 
 
 class Timeline:

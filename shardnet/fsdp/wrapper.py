@@ -26,6 +26,7 @@ from shardnet.fsdp.pool import BufferPool
 from shardnet.fsdp.precision import MixedPrecision
 from shardnet.fsdp.resharding import Resharding
 from shardnet.fsdp.runtime import Runtime
+from shardnet.fsdp.stepping import BackwardSteps
 from shardnet.fsdp.uneven import UnevenSteps, count_samples
 from shardnet.fsdp.unit import Unit
 from shardnet.sharding import ShardingStrategy, sharding_ranks
@@ -200,9 +201,36 @@ class FSDP(nn.Module):
         """
         self._runtime.synchronise_gradients()
 
+    def step_in_backward(self, *optimizers: torch.optim.Optimizer) -> None:
+        """From now on backward steps these itself, each unit as soon as its gradients are reduced, while those before it still compute;
+        then it starts gathering what the next forward needs first. Without optimizers: no more.
+
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            model.step_in_backward(optimizer)
+            for batch in batches:
+                model(batch).mean().backward()  # and step
+
+        A rank then holds reduced gradients of one unit rather than of all. `optimizer.step()` and `zero_grad()` may stay in the loop:
+        they find nothing to do. Learning rates may change between backwards. Each backward is a step, but for those within
+        `no_sync()`. For optimizers that treat each parameter alone, as all do that fit sharded ones.
+
+        Nothing is left for what wants all gradients at once: `clip_grad_norm_` raises StateError, and a GradScaler has nothing to
+        unscale. A backward that raises may have stepped some units. Call it on all ranks alike; it is no collective. Raises UsageError
+        for optimizers of other parameters or with gradients, and StateError in the middle of a step.
+        """
+        steps = BackwardSteps(optimizers, self.groups, self._comms.timeline) if optimizers else None
+        self._runtime.step_in_backward(steps, gathers_ahead=self._comms.shard_count > 1)
+
+    @property
+    def steps_in_backward(self) -> bool:
+        """Whether `step_in_backward` is on."""
+        return self._runtime.steps_in_backward
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients by their norm over all ranks, and return that norm: 0-dim float64, equal on all ranks.
         A collective. `torch.nn.utils.clip_grad_norm_` would take each rank's slices for the whole."""
+        if self._runtime.steps_in_backward:
+            raise StateError("step_in_backward() has used up the gradients, unit by unit: clipping needs all of them at once")
         if self._runtime.unreduced:
             raise StateError("gradients of no_sync() are not reduced yet; call sync_gradients() before clipping")
         sharded = [parameter.grad for parameter in self._sharded_parameters() if parameter.grad is not None]
@@ -220,11 +248,13 @@ class FSDP(nn.Module):
         """Start gathering what the next forward needs first, and return at once. A collective.
 
         Awaiting the handles is optional: forward does. Changing parameters in between is allowed and never lost.
-        Raises StateError if an earlier prefetch has not been used yet, and UsageError for a strategy that has nothing to
-        prefetch because full parameters are there already.
+        With `step_in_backward` the end of backward has done so. Raises StateError if an earlier prefetch has not been used yet, and
+        UsageError for a strategy that has nothing to prefetch because full parameters are there already.
         """
         if not self.strategy.frees_after_forward:
             raise UsageError(f"prefetch_forward_params is for strategies FullShard and HybridShard; this model has {self.strategy.name}")
+        if self.steps_in_backward and self.has_pending_prefetch:
+            return self._runtime.prefetcher.explicit_handles
         return self._runtime.prefetcher.start_explicit()
 
     @property

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from shardnet.backend import Backend
 from shardnet.errors import UsageError
 from shardnet.fsdp import FSDP, AsyncFSDP
+from shardnet.fsdp.timeline import OPTIMIZER
 from shardnet.performance.busy import BusyTime
 from shardnet.performance.communication import CommunicationOperation
 from shardnet.performance.figures import TrainingFigures
@@ -73,6 +74,7 @@ class PerformanceRecorder:
         if link_bytes_per_s is not None and not link_bytes_per_s > 0:
             raise UsageError(f"a link's speed is more than 0 bytes per second, got {link_bytes_per_s}")
         self.zero3 = Zero3PerformanceStats()
+        self._fsdp = fsdp if isinstance(fsdp, FSDP) else None
         self._telemetry = backend.telemetry
         self._world_size = backend.world_size
         groups = fsdp.groups if isinstance(fsdp, FSDP) else []
@@ -90,6 +92,7 @@ class PerformanceRecorder:
         self._since_ns = time.perf_counter_ns()  # when the step that is under way began, later by what is left out
         self._exposed_before_ns = self._telemetry.exposed_ns
         self._stepping_ns = 0  # when the optimizer began
+        self._updated = 0  # elements that it has stepped in the backward that is under way
         self._hooks = [optimizer.register_step_pre_hook(self._before_step), optimizer.register_step_post_hook(self._after_step)]
         self._telemetry.observe(self)
 
@@ -156,7 +159,8 @@ class PerformanceRecorder:
         """What counts here are the optimizer's."""
 
     def on_pass(self, kind: Pass, computed_ns: Mapping[str, int]) -> None:
-        duration = sum(computed_ns.values())
+        stepped_ns = computed_ns.get(OPTIMIZER, 0)
+        duration = sum(computed_ns.values()) - stepped_ns
         with self._lock:
             if self._pauses:
                 return
@@ -167,10 +171,15 @@ class PerformanceRecorder:
             else:
                 self.zero3.record_backward_pass(duration, tokens)
             self._record_layers(kind, computed_ns)
+            if self._updated:
+                updated, self._updated = self._updated, 0
+                self._end_step(stepped_ns, updated, time.perf_counter_ns())
 
     def _record_layers(self, kind: Pass, computed_ns: Mapping[str, int]) -> None:
         layers: dict[str, int] = {}
         for span, duration in computed_ns.items():
+            if span == OPTIMIZER:
+                continue
             layer = span.rpartition(" ")[0]  # a backward that recomputes has spans "layer forward" as well
             layers[layer] = layers.get(layer, 0) + duration
         record = self.zero3.record_layer_execution if kind is Pass.FORWARD else self.zero3.record_layer_backward
@@ -207,11 +216,18 @@ class PerformanceRecorder:
         with self._lock:
             if self._pauses:
                 return
-            self.zero3.record_optimizer_step(now - self._stepping_ns, updated)
-            self._totals.compute_ns += now - self._stepping_ns
-            self._steps += 1
-            self._wall_ns += now - self._since_ns
-            self._step_ns.append(now - self._since_ns)
-            self._since_ns = now
-            exposed_ns = self._telemetry.exposed_ns - self._exposed_before_ns
-            self._settled = replace(self._totals, exposed_ns=exposed_ns, communicating_ns=self._busy.total_ns)
+            if self._fsdp is not None and self._fsdp.steps_in_backward:
+                self._updated += updated  # in parts: the step ends with the backward
+            else:
+                self._end_step(now - self._stepping_ns, updated, now)
+
+    def _end_step(self, stepping_ns: int, updated: int, now: int) -> None:
+        """Under the lock. The optimizer has taken so long."""
+        self.zero3.record_optimizer_step(stepping_ns, updated)
+        self._totals.compute_ns += stepping_ns
+        self._steps += 1
+        self._wall_ns += now - self._since_ns
+        self._step_ns.append(now - self._since_ns)
+        self._since_ns = now
+        exposed_ns = self._telemetry.exposed_ns - self._exposed_before_ns
+        self._settled = replace(self._totals, exposed_ns=exposed_ns, communicating_ns=self._busy.total_ns)
