@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from benchmarks.plan import Training
-from benchmarks.targets import ALONE, COMPRESSED, FSDP2, OURS
+from benchmarks.targets import ALONE, COMPRESSED, FSDP2, OURS, STEPPING
 from gpt import GPT, Block, GPTConfig
 from shardnet import FSDP, Backend
 from shardnet.fsdp import Compression
@@ -62,6 +62,15 @@ class Alone(Trainer):
         self._model.zero_grad()
 
 
+class Sharded(Trainer):
+    """By shardnet; the optimizer steps behind backward or, unit by unit, within it."""
+
+    def __init__(self, name: str, model: FSDP, batch: Tensor, *, in_backward: bool) -> None:
+        super().__init__(name, model, batch)
+        if in_backward:
+            model.step_in_backward(self._optimizer)
+
+
 def parameter_bytes(session: Training) -> int:
     """Of the whole model."""
     with torch.device("meta"):
@@ -69,8 +78,8 @@ def parameter_bytes(session: Training) -> int:
 
 
 def trainers(session: Training, backend: Backend) -> list[Trainer]:
-    """Shardnet, FSDP2 over gloo, alone, and shardnet with compression if that is wanted; equal parameters and data. A collective."""
-    return [trainer(name, session, backend) for name in (OURS, FSDP2, ALONE, *([COMPRESSED] if session.compression else []))]
+    """Shardnet, FSDP2 over gloo, alone, and shardnet in other ways; equal parameters and data. A collective."""
+    return [trainer(name, session, backend) for name in (OURS, FSDP2, ALONE, STEPPING, *([COMPRESSED] if session.compression else []))]
 
 
 def trainer(name: str, session: Training, backend: Backend) -> Trainer:
@@ -81,7 +90,7 @@ def trainer(name: str, session: Training, backend: Backend) -> Trainer:
     if name == ALONE:
         return Alone(name, model, batch, backend.world_size)
     compression = Compression(session.compression, "int8") if name == COMPRESSED and session.compression else None
-    return Trainer(name, FSDP(model, backend, units=(Block,), compression=compression), batch)
+    return Sharded(name, FSDP(model, backend, units=(Block,), compression=compression), batch, in_backward=name == STEPPING)
 
 
 def own_batch(session: Training, rank: int) -> Tensor:

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from benchmarks import growth
 from benchmarks.row import Row, collectives, steps
 from benchmarks.tables import size
-from benchmarks.targets import ALONE, OURS
+from benchmarks.targets import ALONE, FSDP2, OURS
 
 _COLOURS = ("#1f6feb", "#8250df")
 
@@ -78,7 +78,8 @@ def _at_once(row: Row) -> float:
 
 
 def _peers(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    return [(peer, "#57606a" if peer == ALONE else _COLOURS[1]) for peer in dict.fromkeys(row.peer for row in steps(rows))]
+    measured = {row.peer for row in steps(rows)}
+    return [(peer, colour) for peer, colour in ((FSDP2, _COLOURS[1]), (ALONE, "#57606a")) if peer in measured]
 
 
 def _figure(plot: Plot) -> Figure:

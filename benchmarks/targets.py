@@ -52,6 +52,7 @@ TARGETS = (
 FSDP2 = "fsdp2-gloo"
 ALONE = "no communication"
 COMPRESSED = "shardnet compressed"
+STEPPING = "shardnet stepping in backward"
 
 
 @dataclass(frozen=True, slots=True)
