@@ -136,9 +136,15 @@ class Backend(ABC):
         """
         return self.reduce_scatter(joined(pieces), op, sizes=sizes, out=out, timeout_s=timeout_s, label=label)
 
+    def all_reduce_pieces(
+        self, pieces: Sequence[Tensor], op: ReduceOp = ReduceOp.SUM, *, timeout_s: float | None = None, label: str = ""
+    ) -> Pending[Tensor]:
+        """As `all_reduce` of the same: [sum of their numel] on every rank, in new memory."""
+        return self.all_reduce(joined(pieces), op, timeout_s=timeout_s, label=label)
+
     @property
     def lends_pieces(self) -> bool:
-        """Whether `reduce_scatter_pieces` does without putting large ones together."""
+        """Whether `reduce_scatter_pieces` and `all_reduce_pieces` do without putting large ones together."""
         return False
 
     @abstractmethod

@@ -6,6 +6,7 @@ from math import prod
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 
 from shardnet.backend.arguments import as_input, as_output, check_pieces, copy, disagree_all_to_all, disagree_send, kind, largest
 from shardnet.backend.base import Backend, Tensor
@@ -237,20 +238,36 @@ class MeshBackend(Backend):
         timeout_s: float | None = None,
         label: str = "",
     ) -> Pending[Tensor]:
-        check_pieces(pieces)
-        mail, total = self._lending_mail, sum(piece.numel() for piece in pieces)
-        if not self.lends_pieces or mail is None or self._is_staged(*pieces) or self._mail(total * pieces[0].itemsize) is not None:
+        if (mail := self._mail_of_pieces(pieces)) is None:
             return super().reduce_scatter_pieces(pieces, op, sizes=sizes, out=out, timeout_s=timeout_s, label=label)
-        shape = self._scattered_sizes(total, sizes)
-        result = as_output(out, pieces[0], (shape[self.rank],))
         source = Pieces(as_array(as_input(piece, op)) for piece in pieces)
+        shape = self._scattered_sizes(len(source), sizes)
+        result = as_output(out, pieces[0], (shape[self.rank],))
         if self._is_staged(result) or any(np.may_share_memory(piece, as_array(result)) for piece in source.arrays):
             return super().reduce_scatter_pieces(pieces, op, sizes=sizes, out=out, timeout_s=timeout_s, label=label)
-        detail = f"{dtype_name(result.dtype)} [{total}], {op}" + ("" if sizes is None else f", sizes {shape}")
+        detail = f"{dtype_name(result.dtype)} [{len(source)}], {op}" + ("" if sizes is None else f", sizes {shape}")
         call = self._call("reduce_scatter", detail, timeout_s, label)
         reduction = Reduction(op, result.dtype, self.world_size)
         lending = loans.reduce_scatter_pieces(self._group, source, as_array(result), plans.bounds_of(shape), reduction)
         return Pending(self._group.rounds.begin(mail, LoanRound(mail, call, lending, result)), call.op)
+
+    def all_reduce_pieces(
+        self, pieces: Sequence[Tensor], op: ReduceOp = ReduceOp.SUM, *, timeout_s: float | None = None, label: str = ""
+    ) -> Pending[Tensor]:
+        if (mail := self._mail_of_pieces(pieces)) is None:
+            return super().all_reduce_pieces(pieces, op, timeout_s=timeout_s, label=label)
+        source = Pieces(as_array(as_input(piece, op)) for piece in pieces)
+        result = torch.empty(len(source), dtype=pieces[0].dtype)
+        call = self._call("all_reduce", f"{kind(result)}, {op}", timeout_s, label)
+        lending = loans.all_reduce_pieces(self._group, source, as_array(result), Reduction(op, result.dtype, self.world_size))
+        return Pending(self._group.rounds.begin(mail, LoanRound(mail, call, lending, result)), call.op)
+
+    def _mail_of_pieces(self, pieces: Sequence[Tensor]) -> Mail | None:
+        """The way for a collective that reads them where they are; None if they have to be put together."""
+        check_pieces(pieces)
+        if not self.lends_pieces or self._is_staged(*pieces) or self._mail(sum(piece.nbytes for piece in pieces)) is not None:
+            return None
+        return self._lending_mail
 
     @property
     def lends_pieces(self) -> bool:

@@ -119,12 +119,23 @@ def all_reduce(group: Group, source: Array, output: Array, reduction: Reduction)
     """`output` may be `source` itself, or overlap it. Each rank adds up a block, and lends the sum."""
     source = apart(source, source, output)
     bounds = balanced_bounds(source.size, group.size)
+    return _all_reduce(group, [source], source[slice(*bounds[group.rank])], output, bounds, reduction)
+
+
+def all_reduce_pieces(group: Group, pieces: Pieces, output: Array, reduction: Reduction) -> Lending:
+    """The same of a source in pieces, which ranks need not cut alike. `output` overlaps none of them."""
+    bounds = balanced_bounds(len(pieces), group.size)
+    return _all_reduce(group, pieces.arrays, pieces.cut(*bounds[group.rank]), output, bounds, reduction)
+
+
+def _all_reduce(group: Group, lot: Sequence[Array], mine: Array | Pieces, output: Array, bounds: Bounds, reduction: Reduction) -> Lending:
+    """`mine` is this rank's block of what it lends."""
     blocks = _blocks(output, bounds)
     own = blocks[group.rank]
 
     def work(here: LoanRound) -> Course:
         yield from here.collect()
-        yield from _reduce(here, group, source[slice(*bounds[group.rank])], bounds, reduction, own)
+        yield from _reduce(here, group, mine, bounds, reduction, own)
         here.mark()
         waiting = list(group.peers)
         while waiting:
@@ -137,7 +148,7 @@ def all_reduce(group: Group, source: Array, output: Array, reduction: Reduction)
         yield from here.settle()
 
     moves = {rank: blocks[rank].nbytes + own.nbytes for rank in group.peers}
-    return Lending([[source], [output]], moves, moves, work)
+    return Lending([lot, [output]], moves, moves, work)
 
 
 def broadcast(group: Group, output: Array, root: int) -> Lending:

@@ -46,6 +46,11 @@ class Communicators:
         """How many ranks hold the same shard."""
         return self.averages.world_size
 
+    @property
+    def lends_gradients(self) -> bool:
+        """Whether reductions read gradients where they are, in pieces."""
+        return (self.averages if self.shard_count == 1 else self.reductions).lends_pieces
+
     def wait(self, pending: Pending[T], name: str) -> T:
         """The result of a collective; the time spent blocked counts as exposed."""
         return self.timeline.wait(pending, name)

@@ -96,7 +96,7 @@ class FlatGroup:
                 codec, self.layout, comms, Residual(compression.residual, meter.residuals), wire
             )
         self.gradients: GradientBuffer | LentGradients
-        if self.compressed_reduction is None and comms.reductions.lends_pieces and device.type == "cpu" and dtypes.reduces_as_it_comes:
+        if self.compressed_reduction is None and comms.lends_gradients and device.type == "cpu" and dtypes.reduces_as_it_comes:
             self.gradients = LentGradients(self.layout, dtypes.reduce, gauge=meter.full_gradients)
         else:
             self.gradients = GradientBuffer(self.layout, dtypes, device, gauge=meter.full_gradients, pool=pool)

@@ -7,7 +7,7 @@ moments, and the ranks would reduce different units with each other.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -133,8 +133,7 @@ class ReductionQueue:
         pieces = gradients.take()
         release = partial(gradients.returned, pieces)
         try:
-            part = self._comms.reductions.reduce_scatter_pieces(pieces, ReduceOp.MEAN, sizes=group.layout.sizes, label=group.label)
-            return _Reduction(group, self._average(part, group).quietly(), release)
+            return _Reduction(group, self._mean_of_pieces(pieces, group).quietly(), release)
         except BaseException:
             release()
             raise
@@ -153,6 +152,13 @@ class ReductionQueue:
         if self._comms.shard_count == 1:
             return self._comms.averages.all_reduce(full, ReduceOp.MEAN, out=out, label=group.label)
         part = self._comms.reductions.reduce_scatter(full, ReduceOp.MEAN, sizes=group.layout.sizes, out=out, label=group.label)
+        return self._average(part, group)
+
+    def _mean_of_pieces(self, pieces: Sequence[torch.Tensor], group: FlatGroup) -> Pending[torch.Tensor]:
+        """The same of gradients that other ranks read where they are."""
+        if self._comms.shard_count == 1:
+            return self._comms.averages.all_reduce_pieces(pieces, ReduceOp.MEAN, label=group.label)
+        part = self._comms.reductions.reduce_scatter_pieces(pieces, ReduceOp.MEAN, sizes=group.layout.sizes, label=group.label)
         return self._average(part, group)
 
     def _average(self, part: Pending[torch.Tensor], group: FlatGroup) -> Pending[torch.Tensor]:

@@ -35,6 +35,7 @@ KINDS: dict[str, Callable[[Backend], Pending[Any]]] = {
     "broadcast": lambda rank: rank.broadcast(LARGER, 1),
     "all_gather": lambda rank: rank.all_gather(LARGER),
     "reduce_scatter": lambda rank: rank.reduce_scatter(LARGER),
+    "all_reduce_pieces": lambda rank: rank.all_reduce_pieces(torch.split(LARGER, LARGER.numel() // 5 + rank.rank)),
     "reduce_scatter_pieces": lambda rank: rank.reduce_scatter_pieces(torch.split(LARGER, LARGER.numel() // 5 + rank.rank)),
     "all_to_all": lambda rank: rank.all_to_all(LARGER),
     "all_gather_on_node": lambda rank: rank.all_gather_on_node(LARGER.repeat(2)),

@@ -13,8 +13,8 @@ from shardnet.testing import reference, same_bits
 PATIENCE_S = 20.0
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool)
 OPS = (
-    *("all_reduce", "broadcast", "broadcast_on_node", "all_gather", "gather_on_node", "reduce_scatter", "reduce_scatter_pieces"),
-    *("all_to_all", "uneven", "send", "barrier"),
+    *("all_reduce", "all_reduce_pieces", "broadcast", "broadcast_on_node", "all_gather", "gather_on_node"),
+    *("reduce_scatter", "reduce_scatter_pieces", "all_to_all", "uneven", "send", "barrier"),
 )
 GROUPS: tuple[tuple[int, ...], ...] = ((0, 1, 2, 3), (0, 2), (1, 2, 3), (3,))
 
@@ -70,6 +70,8 @@ def expected(step: Step, inputs: list[torch.Tensor]) -> list[torch.Tensor | None
             return [*reference.all_gather(inputs)]
         case "reduce_scatter":
             return [*reference.reduce_scatter(inputs, step.reduce)]
+        case "all_reduce_pieces":
+            return [each.reshape(-1) for each in reference.all_reduce(inputs, step.reduce)]
         case "reduce_scatter_pieces":
             return [each.reshape(-1) for each in reference.reduce_scatter(inputs, step.reduce)]
         case "all_to_all":
@@ -88,9 +90,9 @@ def start(step: Step, group: Backend, mine: torch.Tensor) -> list[Pending[Any]]:
     match step.op:
         case "all_reduce" | "reduce_scatter":
             return [getattr(group, step.op)(mine, step.reduce)]
-        case "reduce_scatter_pieces":  # which each rank cuts elsewhere, in rows or not
+        case "all_reduce_pieces" | "reduce_scatter_pieces":  # which each rank cuts elsewhere, in rows or not
             pieces = torch.split(mine if rank % 2 else mine.reshape(-1), step.cuts[rank][0] + 1)
-            return [group.reduce_scatter_pieces(pieces, step.reduce)]
+            return [getattr(group, step.op)(pieces, step.reduce)]
         case "broadcast":
             return [group.broadcast(mine, step.root)]
         case "all_gather" | "all_to_all":

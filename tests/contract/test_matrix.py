@@ -181,6 +181,7 @@ async def test_pieces(world: Sequence[Backend]) -> None:
             for handle in handles:
                 assert same_bits(await handle, wanted[rank.rank])
             assert same_bits(place, wanted[rank.rank])
+            assert same_bits(await rank.all_reduce_pieces(pieces, op), reference.all_reduce(whole, op)[rank.rank])
             if rank.rank % 3 == 1:
                 got = await rank.reduce_scatter(whole[rank.rank], op, sizes=sizes)
             else:

@@ -78,20 +78,29 @@ def all_at_once(ranks: Sequence[Backend], work: Callable[[Backend], Any]) -> Any
 
 
 @NEEDS_LETTERS
-async def test_no_bit_depends_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "method"),
+    [(ShardingStrategy.FULL_SHARD, "reduce_scatter_pieces"), (ShardingStrategy.NO_SHARD, "all_reduce_pieces")],
+)
+async def test_no_bit_depends_on_it(strategy: ShardingStrategy, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients that are missing, sparse, of several uses or of several backwards."""
     lent: list[int] = []
-    reduce = MeshBackend.reduce_scatter_pieces
+    reduce = getattr(MeshBackend, method)
 
     def count(self: MeshBackend, pieces: Sequence[torch.Tensor], *args: Any, **options: Any) -> Pending[torch.Tensor]:
         lent.append(len(pieces))
-        return reduce(self, pieces, *args, **options)
+        handle = reduce(self, pieces, *args, **options)
+        assert isinstance(handle, Pending)
+        return handle
+
+    def work(backend: Backend) -> list[torch.Tensor]:
+        return train(backend, strategy=strategy)
 
     async with loopback_cluster(3, limits=LIMITS) as reference:
-        expected = (await all_at_once(reference, train))[0]
-    monkeypatch.setattr(MeshBackend, "reduce_scatter_pieces", count)
+        expected = (await all_at_once(reference, work))[0]
+    monkeypatch.setattr(MeshBackend, method, count)
     async with local_cluster(3, limits=LIMITS) as ranks:
-        for state in await all_at_once(ranks, train):
+        for state in await all_at_once(ranks, work):
             assert all(torch.equal(value, other) for value, other in zip(state, expected, strict=True))
     per_backward = [6, 6, 6, 1]  # three layers without the frozen parameter, and the embedding
     assert sorted(lent) == sorted(per_backward * 3 * 6)
@@ -103,7 +112,7 @@ async def test_no_bit_depends_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({}, True),
         ({"strategy": ShardingStrategy.SHARD_GRAD_OP}, True),
-        ({"strategy": ShardingStrategy.NO_SHARD}, False),
+        ({"strategy": ShardingStrategy.NO_SHARD}, True),
         ({"strategy": ShardingStrategy.HYBRID_SHARD, "intra_node_size": 2}, True),
         ({"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)}, False),
         ({"mixed_precision": MixedPrecision(torch.bfloat16)}, False),
