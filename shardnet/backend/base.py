@@ -125,21 +125,20 @@ class Backend(ABC):
         op: ReduceOp = ReduceOp.SUM,
         *,
         sizes: Sequence[int] | None = None,
-        out: Tensor | None = None,
         timeout_s: float | None = None,
         label: str = "",
     ) -> Pending[Tensor]:
         """As `reduce_scatter` of what the pieces, of any shapes, are when they are flattened and put end to end: [sum of their numel] →
-        [sizes[rank]]. To other ranks it is the same collective, and they need not cut alike.
+        [sizes[rank]], in new memory. To other ranks it is the same collective, and they need not cut alike.
 
         With `lends_pieces` they are read where they are. So they may not be written until the handle is done.
         """
-        return self.reduce_scatter(joined(pieces), op, sizes=sizes, out=out, timeout_s=timeout_s, label=label)
+        return self.reduce_scatter(joined(pieces), op, sizes=sizes, timeout_s=timeout_s, label=label)
 
     def all_reduce_pieces(
         self, pieces: Sequence[Tensor], op: ReduceOp = ReduceOp.SUM, *, timeout_s: float | None = None, label: str = ""
     ) -> Pending[Tensor]:
-        """As `all_reduce` of the same: [sum of their numel] on every rank, in new memory."""
+        """As `all_reduce` of the same: [sum of their numel] on every rank."""
         return self.all_reduce(joined(pieces), op, timeout_s=timeout_s, label=label)
 
     @property

@@ -5,7 +5,6 @@ from functools import partial
 from math import prod
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 
 from shardnet.backend.arguments import as_input, as_output, check_pieces, copy, disagree_all_to_all, disagree_send, kind, largest
@@ -234,17 +233,14 @@ class MeshBackend(Backend):
         op: ReduceOp = ReduceOp.SUM,
         *,
         sizes: Sequence[int] | None = None,
-        out: Tensor | None = None,
         timeout_s: float | None = None,
         label: str = "",
     ) -> Pending[Tensor]:
         if (mail := self._mail_of_pieces(pieces)) is None:
-            return super().reduce_scatter_pieces(pieces, op, sizes=sizes, out=out, timeout_s=timeout_s, label=label)
+            return super().reduce_scatter_pieces(pieces, op, sizes=sizes, timeout_s=timeout_s, label=label)
         source = Pieces(as_array(as_input(piece, op)) for piece in pieces)
         shape = self._scattered_sizes(len(source), sizes)
-        result = as_output(out, pieces[0], (shape[self.rank],))
-        if self._is_staged(result) or any(np.may_share_memory(piece, as_array(result)) for piece in source.arrays):
-            return super().reduce_scatter_pieces(pieces, op, sizes=sizes, out=out, timeout_s=timeout_s, label=label)
+        result = torch.empty(shape[self.rank], dtype=pieces[0].dtype)
         detail = f"{dtype_name(result.dtype)} [{len(source)}], {op}" + ("" if sizes is None else f", sizes {shape}")
         call = self._call("reduce_scatter", detail, timeout_s, label)
         reduction = Reduction(op, result.dtype, self.world_size)

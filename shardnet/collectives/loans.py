@@ -97,7 +97,7 @@ def reduce_scatter(group: Group, source: Array, output: Array, bounds: Bounds, r
 
 
 def reduce_scatter_pieces(group: Group, pieces: Pieces, output: Array, bounds: Bounds, reduction: Reduction) -> Lending:
-    """The same of a source in pieces, which ranks need not cut alike. `output` overlaps none of them."""
+    """The same of a source in pieces, which ranks need not cut alike. `output` is none of them."""
     return _reduce_scatter(group, pieces.arrays, pieces.cut(*bounds[group.rank]), output, bounds, reduction)
 
 
@@ -123,7 +123,7 @@ def all_reduce(group: Group, source: Array, output: Array, reduction: Reduction)
 
 
 def all_reduce_pieces(group: Group, pieces: Pieces, output: Array, reduction: Reduction) -> Lending:
-    """The same of a source in pieces, which ranks need not cut alike. `output` overlaps none of them."""
+    """The same of a source in pieces, which ranks need not cut alike. `output` is none of them."""
     bounds = balanced_bounds(len(pieces), group.size)
     return _all_reduce(group, pieces.arrays, pieces.cut(*bounds[group.rank]), output, bounds, reduction)
 
