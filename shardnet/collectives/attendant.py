@@ -35,6 +35,7 @@ class Attendant:
             if self._closed:
                 return
             self._rounds[given] = None
+            self._idle_since = time.monotonic()
         self.summon()  # also if it has it: a thread that waited for it meanwhile does no more
 
     def summon(self) -> None:

@@ -57,8 +57,10 @@ class LoanRound(Round):
 
     def collect(self, of: Collection[int] = ()) -> Course:
         yield from super().collect(of)
-        for rank in self._data.keys() - self._lenders.keys():
-            self._lenders[rank] = Lender(self._mail.processes[rank], self._data[rank])
+        letters = {rank: bytes(self._data[rank]) for rank in self._data.keys() - self._lenders.keys()}
+        self.check_letters()  # before anything is made of them
+        for rank, letter in letters.items():
+            self._lenders[rank] = Lender(self._mail.processes[rank], letter)
 
     def note(self, rank: int) -> bytes:
         """What another rank has to say besides. Raises LoanRevoked if it was taken back."""

@@ -210,7 +210,7 @@ class Round(concurrent.futures.Future[Any], ABC):
         """Leave this rank's letter."""
         mail = self._mail
         with self._lock:
-            if self._over:
+            if self.is_settled:
                 return
             was_queued, self.queued = self.queued, False
             self.flight.entered_ns = start = time.perf_counter_ns()

@@ -41,9 +41,10 @@ class Rounds:
             begun.flight = self._ledger.number(begun.call)
             begun.sequence = begun.flight.sequence
             is_late = begun.sequence in self._ledger.early
-            begun.queued, is_first = len(self._under_way) >= self._board.limits.max_outstanding, not self._queue
+            queued, is_first = len(self._under_way) >= self._board.limits.max_outstanding, not self._queue
+            begun.queued = queued  # until another thread begins it, as soon as the lock is free
             self._under_way[begun.sequence] = begun
-            if begun.queued:
+            if queued:
                 self._queue.append(begun)
             self._ledger.last_signature = begun.call.signature
         if self._board.is_closed:  # or ranks could end it among themselves before the loop thread comes to fail it
@@ -51,7 +52,7 @@ class Rounds:
             return begun
         if is_late or self._board.is_impaired:
             self._board.loop.call(self._inspect, begun)
-        if begun.queued:
+        if queued:
             for each in [*self._begun(), begun] if is_first else [begun]:  # it waits for these, whoever waits for them
                 mail.attendant.take(each)
         else:
@@ -81,7 +82,7 @@ class Rounds:
                 self._queue.remove(ended)
             if self._queue and len(self._under_way) - len(self._queue) < self._board.limits.max_outstanding:
                 following = self._queue.popleft()
-        if following is not None:
+        if following is not None and not self._board.is_closed:  # or it is about to fail, as all are
             following.begin()
             self._board.watch.begin()
 

@@ -42,6 +42,9 @@ class GradientBuffer:
             self._views[index].copy_(dense)
             self._filled.add(index)
 
+    def outlive_backward(self) -> None:
+        """They are added to later. They are this buffer's own anyway."""
+
     def take(self) -> Tensor:
         """Hand the buffer over in the dtype of the reduction, zeros where no gradient came; the taker calls `returned` once it
         is done with it."""

@@ -111,6 +111,11 @@ class FlatGroup:
         return self.layout.slices(self._comms.shard_rank)
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """Of the parameters, in the module."""
+        return tuple(entry.name for entry in self.placed)
+
+    @property
     def replica_count(self) -> int:
         """How many ranks hold the same shard, this one included."""
         return self._comms.replica_count

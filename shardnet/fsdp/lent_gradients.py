@@ -22,6 +22,7 @@ class LentGradients:
         self._dtype = dtype
         self._gauge = gauge
         self._kept: dict[int, Tensor] = {}
+        self._own: set[int] = set()  # of these, those that nobody else can have
 
     @property
     def empty(self) -> bool:
@@ -30,10 +31,19 @@ class LentGradients:
     def add(self, index: int, gradient: Tensor) -> None:
         """Take over the gradient of the index-th parameter, in that parameter's shape, or add it to the one that there is."""
         dense = gradient.to_dense() if gradient.is_sparse else gradient
-        if index in self._kept:
+        if index not in self._kept:
+            self._keep(index, dense.contiguous())
+        elif index in self._own:
             self._kept[index].add_(dense)
         else:
-            self._keep(index, dense.contiguous())
+            self._kept[index] = self._kept[index] + dense
+            self._own.add(index)
+
+    def outlive_backward(self) -> None:
+        """They are added to later. Until now their memory may be that of other gradients, or of what the caller gave to backward."""
+        for index in self._kept.keys() - self._own:
+            self._kept[index] = self._kept[index].clone()
+        self._own = set(self._kept)
 
     def take(self) -> Sequence[Tensor]:
         """Hand them over in the order of the layout, zeros where no gradient came; the taker calls `returned` once it is done with them."""
@@ -41,7 +51,7 @@ class LentGradients:
             if index not in self._kept:
                 self._keep(index, torch.zeros(spec.shape, dtype=self._dtype))
         taken = [self._kept[index] for index in range(len(self._kept))]
-        self._kept = {}
+        self._forget()
         return taken
 
     def returned(self, taken: Sequence[Tensor]) -> None:
@@ -51,8 +61,12 @@ class LentGradients:
     def clear(self) -> None:
         """Drop whatever was collected."""
         self.returned(list(self._kept.values()))
-        self._kept = {}
+        self._forget()
 
     def _keep(self, index: int, gradient: Tensor) -> None:
         self._kept[index] = gradient
         self._gauge.add(gradient.nbytes)
+
+    def _forget(self) -> None:
+        self._kept = {}
+        self._own = set()

@@ -1,5 +1,6 @@
 """What happened in one forward, and what happened so far in one backward."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from torch.utils.hooks import RemovableHandle
@@ -39,6 +40,11 @@ class ForwardPass:
         """Note the end of a call that has outputs with gradients."""
         call.number = len(self.calls)
         self.calls.append(call.unit)
+
+    @property
+    def repeated(self) -> list[Unit]:
+        """Units that backward will come back to more than once."""
+        return [unit for unit, times in Counter(self.calls).items() if times > 1]
 
     def before(self, call: Call, count: int) -> list[Unit]:
         """The first `count` units, other than that of `call`, that backward reaches after it."""

@@ -225,14 +225,16 @@ class Runtime:
                     self._unreduced.pop(unit, None)  # planned when backward came to it, with what no_sync left in it
                 self._reduce(backward.forwards)
             else:
+                for unit in backward.units:
+                    unit.keep_gradients()
                 self._unreduced.update(backward.units)
+            self._backward = None
+            self._free_all()
+            if backward.received and self.synchronise:
+                self._end_steps()
         except BaseException:
             self.reset()
             raise
-        self._backward = None
-        self._free_all()
-        if backward.received and self.synchronise:
-            self._end_steps()
         self._timeline.end_pass(Pass.BACKWARD if backward.received else None)
 
     def _end_steps(self) -> None:
@@ -249,6 +251,8 @@ class Runtime:
             Variable._execution_engine.queue_callback(self.end_backward)
         if forward not in self._backward.forwards:
             self._backward.forwards.append(forward)
+            if self._reductions.steps is not None:
+                self._reductions.steps.postpone(group for unit in forward.repeated for group in unit.groups)
             self._owe(self._backward, list(reversed(forward.tracked)))
         return self._backward
 
@@ -292,8 +296,9 @@ class Runtime:
         self._reductions.steps, self._gathers_ahead = steps, gathers_ahead
 
     @property
-    def steps_in_backward(self) -> bool:
-        return self._reductions.steps is not None
+    def steps(self) -> BackwardSteps | None:
+        """Those of `step_in_backward`."""
+        return self._reductions.steps
 
     # --- the end
 

@@ -1,15 +1,15 @@
 """`BackwardSteps`: optimizers that step within backward, a group of parameters as soon as its gradients are reduced.
 
-[Note: steps in backward] An optimizer skips parameters that have no gradient. So the caller's own one steps a single group if it is called
-when that one has gradients and no other has, for it has stepped those before: per-parameter optimizers, which those for sharded parameters
-are, do the same as in one step at the end. While it steps, other gradients are on their way, and reduced ones of one group at most
-are there.
+[Note: steps in backward] An optimizer skips parameters that have no gradient. So the caller's own one steps a single group if it is
+called when that one has gradients and no other has: per-parameter optimizers, which those for sharded parameters are, do the same as in one
+step at the end. While it steps, other gradients are on their way, and reduced ones of one group at most are there.
 
 What backward still computes with is the full buffer, and not the shard that is stepped. Where a rank has all of a group, the shard is
-the full buffer: then it is stepped when backward has ended.
+the full buffer; and a unit that forward has used several times may be gathered again. Their gradients are put aside until backward has
+ended.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -22,21 +22,19 @@ class BackwardSteps:
     """Steps what a backward has reduced, see [Note: steps in backward]. Used by the training thread."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], groups: Sequence[FlatGroup], timeline: Timeline) -> None:
-        """Raises UsageError for an optimizer that has parameters of something else, or gradients already."""
+        """Raises UsageError for optimizers of other parameters, or with gradients already, and for a parameter that none has."""
         self._optimizers = tuple(optimizers)
+        self._groups = tuple(groups)
         self._timeline = timeline
-        self._stepped: set[FlatGroup] = set()  # in the backward that is under way
-        self._postponed = False  # some of them will be when it has ended
-        own = {id(parameter) for group in groups for parameter in group.originals}
-        for optimizer in optimizers:
-            for parameter in (parameter for options in optimizer.param_groups for parameter in options["params"]):
-                if id(parameter) not in own:
-                    raise UsageError(
-                        f"a {type(optimizer).__name__} for steps in backward has a parameter of shape {list(parameter.shape)} "
-                        "that this model does not shard: give ignored modules, and others, an optimizer of their own"
-                    )
-                if parameter.grad is not None:
-                    raise UsageError("there are gradients already, which the first step would take for its own: call zero_grad() before")
+        self._stepped: set[FlatGroup] = set()  # or put aside, in the backward that is under way
+        self._later: set[FlatGroup] = set()  # not before its end
+        self._aside: list[tuple[torch.nn.Parameter, torch.Tensor]] = []  # parameters, and their gradients
+        self.under_way = False  # an optimizer steps at this moment
+        self._check()
+
+    def postpone(self, groups: Iterable[FlatGroup]) -> None:
+        """What the backward that is under way may need again as it is."""
+        self._later.update(groups)
 
     def reduced(self, group: FlatGroup) -> None:
         """The gradients of a group are there."""
@@ -46,30 +44,63 @@ class BackwardSteps:
                 "twice: leave step_in_backward() out, or checkpoint with use_reentrant=False"
             )
         self._stepped.add(group)
-        if group.computes_with_shard:
-            self._postponed = True
+        if group.computes_with_shard or group in self._later:
+            self._aside += [(each, each.grad) for each in group.originals if each.grad is not None]
+            _drop_gradients(group)
         else:
-            self._step(group)
+            self._step([group])
 
     def end(self) -> None:
         """All gradients are, and nothing computes any more."""
-        if self._postponed:
-            self._step(*self._stepped)
-        self.forget()
+        try:
+            if self._aside:
+                for parameter, gradient in self._aside:
+                    parameter.grad = gradient
+                self._step(self._groups)
+        finally:
+            self.forget()
 
     def forget(self) -> None:
-        """The next backward is another one."""
+        """The next backward is another one, with gradients of its own."""
         self._stepped.clear()
-        self._postponed = False
+        self._later.clear()
+        self._aside.clear()
+        for group in self._groups:
+            _drop_gradients(group)
 
-    def _step(self, *groups: FlatGroup) -> None:
-        computing = self._timeline.computing
+    def _step(self, groups: Sequence[FlatGroup]) -> None:
+        computing, self.under_way = self._timeline.computing, True
         self._timeline.compute(OPTIMIZER)
         try:
             for optimizer in self._optimizers:
                 optimizer.step()
         finally:
+            self.under_way = False
             self._timeline.compute(computing)
-        for group in groups:
-            for parameter in group.originals:
-                parameter.grad = None
+            for group in groups:
+                _drop_gradients(group)
+
+    def _check(self) -> None:
+        own = {id(parameter): name for group in self._groups for parameter, name in zip(group.originals, group.names, strict=True)}
+        held: set[int] = set()
+        for optimizer in self._optimizers:
+            for parameter in (parameter for options in optimizer.param_groups for parameter in options["params"]):
+                held.add(id(parameter))
+                if id(parameter) not in own:
+                    raise UsageError(
+                        f"a {type(optimizer).__name__} for steps in backward has a parameter of shape {list(parameter.shape)} "
+                        "that this model does not shard: give ignored modules, and others, an optimizer of their own"
+                    )
+                if parameter.grad is not None:
+                    raise UsageError("there are gradients already, which the first step would take for its own: call zero_grad() before")
+        for parameter in (parameter for group in self._groups for parameter in group.originals):
+            if parameter.requires_grad and id(parameter) not in held:
+                raise UsageError(
+                    f"{own[id(parameter)]} is in none of the optimizers, and its gradient would be gone when another one steps: give all "
+                    "optimizers to step_in_backward()"
+                )
+
+
+def _drop_gradients(group: FlatGroup) -> None:
+    for parameter in group.originals:
+        parameter.grad = None

@@ -123,6 +123,11 @@ class Unit:
             group.free()
         self.state = UnitState.SHARDED
 
+    def keep_gradients(self) -> None:
+        """A backward has ended that does not reduce them."""
+        for group in self.groups:
+            group.gradients.outlive_backward()
+
     def drop_gradients(self) -> None:
         """Forget gradients that no reduction has taken, after an error."""
         for group in self.groups:

@@ -212,11 +212,12 @@ class FSDP(nn.Module):
 
         A rank then holds reduced gradients of one unit rather than of all. `optimizer.step()` and `zero_grad()` may stay in the loop:
         they find nothing to do. Learning rates may change between backwards. Each backward is a step, but for those within
-        `no_sync()`. For optimizers that treat each parameter alone, as all do that fit sharded ones.
+        `no_sync()`, so a graph that is kept for another one would meet changed parameters. For optimizers that treat each parameter
+        alone, as all do that fit sharded ones; give all that there are.
 
         Nothing is left for what wants all gradients at once: `clip_grad_norm_` raises StateError, and a GradScaler has nothing to
         unscale. A backward that raises may have stepped some units. Call it on all ranks alike; it is no collective. Raises UsageError
-        for optimizers of other parameters or with gradients, and StateError in the middle of a step.
+        for optimizers of other parameters or with gradients, or if a parameter is in none, and StateError in the middle of a step.
         """
         steps = BackwardSteps(optimizers, self.groups, self._comms.timeline) if optimizers else None
         self._runtime.step_in_backward(steps, gathers_ahead=self._comms.shard_count > 1)
@@ -224,12 +225,17 @@ class FSDP(nn.Module):
     @property
     def steps_in_backward(self) -> bool:
         """Whether `step_in_backward` is on."""
-        return self._runtime.steps_in_backward
+        return self._runtime.steps is not None
+
+    @property
+    def is_stepping_in_backward(self) -> bool:
+        """Whether an optimizer steps within backward at this moment."""
+        return self._runtime.steps is not None and self._runtime.steps.under_way
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients by their norm over all ranks, and return that norm: 0-dim float64, equal on all ranks.
         A collective. `torch.nn.utils.clip_grad_norm_` would take each rank's slices for the whole."""
-        if self._runtime.steps_in_backward:
+        if self.steps_in_backward:
             raise StateError("step_in_backward() has used up the gradients, unit by unit: clipping needs all of them at once")
         if self._runtime.unreduced:
             raise StateError("gradients of no_sync() are not reduced yet; call sync_gradients() before clipping")

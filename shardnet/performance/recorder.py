@@ -92,7 +92,7 @@ class PerformanceRecorder:
         self._since_ns = time.perf_counter_ns()  # when the step that is under way began, later by what is left out
         self._exposed_before_ns = self._telemetry.exposed_ns
         self._stepping_ns = 0  # when the optimizer began
-        self._updated = 0  # elements that it has stepped in the backward that is under way
+        self._updated: int | None = None  # elements that it has stepped in the backward that is under way; None: it has not
         self._hooks = [optimizer.register_step_pre_hook(self._before_step), optimizer.register_step_post_hook(self._after_step)]
         self._telemetry.observe(self)
 
@@ -171,8 +171,8 @@ class PerformanceRecorder:
             else:
                 self.zero3.record_backward_pass(duration, tokens)
             self._record_layers(kind, computed_ns)
-            if self._updated:
-                updated, self._updated = self._updated, 0
+            updated, self._updated = self._updated, None
+            if updated is not None and kind is Pass.BACKWARD:
                 self._end_step(stepped_ns, updated, time.perf_counter_ns())
 
     def _record_layers(self, kind: Pass, computed_ns: Mapping[str, int]) -> None:
@@ -216,9 +216,9 @@ class PerformanceRecorder:
         with self._lock:
             if self._pauses:
                 return
-            if self._fsdp is not None and self._fsdp.steps_in_backward:
-                self._updated += updated  # in parts: the step ends with the backward
-            else:
+            if self._fsdp is not None and self._fsdp.is_stepping_in_backward:
+                self._updated = (self._updated or 0) + updated  # in parts: the step ends with the backward
+            elif updated or self._fsdp is None or not self._fsdp.steps_in_backward:  # else it is the one that may stay in the loop
                 self._end_step(now - self._stepping_ns, updated, now)
 
     def _end_step(self, stepping_ns: int, updated: int, now: int) -> None:

@@ -140,16 +140,32 @@ def gradients(*shapes: tuple[int, ...]) -> tuple[LentGradients, Gauge]:
     return LentGradients(FlatLayout([(str(n), shape) for n, shape in enumerate(shapes)], 2), torch.float32, gauge=gauge), gauge
 
 
-def test_a_gradient_is_kept_where_it_is_and_others_are_added_to_it() -> None:
+def test_a_gradient_is_kept_where_it_is() -> None:
     lent, _ = gradients((2, 3), (4,))
     first, empty = torch.ones(4), [lent.empty]
     lent.add(1, first)
-    lent.add(1, torch.full((4,), 2.0))
     empty.append(lent.empty)
     missing, second = lent.take()
-    assert (second.data_ptr(), second.tolist()) == (first.data_ptr(), [3.0] * 4)
+    assert second.data_ptr() == first.data_ptr()
     assert torch.equal(missing, torch.zeros(2, 3))
     assert [*empty, lent.empty] == [True, False, True]
+
+
+def test_memory_that_autograd_has_given_twice_is_not_added_to() -> None:
+    """Two leaves may have gradients in the same memory, and the caller may go on with what it gave to backward."""
+    shared = torch.ones(4)
+    for outlives in (False, True):
+        lent, _ = gradients((4,), (4,))
+        lent.add(0, shared.view(4))
+        lent.add(1, shared.view(4))
+        if outlives:
+            lent.outlive_backward()
+            assert all(each.data_ptr() != shared.data_ptr() for each in lent._kept.values())
+        for index in range(2):
+            lent.add(index, torch.full((4,), 2.0))
+            lent.add(index, torch.full((4,), 4.0))
+        assert [each.tolist() for each in lent.take()] == [[7.0] * 4] * 2
+        assert shared.tolist() == [1.0] * 4
 
 
 def test_what_is_not_dense_and_in_order_is_copied() -> None:

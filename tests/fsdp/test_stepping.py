@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardnet.backend import Backend
 from shardnet.errors import StateError, UsageError
-from shardnet.fsdp import FSDP, AsyncFSDP, Compression, ShardingStrategy
+from shardnet.fsdp import FSDP, AsyncFSDP, Compression, MixedPrecision, ShardingStrategy
 from shardnet.performance import PerformanceRecorder
 from shardnet.testing import loopback_cluster
 from tests.fsdp.ranks import run_ranks
@@ -24,7 +24,7 @@ UNITS = 6
 class Layer(nn.Module):
     def __init__(self, *, reentrant: bool = False) -> None:
         super().__init__()
-        self.linear, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+        self.linear, self.norm = nn.Linear(8, 8, bias=False), nn.LayerNorm(8)
         self.reentrant = reentrant
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -38,7 +38,13 @@ class Layer(nn.Module):
         return out
 
 
-ORIGINAL = nn.Sequential(nn.Linear(8, 8), *(Layer() for _ in range(UNITS)), nn.Linear(8, 1))
+ORIGINAL = nn.Sequential(nn.Linear(8, 8, bias=False), *(Layer() for _ in range(UNITS)), nn.Linear(8, 1, bias=False))
+
+
+# groups that compute with the shard itself, where a rank has all of it, beside groups that are cast
+NARROW = MixedPrecision(
+    torch.bfloat16, torch.float32, torch.float32, param_dtype_override_fn=lambda parameter: torch.float32 if parameter.dim() == 1 else None
+)
 
 
 def shard(backend: Backend, **options: Any) -> FSDP:
@@ -101,6 +107,9 @@ def train(backend: Backend, optimizers: Optimizers, *, in_backward: bool, **opti
         (4, {"strategy": ShardingStrategy.HYBRID_SHARD, "intra_node_size": 2}),
         (4, {"reshard_after_forward": 2}),
         (2, {"compression": Compression(weights="int8", gradients="int8")}),
+        (1, {"mixed_precision": NARROW}),
+        (2, {"mixed_precision": NARROW}),
+        (2, {"mixed_precision": NARROW, "strategy": ShardingStrategy.NO_SHARD}),
     ],
 )
 def test_no_bit_differs_from_steps_behind_backward(optimizers: Optimizers, ranks: int, options: dict[str, Any]) -> None:
@@ -200,9 +209,10 @@ def test_gradients_of_no_sync_are_stepped_when_they_are_synchronised() -> None:
     run_ranks(2, work)
 
 
-def test_a_backward_that_raises_leaves_nothing_for_the_next_one() -> None:
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
+def test_a_backward_that_raises_leaves_nothing_for_the_next_one(strategy: ShardingStrategy) -> None:
     def work(backend: Backend) -> None:
-        model = shard(backend)
+        model = shard(backend, strategy=strategy)
         model.step_in_backward(*adamw(model))
 
         def fail(*_: object) -> None:
@@ -214,11 +224,58 @@ def test_a_backward_that_raises_leaves_nothing_for_the_next_one() -> None:
             with pytest.raises(ValueError, match="in the middle"):
                 loss.backward()  # type: ignore[no-untyped-call]
         handle.remove()
+        before = next(losses(model, backend.rank, 1))  # whose forward puts everything in order
+        assert all(parameter.grad is None for parameter in model.parameters())
+        before.backward()  # type: ignore[no-untyped-call]
         for loss in losses(model, backend.rank, 3):
             loss.backward()  # type: ignore[no-untyped-call]
-        assert model.memory.full_parameters.current_bytes > 0  # of what is gathered for the next forward
+        gathered = model.memory.full_parameters.current_bytes > 0  # for the next forward
+        assert gathered == (strategy is ShardingStrategy.FULL_SHARD)
         model.settle()
         assert model.memory.full_parameters.current_bytes == model.memory.full_gradients.current_bytes == 0
+
+    run_ranks(2, work)
+
+
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
+def test_an_optimizer_that_raises_leaves_nothing_for_the_next_step(strategy: ShardingStrategy) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("no step")
+
+    def work(backend: Backend) -> None:
+        model = shard(backend, strategy=strategy)
+        (optimizer,) = adamw(model)
+        model.step_in_backward(optimizer)
+        handle = optimizer.register_step_pre_hook(fail)
+        for loss in losses(model, backend.rank, 1):
+            with pytest.raises(ValueError, match="no step"):
+                loss.backward()  # type: ignore[no-untyped-call]
+        handle.remove()
+        for loss in losses(model, backend.rank, 3):
+            assert all(parameter.grad is None for parameter in model.parameters())
+            loss.backward()  # type: ignore[no-untyped-call]
+
+    run_ranks(1 if strategy is ShardingStrategy.FULL_SHARD else 2, work)
+
+
+def test_a_unit_that_is_used_again_is_stepped_when_backward_has_ended() -> None:
+    """It may be gathered once more: by what forward computed with, or backward would be of something else."""
+
+    def train_twice(backend: Backend, *, in_backward: bool) -> list[torch.Tensor]:
+        first, layer, other = copy.deepcopy(ORIGINAL)[:3]
+        model = FSDP(nn.Sequential(layer, first, layer, other, layer), backend, units=[Layer])
+        (optimizer,) = adamw(model)
+        if in_backward:
+            model.step_in_backward(optimizer)
+        for step in range(4):
+            model(torch.full((2, 8), backend.rank + step + 1.0)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return list(model.full_state_dict().values())
+
+    def work(backend: Backend) -> None:
+        behind, within = (train_twice(backend, in_backward=in_backward) for in_backward in (False, True))
+        assert all(map(torch.equal, behind, within))
 
     run_ranks(2, work)
 
@@ -227,6 +284,9 @@ def test_what_cannot_be() -> None:
     def work(backend: Backend) -> None:
         model = shard(backend)
         (optimizer,) = adamw(model)
+        some = torch.optim.AdamW([parameter for name, parameter in model.named_parameters() if name != "3.norm.bias"])
+        with pytest.raises(UsageError, match=r"3\.norm\.bias is in none of the optimizers"):
+            model.step_in_backward(some)
         other = torch.optim.AdamW([nn.Parameter(torch.ones(3, 2))])
         with pytest.raises(UsageError, match=r"AdamW .* parameter of shape \[3, 2\] that this model does not shard"):
             model.step_in_backward(optimizer, other)
@@ -269,8 +329,25 @@ def test_the_recorder_counts_steps_as_ever() -> None:
             assert (figures.steps, figures.samples, recorder.zero3.optimizer_steps) == (4, 16, 4)
             assert 0 < recorder.zero3.total_optimizer_time < figures.compute_s * 1e9
             assert set(recorder.zero3.layer_timings) == {unit.name for unit in model.units}
+            steps = recorder.zero3.optimizer_steps
+            with model.no_sync():
+                next(losses(model, backend.rank, 1)).backward()  # type: ignore[no-untyped-call]
+            assert recorder.zero3.optimizer_steps == steps
 
     run_ranks(2, work)
+
+
+def test_a_rank_that_holds_nothing_has_made_the_step_too() -> None:
+    def work(backend: Backend) -> None:
+        model = FSDP(nn.Sequential(nn.Linear(1, 1)), backend)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model.step_in_backward(optimizer)
+        with PerformanceRecorder(model, optimizer) as recorder:
+            for _ in range(3):
+                model(torch.ones(1, 1)).sum().backward()
+        assert recorder.figures().steps == 3
+
+    run_ranks(4, work)
 
 
 async def test_in_an_async_program() -> None:
