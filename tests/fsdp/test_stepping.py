@@ -258,12 +258,43 @@ def test_an_optimizer_that_raises_leaves_nothing_for_the_next_step(strategy: Sha
     run_ranks(1 if strategy is ShardingStrategy.FULL_SHARD else 2, work)
 
 
-def test_a_unit_that_is_used_again_is_stepped_when_backward_has_ended() -> None:
-    """It may be gathered once more: by what forward computed with, or backward would be of something else."""
+class Shared(nn.Module):
+    """A weight that its first use reads and has no gradient of, so that it has all of them before backward comes to that one."""
 
-    def train_twice(backend: Backend, *, in_backward: bool) -> list[torch.Tensor]:
-        first, layer, other = copy.deepcopy(ORIGINAL)[:3]
-        model = FSDP(nn.Sequential(layer, first, layer, other, layer), backend, units=[Layer])
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(8) / 2)
+
+    def forward(self, x: torch.Tensor, uses: str) -> torch.Tensor:
+        for use in uses:
+            x = torch.tanh(x @ (self.weight.detach() if use == "-" else self.weight))
+        return x
+
+
+class Net(nn.Module):
+    def __init__(self, uses: tuple[str, str]) -> None:
+        super().__init__()
+        self.first, self.shared, self.layers = nn.Linear(8, 8), Shared(), nn.Sequential(*(Layer() for _ in range(UNITS)))
+        self.uses = uses
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if self.uses[0]:
+            x = self.shared(x, self.uses[0])
+        x = self.layers(x)
+        out = self.shared(x, self.uses[1])
+        assert isinstance(out, torch.Tensor)
+        return out
+
+
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
+@pytest.mark.parametrize("uses", [("", "-+"), ("-", "+")], ids=["in one call", "in another call"])
+def test_what_backward_will_read_again_is_stepped_when_it_has_ended(strategy: ShardingStrategy, uses: tuple[str, str]) -> None:
+    """Or it would be the backward of something else than forward was."""
+    net = Net(uses)
+
+    def train_it(backend: Backend, *, in_backward: bool) -> list[torch.Tensor]:
+        model = FSDP(copy.deepcopy(net), backend, units=[Layer, Shared], strategy=strategy)
         (optimizer,) = adamw(model)
         if in_backward:
             model.step_in_backward(optimizer)
@@ -274,7 +305,7 @@ def test_a_unit_that_is_used_again_is_stepped_when_backward_has_ended() -> None:
         return list(model.full_state_dict().values())
 
     def work(backend: Backend) -> None:
-        behind, within = (train_twice(backend, in_backward=in_backward) for in_backward in (False, True))
+        behind, within = (train_it(backend, in_backward=in_backward) for in_backward in (False, True))
         assert all(map(torch.equal, behind, within))
 
     run_ranks(2, work)
