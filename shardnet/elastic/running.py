@@ -3,7 +3,8 @@
 [Note: who is at fault] A collective that ends in a timeout or a mismatch may be the fault of all: then it will again. But a worker may
 be stuck, a newcomer may run another program, and a collective may fail on one rank alone, of want of memory for example. So the others go
 on without them, once at each step: those that were missing are named to the rendezvous, while newcomers that disagree before the first
-step is done, and who has an error of its own, end themselves.
+step is done, and who has an error of its own, end themselves. Of several newcomers one may hear of the loss of another one rather than of
+the mismatch, and comes once more: a mismatch with them is tried again a few times.
 """
 
 import gc
@@ -25,6 +26,7 @@ from shardnet.training import Cluster, Departure, connect
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 COLLECTIONS = 10  # at most; two are enough for most models
+MISMATCHES = 3  # with newcomers, at one step
 ELSEWHERE_S = 2.0  # the longest wait for collections of other threads
 _collecting = threading.Lock()  # several members may be threads of one process
 END_S = 7 * 24 * 3600.0  # rank 0 may take its time over what it writes at the end; who is dead is noticed in any case
@@ -66,9 +68,9 @@ async def run(
               has lost more workers than there were copies of what they held, goes on from the last one. None: there are none
 
     What `train` raises ends this worker, unless it is PeerLost or comes from one: then the survivors go on without it. So they do, once at
-    each step, when a CollectiveTimeout says who is missing, when newcomers cause a CollectiveMismatch, and after another CollectiveError,
-    which tells of an error on another rank. Raises JoinTimeout if fewer workers than `min_world_size` are left and no others come
-    within `join_s`.
+    each step, when a CollectiveTimeout says who is missing, when newcomers cause a CollectiveMismatch (then a few times), and after another
+    CollectiveError, which tells of an error on another rank. Raises JoinTimeout if fewer workers than `min_world_size` are left and no
+    others come within `join_s`.
     """
     saving = None if checkpoints is None else Saving(Path(checkpoints), save_every, keep)
     try:
@@ -88,7 +90,7 @@ async def run(
 
 async def _epochs(train: Train[T], cluster: Cluster, state: State) -> T:
     """Train epoch by epoch, to the end of all ranks."""
-    trouble_at = -1  # the step at which a collective failed that nobody died in
+    trouble_at, troubles = -1, 0  # the step at which a collective failed that nobody died in, and how often
     while True:
         result: list[T] = []
         try:
@@ -101,7 +103,8 @@ async def _epochs(train: Train[T], cluster: Cluster, state: State) -> T:
             if why is None or not cluster.elastic:
                 raise
             if not isinstance(why, PeerLost | WorldChanges):
-                if state.step == trouble_at:
+                troubles = troubles + 1 if state.step == trouble_at else 1
+                if troubles > (MISMATCHES if isinstance(why, CollectiveMismatch) else 1):
                     raise
                 trouble_at = state.step
         else:

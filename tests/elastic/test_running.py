@@ -318,6 +318,39 @@ async def test_newcomers_with_another_program_end_and_the_others_go_on() -> None
     assert all(life.error is not None for life in members.lives[2:])
 
 
+@pytest.mark.parametrize(("times", "error"), [(2, type(None)), (3, CollectiveMismatch)])
+async def test_newcomers_may_come_to_know_of_it_one_after_the_other(times: int, error: type) -> None:
+    """Who hears of the loss of another one first comes once more: the others bear that, but not for ever."""
+
+    def stubborn() -> Callable[[Cluster, State, Life], Awaitable[Any]]:
+        left, failed = times, False
+
+        async def fail_once(step: int) -> None:
+            nonlocal failed
+            if step == 3 and not failed:
+                failed = True
+                await both.wait()
+                raise CollectiveError("all_gather #7: rank 9 has no memory left")
+
+        inner = trainer(before=fail_once)
+
+        async def train(cluster: Cluster, state: State, life: Life) -> Any:
+            nonlocal left
+            if state.has_copies and left:
+                left -= 1
+                await both.wait()
+                raise CollectiveMismatch("newcomers shard another model")
+            return await inner(cluster, state, life)
+
+        return train
+
+    both = asyncio.Barrier(2)  # one that left while the other is behind it would be lost to that
+    async with crew() as members:
+        lives_ = [members.hire(stubborn(), least=2, most=2) for _ in range(2)]
+        await members.wait()
+    assert [type(life.error) for life in lives_] == [error, error]
+
+
 @pytest.mark.parametrize("place", ["begin", "backward", "committed"])
 async def test_the_model_of_the_epoch_before_is_gone_when_the_next_one_is_made(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """After two runs of Python's collector, however many layers there are; else there would be two in memory."""
