@@ -87,6 +87,10 @@ class Chunk:
         """Bytes of data, here or lent."""
         return len(self.data) if self.lent is None else self.lent.size
 
+    def saying(self, control: mesh_pb2.Control) -> "Chunk":
+        """The same place with a control message instead of data."""
+        return Chunk(self.epoch, self.group, self.sequence, self.block, self.offset, control=control)
+
     @property
     def came_through_memory(self) -> bool:
         """Whether the data of a chunk that has arrived did not come over its stream."""

@@ -4,8 +4,7 @@ import asyncio
 import concurrent.futures
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
 
@@ -47,6 +46,7 @@ class Group:
         self.route = Route.of(board.routing.cut(self.nodes), self.rank)
         self._ledger = Ledger(self.party, self.telemetry, board.limits)
         self.rounds = Rounds(self, self._ledger)
+        self._borrowers = frozenset[int](), frozenset[int]()  # ranks of the mesh, and those of them that are members
         self._running: dict[int, Operation] = {}
         self._queued: deque[Operation] = deque()
         # called with the number of a collective that has failed elsewhere after it had ended well here; loop thread
@@ -180,8 +180,10 @@ class Group:
         if chunk.size:
             near = [rank for rank in targets if chunk.lent is not None or self.board.mesh.carries(rank, chunk)]
             self.telemetry.count_sent(chunk.size, near=near, far=[rank for rank in targets if rank not in near] if near else targets)
-        with self._naming(operation):
+        try:
             await self.board.send_all(targets, chunk)
+        except PeerLost as error:
+            raise self._named(error, operation) from error
 
     def tell(self, peer: int, sequence: int, control: mesh_pb2.Control, data: bytes = b"") -> None:
         """Send a peer word of a collective, without waiting; it need not hear it if it is gone."""
@@ -190,21 +192,22 @@ class Group:
     @property
     def borrowers(self) -> frozenset[int]:
         """The members that can read data where this rank has it."""
-        return frozenset(self._local[rank] for rank in self.board.mesh.borrowers if rank in self._local)
+        ranks = self.board.mesh.borrowers
+        if self._borrowers[0] is not ranks:
+            self._borrowers = ranks, frozenset(self._local[rank] for rank in ranks if rank in self._local)
+        return self._borrowers[1]
 
     def lend(self, operation: Operation, peer: int, chunk: Chunk, loan: Loan) -> None:
         """Tell one of them where a chunk's data lies. Raises PeerLost naming the collective."""
         self.telemetry.count_sent(len(chunk.data), near=(self.members[peer],))
-        with self._naming(operation):
-            self.board.lend(self.members[peer], chunk, loan)
-
-    @contextmanager
-    def _naming(self, operation: Operation) -> Iterator[None]:
-        """The mesh knows who is lost, but not what this rank was doing."""
         try:
-            yield
+            self.board.lend(self.members[peer], chunk, loan)
         except PeerLost as error:
-            raise verdict.peer_lost(self.board, error.rank, operation.name, self.board.lost.get(error.rank, str(error))) from error
+            raise self._named(error, operation) from error
+
+    def _named(self, error: PeerLost, operation: Operation) -> PeerLost:
+        """The mesh knows who is lost, but not what this rank was doing."""
+        return verdict.peer_lost(self.board, error.rank, operation.name, self.board.lost.get(error.rank, str(error)))
 
     def on_chunk(self, source_global: int, chunk: Chunk) -> None:
         """Hand a chunk to its operation, keep it for one that is not entered yet, or drop it if that has ended."""

@@ -18,19 +18,21 @@ queued, at most the data of one lap. Blocks that are gathered are numbered N + b
 """
 
 import asyncio
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 import numpy as np
 
 from shardnet.collectives.commons import Claim, Commons
+from shardnet.collectives.cut import Cut
 from shardnet.collectives.lane import Lane, Outgoing
 from shardnet.collectives.operation import Operation
 from shardnet.collectives.parts import Part, count, piecewise
 from shardnet.collectives.reduction import Array, Reduction, as_bytes, copy_bytes
 from shardnet.collectives.route import Leg, Route, Routing
-from shardnet.config import Limits
+from shardnet.config import KIB, Limits
 from shardnet.errors import ProtocolError, ShardnetError
 from shardnet.wire import Buffer, Chunk, LoanRevoked
 
@@ -42,6 +44,7 @@ MAX_HELD_BYTES = 8 * 1024 * 1024
 # While so many chunks wait for the next node, the neighbours get nothing more to add up: it could go no further either, and to
 # copy it takes the processor from what keeps the link busy.
 _AHEAD = 3
+_LAST_BYTES = 256 * KIB  # of a block's last chunks, where they are passed on inside the node
 _BUSY_BYTES = 4 * 1024 * 1024  # are copied without a look at what else there is to do
 
 
@@ -51,7 +54,7 @@ class Hierarchical:
 
     `bounds` cuts the data into a block a rank, in elements. `source` is the whole input of a reduction. `output` is where the
     result goes: the whole data if `gather`, this rank's block else. It may be `source` itself. `shard` is this rank's block
-    where a gather has yet to copy it into the output.
+    where a gather has yet to copy it into the output. With `eager` the first data for another node does not wait for its announcement.
 
     With `commons` a gather goes into one buffer for all ranks of the node, if that can be had: see [Note: one buffer a node].
     Then `output` is replaced, and `claim` is what this rank has of it.
@@ -63,19 +66,24 @@ class Hierarchical:
     reduction: Reduction | None = None
     source: Array | None = None
     shard: Array | None = None
+    eager: bool = True
     commons: Commons | None = None
     claim: Claim = field(default_factory=Claim)
     _rank: int = 0
     _size: int = 1
     _route: Route = field(init=False)
     _in_rank_order: bool = False  # sums
-    _step: int = 1  # elements of a chunk
+    _cut: Cut = field(init=False)
+    _eager_bytes: int = 0  # that may go to each peer of another node before it has announced the collective
+    _sent_eagerly: Counter[int] = field(default_factory=Counter)  # of them, by peer
+    _came: deque[tuple[int, Chunk]] = field(default_factory=deque)  # before it was known where it belongs
     _near: Lane = field(default_factory=Lane)  # to the other ranks of this node
     _far: Lane = field(default_factory=Lane)  # to the next node
     _filled: dict[tuple[int, int], int] = field(default_factory=dict)  # (rank, wire block) -> elements received
     _parts: dict[tuple[int, int], dict[int, Part]] = field(default_factory=dict)  # (block, first element) -> what came, by rank
     _held: int = 0
     _missing: int = 0  # elements still to be received
+    _unread: Counter[int] = field(default_factory=Counter)  # of them, of each neighbour's: still to be received, or lent and not read
     _to_add: deque[tuple[int, Chunk]] = field(default_factory=deque)  # lent, by rank, and not read yet
     _to_copy: deque[tuple[int, Chunk]] = field(default_factory=deque)  # the same, of gathered blocks
     _changed: asyncio.Event = field(default_factory=asyncio.Event)  # something was lent, or nothing is missing
@@ -96,35 +104,47 @@ class Hierarchical:
         self._rank, self._size, self._route = op.group.rank, op.group.size, op.group.route
         self._in_rank_order = op.group.board.routing is Routing.RANK_ORDER
         if self.commons is not None:
+            op.sink, op.takes_loans = self._keep, True
             await self._claim_output(op, self.commons)
-        self._step = self._chunk_elements(op.group.board.limits)
+        limits = op.group.board.limits
+        self._cut, self._eager_bytes = self._cut_for(limits), limits.direct_bytes if self.eager else 0
         self._plan()
-        op.sink, op.takes_loans = self._on_chunk, True
-        sources, targets = self._peers(op.group.peers)
-        if self.commons is not None:
-            for peer in sources:
+        self._begin_to_take(op)
+        peers = self._peers(op.group.peers)
+        with_data = self._announced_with_data(op)
+        op.announce_with_data(with_data)
+        for peer in peers:
+            if self.commons is not None:
                 await self.commons.announce(op, peer, self.claim)
-            await self._write_own()
-            self._queue_own()
-            for peer in targets:
-                await self.commons.listen(op, peer)
-            await self._work(op)
-        elif self._lends_at_once(op):
-            op.announce_with_loans(sources)
-            self._queue_own()
-            await self._work(op, targets)
-        else:
-            for peer in sources:
+            elif peer not in with_data:
                 await op.announce(peer)
-            self._queue_own()
-            for peer in targets:
-                await op.cleared(peer)
-            await self._work(op)
+        if self.commons is not None:
+            await self._write_own()
+        self._queue_own()
+        await self._work(op, peers)
         await op.settle()
 
-    def _lends_at_once(self, op: Operation) -> bool:
-        """Whether all that this rank sends are loans, some to each peer: they need no room there, and so no announcement first."""
-        return self._route.nodes == 1 and op.group.borrowers.issuperset(op.group.peers) and all(end > start for start, end in self.bounds)
+    def _keep(self, source: int, chunk: Chunk) -> None:
+        """Keep what comes while it is not known where it belongs."""
+        if chunk.frame is None and chunk.lent is None:
+            chunk.data = bytes(chunk.data)  # lent for this call only
+        self._came.append((source, chunk))
+
+    def _begin_to_take(self, op: Operation) -> None:
+        """Take what was kept, and what comes from now on."""
+        op.sink, op.takes_loans = self._on_chunk, True
+        while self._came:
+            self._on_chunk(*self._came.popleft())
+
+    def _announced_with_data(self, op: Operation) -> tuple[int, ...]:
+        """Peers that get something at once in any case."""
+        if self.commons is not None or any(end == start for start, end in self.bounds):
+            return ()
+        near = self._route.neighbours if op.group.borrowers.issuperset(self._route.neighbours) else ()
+        first = self._cut.size(0, self._length(self._rank)) * self.output.itemsize
+        if self.source is None and self._route.nodes > 1 and first <= self._eager_bytes:
+            return (*near, self._route.legs[self._rank].behind)
+        return near
 
     async def _claim_output(self, op: Operation, commons: Commons) -> None:
         """Set the output to what the node's keeper grants, or to memory of this rank's own if that is nothing."""
@@ -133,13 +153,17 @@ class Hierarchical:
         dtype = self.output.dtype
         self.output = self.claim.shared.view(dtype) if self.claim.granted else np.empty(length, dtype)
 
-    def _chunk_elements(self, limits: Limits) -> int:
+    def _cut_for(self, limits: Limits) -> Cut:
         largest = max(self.output.itemsize, self._sum_itemsize)
+        step = limits.chunk_bytes // largest
         if self._route.nodes > 1:
-            return limits.chunk_bytes // largest
+            least = min(_LAST_BYTES // largest, step) if self._route.is_hierarchical else step
+            return Cut(step, max(limits.direct_bytes // largest, least), least)
         if not self.claim.granted:
-            return limits.piece_bytes // largest
-        return max(map(self._length, range(self._size)))  # nothing is moved: there is nothing to do meanwhile
+            step = limits.piece_bytes // largest
+        else:
+            step = max(map(self._length, range(self._size)))  # nothing is moved: there is nothing to do meanwhile
+        return Cut(step, step, step)
 
     async def _write_own(self) -> None:
         """Put this rank's block into the common output, before anybody is told that it is there, or sent what is there."""
@@ -163,11 +187,13 @@ class Hierarchical:
             length = self._length(block)
             carried = leg.carrier == self._rank
             if self.source is not None:
-                self._missing += length * self._awaited(leg) * carried
+                self._missing += length * (len(self._route.neighbours) + self._comes_across(leg)) * carried
+                self._unread.update(dict.fromkeys(self._route.neighbours, length * carried))
                 self._near.unsent += length * (not carried)
                 self._far.unsent += length * (carried and leg.hops > 0)
             if self.gather:
                 self._missing += length * (block != self._rank)
+                self._unread[leg.carrier] += length * (not carried)
                 self._near.unsent += length * (carried and bool(self._route.neighbours))
                 self._far.unsent += length * (carried and leg.hops < self._route.nodes - 1)
 
@@ -179,21 +205,21 @@ class Hierarchical:
             self._near.may_run_ahead = lambda: self._far.queued < _AHEAD
         elif self.gather:
             own = self._own_output() if self.shard is None else self.shard
-            for chunk in self._chunks(len(own)):
+            for chunk in self._cut.slices(len(own)):
                 self._spread(self._rank, chunk, own[chunk])
 
-    def _awaited(self, leg: Leg) -> int:
-        """How many ranks add to each chunk of a block that this rank carries: its neighbours, and the node before if there is one."""
-        return len(self._route.neighbours) + (self._route.nodes > 1 and leg.hops != 1)
+    def _comes_across(self, leg: Leg) -> bool:
+        """Whether the sum of a block that this rank carries has come from the node before, where its own node adds to it."""
+        return self._route.nodes > 1 and leg.hops != 1
 
     def _sums_of_one(self) -> Iterator[Outgoing]:
         """What a node of one rank begins with: its sum is its own part, which is widened only when it goes."""
         assert self.source is not None
         assert self.reduction is not None
         for block, leg in enumerate(self._route.legs):
-            if leg.carrier == self._rank and not self._awaited(leg):
+            if leg.carrier == self._rank and not self._route.neighbours and not self._comes_across(leg):
                 own = self.source[slice(*self.bounds[block])]
-                for chunk in self._chunks(len(own)):
+                for chunk in self._cut.slices(len(own)):
                     yield Outgoing((leg.behind,), block, chunk.start * self._sum_itemsize, self.reduction.widen(own[chunk]))
 
     def _contributions(self) -> Iterator[Outgoing]:
@@ -203,15 +229,11 @@ class Hierarchical:
         others = [(leg, block) for block, leg in enumerate(self._route.legs) if leg.carrier != self._rank]
         turn = {peer: index for index, peer in enumerate(self._route.neighbours)}
         others.sort(key=lambda entry: ((entry[0].hops - 1) % self._route.nodes, turn[entry[0].carrier], entry[1]))
-        for chunk in self._chunks(max(self._length(block) for _, block in others) if others else 0):
-            for leg, block in others:
-                place = slice(chunk.start, min(chunk.stop, self._length(block)))
-                if place.start < place.stop:
+        for places in zip_longest(*(self._cut.slices(self._length(block)) for _, block in others)):
+            for (leg, block), place in zip(others, places, strict=True):
+                if place is not None:
                     part = self.source[slice(*self.bounds[block])][place]
                     yield Outgoing((leg.carrier,), block, place.start * part.itemsize, part)
-
-    def _chunks(self, length: int) -> Iterator[slice]:
-        return (slice(first, min(first + self._step, length)) for first in range(0, length, self._step))
 
     def _length(self, block: int) -> int:
         start, end = self.bounds[block]
@@ -221,64 +243,83 @@ class Hierarchical:
         """This rank's block of the output, which is no more than that without a gather."""
         return self.output[slice(*self.bounds[self._rank])] if self.gather else self.output
 
-    def _peers(self, everyone: list[int]) -> tuple[list[int], list[int]]:
-        """Who must know that their data may come, and whose word this rank waits for.
+    def _peers(self, everyone: list[int]) -> list[int]:
+        """To whom this rank announces the collective, and whose word it waits for: who sends to it, and to whom it sends.
 
         Where each block has something in it, who has received what it waits for knows that all ranks are there, as [Note: no rank
         ends before all have entered] asks for. Where one is empty (in a broadcast all but one are) it would not: then
         everyone announces to everyone.
         """
         if not all(end > start for start, end in self.bounds):
-            return everyone, everyone
-        sources, targets = set(self._route.neighbours), set(self._route.neighbours)
+            return everyone
+        near = set(self._route.neighbours)
         for leg in self._route.legs:
             if leg.carrier == self._rank and self._route.nodes > 1:
                 if (self.source is not None and leg.hops != 1) or (self.gather and leg.hops != 0):
-                    sources.add(leg.before)
+                    near.add(leg.before)
                 if (self.source is not None and leg.hops != 0) or (self.gather and leg.hops != self._route.nodes - 1):
-                    targets.add(leg.behind)
-        return [peer for peer in everyone if peer in sources], [peer for peer in everyone if peer in targets]
+                    near.add(leg.behind)
+        return [peer for peer in everyone if peer in near]
 
     # --- sending
 
-    async def _work(self, op: Operation, unheard: Sequence[int] = ()) -> None:
-        """Send and take everything; of the `unheard` no announcement was waited for."""
+    async def _work(self, op: Operation, peers: list[int]) -> None:
+        """Send and take everything, and hear of all peers."""
         try:
             async with asyncio.TaskGroup() as group:
-                if unheard:
-                    group.create_task(self._hear(op, unheard))
-                for lane in (self._far, self._near):  # in this order: it may take far longer
+                group.create_task(self._hear(op, peers))
+                for lane, drain in ((self._far, self._drain_far), (self._near, self._drain_near)):  # in this order: it may take far longer
                     if lane.unsent:
-                        group.create_task(self._drain(op, lane))
-                await self._take_lent()
+                        group.create_task(drain(op))
+                await self._take_lent(op)
         except ExceptionGroup as several:
             raise next((error for error in several.exceptions if isinstance(error, ShardnetError)), several.exceptions[0]) from None
 
-    async def _hear(self, op: Operation, peers: Sequence[int]) -> None:
+    async def _hear(self, op: Operation, peers: list[int]) -> None:
         for peer in peers:
-            await op.cleared(peer)
+            if self.commons is not None:
+                await self.commons.listen(op, peer)
+            else:
+                await op.cleared(peer)
 
-    async def _drain(self, op: Operation, lane: Lane) -> None:
-        while lane.unsent:
-            item = await lane.take()
-            lane.unsent -= len(item.data)
-            self._near.wake()
+    async def _drain_far(self, op: Operation) -> None:
+        while self._far.unsent:
+            item = await self._take_from(self._far)
             if item.frame is not None:
                 self._held -= len(item.frame)
-            if lane is self._near:  # the caller's own memory: it stays as it is
-                if not self.claim.granted:
-                    quick = await op.lend_all(item.peers, item.block, item.offset, as_bytes(item.data))
-                else:
-                    await op.place_all(item.peers, item.block, item.offset, item.data.nbytes)
-                    quick = True
-            else:
-                await op.send_all(item.peers, item.block, item.offset, as_bytes(item.data), frame=item.frame)
-                quick = False
-            if item.copy_to is not None:
-                copy_bytes(as_bytes(item.data), item.copy_to)
-            elif quick:
-                continue
+            for peer in item.peers:
+                self._sent_eagerly[peer] += item.data.nbytes
+                if self._sent_eagerly[peer] > self._eager_bytes:
+                    await op.announced(peer)
+            await op.send_all(item.peers, item.block, item.offset, as_bytes(item.data), frame=item.frame)
+            self._copy_sent(item)
             await asyncio.sleep(0)  # sending may not wait for anything, and what arrives in the meantime is to be added
+
+    async def _drain_near(self, op: Operation) -> None:
+        """What goes to this node is the caller's own memory, which stays as it is."""
+        if not self.claim.granted and not op.group.borrowers.issuperset(self._route.neighbours):
+            for peer in self._route.neighbours:  # it takes room
+                await op.announced(peer)
+        while self._near.unsent:
+            item = await self._take_from(self._near)
+            if self.claim.granted:
+                await op.place_all(item.peers, item.block, item.offset, item.data.nbytes)
+                quick = True
+            else:
+                quick = await op.lend_all(item.peers, item.block, item.offset, as_bytes(item.data))
+            self._copy_sent(item)
+            if not quick or item.copy_to is not None:
+                await asyncio.sleep(0)
+
+    async def _take_from(self, lane: Lane) -> Outgoing:
+        item = await lane.take()
+        lane.unsent -= len(item.data)
+        self._near.wake()
+        return item
+
+    def _copy_sent(self, item: Outgoing) -> None:
+        if item.copy_to is not None:
+            copy_bytes(as_bytes(item.data), item.copy_to)
 
     def _spread(self, block: int, place: slice, data: Array, frame: Buffer | None = None) -> None:
         """Queue a gathered chunk for the neighbours and for the next node."""
@@ -297,15 +338,19 @@ class Hierarchical:
 
     # --- receiving
 
-    async def _take_lent(self) -> None:
+    async def _take_lent(self, op: Operation) -> None:
         """Take what is lent, until nothing is missing: one chunk at a time, so that what others wait for goes out in between, and
         what is to be added first, for they wait for that."""
         while self._missing:
             if queue := self._to_add or self._to_copy:
+                source, chunk = queue.popleft()
                 try:
-                    self._take(*queue.popleft())
+                    self._take(source, chunk)
                 except LoanRevoked:  # why, the lender says, by an abort or by its end
                     await asyncio.get_running_loop().create_future()
+                for peer in self._route.neighbours:
+                    if not self._unread[peer]:
+                        await op.return_loan(peer)
                 await asyncio.sleep(0)
             else:
                 self._changed.clear()
@@ -329,6 +374,7 @@ class Hierarchical:
             self._add(source, chunk, block, place)
         else:
             target = self.output[slice(*self.bounds[block])][place]
+            self._unread[source] -= len(target)
             if chunk.lent is None:
                 copy_bytes(chunk.data, target)
             else:
@@ -352,7 +398,7 @@ class Hierarchical:
             welcome = welcome and source == (leg.before if carried else leg.carrier)
         filled = self._filled.get((source, chunk.block), 0)
         more, rest = divmod(chunk.size, itemsize)
-        whole = more == min(self._step, self._length(block) - filled)
+        whole = more == self._cut.size(filled, self._length(block))
         if self._route.nodes > 1 and not whole:  # Limits are alike on all ranks; and each small piece would be kept by itself
             welcome = False
         if not welcome or rest or chunk.offset != filled * itemsize or filled + more > self._length(block):
@@ -362,32 +408,57 @@ class Hierarchical:
 
     def _add(self, source: int, chunk: Chunk, block: int, place: slice) -> None:
         """Keep what is to be added, or add all up if it is the last one. Data without a frame is lent for this call only."""
-        assert self.source is not None
         assert self.reduction is not None
         leg, near = self._route.legs[block], source in self._route.neighbours
         parts = self._parts.setdefault((block, place.start), {})
-        if chunk.lent is not None:
-            parts[source] = chunk.lent
+        if chunk.lent is None:
+            parts[source] = self.reduction.view(chunk.data) if near else self.reduction.view_sum(chunk.data)
         else:
-            came = self.reduction.view(chunk.data) if near else self.reduction.view_sum(chunk.data)
-            parts[source] = np.copy(came) if chunk.frame is None and len(parts) + 1 < self._awaited(leg) else came
-        if len(parts) < self._awaited(leg):
-            return
-        if len({count(part, self.source.itemsize) for part in parts.values()}) > 1:
+            parts[source] = chunk.lent
+        if any(count(part, self.output.itemsize) != place.stop - place.start for part in parts.values()):
             raise ProtocolError(f"rank {source} cut its part of block {block} in another way than the others: Limits differ")
+        node_is_there = self._rank in parts or parts.keys() >= set(self._route.neighbours)
+        if not node_is_there or (self._comes_across(leg) and leg.before not in parts):
+            if chunk.lent is None and chunk.frame is None:
+                parts[source] = np.copy(parts[source])
+            if node_is_there and leg.hops == 0 and not self.reduction.widens:
+                self._sum_ahead(parts, block, place)
+            return
         del self._parts[block, place.start]
-        parts[self._rank] = self.source[slice(*self.bounds[block])][place]
-        node = sorted(self._route.node) if self.reduction.widens or self._in_rank_order else self._route.node
-        before = parts.get(leg.before) if leg.before not in node else None
+        before = parts.pop(leg.before) if self._comes_across(leg) else None
         if leg.hops == 0:
             target = self._own_output()[place]
-            for piece, arrays, sum_before in piecewise([parts[rank] for rank in node], before, target, self.source.dtype):
+            for piece, arrays, sum_before in self._piecewise(parts, block, place, before, target):
                 self.reduction.reduce_in_turn(arrays, target[piece], before=sum_before)
             if self.gather:
                 self._spread(block, place, target)
         else:
             total = np.empty(place.stop - place.start, self.reduction.sum_dtype)
-            for piece, arrays, sum_before in piecewise([parts[rank] for rank in node], before, total, self.source.dtype):
+            for piece, arrays, sum_before in self._piecewise(parts, block, place, before, total):
                 self.reduction.sum(arrays, out=total[piece], before=sum_before)
             self._far.first.append(Outgoing((leg.behind,), block, place.start * total.itemsize, total))
             self._far.wake()
+
+    def _sum_ahead(self, parts: dict[int, Part], block: int, place: slice) -> None:
+        """Put this node's sum where the result will be, while what is to be added to has yet to come over the link: then there is less to do
+        behind it, and the neighbours have their loans back."""
+        assert self.reduction is not None
+        target = self._own_output()[place]
+        for piece, arrays, _ in self._piecewise(parts, block, place, None, target):
+            self.reduction.sum(arrays, out=target[piece])
+        parts.clear()
+        parts[self._rank] = target
+
+    def _piecewise(
+        self, parts: dict[int, Part], block: int, place: slice, before: Part | None, out: Array
+    ) -> Iterator[tuple[slice, Iterator[Array], Array | None]]:
+        """`piecewise` of this node's parts, its own one among them, in the order of the sum; of their sum, where that is in its place."""
+        assert self.source is not None
+        if self._rank in parts:
+            node = [self._rank]
+        else:
+            parts[self._rank] = self.source[slice(*self.bounds[block])][place]
+            node = sorted(self._route.node) if self._in_rank_order or (self.reduction and self.reduction.widens) else list(self._route.node)
+        yield from piecewise([parts[rank] for rank in node], before, out, self.source.dtype)
+        for rank in node:
+            self._unread[rank] -= place.stop - place.start

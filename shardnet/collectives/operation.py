@@ -58,10 +58,12 @@ class Operation:
     ready: bool = False  # the sink is set and what came early was delivered: chunks may be handed over directly
     _announced: defaultdict[int, deque[mesh_pb2.Announcement]] = field(default_factory=lambda: defaultdict(deque))
     _waiters: dict[int, "asyncio.Future[None]"] = field(default_factory=dict)
+    _heard: set[int] = field(default_factory=set)  # whose announcement `cleared` has told
+    _news: asyncio.Event = field(default_factory=asyncio.Event)  # somebody has
     _loan: Loan | None = None  # under which this rank's data is read where it lies
-    _unannounced: set[int] = field(default_factory=set)  # who hear of it with the first loan
+    _unannounced: set[int] = field(default_factory=set)  # who hear of it with the first chunk of data
     _borrowers: set[int] = field(default_factory=set)  # who have not returned it
-    _lenders: set[int] = field(default_factory=set)
+    _lenders: set[int] = field(default_factory=set)  # whom it has yet to be returned to
     _returned: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
@@ -90,8 +92,8 @@ class Operation:
             announcement.MergeFrom(note)
         await self.send(peer, announcement=announcement)
 
-    def announce_with_loans(self, peers: Sequence[int]) -> None:
-        """Announce it to each of these with the first chunk that is lent to it, which costs no message."""
+    def announce_with_data(self, peers: Sequence[int]) -> None:
+        """Announce it to each of these with the first chunk of data that goes to it, which costs no message."""
         self._unannounced.update(peers)
 
     async def cleared(self, peer: int) -> mesh_pb2.Announcement:
@@ -107,7 +109,18 @@ class Operation:
             end = time.perf_counter_ns()
             self.waited_ns += end - start
             self.group.telemetry.count_wait(self.group.members[peer], start, end)
+        self._heard.add(peer)
         return self._announced[peer].popleft()
+
+    async def announced(self, peer: int) -> None:
+        """Wait until a peer has announced it, whether somebody waits for `cleared` or not."""
+        while not self._announced[peer] and peer not in self._heard:
+            self._news.clear()
+            await self._news.wait()
+
+    def begin_next_phase(self) -> None:
+        """All peers have been heard, and announce it once more."""
+        self._heard.clear()
 
     @property
     def unheard(self) -> int:
@@ -131,7 +144,18 @@ class Operation:
     async def send_all(self, peers: Sequence[int], block: int, offset: int, data: Buffer, *, frame: Buffer | None = None) -> None:
         """Send one chunk of data to several peers, as `send` does; `frame` is its encoded form where known."""
         self.flight.bytes_sent += len(data) * len(peers)
-        await self.group.send(self, peers, self._chunk(block, offset, data, frame=frame))
+        if self._unannounced.isdisjoint(peers):
+            await self.group.send(self, peers, self._chunk(block, offset, data, frame=frame))
+            return
+        for peer in peers:
+            await self.group.send(self, (peer,), self._chunk(block, offset, data, self._first_word(peer)))
+
+    def _first_word(self, peer: int) -> mesh_pb2.Control | None:
+        """The announcement, where the peer has yet to hear it."""
+        if peer not in self._unannounced:
+            return None
+        self._unannounced.discard(peer)
+        return mesh_pb2.Control(announcement=self.announcement())
 
     async def lend_all(self, peers: Sequence[int], block: int, offset: int, data: Buffer) -> bool:
         """Send one chunk of data that stays as it is until `settle` returns or the operation has failed: who can, reads it from
@@ -143,9 +167,7 @@ class Operation:
             assert self._loan is not None
             self.flight.bytes_sent += len(data)
             self._borrowers.add(peer)
-            control = mesh_pb2.Control(announcement=self.announcement()) if peer in self._unannounced else None
-            self._unannounced.discard(peer)
-            self.group.lend(self, peer, self._chunk(block, offset, data, control), self._loan)
+            self.group.lend(self, peer, self._chunk(block, offset, data, self._first_word(peer)), self._loan)
         if rest := [peer for peer in peers if peer not in borrowers]:
             await self.send_all(rest, block, offset, data)
         return not rest
@@ -159,11 +181,17 @@ class Operation:
 
     async def settle(self) -> None:
         """Tell the lenders that this rank has read everything, and wait until all have read what it lent."""
-        for peer in self._lenders:
-            await self.group.send(self, (peer,), self._chunk(0, 0, b"", mesh_pb2.Control(loan_returned=mesh_pb2.LoanReturned())))
+        for peer in list(self._lenders):
+            await self.return_loan(peer)
         while self._borrowers:
             self._returned.clear()
             await self._returned.wait()
+
+    async def return_loan(self, lender: int) -> None:
+        """Tell a peer that this rank has read everything that it lends, if that was anything."""
+        if lender in self._lenders:
+            self._lenders.discard(lender)
+            await self.group.send(self, (lender,), self._chunk(0, 0, b"", mesh_pb2.Control(loan_returned=mesh_pb2.LoanReturned())))
 
     def revoke(self) -> None:
         """The caller may do with its memory what it likes: nobody takes what is read from there any more."""
@@ -192,6 +220,7 @@ class Operation:
             self.group.mismatch(self, source, announcement.signature)
             return
         self._announced[source].append(announcement)
+        self._news.set()
         waiter = self._waiters.pop(source, None)
         if waiter is not None and not waiter.done():
             waiter.set_result(None)

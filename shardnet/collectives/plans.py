@@ -95,7 +95,7 @@ def all_reduce(group: Group, source: Array, output: Array, reduction: Reduction)
     if reduction.widens and group.route.is_ring:
         own = output[slice(*bounds[group.rank])]
         scatter = reduce_scatter(group, source, own, bounds, reduction)
-        return _both(scatter, Hierarchical(bounds, output, gather=True).run)
+        return _both(scatter, Hierarchical(bounds, output, gather=True, eager=False).run)
     return Hierarchical(bounds, output, gather=True, reduction=reduction, source=source).run
 
 
@@ -125,6 +125,7 @@ def _both(first: Algorithm, second: Algorithm) -> Algorithm:
 
     async def run(op: Operation) -> None:
         await first(op)
+        op.begin_next_phase()
         await second(op)
 
     return run

@@ -66,6 +66,18 @@ class Connection(ABC):
         (count,) = _INT.unpack(fcntl.ioctl(self.socket, termios.TIOCOUTQ, bytes(_INT.size)))
         return int(count)
 
+    @property
+    def unread_bytes(self) -> int:
+        """That the system has received and nobody has read yet (FIONREAD, tcp(7))."""
+        (count,) = _INT.unpack(fcntl.ioctl(self.socket, termios.FIONREAD, bytes(_INT.size)))
+        return int(count)
+
+    def wake_at(self, count: int) -> None:
+        """So many bytes are certain to come: who waits for the socket to be readable may be woken when they are there, or the end is.
+
+        Woken for every segment of a large message, a process would take more time to look than to read.
+        """
+
     @abstractmethod
     def recv_into(self, room: memoryview) -> int:
         """Receive; returns how many bytes, 0 at the end. As many as there are and `room` takes."""
@@ -100,10 +112,16 @@ class PlainConnection(Connection):
     def __init__(self, sock: socket.socket) -> None:
         super().__init__(sock)
         self._written_bytes = 0
+        self._woken_at = 1
 
     @property
     def written_bytes(self) -> int:
         return self._written_bytes
+
+    def wake_at(self, count: int) -> None:
+        if count != self._woken_at:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
+            self._woken_at = count
 
     def recv_into(self, room: memoryview) -> int:
         return self.socket.recv_into(room)

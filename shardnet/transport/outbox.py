@@ -1,8 +1,7 @@
 """The outgoing half of a link: one stream to one peer."""
 
 import asyncio
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import grpc
 
@@ -48,23 +47,25 @@ class Outbox:
 
     async def put(self, chunk: Chunk) -> None:
         """Send a chunk; its buffer is free when this returns."""
-        with self._open() as call:
+        call = self._open()
+        try:
             await call.send(*encode(chunk, sealed=call.wants_checksums))
+        except CallBroken as error:
+            raise self._lost(str(error)) from error
 
     def put_now(self, chunk: Chunk) -> None:
         """Send a small chunk without waiting, however much waits already: for what its sender bounds otherwise."""
-        with self._open() as call:
-            call.send_now(*encode(chunk, sealed=call.wants_checksums))
-
-    @contextmanager
-    def _open(self) -> Iterator[Call]:
-        """The call, while it can be sent on. Raises PeerLost once it cannot."""
-        if self._failure is not None or self._finishing or self._call is None:
-            raise self._lost()
+        call = self._open()
         try:
-            yield self._call
+            call.send_now(*encode(chunk, sealed=call.wants_checksums))
         except CallBroken as error:
             raise self._lost(str(error)) from error
+
+    def _open(self) -> Call:
+        """The call. Raises PeerLost once nothing can be sent on it any more."""
+        if self._failure is not None or self._finishing or self._call is None:
+            raise self._lost()
+        return self._call
 
     async def run(self, on_accepted: Callable[[], None]) -> str | None:
         """Open the stream, and stay until it ends; returns why it broke, None if it was finished. May be cancelled."""

@@ -23,6 +23,7 @@ _REQUEST_BYTES = 64 * KIB  # that a caller may say whose messages nobody wants, 
 _MESSAGE_BYTES = 4 * KIB  # of a message among that
 _READS = 8  # at a time, or as many as bring so many messages; then others get their turn
 _MESSAGES = 64
+_WAKE_BYTES = 256 * KIB  # of a message are read at once where they have yet to come; more would leave the sender waiting for room
 
 # What the caller says first, byte for byte: the callee knows by it that no grpcio is calling (transport/front_door.py).
 OPENING = frames.PREFACE + frames.settings(
@@ -46,7 +47,7 @@ class Call:
 
     def __init__(self, connection: Connection, limits: Limits) -> None:
         """Nothing is sent yet."""
-        self._reads = 0
+        self._read_bytes = 0
         self._connection = connection
         self._data_end = 0  # of what was written to the wire, where the last data ends
         self._loop = asyncio.get_running_loop()
@@ -61,6 +62,7 @@ class Call:
         self._allowed_bytes: int | None = None  # that the peer may still say; None: any number
         self._finished = False  # this half of the stream
         self._writing = False  # the socket is full
+        self._flushing = False  # the loop is about to write
         self._mute = False  # nothing can be written any more
         self._failure: Exception | None = None  # why nothing more is read
         self._broken: Exception | None = None  # why the socket is closed
@@ -143,10 +145,13 @@ class Call:
             raise
 
     def send_now(self, *parts: Buffer) -> None:
-        """Send a copy of one message, without waiting for room."""
+        """Send a copy of one message, without waiting for room. It goes out as soon as the loop comes round, with what else is sent until
+        then: a call to the system takes longer than all that this side has to do for a small message."""
         self._check()
         self._writer.message([memoryview(b"".join((_prefix(parts), *parts)))], None)
-        self._flush()
+        if not self._flushing:
+            self._flushing = True
+            self._loop.call_soon(self._flush)
 
     def end(self) -> None:
         """End this half of the stream behind what was sent; what still waits for room is not sent any more."""
@@ -180,7 +185,8 @@ class Call:
     def signs_of_life(self) -> int:
         """Grows by whatever comes, and with what the peer's system acknowledges of messages: over a slow link megabytes may be
         on their way before a ping and its answer. Not with what it acknowledges of pings, as that of a frozen peer would."""
-        return self._reads + min(self._connection.written_bytes - self._unacknowledged_bytes(), self._data_end)
+        acknowledged = min(self._connection.written_bytes - self._unacknowledged_bytes(), self._data_end)
+        return self._read_bytes + self._unread_bytes() + acknowledged
 
     @property
     def outgoing_bytes(self) -> int:
@@ -225,8 +231,10 @@ class Call:
         for _ in range(_READS):
             if self._failure is not None or not self._read() or self._messages.count >= enough:
                 break
-        if self._failure is None and self._connection.has_input:
-            self._loop.call_soon(self._readable)
+        if self._failure is None:
+            self._connection.wake_at(min(self._reader.expected_bytes, _WAKE_BYTES))
+            if self._connection.has_input:
+                self._loop.call_soon(self._readable)
 
     def _read(self) -> bool:
         """Read once; returns whether there may be more."""
@@ -234,11 +242,13 @@ class Call:
             room = self._reader.room
             count = self._connection.recv_into(room)
             if count:
-                self._reads += 1
+                self._read_bytes += count
                 self._count(count)
                 self._reader.filled(count)
-                self._changed.set()
-                self._flush()  # answers
+                if self._state.has_news:  # who waits for that need not look again after each message
+                    self._changed.set()
+                if self._writer.is_pending:  # answers
+                    self._flush()
                 return self._failure is None and count == len(room)
             self._fail(CallBroken("its connection broke (it was closed)"))
         except (BlockingIOError, InterruptedError):
@@ -260,6 +270,7 @@ class Call:
 
     def _flush(self) -> None:
         """Write what can be written."""
+        self._flushing = False
         if not self._writing and not self._mute and self._broken is None:
             self._write()
 
@@ -290,6 +301,9 @@ class Call:
         while self._failure is None and self._read():
             pass
         self._fail(CallBroken(f"its connection broke ({error.strerror})"))
+
+    def _unread_bytes(self) -> int:
+        return 0 if self._broken is not None else self._connection.unread_bytes
 
     def _unacknowledged_bytes(self) -> int:
         return 0 if self._broken is not None else self._connection.unacknowledged_bytes

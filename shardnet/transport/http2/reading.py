@@ -15,6 +15,7 @@ from shardnet.transport.http2.frames import HEAD_BYTES, Flags, Type, read_head, 
 
 _STAGE_BYTES = 64 * 1024
 _MAX_CONTROL_BYTES = 32 * 1024  # of a frame other than DATA
+_PADDED, _END_STREAM = int(Flags.PADDED), int(Flags.END_STREAM)  # for what is asked of each frame: those of an enum are slow
 _PREFIX = struct.Struct(">BI")  # of a gRPC message: compressed or not, length
 
 
@@ -113,6 +114,12 @@ class FrameReader:
             self._start, self._end = 0, rest
         return self._stage[self._end :]
 
+    @property
+    def expected_bytes(self) -> int:
+        """How many more must come in any case before anything is complete."""
+        room = self._messages.room if self._data_left and self._start == self._end else None
+        return 1 if room is None else max(1, min(len(room), self._data_left))
+
     def filled(self, count: int) -> None:
         """So many bytes were written into `room`. Calls the takers. Raises ProtocolError."""
         if self._direct:
@@ -138,7 +145,7 @@ class FrameReader:
         if staged < HEAD_BYTES:
             return False
         length, kind, flags, stream = read_head(self._stage, self._start)
-        if kind == Type.DATA and not flags & Flags.PADDED and stream == self._stream:
+        if kind == Type.DATA and not flags & _PADDED and stream == self._stream:
             self._begin_data(length, flags)
             return True
         if length > (_MAX_CONTROL_BYTES if kind != Type.DATA else _STAGE_BYTES - HEAD_BYTES):
@@ -154,7 +161,7 @@ class FrameReader:
             raise ProtocolError(f"a DATA frame has {length} bytes, more than was agreed")
         self._start += HEAD_BYTES
         self._data_left = self._data_bytes = length
-        self._data_ends = bool(flags & Flags.END_STREAM)
+        self._data_ends = bool(flags & _END_STREAM)
         self._end_data()
 
     def _end_data(self) -> None:

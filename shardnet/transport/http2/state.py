@@ -34,6 +34,11 @@ class CallState:
         self._block: bytearray | None = None  # a header block that is not complete
         self._block_ends = False  # the stream, too
 
+    @property
+    def has_news(self) -> bool:
+        """Whether there is something that one could wait for."""
+        return self.ended or bool(self.headers)
+
     def on_data(self, stream: int, flow_bytes: int, *, end: bool) -> None:
         self._received += flow_bytes
         if self._received >= _REFILL_BYTES:

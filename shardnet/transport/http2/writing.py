@@ -52,6 +52,11 @@ class FrameWriter:
         return self.queued_bytes + self._cut_bytes - self.sent_bytes
 
     @property
+    def is_pending(self) -> bool:
+        """Whether anything is to go out."""
+        return bool(self._control or self._messages or self._buffers)
+
+    @property
     def has_control(self) -> bool:
         """Whether control frames wait."""
         return bool(self._control)
@@ -99,7 +104,7 @@ class FrameWriter:
 
     def buffers(self) -> list[memoryview]:
         """What can be written now; empty if there is nothing or the windows are used up."""
-        if not self._buffers:
+        if not self._buffers and (self._control or self._messages):
             self._fill()
         return self._buffers
 

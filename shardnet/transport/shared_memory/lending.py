@@ -12,6 +12,7 @@ data is worth nothing: the lender has given up, or died, and its process number 
 
 import ctypes
 import errno
+import itertools
 import os
 import secrets
 from collections.abc import Sequence
@@ -44,12 +45,15 @@ class Secret:
         self.address = _address(self._copy)
 
 
+_tokens = itertools.count(secrets.randbits(63))  # another process begins elsewhere
+
+
 class Loan:
     """Leave to read what this rank lends in one collective, until that ends."""
 
     def __init__(self) -> None:
-        self._token = np.array([secrets.randbits(64)], np.uint64)
-        self._told = int(self._token[0])
+        self._told = next(_tokens)
+        self._token = np.array([self._told], np.uint64)
 
     def of(self, data: Buffer) -> mesh_pb2.Loan:
         """What a reader has to know. `data` must stay as it is until all readers have returned it, or the loan is revoked."""

@@ -4,7 +4,6 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import replace
 
 from shardnet.config import Limits
 from shardnet.errors import PeerLost, ProtocolError
@@ -50,7 +49,7 @@ class Sharing:
         self._turn = asyncio.Lock()  # first come, first served
         self._views: dict[int, View] = {}
         self._readers: set[int] = set()  # who see the window
-        self._borrowers: set[int] = set()  # of those, who can read this process's memory
+        self.borrowers = frozenset[int]()  # of those, who can read what this rank lends
         self.mailbox: Mailbox | None = None  # this rank's own
         self.mailboxes: dict[int, MailboxView] = {}  # those of the neighbours that this rank sees
         self._processes: dict[int, int] = {}  # whose window this rank sees, by rank
@@ -64,11 +63,6 @@ class Sharing:
     def readers(self) -> frozenset[int]:
         """Who see this rank's window."""
         return frozenset(self._readers)
-
-    @property
-    def borrowers(self) -> frozenset[int]:
-        """Who can read what this rank lends."""
-        return frozenset(self._borrowers)
 
     def process(self, peer: int) -> int | None:
         """The process of a rank that this one shares memory with."""
@@ -123,7 +117,7 @@ class Sharing:
         control = mesh_pb2.Control(loan=loan.of(chunk.data))
         if chunk.control is not None:
             control.MergeFrom(chunk.control)
-        self._put_now(peer, replace(chunk, data=b"", control=control, frame=None))
+        self._put_now(peer, chunk.saying(control))
 
     def receive(self, peer: int, chunk: Chunk, deliver: Callable[[Chunk], None]) -> None:
         """Take a chunk that is about windows; `deliver` gets what it stands for. Raises ProtocolError."""
@@ -164,12 +158,12 @@ class Sharing:
         if peer in self.mailboxes:
             self.mailboxes[peer].gone = True
         self._readers.discard(peer)
-        self._borrowers.discard(peer)
+        self.borrowers -= {peer}
 
     def close(self) -> None:
         """Give the memory back. What is still sent goes nowhere."""
         self._readers.clear()
-        self._borrowers.clear()
+        self.borrowers = frozenset()
         if self._window is not None:
             self._window.close()
         if self.mailbox is not None:
@@ -185,7 +179,7 @@ class Sharing:
         control = mesh_pb2.Control(window_piece=mesh_pb2.WindowPiece(position=piece.start, size=len(chunk.data)))
         if chunk.control is not None:
             control.MergeFrom(chunk.control)
-        place = replace(chunk, data=b"", control=control, frame=None)
+        place = chunk.saying(control)
         untold = list(peers)
         try:
             while untold:
@@ -202,14 +196,16 @@ class Sharing:
     def _on_piece(self, peer: int, chunk: Chunk, piece: mesh_pb2.WindowPiece, deliver: Callable[[Chunk], None]) -> None:
         if (view := self._views.get(peer)) is None:
             raise ProtocolError(f"rank {peer} sent data through a window that this rank does not see")
-        deliver(replace(chunk, data=view.read(piece), frame=None))
+        chunk.data, chunk.frame = view.read(piece), None
+        deliver(chunk)
         if view.take(piece):
             self._post(peer, mesh_pb2.Control(window_released=view.report()))
 
     def _on_loan(self, peer: int, chunk: Chunk, loan: mesh_pb2.Loan, deliver: Callable[[Chunk], None]) -> None:
         if peer not in self._lenders:
             raise ProtocolError(f"rank {peer} lent data to this rank, which cannot read its memory")
-        deliver(replace(chunk, lent=Borrowed.of(self._processes[peer], loan), frame=None))
+        chunk.lent, chunk.frame = Borrowed.of(self._processes[peer], loan), None
+        deliver(chunk)
 
     def _on_offer(self, peer: int, offer: mesh_pb2.WindowOffer) -> None:
         if peer not in self._neighbours or peer in self._views:
@@ -237,7 +233,7 @@ class Sharing:
             else:
                 self._readers.add(peer)
                 if answer.borrows and self._lending:
-                    self._borrowers.add(peer)
+                    self.borrowers |= {peer}
         self._settle(peer)
 
     def _settle(self, peer: int) -> None:
