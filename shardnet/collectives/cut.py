@@ -16,6 +16,11 @@ class Cut:
     first: int  # the first one
     least: int  # to which the last ones shrink: each is half of what is left
 
+    @classmethod
+    def whole(cls, step: int) -> "Cut":
+        """Chunks of one size."""
+        return cls(step, step, step)
+
     def size(self, start: int, length: int) -> int:
         """Of the chunk at `start` in a block."""
         left = length - start

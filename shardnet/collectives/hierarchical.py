@@ -32,7 +32,7 @@ from shardnet.collectives.operation import Operation
 from shardnet.collectives.parts import Part, count, piecewise
 from shardnet.collectives.reduction import Array, Reduction, as_bytes, copy_bytes
 from shardnet.collectives.route import Leg, Route, Routing
-from shardnet.config import KIB, Limits
+from shardnet.config import Limits
 from shardnet.errors import ProtocolError, ShardnetError
 from shardnet.wire import Buffer, Chunk, LoanRevoked
 
@@ -44,7 +44,7 @@ MAX_HELD_BYTES = 8 * 1024 * 1024
 # While so many chunks wait for the next node, the neighbours get nothing more to add up: it could go no further either, and to
 # copy it takes the processor from what keeps the link busy.
 _AHEAD = 3
-_LAST_BYTES = 256 * KIB  # of a block's last chunks, where they are passed on inside the node
+_SHRINK = 8  # times smaller than others, a block's last chunks are, where they are passed on inside the node
 _BUSY_BYTES = 4 * 1024 * 1024  # are copied without a look at what else there is to do
 
 
@@ -107,7 +107,8 @@ class Hierarchical:
             op.sink, op.takes_loans = self._keep, True
             await self._claim_output(op, self.commons)
         limits = op.group.board.limits
-        self._cut, self._eager_bytes = self._cut_for(limits), limits.direct_bytes if self.eager else 0
+        self._eager_bytes = limits.direct_bytes if self.eager else 0
+        self._cut = self._cut_for(limits)
         self._plan()
         self._begin_to_take(op)
         peers = self._peers(op.group.peers)
@@ -157,13 +158,11 @@ class Hierarchical:
         largest = max(self.output.itemsize, self._sum_itemsize)
         step = limits.chunk_bytes // largest
         if self._route.nodes > 1:
-            least = min(_LAST_BYTES // largest, step) if self._route.is_hierarchical else step
-            return Cut(step, max(limits.direct_bytes // largest, least), least)
-        if not self.claim.granted:
-            step = limits.piece_bytes // largest
-        else:
-            step = max(map(self._length, range(self._size)))  # nothing is moved: there is nothing to do meanwhile
-        return Cut(step, step, step)
+            first = min(step, self._eager_bytes // largest) or step
+            return Cut(step, first, max(1, step // _SHRINK) if self._route.is_hierarchical else step)
+        if self.claim.granted:  # nothing is moved: there is nothing to do meanwhile
+            return Cut.whole(max(map(self._length, range(self._size))))
+        return Cut.whole(limits.piece_bytes // largest)
 
     async def _write_own(self) -> None:
         """Put this rank's block into the common output, before anybody is told that it is there, or sent what is there."""
@@ -411,16 +410,14 @@ class Hierarchical:
         assert self.reduction is not None
         leg, near = self._route.legs[block], source in self._route.neighbours
         parts = self._parts.setdefault((block, place.start), {})
-        if chunk.lent is None:
-            parts[source] = self.reduction.view(chunk.data) if near else self.reduction.view_sum(chunk.data)
-        else:
-            parts[source] = chunk.lent
+        came = self.reduction.view(chunk.data) if near else self.reduction.view_sum(chunk.data)
+        parts[source] = came if chunk.lent is None else chunk.lent
         if any(count(part, self.output.itemsize) != place.stop - place.start for part in parts.values()):
             raise ProtocolError(f"rank {source} cut its part of block {block} in another way than the others: Limits differ")
         node_is_there = self._rank in parts or parts.keys() >= set(self._route.neighbours)
         if not node_is_there or (self._comes_across(leg) and leg.before not in parts):
             if chunk.lent is None and chunk.frame is None:
-                parts[source] = np.copy(parts[source])
+                parts[source] = came.copy()
             if node_is_there and leg.hops == 0 and not self.reduction.widens:
                 self._sum_ahead(parts, block, place)
             return
@@ -440,8 +437,8 @@ class Hierarchical:
             self._far.wake()
 
     def _sum_ahead(self, parts: dict[int, Part], block: int, place: slice) -> None:
-        """Put this node's sum where the result will be, while what is to be added to has yet to come over the link: then there is less to do
-        behind it, and the neighbours have their loans back."""
+        """Put this node's sum where the result will be, while the others' has yet to come over the link: then there is less to do behind
+        that, and the neighbours have their loans back."""
         assert self.reduction is not None
         target = self._own_output()[place]
         for piece, arrays, _ in self._piecewise(parts, block, place, None, target):

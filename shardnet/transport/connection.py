@@ -4,6 +4,11 @@
 behind all of it. Left to itself it takes megabytes: up to 4 MiB on a link of 100 Mbit/s, which is a third of a second. So it
 gets no more than keeps the link busy until the loop comes round again, and 0.9 to 1.6 MiB are under way. A link that is
 faster than this machine is no slower for it: there nothing waits.
+
+[Note: low water] What a large message is made of arrives in segments of 64 KiB at most, and a process that is woken for each of them takes
+longer to look than to read. So it says how much is certain to come, and sleeps until that is there, which took a tenth of the time
+off an `all_gather` between nodes (benchmarks/README.md). The system makes it less where it could not hold as much, and wakes at the end of
+a connection in any case. How much lies there unread shows that the peer lives (pulse.py).
 """
 
 import asyncio
@@ -39,6 +44,7 @@ class Connection(ABC):
     def __init__(self, sock: socket.socket) -> None:
         """`sock` is connected and does not block."""
         self.socket = sock
+        self._low_water = 1  # SO_RCVLOWAT, socket(7)
 
     @property
     def identity(self) -> Identity | None:
@@ -73,10 +79,11 @@ class Connection(ABC):
         return int(count)
 
     def wake_at(self, count: int) -> None:
-        """So many bytes are certain to come: who waits for the socket to be readable may be woken when they are there, or the end is.
-
-        Woken for every segment of a large message, a process would take more time to look than to read.
-        """
+        """So many bytes of what `recv_into` gives are certain to come: who waits for the socket to be readable is woken when they, or the
+        end, are there. See [Note: low water]."""
+        if count != self._low_water:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
+            self._low_water = count
 
     @abstractmethod
     def recv_into(self, room: memoryview) -> int:
@@ -112,16 +119,10 @@ class PlainConnection(Connection):
     def __init__(self, sock: socket.socket) -> None:
         super().__init__(sock)
         self._written_bytes = 0
-        self._woken_at = 1
 
     @property
     def written_bytes(self) -> int:
         return self._written_bytes
-
-    def wake_at(self, count: int) -> None:
-        if count != self._woken_at:
-            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
-            self._woken_at = count
 
     def recv_into(self, room: memoryview) -> int:
         return self.socket.recv_into(room)

@@ -59,6 +59,10 @@ class TlsConnection(Connection):
     def unacknowledged_bytes(self) -> int:
         return len(self._waiting) + super().unacknowledged_bytes
 
+    def wake_at(self, count: int) -> None:
+        here = self._incoming.pending + _RECORD_BYTES  # as much as OpenSSL may hold of a record that is not complete
+        super().wake_at(max(1, count - here))  # encrypted it is more
+
     def recv_into(self, room: memoryview) -> int:
         if self._problem is not None:
             raise self._problem

@@ -1,5 +1,6 @@
 """Collectives of groups whose ranks lie on any nodes: the right bits, and no byte across a link that need not go there."""
 
+import asyncio
 from collections import Counter
 from collections.abc import Sequence
 
@@ -9,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardnet.backend import Backend, ReduceOp
+from shardnet.collectives.operation import Operation
 from shardnet.collectives.plans import balanced_bounds
 from shardnet.collectives.route import Routing
 from shardnet.config import Limits
-from shardnet.testing import each_rank, jitter_cluster, loopback_cluster, same_bits
+from shardnet.testing import each_rank, jitter_cluster, local_cluster, loopback_cluster, same_bits
 from shardnet.transport.memory import MemoryMesh
 from shardnet.wire import Chunk
 from tests.shared_loop import on_shared_loop
@@ -182,3 +184,23 @@ async def test_a_forced_routing(sent: Counter[tuple[int, int]], routing: Routing
         results = await each_rank(backends, lambda rank: rank.all_gather(torch.full((60,), float(rank.rank))))
         assert across(sent, ((0, 1), (2, 3))) == left
         assert all(torch.equal(result, torch.arange(4.0).repeat_interleave(60)) for result in results)
+
+
+async def test_loans_are_back_before_what_comes_across(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a node's ranks lend each other is added up while the other node is late: then they need not wait for each other at the end."""
+    ones, returned, return_loan = torch.ones(4 * 300_000), set[tuple[int, int]](), Operation.return_loan
+
+    async def watched(self: Operation, lender: int) -> None:
+        if lender in self._lenders:
+            returned.add((self.group.rank, lender))
+        await return_loan(self, lender)
+
+    monkeypatch.setattr(Operation, "return_loan", watched)
+    async with local_cluster(4, ranks_per_node=2) as ranks:
+        early = [rank.reduce_scatter(ones) for rank in ranks[:2]]
+        async with asyncio.timeout(10.0):
+            while returned != {(0, 1), (1, 0)}:  # noqa: ASYNC110 - on another loop
+                await asyncio.sleep(0.01)
+        assert not any(handle.done() for handle in early)
+        for handle in (*early, *(rank.reduce_scatter(ones) for rank in ranks[2:])):
+            assert (await handle == 4).all()

@@ -2,6 +2,7 @@
 
 import asyncio
 import tracemalloc
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -105,7 +106,7 @@ def test_every_block_begins_before_any_goes_on(wire: Wire) -> None:
         async with loopback_cluster(6, ranks_per_node=2, limits=LIMITS) as ranks:
             await same_everywhere([rank.reduce_scatter(torch.ones(6 * 3 * 16)) for rank in ranks], 6.0)
         places = [(chunk.offset, chunk.block) for chunk in wire.from_to(0, 1)]
-        assert places == [(offset, block) for offset in (0, 64, 128) for block in (5, 3, 1)]
+        assert places == [(offset, block) for offset in (0, 64, 128, 160, 176, 184) for block in (5, 3, 1)]  # the last ones are smaller
 
     run()
 
@@ -149,6 +150,31 @@ def test_who_has_not_entered_gets_nothing_and_nobody_ends(wire: Wire, per_node: 
             early = [calls(rank) for rank in ranks if rank.rank != late]
             await turns()
             assert [chunk for (_, target), chunk in wire.sent if target == late] == []
+            assert not any(handle.done() for handles in early for handle in handles)
+            for handles in (*early, calls(ranks[late])):
+                for handle in handles:
+                    await handle
+
+    run()
+
+
+@pytest.mark.parametrize("late", range(4))
+@pytest.mark.parametrize("per_node", [1, 2, 3])
+def test_another_node_gets_no_more_than_it_may_hold_before_it_has_entered(wire: Wire, per_node: int, late: int) -> None:
+    """And as much in any case: its link need not wait for an announcement."""
+    limits = replace(LIMITS, eager_bytes=40)
+
+    @on_shared_loop
+    async def run() -> None:
+        async with loopback_cluster(4, ranks_per_node=per_node, limits=limits) as ranks:
+            early = [calls(rank) for rank in ranks if rank.rank != late]
+            await turns()
+            got = Counter[tuple[int, int]]()
+            for (source, target), chunk in wire.sent:
+                if target == late:
+                    assert source // per_node != late // per_node
+                    got[source, chunk.sequence] += len(chunk.data)
+            assert max(got.values()) == limits.eager_bytes
             assert not any(handle.done() for handles in early for handle in handles)
             for handles in (*early, calls(ranks[late])):
                 for handle in handles:

@@ -227,8 +227,7 @@ async def suffer(pair: Ports, rng: random.Random, *, shared_memory: bool) -> lis
     frame = forged(rng, pair.epoch) if is_forged else mutated(rng, corpus("Chunk"))
     try:
         handle = ranks[0].all_reduce(torch.ones(rows), timeout_s=0.5)
-        with mesh_of(ranks[1])._outboxes[0]._open() as call:
-            call.send_now(frame)
+        mesh_of(ranks[1])._outboxes[0]._open().send_now(frame)
         results = await asyncio.gather(handle, ranks[1].all_reduce(torch.ones(rows), timeout_s=0.5), return_exceptions=True)
     finally:
         await dissolve(ranks)

@@ -67,8 +67,7 @@ async def _replay(tape: Tape, count: int) -> tuple[list[int], list[int]]:
                 sender, receiver = rng.sample(range(RANKS), 2)
                 outbox = mesh_of(ranks[sender])._outboxes[receiver]
                 frame = rng.choice([*over.get(outbox, ()), rng.choice(sorted(before)), _of_the_epoch_before(rng, ranks[0])])
-                with outbox._open() as call:
-                    call.send_now(frame)
+                outbox._open().send_now(frame)
                 injected[receiver] += 1
             await under_way
         await _sum(ranks, 10)  # behind all that was injected

@@ -114,6 +114,27 @@ async def test_a_peer_that_reads_what_is_sent_is_alive() -> None:
             await sending
 
 
+async def test_a_peer_whose_large_message_trickles_in_is_alive() -> None:
+    """Nobody is woken for what comes of it, so that nobody reads, but it lies there."""
+    with silent_peer() as (call, far):
+        call.answer()
+        call.deliver(lambda message: None)
+        far.setblocking(True)
+        far.sendall(
+            frames.settings({}) + frames.head(4 * MIB, Type.DATA, Flags(0), 1) + b"\0" + (4 * MIB - 5).to_bytes(4) + bytes(128 * KIB)
+        )
+        while not call._reader.expected_bytes > MIB:  # noqa: ASYNC110 - it says nothing of that
+            await asyncio.sleep(0.01)
+        reads = call._read_bytes
+        async with Pulse(Timeouts(suspect_s=0.2, lost_s=0.2)).beating(call):
+            begin = time.monotonic()
+            while time.monotonic() - begin < 0.8:
+                far.sendall(b"\0")
+                await asyncio.sleep(0.02)
+            call._check()
+        assert call._read_bytes == reads
+
+
 async def test_a_peer_whose_system_takes_what_is_sent_is_alive() -> None:
     """A slow link: everything lies in the system's buffer, and the ping behind it, but it gets less."""
     with silent_peer() as (call, far):

@@ -5,7 +5,7 @@ import random
 import socket
 import ssl
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 
@@ -29,6 +29,41 @@ async def connected() -> AsyncIterator[tuple[TlsConnection, TlsConnection]]:
     finally:
         caller.close()
         callee.close()
+
+
+async def test_it_sleeps_for_no_more_than_is_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However what is encrypted is cut on its way, and whatever part of it lies in our memory or in that of OpenSSL."""
+    async with connected() as (caller, callee):
+        near, far = sockets()
+        own, callee.socket, slept = callee.socket, far, False
+        came, store = [0], callee._store
+
+        def count(data: bytes | memoryview) -> None:
+            came[0] += len(data)
+            store(data)
+
+        monkeypatch.setattr(callee, "_store", count)
+        try:
+            for seed in range(20):
+                steps, size, got, at = random.Random(seed), 200_000, 0, 0
+                for first in range(0, size, 16 * KIB):
+                    caller._tls.write(bytes(min(16 * KIB, size - first)))
+                encrypted, came[:] = caller._outgoing.read(), [0]
+                while got < size:
+                    step = steps.choice([1, 5, 100, 16_000, 17_000, 50_000])
+                    near.sendall(encrypted[at : at + step])
+                    at = min(at + step, len(encrypted))
+                    with suppress(BlockingIOError):
+                        got += callee.recv_into(memoryview(bytearray(size - got)))
+                    callee.wake_at(max(1, size - got))
+                    low_water = far.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT)
+                    assert low_water <= max(1, len(encrypted) - came[0])
+                    slept |= low_water > 1
+            assert slept
+        finally:
+            callee.socket = own
+            near.close()
+            far.close()
 
 
 async def readable(connection: TlsConnection) -> None:

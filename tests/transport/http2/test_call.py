@@ -97,6 +97,40 @@ async def test_many_at_once_keep_their_order(ends: Ends) -> None:
         await sending
 
 
+def watched(monkeypatch: pytest.MonkeyPatch, connection: Connection, name: str) -> list[object]:
+    """What the connection is called with."""
+    calls: list[object] = []
+    method = getattr(connection, name)
+
+    def call(argument: object) -> object:
+        calls.append(argument)
+        return method(argument)
+
+    monkeypatch.setattr(connection, name, call)
+    return calls
+
+
+async def test_small_messages_of_one_turn_go_out_together(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with ends() as (caller, _, heard):
+        writes = watched(monkeypatch, caller._connection, "sendmsg")
+        messages = [bytes([index]) * 10 for index in range(5)]
+        for message in messages:
+            caller.send_now(message)
+        assert [await heard.get() for _ in messages] == messages
+        assert len(writes) == 1
+
+
+async def test_nobody_is_woken_for_each_segment_of_a_large_message(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for what completes it."""
+    async with ends() as (caller, callee, heard):
+        looks = watched(monkeypatch, callee._connection, "recv_into")
+        message = bytes(range(256)) * 12_000
+        sending = asyncio.ensure_future(caller.send(message))
+        assert await heard.get() == message
+        await sending
+        assert len(looks) < 40
+
+
 async def test_a_message_is_sent_when_the_peer_reads() -> None:
     """More than all buffers of the system hold: `send` waits for the reader, and then is done."""
     near, far = sockets()
