@@ -56,7 +56,8 @@ class Limits:
     """Sizes in bytes that bound memory and messages; alike on all ranks of a cluster.
 
     chunk_bytes        payload of one message (benchmarks/README.md)
-    eager_bytes        a collective at most this large per peer is sent without waiting for the receiver
+    eager_bytes        so much of a collective is sent to a peer without waiting for it: all of a small one, and the first of a large one
+                       where the peer is on another node
     max_message_bytes  a received message above this is refused by gRPC before it is allocated
     window_bytes       memory in which a rank's data waits for the other ranks of its node, where they share memory; not what they
                        can read from where it is

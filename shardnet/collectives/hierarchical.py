@@ -15,6 +15,9 @@ everything with `Routing.RANK_ORDER`. The sums of 16-bit floats that go on from 
 Nothing here waits before it takes a chunk, so nothing can lock up. What goes to this node and what goes to the next
 one waits in a lane of its own: a slow link does not hold up the node, whose ranks have to feed theirs. What cannot go yet is
 queued, at most the data of one lap. Blocks that are gathered are numbered N + b on the wire.
+
+A link that waits for an announcement is idle. So what goes to another node goes at once, up to `Limits.direct_bytes` a peer, and what is
+lent inside the node does, too; only what is beyond that, or takes room in a window, waits until its receiver has announced the collective.
 """
 
 import asyncio
