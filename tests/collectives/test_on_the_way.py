@@ -201,6 +201,41 @@ def test_what_is_lent_is_not_kept(wire: Wire, per_node: int) -> None:
     run()
 
 
+def test_what_comes_from_another_node_before_the_buffer_is_granted_is_kept(wire: Wire) -> None:
+    """Rank 3 knows where it belongs when rank 2, the keeper of its node, has entered."""
+
+    @on_shared_loop
+    async def run() -> None:
+        wire.lent = True
+        async with loopback_cluster(4, ranks_per_node=2, limits=replace(LIMITS, eager_bytes=40, inline_bytes=16)) as ranks:
+            handles = []
+            for rank in (3, 1, 0, 2):
+                handles.append(ranks[rank].all_gather_on_node(torch.full((480,), float(rank))))
+                await turns()
+            assert len(wire.from_to(1, 3)) > 1
+            for handle in handles:
+                assert torch.equal((await handle).tensor, torch.arange(4.0).repeat_interleave(480))
+
+    run()
+
+
+def test_a_second_phase_waits_for_its_own_announcement(wire: Wire) -> None:
+    """A sum of 16-bit floats on a ring is an exchange and then a gather, for which rank 0 is not there yet."""
+
+    @on_shared_loop
+    async def run() -> None:
+        async with loopback_cluster(3, ranks_per_node=1, limits=replace(LIMITS, eager_bytes=40)) as ranks:
+            wire.held = {(1, 0)}
+            handles = [rank.all_reduce(torch.ones(480).bfloat16()) for rank in ranks]
+            await turns()
+            assert [chunk.block for chunk in wire.from_to(2, 0) if chunk.block] == []
+            wire.held.clear()
+            await same_everywhere(handles, 3.0)
+            assert [chunk.block for chunk in wire.from_to(2, 0) if chunk.block]
+
+    run()
+
+
 def test_what_came_is_passed_on_as_it_came_up_to_a_bound(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
     """While its link is held, rank 1 gets 40 chunks to pass on: it keeps 3 of them as they came, beside the one that is going, and
     reads the rest again. What has gone makes room for more."""

@@ -120,17 +120,6 @@ async def test_small_messages_of_one_turn_go_out_together(ends: Ends, monkeypatc
         assert len(writes) == 1
 
 
-async def test_nobody_is_woken_for_each_segment_of_a_large_message(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for what completes it."""
-    async with ends() as (caller, callee, heard):
-        looks = watched(monkeypatch, callee._connection, "recv_into")
-        message = bytes(range(256)) * 12_000
-        sending = asyncio.ensure_future(caller.send(message))
-        assert await heard.get() == message
-        await sending
-        assert len(looks) < 40
-
-
 async def test_a_message_is_sent_when_the_peer_reads() -> None:
     """More than all buffers of the system hold: `send` waits for the reader, and then is done."""
     near, far = sockets()
