@@ -132,7 +132,8 @@ class Call:
             while self._writer.queued_bytes >= self._window_bytes and self._broken is None and not self._finished:
                 self._room.clear()
                 await self._room.wait()
-            self.send_now(*parts)
+            self._queue(parts)
+            self._flush()
             return
         self._check()
         done: asyncio.Future[None] = self._loop.create_future()
@@ -147,11 +148,15 @@ class Call:
     def send_now(self, *parts: Buffer) -> None:
         """Send a copy of one message, without waiting for room. It goes out as soon as the loop comes round, with what else is sent until
         then: a call to the system takes longer than all that this side has to do for a small message."""
-        self._check()
-        self._writer.message([memoryview(b"".join((_prefix(parts), *parts)))], None)
+        self._queue(parts)
         if not self._flushing:
             self._flushing = True
             self._loop.call_soon(self._flush)
+
+    def _queue(self, parts: Sequence[Buffer]) -> None:
+        """Take a copy of one message."""
+        self._check()
+        self._writer.message([memoryview(b"".join((_prefix(parts), *parts)))], None)
 
     def end(self) -> None:
         """End this half of the stream behind what was sent; what still waits for room is not sent any more."""
