@@ -48,6 +48,7 @@ AT_ONCE = 32
 TIMEOUTS, LIMITS = Timeouts.for_tests(), Limits(window_bytes=2**20, chunk_bytes=2**16, letter_bytes=2**12)
 GROWTH_BYTES = 10 * 2**20  # of a process that is talked to
 REFUSAL_S = 10.0
+TURNS = 10  # of the loop, in which a message is sent and read
 INTERNALS = re.compile(r"Traceback|Exception|\bFile \"|\b[A-Z]\w+Error\b|NoneType|object at 0x|\.py\b")
 
 RENDEZVOUS, MESH = "/shardnet.v1.Rendezvous/", "/shardnet.v1.Mesh/"
@@ -221,13 +222,16 @@ def test_chunks(count: int, shared_memory: bool, caplog: pytest.LogCaptureFixtur
 
 
 async def suffer(pair: Ports, rng: random.Random, *, shared_memory: bool) -> list[str]:
-    """Form a mesh of two, have rank 1 say something that makes no sense, and dissolve it; what became of what was under way."""
+    """Form a mesh of two, have rank 1 say something that makes no sense before it takes part, and dissolve it; what became of what was
+    under way."""
     ranks = await pair.form(shared_memory=shared_memory)
     rows, is_forged = rng.choice((4, 40_000)), rng.random() < 0.5
     frame = forged(rng, pair.epoch) if is_forged else mutated(rng, corpus("Chunk"))
     try:
         handle = ranks[0].all_reduce(torch.ones(rows), timeout_s=0.5)
         mesh_of(ranks[1])._outboxes[0]._open().send_now(frame)
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
         results = await asyncio.gather(handle, ranks[1].all_reduce(torch.ones(rows), timeout_s=0.5), return_exceptions=True)
     finally:
         await dissolve(ranks)
