@@ -134,7 +134,9 @@ def _notes(model: ModelSize, setting: Setting, plans: Sequence[Plan]) -> Iterato
     groups = [group for unit in model.units for group in unit.groups]
     if setting.nodes > 1 and any(setting.reduce(group).itemsize == 2 for group in groups):
         yield "16-bit gradients are exchanged directly, not in a ring, which sends more between nodes: compare --reduce-dtype float32."
-    if setting.nodes > 1 and setting.compression.gradients is not None:
+    if any(setting.sums_on_nodes(plan.strategy) for plan in plans):
+        yield "Nodes add up gradients before they compress them. Where a GPU computes they do not, and send more to each other."
+    elif setting.nodes > 1 and setting.ranks_per_node > 1 and setting.compression.gradients is not None:
         yield "Compressed gradients are exchanged directly, not in a ring, which sends more between nodes: compare with them left out."
     if setting.mixed and any(plan.strategy is Strategy.ZERO_1 for plan in plans):
         yield "ZeRO-1 is planned in the dtype that parameters are kept in, since a plain module computes in it."

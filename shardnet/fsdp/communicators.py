@@ -3,6 +3,8 @@
 from typing import TypeVar
 
 from shardnet.backend import Backend, Pending
+from shardnet.fsdp.compressed_across import Packer
+from shardnet.fsdp.node_grid import NodeGrid
 from shardnet.fsdp.shard_streams import ShardStreams
 from shardnet.fsdp.timeline import Timeline
 from shardnet.sharding import ShardingRanks, neighbours
@@ -20,7 +22,9 @@ class Communicators:
     may come from another thread meanwhile, are numbered apart from all of them.
     """
 
-    def __init__(self, backend: Backend, ranks: ShardingRanks, neighbour_count: int | None = None) -> None:
+    def __init__(
+        self, backend: Backend, ranks: ShardingRanks, neighbour_count: int | None = None, *, packs_gradients: bool = False
+    ) -> None:
         self.backend = backend
         self.everyone = backend.subgroup(range(backend.world_size))
         self.gathers = backend.subgroup(ranks.shards)
@@ -28,6 +32,10 @@ class Communicators:
         if neighbour_count is not None:
             self.neighbours = backend.subgroup(neighbours(ranks.shards, backend.rank, neighbour_count))
         self.reductions = backend.subgroup(ranks.shards)
+        self.grid: NodeGrid | None = None  # of those that reduce; see [Note: sums inside nodes]
+        if packs_gradients:
+            self.grid = NodeGrid.of(self.reductions)
+        self.packer = Packer()
         self.averages = backend.subgroup(ranks.replicas)
         self.shards = ShardStreams()
         self.timeline = Timeline(backend.telemetry)

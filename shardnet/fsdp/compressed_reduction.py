@@ -1,14 +1,9 @@
-"""`CompressedReduction`: one group's gradients, reduced packed, with error feedback.
+"""`CompressedReduction`: one group's gradients, sent packed to all ranks of the group, with error feedback.
 
 Every rank packs, for each rank, that one's part of its full gradients, and sends it there (all_to_all). Who receives
 unpacks one after the other in rank order and adds them up in float32: the same bits each time. What packing rounded off is
-kept by the sender and added to its next gradients ([Note: error feedback]). Both ends run on the training thread, see
-[Note: where packing runs].
-
-[Note: error feedback] e ← residual; send q = quantized(g + e); residual ← g + e - q. The sum of what was sent over any
-number of steps then differs from the sum of the gradients by one residual, at most half a scale (Seide et al. 2014;
-Karimireddy et al., https://arxiv.org/abs/1901.09847). An element that is not finite leaves no residual in its block, or it
-would stay there for ever.
+kept by the sender and added to its next gradients ([Note: error feedback] in residual.py). Both ends run on the training thread, see
+[Note: where packing runs]. Where nodes hold several ranks there is a better way, compressed_across.py.
 """
 
 import concurrent.futures
@@ -21,40 +16,11 @@ from shardnet.backend.streams import is_on_gpu, join, now
 from shardnet.errors import ShardnetError
 from shardnet.fsdp.codec import Codec
 from shardnet.fsdp.communicators import Communicators
-from shardnet.fsdp.memory import Gauge
+from shardnet.fsdp.residual import Residual
 from shardnet.fsdp.wire_memory import WireMemory
 from shardnet.sharding import FlatLayout
 
 Tensor = torch.Tensor
-
-
-class Residual:
-    """What rounding took from one group's gradients [N], by the rank that sent them; there from the first reduction on."""
-
-    def __init__(self, dtype: torch.dtype | None, gauge: Gauge) -> None:
-        self._dtype = dtype  # None: nothing is kept
-        self._gauge = gauge
-        self._kept: Tensor | None = None
-
-    def add_to(self, full: Tensor) -> None:
-        if self._kept is not None:
-            full.add_(self._kept)
-
-    def keep(self, errors: Tensor) -> None:
-        """Replace it by `errors` [N]; NaN, of blocks that were not finite, counts as none."""
-        if self._kept is None:
-            self._kept = torch.empty_like(errors, dtype=self._dtype)
-            self._gauge.add(self._kept.nbytes)
-        self._kept.copy_(errors).nan_to_num_(0.0, 0.0, 0.0)
-
-    def clear(self) -> None:
-        if self._kept is not None:
-            self._gauge.remove(self._kept.nbytes)
-            self._kept = None
-
-    @property
-    def wanted(self) -> bool:
-        return self._dtype is not None
 
 
 class CompressedReduction:
@@ -92,13 +58,13 @@ class CompressedReduction:
         return self._mean(parts)
 
     def _pack(self, full: Tensor, packed: Tensor) -> None:
+        self.residual.make_room(len(full))
         self.residual.add_to(full)
         for part, target in zip(full.split_with_sizes(list(self._layout.sizes)), packed.split_with_sizes(self._sizes), strict=True):
             self.codec.pack(part, target)
             if self.residual.wanted:
                 part.sub_(self.codec.unpack(target, torch.empty_like(part)))
-        if self.residual.wanted:
-            self.residual.keep(full)
+        self.residual.keep(full)
 
     def _mean(self, parts: Tensor) -> Tensor:
         first, *others = parts.view(self._ranks.world_size, self._sizes[self._ranks.rank])

@@ -23,14 +23,17 @@ class Compression:
     optimizer steps, and state dicts, stay exact.
 
     `gradients="int8"` reduces gradients in about a quarter of the bytes of float32: each rank quantizes its part for each
-    other rank, and these are averaged in float32 in rank order (as qgZ of ZeRO++). HYBRID_SHARD does so within the node;
-    the averages across nodes, and secondary shards, go as they are.
+    other rank, and these are averaged in float32 in rank order (as qgZ of ZeRO++). Where the ranks are on several nodes, as
+    many on each, a node first adds up its gradients as they are, in float32, and sends other nodes that sum quantized: once,
+    however many ranks it has. (On GPUs every rank quantizes its own.) HYBRID_SHARD does so within the node; the averages
+    across nodes, and secondary shards, go as they are.
 
     `block` is the number of elements that share a scale (float32, so int8 takes 1/4 + 1/`block` of float32's bytes).
 
     `residual` is the dtype of the error feedback (https://arxiv.org/abs/1901.09847): what a rank's rounding took from its
     gradients is added to its next ones, so that it arrives later instead of never. It costs every rank memory for ALL
-    gradients, not for its shard of them: 2 bytes a parameter in bfloat16, 4 in float32, kept between steps. In bfloat16
+    gradients, not for its shard of them, or on nodes of n ranks that add up first for 1/n of them: 2 bytes a parameter in
+    bfloat16, 4 in float32, kept between steps. In bfloat16
     gradients of an element that are all below 1/65000 of the largest in its block may still be lost. None keeps nothing: the
     rounding is lost. The residual is in no state dict. It has the scale of the loss that it came from: where a `GradScaler`
     changes that, one step's rounding errors count double or half. Where a gradient is not finite its block arrives as NaN,

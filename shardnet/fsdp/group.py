@@ -18,8 +18,9 @@ from shardnet.backend import NodeBuffer, Pending
 from shardnet.backend.streams import is_on_gpu
 from shardnet.errors import SizeMismatchError, UsageError
 from shardnet.fsdp.communicators import Communicators
+from shardnet.fsdp.compressed_across import CompressedAcross
 from shardnet.fsdp.compressed_gather import CompressedGather
-from shardnet.fsdp.compressed_reduction import CompressedReduction, Residual
+from shardnet.fsdp.compressed_reduction import CompressedReduction
 from shardnet.fsdp.compression import Compression
 from shardnet.fsdp.full_buffer import FullBuffer, WholeShard
 from shardnet.fsdp.gradients import GradientBuffer
@@ -28,6 +29,7 @@ from shardnet.fsdp.memory import MemoryMeter
 from shardnet.fsdp.placement import PlacedParameter
 from shardnet.fsdp.pool import BufferPool
 from shardnet.fsdp.precision import Dtypes
+from shardnet.fsdp.residual import Residual
 from shardnet.fsdp.secondary import SecondaryShard
 from shardnet.fsdp.wire_memory import WireMemory
 from shardnet.sharding import FlatLayout, ParameterSlice
@@ -90,13 +92,17 @@ class FlatGroup:
         self._compressed_gather: CompressedGather | None = None
         if (codec := compression.weight_codec(dtypes)) is not None:
             self._compressed_gather = CompressedGather(codec, self.layout, comms.gathers, wire)
-        self.compressed_reduction: CompressedReduction | None = None
+        self.compressed_reduction: CompressedReduction | CompressedAcross | None = None
+        lends = comms.lends_gradients
         if (codec := compression.gradient_codec(dtypes)) is not None:
-            self.compressed_reduction = CompressedReduction(
-                codec, self.layout, comms, Residual(compression.residual, meter.residuals), wire
-            )
+            residual = Residual(compression.residual, device, meter.residuals)
+            if comms.grid is not None and device.type == "cpu":
+                self.compressed_reduction = CompressedAcross(codec, self.layout, comms.grid, comms.packer, residual, wire)
+                lends = comms.grid.inside.lends_pieces
+            else:
+                self.compressed_reduction, lends = CompressedReduction(codec, self.layout, comms, residual, wire), False
         self.gradients: GradientBuffer | LentGradients
-        if self.compressed_reduction is None and comms.lends_gradients and device.type == "cpu" and dtypes.reduces_as_it_comes:
+        if lends and device.type == "cpu" and dtypes.reduces_as_it_comes:
             self.gradients = LentGradients(self.layout, dtypes.reduce, gauge=meter.full_gradients)
         else:
             self.gradients = GradientBuffer(self.layout, dtypes, device, gauge=meter.full_gradients, pool=pool)

@@ -16,6 +16,7 @@ import torch
 from shardnet.backend import Pending, ReduceOp
 from shardnet.fsdp.averages import ReplicaAverages
 from shardnet.fsdp.communicators import Communicators
+from shardnet.fsdp.compressed_across import CompressedAcross, Crossing
 from shardnet.fsdp.compressed_reduction import CompressedReduction, Exchange
 from shardnet.fsdp.gradients import GradientBuffer
 from shardnet.fsdp.group import FlatGroup
@@ -24,24 +25,38 @@ from shardnet.fsdp.stepping import BackwardSteps
 from shardnet.fsdp.unit import Unit
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Reduction:
     """One group's gradients on their way; full-size and reduced ones belong to the collective until it is done."""
 
     group: FlatGroup
     pending: Pending[torch.Tensor]  # gives this rank's part
-    release: Callable[[], object] = lambda: None  # return the full gradients, unless they were before: nobody reads them any more
+    release: Callable[[], object] | None = None  # return the full gradients, once nobody reads them any more; None: they are returned
     exchange: Exchange | None = None  # to be finished before `pending` can be done
+    crossing: Crossing | None = None  # goes on by itself
 
-    @property
-    def arrived(self) -> bool:
-        """Whether `unpack` would not block."""
-        return self.exchange is None or self.exchange.arrived
+    def advance(self) -> None:
+        """What can be done without blocking: unpack what has arrived, and return what is read."""
+        if self.exchange is not None and self.exchange.arrived:
+            self.exchange.finish()
+        if self.crossing is not None and self.crossing.is_read:
+            self._return()
 
     def unpack(self) -> None:
         """Finish the exchange, if there is one; its error goes to `pending`."""
         if self.exchange is not None:
             self.exchange.finish()
+
+    def end(self) -> None:
+        """`pending` is done, or has failed: return everything."""
+        self._return()
+        if self.crossing is not None:
+            self.crossing.free()
+
+    def _return(self) -> None:
+        release, self.release = self.release, None
+        if release is not None:
+            release()
 
 
 class ReductionQueue:
@@ -76,8 +91,7 @@ class ReductionQueue:
     def advance(self) -> None:
         """Unpack what has arrived, so that it goes on to the replicas, and step what is reduced. Never blocks."""
         for reduction in self._in_flight:
-            if reduction.arrived:
-                reduction.unpack()
+            reduction.advance()
         while self.steps is not None and self._in_flight and self._in_flight[0].pending.done():
             self._complete_oldest()
 
@@ -105,7 +119,7 @@ class ReductionQueue:
             self._in_flight[0].unpack()
             reduction = self._in_flight.popleft()
             reduction.pending.exception()
-            reduction.release()
+            reduction.end()
 
     def _start(self, unit: Unit) -> None:
         self._ready.discard(unit)
@@ -117,6 +131,8 @@ class ReductionQueue:
 
     def _reduce(self, group: FlatGroup) -> _Reduction:
         gradients = group.gradients
+        if isinstance(group.compressed_reduction, CompressedAcross):
+            return self._reduce_across(group, gradients, group.compressed_reduction)
         if isinstance(gradients, LentGradients):
             return self._reduce_pieces(group, gradients)
         if group.compressed_reduction is not None:
@@ -146,6 +162,16 @@ class ReductionQueue:
             gradients.returned(full)  # what is sent is packed
         return _Reduction(group, self._average(exchange.mean, group).quietly(), exchange=exchange)
 
+    def _reduce_across(self, group: FlatGroup, gradients: GradientBuffer | LentGradients, compressed: CompressedAcross) -> _Reduction:
+        taken = gradients.take()
+        release: Callable[[], object] = partial(gradients.returned, taken)  # type: ignore[arg-type]  # its own
+        try:
+            crossing = compressed.start([taken] if isinstance(taken, torch.Tensor) else taken, group.reduction_label)
+        except BaseException:
+            release()
+            raise
+        return _Reduction(group, self._average(crossing.mean.quietly(), group).quietly(), release, crossing=crossing)
+
     def _mean(self, full: torch.Tensor, group: FlatGroup) -> Pending[torch.Tensor]:
         """Start what turns full gradients [N] into this rank's part of their mean over all ranks."""
         out = group.place_for_gradient(full.dtype)
@@ -171,7 +197,7 @@ class ReductionQueue:
         try:
             shard_gradient = self._comms.wait(reduction.pending, f"reduce {reduction.group.label}")
         finally:
-            reduction.release()
+            reduction.end()
         reduction.group.accept(shard_gradient)
         if self.steps is not None:
             self.steps.reduced(reduction.group)

@@ -119,7 +119,7 @@ class FSDP(nn.Module):
         resharding = Resharding.chosen(reshard_after_forward, self.strategy, len(ranks.shards))
         precision = mixed_precision or MixedPrecision()
         compression = (compression or Compression()).chosen(self.strategy, len(ranks.shards), precision)
-        self._comms = Communicators(backend, ranks, resharding.neighbours)
+        self._comms = Communicators(backend, ranks, resharding.neighbours, packs_gradients=compression.gradients is not None)
         pool = BufferPool(self.memory)
         self.units = tuple(
             Unit(plan, precision, compression, self._comms, self.memory, pool, compute_device)

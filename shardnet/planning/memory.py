@@ -8,7 +8,8 @@ the two peaks add up though they come at different times. With units within unit
 [Note: packed buffers] What is sent compressed is packed from the start of a collective until it is unpacked: parameters of
 the unit that is waited for and of the `prefetch` next ones, gradients of up to `prefetch` + 2 units, since one more is packed
 before the oldest is waited for. So much where the network is slow: what arrives earlier is unpacked earlier. Full-size
-gradients are free again once they are packed.
+gradients are free again once they are packed, or where nodes add them up first, which may last as long, once that is done.
+Then each rank packs, and keeps residuals for, what the ranks of its place need ([Note: sums inside nodes]).
 
 [Note: copies] In an elastic training (shardnet.elastic) a rank keeps its parameters and optimizer state in host memory as of the
 last commit and as of the one that is being made, and the same of one other rank, unless several hold the same anyway.
@@ -30,6 +31,7 @@ from shardnet.config import MIB
 from shardnet.fsdp.codec import Codec
 from shardnet.planning.model import GroupSize, ModelSize, UnitSize
 from shardnet.planning.setting import Setting, Strategy, packed_bytes
+from shardnet.sharding import shard_sizes
 
 ZERO_1_BUCKET_BYTES = 25 * MIB  # ZeroOptimizer's default
 ZERO_1_IN_FLIGHT = 2  # packed buckets of gradients at once
@@ -85,7 +87,7 @@ def plan_memory(model: ModelSize, strategy: Strategy, setting: Setting) -> Memor
         gathered=_gathered(model, strategy, setting),
         reducing=_reducing(model, strategy, setting),
         secondary=_secondary(model, strategy, setting),
-        residuals=sum(_residual_bytes(group, setting) for group in trained),
+        residuals=sum(_residual_bytes(group, strategy, setting) for group in trained),
         packed=_packed(model, strategy, setting),
         copies=_copies(groups, strategy, setting) if setting.elastic else 0,
         activations=model.activation_bytes,
@@ -141,8 +143,11 @@ def _reducing(model: ModelSize, strategy: Strategy, setting: Setting) -> int:
     """See [Note: units in flight]."""
 
     def bytes_of(unit: UnitSize, collecting: bool) -> int:
-        held = [group for group in unit.groups if group.trainable and (collecting or setting.gradient_codec(group) is None)]
+        held = [group for group in unit.groups if group.trainable and (collecting or stays(group))]
         return sum(_gradient_bytes(group, setting, collecting=collecting) for group in held)
+
+    def stays(group: GroupSize) -> bool:
+        return setting.gradient_codec(group) is None or setting.sums_on_nodes(strategy)
 
     if strategy is Strategy.ZERO_1:
         buckets = sorted((min(bytes_of(unit, False), ZERO_1_BUCKET_BYTES) for unit in model.units), reverse=True)
@@ -158,19 +163,28 @@ def _gradient_bytes(group: GroupSize, setting: Setting, *, collecting: bool) -> 
     return group.numel * itemsize
 
 
-def _residual_bytes(group: GroupSize, setting: Setting) -> int:
+def _residual_bytes(group: GroupSize, strategy: Strategy, setting: Setting) -> int:
     residual = setting.compression.residual
-    return group.numel * residual.itemsize if residual is not None and setting.gradient_codec(group) is not None else 0
+    if residual is None or setting.gradient_codec(group) is None:
+        return 0
+    return sum(shard_sizes(group.numel, setting.shards(strategy))[:: _every(strategy, setting)]) * residual.itemsize
+
+
+def _every(strategy: Strategy, setting: Setting) -> int:
+    """A rank packs gradients for every how many-th rank."""
+    return setting.ranks_per_node if setting.sums_on_nodes(strategy) else 1
 
 
 def _packed(model: ModelSize, strategy: Strategy, setting: Setting) -> int:
     """See [Note: packed buffers]."""
 
-    def bytes_of(groups: Iterable[GroupSize], codec_of: Callable[[GroupSize], Codec | None]) -> int:
-        return sum(packed_bytes(codec, group, setting.shards(strategy)) for group in groups if (codec := codec_of(group)) is not None)
+    def bytes_of(groups: Iterable[GroupSize], codec_of: Callable[[GroupSize], Codec | None], every: int = 1) -> int:
+        packed = ((codec_of(group), group) for group in groups)
+        return sum(packed_bytes(codec, group, setting.shards(strategy), every) for codec, group in packed if codec is not None)
 
     parameters = [bytes_of(unit.groups, setting.weight_codec) for unit in model.units]
-    gradients = [bytes_of([group for group in unit.groups if group.trainable], setting.gradient_codec) for unit in model.units]
+    every = _every(strategy, setting)
+    gradients = [bytes_of([group for group in unit.groups if group.trainable], setting.gradient_codec, every) for unit in model.units]
     twice = setting.gathered_twice(model, strategy) if setting.resharding(strategy).neighbours is None else ()
     again = [count if index in twice else 0 for index, count in enumerate(parameters)]  # secondary shards go as they are
     most = 0

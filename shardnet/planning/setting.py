@@ -140,6 +140,11 @@ class Setting:
         precision = MixedPrecision(self.compute_dtype, self.reduce_dtype)
         return self.compression.chosen(ShardingStrategy(strategy), self.shards(strategy), precision)
 
+    def sums_on_nodes(self, strategy: Strategy) -> bool:
+        """Whether nodes add up gradients before they are sent compressed ([Note: sums inside nodes]), as they do where no GPU computes."""
+        across = 1 < self.ranks_per_node < self.shards(strategy)
+        return across and self.compression_under(strategy).gradients is not None and not self.cpu_offload
+
     def weight_codec(self, group: GroupSize) -> Codec | None:
         """How a group's parameters are gathered; None: as they are."""
         return self.compression.weight_codec(self._dtypes(group))
@@ -154,6 +159,6 @@ class Setting:
         return self.compression.dtypes(Dtypes(group.dtype, compute, reduce))
 
 
-def packed_bytes(codec: Codec, group: GroupSize, shards: int) -> int:
-    """Of all shards of a group together."""
-    return sum(map(codec.size, shard_sizes(group.numel, shards))) * codec.wire_dtype.itemsize
+def packed_bytes(codec: Codec, group: GroupSize, shards: int, every: int = 1) -> int:
+    """Of all shards of a group together, or of the first one and each `every`-th after it."""
+    return sum(map(codec.size, shard_sizes(group.numel, shards)[::every])) * codec.wire_dtype.itemsize

@@ -4,8 +4,9 @@
 two. Of M nodes each one must send (M - 1) / M of the buffer to the others, and sends no more, however many ranks it has
 (shardnet/collectives/hierarchical.py). In HYBRID_SHARD each of a node's n ranks has a ring of its own across nodes, and the link
 carries all of them. Sums of 16-bit floats cross nodes of several ranks as float32; where every rank is a node they are
-exchanged as they are. Compressed gradients are sent directly (all_to_all): of each of a node's n ranks 1 / N of the
-buffer goes to every rank outside. Neighbours that gather secondary shards are consecutive ranks, who may be parts of several
+exchanged as they are. Compressed gradients are sent directly (all_to_all): nodes of several ranks add them up first
+([Note: sums inside nodes]), and send M - 1 of M parts of that; where a GPU computes they do not, and of each of a node's n ranks 1 / N
+of the buffer goes to every rank outside. Neighbours that gather secondary shards are consecutive ranks, who may be parts of several
 nodes: in each lap that passes a node, it sends the next one all but what is that one's own.
 
 Times are those of the busiest link at the speed given, without latency, packing, and what compute hides or delays.
@@ -54,7 +55,9 @@ def plan_traffic(model: ModelSize, strategy: Strategy, setting: Setting) -> tupl
                 planned.append(_gathers_from_neighbours(again, neighbours, setting))
             packed = [group for group in trained if setting.gradient_codec(group) is not None]
             plain = [group for group in trained if setting.gradient_codec(group) is None]
-            planned.append(_reductions("all_to_all", "reduce gradients", packed, setting, ranks=shards))
+            if setting.sums_on_nodes(strategy):
+                planned.append(_sums_on_nodes(packed, setting))
+            planned.append(_exchanges(packed, strategy, setting))
             planned.append(_reductions("reduce_scatter", "reduce gradients", plain, setting, ranks=shards))
             if strategy is Strategy.HYBRID_SHARD:
                 planned.append(_averages(trained, shards, replicas, setting))
@@ -79,12 +82,6 @@ def _lap(size: float, ranks: int, setting: Setting, *, widened: int = 1) -> _Loa
     nodes = ranks // node
     inside, leaving = size * (node - 1) / node, size * (nodes - 1) / nodes * (widened if node > 1 else 1)
     return _Load(inside + leaving / node, inside, leaving)
-
-
-def _exchange(size: float, ranks: int, setting: Setting) -> _Load:
-    """Each rank sends every other one its part directly."""
-    node = min(ranks, setting.ranks_per_node)
-    return _Load(size * (ranks - 1) / ranks, size * (node - 1) / ranks, size * node * (ranks - node) / ranks)
 
 
 def _gathers(purpose: str, groups: Iterable[GroupSize], ranks: int, setting: Setting, *, cast: bool = True) -> Traffic:
@@ -115,14 +112,36 @@ def _reductions(op: str, purpose: str, groups: Iterable[GroupSize], setting: Set
     ranks = ranks or setting.world_size
 
     def load(group: GroupSize) -> _Load:
-        if (codec := setting.gradient_codec(group)) is not None:
-            return _exchange(packed_bytes(codec, group, ranks), ranks, setting)
         reduce = setting.reduce(group)
         size = group.numel * reduce.itemsize
         reduced = _lap(size, ranks, setting, widened=_SUM_BYTES // reduce.itemsize if reduce.itemsize < _SUM_BYTES else 1)
         return reduced + _lap(size, ranks, setting) if op == "all_reduce" else reduced
 
     return _traffic(op, purpose, [load(group) for group in groups], setting)
+
+
+def _sums_on_nodes(groups: Iterable[GroupSize], setting: Setting) -> Traffic:
+    """Of gradients that will be packed."""
+    node = setting.ranks_per_node
+    sent = [group.numel * setting.reduce(group).itemsize * (node - 1) / node for group in groups]
+    return _traffic("reduce_scatter", "add up gradients in nodes", [_Load(each, each, 0.0) for each in sent], setting)
+
+
+def _exchanges(groups: Iterable[GroupSize], strategy: Strategy, setting: Setting) -> Traffic:
+    """Of packed gradients: each rank sends every other one its part directly, or of its node's sum those of its place on other nodes."""
+    ranks = setting.shards(strategy)
+    node = min(ranks, setting.ranks_per_node)
+
+    def load(group: GroupSize) -> _Load:
+        codec = setting.gradient_codec(group)
+        assert codec is not None
+        size = packed_bytes(codec, group, ranks)
+        if setting.sums_on_nodes(strategy):
+            leaving = size * (ranks - node) / ranks
+            return _Load(leaving / node, 0.0, leaving)
+        return _Load(size * (ranks - 1) / ranks, size * (node - 1) / ranks, size * node * (ranks - node) / ranks)
+
+    return _traffic("all_to_all", "reduce gradients", [load(group) for group in groups], setting)
 
 
 def _averages(groups: Iterable[GroupSize], shards: int, replicas: int, setting: Setting) -> Traffic:

@@ -123,8 +123,21 @@ def test_compression_by_the_names_of_the_training_program(capsys: pytest.Capture
     out = capsys.readouterr().out
     assert "; sent compressed: weights as int8, gradients as int8\n" in out
     assert "reducing  residuals" in out
-    assert "Compressed gradients are exchanged directly" in out
+    assert "Compressed gradients are exchanged directly" not in out
     assert "ZeRO-1 and NO_SHARD are planned without compression" in out
+
+
+@pytest.mark.parametrize(
+    ("more", "note"),
+    [
+        ([], "Nodes add up gradients before they compress them."),
+        (["--cpu-offload"], "Compressed gradients are exchanged directly, not in a ring, which sends more between nodes"),
+    ],
+)
+def test_where_gradients_are_added_up_before_they_are_compressed(more: list[str], note: str, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["planned_models:small", "--world", "4", "--node-size", "2", "--compress", "int8", "--strategy", "full_shard"]
+    assert main(["plan", *given, *more]) == 0
+    assert note in capsys.readouterr().out
 
 
 def test_what_is_kept_between_forward_and_backward(capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,6 +29,8 @@ PLACES: list[tuple[int, dict[str, Any]]] = [
     (3, {"strategy": GRAD}),
     (4, {"strategy": HYBRID, "intra_node_size": 2}),
     (4, {"strategy": FULL, "reshard_after_forward": 2, "prefetch": 2}),
+    (4, {"strategy": FULL, "ranks_per_node": 2}),
+    (6, {"strategy": GRAD, "ranks_per_node": 3}),
 ]
 INT8 = Compression(weights="int8", gradients="int8")
 MODES = {
@@ -46,7 +48,9 @@ def share_of(batch: Tensor, backend: Backend) -> Tensor:
     return batch[backend.rank * share :][:share]
 
 
-def train(world_size: int, kind: str, micro_batches: int = 1, *, steps: int, **options: Any) -> list[Run]:
+def train(
+    world_size: int, kind: str, micro_batches: int = 1, *, steps: int, ranks_per_node: int | None = None, **options: Any
+) -> list[Run]:
     def work(backend: Backend) -> Run:
         model = FSDP(make_gpt(), backend, units=[Block], **options)
         optimizer = optimizer_for(model.parameters(), kind)
@@ -60,7 +64,7 @@ def train(world_size: int, kind: str, micro_batches: int = 1, *, steps: int, **o
             optimizer.zero_grad()
         return Run(losses, model.full_state_dict())
 
-    runs = run_ranks(world_size, work)
+    runs = run_ranks(world_size, work, ranks_per_node=ranks_per_node)
     combined = [sum(losses) / world_size for losses in zip(*(run.losses for run in runs), strict=True)]
     return [Run(combined, run.state) for run in runs]
 

@@ -6,6 +6,7 @@ import torch
 from shardnet.backend import Backend
 from shardnet.config import Limits
 from shardnet.fsdp import FSDP, Compression, MemoryReport, MixedPrecision, memory_report
+from shardnet.fsdp.compressed_across import Crossing
 from shardnet.fsdp.compressed_reduction import Exchange
 from shardnet.planning import MemoryPlan, Setting, Strategy, plan
 from shardnet.sharding import ShardingStrategy
@@ -13,7 +14,7 @@ from tests.fsdp.models import Block, loss_of, make_gpt, token_batches
 from tests.fsdp.ranks import run_ranks
 from tests.planning.test_measured import FULL, GRAD, HYBRID, SIZES, STEPS, columns, counted, size
 
-PLACES = [(FULL, 2, None), (FULL, 4, None), (GRAD, 3, None), (HYBRID, 4, 2), (HYBRID, 2, 1), (FULL, 1, None)]
+PLACES = [(FULL, 2, None), (FULL, 4, None), (GRAD, 3, None), (HYBRID, 4, 2), (HYBRID, 2, 1), (FULL, 1, None), (FULL, 4, 2), (GRAD, 6, 3)]
 MODES = [
     Compression(weights="bfloat16"),
     Compression(weights="int8", block=64),
@@ -30,7 +31,7 @@ def train(
     """Each rank's memory, and what it sent in the last step, by operation."""
 
     def work(backend: Backend) -> tuple[MemoryReport, dict[str, int]]:
-        inner, place = make_gpt(**SIZES), {"strategy": ShardingStrategy(strategy), "intra_node_size": node}
+        inner, place = make_gpt(**SIZES), {"strategy": ShardingStrategy(strategy), "intra_node_size": node if strategy is HYBRID else None}
         model = FSDP(inner, backend, units=Block, prefetch=prefetch, compression=compression, mixed_precision=precision, **place)  # type: ignore[arg-type]
         optimizer = torch.optim.AdamW(model.parameters())
         model.memory.reset_peaks()
@@ -42,7 +43,7 @@ def train(
         sent = {op: counter.bytes - before.get(op, 0) for op, counter in backend.telemetry.ops.items()}
         return memory_report(model, optimizer), {op: count for op, count in sent.items() if count}
 
-    return run_ranks(ranks, work, limits=Limits(eager_bytes=0))
+    return run_ranks(ranks, work, limits=Limits(eager_bytes=0), ranks_per_node=node)
 
 
 def planned_columns(memory: MemoryPlan) -> list[int]:
@@ -55,7 +56,10 @@ def counted_columns(report: MemoryReport) -> list[int]:
 
 @pytest.mark.parametrize("compression", MODES, ids=str)
 @pytest.mark.parametrize(("strategy", "ranks", "node"), PLACES)
-def test_memory_and_traffic_are_those_of_a_run(strategy: Strategy, ranks: int, node: int | None, compression: Compression) -> None:
+def test_memory_and_traffic_are_those_of_a_run(
+    strategy: Strategy, ranks: int, node: int | None, compression: Compression, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Crossing, "is_read", False)  # of full gradients fewer are held where ranks are quick to read them
     (planned,) = plan(size(), Setting(ranks, node_size=node, compression=compression), [strategy])
     runs = train(ranks, strategy, node, compression)
     report = runs[0][0]
@@ -69,9 +73,9 @@ def test_memory_and_traffic_are_those_of_a_run(strategy: Strategy, ranks: int, n
     assert sent == pytest.approx(expected, rel=0.01)
 
 
-WHERE = [(FULL, 2, None), (GRAD, 2, None), (HYBRID, 4, 2)]
+WHERE = [(FULL, 2, None), (GRAD, 2, None), (HYBRID, 4, 2), (FULL, 4, 2)]
 # Every two of mode, place and prefetch meet.
-PAIRS = [(mode, *WHERE[place], (row + place) % 3) for row, mode in enumerate(MODES[1:]) for place in range(3)]
+PAIRS = [(mode, *WHERE[place], (row + place) % 3) for row, mode in enumerate(MODES[1:]) for place in range(4)]
 
 
 @pytest.mark.parametrize(("compression", "strategy", "ranks", "node", "prefetch"), PAIRS, ids=str)
@@ -79,11 +83,13 @@ def test_as_much_is_packed_where_nothing_arrives_before_it_is_waited_for(
     compression: Compression, strategy: Strategy, ranks: int, node: int | None, prefetch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Exchange, "arrived", False)
+    monkeypatch.setattr(Crossing, "is_read", False)
     setting = Setting(ranks, node_size=node, prefetch=prefetch, compression=compression)
     (planned,) = plan(size(), setting, [strategy])
-    for report, _ in train(ranks, strategy, node, compression, prefetch):
-        assert planned.memory.packed == report.peak_packed
-        assert planned.memory.reducing == report.peak_full_gradients
+    reports = [report for report, _ in train(ranks, strategy, node, compression, prefetch)]
+    assert [report.peak_full_gradients for report in reports] == [planned.memory.reducing] * ranks
+    assert max(report.peak_packed for report in reports) == planned.memory.packed  # rank 0 has the longest shards
+    assert min(report.peak_packed for report in reports) == pytest.approx(planned.memory.packed, rel=0.001)
 
 
 def test_mixed_precision_beside_compression() -> None:

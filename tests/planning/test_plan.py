@@ -1,5 +1,7 @@
 """Plans of models whose figures can be worked out by hand."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -123,11 +125,20 @@ def test_averages_over_nodes_and_strategies_without_shards_are_not_compressed() 
     assert hybrid.memory.residuals == 0
 
 
-def test_packed_gradients_go_to_every_rank_of_another_node() -> None:
-    compression = Compression(gradients="int8", block=100, residual=None)
-    planned = one(GRAD, Setting(4, node_size=2, compression=compression, inside_bytes_per_s=1e9, between_bytes_per_s=10.0))
+def test_packed_gradients_leave_a_node_as_one_sum_and_from_gpus_once_for_each_rank() -> None:
+    compression = Compression(gradients="int8", block=100)
+    setting = Setting(4, node_size=2, compression=compression, inside_bytes_per_s=10.0, between_bytes_per_s=10.0)
     packed = 1400 + 4 * 11 * 4  # a scale for each shard
-    assert planned.traffic[1].seconds == packed / 10.0  # two ranks of a node send half of it to both of the other
+    on_cpu, on_gpu = one(GRAD, setting), one(GRAD, replace(setting, cpu_offload=True))
+    assert [(each.op, each.bytes_sent, each.seconds) for each in on_cpu.traffic[1:]] == [
+        ("reduce_scatter", 4 * 1400 // 2, 4 * 1400 / 2 / 10),
+        ("all_to_all", packed // 4, packed / 2 / 10),  # of the half that is its place's, half: to the other node
+    ]
+    assert [(each.op, each.bytes_sent, each.seconds) for each in on_gpu.traffic[1:]] == [
+        ("all_to_all", packed * 3 // 4, packed / 10)  # two ranks of a node send half of it to both of the other
+    ]
+    assert (on_cpu.memory.residuals, on_gpu.memory.residuals) == (2 * 700, 2 * 1400)
+    assert on_cpu.memory.packed * 2 == on_gpu.memory.packed
 
 
 @pytest.mark.parametrize(
