@@ -79,7 +79,8 @@ def parameter_bytes(session: Training) -> int:
 
 def trainers(session: Training, backend: Backend) -> list[Trainer]:
     """Shardnet, FSDP2 over gloo, alone, and shardnet in other ways; equal parameters and data. A collective."""
-    return [trainer(name, session, backend) for name in (OURS, FSDP2, ALONE, STEPPING, *([COMPRESSED] if session.compression else []))]
+    compressed = [COMPRESSED[weights] for weights in session.compressions]
+    return [trainer(name, session, backend) for name in (OURS, FSDP2, ALONE, STEPPING, *compressed)]
 
 
 def trainer(name: str, session: Training, backend: Backend) -> Trainer:
@@ -89,7 +90,7 @@ def trainer(name: str, session: Training, backend: Backend) -> Trainer:
         return Trainer(name, fully_sharded(model, init_device_mesh("cpu", (backend.world_size,))), batch)
     if name == ALONE:
         return Alone(name, model, batch, backend.world_size)
-    compression = Compression(session.compression, "int8") if name == COMPRESSED and session.compression else None
+    compression = next((Compression(weights, "int8") for weights in session.compressions if COMPRESSED[weights] == name), None)
     return Sharded(name, FSDP(model, backend, units=(Block,), compression=compression), batch, in_backward=name == STEPPING)
 
 

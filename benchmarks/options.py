@@ -4,10 +4,24 @@ import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from benchmarks import growth
-from benchmarks.plan import Case, Collectives, Interop, Memory, Op, Session, Topology, Training, Transport, default_repeats, default_steps
+from benchmarks.plan import (
+    Case,
+    Collectives,
+    Compressed,
+    Interop,
+    Memory,
+    Op,
+    Session,
+    Topology,
+    Training,
+    Transport,
+    default_repeats,
+    default_steps,
+)
+from benchmarks.targets import COMPRESSED
 from shardnet.config import KIB, MIB, Limits
 
 T = TypeVar("T")
@@ -103,9 +117,9 @@ def _sessions(options: argparse.Namespace) -> Iterator[Session]:
         for ranks, topology, transport in _places(options, options.step_ranks):
             if transport is Transport.MTLS:
                 continue
-            compression = options.compress if topology.rate and options.compress != "none" else None  # where there is a link to spare
+            compressions = options.compress if topology.rate else ()  # where there is a link to spare
             yield Training(
-                *(ranks, topology, transport, options.chunk), options.steps or default_steps(topology), **model, compression=compression
+                *(ranks, topology, transport, options.chunk), options.steps or default_steps(topology), **model, compressions=compressions
             )
     if options.only in (None, "memory") and Path("/proc/self/smaps_rollup").exists():
         for ranks, topology, transport in _places(options, options.step_ranks):
@@ -202,10 +216,18 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--batch", type=_positive, metavar="N", help="sequences of one rank in one step (default: 4)")
     group.add_argument(
         "--compress",
-        choices=("int8", "bfloat16", "none"),
-        default="int8",
-        help="what weights are sent as, and gradients as int8, in one more training where links are limited (default: %(default)s)",
+        type=_compressions,
+        default="int8,bfloat16",
+        metavar="LIST",
+        help="what weights are sent as, and gradients as int8, in more trainings where links are limited, or none (default: %(default)s)",
     )
+
+
+def _compressions(text: str) -> tuple[Compressed, ...]:
+    names = () if text == "none" else tuple(item.strip() for item in text.split(","))
+    if unknown := [name for name in names if name not in COMPRESSED]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(COMPRESSED)} and none")
+    return cast(tuple[Compressed, ...], names)
 
 
 def _list_of(parse: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:

@@ -118,11 +118,14 @@ class Collectives:
     explain: bool = False  # whether to find out, too, where the time goes
 
 
+Compressed = Literal["int8", "bfloat16"]
+
+
 @dataclass(frozen=True, slots=True)
 class Training:
     """Training steps of a GPT. Sizes as in workers/gpt.py; `batch` is the number of sequences of one rank.
 
-    compression  what weights are sent as in one more training, with gradients as int8: "int8" or "bfloat16"; None: there is none
+    compressions  what weights are sent as in more trainings, with gradients as int8: "int8" or "bfloat16"
     """
 
     ranks: int
@@ -136,7 +139,7 @@ class Training:
     context: int
     bigrams: int
     batch: int
-    compression: Literal["int8", "bfloat16"] | None = None
+    compressions: tuple[Compressed, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +193,7 @@ def from_json(text: str) -> Session:
     fields = json.loads(text)
     fields["transport"], fields["topology"] = Transport(fields["transport"]), Topology(fields["topology"])
     if (kind := fields.pop("kind")) != Collectives.__name__:
-        if "sizes" in fields:
-            fields["sizes"] = tuple(fields["sizes"])
+        fields |= {name: tuple(fields[name]) for name in ("sizes", "compressions") if name in fields}
         return {each.__name__: each for each in (Training, Memory, Interop)}[kind](**fields)
     cases = tuple(Case(Op(case.pop("op")), **case) for case in fields.pop("cases"))
     return Collectives(**fields, cases=cases)

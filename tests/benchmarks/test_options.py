@@ -41,7 +41,7 @@ def test_by_default_everything_is_measured() -> None:
     assert [(session.topology, session.ranks, session.transport) for session in memories] == [
         (Topology.ONE_NODE, ranks, Transport.SHM) for ranks in (2, 4)
     ]
-    assert [session.compression for session in trainings] == [*[None] * 6, "int8"]
+    assert [session.compressions for session in trainings] == [*[()] * 6, ("int8", "bfloat16")]
     assert not any(session.explain for session in collectives)
     for session in collectives:
         ops = tuple(Op) if session.transport is Transport.SHM else COLLECTIVES
@@ -128,11 +128,14 @@ def test_a_slow_link_is_tried_less_often() -> None:
     assert given[1].steps == 9
 
 
-def test_what_is_compressed_and_whether_time_is_explained() -> None:
+def test_what_is_compressed_and_whether_time_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     session, training = parse_options(["--explain", "--compress", "bfloat16", "--topologies", "netns-1gbit"]).sessions
     assert session.explain
-    assert training.compression == "bfloat16"
-    assert parse_options(["--compress", "none", "--topologies", "netns-1gbit"]).sessions[1].compression is None
+    assert training.compressions == ("bfloat16",)
+    assert parse_options(["--compress", "none", "--topologies", "netns-1gbit"]).sessions[1].compressions == ()
+    with pytest.raises(SystemExit):
+        parse_options(["--compress", "int8,int4"])
+    assert "'int4' is none of int8, bfloat16 and none" in capsys.readouterr().err
 
 
 def test_markdown_of_the_latest_run_or_of_a_file() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.plan import Op
+from benchmarks.plan import COLLECTIVES, Op
 from benchmarks.row import Row
 from benchmarks.targets import ALONE, COMPRESSED, FSDP2, SIZES, STEP_BYTES, geometric_mean, judge, judge_steps
 from shardnet.config import KIB, MIB
@@ -29,13 +29,34 @@ def test_what_goes_through_memory_has_a_target_of_its_own() -> None:
     ("topology", "transport", "ratios", "met"),
     [
         ("netns", "grpc", {Op.ALL_GATHER: 1.3, Op.REDUCE_SCATTER: 1.31, Op.ALL_REDUCE: 0.99}, [True, False]),
-        ("netns-1gbit", "hier", {Op.ALL_GATHER: 1.8, Op.REDUCE_SCATTER: 1.7, Op.ALL_REDUCE: 1.9}, [False]),
+        ("netns-1gbit", "hier", {Op.ALL_GATHER: 1.8, Op.REDUCE_SCATTER: 1.7, Op.ALL_REDUCE: 1.9}, [False, False]),
     ],
 )
 def test_nodes_have_targets_of_their_own(topology: str, transport: str, ratios: dict[Op, float], met: list[bool]) -> None:
-    outcomes = judge(complete(ratios, ranks=4, topology=topology, transport=transport) + complete({Op.ALL_REDUCE: 0.7}, ranks=4))
+    outcomes = judge(complete(ratios, ranks=4, topology=topology, transport=transport, nodes=2) + complete({Op.ALL_REDUCE: 0.7}, ranks=4))
     assert [outcome.met for outcome in outcomes if outcome.target.topology == topology] == met
     assert [outcome.mean for outcome in outcomes if outcome.target.topology == "one-node"] == [pytest.approx(0.7)]
+
+
+@pytest.mark.parametrize(("reached", "met"), [(0.96, True), (0.94, False)])
+def test_a_link_is_to_be_used_well(reached: float, met: bool) -> None:
+    link = 1e9 / 8 * 1448 / 1514  # payload bytes a second
+    moved = int(0.01 * reached * link * 2) * 3  # by a ring of 4; half of a third of it crosses the link, in shardnet's 10 ms
+    rows = complete(dict.fromkeys(COLLECTIVES, 9.0), ranks=4, topology="netns-1gbit", transport="hier", nodes=2, moved_bytes=moved)
+    gloo, bound = judge(rows)
+    assert gloo.met
+    assert bound.target.name.endswith("(link's bound / shardnet)")
+    assert bound.mean == pytest.approx(reached, rel=1e-6)
+    assert bound.met is met
+
+
+@pytest.mark.parametrize(("reached", "met"), [(0.81, True), (0.79, False)])
+def test_memory_is_to_be_used_well(reached: float, met: bool) -> None:
+    rows = complete(dict.fromkeys(COLLECTIVES, 9.0), transport="shm", memcpy_ms=10.0 * reached)
+    gloo, bound = judge(rows)
+    assert gloo.met
+    assert bound.mean == pytest.approx(reached)
+    assert bound.met is met
 
 
 def test_each_number_of_ranks_has_a_verdict_of_its_own() -> None:
@@ -75,7 +96,7 @@ def test_geometric_mean() -> None:
 
 def steps(topology: str, transport: str, size: int = STEP_BYTES, **ratios: float) -> list[Row]:
     """Shardnet's training and its peers, each taking `ratio` times as long."""
-    names = {"fsdp2": FSDP2, "alone": ALONE, "compressed": COMPRESSED}
+    names = {"fsdp2": FSDP2, "alone": ALONE, "int8": COMPRESSED["int8"], "bfloat16": COMPRESSED["bfloat16"]}
     facts = {"kind": "step", "op": "train_step", "topology": topology, "transport": transport, "ranks": 4, "bytes": size}
     return [row(ratio, peer=names[name], **facts) for name, ratio in ratios.items()]
 
@@ -90,10 +111,11 @@ def test_steps_are_judged_against_each_peer() -> None:
 
 def test_compression_is_judged_by_what_fsdp2_takes() -> None:
     """Three times shardnet's time for FSDP2 and 0.9 times for the compressed training: 3.33 times."""
-    plain, compressed = judge_steps(steps("netns-1gbit", "hier", fsdp2=3.0, alone=0.5, compressed=0.9))
+    plain, compressed, half = judge_steps(steps("netns-1gbit", "hier", fsdp2=3.0, alone=0.5, int8=0.9, bfloat16=1.1))
     assert plain.met
     assert compressed.ratio == pytest.approx(3.0 / 0.9)
     assert compressed.met
+    assert half.met is False
 
 
 def test_a_small_model_is_no_verdict() -> None:
