@@ -15,6 +15,7 @@ Each rank computes with a private mapping of a slot: what it writes there, only 
 """
 
 import asyncio
+import logging
 import threading
 import weakref
 from collections import deque
@@ -32,6 +33,8 @@ from shardnet.wire import LoanRevoked
 
 if TYPE_CHECKING:
     from shardnet.collectives.operation import Operation
+
+log = logging.getLogger(__name__)
 
 _MOST_UNUSED = 2  # times its own size, a result may be given memory of
 
@@ -71,8 +74,10 @@ class Commons:
     Safe to use from any thread, but for what waits for announcements, which runs on the loop thread. See [Note: one buffer a node].
     """
 
-    def __init__(self, mesh: Mesh, node: frozenset[int]) -> None:
+    def __init__(self, mesh: Mesh, node: frozenset[int], where: Callable[[], str]) -> None:
+        """`where` begins what is logged."""
         self._mesh = mesh
+        self._where = where
         self._node = node
         self.keeper = min(node)
         self._freed: deque[Claim] = deque()  # that this rank needs no more: from any thread, even in the middle of anything
@@ -82,6 +87,7 @@ class Commons:
         self._serial = 0
         self._peak_bytes = 0  # the most that was granted at once
         self._peak_count = 0  # in how many slots
+        self._has_complained = False
         self._dropped: list[int] = []  # ids of slots that the others may not know to be gone
         self._released: list[int] = []  # serials that the keeper may not know to be released
 
@@ -231,13 +237,21 @@ class Commons:
         if slot is None:
             try:
                 slot = self._slots[self._next_id] = _Slot(self._next_id, size, Segment(size))
-            except OSError:
+            except OSError as error:
+                self._complain(size, error)
                 return Claim(size)
             self._next_id += 1
         self._serial += 1
         slot.serial, slot.holders = self._serial, set(self._node)
         self._trim()
         return Claim(size, slot, slot.serial, list(self._dropped))
+
+    def _complain(self, size: int, error: OSError) -> None:
+        if not self._has_complained:
+            self._has_complained = True
+            log.warning(
+                "%s no memory in common (%s), wanted %d bytes: each rank of this node gathers into its own", self._where(), error, size
+            )
 
     def _find_free(self, size: int) -> _Slot | None:
         """The smallest one that is large enough, and not much too large. It need not fit: where slots of one size were dropped to make some

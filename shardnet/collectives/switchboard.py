@@ -88,7 +88,7 @@ class Switchboard:
         """Of these ranks, which are this one and others of its node."""
         with self._lock:
             if node not in self._commons:
-                self._commons[node] = Commons(self.mesh, node)
+                self._commons[node] = Commons(self.mesh, node, self.where)
             return self._commons[node]
 
     def channel(self, source: int, target: int, tag: str) -> Group:

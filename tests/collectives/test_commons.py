@@ -314,15 +314,18 @@ async def test_released_twice_is_released_once() -> None:
         release([first[1], *second])
 
 
-async def test_without_memory_each_rank_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_memory_each_rank_has_its_own(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     def full(descriptor: int, offset: int, size: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     async with local_cluster(3, limits=LIMITS) as ranks:
         monkeypatch.setattr(os, "posix_fallocate", full)
-        buffers = await each_rank(ranks, gather())
-        assert not any(buffer.shared for buffer in buffers)
-        assert all(torch.equal(buffer.tensor, gathered(3)) for buffer in buffers)
+        for _ in range(2):
+            buffers = await each_rank(ranks, gather())
+            assert not any(buffer.shared for buffer in buffers)
+            assert all(torch.equal(buffer.tensor, gathered(3)) for buffer in buffers)
+    (told,) = caplog.records  # once, by the keeper
+    assert "[rank 0/3 epoch 1 step 0] no memory in common ([Errno 28] No space left on device), wanted " in told.message
     async with local_cluster(3, limits=LIMITS, shared_memory=False) as ranks:
         assert not any(buffer.shared for buffer in await each_rank(ranks, gather()))
 

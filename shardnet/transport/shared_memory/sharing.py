@@ -79,9 +79,13 @@ class Sharing:
             return
         offer = self._window.offer()
         if self._limits.letter_bytes:
-            with suppress(OSError):  # then everything goes as it can
+            try:
                 self.mailbox = Mailbox(self._place, self._limits.mailbox_bytes)
                 offer.mailbox.CopyFrom(self.mailbox.offer())
+            except OSError as error:
+                log.warning(
+                    "%s no mailbox (%s): collectives inside this node are announced over gRPC, which takes longer", self._where, error
+                )
         for peer in self._asked:
             self._post(peer, mesh_pb2.Control(window_offer=offer))
         try:

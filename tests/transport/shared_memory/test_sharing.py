@@ -20,7 +20,7 @@ from shardnet.pb import mesh_pb2
 from shardnet.testing import each_error, each_rank, local_cluster
 from shardnet.transport.grpc_mesh import GrpcMesh
 from shardnet.transport.http2 import Call
-from shardnet.transport.shared_memory import Sharing, view
+from shardnet.transport.shared_memory import Sharing, sharing, view
 from shardnet.transport.shared_memory.window import Window
 from shardnet.wire import Chunk
 
@@ -112,17 +112,42 @@ async def test_without_a_window_everything_goes_over_grpc(wire: Wire, caplog: py
     assert caplog.records == []  # that was asked for
 
 
-async def test_no_memory_is_one_line_in_the_log(wire: Wire, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    def full(descriptor: int, offset: int, size: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+@pytest.mark.parametrize(
+    ("function", "number"),
+    [("posix_fallocate", errno.ENOSPC), ("memfd_create", errno.EPERM), ("memfd_create", errno.ENOSYS)],
+    ids=["full", "forbidden", "missing"],
+)
+async def test_no_memory_is_one_line_in_the_log(
+    function: str, number: int, wire: Wire, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(os, function, fail)
     with caplog.at_level(logging.WARNING):
         async with local_cluster(2, limits=LIMITS) as ranks:
             assert [mesh_of(rank).memory_peers for rank in ranks] == [frozenset()] * 2
             await sums(ranks)
     assert sorted(record.message for record in caplog.records) == [
-        f"[rank {rank}/2 epoch 1] no shared memory ([Errno 28] No space left on device): data for the ranks of this node goes over gRPC"
+        f"[rank {rank}/2 epoch 1] no shared memory ([Errno {number}] {os.strerror(number)}): data for the ranks of this node goes over gRPC"
+        for rank in range(2)
+    ]
+
+
+async def test_no_mailbox_is_one_line_in_the_log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Where there is memory for windows, and no more."""
+
+    def full(place: int, capacity: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(sharing, "Mailbox", full)
+    with caplog.at_level(logging.WARNING):
+        async with local_cluster(2, limits=replace(LIMITS, letter_bytes=4 * KIB)) as ranks:
+            assert [mesh_of(rank).memory_peers for rank in ranks] == [{1}, {0}]
+            await sums(ranks)
+    assert sorted(record.message for record in caplog.records) == [
+        f"[rank {rank}/2 epoch 1] no mailbox ([Errno 28] No space left on device): "
+        "collectives inside this node are announced over gRPC, which takes longer"
         for rank in range(2)
     ]
 
