@@ -8,12 +8,16 @@
     gloo                       all ranks on one node: what is large by a torch process group
     hybrid                     two ranks a node: that inside, the ring across
 
+Ranks of one node, `shm`, tell each other by letters where what is large lies; `streams` and `windows` are the ways of who has
+no mailbox, and cannot read other ranks' memory either (ENGINES), for the tests of what arrives.
+
 `world` is shared by tests, because forming a mesh costs more than most of them: they leave it as they found it. A test that
 breaks something takes `fresh`. Limits are tiny, so that a few hundred bytes make many chunks and wrap around a window.
 """
 
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -40,6 +44,11 @@ RANKS_PER_NODE = {"ring": 1, "grpc": 1, "nodes": 2, "hybrid": 2}
 # In elements of float32: 16 a chunk, 8 eagerly a peer; 4 are enough to go through memory, where a window holds 128.
 LIMITS = Limits(chunk_bytes=64, eager_bytes=32, window_bytes=512, inline_bytes=16)
 TIMEOUTS = Timeouts.for_tests()
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "streams": {"limits": replace(LIMITS, letter_bytes=0)},  # loans that are announced over streams
+    "windows": {"limits": replace(LIMITS, letter_bytes=0), "lending": False},
+}
 
 TORCH = {"gloo": TorchBackend, "hybrid": HybridBackend}
 
@@ -85,10 +94,17 @@ async def staged_cluster(world_size: int, **options: Any) -> AsyncIterator[Seque
 
 def cluster(kind: str, world_size: int, *, limits: Limits = LIMITS, **options: Any) -> AbstractAsyncContextManager[Sequence[Backend]]:
     make: MakeCluster = partial(torch_cluster, TORCH[kind]) if kind in TORCH else MAKERS.get(kind, loopback_cluster)
-    return make(world_size, limits=limits, **{"timeouts": TIMEOUTS, "ranks_per_node": RANKS_PER_NODE.get(kind), **options})
+    own = {"timeouts": TIMEOUTS, "ranks_per_node": RANKS_PER_NODE.get(kind), "limits": limits, **ENGINES.get(kind, {})}
+    return make(world_size, **{**own, **options})
 
 
-MAKERS: dict[str, MakeCluster] = {"shm": local_cluster, "grpc": local_cluster, "nodes": local_cluster, "staged": staged_cluster}
+MAKERS: dict[str, MakeCluster] = {
+    **dict.fromkeys(ENGINES, local_cluster),
+    "shm": local_cluster,
+    "grpc": local_cluster,
+    "nodes": local_cluster,
+    "staged": staged_cluster,
+}
 SIZES = {"loopback": (1, 2, 3, 4, 5), "grpc": (1, 2, 3, 4), "nodes": (3, 4), "staged": (1, 3), "gloo": (3,), "hybrid": (4, 5)}
 WORLDS = [(kind, size) for kind in KINDS for size in SIZES.get(kind, (2, 3, 4))]
 

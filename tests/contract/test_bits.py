@@ -1,15 +1,21 @@
 """Bits that arithmetic would lose survive, and every rank, every run and every backend ends with the same ones."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from shardnet.backend import Backend, ReduceOp
+from shardnet.collectives.loan_round import LoanRound
+from shardnet.collectives.mail import LetterRound
 from shardnet.collectives.route import Routing
 from shardnet.testing import bits, each_rank, local_cluster, loopback_cluster, same_bits
-from tests.contract.conftest import LIMITS, MakeCluster, cluster
+from shardnet.transport.shared_memory import Sharing
+from shardnet.transport.shared_memory.window import Window
+from tests.contract.conftest import ENGINES, LIMITS, MakeCluster, cluster
 from tests.devices import on_test_device
 
 Ranks = Sequence[Backend]
@@ -97,9 +103,9 @@ async def sums(ranks: Ranks, dtype: torch.dtype, elements: int) -> list[bytes]:
 async def test_the_same_bits_every_time_and_on_every_backend(dtype: torch.dtype) -> None:
     """The order of a sum follows from the ranks and their nodes alone: not from timing, transport or the size of chunks. And it is
     the same for one node as for nodes of one rank."""
-    for ranks, elements in ((2, 5), (3, 100), (4, 333)):
+    for ranks, elements in ((2, 5), (3, 2), (3, 100), (4, 333)):
         seen = set()
-        for kind in ("loopback", "shm", "ring", "grpc", "gloo"):
+        for kind in ("loopback", "shm", *ENGINES, "ring", "grpc", "gloo"):
             async with cluster(kind, ranks) as backends:
                 seen |= {tuple(await sums(backends, dtype, elements)) for _ in range(5)}
         assert len(seen) == 1
@@ -108,12 +114,36 @@ async def test_the_same_bits_every_time_and_on_every_backend(dtype: torch.dtype)
         for make in (local_cluster, loopback_cluster):
             async with make(4, ranks_per_node=2, limits=limits) as backends:
                 seen |= {tuple(await sums(backends, dtype, 333)) for _ in range(5)}
+    for kind in ENGINES:
+        async with cluster(kind, 4, ranks_per_node=2) as backends:
+            seen |= {tuple(await sums(backends, dtype, 333)) for _ in range(5)}
     assert len(seen) == 1
     seen = set()
     for _ in range(2):
         async with cluster("hybrid", 5) as backends:
             seen |= {tuple(await sums(backends, dtype, 333)) for _ in range(5)}
     assert len(seen) == 1
+
+
+@pytest.mark.parametrize("kind", ["shm", *ENGINES])
+async def test_the_ways_inside_a_node_are_different_ones(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the test above would show less than it says."""
+    ways = Counter[str]()
+    for name, owner in {"letter": LetterRound, "loan by letter": LoanRound, "loan": Sharing, "piece": Window}.items():
+        method = {"loan": "lend", "piece": "put"}.get(name, "_run")
+        monkeypatch.setattr(owner, method, counting(ways, name, getattr(owner, method)))
+    async with cluster(kind, 3) as backends:
+        await sums(backends, torch.float32, 333)
+    expected = {"shm": {"loan by letter"}, "streams": {"loan"}, "windows": {"piece"}}
+    assert ways.keys() == expected[kind]
+
+
+def counting(ways: Counter[str], name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def counted(*arguments: Any) -> Any:
+        ways[name] += 1
+        return function(*arguments)
+
+    return counted
 
 
 def test_16_bit_floats_are_summed_in_32(four: Ranks) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from shardnet.backend import Backend, Pending, ReduceOp
 from shardnet.testing import each_rank, reference, same_bits
-from tests.contract.conftest import LIMITS, SIZES, name_of
+from tests.contract.conftest import ENGINES, LIMITS, SIZES, name_of
 
 DTYPES = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
@@ -21,13 +21,15 @@ DTYPES = (
 )
 # Of gRPC, which knows bytes only, one dtype of each way of summing.
 MATRIX = [(("loopback", ranks), dtype) for ranks in (1, 2, 3, 4, 5) for dtype in DTYPES]
+BYTES = (torch.float32, torch.bfloat16, torch.int8)
 MATRIX += [
     ((kind, ranks), dtype)
-    for kind in ("shm", "ring", "grpc", "gloo", "hybrid")
+    for kind in ("shm", "ring", "grpc", "nodes", "gloo", "hybrid")
     for ranks in SIZES.get(kind, (2, 3, 4))
     if ranks > 1
-    for dtype in (torch.float32, torch.bfloat16, torch.int8)
+    for dtype in BYTES
 ]
+MATRIX += [((kind, 3), dtype) for kind in ENGINES for dtype in BYTES]
 Tensor = torch.Tensor
 
 
