@@ -46,7 +46,11 @@ class Packer:
         crossing.summed.add_done_callback(lambda _: self._advance())
 
     def run(self, job: Callable[[], None]) -> None:
-        self._thread.submit(job)
+        """Have the thread do it; where the interpreter ends, and with it the thread, here and now: whoever waits must hear of it."""
+        try:
+            self._thread.submit(job)
+        except RuntimeError:
+            job()
 
     def _advance(self) -> None:
         with self._lock:

@@ -163,10 +163,16 @@ class ReductionQueue:
         return _Reduction(group, self._average(exchange.mean, group).quietly(), exchange=exchange)
 
     def _reduce_across(self, group: FlatGroup, gradients: GradientBuffer | LentGradients, compressed: CompressedAcross) -> _Reduction:
-        taken = gradients.take()
-        release: Callable[[], object] = partial(gradients.returned, taken)  # type: ignore[arg-type]  # its own
+        pieces: Sequence[torch.Tensor]
+        release: Callable[[], object]
+        if isinstance(gradients, LentGradients):
+            pieces = gradients.take()
+            release = partial(gradients.returned, pieces)
+        else:
+            full = gradients.take()
+            pieces, release = [full], partial(gradients.returned, full)
         try:
-            crossing = compressed.start([taken] if isinstance(taken, torch.Tensor) else taken, group.reduction_label)
+            crossing = compressed.start(pieces, group.reduction_label)
         except BaseException:
             release()
             raise

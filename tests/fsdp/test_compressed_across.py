@@ -4,6 +4,7 @@ import asyncio
 import gc
 import math
 import threading
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,14 +12,14 @@ import torch
 
 from shardnet.backend import Backend
 from shardnet.errors import ShardnetError
-from shardnet.fsdp import FSDP, AsyncFSDP, Compression, GradScaler, memory_report
+from shardnet.fsdp import FSDP, AsyncFSDP, Compression, memory_report
 from shardnet.fsdp.codec import BlockwiseInt8Codec
 from shardnet.fsdp.lent_gradients import LentGradients
 from shardnet.sharding import ShardingStrategy
 from shardnet.testing import local_cluster
 from tests.fsdp.models import Block, loss_of, make_gpt, token_batches
 from tests.fsdp.ranks import run_ranks
-from tests.fsdp.scaled import Scaled, counted, gradient
+from tests.fsdp.scaled import Scaled, counted, gradient, scaled_steps
 from tests.fsdp.training import SAMPLES, optimizer_for
 
 Tensor = torch.Tensor
@@ -77,7 +78,7 @@ def test_error_feedback_makes_up_for_what_is_rounded_across_nodes(residual: torc
         x = torch.tensor([1000.0 * (-1) ** (backend.rank // 2), 1000.0, 1.0, 1.0])
         return sum(gradients_of(model, x, backend=backend)[2].item() for _ in range(steps))
 
-    for total in run_ranks(4, lambda backend: work(backend), ranks_per_node=2):
+    for total in run_ranks(4, work, ranks_per_node=2):
         assert total == pytest.approx(steps, abs=1000 / 127)
 
 
@@ -119,21 +120,7 @@ def test_copies_that_span_nodes_are_averaged_over_the_others() -> None:
 
 @pytest.mark.parametrize("planted", [math.inf, math.nan])
 def test_a_gradient_that_is_not_finite_makes_every_rank_skip_one_step(planted: float) -> None:
-    def work(backend: Backend) -> list[tuple[float, float]]:
-        model = FSDP(Scaled(8), backend, compression=INT8)
-        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1.0), GradScaler(backend, init_scale=1024.0)
-        (weight,) = model.parameters()
-        results = []
-        for broken in (True, False):
-            x = torch.full((8,), planted if broken and backend.rank == 3 else 1.0)
-            scaler.scale(model(x)).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-            results.append((scaler.get_scale(), weight[0].item()))
-        return results
-
-    for skipped, taken in run_ranks(4, work, ranks_per_node=2):
+    for skipped, taken in run_ranks(4, lambda backend: scaled_steps(backend, INT8, 8, 3, planted), ranks_per_node=2):
         assert skipped == (512.0, 1.0)
         assert taken[0] == 512.0
         assert taken[1] == pytest.approx(0.0, abs=1e-5)
@@ -157,7 +144,7 @@ def test_steps_in_backward_and_accumulation_end_at_the_same_bits(micro_batches: 
                 optimizer.zero_grad()
         return model.full_state_dict()
 
-    behind, within = (run_ranks(4, lambda backend, when=when: work(backend, when), ranks_per_node=2)[0] for when in (False, True))  # type: ignore[misc]
+    behind, within = (run_ranks(4, partial(work, in_backward=when), ranks_per_node=2)[0] for when in (False, True))
     assert all(torch.equal(value, within[name]) for name, value in behind.items())
 
 
@@ -221,6 +208,17 @@ def test_what_goes_wrong_while_packing_is_told_and_keeps_nobody_waiting(method: 
     monkeypatch.setattr(BlockwiseInt8Codec, method, fails_once)
     waits = ["CollectiveMismatch"] if method == "pack" else []  # the rank of the same place on the other node; at once, not after a timeout
     assert sorted(run_ranks(4, work, ranks_per_node=2)) == ["Broken", *waits, *(3 - len(waits)) * ["fine"]]
+
+
+def test_nobody_waits_for_a_packing_thread_that_has_ended() -> None:
+    """As it has while the interpreter ends, when the loop thread and the training may not have."""
+
+    def work(backend: Backend) -> None:
+        model = FSDP(Scaled(64), backend, compression=WITHOUT_FEEDBACK)
+        model._comms.packer._thread.shutdown()
+        torch.testing.assert_close(gradient(model, torch.full((64,), 2.0)), torch.full((16,), 2.0))
+
+    run_ranks(4, work, ranks_per_node=2)
 
 
 def test_the_packing_thread_ends_with_the_model() -> None:

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from shardnet.backend import Backend
-from shardnet.fsdp import FSDP, Compression, GradScaler, memory_report
+from shardnet.fsdp import FSDP, Compression, memory_report
 from tests.fsdp.models import Block, Weighted, loss_of, make_gpt, token_batches
 from tests.fsdp.ranks import run_ranks
-from tests.fsdp.scaled import Scaled, counted, gradient
+from tests.fsdp.scaled import Scaled, counted, gradient, scaled_steps
 
 Tensor = torch.Tensor
 HALF, FLOAT = torch.bfloat16, torch.float32
@@ -58,21 +58,7 @@ def test_a_gradient_that_is_not_finite_arrives_so_and_is_forgotten(planted: floa
 
 
 def test_an_overflow_makes_every_rank_skip_one_step() -> None:
-    def work(backend: Backend) -> list[tuple[float, float]]:
-        model = FSDP(Scaled(6), backend, compression=INT8)
-        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1.0), GradScaler(backend, init_scale=1024.0)
-        (weight,) = model.parameters()
-        results = []
-        for overflows in (True, False):
-            x = torch.full((6,), math.inf if overflows and backend.rank == 1 else 1.0)
-            scaler.scale(model(x)).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-            results.append((scaler.get_scale(), weight[0].item()))
-        return results
-
-    for skipped, taken in run_ranks(3, work):
+    for skipped, taken in run_ranks(3, lambda backend: scaled_steps(backend, INT8, 6, 1, math.inf)):
         assert skipped == (512.0, 1.0)
         assert taken[0] == 512.0
         assert taken[1] == pytest.approx(0.0, abs=1e-5)
