@@ -64,8 +64,8 @@ conformance: $(STAMP) ## run torch's own tests of a process group on the backend
 	$(BIN)/python tests/interop/conformance.py $(ARGS)
 	$(BIN)/python -m pytest -m conformance
 
-bench: $(STAMP) ## measure shardnet against torch's gloo and FSDP2; writes benchmarks/latest.json
-	$(BIN)/python -m benchmarks $(ARGS)
+bench: $(STAMP) ## measure everything against torch's gloo and FSDP2, 45 minutes; writes benchmarks/latest.json and benchmarks/results
+	$(BIN)/python -m benchmarks $(or $(ARGS),--results benchmarks/results)
 
 proto: $(STAMP) ## generate shardnet/pb from protos/
 	$(BIN)/python protos/generate.py

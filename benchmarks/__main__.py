@@ -13,7 +13,7 @@ from benchmarks.launching import SessionFailed, run_session
 from benchmarks.machine import describe_machine
 from benchmarks.options import parse_options
 from benchmarks.plan import Session, Topology
-from benchmarks.report import markdown_report, read_json, text_report, write_json
+from benchmarks.report import markdown_report, read_json, text_report, write_json, write_tables
 from benchmarks.row import Row
 from shardnet.testing.namespaces import NamespacesUnavailable
 
@@ -25,7 +25,7 @@ def main() -> int:
             return measure(options)
         rows = read_json(options.markdown)
         print(markdown_report(rows))
-        draw(rows, options.plots)
+        record(rows, options.results)
     except (OSError, ValueError) as error:
         print(f"benchmarks: {error}", file=sys.stderr)
         return 1
@@ -49,17 +49,18 @@ def measure(options: argparse.Namespace) -> int:
     if rows:
         write_json(rows, options.json)
         print(f"{text_report(rows)}\n\nAll numbers: {options.json}")
-        draw(rows, options.plots)
+        record(rows, options.results)
     return 1 if left_out.intersection(options.topologies or ()) else 0
 
 
-def draw(rows: list[Row], directory: Path | None) -> None:
-    """Plots of what was measured of growth, if they are wanted."""
+def record(rows: list[Row], directory: Path | None) -> None:
+    """The tables, and plots of what was measured of growth, if they are wanted."""
     if directory is not None:
         from benchmarks.plots import draw_all  # which needs matplotlib
 
-        for path in draw_all(rows, directory):
-            print(f"Plot: {path}")
+        directory.mkdir(parents=True, exist_ok=True)
+        for path in (write_tables(rows, directory), *draw_all(rows, directory)):
+            print(f"Written: {path}")
 
 
 def _run_where_possible(session: Session, left_out: set[Topology]) -> list[Row]:

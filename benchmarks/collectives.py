@@ -6,11 +6,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from benchmarks.copies import copies
 from benchmarks.engines import Engine, Gloo, Shardnet
 from benchmarks.explain import explain
 from benchmarks.plan import Case, Collectives, Op, Transport
 from benchmarks.race import Contender, race
 from benchmarks.row import Row
+from benchmarks.targets import COPIES, MEMCPY
 from shardnet import Backend
 
 
@@ -28,15 +30,15 @@ def _measure(case: Case, backend: Backend, session: Collectives) -> Row:
     tasks = [_Task(engine, case, backend) for engine in (Shardnet(backend), Gloo())]
     contenders = [task.contender for task in tasks]
     if session.transport is Transport.SHM and case.outstanding == 1:
-        contenders.append(_memcpy(case))
-    ours, theirs, *memcpy = race(contenders, case.repeats)
+        contenders += filter(None, (_memcpy(case), copies(case)))
+    timings = race(contenders, case.repeats)
+    median_ms = {contender.name: timing.quartiles_ms()[1] for contender, timing in zip(contenders, timings, strict=True)}
     if not torch.equal(tasks[0].result, tasks[1].result):
         raise Disagreement(f"{case.op} of {case.bytes} bytes: shardnet and gloo differ on rank {backend.rank}")
     return Row.compare(
-        ours,
-        theirs,
+        *timings[:2],
         moved_bytes=case.outstanding * case.op.moved_bytes(case.bytes, backend.world_size),
-        kind="collective",
+        kind=session.kind,
         op=str(case.op),
         ranks=backend.world_size,
         bytes=case.bytes,
@@ -46,7 +48,8 @@ def _measure(case: Case, backend: Backend, session: Collectives) -> Row:
         nodes=session.topology.nodes(backend.world_size),
         transport=str(session.transport),
         chunk_bytes=session.chunk_bytes,
-        memcpy_ms=memcpy[0].quartiles_ms()[1] if memcpy else None,
+        memcpy_ms=median_ms.get(MEMCPY),
+        copies_ms=median_ms.get(COPIES),
         explained_ms=explain(case.op.counted_as, tasks[0].contender, backend) if session.explain else None,
     )
 
@@ -60,7 +63,7 @@ def _memcpy(case: Case) -> Contender:
         for _ in range(2 if case.op is Op.ALL_REDUCE else 1):
             target.copy_(source)
 
-    return Contender("memcpy", run, calls=case.calls)
+    return Contender(MEMCPY, run, calls=case.calls)
 
 
 class _Task:

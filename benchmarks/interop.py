@@ -97,7 +97,7 @@ def _row(session: Interop, op: str, size: int, timings: tuple[Timing, Timing], m
     return Row.compare(
         ours,
         theirs,
-        kind="interop",
+        kind=session.kind,
         op=op,
         topology=str(session.topology),
         transport=str(session.transport),

@@ -68,7 +68,7 @@ def _memory_row(session: Memory, ours: Alone, theirs: Alone) -> Row:
         ours.timing,
         theirs.timing,
         moved_bytes=0,
-        kind="memory",
+        kind=session.kind,
         op="train_step",
         ranks=session.ranks,
         bytes=ours.parameter_bytes,

@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -32,7 +33,7 @@ ELEMENT_BYTES = 4  # everything is measured in float32
 _UNITS = {"": 1, "b": 1, "k": KIB, "kib": KIB, "m": MIB, "mib": MIB, "g": 1024 * MIB, "gib": 1024 * MIB}
 DESCRIPTION = """\
 Measure collectives against torch's gloo, training steps against FSDP2 over gloo and against no communication at all,
-and torch's own code over shardnet against the same over gloo. Both sides run in the same processes, in turn. Prints
+torch's own code over shardnet against the same over gloo, and how cost grows. Both sides run in the same processes, in turn. Prints
 tables and writes all numbers as JSON; benchmarks/README.md says how to read them. Give it a machine that does nothing
 else.
 """
@@ -43,8 +44,16 @@ examples:
   python -m benchmarks --only collectives --transports shm --ranks 4 --sizes 16MiB,64MiB --ops all_reduce
   python -m benchmarks --topologies netns,netns-1gbit         across nodes alone; as root, on Linux
   python -m benchmarks --markdown benchmarks/latest.json      the tables of an earlier run, as Markdown
-  python -m benchmarks --growth --json benchmarks/growth.json --plots benchmarks/plots
+  python -m benchmarks --only growth --json growth.json --results .     how cost grows, and plots of it
 """
+
+
+class Part(StrEnum):
+    COLLECTIVES = "collectives"
+    STEP = "step"
+    MEMORY = "memory"
+    INTEROP = "interop"
+    GROWTH = "growth"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +71,25 @@ class _Preset:
     context: int = 128
     bigrams: int = 128
     batch: int = 4
+    explain: bool = True
+    only: tuple[Part, ...] = tuple(Part)
 
 
 FULL = _Preset()
 QUICK = _Preset(
-    ranks=(2,), step_ranks=(2,), sizes=(KIB, MIB), repeats=5, steps=3, dim=64, layers=2, heads=4, context=64, bigrams=16, batch=2
+    ranks=(2,),
+    step_ranks=(2,),
+    sizes=(KIB, MIB),
+    repeats=5,
+    steps=3,
+    dim=64,
+    layers=2,
+    heads=4,
+    context=64,
+    bigrams=16,
+    batch=2,
+    explain=False,
+    only=(Part.COLLECTIVES, Part.STEP, Part.MEMORY, Part.INTEROP),
 )
 
 
@@ -78,7 +101,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     for name in _Preset.__dataclass_fields__:
         if getattr(options, name) is None:
             setattr(options, name, getattr(preset, name))
-    options.sessions = list(growth.sessions(options.chunk) if options.growth else _sessions(options))
+    options.sessions = list(_sessions(options))
     for session in options.sessions:
         for size in _sizes_of(session):
             if size % (ELEMENT_BYTES * session.ranks):
@@ -103,7 +126,7 @@ def _sizes_of(session: Session) -> Sequence[int]:
 
 
 def _sessions(options: argparse.Namespace) -> Iterator[Session]:
-    if options.only in (None, "collectives"):
+    if Part.COLLECTIVES in options.only:
         for ranks, topology, transport in _places(options, options.ranks):
             cases = tuple(
                 Case(op, size, options.repeats or default_repeats(size, topology))
@@ -113,7 +136,7 @@ def _sessions(options: argparse.Namespace) -> Iterator[Session]:
             )
             yield Collectives(ranks, topology, transport, options.chunk, cases, options.explain)
     model = {name: getattr(options, name) for name in ("dim", "layers", "heads", "context", "bigrams", "batch")}
-    if options.only in (None, "step"):
+    if Part.STEP in options.only:
         for ranks, topology, transport in _places(options, options.step_ranks):
             if transport is Transport.MTLS:
                 continue
@@ -121,12 +144,14 @@ def _sessions(options: argparse.Namespace) -> Iterator[Session]:
             yield Training(
                 *(ranks, topology, transport, options.chunk), options.steps or default_steps(topology), **model, compressions=compressions
             )
-    if options.only in (None, "memory") and Path("/proc/self/smaps_rollup").exists():
+    if Part.MEMORY in options.only and Path("/proc/self/smaps_rollup").exists():
         for ranks, topology, transport in _places(options, options.step_ranks):
             if (topology, transport) == (Topology.ONE_NODE, Transport.SHM):
                 yield Memory(ranks, topology, transport, options.chunk, options.steps or MEMORY_STEPS, **model)
-    if options.only in (None, "interop"):
+    if Part.INTEROP in options.only:
         yield from _interop(options, model)
+    if Part.GROWTH in options.only and any(tuple(place) == growth.PLACE for _, *place in _places(options, options.ranks)):
+        yield from growth.sessions(options.chunk)
 
 
 def _interop(options: argparse.Namespace, model: dict[str, Any]) -> Iterator[Session]:
@@ -149,14 +174,18 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", choices=("collectives", "step", "memory", "interop"), help="leave out the others")
     parser.add_argument(
-        "--growth",
-        action="store_true",
-        help="something else: how cost grows with 2 to 16 ranks, size, collectives at once and depth of the model; give --json a path, too",
+        "--only",
+        type=_list_of(Part),
+        metavar="PART,...",
+        help="leave out the others: collectives, step (a training step), memory (of one), interop (torch's own code over both), growth "
+        "(how cost grows with 2 to 16 ranks, size, collectives at once and depth of the model, on one machine; not with --quick)",
     )
     parser.add_argument(
-        "--plots", type=Path, metavar="DIR", help="draw what --growth has measured, now or in the file of --markdown; needs matplotlib"
+        "--results",
+        type=Path,
+        metavar="DIR",
+        help="write the tables, as Markdown, and plots of growth there, too, of this run or of the file of --markdown; needs matplotlib",
     )
     parser.add_argument("--quick", action="store_true", help="small, few and short: to see that it works, not for the record")
     parser.add_argument("--chunk", type=_size, default=Limits().chunk_bytes, metavar="SIZE", help="shardnet's chunk (default: 2MiB)")
@@ -181,9 +210,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--explain",
-        action="store_true",
+        action=argparse.BooleanOptionalAction,
         help="of each collective, say where shardnet's time went: waiting for peers, copying, reducing, in the kernel, in Python, waiting "
-        "for data; takes some more runs of it",
+        "for data; takes some more runs of it (default: yes, with --quick no)",
     )
     _add_collectives(parser.add_argument_group("collectives"))
     _add_training(parser.add_argument_group("training step"))

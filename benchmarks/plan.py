@@ -116,6 +116,7 @@ class Collectives:
     chunk_bytes: int
     cases: tuple[Case, ...]
     explain: bool = False  # whether to find out, too, where the time goes
+    kind: str = "collective"  # of its rows
 
 
 Compressed = Literal["int8", "bfloat16"]
@@ -126,6 +127,7 @@ class Training:
     """Training steps of a GPT. Sizes as in workers/gpt.py; `batch` is the number of sequences of one rank.
 
     compressions  what weights are sent as in more trainings, with gradients as int8: "int8" or "bfloat16"
+    kind          of its rows
     """
 
     ranks: int
@@ -140,6 +142,7 @@ class Training:
     bigrams: int
     batch: int
     compressions: tuple[Compressed, ...] = ()
+    kind: str = "step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +150,7 @@ class Memory(Training):
     """The same training for its memory: by one engine alone, `engine`, or by each in processes of its own."""
 
     engine: str = ""
+    kind: str = "memory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +163,7 @@ class Interop(Training):
 
     sizes: tuple[int, ...] = ()
     repeats: int | None = None
+    kind: str = "interop"
 
 
 Session = Collectives | Training
@@ -186,14 +191,14 @@ def default_steps(topology: Topology) -> int:
 
 def to_json(session: Session) -> str:
     """A session as text, for the command line of a worker."""
-    return json.dumps({"kind": type(session).__name__, **dataclasses.asdict(session)})
+    return json.dumps({"session": type(session).__name__, **dataclasses.asdict(session)})
 
 
 def from_json(text: str) -> Session:
     fields = json.loads(text)
     fields["transport"], fields["topology"] = Transport(fields["transport"]), Topology(fields["topology"])
-    if (kind := fields.pop("kind")) != Collectives.__name__:
+    if (session := fields.pop("session")) != Collectives.__name__:
         fields |= {name: tuple(fields[name]) for name in ("sizes", "compressions") if name in fields}
-        return {each.__name__: each for each in (Training, Memory, Interop)}[kind](**fields)
+        return {each.__name__: each for each in (Training, Memory, Interop)}[session](**fields)
     cases = tuple(Case(Op(case.pop("op")), **case) for case in fields.pop("cases"))
     return Collectives(**fields, cases=cases)

@@ -1,4 +1,4 @@
-"""What `--growth` has measured, as plots: shardnet and its peer, on logarithmic axes, where a straight line is a power."""
+"""What was measured of growth, as plots: shardnet and its peer, on logarithmic axes, where a straight line is a power."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks import growth
-from benchmarks.row import Row, collectives, steps
+from benchmarks.row import Row, growths
 from benchmarks.tables import size
 from benchmarks.targets import ALONE, FSDP2, OURS
 
@@ -38,7 +38,6 @@ class Plot:
 
 def draw_all(rows: Sequence[Row], directory: Path) -> Iterator[Path]:
     """One SVG a question for which there are rows; the same file for the same rows."""
-    directory.mkdir(parents=True, exist_ok=True)
     for plot in plots(rows):
         path = directory / plot.file
         with mpl.rc_context({"svg.hashsalt": "shardnet", "svg.fonttype": "none", "font.family": "sans-serif"}):
@@ -47,7 +46,8 @@ def draw_all(rows: Sequence[Row], directory: Path) -> Iterator[Path]:
 
 
 def plots(rows: Sequence[Row]) -> list[Plot]:
-    single = [row for row in collectives(rows) if row.outstanding == 1]
+    rows = growths(rows)
+    single = [row for row in rows if row.layers is None and row.outstanding == 1]
     by_ranks = [
         Line(f"{op}, {size(count)}", [row for row in single if row.op == op and row.bytes == count], colour)
         for op, colour in zip(("all_gather", "all_reduce"), _COLOURS, strict=True)
@@ -58,7 +58,8 @@ def plots(rows: Sequence[Row]) -> list[Plot]:
         Line(f"all_reduce of {size(count)}, 2 ranks", [row for row in _outstanding(rows) if row.bytes == count], colour)
         for count, colour in zip(growth.OUTSTANDING_SIZES, _COLOURS, strict=True)
     ]
-    by_depth = [Line("", [row for row in steps(rows) if row.peer == peer], colour) for peer, colour in _peers(rows)]
+    depths = [row for row in rows if row.layers is not None]
+    by_depth = [Line("", [row for row in depths if row.peer == peer], colour) for peer, colour in _peers(depths)]
     found = [
         Plot("ranks.svg", "Ranks of one machine with 2 cores", "ranks", "ms", lambda row: row.ranks, by_ranks),
         Plot("size.svg", "Size of the tensor", "KiB", "ms", lambda row: row.bytes / 1024, by_size),
@@ -70,7 +71,7 @@ def plots(rows: Sequence[Row]) -> list[Plot]:
 
 def _outstanding(rows: Sequence[Row]) -> list[Row]:
     """Of the sizes and the number of ranks of that question; one alone is one of them."""
-    return [row for row in collectives(rows) if row.op == "all_reduce" and row.ranks == 2 and row.bytes in growth.OUTSTANDING_SIZES]
+    return [row for row in rows if row.op == "all_reduce" and row.ranks == 2 and row.bytes in growth.OUTSTANDING_SIZES]
 
 
 def _at_once(row: Row) -> float:
@@ -78,7 +79,7 @@ def _at_once(row: Row) -> float:
 
 
 def _peers(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    measured = {row.peer for row in steps(rows)}
+    measured = {row.peer for row in rows}
     return [(peer, colour) for peer, colour in ((FSDP2, _COLOURS[1]), (ALONE, "#57606a")) if peer in measured]
 
 

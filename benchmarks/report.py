@@ -7,6 +7,11 @@ from benchmarks.render import as_markdown, as_text
 from benchmarks.row import Row
 from benchmarks.tables import tables
 
+PREFACE = (
+    "Written by `python -m benchmarks --results`, which `make bench` runs; [how to read it](../README.md#how-to-read-it) and "
+    "[what to make of it](../README.md#results)."
+)
+
 
 def write_json(rows: list[Row], path: Path) -> None:
     """A list of objects with the fields of `Row`."""
@@ -20,6 +25,13 @@ def read_json(path: Path) -> list[Row]:
         return [Row.from_dict(fields) for fields in json.loads(path.read_text())]
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path} was not written by this version of the benchmarks: {error}") from error
+
+
+def write_tables(rows: list[Row], directory: Path) -> Path:
+    """All tables as one page; where it is."""
+    path = directory / "tables.md"
+    path.write_text(f"# Tables of one run\n\n{PREFACE}\n\n{markdown_report(rows)}\n")
+    return path
 
 
 def text_report(rows: list[Row]) -> str:

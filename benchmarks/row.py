@@ -33,8 +33,8 @@ class Timing:
 class Row:
     """Two engines at one task.
 
-    kind         "collective", "step", "memory": a step of each engine in processes of its own, or "interop": torch's own code over
-                 process groups of both
+    kind         "collective", "step", "memory": a step of each engine in processes of its own, "interop": torch's own code over
+                 process groups of both, or "growth": a collective or a step of those that show how cost grows
     op           which collective, or "train_step"; of torch's own code "ddp_step" or "fsdp2_step"
     topology     where the ranks are: "one-node" is all on one machine, "netns" each in a network namespace, "netns-1gbit" on two
                  nodes (namespaces) with links of 1 Gbit/s
@@ -50,6 +50,7 @@ class Row:
     layers       step: blocks of the model
     *_peak_bytes memory: the most that all ranks' processes had together; what several have in common counts once
     memcpy_ms    collective, where ranks share memory: how long a copy of `bytes`, or for an all_reduce two, takes all ranks at once
+    copies_ms    the same: how long it takes all ranks at once to copy and add what they must, if nobody waits for anybody (copies.py)
     free_ms      step of torch's own code: the same over a process group that moves nothing
     explained_ms collective, with --explain: where a run's time went, by part (explain.py)
     *_loss       step: mean training loss over ranks at the last step, where the peer trains the same
@@ -80,6 +81,7 @@ class Row:
     ours_peak_bytes: int | None = None
     peer_peak_bytes: int | None = None
     memcpy_ms: float | None = None
+    copies_ms: float | None = None
     free_ms: float | None = None
     explained_ms: dict[str, float] | None = None
     ours_loss: float | None = None
@@ -144,6 +146,10 @@ def steps(rows: Sequence[Row]) -> list[Row]:
 
 def interops(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row.kind == "interop"]
+
+
+def growths(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if row.kind == "growth"]
 
 
 def memories(rows: Sequence[Row]) -> list[Row]:

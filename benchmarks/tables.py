@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from benchmarks.parts import PARTS
 from benchmarks.plan import Topology, Transport
-from benchmarks.row import Row, collectives, interops, memories, steps
+from benchmarks.row import Row, collectives, growths, interops, memories, steps
 from benchmarks.targets import (
     INTEROP_RATIO,
     MEMORY_RATIO,
@@ -14,8 +14,6 @@ from benchmarks.targets import (
     STEP_BYTES,
     Outcome,
     StepOutcome,
-    StepTarget,
-    Target,
     geometric_mean,
     judge,
     judge_steps,
@@ -39,7 +37,7 @@ _VIA = {
 }
 _LINK_HEAD = ("link's bound ms", "reached")
 _VERDICT_HEAD = ("where", "by", "ranks", "ratio", "target", "")
-_MEMORY_HEAD = ("memcpy ms", "reached")
+_MEMORY_HEAD = ("memcpy ms", "reached", "copies alone ms")
 Place = tuple[Topology, int, Transport]  # the number is what makes a table of its own, besides where and how: ranks or bytes
 
 
@@ -57,6 +55,7 @@ def tables(rows: Sequence[Row]) -> list[Table]:
     by_size = [_steps(place, group) for place, group in _grouped(steps(rows), lambda row: row.bytes)]
     all_of_them = (*by_ranks, *why, _targets(judge(rows)), *by_size, _step_targets(judge_steps(rows)), _memory(memories(rows)))
     all_of_them += tuple(_interop(ranks, interops(rows)) for ranks in sorted({row.ranks for row in interops(rows)}))
+    all_of_them += (_growth(growths(rows)),)
     return [table for table in all_of_them if table.rows]
 
 
@@ -96,7 +95,7 @@ def _collectives(place: Place, rows: Sequence[Row]) -> Table:
                 _ms(row.peer_ms),
                 _spread(row.peer_q1_ms, row.peer_q3_ms),
                 _ratio(row.ratio),
-                *(_of_bound(row) if bound else ()),
+                *_of_bound(row, bound),
                 _cpu_per_gib(row, row.ours_cpu_s),
                 _cpu_per_gib(row, row.peer_cpu_s),
             )
@@ -115,13 +114,14 @@ def _bound_head(row: Row) -> tuple[str, ...]:
     return _MEMORY_HEAD if row.memcpy_ms is not None else ()
 
 
-def _of_bound(row: Row) -> tuple[str, ...]:
+def _of_bound(row: Row, head: Sequence[str]) -> tuple[str, ...]:
     """The least time that the links or memory allow, and what part of shardnet's time that is: nothing for small messages, whose time
     is no matter of either."""
     bound_ms = row.memcpy_ms if row.link_bound_ms is None else row.link_bound_ms
     if bound_ms is None or row.bytes < MIB:
-        return ("", "")
-    return _ms(bound_ms), f"{bound_ms / row.ours_ms:.0%}"
+        return ("",) * len(head)
+    reached = _ms(bound_ms), f"{bound_ms / row.ours_ms:.0%}"
+    return reached if head == _LINK_HEAD else (*reached, "" if row.copies_ms is None else _ms(row.copies_ms))
 
 
 def _explained(place: Place, rows: Sequence[Row]) -> Table:
@@ -143,17 +143,16 @@ def _targets(outcomes: Sequence[Outcome]) -> Table:
     return Table(
         "Geometric means over 1, 16 and 64 MiB, and of what is small over 1 and 64 KiB, and the targets",
         ("collectives", *_VERDICT_HEAD),
-        tuple(
-            _verdict(each.target, each.ranks, each.mean, each.met, f"only {each.cases} of {each.target.cases} cases measured")
-            for each in outcomes
-        ),
+        tuple(_verdict(each, each.mean, f"only {each.cases} of {each.target.cases} cases measured") for each in outcomes),
     )
 
 
-def _verdict(target: Target | StepTarget, ranks: int, ratio: float, met: bool | None, why_none: str) -> tuple[str, ...]:
-    """One line of a table of targets; `why_none` is said where there is no verdict."""
-    verdict = {True: "met", False: "missed", None: why_none}[met]
-    return target.name, str(target.topology), str(target.transport), str(ranks), _ratio(ratio), _ratio(target.ratio), verdict
+def _verdict(outcome: Outcome | StepOutcome, ratio: float, why_none: str) -> tuple[str, ...]:
+    """One line of a table of targets; `why_none` is said where there is no verdict, and beside what is missed what could be reached."""
+    target, limit = outcome.target, outcome.limit
+    missed = "missed" if limit is None else f"missed; at most {_ratio(limit.ratio)}, {limit.if_}"
+    verdict = {True: "met", False: missed, None: why_none}[outcome.met]
+    return target.name, str(target.topology), str(target.transport), str(outcome.ranks), _ratio(ratio), _ratio(target.ratio), verdict
 
 
 def _steps(place: Place, rows: Sequence[Row]) -> Table:
@@ -185,7 +184,7 @@ def _step_targets(outcomes: Sequence[StepOutcome]) -> Table:
     return Table(
         "Training steps, and the targets",
         ("times of", *_VERDICT_HEAD),
-        tuple(_verdict(each.target, each.ranks, each.ratio, each.met, "too small a model to say") for each in outcomes),
+        tuple(_verdict(each, each.ratio, "too small a model to say") for each in outcomes),
     )
 
 
@@ -206,6 +205,21 @@ def _memory_lines(row: Row) -> list[tuple[str, ...]]:
         (OURS, *facts, _mb(ours), _ms(row.ours_ms), "", "", ""),
         (row.peer, *facts, _mb(theirs), _ms(row.peer_ms), _ratio(theirs / ours), _ratio(MEMORY_RATIO), verdict),
     ]
+
+
+def _growth(rows: Sequence[Row]) -> Table:
+    """The numbers of the plots."""
+    return Table(
+        "How cost grows, through shared memory on one machine",
+        ("what", "ranks", "size", "blocks", "shardnet ms", "peer", "peer ms", "ratio"),
+        tuple(
+            (
+                *(_op(row), str(row.ranks), size(row.bytes), "" if row.layers is None else str(row.layers)),
+                *(_ms(row.ours_ms), row.peer, _ms(row.peer_ms), _ratio(row.ratio)),
+            )
+            for row in rows
+        ),
+    )
 
 
 def _interop(ranks: int, rows: Sequence[Row]) -> Table:

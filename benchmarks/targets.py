@@ -13,6 +13,8 @@ SMALL = (KIB, 64 * KIB)  # of which it is latency that is measured
 GLOO = "gloo"
 MEMCPY = "memcpy"
 LINK = "link's bound"
+COPIES = "copies alone"
+OURS = "shardnet"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,6 @@ class StepTarget:
         return f"{self.peer} / {self.by}"
 
 
-OURS = "shardnet"
 STEP_TARGETS = (
     StepTarget(Topology.ONE_NODE, Transport.SHM, OURS, FSDP2, 1.5),
     StepTarget(Topology.ONE_NODE, Transport.SHM, OURS, ALONE, 1 / 1.15),
@@ -88,6 +89,19 @@ STEP_BYTES = 100_000_000  # of parameters, from which on the targets count
 
 
 @dataclass(frozen=True, slots=True)
+class Limit:
+    """The ratio that there would be if shardnet took no longer than something that was measured in the same run."""
+
+    ratio: float
+    if_: str
+
+
+NO_WAITING = "if no rank waited for another"
+FULL_LINK = "at the link's bound"
+NO_COMMUNICATION = "if communication took no time"
+
+
+@dataclass(frozen=True, slots=True)
 class StepOutcome:
     """How one target fared at one number of ranks. `met` is None for a model that is too small to say."""
 
@@ -95,6 +109,7 @@ class StepOutcome:
     ranks: int
     ratio: float
     met: bool | None
+    limit: Limit | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +121,7 @@ class Outcome:
     mean: float
     cases: int
     met: bool | None
+    limit: Limit | None = None
 
 
 def judge(rows: Sequence[Row]) -> list[Outcome]:
@@ -122,35 +138,47 @@ def judge_steps(rows: Sequence[Row]) -> list[StepOutcome]:
     outcomes = []
     for target in STEP_TARGETS:
         for ranks, size in places:
-            ratio = _step_ratio(target, [row for row in found if (row.ranks, row.bytes) == (ranks, size)])
-            if ratio is not None:
-                outcomes.append(StepOutcome(target, ranks, ratio, ratio >= target.ratio if size >= STEP_BYTES else None))
+            times_ms = _step_times_ms(target, [row for row in found if (row.ranks, row.bytes) == (ranks, size)])
+            if target.by in times_ms and target.peer in times_ms:
+                ratio = times_ms[target.peer] / times_ms[target.by]
+                limit = Limit(times_ms[target.peer] / times_ms[ALONE], NO_COMMUNICATION) if ALONE in times_ms else None
+                outcomes.append(StepOutcome(target, ranks, ratio, ratio >= target.ratio if size >= STEP_BYTES else None, limit))
     return outcomes
 
 
-def _step_ratio(target: StepTarget, rows: Sequence[Row]) -> float | None:
+def _step_times_ms(target: StepTarget, rows: Sequence[Row]) -> dict[str, float]:
+    """Of all trainings where the target is about, by name."""
     here = [row for row in rows if (row.topology, row.transport) == (target.topology, target.transport)]
-    times_ms = {row.peer: row.peer_ms for row in here}
-    if here:
-        times_ms[OURS] = here[0].ours_ms
-    if target.by not in times_ms or target.peer not in times_ms:
-        return None
-    return times_ms[target.peer] / times_ms[target.by]
+    return {row.peer: row.peer_ms for row in here} | ({OURS: here[0].ours_ms} if here else {})
 
 
 def _judge(target: Target, ranks: int, rows: Iterable[Row]) -> Outcome | None:
     place = (ranks, target.topology, target.transport)
     here = [row for row in rows if (row.ranks, row.topology, row.transport) == place and row.op in target.ops and row.bytes in target.sizes]
-    ratios = {(row.op, row.bytes): ms / row.ours_ms for row in here if (ms := _peer_ms(target, row)) is not None}
+    ratios = _ratios(here, target.peer, OURS)
     if not ratios:
         return None
     mean = geometric_mean(ratios.values())
     complete = len(ratios) == target.cases
-    return Outcome(target, ranks, mean, len(ratios), mean >= target.ratio if complete else None)
+    return Outcome(target, ranks, mean, len(ratios), mean >= target.ratio if complete else None, _limit(target, here))
 
 
-def _peer_ms(target: Target, row: Row) -> float | None:
-    return {MEMCPY: row.memcpy_ms, LINK: row.link_bound_ms}.get(target.peer, row.peer_ms)
+def _limit(target: Target, rows: Sequence[Row]) -> Limit | None:
+    for bound, if_ in ((LINK, FULL_LINK), (COPIES, NO_WAITING)):
+        ratios = _ratios(rows, target.peer, bound)
+        if bound != target.peer and len(ratios) == target.cases:
+            return Limit(geometric_mean(ratios.values()), if_)
+    return None
+
+
+def _ratios(rows: Iterable[Row], peer: str, by: str) -> dict[tuple[str, int], float]:
+    """Times of the peer / times of another one, by case, where both are known."""
+    times_ms = {(row.op, row.bytes): (_time_ms(row, peer), _time_ms(row, by)) for row in rows}
+    return {case: peer_ms / by_ms for case, (peer_ms, by_ms) in times_ms.items() if peer_ms is not None and by_ms is not None}
+
+
+def _time_ms(row: Row, of: str) -> float | None:
+    return {OURS: row.ours_ms, MEMCPY: row.memcpy_ms, COPIES: row.copies_ms, LINK: row.link_bound_ms}.get(of, row.peer_ms)
 
 
 def geometric_mean(values: Iterable[float]) -> float:

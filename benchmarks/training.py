@@ -32,7 +32,7 @@ def measure(session: Training, backend: Backend, on_step: Callable[[int], None])
             timings[0],
             theirs,
             moved_bytes=GATHERS_AND_REDUCTIONS * (backend.world_size - 1) * size,
-            kind="step",
+            kind=session.kind,
             op="train_step",
             ranks=backend.world_size,
             bytes=size,

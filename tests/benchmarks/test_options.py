@@ -1,10 +1,12 @@
 """From the command line to what is measured."""
 
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 
 import pytest
 
+from benchmarks import growth
 from benchmarks.options import LATEST, parse_options
 from benchmarks.plan import (
     COLLECTIVES,
@@ -25,6 +27,9 @@ from shardnet.config import KIB, MIB
 
 def test_by_default_everything_is_measured() -> None:
     options = parse_options([])
+    *asked, growths = (list(group) for _, group in groupby(options.sessions, lambda session: session.kind == growth.KIND))
+    assert growths == list(growth.sessions(options.chunk))
+    options.sessions = asked[0]
     collectives = [session for session in options.sessions if isinstance(session, Collectives)]
     trainings = [session for session in options.sessions if type(session) is Training]
     memories = [session for session in options.sessions if isinstance(session, Memory)]
@@ -42,7 +47,8 @@ def test_by_default_everything_is_measured() -> None:
         (Topology.ONE_NODE, ranks, Transport.SHM) for ranks in (2, 4)
     ]
     assert [session.compressions for session in trainings] == [*[()] * 6, ("int8", "bfloat16")]
-    assert not any(session.explain for session in collectives)
+    assert all(session.explain for session in collectives)
+    assert not any(session.explain for session in parse_options(["--no-explain"]).sessions if isinstance(session, Collectives))
     for session in collectives:
         ops = tuple(Op) if session.transport is Transport.SHM else COLLECTIVES
         expected = [(op, size) for op in ops for size in (KIB, 64 * KIB, MIB, 16 * MIB, 64 * MIB)]
@@ -53,7 +59,21 @@ def test_by_default_everything_is_measured() -> None:
 
 def test_each_half_alone() -> None:
     (collectives,) = parse_options(
-        ["--only", "collectives", "--transports", "shm", "--ranks", "3", "--sizes", "12KiB", "--ops", "all_reduce", "--repeats", "7"]
+        [
+            "--no-explain",
+            "--only",
+            "collectives",
+            "--transports",
+            "shm",
+            "--ranks",
+            "3",
+            "--sizes",
+            "12KiB",
+            "--ops",
+            "all_reduce",
+            "--repeats",
+            "7",
+        ]
     ).sessions
     assert collectives == Collectives(3, Topology.ONE_NODE, Transport.SHM, 2 * MIB, (Case(Op.ALL_REDUCE, 12 * KIB, 7),))
     four, two = parse_options(
@@ -87,7 +107,11 @@ def test_what_is_given_goes_before_quick() -> None:
 
 
 def test_growth_is_another_question_that_varies_one_thing_at_a_time() -> None:
-    sessions = parse_options(["--growth", "--chunk", "64K"]).sessions
+    assert parse_options(["--only", "growth", "--topologies", "netns"]).sessions == []
+    assert parse_options(["--only", "growth", "--transports", "grpc"]).sessions == []
+    assert all(session.kind != growth.KIND for session in parse_options(["--quick"]).sessions)
+    sessions = parse_options(["--only", "growth", "--chunk", "64K"]).sessions
+    assert {session.kind for session in sessions} == {growth.KIND}
     collectives = [session for session in sessions if isinstance(session, Collectives)]
     cases = [(session.ranks, case) for session in collectives for case in session.cases]
     assert {ranks for ranks, _ in cases} == {2, 4, 8, 16}
@@ -129,7 +153,7 @@ def test_a_slow_link_is_tried_less_often() -> None:
 
 
 def test_what_is_compressed_and_whether_time_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
-    session, training = parse_options(["--explain", "--compress", "bfloat16", "--topologies", "netns-1gbit"]).sessions
+    session, training = parse_options(["--quick", "--explain", "--compress", "bfloat16", "--topologies", "netns-1gbit"]).sessions
     assert session.explain
     assert training.compressions == ("bfloat16",)
     assert parse_options(["--compress", "none", "--topologies", "netns-1gbit"]).sessions[1].compressions == ()
@@ -147,6 +171,7 @@ def test_markdown_of_the_latest_run_or_of_a_file() -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
+        (["--only", "speed"], "speed"),
         (["--sizes", "1001"], "multiples of 4 bytes x ranks"),
         (["--sizes", "12KiB", "--ranks", "2,5"], "12288 for 5 ranks"),
         (["--sizes", "12", "--ranks", "3", "--topologies", "netns-1gbit"], "12 for 4 ranks"),

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from benchmarks.parts import PARTS
-from benchmarks.plan import Op
-from benchmarks.report import markdown_report, read_json, text_report, write_json
+from benchmarks.plan import COLLECTIVES, Op
+from benchmarks.report import markdown_report, read_json, text_report, write_json, write_tables
 from benchmarks.row import Row
 from benchmarks.tables import one_line, size
 from benchmarks.targets import FSDP2, STEP_BYTES
@@ -110,8 +110,19 @@ def test_a_limited_link_stands_beside_what_was_reached() -> None:
 
 def test_memory_has_a_bound_of_its_own() -> None:
     """A copy takes 4 ms of the 10 that shardnet takes."""
-    lines = [line.split() for line in text_report([row(transport="shm", memcpy_ms=4.0)]).splitlines()]
-    assert ["all_gather", "1", "MiB", "10", "10-10", "20", "20-20", "2.00x", "4", "40%", "256.00", "512.00"] in lines
+    lines = [line.split() for line in text_report([row(transport="shm", memcpy_ms=4.0, copies_ms=6.0)]).splitlines()]
+    assert ["all_gather", "1", "MiB", "10", "10-10", "20", "20-20", "2.00x", "4", "40%", "6", "256.00", "512.00"] in lines
+
+
+def test_beside_what_was_missed_stands_what_could_be_reached() -> None:
+    text = text_report(complete(dict.fromkeys(COLLECTIVES, 4.0), transport="shm", copies_ms=9.0))
+    assert re.search(r"all_gather .* 4.00x +5.00x +missed; at most 4.44x, if no rank waited for another", text)
+
+
+def test_the_tables_of_a_run_are_a_page(tmp_path: Path) -> None:
+    page = write_tables(run(), tmp_path)
+    assert page.read_text().startswith("# Tables of one run\n\n")
+    assert markdown_report(run()) in page.read_text()
 
 
 def test_where_the_time_went_stands_in_a_table_of_its_own() -> None:

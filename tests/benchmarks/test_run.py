@@ -82,6 +82,7 @@ def test_collectives(tmp_path: Path) -> None:
         assert each["explained_ms"][HANDED_OVER] >= 0  # nothing is, where the caller does the work
         assert (each["explained_ms"][REDUCING] > 0) or each["op"] in ("all_gather", "gather_on_node")
         assert each["memcpy_ms"] > 0
+        assert ("copies_ms" in each) == (each["op"] != "gather_on_node")
 
 
 @pytest.mark.timeout(300)

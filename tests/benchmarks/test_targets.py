@@ -1,12 +1,32 @@
 """Whether a run reached what shardnet wants to reach."""
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks.plan import COLLECTIVES, Op
 from benchmarks.row import Row
-from benchmarks.targets import ALONE, COMPRESSED, FSDP2, SIZES, STEP_BYTES, geometric_mean, judge, judge_steps
+from benchmarks.targets import (
+    ALONE,
+    COMPRESSED,
+    FSDP2,
+    FULL_LINK,
+    NO_COMMUNICATION,
+    NO_WAITING,
+    SIZES,
+    STEP_BYTES,
+    Limit,
+    geometric_mean,
+    judge,
+    judge_steps,
+)
 from shardnet.config import KIB, MIB
 from tests.benchmarks.rows import complete, row
+
+
+def told(limit: Limit | None) -> tuple[object, str]:
+    assert limit is not None
+    return limit.ratio, limit.if_
 
 
 def test_gathering_and_scattering_are_judged_together() -> None:
@@ -45,6 +65,8 @@ def test_a_link_is_to_be_used_well(reached: float, met: bool) -> None:
     rows = complete(dict.fromkeys(COLLECTIVES, 9.0), ranks=4, topology="netns-1gbit", transport="hier", nodes=2, moved_bytes=moved)
     gloo, bound = judge(rows)
     assert gloo.met
+    assert told(gloo.limit) == (pytest.approx(9.0 / reached, rel=1e-6), FULL_LINK)
+    assert bound.limit is None
     assert bound.target.name.endswith("(link's bound / shardnet)")
     assert bound.mean == pytest.approx(reached, rel=1e-6)
     assert bound.met is met
@@ -57,6 +79,15 @@ def test_memory_is_to_be_used_well(reached: float, met: bool) -> None:
     assert gloo.met
     assert bound.mean == pytest.approx(reached)
     assert bound.met is met
+
+
+def test_what_is_missed_through_memory_says_what_there_would_be_without_waiting() -> None:
+    rows = complete(dict.fromkeys(COLLECTIVES, 4.0), transport="shm", memcpy_ms=5.0, copies_ms=8.0)
+    gloo, memcpy = judge(rows)
+    assert told(gloo.limit) == (pytest.approx(5.0), NO_WAITING)
+    assert told(memcpy.limit) == (pytest.approx(5.0 / 8.0), NO_WAITING)
+    unknown, _ = judge([*rows[1:], replace(rows[0], copies_ms=None)])
+    assert unknown.limit is None
 
 
 def test_each_number_of_ranks_has_a_verdict_of_its_own() -> None:
@@ -105,6 +136,7 @@ def test_steps_are_judged_against_each_peer() -> None:
     fsdp2, alone = judge_steps(steps("one-node", "shm", fsdp2=1.4, alone=0.88))
     assert fsdp2.ratio == pytest.approx(1.4)
     assert fsdp2.met is False
+    assert told(fsdp2.limit) == (pytest.approx(1.4 / 0.88), NO_COMMUNICATION)
     assert alone.ratio == pytest.approx(0.88)
     assert alone.met
 
