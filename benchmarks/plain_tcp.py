@@ -1,9 +1,11 @@
-"""What plain TCP takes between nodes of two ranks at 1 Gbit/s, without shardnet: `python -m benchmarks.plain_tcp`, as root.
+"""What plain TCP takes between two nodes, without shardnet: `python -m benchmarks.plain_tcp`, as root.
 
 Each process and its counterpart on the other node send each other what an all_gather makes them send, on a connection for each way, as
-shardnet's are. No rank waits for another one but at the end of a round, for those of its node. The time is that of one process.
+shardnet's are, or on several. No rank waits for another one but at the end of a round, for those of its node. The time is that of one
+process, and so are the CPU seconds, for each GiB that it sends, and receives.
 """
 
+import argparse
 import multiprocessing
 import multiprocessing.synchronize
 import socket
@@ -12,65 +14,98 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 
 from benchmarks.plan import Topology
 from shardnet.config import MIB
 from shardnet.testing.namespaces import bridged_nodes
 
-RANKS = 2  # of a node
 ROUNDS = {1 * MIB: 150, 16 * MIB: 30, 64 * MIB: 10}  # by bytes of the whole tensor
 WARM_UP_ROUNDS = 3
 PORT = 9000
 PATIENCE_S = 20.0
+MODULE = "benchmarks.plain_tcp"
 
 
 def main() -> None:
-    with bridged_nodes(2, rate=Topology.NETNS_1GBIT.rate) as network:
+    options = parse_options()
+    if options.node is not None:
+        place, address = options.node
+        run_node(place, address, options)
+        return
+    with bridged_nodes(2, rate=options.rate) as network:
         address = network.nodes[0].address
+        same = ("--ranks", str(options.ranks), "--streams", str(options.streams))
         commands = (
-            node.command(sys.executable, "-m", "benchmarks.plain_tcp", str(place), address) for place, node in enumerate(network.nodes)
+            node.command(sys.executable, "-m", MODULE, "--node", str(place), address, *same) for place, node in enumerate(network.nodes)
         )
         nodes = [subprocess.Popen(command) for command in commands]
         sys.exit(max(node.wait() for node in nodes))
 
 
-def run_node(place: int, address: str) -> None:
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description="Measure plain TCP between two network namespaces.")
+    parser.add_argument("--rate", type=lambda text: None if text == "none" else text, default=Topology.NETNS_1GBIT.rate, help="or none")
+    parser.add_argument("--ranks", type=int, default=2, help="of a node (default: %(default)s)")
+    parser.add_argument("--streams", type=int, default=1, help="connections of a rank, each way (default: %(default)s)")
+    parser.add_argument("--node", nargs=2, help=argparse.SUPPRESS)  # to itself: which one, and where the first one listens
+    return parser.parse_args()
+
+
+def run_node(place: str, address: str, options: argparse.Namespace) -> None:
     """One of the two nodes, to its end; the first one listens at the address."""
-    barrier = multiprocessing.Barrier(RANKS)
-    ranks = [multiprocessing.Process(target=run_rank, args=(place, address, rank, barrier)) for rank in range(RANKS)]
+    barrier = multiprocessing.Barrier(options.ranks)
+    ranks = [multiprocessing.Process(target=run_rank, args=(place, address, rank, options, barrier)) for rank in range(options.ranks)]
     for process in ranks:
         process.start()
     for process in ranks:
         process.join()
 
 
-def run_rank(place: int, address: str, rank: int, barrier: "multiprocessing.synchronize.Barrier") -> None:
-    ports = [PORT + 2 * rank, PORT + 2 * rank + 1]
-    connections = [accept(address, port) if place == 0 else dial(address, port) for port in ports]
-    outgoing, incoming = connections if place == 0 else reversed(connections)
+def run_rank(place: str, address: str, rank: int, options: argparse.Namespace, barrier: "multiprocessing.synchronize.Barrier") -> None:
+    first = PORT + 2 * options.streams * rank
+    ports = range(first, first + 2 * options.streams)
+    connections = [accept(address, port) if place == "0" else dial(address, port) for port in ports]
+    halves = connections[: options.streams], connections[options.streams :]
+    outgoing, incoming = halves if place == "0" else reversed(halves)
     for size, rounds in ROUNDS.items():
-        data, room = bytes(size // (2 * RANKS)), memoryview(bytearray(size // (2 * RANKS)))
-        times_ms = [exchange(outgoing, incoming, data, room, barrier) for _ in range(WARM_UP_ROUNDS + rounds)][WARM_UP_ROUNDS:]
-        if place == rank == 0:
+        part = size // (2 * options.ranks * options.streams)  # of this rank's block, which goes to the other node
+        data, rooms = bytes(part), [memoryview(bytearray(part)) for _ in incoming]
+        times_ms = [exchange(outgoing, incoming, data, rooms, barrier) for _ in range(WARM_UP_ROUNDS)]
+        cpu_s = time.process_time()
+        times_ms = [exchange(outgoing, incoming, data, rooms, barrier) for _ in range(rounds)]
+        cpu_s = (time.process_time() - cpu_s) / (rounds * part * options.streams / 2**30)
+        if (place, rank) == ("0", 0):
             q1, median, q3 = statistics.quantiles(times_ms, n=4)
-            print(f"{size // MIB} MiB: {median:.3g} ms ({q1:.3g}-{q3:.3g})", flush=True)
+            print(f"{size // MIB} MiB: {median:.3g} ms ({q1:.3g}-{q3:.3g}), {cpu_s:.2f} CPU s/GiB", flush=True)
 
 
 def exchange(
-    outgoing: socket.socket, incoming: socket.socket, data: bytes, room: memoryview, barrier: "multiprocessing.synchronize.Barrier"
+    outgoing: Sequence[socket.socket],
+    incoming: Sequence[socket.socket],
+    data: bytes,
+    rooms: Sequence[memoryview],
+    barrier: "multiprocessing.synchronize.Barrier",
 ) -> float:
     """Send and receive at once. Returns the milliseconds until all ranks of the node have what they get."""
     barrier.wait()
     start_s = time.perf_counter()
-    sending = threading.Thread(target=outgoing.sendall, args=(data,))
-    sending.start()
-    received = 0
-    while received < len(room):
-        received += incoming.recv_into(room[received:])
-    sending.join()
+    threads = [threading.Thread(target=connection.sendall, args=(data,)) for connection in outgoing]
+    threads += [threading.Thread(target=receive, args=each) for each in zip(incoming[1:], rooms[1:], strict=True)]
+    for thread in threads:
+        thread.start()
+    receive(incoming[0], rooms[0])
+    for thread in threads:
+        thread.join()
     barrier.wait()
     return 1e3 * (time.perf_counter() - start_s)
+
+
+def receive(connection: socket.socket, room: memoryview) -> None:
+    received = 0
+    while received < len(room):
+        received += connection.recv_into(room[received:])
 
 
 def accept(address: str, port: int) -> socket.socket:
@@ -90,7 +125,4 @@ def dial(address: str, port: int) -> socket.socket:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 3:
-        run_node(int(sys.argv[1]), sys.argv[2])
-    else:
-        main()
+    main()

@@ -5,6 +5,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -33,13 +34,15 @@ class Resources:
         return sorted(_describe(name, count) for name, count in extra.items() if not belongs_to_a_stranger(name))
 
 
-def _descriptors() -> Iterator[str]:
+def open_files() -> Iterator[str]:
+    """What this process has descriptors of."""
     for entry in os.listdir("/proc/self/fd"):  # noqa: PTH208 - Path.iterdir would keep a descriptor open meanwhile
-        try:
-            target = os.readlink(f"/proc/self/fd/{entry}")  # noqa: PTH115 - a link to no path
-        except FileNotFoundError:  # the descriptor of this very listing
-            continue
-        yield f"descriptor {target}"
+        with suppress(FileNotFoundError):  # the descriptor of this very listing
+            yield os.readlink(f"/proc/self/fd/{entry}")  # noqa: PTH115 - a link to no path
+
+
+def _descriptors() -> Iterator[str]:
+    return (f"descriptor {target}" for target in open_files())
 
 
 def _threads() -> Iterator[str]:

@@ -9,8 +9,10 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from shardnet.collectives.operation import Operation
-from shardnet.collectives.reduction import Array, as_bytes
+from shardnet.collectives.reduction import Array, as_bytes, copy_bytes
 from shardnet.errors import ProtocolError, ShardnetError
 from shardnet.pb.mesh_pb2 import Announcement
 from shardnet.wire import Buffer, Chunk
@@ -86,7 +88,7 @@ class Exchange:
         filled = self._filled.get(source, 0)
         if target is None or chunk.offset != filled or filled + len(chunk.data) > target.nbytes:
             raise ProtocolError(f"rank {source} sent {len(chunk.data)} bytes at {chunk.offset}, expected offset {filled}")
-        as_bytes(target)[filled : filled + len(chunk.data)] = chunk.data
+        copy_bytes(chunk.data, target.view(np.uint8)[filled : filled + len(chunk.data)])
         self._filled[source] = filled + len(chunk.data)
         self._missing -= len(chunk.data)
         if not self._missing:

@@ -22,10 +22,11 @@ class Result:
 class Launched:
     """A running command; killed if a test leaves before it has ended. Its stdout is read here, its stderr goes to a file.
 
-    merged  its stderr is read with its stdout, by a test that waits for what the launcher says
+    merged       its stderr is read with its stdout, by a test that waits for what the launcher says
+    new_session  it leads one of its own, so that its process group can be killed
     """
 
-    def __init__(self, directory: Path, *arguments: str, merged: bool = False) -> None:
+    def __init__(self, directory: Path, *arguments: str, merged: bool = False, new_session: bool = False) -> None:
         self._directory = directory
         self._err = directory / "stderr.txt"
         self._seen = b""
@@ -36,6 +37,7 @@ class Launched:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT if merged else err,
+                start_new_session=new_session,
             )
 
     def __enter__(self) -> Self:

@@ -33,7 +33,8 @@ from tests.contract.programs import GROUPS, expected, inputs_of, random_step, st
 from tests.elastic.learner import Learner
 from tests.fsdp.models import Block, loss_of, make_gpt, token_batches
 from tests.guards import idle_channel, lasting_leaks
-from tests.resources import Resources
+from tests.resources import SHARED_MEMORY, Resources, open_files
+from tests.segments import mappings
 
 Command = dict[str, Any]
 CLONE_NEWNET = 0x40000000
@@ -186,6 +187,9 @@ def holdings() -> dict[str, int]:
         "descriptors": me.num_fds(),
         "threads": me.num_threads(),
         "tasks": len(asyncio.all_tasks(running)) + len(asyncio.all_tasks()),
+        "memfd_mappings": sum("/memfd:" in line for line in mappings()),
+        "memfd_descriptors": sum(name.startswith("/memfd:") for name in open_files()),
+        "shm_names": sum(1 for _ in SHARED_MEMORY.iterdir()),
     }
 
 

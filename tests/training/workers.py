@@ -5,7 +5,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -167,9 +167,9 @@ def streaming(nursery: Nursery, world_size: int, **command: Any) -> Iterator[lis
         yield sorted(workers, key=lambda worker: worker.rank)
 
 
-def begin(workers: list[Worker], job: str = "test", **command: Any) -> None:
-    """Let them join a job together."""
-    for worker in workers:
-        worker.tell(job=job, world_size=len(workers), **command)
+def begin(workers: list[Worker], nodes: Sequence[str] = (), job: str = "test", **command: Any) -> None:
+    """Let them join a job together; without `nodes`, what each one's is called, they are on one."""
+    for worker, node in zip(workers, nodes or [""] * len(workers), strict=True):
+        worker.tell(job=job, world_size=len(workers), node=node, **command)
     for worker in workers:
         worker.hear("joined")
