@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -108,6 +109,8 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
                 parser.error(f"--sizes must be multiples of {ELEMENT_BYTES} bytes x ranks, got {size} for {session.ranks} ranks")
     if options.dim % (2 * options.heads):
         parser.error(f"--dim must be a multiple of twice --heads, got {options.dim} and {options.heads}")
+    if options.results is not None and find_spec("matplotlib") is None:  # which is better said before the measuring than after it
+        parser.error("--results draws plots, for which matplotlib is missing: pip install 'shardnet[bench]'")
     try:
         Limits(chunk_bytes=options.chunk)
     except ValueError as error:

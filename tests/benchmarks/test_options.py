@@ -192,6 +192,14 @@ def test_senseless_arguments_are_refused(arguments: list[str], complaint: str, c
     assert complaint in capsys.readouterr().err
 
 
+def test_results_need_matplotlib_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("benchmarks.options.find_spec", lambda _: None)
+    assert parse_options(["--quick"]).results is None
+    with pytest.raises(SystemExit, match="2"):
+        parse_options(["--quick", "--results", "somewhere"])
+    assert "matplotlib is missing" in capsys.readouterr().err
+
+
 def test_sessions_reach_the_workers_unchanged() -> None:
     for session in parse_options([]).sessions:
         assert from_json(to_json(session)) == session
