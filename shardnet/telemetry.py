@@ -210,6 +210,16 @@ class Telemetry:
             for rank in far:
                 self._traffic(rank).sent_network += bytes
 
+    def count_near(self, sent: Mapping[int, int], received: Mapping[int, int]) -> None:
+        """Count payload bytes that went to these ranks, and came from those, through memory."""
+        with self._lock:
+            self.bytes_sent += sum(sent.values())
+            self.bytes_received += sum(received.values())
+            for rank, size in sent.items():
+                self._traffic(rank).sent_memory += size
+            for rank, size in received.items():
+                self._traffic(rank).received_memory += size
+
     def count_received(self, rank: int, bytes: int, *, near: bool) -> None:
         """Count payload that came from a rank, through memory if it is `near`."""
         with self._lock:

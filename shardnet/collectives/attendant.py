@@ -1,4 +1,9 @@
-"""`Attendant`: the thread that looks after rounds for which no thread waits, a step of each in turn."""
+"""`Attendant`: the thread that looks after rounds for which no thread waits, a step of each in turn.
+
+Most rounds are waited for as soon as they have begun, and calling it for those took a tenth of their processor time: it wakes up, wants
+the interpreter, and finds nothing to do. So while it has no rounds it sleeps by an alarm, which is set when one begins, and put off
+when somebody waits for that.
+"""
 
 import logging
 import threading
@@ -8,12 +13,12 @@ from itertools import islice
 
 from shardnet.collectives.mail import Progress, Round
 from shardnet.loop import help_out
-from shardnet.transport.shared_memory import Bell, MailboxView, futex
+from shardnet.transport.shared_memory import Alarm, Bell, MailboxView, futex
 
 log = logging.getLogger(__name__)
 
+MOMENT_S = 0.0002  # for who begins a round to wait for it
 SLICE_S = 0.05  # the longest sleep while there are rounds: what a timeout has ended is seen behind it
-CALM_S = 60.0  # the same while there are none
 BETWEEN_S = 0.0005  # where the system lets sleep at one word only (before Linux 5.16): at none of the others; more with time
 MOST_BETWEEN_S = 0.005
 
@@ -23,7 +28,9 @@ class Attendant:
 
     def __init__(self, name: str) -> None:
         self._bell = Bell()
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # over what follows
+        self._alarm = Alarm(MOMENT_S)  # until it is closed
+        self._asleep = False  # by the alarm, or about to be; by the bell if not
         self._rounds: dict[Round, None] = {}  # in the order in which they came
         self._idle_since = 0.0  # since when no round has come or ended
         self._closed = False
@@ -36,11 +43,33 @@ class Attendant:
                 return
             self._rounds[given] = None
             self._idle_since = time.monotonic()
+            if self._asleep:
+                self._alarm.ring()
+                return
         self.summon()  # also if it has it: a thread that waited for it meanwhile does no more
+
+    def expect(self, given: Round) -> None:
+        """See to it that it ends, unless a thread waits for it in a moment."""
+        with self._lock:
+            if self._asleep and not self._closed:
+                if not self._rounds:
+                    self._alarm.set()
+                self._rounds[given] = None
+                return
+        self.take(given)
+
+    def leave(self, given: Round) -> None:
+        """A thread waits for it now."""
+        with self._lock:
+            if self._asleep and given in self._rounds:
+                del self._rounds[given]
+                if not self._rounds:
+                    self._alarm.put_off()
 
     def summon(self) -> None:
         """One of its rounds can go on, though no mailbox of another rank says so."""
-        self._bell.ring()
+        if not self._asleep:  # or it looks at all of them when it wakes up
+            self._bell.ring()
 
     def forget(self, ended: Round) -> None:
         """It keeps no result that nobody else has any more."""
@@ -52,6 +81,8 @@ class Attendant:
         with self._lock:
             self._closed = True
             self._rounds.clear()
+            if self._asleep:
+                self._alarm.ring()
         self.summon()
 
     def _run(self) -> None:
@@ -59,8 +90,19 @@ class Attendant:
         while not self._closed:
             heard = self._bell.count  # before it looks around
             missing = self._take_turn()
-            if missing is not None and not self._closed:
-                self._sleep(heard, missing)
+            if self._may_sleep():
+                self._alarm.sleep()
+                self._asleep = False
+            elif missing is not None:
+                self._listen(heard, missing)
+        with self._lock:
+            self._alarm.close()
+
+    def _may_sleep(self) -> bool:
+        """Whether there is nothing to look after."""
+        with self._lock:
+            self._asleep = not self._rounds and not self._closed
+            return self._asleep
 
     def _take_turn(self) -> Mapping[MailboxView, int] | None:
         """A step of each round. Returns where something is waited for, and what was the count before it was looked for; None if there is
@@ -94,9 +136,10 @@ class Attendant:
             missing.setdefault(come_to, seen[come_to])
         return come_to is Progress.MORE
 
-    def _sleep(self, heard: int, missing: Mapping[MailboxView, int]) -> None:
+    def _listen(self, heard: int, missing: Mapping[MailboxView, int]) -> None:
+        """Sleep until something can go on."""
         audible = dict(islice(missing.items(), futex.most - 1))
         if len(audible) == len(missing):
-            self._bell.wait(heard, audible, SLICE_S if self._rounds else CALM_S)
+            self._bell.wait(heard, audible, SLICE_S)
         else:
             self._bell.wait(heard, audible, min(MOST_BETWEEN_S, BETWEEN_S + (time.monotonic() - self._idle_since) / 20))

@@ -5,9 +5,10 @@ rounds] in mail.py) the letters hold loans instead of data (see [Note: loans]): 
 acknowledges their letters when it has; and its own round ends when all others have acknowledged its letter. A rank that has more to lend
 once it has read (the sum of its block, in an all-reduce) marks its letter then.
 
-So everybody depends on what everybody else still has to do, and such a round cannot be left until somebody asks for it: the attendant
-has it from the beginning, except while a thread waits for it and does the work itself. It is done piece by piece, so that it can be
-failed in between, and other rounds get their turn. A round that fails here revokes its loan, and the memory is the caller's again.
+So everybody depends on what everybody else still has to do, and such a round cannot be left until somebody asks for it: if nobody comes
+to wait for it in a moment, the attendant has it, except while a thread waits for it and does the work itself. It is done piece by piece,
+so that it can be failed in between, and other rounds get their turn. A round that fails here revokes its loan, and the memory is the
+caller's again.
 
 Where a letter finds no room and goes over the streams, so does its mark, as another one, and what acknowledges it. What came for a round
 before it began is looked at later than what comes then, so the marked letter may be there first.
@@ -92,8 +93,7 @@ class LoanRound(Round):
     def settle(self) -> Course:
         """This rank has read everything; wait until the others have."""
         self.check_letters()
-        for rank in self._lending.receives:
-            self._give_back(rank)
+        self._give_back(self._lending.receives)
         for rank in self._lending.sends:
             while not self._has_returned(rank):
                 yield rank
@@ -115,7 +115,7 @@ class LoanRound(Round):
     # --- the work
 
     def attend(self) -> None:
-        self._mail.attendant.take(self)
+        self._mail.attendant.expect(self)
 
     def sweep(self) -> None:
         """The attendant does it, whose thread may be held up."""
@@ -126,12 +126,12 @@ class LoanRound(Round):
     def _run(self) -> Course:
         yield from self._lending.work(self)
 
-    def _give_back(self, rank: int) -> None:
+    def _give_back(self, ranks: Collection[int]) -> None:
         mail = self._mail
-        if rank in self._letters:
-            mail.mailbox.acknowledge(mail.views[rank], self._letters[rank], aloud=True)
-        else:
-            mail.group.board.loop.call(mail.group.rounds.return_loan, self, rank)
+        mail.mailbox.acknowledge([(mail.views[rank], letter) for rank, letter in self._letters.items() if rank in ranks], aloud=True)
+        for rank in ranks:
+            if rank not in self._letters:
+                mail.group.board.loop.call(mail.group.rounds.return_loan, self, rank)
 
     def _has_returned(self, rank: int) -> bool:
         if self._posted is None:

@@ -362,6 +362,7 @@ class Round(concurrent.futures.Future[Any], ABC):
             return timeout_s
         start = time.monotonic()
         try:
+            self._mail.attendant.leave(self)
             if (view := self.progress()) is not None:
                 self._wait(view, timeout_s)
         finally:
@@ -403,14 +404,11 @@ class Round(concurrent.futures.Future[Any], ABC):
     def _conclude(self) -> None:
         """Acknowledge the letters, count it, and make room for the next one."""
         mail, end = self._mail, time.perf_counter_ns()
-        for rank, letter in self._letters.items():
-            mail.mailbox.acknowledge(mail.views[rank], letter)
+        mail.mailbox.acknowledge([(mail.views[rank], letter) for rank, letter in self._letters.items()])
         sent, start = self.flight.bytes_sent, (self._since_ns or end) - self._writing_ns
         telemetry, failed = mail.group.telemetry, self.error is not None
-        for rank, size in self._sent().items():
-            telemetry.count_sent(size, near=(mail.group.members[rank],))
-        for rank, size in self._received().items():
-            telemetry.count_received(mail.group.members[rank], size, near=True)
+        members = mail.group.members
+        telemetry.count_near(*({members[rank]: size for rank, size in moved.items()} for moved in (self._sent(), self._received())))
         telemetry.record(self.name, Track.COMMUNICATION, start, end, sent)
         telemetry.count_op(self.call.op, self.call.label, start, end, sent, waited_ns=self._waited_ns, failed=failed)
         telemetry.flights.end(self.flight, end, self.error)

@@ -19,7 +19,7 @@ from shardnet.collectives.exchange import Exchange
 from shardnet.collectives.group import Group
 from shardnet.collectives.hierarchical import Bounds, Hierarchical
 from shardnet.collectives.operation import Algorithm, Operation
-from shardnet.collectives.reduction import Array, Reduction
+from shardnet.collectives.reduction import Array, Reduction, begin_together
 from shardnet.collectives.two_shot import TwoShot
 
 
@@ -53,7 +53,7 @@ def all_gather(group: Group, source: Array, output: Array, bounds: Bounds) -> Al
     own, small = output[slice(*bounds[group.rank])], is_small(group, bounds, output.itemsize)
     if not small and not np.may_share_memory(source, output):
         return Hierarchical(bounds, output, gather=True, shard=source).run
-    if own.ctypes.data != source.ctypes.data:
+    if not begin_together(own, source):
         np.copyto(own, source)
     if small:
         receives = {peer: output[slice(*bounds[peer])] for peer in group.peers}
@@ -115,7 +115,7 @@ def barrier(group: Group) -> Algorithm:
 
 def apart(source: Array, place: Array, output: Array) -> Array:
     """`source`, or a copy where the result would overwrite what has yet to be sent: anything in it but `place`, element by element."""
-    if output.ctypes.data != place.ctypes.data and np.may_share_memory(source, output):
+    if not begin_together(output, place) and np.may_share_memory(source, output):
         return source.copy()
     return source
 

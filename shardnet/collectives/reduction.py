@@ -136,21 +136,18 @@ class Reduction:
             return widened
         return values.astype(np.float32) if self.widens else values
 
-    def combine(self, left: Array, right: Array, out: Array | None = None) -> Array:
-        """Both sides widened. Floating-point warnings are off: inf − inf is the user's own NaN."""
-        with np.errstate(all="ignore"):
-            return self._combine(left, right) if out is None else self._combine(left, right, out=out)
-
     def sum(self, parts: Iterable[Array], *, before: Array | None = None, out: Array | None = None) -> Array:
         """Combine parts of several ranks in the order given, and that with the sum `before`. Widened, as `before` is.
 
-        Each part but the first may be gone when the next one is asked for.
+        Each part but the first may be gone when the next one is asked for. Floating-point warnings are off: inf − inf is the user's own
+        NaN.
         """
         rest = iter(parts)
         total = self.widen(next(rest))
-        for part in rest:
-            total = out = self.combine(total, self.widen(part), out=out)
-        return total if before is None else self.combine(before, total, out=out)
+        with np.errstate(all="ignore"):
+            for part in rest:
+                total = out = self._combine(total, self.widen(part), out=out)
+            return total if before is None else self._combine(before, total, out=out)
 
     def reduce(self, parts: Sequence[Array], out: Array) -> None:
         """Combine everyone's part as `sum` does, and store the result. `out` may be one of the parts."""
@@ -162,6 +159,8 @@ class Reduction:
 
     def finish(self, total: Array, out: Array) -> None:
         """Divide if it is a mean, narrow if it was widened, and store. `out` may be `total`."""
+        if out is total and self.op is not ReduceOp.MEAN:
+            return
         with np.errstate(all="ignore"):
             if self.op is ReduceOp.MEAN:
                 total = np.divide(total, self.ranks, out=total if total.flags.writeable else None)
@@ -174,4 +173,9 @@ class Reduction:
 
 def is_overwritten(place: int, part: Array, out: Array) -> bool:
     """Whether a reduction into `out` writes over the part at that place before it is read: the first two go into its first result."""
-    return place > 1 and bool(part.__array_interface__["data"] == out.__array_interface__["data"])
+    return place > 1 and begin_together(part, out)
+
+
+def begin_together(one: Array, other: Array) -> bool:
+    """Whether they begin at one place of memory."""
+    return bool(one.__array_interface__["data"][0] == other.__array_interface__["data"][0])

@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 
 from shardnet.backend import Pending
 from shardnet.backend.cluster import ClusterBackend
+from shardnet.collectives.attendant import Attendant
 from shardnet.collectives.mail import LetterRound
 from shardnet.config import KIB, Limits
 
@@ -18,6 +20,12 @@ SMALL, LARGE, LARGER = torch.ones(4), torch.ones(5_000), torch.ones(12_000)
 
 def ones_of(ranks: int, small: torch.Tensor = SMALL) -> torch.Tensor:
     return small * ranks
+
+
+def leave_all_to_threads(patched: pytest.MonkeyPatch) -> None:
+    """The attendant looks after nothing."""
+    for call in ("take", "expect"):
+        patched.setattr(Attendant, call, lambda *_: None)
 
 
 def is_round(handle: Pending[Any]) -> bool:

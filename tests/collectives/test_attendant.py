@@ -15,6 +15,7 @@ from shardnet.backend import Backend, NodeBuffer, Pending
 from shardnet.collectives import attendant
 from shardnet.collectives.attendant import Attendant
 from shardnet.collectives.rounds import Rounds
+from shardnet.errors import ClosedError
 from shardnet.testing import each_rank, local_cluster
 from shardnet.transport.shared_memory import MailboxView, futex
 from shardnet.transport.shared_memory.mailbox import Mailbox
@@ -53,8 +54,10 @@ async def test_it_misses_nothing_however_long_it_would_sleep(room: int, monkeypa
     assert posted >= 3 * 10 * 7
 
 
-async def test_a_thread_that_gives_up_waiting_hands_the_round_back(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("moment_s", [attendant.MOMENT_S, 60.0])
+async def test_a_thread_that_gives_up_waiting_hands_the_round_back(moment_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attendant, "SLICE_S", 60.0)
+    monkeypatch.setattr(attendant, "MOMENT_S", moment_s)
     async with local_cluster(2, limits=LIMITS) as ranks, asyncio.timeout(20.0):
         for _ in range(20):
             early = ranks[0].all_reduce(LARGE)
@@ -64,21 +67,75 @@ async def test_a_thread_that_gives_up_waiting_hands_the_round_back(monkeypatch: 
             assert torch.equal(await early, ones_of(2, LARGE))
 
 
-async def test_it_does_not_look_again_and_again_while_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    turns, take_turn = 0, Attendant._take_turn
+@pytest.fixture
+def turns(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the threads that have looked around, each as often as it has."""
+    taken, take_turn = list[str](), Attendant._take_turn
 
     def counted(self: Attendant) -> Mapping[MailboxView, int] | None:
-        nonlocal turns
-        turns += 1
+        taken.append(threading.current_thread().name)
         return take_turn(self)
 
+    monkeypatch.setattr(Attendant, "_take_turn", counted)
+    return taken
+
+
+async def test_it_does_not_look_again_and_again_while_it_waits(turns: list[str]) -> None:
     async with local_cluster(2, limits=LIMITS) as ranks:
-        monkeypatch.setattr(Attendant, "_take_turn", counted)
+        turns.clear()
         early = asyncio.create_task(result_of(ranks[0].all_reduce(LARGE)))
         await asyncio.sleep(0.3)  # not for anything: what it does meanwhile is the question
-        assert 1 <= turns < 20
+        assert 1 <= len(turns) < 20
         await ranks[1].all_reduce(LARGE)
         await early
+
+
+async def test_it_sleeps_while_threads_wait(turns: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even where it is long until the others come."""
+    monkeypatch.setattr(attendant, "MOMENT_S", 0.1)
+    async with local_cluster(2, limits=LIMITS) as ranks:
+        await asyncio.to_thread(_until, lambda: len(turns) == 2)  # as they start
+        handle = ranks[0].all_reduce(LARGE)
+        waiting = asyncio.create_task(asyncio.to_thread(handle.wait))
+        await asyncio.sleep(0.3)  # not for anything: what it does meanwhile is the question
+        await asyncio.to_thread(ranks[1].all_reduce(LARGE).wait)
+        assert torch.equal(await waiting, ones_of(2, LARGE))
+        assert len(turns) == 2
+
+
+@pytest.mark.parametrize("begun", [1, 3])
+async def test_it_comes_when_nobody_waits(begun: int, turns: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a moment, and once for all that have begun in it, also where one of them is waited for."""
+    monkeypatch.setattr(attendant, "MOMENT_S", 0.1)
+    async with local_cluster(2, limits=LIMITS) as ranks:
+        await asyncio.to_thread(_until, lambda: len(turns) == 2)  # as they start
+        turns.clear()
+        handles = [[rank.all_reduce(LARGER) for rank in ranks] for _ in range(begun)]
+        if begun > 1:
+            await asyncio.gather(*(asyncio.to_thread(handle.wait) for handle in handles.pop()))
+        await asyncio.to_thread(_until, lambda: all(handle.done() for pair in handles for handle in pair))
+        assert set(turns) == {"shardnet-attendant-0", "shardnet-attendant-1"}
+        for handle in (handle for pair in handles for handle in pair):
+            assert torch.equal(await handle, ones_of(2, LARGER))
+
+
+async def test_who_awaits_calls_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attendant, "MOMENT_S", 60.0)
+    async with local_cluster(2, limits=LIMITS) as ranks, asyncio.timeout(20.0):
+        for _ in range(20):
+            for result in await each_rank(ranks, lambda rank: rank.all_reduce(LARGE)):
+                assert torch.equal(result, ones_of(2, LARGE))
+
+
+async def test_it_leaves_when_its_mesh_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in the moment in which it waits for somebody to wait."""
+    monkeypatch.setattr(attendant, "MOMENT_S", 60.0)
+    async with local_cluster(2, limits=LIMITS) as ranks:
+        handle = ranks[0].all_reduce(LARGE)
+        ranks[0].abort()
+        with pytest.raises(ClosedError):
+            await handle
+    await asyncio.to_thread(_until, lambda: not any("attendant" in thread.name for thread in threading.enumerate()))
 
 
 async def test_it_keeps_no_result_while_it_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,6 @@ import torch
 
 from shardnet.backend import Backend, Pending
 from shardnet.backend.mesh_backend import MeshBackend
-from shardnet.collectives.attendant import Attendant
 from shardnet.collectives.loan_round import LoanRound
 from shardnet.collectives.rounds import Rounds
 from shardnet.collectives.route import Routing
@@ -24,7 +23,7 @@ from shardnet.transport.shared_memory import futex
 from shardnet.transport.shared_memory.lending import Borrowed
 from shardnet.transport.shared_memory.mailbox import Mailbox
 from shardnet.wire import LoanRevoked
-from tests.collectives.rounds import LARGE, LARGER, LIMITS, interrupt, ones_of
+from tests.collectives.rounds import LARGE, LARGER, LIMITS, interrupt, leave_all_to_threads, ones_of
 from tests.contract.programs import Runner, random_step
 
 pytestmark = pytest.mark.skipif(not futex.available, reason="mailboxes need Linux on x86-64")
@@ -148,7 +147,7 @@ async def test_who_asks_whether_it_is_done_does_nothing_for_it(monkeypatch: pyte
     """An event loop asks, and must not be held up by copies."""
     async with local_cluster(2, limits=LIMITS) as ranks:
         with monkeypatch.context() as patched:
-            patched.setattr(Attendant, "take", lambda *_: None)
+            leave_all_to_threads(patched)
             handles = [rank.all_gather(LARGE) for rank in ranks]
             assert not any(handle.done() for _ in range(100) for handle in handles)
             results = await asyncio.gather(*(asyncio.to_thread(handle.wait) for handle in handles))
@@ -265,7 +264,7 @@ async def test_a_rank_that_is_lost_in_the_middle(kind: str, monkeypatch: pytest.
 async def test_ctrl_c_in_the_middle_ends_it_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     async with local_cluster(2, limits=LIMITS) as ranks:
         with monkeypatch.context() as patched:
-            patched.setattr(Attendant, "take", lambda *_: None)
+            leave_all_to_threads(patched)
             patched.setattr(Borrowed, "read", interrupt)
             handles = [rank.all_reduce(LARGE) for rank in ranks]
             with pytest.raises(KeyboardInterrupt):

@@ -20,9 +20,7 @@ def all_of(dtype: torch.dtype) -> torch.Tensor:
 def reduce(op: ReduceOp, parts: list[torch.Tensor]) -> torch.Tensor:
     """The parts reduced in order, as the collectives do it."""
     reduction = Reduction(op, parts[0].dtype, len(parts))
-    total = reduction.widen(as_array(parts[0])).copy()
-    for part in parts[1:]:
-        total = reduction.combine(total, reduction.widen(as_array(part)))
+    total = reduction.sum(map(as_array, parts)).copy()
     out = torch.empty_like(parts[0])
     reduction.finish(total, as_array(out))
     return out

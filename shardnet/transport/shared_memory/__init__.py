@@ -19,6 +19,7 @@ write it into one segment (`segment.py`). And what is small is left in a mailbox
 `window.py` is the writer's side, `view.py` the reader's, `sharing.py` what a mesh does with both.
 """
 
+from shardnet.transport.shared_memory.alarm import Alarm
 from shardnet.transport.shared_memory.bell import Bell
 from shardnet.transport.shared_memory.futex import give_way
 from shardnet.transport.shared_memory.lending import Lender, Loan
@@ -27,4 +28,4 @@ from shardnet.transport.shared_memory.memfd import Stranger
 from shardnet.transport.shared_memory.segment import Segment
 from shardnet.transport.shared_memory.sharing import Sharing
 
-__all__ = ["Bell", "Lender", "Letter", "Loan", "Mailbox", "MailboxView", "Posted", "Segment", "Sharing", "Stranger", "give_way"]
+__all__ = ["Alarm", "Bell", "Lender", "Letter", "Loan", "Mailbox", "MailboxView", "Posted", "Segment", "Sharing", "Stranger", "give_way"]

@@ -18,7 +18,7 @@ import mmap
 import os
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -26,7 +26,7 @@ import numpy as np
 
 from shardnet.errors import ProtocolError
 from shardnet.pb import mesh_pb2
-from shardnet.transport.shared_memory import futex
+from shardnet.transport.shared_memory import alarm, futex
 from shardnet.transport.shared_memory.mapping import mapped
 from shardnet.transport.shared_memory.memfd import allocate, found, keep_others_from_writing
 from shardnet.wire import Buffer
@@ -89,7 +89,7 @@ class Mailbox:
 
         Raises OSError if there is no memory, or no way to wait for a letter.
         """
-        if not futex.available or place >= RANKS:
+        if not (futex.available and alarm.available) or place >= RANKS:
             raise OSError(f"mailboxes need Linux on x86-64, and no more than {RANKS} ranks a node")
         self.capacity = capacity + -capacity % _ALIGNMENT
         self.place = place
@@ -160,14 +160,15 @@ class Mailbox:
                     self._words[_DIRECTORY + posted.entry * _ENTRY_WORDS + _NUMBER] = 0
                     self._ring_bell()
 
-    def acknowledge(self, view: "MailboxView", letter: Letter, *, aloud: bool = False) -> None:
-        """This rank needs a letter no more. One that was taken back may be acknowledged after the next one in its entry.
+    def acknowledge(self, letters: Iterable[tuple["MailboxView", Letter]], *, aloud: bool = False) -> None:
+        """This rank needs these letters no more. One that was taken back may be acknowledged after the next one in its entry.
 
-        aloud  its writer waits for that
+        aloud  their writers wait for that
         """
-        place = _RECEIPTS + view.place * _ENTRIES + letter.entry
         with self._lock:
-            self._words[place] = max(self._words[place], letter.serial)
+            for view, letter in letters:
+                place = _RECEIPTS + view.place * _ENTRIES + letter.entry
+                self._words[place] = max(self._words[place], letter.serial)
             if aloud:
                 self._ring_bell()
 

@@ -41,7 +41,7 @@ class Three:
         letter = self.view.find(GROUP, sequence)
         assert letter is not None
         for place in places:
-            self.readers[place - 1].acknowledge(self.view, letter)
+            self.readers[place - 1].acknowledge([(self.view, letter)])
 
 
 @pytest.fixture
@@ -297,7 +297,7 @@ def test_a_receipt_that_comes_late_does_not_take_back_the_next_one(three: Three)
     assert second is not None
     assert second.entry == first.entry
     three.acknowledge(64, 1, 2)
-    three.readers[0].acknowledge(three.view, first)
+    three.readers[0].acknowledge([(three.view, first)])
     assert three.writer._is_free(second)
 
 
@@ -312,7 +312,7 @@ def test_an_entry_that_changes_while_it_is_read(three: Three, monkeypatch: pytes
         letter = three.view.find(other, 0)
         assert letter is not None
         for reader in three.readers:
-            reader.acknowledge(three.view, letter)
+            reader.acknowledge([(three.view, letter)])
         written = _Writes(words)
         with monkeypatch.context() as patched:
             patched.setattr(three.writer, "_words", written)
@@ -328,7 +328,7 @@ def test_an_entry_that_changes_while_it_is_read(three: Three, monkeypatch: pytes
         letter = three.view.find(group, 0)
         assert letter is not None
         for reader in three.readers:
-            reader.acknowledge(three.view, letter)
+            reader.acknowledge([(three.view, letter)])
     assert 0 < found < 500
 
 
