@@ -27,7 +27,7 @@ from shardnet.transport.shared_memory.window import Window
         (copy_bytes.__code__, COPYING),
         (Window.put.__code__, COPYING),
         (np.copy.__wrapped__.__code__, COPYING),  # type: ignore[attr-defined]  # numpy dispatches by a wrapper that has no annotation
-        (Reduction.combine.__code__, REDUCING),
+        (Reduction.sum.__code__, REDUCING),
         (wire.decode.__code__, TRANSPORT),
         (GrpcMesh.send.__code__, TRANSPORT),
         (Exchange.run.__code__, COLLECTIVES),
