@@ -38,8 +38,8 @@ class _Alone:
     def __init__(self, case: Case) -> None:
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         self._part = case.bytes // 4 // self._ranks
-        self._given = np.ones(self._part * self._ranks, np.float32)
-        self._result = np.empty_like(self._given)
+        # Memory as the engines' tensors have it: numpy would ask for huge pages, out of which copies are faster.
+        self._given, self._result = (torch.ones(self._part * self._ranks).numpy() for _ in range(2))
         self._piece = np.empty(PIECE, np.float32)
         self._loan = Loan()
         mine = [self._loan.of(array.data).SerializeToString() for array in (self._given, self._result)]
