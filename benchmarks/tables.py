@@ -141,7 +141,7 @@ def _explained(place: Place, rows: Sequence[Row]) -> Table:
 
 def _targets(outcomes: Sequence[Outcome]) -> Table:
     return Table(
-        "Geometric means over 1, 16 and 64 MiB, and of what is small over 1 and 64 KiB, and the targets",
+        "Geometric means over 1, 16 and 64 MiB, of what is small over 1 and 64 KiB, of a unit over 16 and 64 MiB, and the targets",
         ("collectives", *_VERDICT_HEAD),
         tuple(_verdict(each, each.mean, f"only {each.cases} of {each.target.cases} cases measured") for each in outcomes),
     )

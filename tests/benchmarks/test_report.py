@@ -90,7 +90,7 @@ def test_each_topology_has_a_table_that_says_where_the_ranks_were() -> None:
         "**4 ranks each in a network namespace: shardnet over gRPC and torch over gloo**",
         "**4 ranks on 2 nodes (network namespaces) with links of 1 Gbit/s: "
         "shardnet over gRPC, inside the nodes through shared memory, and torch over gloo**",
-        "**Geometric means over 1, 16 and 64 MiB, and of what is small over 1 and 64 KiB, and the targets**",
+        "**Geometric means over 1, 16 and 64 MiB, of what is small over 1 and 64 KiB, of a unit over 16 and 64 MiB, and the targets**",
         "**A training step of a GPT with 1.0 M parameters, ranks each in a network namespace: shardnet over gRPC and FSDP2 over gloo**",
     ]
 

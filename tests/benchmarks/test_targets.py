@@ -13,8 +13,8 @@ from benchmarks.targets import (
     FULL_LINK,
     NO_COMMUNICATION,
     NO_WAITING,
-    SIZES,
     STEP_BYTES,
+    UNITS,
     Limit,
     geometric_mean,
     judge,
@@ -160,9 +160,11 @@ def test_places_without_a_target_are_not_judged() -> None:
 
 @pytest.mark.parametrize(("memcpy_ms", "met"), [(11.0, True), (9.0, False)])
 def test_a_gather_for_a_node_is_compared_with_memcpy(memcpy_ms: float, met: bool) -> None:
-    """Whatever gloo takes."""
-    rows = [row(0.5, op=Op.GATHER_ON_NODE, bytes=size, transport="shm", memcpy_ms=memcpy_ms) for size in SIZES]
+    """Whatever gloo takes, and whatever is smaller than a unit."""
+    rows = [row(0.5, op=Op.GATHER_ON_NODE, bytes=size, transport="shm", memcpy_ms=memcpy_ms) for size in UNITS]
+    rows.append(row(0.5, op=Op.GATHER_ON_NODE, bytes=MIB, transport="shm", memcpy_ms=0.01))
     (outcome,) = judge(rows)
     assert (outcome.met, outcome.target.peer) == (met, "memcpy")
     assert outcome.mean == pytest.approx(memcpy_ms / 10.0)
-    assert judge([row(0.5, op=Op.GATHER_ON_NODE, bytes=MIB, transport="shm")]) == []
+    assert outcome.target.name == "gather_on_node (memcpy / shardnet), of a unit"
+    assert judge([row(0.5, op=Op.GATHER_ON_NODE, bytes=UNITS[0], transport="shm")]) == []
