@@ -15,6 +15,7 @@ import errno
 import itertools
 import os
 import secrets
+import struct
 from collections.abc import Sequence
 
 import numpy as np
@@ -26,12 +27,8 @@ from shardnet.wire import Buffer, LoanRevoked
 _GONE = (errno.ESRCH, errno.EFAULT)  # the process, or what it had there
 
 
-class _Span(ctypes.Structure):
-    """struct iovec"""
-
-    _fields_ = (("address", ctypes.c_void_p), ("size", ctypes.c_size_t))
-
-
+_SPAN = "PN"  # struct iovec
+_SPAN_BYTES = struct.calcsize(_SPAN)
 _MOST_SPANS = 1024  # of one call: IOV_MAX
 _Place = tuple[int, int]  # an address, and bytes from there on
 
@@ -94,9 +91,13 @@ class Borrowed:
 
         Raises LoanRevoked if they are not lent any more, and ProtocolError if the system forbids it or they never were.
         """
-        places, address = cut(self._pieces, start, target.nbytes), _address(target)
-        if missing := target.nbytes - sum(size for _, size in places):
-            raise ProtocolError(f"process {self._pid} lends {missing} bytes less than it should")
+        size, address = target.nbytes, _address(target)
+        if start + size > self.size:
+            raise ProtocolError(f"process {self._pid} lends {start + size - self.size} bytes less than it should")
+        places = cut(self._pieces, start, size)
+        if len(places) < _MOST_SPANS:
+            self._read(places, address, size)
+            return
         for first in range(0, len(places), _MOST_SPANS - 1):
             some = places[first : first + _MOST_SPANS - 1]
             size = sum(size for _, size in some)
@@ -158,15 +159,15 @@ def can_read(offer: mesh_pb2.WindowOffer) -> bool:
     return count == found.nbytes and secrets.compare_digest(found.tobytes(), offer.secret)
 
 
-def _spans(places: Sequence[_Place]) -> "ctypes.Array[_Span]":
-    return (_Span * len(places))(*(_Span(*place) for place in places))
+def _spans(places: Sequence[_Place]) -> bytes:
+    return struct.pack(_SPAN * len(places), *itertools.chain.from_iterable(places))
 
 
-def _read(pid: int, here: "ctypes.Array[_Span]", there: "ctypes.Array[_Span]") -> tuple[int, int]:
-    """How many bytes were copied, or -1, and the error number then."""
+def _read(pid: int, here: bytes, there: bytes) -> tuple[int, int]:
+    """From the spans there into those here. How many bytes were copied, or -1, and the error number then."""
     if _process_vm_readv is None:
         return -1, errno.ENOSYS
-    count: int = _process_vm_readv(pid, here, len(here), there, len(there), 0)
+    count: int = _process_vm_readv(pid, here, len(here) // _SPAN_BYTES, there, len(there) // _SPAN_BYTES, 0)
     return count, ctypes.get_errno()
 
 
@@ -180,7 +181,7 @@ if _process_vm_readv is not None:
     _process_vm_readv.restype = ctypes.c_ssize_t
     _process_vm_readv.argtypes = (
         ctypes.c_int,
-        *(ctypes.POINTER(_Span), ctypes.c_ulong),
-        *(ctypes.POINTER(_Span), ctypes.c_ulong),
+        *(ctypes.c_char_p, ctypes.c_ulong),
+        *(ctypes.c_char_p, ctypes.c_ulong),
         ctypes.c_ulong,
     )
