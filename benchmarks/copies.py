@@ -14,11 +14,12 @@ import torch.distributed as dist
 from benchmarks.plan import Case, Op
 from benchmarks.race import Contender
 from benchmarks.targets import COPIES
+from shardnet.collectives.parts import PIECE_BYTES
 from shardnet.errors import ProtocolError
 from shardnet.pb import mesh_pb2
 from shardnet.transport.shared_memory.lending import Borrowed, Loan
 
-PIECE = 128 * 1024  # elements of float32 that are read and added at once: what stays in a core's cache
+PIECE = PIECE_BYTES // 4  # elements of float32 that are read and added at once
 
 
 def copies(case: Case) -> Contender | None:

@@ -8,7 +8,7 @@ from shardnet.collectives.reduction import Array, is_overwritten
 from shardnet.wire import Lent
 
 # What is lent is read in pieces of this size just before it is added, so that it comes out of the cache then.
-_PIECE_BYTES = 512 * 1024
+PIECE_BYTES = 1024 * 1024
 
 
 class Pieces:
@@ -53,7 +53,7 @@ def piecewise(
     step = length = max(count(part, dtype.itemsize) for part in parts)
     scratch: list[Array] = []  # for the first part, and for all others
     if any(not isinstance(part, np.ndarray) for part in parts):
-        step = min(length, _PIECE_BYTES // dtype.itemsize)
+        step = min(length, PIECE_BYTES // dtype.itemsize)
         scratch = [np.empty(step, dtype) for _ in parts[:2]]
     for start in range(0, length, step):
         piece = slice(start, min(start + step, length))
