@@ -92,12 +92,12 @@ async def test_it_does_not_look_again_and_again_while_it_waits(turns: list[str])
 
 async def test_it_sleeps_while_threads_wait(turns: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Even where it is long until the others come."""
-    monkeypatch.setattr(attendant, "MOMENT_S", 0.1)
+    monkeypatch.setattr(attendant, "MOMENT_S", 1.0)  # also enough for a busy machine to start the threads that wait
     async with local_cluster(2, limits=LIMITS) as ranks:
         await asyncio.to_thread(_until, lambda: len(turns) == 2)  # as they start
         handle = ranks[0].all_reduce(LARGE)
         waiting = asyncio.create_task(asyncio.to_thread(handle.wait))
-        await asyncio.sleep(0.3)  # not for anything: what it does meanwhile is the question
+        await asyncio.sleep(1.5)  # not for anything: what it does meanwhile is the question
         await asyncio.to_thread(ranks[1].all_reduce(LARGE).wait)
         assert torch.equal(await waiting, ones_of(2, LARGE))
         assert len(turns) == 2

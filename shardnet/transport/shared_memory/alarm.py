@@ -73,7 +73,7 @@ def _create() -> int:
 def _is_available() -> bool:
     try:
         os.close(_create())
-    except OSError:  # forbidden in a sandbox
+    except (OSError, AttributeError):  # forbidden in a sandbox, or not in the C library
         return False
     return True
 
