@@ -33,10 +33,10 @@ class Pending(Generic[T]):
     def __init__(self, future: "concurrent.futures.Future[T]", op_name: str, arrival: Arrival | None = None) -> None:
         """`arrival` has the current stream wait for a result on a GPU; it is called after `future` has ended well."""
         self._future: concurrent.futures.Future[Any] = future
-        self._retrieved = False
         self._arrival = arrival
         self._function: Callable[[Any], T] | None = None  # what makes this handle's result of the future's
         self.op_name = op_name
+        self._retrieved = False  # last: `__del__` needs the rest
 
     @classmethod
     def done_with(cls, value: T, op_name: str) -> "Pending[T]":
@@ -142,7 +142,7 @@ class Pending(Generic[T]):
             raise StateError(f"waiting for {self.op_name} on a thread of shardnet's, which may have to finish it; await it instead")
 
     def __del__(self) -> None:
-        if not self._retrieved:
+        if not getattr(self, "_retrieved", True):  # a Ctrl-C may have come before it was made
             warnings.warn(f"{self.op_name} was never awaited; its result or error is lost", ResourceWarning, stacklevel=2)
 
     def __repr__(self) -> str:

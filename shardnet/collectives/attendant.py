@@ -41,10 +41,11 @@ class Attendant:
         with self._lock:
             if self._closed:
                 return
+            if is_asleep := self._asleep:
+                self._alarm.ring()  # first: a Ctrl-C may come in between, and an alarm for nothing does no harm
             self._rounds[given] = None
             self._idle_since = time.monotonic()
-            if self._asleep:
-                self._alarm.ring()
+            if is_asleep:
                 return
         self.summon()  # also if it has it: a thread that waited for it meanwhile does no more
 

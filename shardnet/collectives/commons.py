@@ -7,9 +7,10 @@ has written; where a chunk would have gone, it is told that it is in its place.
 One rank, the keeper, says which slot: with its announcement or letter, for which the others wait before they write.
 A slot is granted again only when every rank of the node has released it. So a rank that runs ahead cannot
 overwrite what another one still reads: the keeper makes another slot, and later drops what is more than was ever in use at once.
-Ranks tell the keeper what they have released with their next announcement or letter, which costs no message, and again until a collective
-that said so has ended well. Every grant has a serial number, so what is said twice or late does no harm. Where the keeper's side of a
-collective fails, it never grants that slot again, for it cannot know who has it.
+Ranks tell the keeper what they have released with their announcements and letters, which costs no message, and again until it has granted
+that slot anew, or dropped it: a collective that ends well here need not have ended well there. Every grant has a serial number, so what is
+said twice or late does no harm. Where the keeper's side of a collective fails, it never grants that slot again, for it cannot know who
+has it.
 
 Each rank computes with a private mapping of a slot: what it writes there, only it sees, and only until it releases it.
 """
@@ -55,7 +56,7 @@ class Claim:
     size: int = 0  # bytes of the result, which are the slot's first ones
     slot: _Slot | None = None
     serial: int = 0
-    told: list[int] = field(default_factory=list)  # what this rank says about other slots in the collective
+    told: list[int] = field(default_factory=list)  # about other slots: the keeper which are dropped, the others what they have released
 
     @property
     def granted(self) -> bool:
@@ -89,7 +90,7 @@ class Commons:
         self._peak_count = 0  # in how many slots
         self._has_complained = False
         self._dropped: list[int] = []  # ids of slots that the others may not know to be gone
-        self._released: list[int] = []  # serials that the keeper may not know to be released
+        self._released: dict[int, int] = {}  # by slot, the serial of its last grant, which the keeper may not know to be released
 
     @property
     def keeps(self) -> bool:
@@ -103,7 +104,7 @@ class Commons:
         with self._lock:
             while self._freed:
                 self._release(self._freed.popleft())
-            return self._grant(size) if self.keeps else Claim(size, told=list(self._released))
+            return self._grant(size) if self.keeps else Claim(size, told=list(self._released.values()))
 
     def note(self, claim: Claim) -> mesh_pb2.Announcement:
         """That, in words: to the node the keeper's grant, to the keeper what is released."""
@@ -111,7 +112,8 @@ class Commons:
             return mesh_pb2.Announcement(released=claim.told)
         if claim.slot is None:
             return mesh_pb2.Announcement()
-        place = {"id": claim.slot.id, "size": claim.slot.size, "descriptor": max(claim.slot.segment.descriptor, 0)}
+        segment = claim.slot.segment
+        place = {"id": claim.slot.id, "size": claim.slot.size, "descriptor": max(segment.descriptor, 0), "inode": segment.inode}
         return mesh_pb2.Announcement(grant=mesh_pb2.Grant(serial=claim.serial, dropped=claim.told, **place))
 
     def take(self, claim: Claim, announcement: mesh_pb2.Announcement) -> None:
@@ -129,20 +131,20 @@ class Commons:
                 self._drop(each)
             if grant.id not in self._slots:
                 self._slots[grant.id] = _Slot(grant.id, grant.size, self._open(grant))
+            self._released.pop(grant.id, None)
             claim.slot, claim.serial = self._slots[grant.id], grant.serial
 
     def hear(self, rank: int, announcement: mesh_pb2.Announcement) -> None:
         """What another rank of the node has said to the keeper."""
         with self._lock:
-            self._on_released(rank, announcement.released)
+            self._on_released(rank, set(announcement.released))
 
     def end(self, claim: Claim) -> None:
-        """The collective has ended well, so everybody has heard what was told, and has mapped the slot."""
+        """The collective has ended well, so everybody has mapped the slot, and heard which ones are dropped."""
         with self._lock:
             if claim.slot is not None:
                 claim.slot.segment.close()
-            pending = self._dropped if self.keeps else self._released
-            pending[:] = [each for each in pending if each not in claim.told]
+            self._dropped = [each for each in self._dropped if each not in claim.told]
 
     def fail(self, claim: Claim) -> None:
         """The collective has failed."""
@@ -211,9 +213,10 @@ class Commons:
         if self.keeps:
             self._on_released(self.keeper, (claim.serial,))
         else:
-            self._released.append(claim.serial)
+            self._released[claim.slot.id] = claim.serial
 
     def _drop(self, slot: int) -> None:
+        self._released.pop(slot, None)
         if slot in self._slots:
             self._slots.pop(slot).segment.close()
 
@@ -222,7 +225,7 @@ class Commons:
         if process is None:
             raise OSError("this rank does not see it")
         try:
-            return Segment(grant.size, (process, grant.descriptor))
+            return Segment(grant.size, (process, grant.descriptor, grant.inode))
         except Stranger as gone:
             raise LoanRevoked from gone
 

@@ -38,9 +38,20 @@ class Ledger:
     def number(self, call: Call) -> Flight:
         """The next collective, entered as soon as the lock is free, for the flight recorder, whose ring has them in the order of their
         numbers. Under the lock."""
-        telemetry, sequence = self._telemetry, self._next
-        self._next += 1
-        return telemetry.flights.begin(Flight(self._party, sequence, call.op, call.label, telemetry.step, time.perf_counter_ns()))
+        flight = self.draft(call)
+        self.take(flight)
+        return flight
+
+    def draft(self, call: Call) -> Flight:
+        """The same, but the number is given out by `take`: what a Ctrl-C in between keeps from the caller no other rank has to wait for."""
+        telemetry = self._telemetry
+        return telemetry.flights.begin(Flight(self._party, self._next, call.op, call.label, telemetry.step, time.perf_counter_ns()))
+
+    def take(self, flight: Flight) -> bool:
+        """Give its number out. Returns whether that had not happened yet."""
+        is_new = flight.sequence >= self._next
+        self._next = max(self._next, flight.sequence + 1)
+        return is_new
 
     def number_ahead(self, call: Call) -> Flight:
         """The same of one that is not entered before `enter` says so. Under the lock."""

@@ -101,14 +101,14 @@ class LoanRound(Round):
     # --- what comes over streams
 
     def deliver(self, rank: int, data: Buffer) -> None:
-        with self._lock:
+        with self._asking():
             if rank not in self._missing and _is_marked(data):
                 self._data[rank] = data
         super().deliver(rank, data)
 
     def take_return(self, rank: int) -> None:
         """Another rank has read everything, of which it heard over its stream."""
-        with self._lock:
+        with self._asking():
             self._returned.add(rank)
         self._mail.wake(rank)
 
@@ -144,8 +144,11 @@ class LoanRound(Round):
     def _received(self) -> Mapping[int, int]:
         return self._lending.receives
 
-    def _forget(self) -> None:
+    def _revoke(self) -> None:
         self._loan.revoke()
+
+    def _forget(self) -> None:
+        self._revoke()
         self._lending.end(self.error)
         self._lenders, self._lending = {}, _NOTHING
 

@@ -72,10 +72,7 @@ class _OnNode:
         """Write this rank's block into the common buffer, and wait until the others have."""
         group, dtype = self._group, self._source.dtype
         yield from _write(self._source, self._claim.shared.view(dtype)[slice(*self._bounds[group.rank])])
-        if self._commons.keeps:  # it hears what they have released before its mark lets them end, and forget that they have said it
-            yield from here.collect()
-            for rank in group.peers:
-                self._commons.hear(group.members[rank], Announcement.FromString(here.note(rank)))
+        yield from self._hear_others(here)
         here.mark()
         yield from here.collect()
         yield from here.await_marks(group.peers)
@@ -83,8 +80,16 @@ class _OnNode:
         mine, release = self._commons.lend(self._claim)
         here.value = self._finish(mine.view(dtype), release)
 
+    def _hear_others(self, here: LoanRound) -> Course:
+        """What they have released; before they can end."""
+        if self._commons.keeps:
+            yield from here.collect()
+            for rank in self._group.peers:
+                self._commons.hear(self._group.members[rank], Announcement.FromString(here.note(rank)))
+
     def _copy_all(self, here: LoanRound) -> Course:
         """There is no memory for a common buffer."""
+        yield from self._hear_others(here)
         output = np.empty(self._bounds[-1][1], self._source.dtype)
         yield from _gather(here, self._group, self._source, _blocks(output, self._bounds))
         here.value = self._finish(output, None)

@@ -18,16 +18,19 @@ another group.
 """
 
 import concurrent.futures
+import math
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from shardnet.collectives.operation import Call
-from shardnet.flight import Flight, State
+from shardnet.errors import ProtocolError
+from shardnet.flight import Flight, Party, State
 from shardnet.loop import LoopThread
 from shardnet.telemetry import Track
 from shardnet.transport.shared_memory import Letter, Mailbox, MailboxView, Posted, give_way
@@ -44,6 +47,10 @@ SLICE_S = 0.02  # the longest sleep: an error of this rank's that comes when it 
 REMIND_S = 0.3
 SPIN_S = 0.0002  # longer than the ranks of a busy node are usually apart; halved whenever it was in vain, down to the next one
 LEAST_SPIN_S = 0.00001
+_LET_IN_S = 0.0001  # how often to look whether the loop thread has what it wanted
+
+
+_NO_FLIGHT = Flight(Party(0, 0, ()), -1, "", "", 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +119,12 @@ class Round(concurrent.futures.Future[Any], ABC):
         """`letter` is what the others are to read"""
         super().__init__()
         self.call = call
-        self.flight: Flight  # from its group, as is the next one
-        self.sequence = -1
+        self.flight = _NO_FLIGHT  # until its group has numbered it
         self.error: BaseException | None = None
         self.queued = False  # its letter is not written yet: too many are under way
         self._mail = mail
         self._letter = letter
+        self._is_written = False  # who ended the round before that would leave the others without it
         self._posted: Posted | None = None  # where it is, unless it went over the streams
         self._course = self._run()
         self.value = value  # what the handle gives in the end
@@ -126,12 +133,15 @@ class Round(concurrent.futures.Future[Any], ABC):
         self._deadline = self._begun_s + call.timeout_s
         self._lock = threading.Lock()  # over what follows
         self._over = False
+        self._ender = 0  # the thread that has ended it well
+        self._is_concluded = False  # and everything is done that follows
         self._given_up = False  # what is left to come is its error, from this rank's loop thread
         self._taken_back = False  # one of the letters was; its writer says why, or is lost, or it is late
         self._missing = [*mail.views]
         self._letters: dict[int, Letter] = {}
         self._data: dict[int, Buffer] = {}
-        self._looking = threading.Lock()  # held by the thread that does the work
+        self._looker: int | None = None  # the thread that does the work
+        self._asked = False  # the loop thread wants the lock: a lock is not fair, and who works takes it again and again
         self._reminded = False
         self._writing_ns = 0
         self._since_ns = 0  # since when letters have been looked for: what nobody waits for is not under way
@@ -140,6 +150,14 @@ class Round(concurrent.futures.Future[Any], ABC):
     @property
     def name(self) -> str:
         return self.flight.name
+
+    @property
+    def sequence(self) -> int:
+        return self.flight.sequence
+
+    @property
+    def is_numbered(self) -> bool:
+        return self.flight is not _NO_FLIGHT
 
     @property
     def readers(self) -> Sequence[MailboxView]:
@@ -152,16 +170,20 @@ class Round(concurrent.futures.Future[Any], ABC):
         return self._over or self._given_up
 
     @property
+    def has_ended(self) -> bool:
+        """It has its result, or its error."""
+        return super().done()
+
+    @property
     def is_waited_for(self) -> bool:
         """A thread does the work, or has it done."""
-        return self._looking.locked()
+        return self._looker is not None
 
     @property
     def may_be_stuck(self) -> bool:
         """A letter is missing. Where none is, it ends as soon as somebody asks for it."""
-        mail = self._mail
         with self._lock:
-            return any(mail.views[rank].find(mail.group.id, self.sequence) is None for rank in self._missing)
+            return any(self._find(rank) is None for rank in self._missing)
 
     # --- for whoever has the handle
 
@@ -189,8 +211,12 @@ class Round(concurrent.futures.Future[Any], ABC):
 
     def _glance(self) -> None:
         """Somebody asks whether it is done."""
-        if self.progress() is not None:
-            self.has_waited(time.monotonic())
+        try:
+            if self.progress() is not None:
+                self.has_waited(time.monotonic())
+        except BaseException:
+            self._mail.group.rounds.tidy()
+            raise
 
     # --- the work
 
@@ -206,6 +232,13 @@ class Round(concurrent.futures.Future[Any], ABC):
         with self._lock:
             self._give_up(function, *args)
 
+    def forgo(self, error: BaseException) -> None:
+        """Ctrl-C has come while it began: nobody has its handle, but the others wait for this rank."""
+        with self._lock:
+            if not self.is_settled:
+                self._give_up(self._mail.group.fail, self, error)
+            self._revoke()
+
     def begin(self) -> None:
         """Leave this rank's letter."""
         mail = self._mail
@@ -219,45 +252,46 @@ class Round(concurrent.futures.Future[Any], ABC):
                 self._posted = mail.mailbox.post(mail.group.id, self.sequence, self._note, self._letter, mail.readers)
                 if self._posted is None:
                     self._send_letter()
-            except Exception as error:  # noqa: BLE001 - whatever it is belongs to who waits for this round
-                self._give_up(mail.group.fail, self, error)
+            except BaseException as error:  # noqa: BLE001 - whatever it is belongs to who waits for this round
+                self._break_off(error)
+            self._is_written = True
             self._writing_ns = time.perf_counter_ns() - start
         if was_queued:
             mail.attendant.summon()
 
-    def advance(self) -> MailboxView | None:
-        """Do what can be done now. Returns where to look next; None if there is nothing to look for any more."""
+    def advance(self, until_s: float = math.inf) -> MailboxView | None:
+        """Do what can be done now, or before a time. Returns where to look next; None if there is nothing to look for any more."""
+        until_s = min(until_s, self._deadline)
         while (come_to := self.step()) is Progress.MORE:
-            pass
+            if time.monotonic() >= until_s:
+                return self.readers[0]
         return None if come_to is Progress.SETTLED else come_to
 
     def step(self) -> MailboxView | Progress:
         """Do some of it. Returns where to look next if it waits for something."""
+        while self._asked:
+            time.sleep(_LET_IN_S)
         with self._lock:
             if self.is_settled:
                 return Progress.SETTLED
-            if self.queued or self._taken_back:
+            if not self._is_written or self._taken_back:
                 return self.readers[0]
             try:
                 awaited = next(self._course)
             except StopIteration:
+                self._ender = threading.get_ident()
                 self._over = True
             except LoanRevoked:
                 self._taken_back = True
                 return self.readers[0]
-            except BaseException as error:
-                self._give_up(self._mail.group.fail, self, error)
-                if not isinstance(error, Exception):  # Ctrl-C, which may have left half a result
-                    raise
+            except BaseException as error:  # noqa: BLE001 - the same
+                self._break_off(error)
                 return Progress.SETTLED
             else:
                 if self._given_up:
                     return Progress.SETTLED
                 return Progress.MORE if awaited is None else self._mail.views[awaited]
-        try:
-            self._conclude()
-        finally:  # or whoever waits would for ever
-            self.set_result(self.value)
+        self._conclude()
         return Progress.SETTLED
 
     @abstractmethod
@@ -306,29 +340,41 @@ class Round(concurrent.futures.Future[Any], ABC):
 
     def fail(self, error: BaseException) -> bool:
         """End it with an error on this rank. Returns whether it is that one: it may have ended before."""
-        with self._lock:
+        with self._asking():
             if self._over:
                 return False
             self._over = True
             self.error = error
         self._mail.take_back(self.sequence)
         for rank in self._missing:  # who has ended it well has left a letter before this one was taken back
-            letter = self._mail.views[rank].find(self._mail.group.id, self.sequence)
-            if letter is not None:
+            if (letter := self._find(rank)) is not None:
                 self._letters[rank] = letter
         self._conclude()
-        self.set_exception(error)
         for view in self._mail.readers:
             view.wake()
         return True
 
     def deliver(self, rank: int, data: Buffer) -> None:
         """A letter that came over a stream."""
-        with self._lock:
+        with self._asking():
             if rank in self._missing:
                 self._data[rank] = data
                 self._missing.remove(rank)
         self._mail.wake(rank)
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        """The lock, on the loop thread, which must not wait until whoever works needs it no more."""
+        self._asked = True
+        with self._lock:
+            self._asked = False
+            yield
+
+    def _find(self, rank: int) -> Letter | None:
+        """The letter of another rank, if it is there and makes sense."""
+        with suppress(ProtocolError):
+            return self._mail.views[rank].find(self._mail.group.id, self.sequence)
+        return None
 
     def has_waited(self, now_s: float) -> bool:
         """After a while the others are told where this rank is. Returns whether its time is over, which who hears it first has diagnosed:
@@ -348,6 +394,13 @@ class Round(concurrent.futures.Future[Any], ABC):
         self._given_up = True
         self._mail.group.board.loop.call(function, *args)
 
+    def _break_off(self, error: BaseException) -> None:
+        """The work has failed. Raises the error if it is for whoever does it: Ctrl-C, which may have left half a result."""
+        self._give_up(self._mail.group.fail, self, error)
+        if not isinstance(error, Exception):
+            self._revoke()
+            raise error
+
     def _remind(self) -> None:
         if not self._reminded:
             self._reminded = True
@@ -357,29 +410,33 @@ class Round(concurrent.futures.Future[Any], ABC):
         """Do the work in this thread, unless another one does, until the round is over or the time is. Returns how much of it is left."""
         if self._over:
             return timeout_s
-        if not self._looking.acquire(blocking=False):
-            self._mail.attendant.take(self)  # should who looks give up
-            return timeout_s
-        start = time.monotonic()
+        start, here = time.monotonic(), threading.get_ident()
+        until_s = math.inf if timeout_s is None else start + timeout_s
         try:
-            self._mail.attendant.leave(self)
-            if (view := self.progress()) is not None:
-                self._wait(view, timeout_s)
+            with self._lock:
+                self._looker = self._looker or here
+            if self._looker == here:
+                self._mail.attendant.leave(self)
+                if (view := self.progress(until_s)) is not None:
+                    self._wait(view, until_s)
+        except BaseException:
+            self._mail.group.rounds.tidy()
+            raise
         finally:
-            self._looking.release()
+            if self._looker == here:
+                self._looker = None
             if not self.is_settled:
-                self._mail.attendant.take(self)  # other threads may have left the work to this one
-        return None if timeout_s is None else max(0.0, start + timeout_s - time.monotonic())
+                self._mail.attendant.take(self)  # should the one who looks give up: other threads may have left the work to it
+        return None if timeout_s is None else max(0.0, until_s - time.monotonic())
 
-    def _wait(self, view: MailboxView | None, timeout_s: float | None) -> None:
+    def _wait(self, view: MailboxView | None, until_s: float) -> None:
         """Wait for letters, the next one there."""
         if not LoopThread.shared().may_block():
             return
-        mail, start = self._mail, time.monotonic()
-        until, spin_until = None if timeout_s is None else start + timeout_s, start + mail.spin_s
+        mail, spin_until = self._mail, time.monotonic() + self._mail.spin_s
         while view is not None:
             seen = view.count
-            if (current := self.progress()) is not view:
+            if (current := self.progress(until_s)) is not view:
                 view = current
                 continue
             now = time.monotonic()
@@ -389,22 +446,41 @@ class Round(concurrent.futures.Future[Any], ABC):
             if spin_until:
                 mail.learn(in_vain=True)
                 spin_until = 0.0
-            if self.has_waited(now) or (until is not None and now >= until):
+            if self.has_waited(now) or now >= until_s:
                 return
-            view.wait(seen, min(SLICE_S, self._deadline - now, SLICE_S if until is None else until - now))
+            view.wait(seen, min(SLICE_S, self._deadline - now, until_s - now))
         if spin_until:
             mail.learn(in_vain=False)
 
-    def progress(self) -> MailboxView | None:
+    def progress(self, until_s: float = math.inf) -> MailboxView | None:
         """`advance`, and if it waits for its turn, that of those before it."""
         if self.queued:
             self._mail.group.rounds.sweep()
-        return self.advance()
+        return self.advance(until_s)
 
     def _conclude(self) -> None:
-        """Acknowledge the letters, count it, and make room for the next one."""
+        """It is over: acknowledge the letters, count it, make room for the next one, and tell who waits, whatever happens."""
+        mail = self._mail
+        try:
+            mail.mailbox.acknowledge([(mail.views[rank], letter) for rank, letter in self._letters.items()])
+            self._count()
+            self._letters, self._data, self._letter, self._course = {}, {}, b"", iter(())
+            self._forget()
+            mail.attendant.forget(self)
+            mail.group.rounds.end(self)
+            self._is_concluded = True
+        finally:
+            if not self.has_ended:
+                self.set_result(self.value) if self.error is None else self.set_exception(self.error)
+
+    def tidy(self) -> None:
+        """A Ctrl-C has come in this thread. If that was where it had ended the round, conclude it, from the beginning."""
+        if self._over and not self._is_concluded and self._ender == threading.get_ident():
+            self._conclude()
+
+    def _count(self) -> None:
+        """For the statistics."""
         mail, end = self._mail, time.perf_counter_ns()
-        mail.mailbox.acknowledge([(mail.views[rank], letter) for rank, letter in self._letters.items()])
         sent, start = self.flight.bytes_sent, (self._since_ns or end) - self._writing_ns
         telemetry, failed = mail.group.telemetry, self.error is not None
         members = mail.group.members
@@ -412,10 +488,9 @@ class Round(concurrent.futures.Future[Any], ABC):
         telemetry.record(self.name, Track.COMMUNICATION, start, end, sent)
         telemetry.count_op(self.call.op, self.call.label, start, end, sent, waited_ns=self._waited_ns, failed=failed)
         telemetry.flights.end(self.flight, end, self.error)
-        self._letters, self._data, self._letter, self._course = {}, {}, b"", iter(())
-        self._forget()
-        mail.attendant.forget(self)
-        mail.group.rounds.end(self)
+
+    def _revoke(self) -> None:
+        """What the others are reading of the caller's memory is about to be the caller's again."""
 
     def _forget(self) -> None:
         """What only the work needs."""

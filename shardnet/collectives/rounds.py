@@ -37,9 +37,25 @@ class Rounds:
 
     def begin(self, mail: Mail, begun: Round) -> Round:
         """Number a collective that goes by letters, and begin it."""
+        try:
+            return self._begin(mail, begun)
+        except BaseException as error:
+            if begun.is_numbered:
+                with self._ledger.lock:
+                    if self._ledger.take(begun.flight):
+                        self._under_way[begun.sequence] = begun
+                begun.forgo(error)
+            self.tidy()
+            raise
+
+    def tidy(self) -> None:
+        """A Ctrl-C has come in this thread, which may have ended a round by half."""
+        for each in self.under_way:
+            each.tidy()
+
+    def _begin(self, mail: Mail, begun: Round) -> Round:
         with self._ledger.lock:
-            begun.flight = self._ledger.number(begun.call)
-            begun.sequence = begun.flight.sequence
+            begun.flight = self._ledger.draft(begun.call)
             is_late = begun.sequence in self._ledger.early
             queued, is_first = len(self._under_way) >= self._board.limits.max_outstanding, not self._queue
             begun.queued = queued  # until another thread begins it, as soon as the lock is free
@@ -47,6 +63,7 @@ class Rounds:
             if queued:
                 self._queue.append(begun)
             self._ledger.last_signature = begun.call.signature
+            self._ledger.take(begun.flight)
         if self._board.is_closed:  # or ranks could end it among themselves before the loop thread comes to fail it
             begun.refuse(self._inspect, begun)
             return begun

@@ -275,7 +275,7 @@ class Switchboard:
     async def aclose(self) -> None:
         """Let what is under way end, then tell the peers and close the mesh; after `abort`, wait until that is done."""
         async with self._closing:
-            while under_way := [*self._tasks, *(self._ended(each) for group in self._groups.values() for each in group.rounds.under_way)]:
+            while under_way := [*self._tasks, *map(self._ended, self._rounds_under_way())]:
                 await asyncio.wait(under_way)
             self._closed = True
             for group in self._groups.values():  # what another thread has begun meanwhile
@@ -283,6 +283,10 @@ class Switchboard:
             await self.mesh.aclose()
             if ends := self._free(aborted=False):
                 await asyncio.wait(ends, timeout=_END_S)
+
+    def _rounds_under_way(self) -> list[Round]:
+        """Without those that a second Ctrl-C has kept from being forgotten."""
+        return [each for group in self._groups.values() for each in group.rounds.under_way if not each.has_ended]
 
     def _ended(self, begun: Round) -> "asyncio.Future[None]":
         ended = self.loop.loop.create_future()

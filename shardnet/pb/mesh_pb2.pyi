@@ -92,18 +92,20 @@ class Announcement(_message.Message):
     def __init__(self, signature: _Optional[str] = ..., send_bytes: _Optional[int] = ..., expect_bytes: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., released: _Optional[_Iterable[int]] = ..., posted: _Optional[bool] = ...) -> None: ...
 
 class Grant(_message.Message):
-    __slots__ = ("serial", "id", "descriptor", "size", "dropped")
+    __slots__ = ("serial", "id", "descriptor", "inode", "size", "dropped")
     SERIAL_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
     DESCRIPTOR_FIELD_NUMBER: _ClassVar[int]
+    INODE_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
     DROPPED_FIELD_NUMBER: _ClassVar[int]
     serial: int
     id: int
     descriptor: int
+    inode: int
     size: int
     dropped: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, serial: _Optional[int] = ..., id: _Optional[int] = ..., descriptor: _Optional[int] = ..., size: _Optional[int] = ..., dropped: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, serial: _Optional[int] = ..., id: _Optional[int] = ..., descriptor: _Optional[int] = ..., inode: _Optional[int] = ..., size: _Optional[int] = ..., dropped: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Abort(_message.Message):
     __slots__ = ("reason", "detail", "ranks")

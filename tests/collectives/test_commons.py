@@ -330,6 +330,34 @@ async def test_without_memory_each_rank_has_its_own(monkeypatch: pytest.MonkeyPa
         assert not any(buffer.shared for buffer in await each_rank(ranks, gather()))
 
 
+async def test_what_is_released_is_heard_where_there_is_no_memory_for_more() -> None:
+    """Rank 1 says what it has released in a gather for which there is no memory, and does not lose it."""
+
+    def full(descriptor: int, offset: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    async with local_cluster(2, limits=LIMITS) as ranks:
+        release(await each_rank(ranks, gather()))
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(os, "posix_fallocate", full)
+            assert not any(buffer.shared for buffer in await each_rank(ranks, gather(9 * ROWS)))
+        release(await each_rank(ranks, gather()))
+        assert len(ranks[0]._group.commons._slots) == 1
+
+
+async def test_a_grant_is_for_one_piece_of_memory_whatever_its_number() -> None:
+    """A rank that was frozen reads of a piece that is gone, and another one of that size has its descriptor."""
+    first = Segment(4096)
+    granted = (os.getpid(), first.descriptor, first.inode)
+    Segment(4096, granted)
+    first.close()
+    second = Segment(4096)
+    assert second.descriptor == granted[1]
+    with pytest.raises(Stranger):
+        Segment(4096, granted)
+    second.close()
+
+
 async def test_memory_that_a_rank_cannot_map_is_an_error_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     make = Segment.__init__
 

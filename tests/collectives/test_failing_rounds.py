@@ -12,12 +12,13 @@ import torch
 
 from shardnet.backend import Backend, Pending
 from shardnet.collectives.group import Group
+from shardnet.collectives.mail import LetterRound
 from shardnet.collectives.reduction import Reduction
 from shardnet.collectives.switchboard import Switchboard
 from shardnet.config import KIB, Timeouts
-from shardnet.errors import ClosedError, CollectiveError, CollectiveMismatch, CollectiveTimeout, PeerLost, ShardnetError
+from shardnet.errors import ClosedError, CollectiveError, CollectiveMismatch, CollectiveTimeout, PeerLost, ProtocolError, ShardnetError
 from shardnet.testing import each_error, each_rank, local_cluster
-from shardnet.transport.shared_memory import futex
+from shardnet.transport.shared_memory import futex, mailbox
 from shardnet.wire import Chunk
 from tests.collectives.rounds import LARGE, LARGER, LIMITS, SMALL, interrupt, ones_of, result_of
 
@@ -219,6 +220,38 @@ async def test_ctrl_c_in_the_middle_of_it_is_told_to_the_others() -> None:
         with pytest.raises(CollectiveError, match="aborted by rank 0"):
             await theirs
         assert torch.equal((await each_rank(ranks, lambda rank: rank.all_reduce(SMALL)))[0], ones_of(2))
+
+
+async def test_a_letter_that_makes_no_sense_ends_its_round_for_all() -> None:
+    async with local_cluster(2, limits=LIMITS) as ranks:
+        theirs = ranks[1].all_reduce(SMALL)
+        mail = ranks[1]._group.mail
+        assert mail is not None
+        (posted,) = mail.mailbox._posted
+        words = mail.mailbox._words
+        words[mailbox._DIRECTORY + posted.entry * mailbox._ENTRY_WORDS + mailbox._DATA_BYTES] = 2**63
+        with pytest.raises(ProtocolError, match="a letter of 9223372036854775808 bytes"):
+            await asyncio.to_thread(ranks[0].all_reduce(SMALL).wait, 5.0)
+        with pytest.raises(CollectiveError, match="aborted by rank 0"):
+            await theirs
+        assert torch.equal((await each_rank(ranks, lambda rank: rank.all_reduce(SMALL)))[0], ones_of(2))
+
+
+async def test_nobody_ends_a_round_before_its_letter_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread, whose own round begins, finds all letters of the others."""
+    begin, groups = LetterRound.begin, list[Group]()
+
+    def begin_late(self: LetterRound) -> None:
+        for group in groups:
+            group.rounds.sweep()
+        begin(self)
+
+    monkeypatch.setattr(LetterRound, "begin", begin_late)
+    async with local_cluster(2, limits=LIMITS) as ranks:
+        theirs = ranks[1].all_reduce(SMALL, timeout_s=5.0)
+        groups.append(ranks[0]._group)
+        for handle in (ranks[0].all_reduce(SMALL), theirs):
+            assert torch.equal(await handle, ones_of(2))
 
 
 @pytest.mark.parametrize("thread", [True, False])

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import random
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from shardnet.backend import Backend, Pending
 from shardnet.backend.mesh_backend import MeshBackend
 from shardnet.collectives.loan_round import LoanRound
+from shardnet.collectives.mail import Course
 from shardnet.collectives.rounds import Rounds
 from shardnet.collectives.route import Routing
 from shardnet.errors import ClosedError, CollectiveError, CollectiveTimeout, PeerLost
@@ -274,6 +276,43 @@ async def test_ctrl_c_in_the_middle_ends_it_for_all(monkeypatch: pytest.MonkeyPa
         with pytest.raises(CollectiveError, match="aborted by rank 0"):
             await handles[1]
         assert torch.equal((await each_rank(ranks, lambda rank: rank.all_reduce(LARGE)))[1], ones_of(2, LARGE))
+
+
+async def test_work_that_goes_on_and_on_can_be_failed_and_waited_for_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the loop thread, which wants the lock that the thread at work takes again at once; and by that one's own clock."""
+    pieces, at_work = 0, threading.Event()
+
+    def much(_: LoanRound) -> Course:
+        nonlocal pieces
+        while pieces < 10_000:
+            pieces += 1
+            at_work.set()
+            time.sleep(0.001)
+            yield None
+
+    async with local_cluster(2, limits=LIMITS) as ranks:
+        with monkeypatch.context() as patched:
+            leave_all_to_threads(patched)
+            patched.setattr(LoanRound, "_run", much)
+            handle = ranks[0].all_reduce(LARGE)
+            with pytest.raises(TimeoutError):
+                await asyncio.to_thread(handle.wait, 0.05)
+            assert 10 < pieces < 500
+            begun = ranks[0]._group.rounds.under_way[0]
+            waiting = asyncio.create_task(asyncio.to_thread(handle.wait))
+            at_work.clear()
+            assert await asyncio.to_thread(at_work.wait, 5.0)
+            before = pieces
+            ranks[0]._board.loop.call(begun.fail, CollectiveError("told"))
+            with pytest.raises(CollectiveError, match="told"):
+                await waiting
+            assert pieces - before < 50
+            late = ranks[0].all_reduce(LARGE, timeout_s=0.1)
+            with pytest.raises(CollectiveTimeout):
+                await asyncio.to_thread(late.wait)
+            assert pieces < 5_000
+        for rank in ranks:
+            rank.abort()
 
 
 async def test_a_missing_rank_is_named() -> None:

@@ -66,7 +66,7 @@ class Loan:
 
     def revoke(self) -> None:
         """What is read from now on, or at this moment, is worth nothing."""
-        self._token[0] = ~self._token[0]
+        self._token[0] = ~np.uint64(self._told)
 
 
 class Borrowed:

@@ -36,9 +36,9 @@ def keep_others_from_writing(descriptor: int) -> None:
 
 
 @contextmanager
-def found(name: str, pid: int, descriptor: int, size: int, *, write: bool = False) -> Iterator[int]:
-    """A descriptor of what another process has allocated, for a moment. Raises Stranger if its process is not to be seen, and another
-    OSError, saying why, if it is something else."""
+def found(name: str, pid: int, descriptor: int, size: int, *, inode: int | None = None, write: bool = False) -> Iterator[int]:
+    """A descriptor of what another process has allocated, for a moment. Raises Stranger if its process is not to be seen, or has it no
+    more, and another OSError, saying why, if it is something else."""
     path = Path(f"/proc/{pid}/fd/{descriptor}")
     try:
         target = str(path.readlink())
@@ -48,6 +48,8 @@ def found(name: str, pid: int, descriptor: int, size: int, *, write: bool = Fals
         raise Stranger
     opened = os.open(path, (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC)
     try:
+        if inode is not None and os.fstat(opened).st_ino != inode:
+            raise Stranger
         if not fcntl.fcntl(opened, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK or os.fstat(opened).st_size != size:
             raise OSError("its memory is not what was offered")
         yield opened

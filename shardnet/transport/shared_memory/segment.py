@@ -16,18 +16,21 @@ class Segment:
     `refresh`. Both stay mapped as long as somebody has them.
     """
 
-    def __init__(self, size: int, owner: tuple[int, int] | None = None) -> None:
-        """Without an owner it is allocated, else the one of that process with that descriptor is mapped. Raises OSError."""
+    def __init__(self, size: int, owner: tuple[int, int, int] | None = None) -> None:
+        """Without an owner it is allocated, else the one of that process with that descriptor and inode is mapped. Raises OSError."""
         self.descriptor = -1
+        self.inode = 0
         if owner is None:
             self.descriptor = allocate(NAME, size)
             try:
+                self.inode = os.fstat(self.descriptor).st_ino
                 self._map(self.descriptor, size)
             except BaseException:
                 self.close()
                 raise
         else:
-            with found(NAME, *owner, size, write=True) as descriptor:
+            process, number, self.inode = owner
+            with found(NAME, process, number, size, inode=self.inode, write=True) as descriptor:
                 self._map(descriptor, size)
 
     def _map(self, descriptor: int, size: int) -> None:
