@@ -157,7 +157,7 @@ class Cluster:
         known = numbers({"loss": loss, "tokens_per_s": tokens_per_s, "exposed_share": exposed_share})
         others = numbers(metrics or {})
         if self.rank == 0:
-            given = {name: value for name, value in known.items() if value != 0.0} | others
+            given = {name: value for name, value in known.items() if name == "loss" or value != 0.0} | others
             self._tracker.take(Record(step, time.time(), self.topology.epoch, self.world_size, given))
         self.telemetry.progress = Progress(step, total_steps, note=note, **known)
         self.telemetry.reach(step)
