@@ -133,7 +133,7 @@ class Cluster:
         return recorder
 
     async def mean(self, value: float, *, weight: float = 1.0) -> float:
-        """The weighted mean of a number over ranks; all ranks must call it."""
+        """The weighted mean of a number over ranks, NaN if all weights are 0; all ranks must call it."""
         total, weights = (await self.backend.all_reduce(torch.tensor([value * weight, weight], dtype=torch.float64), label="mean")).tolist()
         return float(total / weights) if weights else float("nan")
 
