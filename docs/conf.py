@@ -19,7 +19,7 @@ version = release = VERSION
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
 root_doc = "docs/index"
 include_patterns = ["README.md", "benchmarks/README.md", "benchmarks/results/tables.md", "docs/**.md"]
-exclude_patterns = [".*", "build", "dist", "runs", "shared", "shardnet", "tests"]
+exclude_patterns = [".*", "build", "dist", "runs", "shardnet", "tests"]
 nitpicky = True  # a name in a signature that leads nowhere is a warning, and `make docs` takes warnings for errors
 # What others document, and no host is asked for where.
 nitpick_ignore_regex = [
