@@ -26,7 +26,13 @@ class Settings:
     """How one worker finds its cluster. Every field may be given to `connect()`; the rest comes from SHARDNET_* variables, and what
     these leave open from those of the scheduler that has started this process (`from_environment`).
 
+    The variable of a field is SHARDNET_ and its name in capitals. SHARDNET_WORLD_SIZE sets both world sizes, SHARDNET_TOKEN_FILE names a
+    file with the token; `timeouts` and `limits` have none.
+
     rendezvous      host:port; empty: no cluster, a world of one
+    job             which one of those at the rendezvous. Alike on all ranks
+    min_world_size  with so many workers it begins if no more come for a while; 1 without a rendezvous. Alike on all ranks
+    max_world_size  with so many it begins at once, and takes in no more. Alike on all ranks
     listen          host or host:port of this worker; empty: loopback if the rendezvous is there, else the address of
                     this machine from which the rendezvous is reached
     advertise       host:port at which the others reach this worker, if that is not where it listens: a container's published port,
@@ -58,6 +64,8 @@ class Settings:
     metrics         host:port at which this worker's statistics can be had by HTTP as Prometheus' text, at /metrics (package
                     prometheus_client): the port and `local_rank` above it; port 0: one that the system chooses; empty: nowhere.
                     Unencrypted, so on loopback only unless `insecure` (docs/observing.md)
+    timeouts        see shardnet.config
+    limits          see there. Alike on all ranks
     """
 
     rendezvous: str = ""
