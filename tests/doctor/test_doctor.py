@@ -158,7 +158,7 @@ async def test_doctors_leave_alone_what_the_training_beside_them_has(tmp_path: P
             monkeypatch.setenv(f"SHARDNET_{name}", str(tmp_path / name))
         found = await asyncio.gather(*(about_peers(2, job="lm", wait_s=20.0, rendezvous=address) for _ in range(2)))
     assert not any(finding.level is Level.PROBLEM for each in found for finding in each), found
-    assert not list(tmp_path.iterdir())
+    assert not await asyncio.to_thread(lambda: list(tmp_path.iterdir()))
 
 
 async def test_doctors_that_do_not_come() -> None:
