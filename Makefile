@@ -73,7 +73,7 @@ proto: $(STAMP) ## generate shardnet/pb from protos/
 compose-test: ## run the cluster of compose.yaml and hurt it; only checks its syntax where no container engine is up
 	PYTHONPATH=docker $(RUN_PYTHON) -m compose_test $(ARGS)
 
-clean: ## remove everything that the other targets made
+clean: ## remove environments, caches and build; what runs have written stays
 	rm -rf .venv .venv-* .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

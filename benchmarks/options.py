@@ -24,6 +24,7 @@ from benchmarks.plan import (
     default_steps,
 )
 from benchmarks.targets import COMPRESSED
+from shardnet.cli.arguments import positive
 from shardnet.config import KIB, MIB, Limits
 
 T = TypeVar("T")
@@ -229,7 +230,7 @@ def _add_collectives(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--ops", type=_list_of(Op), default=tuple(Op), metavar="OP,...", help=f"default: {','.join(Op)}")
     group.add_argument(
-        "--repeats", type=_positive, metavar="N", help="runs of each engine (default: 60 for small sizes to 9 for large ones)"
+        "--repeats", type=positive, metavar="N", help="runs of each engine (default: 60 for small sizes to 9 for large ones)"
     )
 
 
@@ -238,14 +239,14 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
         "--step-ranks", type=_list_of(_ranks), metavar="N,...", help="numbers of processes (default: 2,4; netns-1gbit has 4)"
     )
     group.add_argument(
-        "--steps", type=_positive, metavar="N", help="timed steps of each engine (default: 10, across nodes 8, at 1 Gbit/s 6)"
+        "--steps", type=positive, metavar="N", help="timed steps of each engine (default: 10, across nodes 8, at 1 Gbit/s 6)"
     )
-    group.add_argument("--dim", type=_positive, metavar="N", help="width of the model (default: 512)")
-    group.add_argument("--layers", type=_positive, metavar="N", help="blocks, each of them a unit of sharding (default: 8)")
-    group.add_argument("--heads", type=_positive, metavar="N", help="attention heads (default: 8)")
-    group.add_argument("--context", type=_positive, metavar="N", help="bytes of one sequence (default: 128)")
-    group.add_argument("--bigrams", type=_positive, metavar="N", help="width of byte-pair vectors (default: 128)")
-    group.add_argument("--batch", type=_positive, metavar="N", help="sequences of one rank in one step (default: 4)")
+    group.add_argument("--dim", type=positive, metavar="N", help="width of the model (default: 512)")
+    group.add_argument("--layers", type=positive, metavar="N", help="blocks, each of them a unit of sharding (default: 8)")
+    group.add_argument("--heads", type=positive, metavar="N", help="attention heads (default: 8)")
+    group.add_argument("--context", type=positive, metavar="N", help="bytes of one sequence (default: 128)")
+    group.add_argument("--bigrams", type=positive, metavar="N", help="width of byte-pair vectors (default: 128)")
+    group.add_argument("--batch", type=positive, metavar="N", help="sequences of one rank in one step (default: 4)")
     group.add_argument(
         "--compress",
         type=_compressions,
@@ -282,10 +283,4 @@ def _size(text: str) -> int:
 def _ranks(text: str) -> int:
     if not text.isdecimal() or int(text) < 2:
         raise argparse.ArgumentTypeError(f"at least 2 ranks are needed to communicate, got {text!r}")
-    return int(text)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text!r}")
     return int(text)

@@ -13,7 +13,7 @@ from benchmarks.plan import Topology, Transport
 class Timing:
     """How long one engine took.
 
-    wall_s  one run each, as seen by the rank that waited longest
+    wall_s  one run each, from the first rank's start to the last one's result
     cpu_s   of one run, all threads of all ranks together; the mean
     """
 
@@ -38,10 +38,10 @@ class Row:
     op           which collective, or "train_step"; of torch's own code "ddp_step" or "fsdp2_step"
     topology     where the ranks are: "one-node" is all on one machine, "netns" each in a network namespace, "netns-1gbit" on two
                  nodes (namespaces) with links of 1 Gbit/s
-    nodes        network interfaces that the ranks are spread over, evenly
-    transport    what carried shardnet's data, as benchmarks/plan.py has it: "grpc", "shm" or "hier"
+    nodes        that the ranks are spread over, evenly
+    transport    what carried shardnet's data, as benchmarks/plan.py has it: "grpc", "grpc-mtls", "shm" or "hier"
     bytes        collective: the full tensor on a rank (gathered for all_gather, unreduced otherwise); step: all parameters
-    ours_ms      median; q1 and q3 are the quartiles. Each run counts with the time of its slowest rank
+    ours_ms      median; q1 and q3 are the quartiles. Each run counts from the first rank's start to the last one's result
     ratio        peer_ms / ours_ms: above 1 shardnet is ahead
     *_cpu_s      of one run, all ranks together
     moved_bytes  what a ring sends in one run, all ranks together: the same amount for both, to compare CPU time by

@@ -19,7 +19,7 @@ version = release = VERSION
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
 root_doc = "docs/index"
 include_patterns = ["README.md", "benchmarks/README.md", "benchmarks/results/tables.md", "docs/**.md"]
-exclude_patterns = [".*", "build", "dist", "runs", "shared", "shardnet", "tests"]
+exclude_patterns = [".*", "build", "dist", "runs", "shardnet", "tests"]
 nitpicky = True  # a name in a signature that leads nowhere is a warning, and `make docs` takes warnings for errors
 # What others document, and no host is asked for where.
 nitpick_ignore_regex = [
@@ -34,6 +34,7 @@ nitpick_ignore = [
         "backend.mesh_backend.MeshBackend",
         "collectives.group.Group",
         "collectives.switchboard.Switchboard",
+        "credentials.bundle.Credentials",
         "credentials.security.Security",
         "elastic.saves.Saving",
         "fsdp.codec.Codec",
@@ -41,6 +42,7 @@ nitpick_ignore = [
         "fsdp.group.FlatGroup",
         "fsdp.precision.Dtypes",
         "fsdp.resharding.Resharding",
+        "pb.stats_pb2.SnapshotReply",
         "performance.recorder.SteppingOptimizer",
         "sharding.layout.ParameterSlice",
         "telemetry.Pass",

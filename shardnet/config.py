@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from shardnet.errors import UsageError
+
 KIB = 1024
 MIB = 1024 * KIB
 _LETTERS = 4  # of the largest size, in a mailbox; what finds no room goes over gRPC
@@ -11,7 +13,7 @@ _PIECES = 4  # of a window: one is written, one is read, and the rest lets each 
 def _positive(owner: object, **values: float) -> None:
     for name, value in values.items():
         if not value > 0:
-            raise ValueError(f"{type(owner).__name__}.{name} must be positive, got {value}")
+            raise UsageError(f"{type(owner).__name__}.{name} must be positive, got {value}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +22,13 @@ class Timeouts:
 
     connect_s     worker to rendezvous and worker to worker, retries included
     join_s        from joining until the world is complete
-    suspect_s     silence after which a peer counts as lost, if the rendezvous cannot reach it either; and how long a collective
-                  waits before a warning says for whom
+    suspect_s     silence after which a peer counts as lost, if the rendezvous cannot reach it either (a frozen one is noticed after about
+                  1.5 times as long); and how long a collective waits before a warning says for whom
     lost_s        silence after which a peer counts as lost in any case
     collective_s  default for one collective, from call to result
     drain_s       how long closing waits for peers to say goodbye, once they take nothing any more of what was sent
+
+    Raises UsageError for values that make no sense.
     """
 
     connect_s: float = 30.0
@@ -66,6 +70,8 @@ class Limits:
                        threads that wait for it; in a larger one they say there where their data is; 0: none does either
     max_outstanding    collectives under way per group and rank; more wait their turn. With eager_bytes it
                        bounds what a peer that runs ahead can make this rank hold
+
+    Raises UsageError for values that make no sense.
     """
 
     chunk_bytes: int = 2 * MIB
@@ -79,17 +85,17 @@ class Limits:
     def __post_init__(self) -> None:
         _positive(self, chunk_bytes=self.chunk_bytes, max_message_bytes=self.max_message_bytes, max_outstanding=self.max_outstanding)
         if self.eager_bytes < 0:
-            raise ValueError(f"Limits.eager_bytes must not be negative, got {self.eager_bytes}")
+            raise UsageError(f"Limits.eager_bytes must not be negative, got {self.eager_bytes}")
         if self.inline_bytes < 0:
-            raise ValueError(f"Limits.inline_bytes must not be negative, got {self.inline_bytes}")
+            raise UsageError(f"Limits.inline_bytes must not be negative, got {self.inline_bytes}")
         if self.letter_bytes < 0:
-            raise ValueError(f"Limits.letter_bytes must not be negative, got {self.letter_bytes}")
+            raise UsageError(f"Limits.letter_bytes must not be negative, got {self.letter_bytes}")
         if self.window_bytes < 2 * self.chunk_bytes:  # a chunk is written while another one is read
-            raise ValueError(f"Limits.window_bytes ({self.window_bytes}) must hold two of chunk_bytes ({self.chunk_bytes})")
+            raise UsageError(f"Limits.window_bytes ({self.window_bytes}) must hold two of chunk_bytes ({self.chunk_bytes})")
         if self.chunk_bytes % 8:
-            raise ValueError(f"Limits.chunk_bytes must be a multiple of 8 (whole elements), got {self.chunk_bytes}")
+            raise UsageError(f"Limits.chunk_bytes must be a multiple of 8 (whole elements), got {self.chunk_bytes}")
         if self.chunk_bytes + 64 * KIB > self.max_message_bytes:
-            raise ValueError(f"Limits.max_message_bytes ({self.max_message_bytes}) must exceed chunk_bytes ({self.chunk_bytes}) by 64 KiB")
+            raise UsageError(f"Limits.max_message_bytes ({self.max_message_bytes}) must exceed chunk_bytes ({self.chunk_bytes}) by 64 KiB")
 
     @property
     def piece_bytes(self) -> int:

@@ -1,7 +1,7 @@
 """Every error that shardnet raises.
 
 ShardnetError
-├── UsageError (ValueError)        the call itself is wrong; nothing was sent
+├── UsageError (ValueError)        the call itself is wrong; nothing was sent, but where a send and its recv differ in size
 │   ├── InvalidWorldSizeError
 │   ├── InvalidRankError
 │   ├── SelfSendError
@@ -39,7 +39,8 @@ class ShardnetError(Exception):
 
 
 class UsageError(ShardnetError, ValueError):
-    """The call is wrong. Raised before any traffic."""
+    """The call is wrong. Raised before any traffic, but where only the two ranks of a send and its recv together can tell that their
+    sizes differ."""
 
 
 class InvalidWorldSizeError(UsageError):
@@ -50,10 +51,10 @@ class InvalidWorldSizeError(UsageError):
 
 
 class InvalidRankError(UsageError):
-    """A rank outside [0, world_size)."""
+    """A rank outside [0, world_size), or one that a sub-group lacks: `message` says so then."""
 
-    def __init__(self, rank: int, world_size: int, detail: str = "") -> None:
-        super().__init__(f"rank {rank} is not in [0, {world_size})" + (f": {detail}" if detail else ""))
+    def __init__(self, rank: int, world_size: int, detail: str = "", *, message: str = "") -> None:
+        super().__init__(message or f"rank {rank} is not in [0, {world_size})" + (f": {detail}" if detail else ""))
         self.rank = rank
         self.world_size = world_size
 
@@ -67,10 +68,10 @@ class SelfSendError(UsageError):
 
 
 class SizeMismatchError(UsageError):
-    """A buffer or a list has another size than the call needs."""
+    """A buffer or a list has another size than the call needs, or a send than its recv: `message` says so then."""
 
-    def __init__(self, expected: object, got: object, what: str = "elements") -> None:
-        super().__init__(f"expected {expected} {what} but got {got}")
+    def __init__(self, expected: object, got: object, what: str = "elements", *, message: str = "") -> None:
+        super().__init__(message or f"expected {expected} {what} but got {got}")
         self.expected = expected
         self.got = got
 

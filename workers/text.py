@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-HELD_OUT = 20  # every so-manieth file is held out, or the last so-manieth part of the text
+HELD_OUT = 20  # every 20th file is held out, or the last 20th of the text
 _SKIPPED = frozenset({"test", "tests", "idle_test", "__pycache__", "site-packages", "dist-packages", "lib2to3", "encodings", "pydoc_data"})
 _MAX_FILE_BYTES = 64 * 2**20  # a text file larger than this is most likely none
 

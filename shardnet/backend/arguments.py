@@ -22,18 +22,18 @@ def as_input(tensor: Tensor, op: ReduceOp | None = None) -> Tensor:
     return tensor.detach().contiguous()
 
 
-def as_output(out: Tensor | None, like: Tensor, shape: Sequence[int]) -> Tensor:
-    """`out` if it fits, wherever it is, or a new tensor, of the dtype and on the device of `like`."""
+def as_output(out: Tensor | None, like: Tensor, shape: Sequence[int], name: str = "out") -> Tensor:
+    """`out`, which the caller knows by that name, if it fits, wherever it is, or a new tensor, of the dtype and on the device of `like`."""
     if out is None:
         return torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
     check_dtype(out.dtype, None)
     _check_device(out)
     if out.dtype != like.dtype:
-        raise SizeMismatchError(dtype_name(like.dtype), dtype_name(out.dtype), "as dtype of `out`")
+        raise SizeMismatchError(dtype_name(like.dtype), dtype_name(out.dtype), f"as dtype of `{name}`")
     if out.numel() != prod(shape):
-        raise SizeMismatchError(prod(shape), out.numel(), "elements in `out`")
+        raise SizeMismatchError(prod(shape), out.numel(), f"elements in `{name}`")
     if not out.is_contiguous():
-        raise UsageError("`out` must be contiguous")
+        raise UsageError(f"`{name}` must be contiguous: give a tensor that is, and copy what comes into yours")
     return out.detach()
 
 
@@ -73,9 +73,17 @@ def largest(bounds: Bounds) -> int:
 
 def disagree_send(tensor: Tensor) -> Disagreement:
     """The error of a send and a receive that differ, counted in elements."""
-    return lambda _op, _sender, _receiver, sent, expected: SizeMismatchError(
-        expected // tensor.itemsize, sent // tensor.itemsize, "elements in a receive"
-    )
+
+    def disagree(op: Operation, sender: int, receiver: int, sent: int, expected: int) -> SizeMismatchError:
+        sender, receiver = op.group.members[sender], op.group.members[receiver]
+        sends, receives = sent // tensor.itemsize, expected // tensor.itemsize
+        message = (
+            f"{op.group.board.where()} {op.name}: rank {sender} sends {sends} elements, but rank {receiver} receives into {receives}; "
+            "give both tensors one size"
+        )
+        return SizeMismatchError(receives, sends, message=message)
+
+    return disagree
 
 
 def disagree_all_to_all(op: Operation, sender: int, receiver: int, sent: int, expected: int) -> CollectiveMismatch:

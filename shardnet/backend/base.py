@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shardnet.backend.arguments import joined
+from shardnet.backend.arguments import as_output, joined
 from shardnet.backend.node_buffer import NodeBuffer
 from shardnet.backend.pending import Pending
 from shardnet.backend.streams import Event
@@ -23,10 +23,17 @@ class Backend(ABC):
     """One rank's end of a group of ranks.
 
     Every collective returns at once with a `Pending`; all ranks of the group must call the same collectives in the
-    same order. Wrong arguments raise a `UsageError` from the call itself, before any traffic; everything else comes
-    out of the handle as a `CollectiveError`. Inputs may be read but not written until the handle is done; `out`,
-    where given, belongs to the collective until then; it may overlap the input. `timeout_s` None means the backend's default.
+    same order. Wrong arguments raise a `UsageError` from the call itself, before any traffic; everything else comes out of the handle: a
+    `CollectiveError`, `ProtocolError` or `ClosedError`; a `send` and `recv` of different sizes a `SizeMismatchError` on both ranks.
+    (`ClosedError` may come from the call, too.)
+
+    Inputs may be read but not written until the handle is done; `out`, where given, belongs to the collective until then; it may overlap
+    the input. It is contiguous and has the input's dtype and as many elements as the result, in any shape. Cancelling an `await` cancels
+    the waiting, not the collective. `timeout_s` counts from the call and ends in a `CollectiveTimeout`; None means the backend's default.
     `label` names the collective in errors and traces, and must be equal on all ranks.
+
+    Tensors are of float64, float32, float16, bfloat16, int64, int32, int16, int8, uint8 or bool. MEAN is for floats, BAND, BOR and BXOR are
+    for whole numbers and bool. Anything else is a `DtypeError`.
 
     Tensors are on the CPU or on a CUDA device, those of one collective on all ranks alike. On a GPU the current stream of the calling
     thread counts: what it has been given at the call is done before inputs are read and outputs written, but nothing waits for it;
@@ -99,7 +106,8 @@ class Backend(ABC):
         Where there is none, it may come in `tensor`, which must be contiguous and belongs to the collective until then. Where there is,
         that of other ranks is never touched, so `torch.empty` takes no memory.
         """
-        return self.broadcast(tensor, root, out=tensor, timeout_s=timeout_s, label=label).read_as(NodeBuffer)
+        out = as_output(tensor, tensor, tensor.shape, "tensor")
+        return self.broadcast(tensor, root, out=out, timeout_s=timeout_s, label=label).read_as(NodeBuffer)
 
     @property
     def shares_node(self) -> bool:
@@ -117,7 +125,10 @@ class Backend(ABC):
         timeout_s: float | None = None,
         label: str = "",
     ) -> Pending[Tensor]:
-        """Reduce over ranks and keep this rank's slice of dim 0: [d0, …] → [d0/ws, …], or [sizes[rank], …]."""
+        """Reduce over ranks and keep this rank's slice of dim 0: [d0, …] → [d0/ws, …], or [sizes[rank], …].
+
+        Raises SizeMismatchError for a d0 that the world size does not divide, without `sizes`, or that is not their sum.
+        """
 
     def reduce_scatter_pieces(
         self,
@@ -156,7 +167,10 @@ class Backend(ABC):
         timeout_s: float | None = None,
         label: str = "",
     ) -> Pending[Tensor]:
-        """Slot i of the result comes from rank i: [ws·k, …] → [ws·k, …], or [sum(send)] → [sum(recv)] along dim 0."""
+        """Slot i of the result comes from rank i: [ws·k, …] → [ws·k, …], or [sum(send)] → [sum(recv)] along dim 0.
+
+        Raises SizeMismatchError for a d0 that the world size does not divide, without sizes, or that is not the sum of `send_sizes`.
+        """
 
     @abstractmethod
     def send(self, tensor: Tensor, to: int, *, tag: str = "", timeout_s: float | None = None, label: str = "") -> Pending[None]:
@@ -164,7 +178,7 @@ class Backend(ABC):
 
     @abstractmethod
     def recv(self, into: Tensor, source: int, *, tag: str = "", timeout_s: float | None = None, label: str = "") -> Pending[Tensor]:
-        """Receive from one rank into a contiguous tensor of the sender's size and dtype; the result is `into`."""
+        """Receive from one rank into a contiguous tensor of the sender's number of elements and dtype; the result is `into`."""
 
     def recv_any(self, into: Tensor, *, tag: str = "", timeout_s: float | None = None, label: str = "") -> Pending[int]:
         """Receive from whichever rank sends first with that tag, into a contiguous tensor of the CPU; the result is the rank that it was.

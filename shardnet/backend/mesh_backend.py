@@ -160,7 +160,7 @@ class MeshBackend(Backend):
 
     def broadcast_on_node(self, tensor: Tensor, root: int, *, timeout_s: float | None = None, label: str = "") -> Pending[NodeBuffer]:
         self._check_rank(root, "broadcast root")
-        source = as_output(tensor, tensor, tensor.shape)
+        source = as_output(tensor, tensor, tensor.shape, "tensor")
         bounds = plans.bounds_of([source.numel() if rank == root else 0 for rank in range(self.world_size)])
         if self._is_staged(source) or not self._fits_commons(bounds, source.itemsize):
             return super().broadcast_on_node(tensor, root, timeout_s=timeout_s, label=label)
@@ -333,14 +333,14 @@ class MeshBackend(Backend):
         return self._staging.begin(channel, call, plan, source, None, None)
 
     def recv(self, into: Tensor, source: int, *, tag: str = "", timeout_s: float | None = None, label: str = "") -> Pending[Tensor]:
-        result = as_output(into, into, into.shape)
+        result = as_output(into, into, into.shape, "into")
         channel, peer = self._channel(source, tag, sending=False)
         plan = lambda _, got: Exchange({}, {peer: got}, [peer], disagree=disagree_send(into)).run  # noqa: E731
         call = self._call("recv", dtype_name(into.dtype), timeout_s, label, on_the_wire="send/recv")
         return self._staging.begin(channel, call, plan, None, result, result)
 
     def recv_any(self, into: Tensor, *, tag: str = "", timeout_s: float | None = None, label: str = "") -> Pending[int]:
-        result = as_output(into, into, into.shape)
+        result = as_output(into, into, into.shape, "into")
         if is_on_gpu(result):
             raise UsageError("recv_any fills a tensor of the CPU: copy it to the GPU, or name the source")
         if self.world_size == 1:
@@ -464,7 +464,8 @@ class MeshBackend(Backend):
 class SubBackend(MeshBackend):
     """Some ranks of a parent backend. Members are sorted and deduplicated; every collective works on them unchanged.
 
-    Make it on every member, in the same order relative to other sub-groups of the same members.
+    Make it on every member, in the same order relative to other sub-groups of the same members. The parent owns the connections: `aclose`
+    leaves them to it, and `abort` is the parent's, which ends every group on them.
     """
 
     def __init__(self, parent: MeshBackend, members: Sequence[int]) -> None:
@@ -474,7 +475,11 @@ class SubBackend(MeshBackend):
         for member in self.members:
             parent._check_rank(member, "sub-group member")
         if parent.rank not in self.members:
-            raise InvalidRankError(parent.rank, parent.world_size, f"this rank is no member of the sub-group {list(self.members)}")
+            message = (
+                f"rank {parent.rank} of {parent.world_size}: this rank is no member of the sub-group {list(self.members)}; "
+                "call subgroup() on its members only"
+            )
+            raise InvalidRankError(parent.rank, parent.world_size, message=message)
         board = parent._board
         group = board.group(tuple(parent._group.members[member] for member in self.members))
         super().__init__(board, group, parent._timeouts, *parent._heritage)

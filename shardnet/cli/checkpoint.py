@@ -34,7 +34,7 @@ def add_to(commands: arguments.Commands) -> None:
     )
     verbs = parser.add_subparsers(title="commands", metavar="COMMAND", dest="verb", required=True)
 
-    list_ = verbs.add_parser("list", help="say what checkpoints there are")
+    list_ = verbs.add_parser("list", help="say what checkpoints there are; if one's manifest cannot be read the exit status is 1")
     _add_folder(list_)
     list_.add_argument("--json", action="store_true", help="print JSON")
     list_.set_defaults(execute=_list)
@@ -87,10 +87,21 @@ class _Found:
 def _list(options: arguments.Arguments) -> int:
     from shardnet.checkpoint.manifest import Manifest
 
-    found = [_Found(path, Manifest.read(path)) for path in _paths(options.folder, None)]
+    found, unreadable = [], 0
+    for path in _paths(options.folder, None):
+        try:
+            found.append(_Found(path, Manifest.read(path)))
+        except CheckpointError as error:  # the others are there all the same
+            unreadable += 1
+            _complain(error)
     if options.json:
         print(json.dumps([_as_json(each) for each in found], indent=2))
-        return 0
+    elif found:
+        print(_table(found))
+    return 1 if unreadable else 0
+
+
+def _table(found: list[_Found]) -> str:
     rows = [
         (
             str(each.manifest.step),
@@ -101,8 +112,7 @@ def _list(options: arguments.Arguments) -> int:
         )
         for each in found
     ]
-    print(grid(("step", "saved", "ranks", "size", "things"), rows, ("saved", "things")))
-    return 0
+    return grid(("step", "saved", "ranks", "size", "things"), rows, ("saved", "things"))
 
 
 def _as_json(found: _Found) -> dict[str, object]:
@@ -127,7 +137,7 @@ def _verify(options: arguments.Arguments) -> int:
         for problem in problems(path):
             found.append(problem)
             if problem is not None:
-                print(f"shardnet checkpoint: {problem}", file=sys.stderr)
+                _complain(problem)
         is_whole = not any(found)
         broken += not is_whole
         print(f"{path}: {f'whole ({len(found) - 1} files)' if is_whole else 'broken'}", flush=True)  # as it goes: each takes a while
@@ -146,11 +156,14 @@ def _export(options: arguments.Arguments) -> int:
 
 
 def _paths(folder: Path, step: int | None) -> list[Path]:
-    """The checkpoints of a folder, the latest first. Raises CheckpointError if there is none, UsageError for a step that is not there."""
+    """The checkpoints of a folder, the latest first. Raises CheckpointError if there is none, UsageError for a step that is not there, or
+    of a folder that is one checkpoint."""
     from shardnet.checkpoint.folder import Folder
     from shardnet.checkpoint.manifest import NAME
 
     if (folder / NAME).is_file():
+        if step is not None:
+            raise UsageError(f"{folder} is one checkpoint; leave --step out")
         return [folder]
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is no folder")
@@ -161,6 +174,10 @@ def _paths(folder: Path, step: int | None) -> list[Path]:
     if step is not None and step not in steps:
         raise UsageError(f"{folder} has no checkpoint of step {step}, but of {', '.join(map(str, steps))}")
     return [found.of(each) for each in steps if step in (None, each)]
+
+
+def _complain(problem: object) -> None:
+    print(f"shardnet checkpoint: {problem}", file=sys.stderr)
 
 
 def _things(manifest: "Manifest") -> str:

@@ -7,6 +7,7 @@ from typing import Self
 
 from shardnet.cli import arguments
 from shardnet.credentials import Role, Security, find_token
+from shardnet.variables import flag
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +35,20 @@ class Protection:
             "(default: $SHARDNET_CERTS; or give all processes the same $SHARDNET_TOKEN, from 'shardnet certs token', or a file with it as "
             "$SHARDNET_TOKEN_FILE)",
         )
-        parser.add_argument("--insecure", action="store_true", help="allow unencrypted connections to and from other machines")
+        parser.add_argument(
+            "--insecure",
+            action="store_true",
+            help="allow unencrypted connections to and from other machines (default: $SHARDNET_INSECURE, 0 or 1)",
+        )
 
     @classmethod
     def of(cls, options: arguments.Arguments) -> Self:
-        """What the command line and the environment say. Raises CredentialsError for a token that cannot be read."""
+        """What the command line and the environment say.
+
+        Raises UsageError for a SHARDNET_INSECURE that is neither 0 nor 1, and CredentialsError for a token that cannot be read.
+        """
         certs = "" if options.certs is None else str(options.certs.absolute())
-        return cls(options.insecure, certs, find_token(os.environ))
+        return cls(options.insecure or flag(os.environ, "SHARDNET_INSECURE"), certs, find_token(os.environ))
 
     def security(self, role: Role) -> Security:
         """Raises CredentialsError for what cannot be used."""

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from shardnet.cli.units import short_bytes, short_duration, short_number, short_time
 from shardnet.observation.chronicle import Event
-from shardnet.observation.rates import RateMeter, Rates
+from shardnet.observation.rates import LATE_SHARE, RateMeter, Rates
 from shardnet.observation.views import GONE, RENDEZVOUS, ClusterView, JobView, WorkerView, short_nodes
 
 _COLUMNS = ("rank", "node", "state", "step", "a step", "wait", "late", "sent/s", "received/s", "memory")
@@ -19,7 +19,6 @@ _WORDS = ("node", "state")  # columns that are no numbers
 _NONE = "-"
 _BAR = 30  # characters
 _WAITS_MUCH = 0.3  # of the step
-_IS_LATE = 0.2  # of the time
 
 
 def draw(view: ClusterView, meter: RateMeter, events: Sequence[Event]) -> RenderableType:
@@ -78,7 +77,7 @@ def _workers(workers: Iterable[WorkerView], meter: RateMeter) -> RenderableType:
 
 def _worker(worker: WorkerView, node: str, rates: Rates, awaited: float | None) -> list[Text]:
     """`awaited`: for which share of the time others have waited for it."""
-    late = Text(_NONE if awaited is None else f"{awaited:.0%}", "yellow" if (awaited or 0.0) > _IS_LATE else "")
+    late = Text(_NONE if awaited is None else f"{awaited:.0%}", "yellow" if (awaited or 0.0) > LATE_SHARE else "")
     place = [Text(str(worker.rank)), Text(node or _NONE), Text(worker.state, _colour(worker.state))]
     stats = worker.stats
     if stats is None:

@@ -1,8 +1,8 @@
 """`Attendant`: the thread that looks after rounds for which no thread waits, a step of each in turn.
 
 Most rounds are waited for as soon as they have begun, and calling it for those took a tenth of their processor time: it wakes up, wants
-the interpreter, and finds nothing to do. So while it has no rounds it sleeps by an alarm, which is set when one begins, and put off
-when somebody waits for that.
+the interpreter, and finds nothing to do. So while it has no rounds it sleeps by an alarm, which is set when one begins, and
+disarmed when somebody waits for that.
 """
 
 import logging
@@ -65,7 +65,7 @@ class Attendant:
             if self._asleep and given in self._rounds:
                 del self._rounds[given]
                 if not self._rounds:
-                    self._alarm.put_off()
+                    self._alarm.disarm()
 
     def summon(self) -> None:
         """One of its rounds can go on, though no mailbox of another rank says so."""

@@ -20,6 +20,7 @@ _DAYS = AUTHORITY_DAYS - 1.0  # its authority was made a moment before
 
 
 def new_token() -> str:
+    """A new secret, for all processes of a cluster; `shardnet certs token` prints one."""
     return _PREFIX + secrets.token_urlsafe(_BYTES)
 
 

@@ -10,6 +10,7 @@ import psutil
 import torch
 
 from shardnet.address import Address
+from shardnet.config import Limits
 from shardnet.doctor.finding import Finding, ok, problem, warning
 from shardnet.errors import AddressError, ListenError, UsageError
 from shardnet.training.settings import Settings
@@ -18,7 +19,6 @@ from shardnet.transport.shared_memory import memfd
 from shardnet.version import VERSION
 
 FILES = 4096  # a worker has two sockets for each peer, and as many again while an epoch follows another one
-WINDOW_BYTES = 16 << 20
 _GIB = 2**30
 
 
@@ -53,7 +53,7 @@ def _files() -> Finding:
 
 def _shared_memory() -> Finding:
     try:
-        os.close(memfd.allocate("shardnet-doctor", WINDOW_BYTES))
+        os.close(memfd.allocate("shardnet-doctor", Limits().window_bytes))
     except OSError as error:
         return warning(
             "shared memory",

@@ -26,6 +26,8 @@ TRIES = 3  # and then so often
 SLOW_BYTES_PER_S = 12.5e6  # 100 Mbit/s
 CLOCKS_S = 1.0  # apart: certificates, logs and timelines are read by the clock
 _LABEL = "doctor"
+# Whatever the environment says of a training, which may be running beside it and have its files and its port for metrics.
+_OWN = {"elastic": False, "replacement": False, "wished_rank": -1, "report_file": "", "trace": "", "track": "", "flight": "", "metrics": ""}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +48,9 @@ async def about_peers(workers: int, *, job: str, wait_s: float, **settings: Any)
     wait_s    for the others
     settings  of `connect`
     """
-    own = {"elastic": False, "replacement": False, "report_file": "", "trace": "", "flight": ""}  # whatever the environment says
     sizes = {"min_world_size": workers, "max_world_size": workers}
     try:
-        async with connect(job=job + DOCTOR, timeouts=Timeouts(join_s=wait_s), **sizes, **own, **settings) as cluster:
+        async with connect(job=job + DOCTOR, timeouts=Timeouts(join_s=wait_s), **sizes, **_OWN, **settings) as cluster:
             links = await _measure(cluster.backend)
             return [_finding(cluster, peer, link) for peer, link in sorted(links.items())]
     except (RendezvousError, CollectiveError) as error:

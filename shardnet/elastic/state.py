@@ -211,12 +211,13 @@ class State:
 
         When it returns the step is done for good: whoever dies from now on, the training goes on behind it. If it raises PeerLost,
         either all survivors go on behind it or none does. Waits for the copies to be exchanged. Where checkpoints are wanted one is begun
-        at every so-manieth step; it is written meanwhile, and what goes wrong with it is logged.
+        at every `save_every`-th step; it is written meanwhile, and what goes wrong with it is logged.
 
         When workers were told to leave (SIGTERM) the step is committed and saved in any case, and they leave: their program is cancelled.
 
         A collective. Raises WorldChanges, for `run` and nobody else to catch, if workers wait to join or leave, Preempted if some leave
-        and the job is not elastic, and CollectiveMismatch if ranks commit different steps.
+        and the job is not elastic, CollectiveMismatch if ranks commit different steps, StateError before `resume`, and UsageError for a
+        step that is no whole number or comes out of order, and for a value that cannot be kept.
         """
         if self._inventory is None:
             raise StateError("nothing is to be kept yet: call State.resume(model, optimizer, ...) before the first commit")
@@ -261,9 +262,9 @@ class State:
         raise Preempted(f"{told}, and this job is not elastic; {self._saves.result}; start it again to go on from the last checkpoint")
 
     async def save(self) -> None:
-        """Begin a checkpoint of the step that was just committed, as at the end of a training; `commit` does at every so-manieth step by
-        itself. Does nothing where no checkpoints are wanted, or if that step has one. What goes wrong is logged, but for a value that no
-        file can hold, which raises UsageError. A collective."""
+        """Begin a checkpoint of the step that was just committed, as at the end of a training; `commit` does at every `save_every`-th step
+        by itself. Does nothing where no checkpoints are wanted, or if that step has one. What goes wrong is logged, but for a value that
+        no file can hold, which raises UsageError. A collective."""
         await self._saves.save(self.step, self.values)
 
     async def _commit(self, mark: Mark) -> bool:

@@ -14,7 +14,7 @@ from torch import nn
 
 from shardnet.backend import Backend
 from shardnet.backend.streams import using
-from shardnet.errors import StateError, UsageError
+from shardnet.errors import ClosedError, StateError, UsageError
 from shardnet.fsdp.compression import Compression
 from shardnet.fsdp.grad_scaler import GradScaler
 from shardnet.fsdp.initial_values import InitFunction
@@ -92,7 +92,9 @@ class AsyncFSDP:
         return self._fsdp
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call a function on the compute thread."""
+        """Call a function on the compute thread. Raises ClosedError after `aclose`."""
+        if self._closed:
+            raise ClosedError("this model was closed, by aclose() or with its cluster or epoch; make it anew with cluster.shard()")
         call = contextvars.copy_context().run
         grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
@@ -198,9 +200,10 @@ class AsyncFSDP:
 
     async def aclose(self) -> None:
         """Wait for the calls that were made, and for what they have begun, and end the compute thread. Safe to call twice."""
-        if self._fsdp is not None and not self._closed:
+        if not self._closed:
             self._closed = True
-            self._thread.submit(self._fsdp.settle)
+            if self._fsdp is not None:
+                self._thread.submit(self._fsdp.settle)
         await asyncio.to_thread(self._thread.shutdown)
 
 

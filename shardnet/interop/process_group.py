@@ -174,8 +174,10 @@ class ShardnetProcessGroup(dist.ProcessGroup):
         flat = movable(input)
         sizes = [movable(each).numel() for each in outputs]
         if len(sizes) != self.size() or sizes[self.rank()] != flat.numel():
+            own = outputs[self.rank()].numel() if self.rank() < len(outputs) else "no"
             raise UsageError(
-                f"all_gather on rank {self.rank()} of {self.size()}: {len(sizes)} outputs, this rank's of {input.numel()} elements"
+                f"all_gather over {self.size()} ranks needs one output for each rank, this rank's as large as its input: "
+                f"got {len(sizes)} outputs, {own} elements for an input of {input.numel()}"
             )
         pending = self._backend.all_gather(flat, sizes=sizes, timeout_s=self._timeout(opts))
         return self._work(pending, outputs, partial(_put_all, outputs))
@@ -187,7 +189,7 @@ class ShardnetProcessGroup(dist.ProcessGroup):
     def _reduce_scatter(self, output: Tensor, parts: list[Tensor], opts: Any) -> PendingWork:
         check([output, *parts])
         if len(parts) != self.size():
-            raise UsageError(f"reduce_scatter over {self.size()} ranks got {len(parts)} tensors")
+            raise UsageError(f"reduce_scatter over {self.size()} ranks got {len(parts)} tensors; give one for each rank")
         op, factor = reduction(opts.reduceOp)
         flats = [reducible(premultiplied(part, factor), op) for part in parts]
         sizes = [each.numel() for each in flats]
@@ -197,7 +199,10 @@ class ShardnetProcessGroup(dist.ProcessGroup):
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> PendingWork:
         check([*outputs, *inputs])
         if not len(outputs) == len(inputs) == self.size():
-            raise UsageError(f"all_to_all over {self.size()} ranks got {len(inputs)} tensors to send and {len(outputs)} to receive into")
+            raise UsageError(
+                f"all_to_all over {self.size()} ranks got {len(inputs)} tensors to send and {len(outputs)} to receive into; "
+                "give one of both for each rank"
+            )
         sends, receives = [movable(each) for each in inputs], [movable(each).numel() for each in outputs]
         pending = self._exchange(torch.cat(sends), [each.numel() for each in sends], receives, opts)
         return self._work(pending, outputs, partial(_put_all, outputs))
@@ -207,7 +212,9 @@ class ShardnetProcessGroup(dist.ProcessGroup):
         here, parts = options.rootRank == self.rank(), outputs[0] if outputs else []
         check([*parts, *inputs])
         if here and len(parts) != self.size():
-            raise UsageError(f"gather over {self.size()} ranks got {len(parts)} tensors to gather into on its destination")
+            raise UsageError(
+                f"gather over {self.size()} ranks got {len(parts)} tensors to gather into on its destination; give one for each rank"
+            )
         flat = movable(inputs[0])
         sends = [flat.numel() if rank == options.rootRank else 0 for rank in range(self.size())]
         receives = [movable(each).numel() for each in parts] if here else [0] * self.size()
@@ -219,7 +226,7 @@ class ShardnetProcessGroup(dist.ProcessGroup):
         here, parts = options.rootRank == self.rank(), inputs[0] if inputs else []
         check([*outputs, *parts])
         if here and len(parts) != self.size():
-            raise UsageError(f"scatter over {self.size()} ranks got {len(parts)} tensors on its source")
+            raise UsageError(f"scatter over {self.size()} ranks got {len(parts)} tensors on its source; give one for each rank")
         flats, output = [movable(each) for each in parts], outputs[0]
         sends = [each.numel() for each in flats] if here else [0] * self.size()
         receives = [movable(output).numel() if rank == options.rootRank else 0 for rank in range(self.size())]
@@ -369,4 +376,4 @@ def _check_sizes(op: str, got: int, expected: int) -> None:
 
 def _check_dtypes(op: str, output: Tensor, input: Tensor) -> None:
     if output.dtype != input.dtype:
-        raise UsageError(f"{op}: output of {output.dtype}, input of {input.dtype}; they must be alike")
+        raise UsageError(f"{op}: output of {output.dtype}, input of {input.dtype}; give both one dtype")

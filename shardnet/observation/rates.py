@@ -8,6 +8,7 @@ from shardnet.observation.views import ClusterView, Stats, WorkerView
 from shardnet.traffic import Traffic
 
 WINDOW_S = 5.0  # long enough that numbers can be read, short enough that they are about now
+LATE_SHARE = 0.2  # of the time: others have waited so long for who is worth a look
 _NOTHING = Traffic()
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from shardnet.errors import JoinRefused
+from shardnet.errors import JoinRefused, UsageError
 from shardnet.rendezvous.events import Ended, JobState, JobStatus, Notice
 from shardnet.rendezvous.job import Job
 from shardnet.rendezvous.refusal import Refusal
@@ -21,6 +21,8 @@ class RendezvousLimits:
 
     max_jobs     forming, running and finished ones; the oldest finished one makes room for a new one
     max_members  live workers over all jobs
+
+    Raises UsageError for values that make no sense.
     """
 
     max_jobs: int = 256
@@ -28,7 +30,7 @@ class RendezvousLimits:
 
     def __post_init__(self) -> None:
         if self.max_jobs < 1 or self.max_members < 1:
-            raise ValueError(f"RendezvousLimits must be at least 1, got {self}")
+            raise UsageError(f"RendezvousLimits must be at least 1, got {self}")
 
 
 class Registry:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from enum import Enum
 
+from shardnet.errors import UsageError
+
 
 class Way(Enum):
     """Which way something goes through a relay; `tuple(Way)` is both."""
@@ -22,6 +24,8 @@ class Conditions:
     jitter_s     up to so much more, at random; what was sent first still comes first
     bytes_per_s  how much passes, over all connections together; 0: as much as may
     slice_bytes  in pieces of so many bytes at most, each a segment of its own; 0: as they come
+
+    Raises UsageError for values that make no sense.
     """
 
     latency_s: float = 0.0
@@ -32,4 +36,4 @@ class Conditions:
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
             if getattr(self, name) < 0:
-                raise ValueError(f"{name} of a link must not be negative, got {getattr(self, name)}")
+                raise UsageError(f"{name} of a link must not be negative, got {getattr(self, name)}")

@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from shardnet.errors import UsageError
+
 INTERFACE = "eth0"  # a node's way to the others
 BRIDGE = "bridge"
 MAX_NODES = 253  # what is left of a /24
@@ -56,10 +58,10 @@ def bridged_nodes(count: int, *, rate: str | None = None) -> Iterator[Network]:
 
     rate  of each node's link, in each direction, as tc writes it: "1gbit". None: as fast as the processor allows
 
-    Raises NamespacesUnavailable.
+    Raises NamespacesUnavailable, and UsageError for another number of nodes than there may be.
     """
     if not 1 <= count <= MAX_NODES:
-        raise ValueError(f"a network has 1 to {MAX_NODES} nodes, got {count}")
+        raise UsageError(f"a network has 1 to {MAX_NODES} nodes, got {count}")
     prefix = f"shardnet-{secrets.token_hex(4)}"
     hub = Namespace(f"{prefix}-hub", "10.99.0.254")
     network = Network(hub, tuple(Namespace(f"{prefix}-{number}", f"10.99.0.{number + 1}") for number in range(count)))

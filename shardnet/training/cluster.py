@@ -133,7 +133,7 @@ class Cluster:
         return recorder
 
     async def mean(self, value: float, *, weight: float = 1.0) -> float:
-        """The weighted mean of a number over ranks; all ranks must call it."""
+        """The weighted mean of a number over ranks, NaN if all weights are 0; all ranks must call it."""
         total, weights = (await self.backend.all_reduce(torch.tensor([value * weight, weight], dtype=torch.float64), label="mean")).tolist()
         return float(total / weights) if weights else float("nan")
 
@@ -157,7 +157,7 @@ class Cluster:
         known = numbers({"loss": loss, "tokens_per_s": tokens_per_s, "exposed_share": exposed_share})
         others = numbers(metrics or {})
         if self.rank == 0:
-            given = {name: value for name, value in known.items() if value != 0.0} | others
+            given = {name: value for name, value in known.items() if name == "loss" or value != 0.0} | others
             self._tracker.take(Record(step, time.time(), self.topology.epoch, self.world_size, given))
         self.telemetry.progress = Progress(step, total_steps, note=note, **known)
         self.telemetry.reach(step)

@@ -12,7 +12,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from shardnet.errors import InvalidRankError, InvalidWorldSizeError
+from shardnet.errors import InvalidRankError, InvalidWorldSizeError, UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,8 @@ class ShardedSampler:
 
     `batch` is the number of samples of one rank in one step. The order is a function of `seed` and the epoch, equal
     on all ranks and for all world sizes; `seed` None keeps the natural order. Steps count on over epochs.
+
+    Raises UsageError for values that make no sense.
     """
 
     def __init__(self, samples: int, *, batch: int, rank: int, world_size: int, seed: int | None = None) -> None:
@@ -42,7 +44,7 @@ class ShardedSampler:
         if not 0 <= rank < world_size:
             raise InvalidRankError(rank, world_size)
         if samples < 1 or batch < 1:
-            raise ValueError(f"ShardedSampler needs at least one sample and a batch of one, got samples={samples}, batch={batch}")
+            raise UsageError(f"ShardedSampler needs at least one sample and a batch of one, got samples={samples}, batch={batch}")
         self.samples = samples
         self.global_batch = batch * world_size
         self._rank = rank

@@ -16,6 +16,7 @@ from shardnet.credentials import Role, Security, find_token
 from shardnet.errors import AddressError, CredentialsError, RendezvousUnavailable, UsageError
 from shardnet.rendezvous.request import MAX_WORLD_SIZE, check_text
 from shardnet.training.hints import Hints
+from shardnet.variables import flag
 
 RESOLVE_EVERY_S = 0.5  # a rendezvous that starts later may have no name yet (container networks)
 
@@ -25,7 +26,13 @@ class Settings:
     """How one worker finds its cluster. Every field may be given to `connect()`; the rest comes from SHARDNET_* variables, and what
     these leave open from those of the scheduler that has started this process (`from_environment`).
 
+    The variable of a field is SHARDNET_ and its name in capitals. SHARDNET_WORLD_SIZE sets both world sizes, SHARDNET_TOKEN_FILE names a
+    file with the token; `timeouts` and `limits` have none.
+
     rendezvous      host:port; empty: no cluster, a world of one
+    job             which one of those at the rendezvous. Alike on all ranks
+    min_world_size  with so many workers it begins if no more come for a while; 1 without a rendezvous. Alike on all ranks
+    max_world_size  with so many it begins at once, and takes in no more. Alike on all ranks
     listen          host or host:port of this worker; empty: loopback if the rendezvous is there, else the address of
                     this machine from which the rendezvous is reached
     advertise       host:port at which the others reach this worker, if that is not where it listens: a container's published port,
@@ -57,6 +64,8 @@ class Settings:
     metrics         host:port at which this worker's statistics can be had by HTTP as Prometheus' text, at /metrics (package
                     prometheus_client): the port and `local_rank` above it; port 0: one that the system chooses; empty: nowhere.
                     Unencrypted, so on loopback only unless `insecure` (docs/observing.md)
+    timeouts        see shardnet.config
+    limits          see there. Alike on all ranks
     """
 
     rendezvous: str = ""
@@ -110,22 +119,22 @@ class Settings:
             "max_world_size": _number(environment, "SHARDNET_MAX_WORLD_SIZE", world_size),
             "local_rank": _number(environment, "SHARDNET_LOCAL_RANK", hints.local_rank),
             "wished_rank": _number(environment, "SHARDNET_WISHED_RANK", hints.wished_rank),
-            "elastic": _flag(environment, "SHARDNET_ELASTIC"),
-            "replacement": _flag(environment, "SHARDNET_REPLACEMENT"),
+            "elastic": flag(environment, "SHARDNET_ELASTIC"),
+            "replacement": flag(environment, "SHARDNET_REPLACEMENT"),
             "node": environment.get("SHARDNET_NODE", ""),
             "listen": environment.get("SHARDNET_LISTEN", ""),
             "advertise": environment.get("SHARDNET_ADVERTISE", ""),
-            "insecure": _flag(environment, "SHARDNET_INSECURE"),
+            "insecure": flag(environment, "SHARDNET_INSECURE"),
             "certs": environment.get("SHARDNET_CERTS", ""),
             "token": "" if "token" in given else find_token(environment),
-            "shared_memory": _flag(environment, "SHARDNET_SHARED_MEMORY", default=True),
+            "shared_memory": flag(environment, "SHARDNET_SHARED_MEMORY", default=True),
             "routing": environment.get("SHARDNET_ROUTING", "") or Routing.AUTO,
             "node_engine": environment.get("SHARDNET_NODE_ENGINE", "") or NodeEngine.SHARDNET,
             "report_file": environment.get("SHARDNET_REPORT_FILE", ""),
             "trace": environment.get("SHARDNET_TRACE", ""),
             "track": environment.get("SHARDNET_TRACK", ""),
             "flight": environment.get("SHARDNET_FLIGHT", ""),
-            "reflection": _flag(environment, "SHARDNET_REFLECTION"),
+            "reflection": flag(environment, "SHARDNET_REFLECTION"),
             "metrics": environment.get("SHARDNET_METRICS", ""),
         }
         merged = {**found, **given}
@@ -255,13 +264,6 @@ def _parse(source: str, text: str) -> Address:
         return Address.parse(text)
     except AddressError as error:
         raise AddressError(f"{source}: {error}") from None
-
-
-def _flag(environment: Mapping[str, str], name: str, *, default: bool = False) -> bool:
-    text = environment.get(name, "") or str(int(default))
-    if text not in ("0", "1"):  # "no" would otherwise mean one thing to its writer and another to us
-        raise UsageError(f"{name} must be 0 or 1, got {text!r}")
-    return text == "1"
 
 
 def _number(environment: Mapping[str, str], name: str, default: int) -> int:

@@ -25,8 +25,9 @@ async def watch(
     """The statistics of the worker or rendezvous at `address`, now and every `interval_s`, 0.1 to 60 s; ends when that process closes.
     Who reads too slowly gets the newest.
 
-    Raises like `snapshot`, also when the process dies meanwhile, or says nothing for `timeout_s` longer than the interval. Who leaves the
-    loop before the end closes the generator (contextlib.aclosing), or the call goes on until Python does.
+    Raises EndpointUnavailable when nobody answers, also when the process dies meanwhile, or says nothing for `timeout_s` longer than the
+    interval; HandshakeError when one side does not trust the other, and ProtocolError when somebody else answers. Who leaves the loop
+    before the end closes the generator (contextlib.aclosing), or the call goes on until Python does.
     """
     async with _call(address, interval_s, timeout_s, security or Security()) as stream:
         while (said := await stream.next(interval_s + timeout_s)) is not None:

@@ -21,12 +21,12 @@ from dataclasses import fields
 from typing import Any
 
 from shardnet.observation.chronicle import Event
+from shardnet.observation.rates import LATE_SHARE
 from shardnet.observation.views import GONE, OVER, ClusterView, JobView, Stats, WorkerView, short_nodes
 from shardnet.web.history import History, Point, traffic
 from shardnet.web.story import Story
 
 VERSION = 1
-_LATE_SHARE = 0.2  # of the last seconds
 _LATER = 2.5  # times as much as the others
 _COLUMNS = [each.name for each in fields(Point)]
 
@@ -140,7 +140,7 @@ def _mark_late(workers: list[dict[str, Any]], job: JobView, story: Story) -> lis
     for each, known, share in zip(workers, found, shares, strict=True):
         others = (sum(shares) - share) / max(1, len(shares) - 1)
         each["late_share"] = _short(known)
-        each["late"] = each["rank"] in awaited or share > max(_LATE_SHARE, _LATER * others)
+        each["late"] = each["rank"] in awaited or share > max(LATE_SHARE, _LATER * others)
     return workers
 
 

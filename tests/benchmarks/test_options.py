@@ -181,7 +181,7 @@ def test_markdown_of_the_latest_run_or_of_a_file() -> None:
         (["--ranks", "1"], "at least 2 ranks"),
         (["--ops", "broadcast"], "broadcast"),
         (["--transports", "rdma"], "rdma"),
-        (["--repeats", "0"], "above 0"),
+        (["--repeats", "0"], "must be a whole number from 1 on"),
         (["--dim", "30"], "twice --heads"),
         (["--chunk", "1G"], "--chunk"),
     ],

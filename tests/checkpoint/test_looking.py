@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from shardnet import AsyncFSDP
 from shardnet.backend import Backend
 from shardnet.checkpoint import Checkpoints
 from shardnet.checkpoint.looking import whole_weights
+from shardnet.checkpoint.manifest import NAME
 from shardnet.cli.main import main
 from shardnet.errors import UsageError
 from shardnet.testing import each_rank, loopback_cluster, same_bits
@@ -111,6 +113,20 @@ def test_list(saved: tuple[Path, dict[str, torch.Tensor]], capsys: pytest.Captur
     assert last["bytes"] == sum(path.stat().st_size for path in files)
 
 
+def test_list_goes_on_behind_one_that_cannot_be_read(
+    saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(saved[0], tmp_path / "copy")
+    damaged = folder / f"step-{STEP:08d}" / NAME
+    damaged.write_bytes(damaged.read_bytes().replace(b"step", b"pets", 1))
+    for options in ([], ["--json"]):
+        assert main(["checkpoint", "list", *options, str(folder)]) == 1
+        said = capsys.readouterr()
+        assert said.err == f"shardnet checkpoint: {damaged} cannot be used: it is not what was written\n"
+        steps = [each["step"] for each in json.loads(said.out)] if options else [int(row.split()[0]) for row in said.out.splitlines()[1:]]
+        assert steps == [STEP - 1]
+
+
 def test_verify(saved: tuple[Path, dict[str, torch.Tensor]], capsys: pytest.CaptureFixture[str]) -> None:
     folder, _ = saved
     assert main(["checkpoint", "verify", str(folder)]) == 0
@@ -138,6 +154,8 @@ def test_verify(saved: tuple[Path, dict[str, torch.Tensor]], capsys: pytest.Capt
         (["list", "{folder}/none"], 1, "none is no folder"),
         (["verify", "{empty}"], 1, "has no checkpoints"),
         (["verify", "{folder}", "--step", "3"], 2, f"has no checkpoint of step 3, but of {STEP}, {STEP - 1}"),
+        (["verify", f"{{folder}}/step-{STEP:08d}", "--step", str(STEP)], 2, f"step-{STEP:08d} is one checkpoint; leave --step out"),
+        (["export", f"{{folder}}/step-{STEP:08d}", "{empty}/model", "--step", "3"], 2, "is one checkpoint; leave --step out"),
         (["export", "{folder}", "{empty}/model", "--model", "1"], 2, "has 1 module; there is no number 1"),
         (["export", "{folder}", "{empty}/no/model"], 1, "No such file or directory"),
     ],

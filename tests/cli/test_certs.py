@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from shardnet.cli.arguments import Parser
 from shardnet.cli.main import main
 from shardnet.cli.protection import Protection
 from shardnet.credentials import Identity, Role
@@ -121,6 +122,32 @@ def test_the_environment_is_as_good_as_options(cluster: Path, monkeypatch: pytes
     monkeypatch.setenv("SHARDNET_TOKEN", "secret")
     assert main(["rendezvous"]) == 2
     assert "not one that `shardnet certs token` has made" in capsys.readouterr().err
+
+
+def test_the_environment_may_allow_plaintext(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = Parser()
+    Protection.add_to(options)
+    for value, allowed in (("1", True), ("0", False), ("", False)):
+        monkeypatch.setenv("SHARDNET_INSECURE", value)
+        assert Protection.of(options.parse_args([])) == Protection(insecure=allowed)
+    assert Protection.of(options.parse_args(["--insecure"])) == Protection(insecure=True)
+
+
+@pytest.mark.parametrize(
+    ("value", "others", "complaint"),
+    [
+        ("yes", {}, "SHARDNET_INSECURE must be 0 or 1, got 'yes'"),
+        ("1", {"SHARDNET_CERTS": "certs"}, "choose one of a folder of certificates"),
+        ("1", {"SHARDNET_TOKEN": "secret"}, "choose one of a folder of certificates"),
+    ],
+)
+def test_what_the_environment_says_of_plaintext_is_checked(
+    value: str, others: dict[str, str], complaint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, text in ({"SHARDNET_INSECURE": value} | others).items():
+        monkeypatch.setenv(name, text)
+    assert main(["rendezvous"]) == 2
+    assert complaint in capsys.readouterr().err
 
 
 def test_a_token_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from shardnet.backend import Backend, ReduceOp, SubBackend
-from shardnet.errors import CollectiveMismatch, InvalidRankError
+from shardnet.errors import ClosedError, CollectiveMismatch, InvalidRankError
 from shardnet.testing import each_error, each_rank, reference, same_bits
-from tests.contract.conftest import KINDS, cluster
+from tests.contract.conftest import KINDS, MakeCluster, cluster
 
 Ranks = Sequence[Backend]
 
@@ -133,3 +133,10 @@ async def test_closing_a_group_closes_nothing_else(pair: Ranks) -> None:
     for group in groups_of(pair, [0, 1]):
         await group.aclose()
     await each_rank(pair, lambda rank: rank.barrier())
+
+
+async def test_aborting_a_group_aborts_the_parent(fresh: MakeCluster) -> None:
+    async with fresh(2) as ranks:
+        groups_of(ranks, [0, 1])[0].abort()
+        with pytest.raises(ClosedError):
+            await ranks[0].barrier()

@@ -1,5 +1,6 @@
 """The numbers of the reference, literally."""
 
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -92,14 +93,16 @@ async def test_send_and_receive(pair: Ranks) -> None:
 
 async def test_size_of_a_receive(pair: Ranks) -> None:
     """Both ends are told, and the next message between them arrives."""
+    text = "rank 0 sends 3 elements, but rank 1 receives into 4; give both tensors one size"
 
     async def work(rank: Backend) -> list[int]:
         if rank.rank == 0:
-            with pytest.raises(SizeMismatchError, match="expected 4 elements in a receive but got 3"):
+            with pytest.raises(SizeMismatchError, match=rf"\[rank 0/2 .* send .*{text}") as caught:
                 await rank.send(torch.zeros(3), 1)
+            assert (caught.value.expected, caught.value.got) == (4, 3)
             await rank.send(T([1, 2]), 1)
             return []
-        with pytest.raises(SizeMismatchError, match="expected 4 elements in a receive but got 3") as caught:
+        with pytest.raises(SizeMismatchError, match=rf"\[rank 1/2 .* recv .*{text}") as caught:
             await rank.recv(torch.zeros(4), 0)
         assert (caught.value.expected, caught.value.got) == (4, 3)
         return (await rank.recv(torch.zeros(2, dtype=torch.int64), 0)).tolist()
@@ -178,8 +181,16 @@ async def test_wrong_sizes_are_refused_before_any_traffic(world: Ranks) -> None:
         rank.reduce_scatter_pieces([torch.zeros(size), torch.zeros(size).double()])
     with pytest.raises(UsageError, match="both send_sizes and recv_sizes"):
         rank.all_to_all(torch.zeros(size), send_sizes=[1] * size)
-    with pytest.raises(UsageError, match="contiguous"):
-        rank.all_reduce(torch.zeros(2, 2), out=torch.zeros(2, 2).t())
+    turned, other = torch.zeros(2, 2).t(), (rank.rank + 1) % size
+    strided: list[tuple[Callable[[], object], str]] = [
+        (lambda: rank.all_reduce(torch.zeros(2, 2), out=turned), "`out`"),
+        (lambda: rank.broadcast_on_node(turned, 0), "`tensor`"),
+        (lambda: rank.recv(turned, other), "`into`"),
+        (lambda: rank.recv_any(turned), "`into`"),
+    ]
+    for call, name in strided:
+        with pytest.raises(UsageError, match=f"^{name} must be contiguous: give a tensor that is"):
+            call()
     assert rank.telemetry.bytes_sent == before
     await each_rank(world, lambda each: each.barrier())
 
@@ -217,8 +228,10 @@ async def test_subgroup_of_four(four: Ranks) -> None:
     assert isinstance(three, SubBackend)
     assert (one.rank, three.rank, one.world_size) == (0, 1, 2)
     assert [one.to_local(rank) for rank in range(4)] == [None, 0, None, 1]
-    with pytest.raises(InvalidRankError, match="this rank is no member of the sub-group"):
+    words = "rank 0 of 4: this rank is no member of the sub-group [1, 3]; call subgroup() on its members only"
+    with pytest.raises(InvalidRankError, match=f"^{re.escape(words)}$") as caught:
         four[0].subgroup([1, 3])
+    assert (caught.value.rank, caught.value.world_size) == (0, 4)
     with pytest.raises(InvalidWorldSizeError, match="at least one member"):
         four[0].subgroup([])
     sums = await each_rank([one, three], lambda rank: rank.all_reduce(T([rank.rank + 1])))

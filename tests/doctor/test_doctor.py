@@ -4,6 +4,7 @@ import asyncio
 import json
 import platform
 import resource
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -148,6 +149,16 @@ async def test_doctors_measure_each_other() -> None:
         tuple(sorted(": memory, " in finding.what for finding in each)) for each in found if any(": memory, " in f.what for f in each)
     }
     assert ways == (False, True), "two of them are on one machine"
+
+
+async def test_doctors_leave_alone_what_the_training_beside_them_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, rendezvous() as address:
+        monkeypatch.setenv("SHARDNET_METRICS", f"127.0.0.1:{taken.getsockname()[1]}")
+        for name in ("TRACK", "FLIGHT", "TRACE"):
+            monkeypatch.setenv(f"SHARDNET_{name}", str(tmp_path / name))
+        found = await asyncio.gather(*(about_peers(2, job="lm", wait_s=20.0, rendezvous=address) for _ in range(2)))
+    assert not any(finding.level is Level.PROBLEM for each in found for finding in each), found
+    assert not await asyncio.to_thread(lambda: list(tmp_path.iterdir()))
 
 
 async def test_doctors_that_do_not_come() -> None:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from shardnet.backend import LoopbackBackend
 from shardnet.config import Timeouts
-from shardnet.errors import StateError, UsageError
+from shardnet.errors import ClosedError, StateError, UsageError
 from shardnet.fsdp import AsyncFSDP
 from tests.fsdp.models import Block, Weighted, loss_of, make_gpt, token_batches
 
@@ -70,6 +70,18 @@ async def test_it_can_be_awaited_and_closed_twice(backends: list[LoopbackBackend
 
 async def _made(backend: LoopbackBackend) -> AsyncFSDP:
     return await AsyncFSDP(Weighted(), backend)
+
+
+async def test_a_closed_one_says_so(backends: list[LoopbackBackend]) -> None:
+    models = await asyncio.gather(*(_made(backend) for backend in backends))
+    await asyncio.gather(*(model.aclose() for model in models))
+    for call in (models[0](torch.tensor(1.0)), models[0].full_state_dict(), models[0].run(int)):
+        with pytest.raises(ClosedError, match=r"this model was closed.*make it anew"):
+            await call
+    unmade = AsyncFSDP(Weighted(), backends[0])
+    await unmade.aclose()
+    with pytest.raises(ClosedError, match="this model was closed"):
+        await unmade
 
 
 async def test_modes_and_loading_are_those_of_the_model(backends: list[LoopbackBackend]) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardnet.errors import JoinRefused
+from shardnet.errors import JoinRefused, UsageError
 from shardnet.rendezvous.events import JobState, Lost, Waiting
 from shardnet.rendezvous.membership import Registry, RendezvousLimits
 from shardnet.rendezvous.refusal import Refusal
@@ -264,7 +264,7 @@ class TestLimits:
 
     @pytest.mark.parametrize("limits", [{"max_jobs": 0}, {"max_members": 0}])
     def test_limits_must_be_positive(self, limits: dict[str, int]) -> None:
-        with pytest.raises(ValueError, match="at least 1"):
+        with pytest.raises(UsageError, match="at least 1"):
             RendezvousLimits(**limits)
 
 

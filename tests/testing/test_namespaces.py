@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from shardnet.errors import UsageError
 from shardnet.testing.namespaces import Namespace, NamespacesUnavailable, Network, bridged_nodes
 from tests.networks import nodes_or_skip
 
@@ -111,7 +112,7 @@ def test_a_machine_without_the_tools_is_told_so(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("count", [0, 254])
 def test_a_network_that_has_no_addresses_is_refused(count: int) -> None:
-    with pytest.raises(ValueError, match=f"got {count}"), bridged_nodes(count):
+    with pytest.raises(UsageError, match=f"got {count}"), bridged_nodes(count):
         pass
 
 

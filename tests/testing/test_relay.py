@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 
 from shardnet.address import Address
-from shardnet.errors import StateError
+from shardnet.errors import StateError, UsageError
 from shardnet.testing import Conditions, FaultNotFired, Kind, Relay, Way
 
 KIB, MIB = 1024, 1024 * 1024
@@ -249,5 +249,5 @@ async def test_leaving_ends_what_goes_through() -> None:
 
 @pytest.mark.parametrize("name", ["latency_s", "jitter_s", "bytes_per_s", "slice_bytes"])
 def test_conditions_are_not_negative(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name} of a link must not be negative, got -1"):
+    with pytest.raises(UsageError, match=f"{name} of a link must not be negative, got -1"):
         Conditions(**{name: -1})

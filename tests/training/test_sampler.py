@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardnet.errors import InvalidRankError, InvalidWorldSizeError
+from shardnet.errors import InvalidRankError, InvalidWorldSizeError, UsageError
 from shardnet.training.sampler import ShardedSampler, Share
 
 SIZES = st.tuples(st.integers(1, 200), st.integers(1, 9), st.integers(1, 7))  # samples, batch, world size
@@ -71,7 +71,7 @@ def test_steps_count_on_over_epochs() -> None:
 
 @pytest.mark.parametrize(("samples", "batch"), [(0, 1), (1, 0), (-1, 4)])
 def test_nothing_to_deal_is_refused(samples: int, batch: int) -> None:
-    with pytest.raises(ValueError, match="at least one sample"):
+    with pytest.raises(UsageError, match="at least one sample"):
         ShardedSampler(samples, batch=batch, rank=0, world_size=1)
 
 

@@ -58,6 +58,14 @@ async def test_tensors_of_one_element_are_numbers(tmp_path: Path) -> None:
     assert (line["loss"], line["norm"]) == (0.5, 2.0)
 
 
+async def test_a_loss_of_zero_is_a_loss(tmp_path: Path) -> None:
+    """Of the others 0 says that nothing is known."""
+    async with connect(track=str(tmp_path)) as cluster:
+        cluster.report(step=1, loss=0.0)
+        cluster.report(step=2)
+    assert [(line["loss"], "tokens_per_s" in line) for line in lines(tmp_path)] == [(0.0, False), (None, False)]
+
+
 @pytest.mark.parametrize(
     ("metrics", "words"),
     [

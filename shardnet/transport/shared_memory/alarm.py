@@ -1,6 +1,6 @@
 """`Alarm`: wakes a thread a moment after something has happened, unless that turns out not to need it (timerfd(2)).
 
-Setting and putting off are one call to the kernel each, and neither wakes the thread that sleeps.
+Setting and disarming are one call to the kernel each, and neither wakes the thread that sleeps.
 """
 
 import ctypes
@@ -40,7 +40,7 @@ class Alarm:
         """Have it go off now."""
         self._set(self._now)
 
-    def put_off(self) -> None:
+    def disarm(self) -> None:
         """Have it not go off, if it has not yet."""
         self._set(self._never)
 

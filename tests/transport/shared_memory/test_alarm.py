@@ -48,10 +48,10 @@ def test_it_goes_off_after_its_delay() -> None:
         assert time.monotonic() - start >= 0.05
 
 
-def test_it_can_be_put_off_and_set_again() -> None:
+def test_it_can_be_disarmed_and_set_again() -> None:
     with alarm_after(0.05) as one:
         one.set()
-        one.put_off()
+        one.disarm()
         sleeper = Sleeper(one)
         sleeper.join(0.2)
         assert sleeper.is_alive()

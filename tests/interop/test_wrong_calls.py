@@ -1,0 +1,57 @@
+"""What is wrong about a call of torch's is told with the rule that it breaks."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack
+
+import pytest
+import torch
+
+from shardnet.backend import LoopbackBackend
+from shardnet.errors import UsageError
+from shardnet.interop.process_group import ShardnetProcessGroup
+from shardnet.interop.world import World
+from shardnet.topology import Member, Topology
+from shardnet.training.seat import Seat
+
+Call = Callable[[ShardnetProcessGroup], object]
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[ShardnetProcessGroup]:
+    """Rank 0 of two; nothing is sent."""
+    backends = LoopbackBackend.create_group(2)
+    members = tuple(Member(rank, rank, 0, f"memory:{rank}", "here", f"worker{rank}") for rank in range(2))
+    world = World(Seat(backends[0], Topology(1, 0, members)), AsyncExitStack())
+    yield ShardnetProcessGroup(backends[0], world, "wrong", 5.0, owns=False)
+
+    async def close() -> None:
+        await asyncio.gather(*(each.aclose() for each in backends))
+
+    asyncio.run(close())
+
+
+def some(*sizes: int) -> list[torch.Tensor]:
+    return [torch.zeros(size) for size in sizes]
+
+
+@pytest.mark.parametrize(
+    ("call", "complaint"),
+    [
+        (lambda g: g.allgather([some(3)], some(3)), "this rank's as large as its input: got 1 outputs, 3 elements for an input of 3"),
+        (
+            lambda g: g.allgather([some(2, 3)], some(3)),
+            "needs one output for each rank, this rank's as large as its input: got 2 outputs, 2 ",
+        ),
+        (lambda g: g.allgather([[]], some(3)), "got 0 outputs, no elements for an input of 3"),
+        (lambda g: g.reduce_scatter(some(3), [some(3)]), "reduce_scatter over 2 ranks got 1 tensors; give one for each rank"),
+        (lambda g: g.alltoall(some(3), some(3, 3)), "2 tensors to send and 1 to receive into; give one of both for each rank"),
+        (lambda g: g.gather([some(3)], some(3)), "got 1 tensors to gather into on its destination; give one for each rank"),
+        (lambda g: g.scatter(some(3), [some(3, 3, 3)]), "got 3 tensors on its source; give one for each rank"),
+        (lambda g: g.all_gather_single(*some(6), torch.zeros(3).double()), "input of torch.float64; give both one dtype"),
+    ],
+)
+def test_the_rule_is_told(group: ShardnetProcessGroup, call: Call, complaint: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        call(group)
+    assert complaint in str(refused.value)
