@@ -7,8 +7,8 @@
     alone                the compute of one rank and nothing else
 
 The same GPT (workers/gpt.py), parameters, data and precision in all of them: bfloat16 to compute in, float32 for parameters, sums of
-gradients and AdamW. A step counts with the time of its slowest rank. Memory is what torch has given out at the peak of a step, less what
-it had before that training was made.
+gradients and AdamW. A step lasts from the first rank's start to the last one's end. Memory is what torch has given out at
+the peak of a step, less what it had before that training was made.
 """
 
 import argparse
