@@ -41,7 +41,7 @@ class Row:
     nodes        network interfaces that the ranks are spread over, evenly
     transport    what carried shardnet's data, as benchmarks/plan.py has it: "grpc", "shm" or "hier"
     bytes        collective: the full tensor on a rank (gathered for all_gather, unreduced otherwise); step: all parameters
-    ours_ms      median; q1 and q3 are the quartiles. Each run counts with the time of its slowest rank
+    ours_ms      median; q1 and q3 are the quartiles. A run lasts from the first rank's start to the last one's end
     ratio        peer_ms / ours_ms: above 1 shardnet is ahead
     *_cpu_s      of one run, all ranks together
     moved_bytes  what a ring sends in one run, all ranks together: the same amount for both, to compare CPU time by
