@@ -42,7 +42,7 @@ else.
 EPILOG = """\
 examples:
   python -m benchmarks                                        everything, for the record
-  python -m benchmarks --quick                                whether it works, in half a minute
+  python -m benchmarks --quick                                whether it works, in a minute
   python -m benchmarks --only collectives --transports shm --ranks 4 --sizes 16MiB,64MiB --ops all_reduce
   python -m benchmarks --topologies netns,netns-1gbit         across nodes alone; as root, on Linux
   python -m benchmarks --markdown benchmarks/latest.json      the tables of an earlier run, as Markdown
