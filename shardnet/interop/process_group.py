@@ -9,7 +9,6 @@ error that names both sides, whatever TORCH_DISTRIBUTED_DEBUG says.
 # mypy: disable-error-code="override, assignment"
 
 from collections.abc import Sequence
-from concurrent.futures import Executor
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -21,6 +20,7 @@ from torch._C import _distributed_c10d as c10d
 from shardnet.backend import Backend, Pending
 from shardnet.errors import StateError, UsageError
 from shardnet.interop.carrying import check, movable, premultiplied, reducible, reduction
+from shardnet.interop.ends import Ends
 from shardnet.interop.registration import DEVICES
 from shardnet.interop.rendezvous import placed_world
 from shardnet.interop.work import AnySourceWork, Finish, PendingWork, Works
@@ -319,7 +319,7 @@ class ShardnetProcessGroup(dist.ProcessGroup):
         return work
 
     @property
-    def _ends(self) -> Executor:
+    def _ends(self) -> Ends:
         return self._world.ends
 
     def _timeout(self, opts: Any) -> float:

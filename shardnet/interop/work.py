@@ -1,7 +1,7 @@
 """`PendingWork`: torch's handle of a collective that is under way.
 
 [Note: futures] Who asks for a `torch.futures.Future`, as DDP does for each bucket, may hang callbacks on it that compute and wait. They
-must not run on shardnet's loop thread, so a thread of the group's own ends futures. Nobody pays for it who only waits.
+must not run on shardnet's loop thread, so threads of the world's own end futures (ends.py). Nobody pays for them who only waits.
 
 A future that is given an exception crashes DDP's reducer, and one that is made of a failed work says that all is well. So the
 future that is given out is the one of a callback that raises (`then`).
@@ -13,6 +13,7 @@ of the device has that of whoever waits for it do so.
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from datetime import timedelta
+from functools import partial
 from threading import Lock
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from shardnet.backend import Pending
+from shardnet.interop.ends import Ends
 
 Tensor = torch.Tensor
 Finish = Callable[[Any], None]  # puts a result where the caller wants it
@@ -32,14 +34,14 @@ class PendingWork(dist.Work):
     finish   called once with what is pending, before anybody sees the result; None: all is in place
     """
 
-    def __init__(self, pending: Pending[Any], outputs: Sequence[Tensor], ends: Executor, finish: Finish | None = None) -> None:
+    def __init__(self, pending: Pending[Any], outputs: Sequence[Tensor], ends: Ends, finish: Finish | None = None) -> None:
         super().__init__()
         self._pending = pending.quietly()  # torch lets go of works that nobody waits for
         self._outputs = list(outputs)
         self._finish = finish
         self._ends = ends  # see [Note: futures]
         self._lock = Lock()
-        self._future: torch.futures.Future[list[Tensor]] | None = None
+        self._futures: dict[Executor, torch.futures.Future[list[Tensor]]] = {}  # by the thread that ends it
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Block until it is done. Raises the collective's error, or TimeoutError after `timeout` (0: no time of its own)."""
@@ -67,16 +69,15 @@ class PendingWork(dist.Work):
         return self._outputs
 
     def get_future(self) -> "torch.futures.Future[list[Tensor]]":
+        """May be waited for in a callback of another future, if it is asked for there."""
+        thread = self._ends.for_caller()
         with self._lock:
-            if self._future is None:
+            if thread not in self._futures:
                 devices = {tensor.device for tensor in self._outputs if tensor.is_cuda}
                 done: torch.futures.Future[None] = torch.futures.Future(devices=list(devices))
-                self._future = done.then(lambda _: self._result())
-                self._pending.add_done_callback(lambda _: self._end(done))
-            return self._future
-
-    def _end(self, done: "torch.futures.Future[None]") -> None:
-        self._ends.submit(done.set_result, None)
+                self._futures[thread] = done.then(lambda _: self._result())
+                self._pending.add_done_callback(partial(_end, thread, done))
+            return self._futures[thread]
 
     def _result(self) -> list[Tensor]:
         self._settle(None)
@@ -88,6 +89,10 @@ class PendingWork(dist.Work):
             finish, self._finish = self._finish, None
             if finish is not None:
                 finish(result)
+
+
+def _end(thread: Executor, done: "torch.futures.Future[None]", _: Pending[Any]) -> None:
+    thread.submit(done.set_result, None)
 
 
 class AnySourceWork(PendingWork):
