@@ -83,6 +83,19 @@ class ShardnetProcessGroup(dist.ProcessGroup):
             raise RuntimeError(f"the backend 'shardnet' has nothing for {device}")
         return self
 
+    get_backend = _get_backend
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """Whose tensors it carries: checkpoints are put together where torch finds one of these.
+
+        None until torch has registered the group: as it makes one, it attaches its flight recorder to whatever has devices, which asks the
+        part below Python for a name that a group in Python cannot give it, and init_process_group would fail.
+        """
+        if self not in dist.distributed_c10d._world.pg_map:
+            return []
+        return [torch.device(each) for each in DEVICES if each == "cpu" or torch.cuda.is_available()]
+
     supports_splitting = False
     supports_coalescing = False  # as NCCL does it: several as one launch
 
