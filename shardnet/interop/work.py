@@ -12,6 +12,7 @@ of the device has that of whoever waits for it do so.
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from threading import Lock
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from shardnet.backend import Pending
+from shardnet.backend.streams import Event, is_on_gpu, join, now
 from shardnet.interop.ends import Ends
 
 Tensor = torch.Tensor
@@ -31,7 +33,7 @@ class PendingWork(dist.Work):
     """Lives as long as torch, or whoever asked for it, holds it. Any thread.
 
     outputs  the tensors that hold the result once it is done
-    finish   called once with what is pending, before anybody sees the result; None: all is in place
+    finish   called once with what is pending, before anybody sees the result or hears that it is there; None: all is in place
     """
 
     def __init__(self, pending: Pending[Any], outputs: Sequence[Tensor], ends: Ends, finish: Finish | None = None) -> None:
@@ -41,6 +43,8 @@ class PendingWork(dist.Work):
         self._finish = finish
         self._ends = ends  # see [Note: futures]
         self._lock = Lock()
+        self._finished: list[tuple[torch.device, Event]] = []  # on which GPUs `finish` has put results, and when: maybe on another's stream
+        self._failed: Exception | None = None  # what `finish` has raised
         self._futures: dict[Executor, torch.futures.Future[list[Tensor]]] = {}  # by the thread that ends it
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
@@ -56,13 +60,19 @@ class PendingWork(dist.Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        return self._pending.done()
+        """Whether it is over. Who has asked until it was, need not wait: the result is in place."""
+        if not self._pending.done():
+            return False
+        if self._pending.exception() is None:
+            with suppress(Exception):  # `wait` and `exception` have it
+                self._settle(None)
+        return True
 
     def is_success(self) -> bool:
-        return self._pending.done() and self._pending.exception() is None
+        return self.is_completed() and self.exception() is None
 
     def exception(self) -> BaseException | None:
-        return self._pending.exception() if self._pending.done() else None
+        return (self._pending.exception() or self._failed) if self._pending.done() else None
 
     def result(self) -> list[Tensor]:
         self.wait()
@@ -84,11 +94,26 @@ class PendingWork(dist.Work):
         return self._outputs
 
     def _settle(self, timeout_s: float | None) -> None:
+        """Wait, and have the result put where the caller wants it, if it is not there yet."""
         result = self._pending.wait(timeout_s)
         with self._lock:
-            finish, self._finish = self._finish, None
-            if finish is not None:
-                finish(result)
+            if self._finish is not None:
+                self._put(self._finish, result)
+            elif self._failed is not None:
+                raise self._failed
+            else:
+                for device, event in self._finished:
+                    join(event, device)
+
+    def _put(self, finish: Finish, result: Any) -> None:
+        try:
+            finish(result)
+        except Exception as error:
+            self._failed = error
+            raise
+        finally:
+            self._finish = None
+        self._finished = [(device, now(device)) for device in {tensor.device for tensor in self._outputs if is_on_gpu(tensor)}]
 
 
 def _end(thread: Executor, done: "torch.futures.Future[None]", _: Pending[Any]) -> None:

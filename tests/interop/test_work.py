@@ -78,3 +78,17 @@ def test_after_the_end_no_thread_takes_anything(ends: Ends) -> None:
     ends.shutdown()
     with pytest.raises(RuntimeError, match="shutdown"):
         ends.for_caller().submit(print)
+
+
+def test_a_result_that_cannot_be_put_in_place_fails_whoever_asks(ends: Ends) -> None:
+    future = Future()
+
+    def finish(_: object) -> None:
+        raise RuntimeError("no room")
+
+    work = PendingWork(Pending(future, "all_gather"), [], ends, finish)
+    future.set_result(torch.ones(1))
+    assert (work.is_completed(), work.is_success(), str(work.exception())) == (True, False, "no room")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="no room"):
+            work.wait()
