@@ -21,6 +21,7 @@ from shardnet.backend import Backend, Pending
 from shardnet.errors import StateError, UsageError
 from shardnet.interop.carrying import check, movable, premultiplied, reducible, reduction
 from shardnet.interop.ends import Ends
+from shardnet.interop.overloads import overloaded
 from shardnet.interop.registration import DEVICES
 from shardnet.interop.rendezvous import placed_world
 from shardnet.interop.work import AnySourceWork, Finish, PendingWork, Works
@@ -117,9 +118,9 @@ class ShardnetProcessGroup(dist.ProcessGroup):
 
     # --- one tensor
 
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        options = opts or c10d.AllreduceOptions()
-        return _joined([self._all_reduce(each, options) for each in tensors])
+    @overloaded(c10d.AllreduceOptions, [1], "op timeout")
+    def allreduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
+        return _joined([self._all_reduce(each, opts) for each in tensors])
 
     def _all_reduce(self, tensor: Tensor, opts: Any) -> PendingWork:
         check([tensor])
@@ -129,13 +130,13 @@ class ShardnetProcessGroup(dist.ProcessGroup):
         pending = self._backend.all_reduce(flat, op, out=out, timeout_s=self._timeout(opts))
         return self._work(pending, [tensor], None if tensor.is_contiguous() else partial(_put, tensor))
 
-    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        options = opts or c10d.BroadcastOptions()
+    @overloaded(c10d.BroadcastOptions, [1], "root timeout")
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> dist.Work:
         check(tensors)
         works = []
         for tensor in tensors:
             flat = movable(tensor)
-            pending = self._backend.broadcast(flat, options.rootRank, out=flat, timeout_s=self._timeout(options))
+            pending = self._backend.broadcast(flat, opts.rootRank, out=flat, timeout_s=self._timeout(opts))
             works.append(self._work(pending, [tensor], None if tensor.is_contiguous() else partial(_put, tensor)))
         return _joined(works)
 
@@ -157,8 +158,9 @@ class ShardnetProcessGroup(dist.ProcessGroup):
         pending = self._backend.reduce_scatter(reducible(premultiplied(input, factor), op), op, out=out, timeout_s=self._timeout(options))
         return self._work(pending, [output], None if output.is_contiguous() else partial(_put, output))
 
+    @overloaded(c10d.AllToAllOptions, [0, 0, 0, 0], "timeout")
     def all_to_all_single(
-        self, output: Tensor, input: Tensor, output_split_sizes: Sequence[int] = (), input_split_sizes: Sequence[int] = (), opts: Any = None
+        self, output: Tensor, input: Tensor, output_split_sizes: Sequence[int] = (), input_split_sizes: Sequence[int] = (), *, opts: Any
     ) -> PendingWork:
         check([output, input])
         _check_dtypes("all_to_all", output, input)
@@ -179,7 +181,8 @@ class ShardnetProcessGroup(dist.ProcessGroup):
 
     # --- lists of tensors
 
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+    @overloaded(c10d.AllgatherOptions, [2, 1], "timeout")
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> dist.Work:
         return _joined([self._all_gather(out, each, opts) for out, each in zip(outputs, inputs, strict=True)])
 
     def _all_gather(self, outputs: list[Tensor], input: Tensor, opts: Any) -> PendingWork:
@@ -193,9 +196,9 @@ class ShardnetProcessGroup(dist.ProcessGroup):
         pending = self._backend.all_gather(flat, sizes=sizes, timeout_s=self._timeout(opts))
         return self._work(pending, outputs, partial(_put_all, outputs))
 
-    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> dist.Work:
-        options = opts or c10d.ReduceScatterOptions()
-        return _joined([self._reduce_scatter(out, parts, options) for out, parts in zip(outputs, inputs, strict=True)])
+    @overloaded(c10d.ReduceScatterOptions, [1, 2], "op timeout")
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> dist.Work:
+        return _joined([self._reduce_scatter(out, parts, opts) for out, parts in zip(outputs, inputs, strict=True)])
 
     def _reduce_scatter(self, output: Tensor, parts: list[Tensor], opts: Any) -> PendingWork:
         check([output, *parts])
@@ -215,38 +218,38 @@ class ShardnetProcessGroup(dist.ProcessGroup):
         pending = self._exchange(torch.cat(sends), [each.numel() for each in sends], receives, opts)
         return self._work(pending, outputs, partial(_put_all, outputs))
 
-    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> PendingWork:
-        options = opts or c10d.GatherOptions()
-        here, parts = options.rootRank == self.rank(), outputs[0] if outputs else []
+    @overloaded(c10d.GatherOptions, [2, 1], "root timeout")
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> PendingWork:
+        here, parts = opts.rootRank == self.rank(), outputs[0] if outputs else []
         check([*parts, *inputs])
         if here and len(parts) != self.size():
             raise UsageError(f"gather over {self.size()} ranks got {len(parts)} tensors to gather into on its destination")
         flat = movable(inputs[0])
-        sends = [flat.numel() if rank == options.rootRank else 0 for rank in range(self.size())]
+        sends = [flat.numel() if rank == opts.rootRank else 0 for rank in range(self.size())]
         receives = [movable(each).numel() for each in parts] if here else [0] * self.size()
-        pending = self._exchange(flat, sends, receives, options)
+        pending = self._exchange(flat, sends, receives, opts)
         return self._work(pending, parts, partial(_put_all, parts) if here else None)
 
-    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> PendingWork:
-        options = opts or c10d.ScatterOptions()
-        here, parts = options.rootRank == self.rank(), inputs[0] if inputs else []
+    @overloaded(c10d.ScatterOptions, [1, 2], "root timeout")
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> PendingWork:
+        here, parts = opts.rootRank == self.rank(), inputs[0] if inputs else []
         check([*outputs, *parts])
         if here and len(parts) != self.size():
             raise UsageError(f"scatter over {self.size()} ranks got {len(parts)} tensors on its source")
         flats, output = [movable(each) for each in parts], outputs[0]
         sends = [each.numel() for each in flats] if here else [0] * self.size()
-        receives = [movable(output).numel() if rank == options.rootRank else 0 for rank in range(self.size())]
-        pending = self._exchange(torch.cat(flats) if here else movable(output)[:0], sends, receives, options)
+        receives = [movable(output).numel() if rank == opts.rootRank else 0 for rank in range(self.size())]
+        pending = self._exchange(torch.cat(flats) if here else movable(output)[:0], sends, receives, opts)
         return self._work(pending, [output], partial(_put, output))
 
-    def reduce(self, tensors: list[Tensor], opts: Any = None) -> PendingWork:
-        options = opts or c10d.ReduceOptions()
+    @overloaded(c10d.ReduceOptions, [1], "root op timeout")
+    def reduce(self, tensors: list[Tensor], opts: Any) -> PendingWork:
         check(tensors)
-        tensor, here = tensors[0], options.rootRank == self.rank()
-        op, factor = reduction(options.reduceOp)
+        tensor, here = tensors[0], opts.rootRank == self.rank()
+        op, factor = reduction(opts.reduceOp)
         flat = reducible(premultiplied(tensor, factor), op)
-        sizes = [flat.numel() if rank == options.rootRank else 0 for rank in range(self.size())]
-        pending = self._backend.reduce_scatter(flat, op, sizes=sizes, timeout_s=self._timeout(options))
+        sizes = [flat.numel() if rank == opts.rootRank else 0 for rank in range(self.size())]
+        pending = self._backend.reduce_scatter(flat, op, sizes=sizes, timeout_s=self._timeout(opts))
         return self._work(pending, [tensor], partial(_put, tensor) if here else None)
 
     def _exchange(self, flat: Tensor, sends: list[int], receives: list[int], opts: Any) -> Pending[Tensor]:
@@ -298,7 +301,8 @@ class ShardnetProcessGroup(dist.ProcessGroup):
 
     recvAnysource = recv_anysource  # noqa: N815 - torch's name
 
-    def barrier(self, opts: Any = None) -> PendingWork:
+    @overloaded(c10d.BarrierOptions, [], "timeout")
+    def barrier(self, opts: Any) -> PendingWork:
         return self._work(self._backend.barrier(timeout_s=self._timeout(opts)), [])
 
     # --- old names (torch before 2.13)
