@@ -43,9 +43,9 @@ def create(options: Any) -> "ShardnetProcessGroup":
         placed = placed_world(options.store)
         world = World.meet(options.store, options.group_rank, options.group_size, timeout_s) if placed is None else placed
         _worlds[:] = [world]
-        return ShardnetProcessGroup(world.backend, world, options.group_id, timeout_s, owns=True)
+        return ShardnetProcessGroup(world.backend, world, options.group_id, timeout_s, options.store, owns=True)
     world = _worlds[0]
-    return ShardnetProcessGroup(world.backend.subgroup(ranks), world, options.group_id, timeout_s, owns=False)
+    return ShardnetProcessGroup(world.backend.subgroup(ranks), world, options.group_id, timeout_s, options.store, owns=False)
 
 
 class ShardnetProcessGroup(dist.ProcessGroup):
@@ -54,13 +54,15 @@ class ShardnetProcessGroup(dist.ProcessGroup):
     Everything returns at once with a torch Work; its `wait` raises shardnet's errors.
     """
 
-    def __init__(self, backend: Backend, world: World, name: str, timeout_s: float, *, owns: bool) -> None:
+    def __init__(self, backend: Backend, world: World, name: str, timeout_s: float, store: c10d.Store, *, owns: bool) -> None:
         super().__init__(backend.rank, backend.world_size)
         self._backend = backend
         self._world = world
         self._name = name
         self._timeout_s = timeout_s
+        self._store = store
         self._owns = owns
+        self._collectives = 0  # that were called
         self._coalesced: list[PendingWork] | None = None  # what is begun between start_coalescing and end_coalescing
 
     # --- who it is
@@ -98,6 +100,8 @@ class ShardnetProcessGroup(dist.ProcessGroup):
         return [torch.device(each) for each in DEVICES if each == "cpu" or torch.cuda.is_available()]
 
     supports_splitting = False
+    supports_reconfigure = False
+    supports_window = False
     supports_coalescing = False  # as NCCL does it: several as one launch
 
     def supports_tensor_alloc(self, _: torch.device) -> bool:
@@ -113,8 +117,22 @@ class ShardnetProcessGroup(dist.ProcessGroup):
         """host:port where this rank answers: `shardnet status ADDRESS`, health checks."""
         return self._world.address
 
+    def get_group_store(self) -> c10d.Store:
+        return self._store
+
+    @property
+    def options(self) -> c10d.Backend.Options:
+        """To be read: `_timeout` is what a collective has that says nothing else."""
+        return c10d.Backend.Options(self.getBackendName(), timedelta(seconds=self._timeout_s))
+
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout_s = timeout.total_seconds()
+
+    _set_default_timeout = set_timeout
+
+    def _get_sequence_number_for_group(self) -> int:
+        """How many collectives this rank has called."""
+        return self._collectives
 
     # --- one tensor
 
@@ -330,6 +348,7 @@ class ShardnetProcessGroup(dist.ProcessGroup):
     def _work(
         self, pending: Pending[Any], outputs: Sequence[Tensor], finish: Finish | None = None, *, kind: type[PendingWork] = PendingWork
     ) -> PendingWork:
+        self._collectives += pending.op_name not in ("send", "recv")
         work = kind(pending, outputs, self._ends, finish)
         if self._coalesced is not None:
             self._coalesced.append(work)

@@ -1,6 +1,6 @@
 """Programs that call methods of a group rather than functions of torch.distributed; run by ranks that are forked."""
 
-# mypy: disable-error-code="assignment, attr-defined, call-overload, call-arg, no-untyped-call, arg-type, union-attr"
+# mypy: disable-error-code="assignment, attr-defined, call-overload, call-arg, comparison-overlap, no-untyped-call, arg-type, union-attr"
 
 from datetime import timedelta
 from pathlib import Path
@@ -63,3 +63,25 @@ def forms(rank: int, world_size: int, _: Path) -> None:
     group.barrier().wait()
     group.barrier(SOON).wait()
     group.barrier(timeout=SOON).wait()
+
+
+def facts(rank: int, world_size: int, _: Path) -> None:
+    """What torch's own code, and that of frameworks, asks a group for."""
+    group = dist.group.WORLD
+    assert group is not None
+    part = group._get_backend(torch.device("cpu"))
+    assert part.options._timeout == programs.TIMEOUT
+    part._set_default_timeout(SOON)
+    assert part.options._timeout == SOON
+    assert dist.distributed_c10d.get_backend_impl() == group
+    assert (group.supports_reconfigure, group.supports_window, group.supports_splitting) == (False, False, False)
+    store = dist.new_group([0, 1]).get_group_store()
+    store.set(f"from {rank}", str(rank))
+    assert store.get(f"from {1 - rank}") == str(1 - rank).encode()
+    called = group._get_sequence_number_for_group()
+    dist.barrier()
+    if rank == 0:
+        dist.send(torch.ones(1), 1)
+    else:
+        dist.recv(torch.ones(1), 0)
+    assert group._get_sequence_number_for_group() == called + 1
