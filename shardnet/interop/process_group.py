@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from shardnet.backend import Backend, Pending
-from shardnet.errors import StateError, UsageError
+from shardnet.errors import InvalidRankError, StateError, UsageError
 from shardnet.interop.carrying import check, movable, premultiplied, reducible, reduction
 from shardnet.interop.ends import Ends
 from shardnet.interop.overloads import overloaded
@@ -43,9 +43,9 @@ def create(options: Any) -> "ShardnetProcessGroup":
         placed = placed_world(options.store)
         world = World.meet(options.store, options.group_rank, options.group_size, timeout_s) if placed is None else placed
         _worlds[:] = [world]
-        return ShardnetProcessGroup(world.backend, world, options.group_id, timeout_s, options.store, owns=True)
+        return ShardnetProcessGroup(world.backend, world, options, owns=True)
     world = _worlds[0]
-    return ShardnetProcessGroup(world.backend.subgroup(ranks), world, options.group_id, timeout_s, options.store, owns=False)
+    return ShardnetProcessGroup(world.backend.subgroup(ranks), world, options, owns=False)
 
 
 class ShardnetProcessGroup(dist.ProcessGroup):
@@ -54,13 +54,14 @@ class ShardnetProcessGroup(dist.ProcessGroup):
     Everything returns at once with a torch Work; its `wait` raises shardnet's errors.
     """
 
-    def __init__(self, backend: Backend, world: World, name: str, timeout_s: float, store: c10d.Store, *, owns: bool) -> None:
+    def __init__(self, backend: Backend, world: World, options: Any, *, owns: bool) -> None:
         super().__init__(backend.rank, backend.world_size)
         self._backend = backend
         self._world = world
-        self._name = name
-        self._timeout_s = timeout_s
-        self._store = store
+        self._name: str = options.group_id
+        self._timeout_s: float = options.timeout.total_seconds()
+        self._store: c10d.Store = options.store
+        self._ranks: list[int] = list(options.global_ranks_in_group) or list(range(backend.world_size))  # of the default group
         self._owns = owns
         self._collectives = 0  # that were called
         self._coalesced: list[PendingWork] | None = None  # what is begun between start_coalescing and end_coalescing
@@ -243,9 +244,11 @@ class ShardnetProcessGroup(dist.ProcessGroup):
         if here and len(parts) != self.size():
             raise UsageError(f"gather over {self.size()} ranks got {len(parts)} tensors to gather into on its destination")
         flat = movable(inputs[0])
+        if here:
+            _check_own("gather", parts[self.rank()], inputs[0])
         sends = [flat.numel() if rank == opts.rootRank else 0 for rank in range(self.size())]
         receives = [movable(each).numel() for each in parts] if here else [0] * self.size()
-        pending = self._exchange(flat, sends, receives, opts)
+        pending = self._exchange(flat, sends, receives, opts, self._rooted("gather to", opts.rootRank))
         return self._work(pending, parts, partial(_put_all, parts) if here else None)
 
     @overloaded(c10d.ScatterOptions, [1, 2], "root timeout")
@@ -255,9 +258,12 @@ class ShardnetProcessGroup(dist.ProcessGroup):
         if here and len(parts) != self.size():
             raise UsageError(f"scatter over {self.size()} ranks got {len(parts)} tensors on its source")
         flats, output = [movable(each) for each in parts], outputs[0]
+        if here:
+            _check_own("scatter", parts[self.rank()], output)
         sends = [each.numel() for each in flats] if here else [0] * self.size()
         receives = [movable(output).numel() if rank == opts.rootRank else 0 for rank in range(self.size())]
-        pending = self._exchange(torch.cat(flats) if here else movable(output)[:0], sends, receives, opts)
+        label = self._rooted("scatter from", opts.rootRank)
+        pending = self._exchange(torch.cat(flats) if here else movable(output)[:0], sends, receives, opts, label)
         return self._work(pending, [output], partial(_put, output))
 
     @overloaded(c10d.ReduceOptions, [1], "root op timeout")
@@ -267,11 +273,19 @@ class ShardnetProcessGroup(dist.ProcessGroup):
         op, factor = reduction(opts.reduceOp)
         flat = reducible(premultiplied(tensor, factor), op)
         sizes = [flat.numel() if rank == opts.rootRank else 0 for rank in range(self.size())]
-        pending = self._backend.reduce_scatter(flat, op, sizes=sizes, timeout_s=self._timeout(opts))
+        label = self._rooted("reduce to", opts.rootRank)
+        pending = self._backend.reduce_scatter(flat, op, sizes=sizes, timeout_s=self._timeout(opts), label=label)
         return self._work(pending, [tensor], partial(_put, tensor) if here else None)
 
-    def _exchange(self, flat: Tensor, sends: list[int], receives: list[int], opts: Any) -> Pending[Tensor]:
-        return self._backend.all_to_all(flat, send_sizes=sends, recv_sizes=receives, timeout_s=self._timeout(opts))
+    def _exchange(self, flat: Tensor, sends: list[int], receives: list[int], opts: Any, label: str = "") -> Pending[Tensor]:
+        """`label` says what it is other than an all_to_all: ranks must agree on it, and errors name it."""
+        return self._backend.all_to_all(flat, send_sizes=sends, recv_sizes=receives, timeout_s=self._timeout(opts), label=label)
+
+    def _rooted(self, what: str, root: int) -> str:
+        """A label for what a `Backend` knows by another name."""
+        if not 0 <= root < self.size():
+            raise InvalidRankError(root, self.size(), "root")
+        return f"{what} {self._ranks[root]}"
 
     # --- several at once
 
@@ -401,6 +415,11 @@ def _scaled(rows: Sequence[int], tensor: Tensor) -> list[int]:
 def _check_sizes(op: str, got: int, expected: int) -> None:
     if got != expected:
         raise UsageError(f"{op}: the tensor of all ranks has {got} elements where {expected} are needed")
+
+
+def _check_own(op: str, part: Tensor, alone: Tensor) -> None:
+    if part.numel() != alone.numel():
+        raise UsageError(f"{op}: this rank's own part has {part.numel()} elements in the list of all, but {alone.numel()} by itself")
 
 
 def _check_dtypes(op: str, output: Tensor, input: Tensor) -> None:

@@ -359,6 +359,29 @@ def mismatch(rank: int, world_size: int, folder: Path) -> None:
         _note(folder, rank, error)
 
 
+def mismatched_roots(rank: int, world_size: int, folder: Path) -> None:
+    """Of calls that exchange as many bytes between the same ranks."""
+    last, alone = dist.new_group([0, 2]), torch.ones(2)
+    parts = [torch.ones(2) for _ in range(world_size)]
+    calls: list[tuple[Callable[[], object], Callable[[], object]]] = [  # by rank 0 and rank 2
+        (lambda: dist.gather(alone, parts[:2], dst=0, group=last), lambda: dist.gather(alone, parts[:2], dst=2, group=last)),
+        (
+            lambda: dist.gather(alone, parts[:2], dst=0, group=last),
+            lambda: dist.all_to_all_single(torch.empty(0), alone, [0, 0], [2, 0], group=last),
+        ),
+        (lambda: dist.scatter(alone, parts[:2], src=0, group=last), lambda: dist.scatter(alone, parts[:2], src=2, group=last)),
+        (lambda: dist.reduce(alone, dst=2, group=last), lambda: last._backend.reduce_scatter(alone, sizes=[0, 2]).wait()),
+    ]
+    for number, call in enumerate(calls if rank != 1 else []):
+        (folder / str(number)).mkdir(exist_ok=True)
+        try:
+            call[rank // 2]()
+        except Exception as error:  # noqa: BLE001 - which one is what is looked at
+            _note(folder / str(number), rank, error)
+    if rank != 1:
+        dist.gather(alone, parts[:2] if rank == 2 else None, dst=2, group=last)
+
+
 def lost_in_backward(rank: int, world_size: int, folder: Path) -> None:
     """The last rank dies in a step; the others' backward says so, and they go on without it in a world of their own."""
     model = nn.parallel.DistributedDataParallel(_model())
