@@ -386,9 +386,16 @@ def _joined(works: list[PendingWork]) -> dist.Work:
 
 
 def _put(target: Tensor, result: Tensor) -> None:
-    """A flat result, which may be bytes or pairs of real numbers, into a tensor of any strides."""
+    """A flat result, which may be bytes or pairs of real numbers, into a tensor of any strides.
+
+    Where one is expanded, it shows an element several times, and torch does not write it: it gets the first of them.
+    """
+    target, result = target.detach(), _like(result, target)
+    for dim, stride in enumerate(target.stride()):
+        if stride == 0 and target.shape[dim] > 1:
+            target, result = target.narrow(dim, 0, 1), result.narrow(dim, 0, 1)
     with torch.no_grad():
-        target.detach().copy_(_like(result, target))
+        target.copy_(result)
 
 
 def _put_all(targets: Sequence[Tensor], result: Tensor) -> None:

@@ -89,6 +89,9 @@ def reductions(rank: int, world_size: int, _: Path) -> None:
         assert not strided.is_contiguous()
         dist.all_reduce(strided, op)
         assert torch.equal(strided, want), (op, dtype, "strided")
+        expanded = whole[rank][0, :1].clone().expand(2, 3)
+        dist.all_reduce(expanded, op)
+        assert torch.equal(expanded, want[0, :1].expand(2, 3)), (op, dtype, "expanded")
         part = torch.empty(2, 3, dtype=dtype)
         dist.reduce_scatter_tensor(part, whole[rank], op)
         assert torch.equal(part, want.view(world_size, 2, 3)[rank]), (op, dtype)
@@ -129,6 +132,9 @@ def movements(rank: int, world_size: int, _: Path) -> None:
         got = [torch.empty_like(whole[0]) for _ in ranks]
         dist.all_to_all(got, [whole[(rank + to) % world_size] for to in ranks])
         assert all(same(got[source], whole[(source + rank) % world_size]) for source in ranks), dtype
+    one = torch.empty(1)
+    dist.scatter(one.expand(2), [torch.full((2,), float(each)) for each in ranks] if rank == 0 else None, src=0)
+    assert one.item() == rank
     uneven = [torch.empty(each + 1) for each in ranks]
     dist.all_gather(uneven, torch.full((rank + 1,), float(rank)))
     assert [each.tolist() for each in uneven] == [[float(each)] * (each + 1) for each in ranks]
