@@ -19,12 +19,12 @@ from torch._C import _distributed_c10d as c10d
 
 from shardnet.backend import Backend, Pending
 from shardnet.errors import InvalidRankError, StateError, UsageError
-from shardnet.interop.carrying import check, movable, premultiplied, reducible, reduction
+from shardnet.interop.carrying import check, movable, premultiplied, put, put_all, reducible, reduction
 from shardnet.interop.ends import Ends
 from shardnet.interop.overloads import overloaded
 from shardnet.interop.registration import DEVICES
 from shardnet.interop.rendezvous import placed_world
-from shardnet.interop.work import AnySourceWork, Finish, PendingWork, Works
+from shardnet.interop.work import AnySourceWork, Facts, Finish, PendingWork, Works
 from shardnet.interop.world import World
 
 Tensor = torch.Tensor
@@ -147,7 +147,7 @@ class ShardnetProcessGroup(dist.ProcessGroup):
         flat = reducible(premultiplied(tensor, factor), op)
         out = reducible(tensor, op) if tensor.is_contiguous() else torch.empty_like(flat)
         pending = self._backend.all_reduce(flat, op, out=out, timeout_s=self._timeout(opts))
-        return self._work(pending, [tensor], None if tensor.is_contiguous() else partial(_put, tensor))
+        return self._work(pending, opts, [tensor], None if tensor.is_contiguous() else partial(put, tensor))
 
     @overloaded(c10d.BroadcastOptions, [1], "root timeout")
     def broadcast(self, tensors: list[Tensor], opts: Any) -> dist.Work:
@@ -156,7 +156,7 @@ class ShardnetProcessGroup(dist.ProcessGroup):
         for tensor in tensors:
             flat = movable(tensor)
             pending = self._backend.broadcast(flat, opts.rootRank, out=flat, timeout_s=self._timeout(opts))
-            works.append(self._work(pending, [tensor], None if tensor.is_contiguous() else partial(_put, tensor)))
+            works.append(self._work(pending, opts, [tensor], None if tensor.is_contiguous() else partial(put, tensor)))
         return _joined(works)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> PendingWork:
@@ -165,7 +165,7 @@ class ShardnetProcessGroup(dist.ProcessGroup):
         _check_dtypes("all_gather", output, input)
         out = movable(output)
         pending = self._backend.all_gather(movable(input), out=out, timeout_s=self._timeout(opts))
-        return self._work(pending, [output], None if output.is_contiguous() else partial(_put, output))
+        return self._work(pending, opts, [output], None if output.is_contiguous() else partial(put, output))
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> PendingWork:
         options = opts or c10d.ReduceScatterOptions()
@@ -175,7 +175,7 @@ class ShardnetProcessGroup(dist.ProcessGroup):
         op, factor = reduction(options.reduceOp)
         out = reducible(output, op)
         pending = self._backend.reduce_scatter(reducible(premultiplied(input, factor), op), op, out=out, timeout_s=self._timeout(options))
-        return self._work(pending, [output], None if output.is_contiguous() else partial(_put, output))
+        return self._work(pending, opts, [output], None if output.is_contiguous() else partial(put, output))
 
     @overloaded(c10d.AllToAllOptions, [0, 0, 0, 0], "timeout")
     def all_to_all_single(
@@ -186,7 +186,7 @@ class ShardnetProcessGroup(dist.ProcessGroup):
         sends = self._rows(input, input_split_sizes, "input_split_sizes")
         receives = self._rows(output, output_split_sizes, "output_split_sizes")
         pending = self._exchange(movable(input), _scaled(sends, input), _scaled(receives, output), opts)
-        return self._work(pending, [output], partial(_put, output))
+        return self._work(pending, opts, [output], partial(put, output))
 
     def _rows(self, tensor: Tensor, split: Sequence[int], what: str) -> list[int]:
         rows = tensor.shape[0] if tensor.dim() else 1
@@ -213,7 +213,7 @@ class ShardnetProcessGroup(dist.ProcessGroup):
                 f"all_gather on rank {self.rank()} of {self.size()}: {len(sizes)} outputs, this rank's of {input.numel()} elements"
             )
         pending = self._backend.all_gather(flat, sizes=sizes, timeout_s=self._timeout(opts))
-        return self._work(pending, outputs, partial(_put_all, outputs))
+        return self._work(pending, opts, outputs, partial(put_all, outputs))
 
     @overloaded(c10d.ReduceScatterOptions, [1, 2], "op timeout")
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> dist.Work:
@@ -227,7 +227,7 @@ class ShardnetProcessGroup(dist.ProcessGroup):
         flats = [reducible(premultiplied(part, factor), op) for part in parts]
         sizes = [each.numel() for each in flats]
         pending = self._backend.reduce_scatter(torch.cat(flats), op, sizes=sizes, timeout_s=self._timeout(opts))
-        return self._work(pending, [output], partial(_put, output))
+        return self._work(pending, opts, [output], partial(put, output))
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> PendingWork:
         check([*outputs, *inputs])
@@ -235,7 +235,7 @@ class ShardnetProcessGroup(dist.ProcessGroup):
             raise UsageError(f"all_to_all over {self.size()} ranks got {len(inputs)} tensors to send and {len(outputs)} to receive into")
         sends, receives = [movable(each) for each in inputs], [movable(each).numel() for each in outputs]
         pending = self._exchange(torch.cat(sends), [each.numel() for each in sends], receives, opts)
-        return self._work(pending, outputs, partial(_put_all, outputs))
+        return self._work(pending, opts, outputs, partial(put_all, outputs))
 
     @overloaded(c10d.GatherOptions, [2, 1], "root timeout")
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> PendingWork:
@@ -249,7 +249,7 @@ class ShardnetProcessGroup(dist.ProcessGroup):
         sends = [flat.numel() if rank == opts.rootRank else 0 for rank in range(self.size())]
         receives = [movable(each).numel() for each in parts] if here else [0] * self.size()
         pending = self._exchange(flat, sends, receives, opts, self._rooted("gather to", opts.rootRank))
-        return self._work(pending, parts, partial(_put_all, parts) if here else None)
+        return self._work(pending, opts, parts, partial(put_all, parts) if here else None)
 
     @overloaded(c10d.ScatterOptions, [1, 2], "root timeout")
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> PendingWork:
@@ -264,7 +264,7 @@ class ShardnetProcessGroup(dist.ProcessGroup):
         receives = [movable(output).numel() if rank == opts.rootRank else 0 for rank in range(self.size())]
         label = self._rooted("scatter from", opts.rootRank)
         pending = self._exchange(torch.cat(flats) if here else movable(output)[:0], sends, receives, opts, label)
-        return self._work(pending, [output], partial(_put, output))
+        return self._work(pending, opts, [output], partial(put, output))
 
     @overloaded(c10d.ReduceOptions, [1], "root op timeout")
     def reduce(self, tensors: list[Tensor], opts: Any) -> PendingWork:
@@ -275,7 +275,7 @@ class ShardnetProcessGroup(dist.ProcessGroup):
         sizes = [flat.numel() if rank == opts.rootRank else 0 for rank in range(self.size())]
         label = self._rooted("reduce to", opts.rootRank)
         pending = self._backend.reduce_scatter(flat, op, sizes=sizes, timeout_s=self._timeout(opts), label=label)
-        return self._work(pending, [tensor], partial(_put, tensor) if here else None)
+        return self._work(pending, opts, [tensor], partial(put, tensor) if here else None)
 
     def _exchange(self, flat: Tensor, sends: list[int], receives: list[int], opts: Any, label: str = "") -> Pending[Tensor]:
         """`label` says what it is other than an all_to_all: ranks must agree on it, and errors name it."""
@@ -314,13 +314,14 @@ class ShardnetProcessGroup(dist.ProcessGroup):
     def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> PendingWork:
         check(tensors)
         tensor = tensors[0]
-        return self._work(self._backend.send(movable(tensor), to, tag=self._tag(tag), timeout_s=self._timeout_s), [tensor])
+        pending = self._backend.send(movable(tensor), to, tag=self._tag(tag), timeout_s=self._timeout_s)
+        return self._work(pending, None, [tensor])
 
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> PendingWork:
         check(tensors)
         tensor = tensors[0]
         pending = self._backend.recv(movable(tensor), source, tag=self._tag(tag), timeout_s=self._timeout_s)
-        return self._work(pending, [tensor], None if tensor.is_contiguous() else partial(_put, tensor))
+        return self._work(pending, None, [tensor], None if tensor.is_contiguous() else partial(put, tensor), source=source)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> PendingWork:
         check(tensors)
@@ -329,13 +330,13 @@ class ShardnetProcessGroup(dist.ProcessGroup):
         if not in_place:
             flat = torch.empty_like(flat, device="cpu")
         pending = self._backend.recv_any(flat, tag=self._tag(tag), timeout_s=self._timeout_s)
-        return self._work(pending, [tensor], None if in_place else lambda _: _put(tensor, flat), kind=AnySourceWork)
+        return self._work(pending, None, [tensor], None if in_place else lambda _: put(tensor, flat), kind=AnySourceWork)
 
     recvAnysource = recv_anysource  # noqa: N815 - torch's name
 
     @overloaded(c10d.BarrierOptions, [], "timeout")
     def barrier(self, opts: Any) -> PendingWork:
-        return self._work(self._backend.barrier(timeout_s=self._timeout(opts)), [])
+        return self._work(self._backend.barrier(timeout_s=self._timeout(opts)), opts, [])
 
     # --- old names (torch before 2.13)
 
@@ -360,10 +361,18 @@ class ShardnetProcessGroup(dist.ProcessGroup):
     # --- helpers
 
     def _work(
-        self, pending: Pending[Any], outputs: Sequence[Tensor], finish: Finish | None = None, *, kind: type[PendingWork] = PendingWork
+        self,
+        pending: Pending[Any],
+        opts: Any,
+        outputs: Sequence[Tensor],
+        finish: Finish | None = None,
+        *,
+        kind: type[PendingWork] = PendingWork,
+        source: int | None = None,
     ) -> PendingWork:
         self._collectives += pending.op_name not in ("send", "recv")
-        work = kind(pending, outputs, self._ends, finish)
+        facts = Facts(self._collectives, timedelta(seconds=self._timeout(opts)), source)
+        work = kind(pending, outputs, self._ends, finish, facts)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
@@ -383,33 +392,6 @@ class ShardnetProcessGroup(dist.ProcessGroup):
 
 def _joined(works: list[PendingWork]) -> dist.Work:
     return works[0] if len(works) == 1 else Works(works)
-
-
-def _put(target: Tensor, result: Tensor) -> None:
-    """A flat result, which may be bytes or pairs of real numbers, into a tensor of any strides.
-
-    Where one is expanded, it shows an element several times, and torch does not write it: it gets the first of them.
-    """
-    target, result = target.detach(), _like(result, target)
-    for dim, stride in enumerate(target.stride()):
-        if stride == 0 and target.shape[dim] > 1:
-            target, result = target.narrow(dim, 0, 1), result.narrow(dim, 0, 1)
-    with torch.no_grad():
-        target.copy_(result)
-
-
-def _put_all(targets: Sequence[Tensor], result: Tensor) -> None:
-    start = 0
-    for target in targets:
-        count = target.numel() * target.itemsize // result.itemsize
-        _put(target, result[start : start + count])
-        start += count
-
-
-def _like(flat: Tensor, target: Tensor) -> Tensor:
-    if flat.dtype != target.dtype:
-        flat = flat.clone().view(torch.uint8).view(target.dtype)  # cloned: a slice of bytes may lie where no such element can
-    return flat.view(target.shape)
 
 
 def _scaled(rows: Sequence[int], tensor: Tensor) -> list[int]:

@@ -13,6 +13,7 @@ of the device has that of whoever waits for it do so.
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from threading import Lock
@@ -29,6 +30,15 @@ Tensor = torch.Tensor
 Finish = Callable[[Any], None]  # puts a result where the caller wants it
 
 
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a program may ask of a work, other than its result."""
+
+    sequence: int = 0  # how many collectives the rank has called in that group
+    timeout: timedelta = timedelta(0)  # that it has
+    source: int | None = None  # of a receive: the rank of the group that sends, where it is named
+
+
 class PendingWork(dist.Work):
     """Lives as long as torch, or whoever asked for it, holds it. Any thread.
 
@@ -36,19 +46,22 @@ class PendingWork(dist.Work):
     finish   called once with what is pending, before anybody sees the result or hears that it is there; None: all is in place
     """
 
-    def __init__(self, pending: Pending[Any], outputs: Sequence[Tensor], ends: Ends, finish: Finish | None = None) -> None:
+    def __init__(
+        self, pending: Pending[Any], outputs: Sequence[Tensor], ends: Ends, finish: Finish | None = None, facts: Facts | None = None
+    ) -> None:
         super().__init__()
         self._pending = pending.quietly()  # torch lets go of works that nobody waits for
         self._outputs = list(outputs)
         self._finish = finish
         self._ends = ends  # see [Note: futures]
+        self._facts = facts or Facts()
         self._lock = Lock()
         self._finished: list[tuple[torch.device, Event]] = []  # on which GPUs `finish` has put results, and when: maybe on another's stream
         self._failed: Exception | None = None  # what `finish` has raised
         self._futures: dict[Executor, torch.futures.Future[list[Tensor]]] = {}  # by the thread that ends it
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Block until it is done. Raises the collective's error, or TimeoutError after `timeout` (0: no time of its own)."""
+        """Block until it is done. Raises the collective's error, or TimeoutError after `timeout` (0: none); it goes on then."""
         self._settle(timeout.total_seconds() if timeout > timedelta(0) else None)
         return True
 
@@ -73,6 +86,20 @@ class PendingWork(dist.Work):
 
     def exception(self) -> BaseException | None:
         return (self._pending.exception() or self._failed) if self._pending.done() else None
+
+    @property
+    def timeout(self) -> timedelta:
+        return self._facts.timeout
+
+    def source_rank(self) -> int:
+        """The rank of the group from which a receive gets its tensor."""
+        return super()._source_rank() if self._facts.source is None else self._facts.source  # torch's own error
+
+    def _source_rank(self) -> int:
+        return self.source_rank()
+
+    def _get_sequence_number(self) -> int:
+        return self._facts.sequence
 
     def result(self) -> list[Tensor]:
         self.wait()
@@ -123,7 +150,7 @@ def _end(thread: Executor, done: "torch.futures.Future[None]", _: Pending[Any]) 
 class AnySourceWork(PendingWork):
     """A receive whose result is the rank of the group that it came from."""
 
-    def _source_rank(self) -> int:
+    def source_rank(self) -> int:
         return int(self._pending.wait())
 
 
@@ -145,6 +172,13 @@ class Works(dist.Work):
         if errors:
             raise errors[0]
         return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        for work in self._works:
+            work.block_current_stream()
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)

@@ -3,12 +3,16 @@
 # mypy: disable-error-code="attr-defined, no-untyped-call, arg-type, union-attr"
 
 import os
+from datetime import timedelta
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from tests.interop import programs
+
+TIMEOUT = timedelta(seconds=25)
 
 
 def main(folder: str, world_size: str, name: str) -> int:
@@ -50,3 +54,33 @@ def polled(rank: int, world_size: int, _: Path) -> None:
     strided = torch.full((3, 2), float(rank)).t()
     poll(dist.all_reduce(strided, async_op=True))
     assert strided.tolist() == [[sums] * 3] * 2
+
+
+def facts(rank: int, world_size: int, _: Path) -> None:
+    """What works know of themselves."""
+    group = dist.new_group([1, 0], timeout=TIMEOUT)
+    first, second = (dist.all_reduce(torch.ones(1), group=group, async_op=True) for _ in range(2))
+    assert second._get_sequence_number() == first._get_sequence_number() + 1
+    assert first.timeout == TIMEOUT
+    assert dist.all_reduce(torch.ones(1), async_op=True).timeout == programs.TIMEOUT
+    with pytest.raises(RuntimeError, match="recv"):
+        first.source_rank()
+    other = 1 - rank
+    for source in (other, None):
+        incoming = dist.irecv(torch.empty(1), source)
+        dist.send(torch.ones(1), other)
+        assert incoming.source_rank() == incoming._source_rank() == other
+    late = dist.irecv(torch.empty(1), other, tag=1)
+    with pytest.raises(TimeoutError, match=r"recv is not done after 0\.02 s; it goes on"):
+        late.wait(timedelta(milliseconds=20))
+    dist.barrier()  # both have waited in vain
+    dist.send(torch.ones(1), other, tag=1)
+    late.wait()
+    with dist._coalescing_manager(async_ops=True) as manager:
+        tensors = [torch.ones(1) for _ in range(2)]
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+    joined = manager.works[0]
+    joined.synchronize()
+    joined.block_current_stream()
+    assert [tensor.item() for tensor in tensors] == [world_size] * 2
