@@ -44,7 +44,10 @@ def check(tensors: Sequence[Tensor]) -> None:
         if tensor.device.type not in DEVICES:
             raise UsageError(f"the backend 'shardnet' moves tensors of {' and '.join(DEVICES)}, got one on {tensor.device}")
         if tensor.layout is not torch.strided:
-            raise UsageError(f"the backend 'shardnet' moves dense tensors, got one of layout {tensor.layout}; use .to_dense()")
+            raise UsageError(
+                f"the backend 'shardnet' moves dense tensors, got one of layout {tensor.layout}; use .to_dense(), "
+                "or sparse=False where it is the gradient of an nn.Embedding, as under DDP"
+            )
 
 
 def movable(tensor: Tensor) -> Tensor:
