@@ -109,12 +109,13 @@ class PendingWork(dist.Work):
         """May be waited for in a callback of another future, if it is asked for there."""
         thread = self._ends.for_caller()
         with self._lock:
-            if thread not in self._futures:
-                devices = {tensor.device for tensor in self._outputs if tensor.is_cuda}
-                done: torch.futures.Future[None] = torch.futures.Future(devices=list(devices))
-                self._futures[thread] = done.then(lambda _: self._result())
-                self._pending.add_done_callback(partial(_end, thread, done))
-            return self._futures[thread]
+            if thread in self._futures:
+                return self._futures[thread]
+            devices = {tensor.device for tensor in self._outputs if tensor.is_cuda}
+            done: torch.futures.Future[None] = torch.futures.Future(devices=list(devices))
+            future = self._futures[thread] = done.then(lambda _: self._result())
+        self._pending.add_done_callback(partial(_end, thread, done))  # at once, if that is done
+        return future
 
     def _result(self) -> list[Tensor]:
         self._settle(None)
@@ -144,7 +145,10 @@ class PendingWork(dist.Work):
 
 
 def _end(thread: Executor, done: "torch.futures.Future[None]", _: Pending[Any]) -> None:
-    thread.submit(done.set_result, None)
+    try:
+        thread.submit(done.set_result, None)
+    except RuntimeError:  # the world is closed, and so are its threads: who waits for this would wait for ever
+        done.set_result(None)
 
 
 class AnySourceWork(PendingWork):

@@ -73,11 +73,15 @@ def test_callbacks_run_one_after_the_other_whatever_they_wait_for(ends: Ends) ->
     assert seen == ["first begins", "first ends", "second", "third"]
 
 
-def test_after_the_end_no_thread_takes_anything(ends: Ends) -> None:
-    ends.for_caller()
+def test_after_the_end_of_the_world_futures_end_still(ends: Ends) -> None:
     ends.shutdown()
-    with pytest.raises(RuntimeError, match="shutdown"):
-        ends.for_caller().submit(print)
+    ended, error = Future(), Future()
+    ended.set_result(torch.ones(1))
+    assert PendingWork(Pending(ended, "all_reduce"), [torch.ones(1)], ends).get_future().wait()[0].item() == 1
+    future = PendingWork(Pending(error, "all_reduce"), [], ends).get_future()
+    error.set_exception(CollectiveError("the group is closed"))
+    with pytest.raises(RuntimeError, match="the group is closed"):
+        future.wait()
 
 
 def test_a_result_that_cannot_be_put_in_place_fails_whoever_asks(ends: Ends) -> None:
