@@ -7,4 +7,5 @@ world          their connections
 process_group  torch's collectives, in the words of `Backend`
 carrying       tensors as a `Backend` takes them
 work           torch's handles of what is under way
+ends           the threads on which callbacks of torch's futures run
 """
