@@ -32,7 +32,7 @@ from benchmarks.parts import (
 )
 from benchmarks.race import Contender
 from shardnet import Backend
-from shardnet.collectives.mail import Round
+from shardnet.collectives.round import Round
 from shardnet.loop import LoopThread
 
 RUNS = 5
@@ -45,7 +45,7 @@ _COPIES = {
     ("loans.py", "_write"),
 }
 # Nor have calls by way of ctypes.
-_CALLS = {("futex.py", "wait"): PEERS, ("futex.py", "wait_any"): PEERS, ("mail.py", "_wait"): PEERS, ("futex.py", "wake"): SENDING}
+_CALLS = {("futex.py", "wait"): PEERS, ("futex.py", "wait_any"): PEERS, ("round.py", "_wait"): PEERS, ("futex.py", "wake"): SENDING}
 
 Explanation = dict[str, float]  # ms of one run, by part
 

@@ -17,8 +17,9 @@ from shardnet.collectives import loans, plans, shares
 from shardnet.collectives.exchange import Exchange
 from shardnet.collectives.group import Group
 from shardnet.collectives.hierarchical import Bounds, Hierarchical
+from shardnet.collectives.letter_round import LetterRound, Share
 from shardnet.collectives.loan_round import Lending, LoanRound
-from shardnet.collectives.mail import LetterRound, Mail, Share
+from shardnet.collectives.mail import Mail
 from shardnet.collectives.operation import Algorithm, Call
 from shardnet.collectives.parts import Pieces
 from shardnet.collectives.reduction import Array, ReduceOp, Reduction, as_array, as_tensor, dtype_name

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, TypeVar
 from shardnet.collectives import verdict
 from shardnet.collectives.commons import Commons
 from shardnet.collectives.ledger import Ledger
-from shardnet.collectives.mail import Mail, Round
+from shardnet.collectives.mail import Mail
 from shardnet.collectives.operation import Algorithm, Call, Operation, Prelude
 from shardnet.collectives.roll_call import RollCall
+from shardnet.collectives.round import Round
 from shardnet.collectives.rounds import Rounds
 from shardnet.collectives.route import Route
 from shardnet.errors import ClosedError, CollectiveMismatch, CollectiveTimeout, PeerLost, ProtocolError, ShardnetError

@@ -1,7 +1,7 @@
 """Large collectives among ranks of one node: the letters tell where the data lies, and each rank reads it from there.
 
 [Note: rounds that lend] What is too large to be copied into a mailbox can still do without the loop threads. In such a round (see [Note:
-rounds] in mail.py) the letters hold loans instead of data (see [Note: loans]): a rank reads what it needs of the others' memory, once, and
+rounds] in round.py) the letters hold loans instead of data (see [Note: loans]): a rank reads what it needs of the others' memory, once, and
 acknowledges their letters when it has; and its own round ends when all others have acknowledged its letter. A rank that has more to lend
 once it has read (the sum of its block, in an all-reduce) marks its letter then.
 
@@ -19,9 +19,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardnet.collectives.mail import Course, Mail, Round
+from shardnet.collectives.mail import Mail
 from shardnet.collectives.operation import Call
 from shardnet.collectives.reduction import Array
+from shardnet.collectives.round import Course, Round
 from shardnet.transport.shared_memory import Lender, Loan
 from shardnet.wire import Buffer, Lent
 

@@ -1,4 +1,4 @@
-"""What each collective is as a round of letters (see [Note: rounds] in mail.py), on flat arrays of one rank.
+"""What each collective is as a round of letters (see [Note: rounds] in round.py), on flat arrays of one rank.
 
 Sums are taken in rank order by every rank for itself, as an exchange among them takes them (see [Note: reduction order]).
 """
@@ -9,7 +9,7 @@ import numpy as np
 
 from shardnet.collectives.group import Group
 from shardnet.collectives.hierarchical import Bounds
-from shardnet.collectives.mail import Share
+from shardnet.collectives.letter_round import Share
 from shardnet.collectives.plans import apart
 from shardnet.collectives.reduction import Array, Reduction, as_bytes, copy_bytes
 from shardnet.wire import Buffer

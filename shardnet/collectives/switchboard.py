@@ -19,7 +19,8 @@ from shardnet.collectives.attendant import Attendant
 from shardnet.collectives.commons import Commons
 from shardnet.collectives.early import Early
 from shardnet.collectives.group import Group
-from shardnet.collectives.mail import Mail, Round
+from shardnet.collectives.mail import Mail
+from shardnet.collectives.round import Round
 from shardnet.collectives.route import Nodes, Routing
 from shardnet.collectives.watch import Watch
 from shardnet.config import Limits

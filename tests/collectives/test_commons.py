@@ -18,8 +18,9 @@ from shardnet.backend import Backend, NodeBuffer
 from shardnet.backend.cluster import ClusterBackend
 from shardnet.collectives.commons import Claim, Commons
 from shardnet.collectives.hierarchical import Hierarchical
+from shardnet.collectives.letter_round import LetterRound
 from shardnet.collectives.loan_round import LoanRound
-from shardnet.collectives.mail import Course, LetterRound
+from shardnet.collectives.round import Course
 from shardnet.config import KIB, Limits
 from shardnet.errors import (
     ClosedError,

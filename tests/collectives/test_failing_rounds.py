@@ -12,7 +12,7 @@ import torch
 
 from shardnet.backend import Backend, Pending
 from shardnet.collectives.group import Group
-from shardnet.collectives.mail import LetterRound
+from shardnet.collectives.letter_round import LetterRound
 from shardnet.collectives.reduction import Reduction
 from shardnet.collectives.switchboard import Switchboard
 from shardnet.config import KIB, Timeouts

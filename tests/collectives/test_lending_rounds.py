@@ -16,7 +16,7 @@ import torch
 from shardnet.backend import Backend, Pending
 from shardnet.backend.mesh_backend import MeshBackend
 from shardnet.collectives.loan_round import LoanRound
-from shardnet.collectives.mail import Course
+from shardnet.collectives.round import Course
 from shardnet.collectives.rounds import Rounds
 from shardnet.collectives.route import Routing
 from shardnet.errors import ClosedError, CollectiveError, CollectiveTimeout, PeerLost

@@ -13,7 +13,7 @@ import torch
 
 from shardnet.backend import Backend, Pending
 from shardnet.collectives.attendant import Attendant
-from shardnet.collectives.mail import Round
+from shardnet.collectives.round import Round
 from shardnet.collectives.rounds import Rounds
 from shardnet.config import KIB, Limits
 from shardnet.testing import each_rank, local_cluster, loopback_cluster

@@ -1,0 +1,445 @@
+"""Collectives by letter, among ranks of one node: everybody leaves one, and whoever waits reads those of the others itself.
+
+[Note: rounds] Handing a collective to the loop thread and its result back takes longer than a small collective needs. So a round
+begins in the thread that calls it: the rank's letter, with what the collective is and with the rank's data, goes into the mailbox that
+the node's other ranks can read (see [Note: mailboxes]). The thread that waits for the round looks for the letters of the others, for a
+moment without sleeping, and does the work when all are there. A round for which nobody waits is done in passing by the next one, or
+by the attendant, a thread that looks after those that an event loop or a callback is interested in.
+
+Rounds have numbers of the group's like its other collectives, and which are rounds follows from what all ranks know. Ranks that are in
+different collectives find out by the letters, or by their streams: who waits for long announces its round there, and an announcement
+that finds a round of something else ends both. A rank whose round fails takes its letter back and tells the others why; what they have
+read of it by then they do not use. Who has ended the round well when it hears of that takes its letter back, too: a rank that has failed
+need not have seen it, and would never acknowledge it. A rank that has all letters is sure that all ranks have entered the same
+collective, so a round that has ended well for one rank fails on another only if that one gave up first, or lost somebody.
+
+Where a mailbox has no room, for its readers are behind, the letter goes over the streams instead: rounds never wait for those of
+another group.
+
+A Ctrl-C may come anywhere in the thread that calls. What it has begun then fails, for all, and what it has ended is concluded: nobody else
+would. Signals are looked for when functions are called, too, so no `finally` is safe from them: what is left by half is concluded anew,
+from the beginning.
+"""
+
+import concurrent.futures
+import math
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from enum import Enum
+from typing import Any
+
+from shardnet.collectives.mail import Mail
+from shardnet.collectives.operation import Call
+from shardnet.errors import ProtocolError
+from shardnet.flight import Flight, Party, State
+from shardnet.loop import LoopThread
+from shardnet.telemetry import Track
+from shardnet.transport.shared_memory import Letter, MailboxView, Posted, give_way
+from shardnet.waiting import LATE_NS
+from shardnet.wire import Buffer, LoanRevoked
+
+SLICE_S = 0.02  # the longest sleep: an error of this rank's that comes when it begins is seen behind it
+# Who waits for so long says so on its streams: the others may be in a collective that is no round. Not sooner: ranks that share processors
+# wait for each other for 0.1 s in each collective of a training, and telling all others took 35 ms of the 1,050 that a step has of each.
+REMIND_S = 0.3
+_LET_IN_S = 0.0001  # how often to look whether the loop thread has what it wanted
+
+# The work of a round, piece by piece: the rank that it waits for, or None after a piece. Between pieces it can be failed. It raises
+# LoanRevoked if others have taken back what they had given.
+Course = Iterator[int | None]
+
+_NO_FLIGHT = Flight(Party(0, 0, ()), -1, "", "", 0, 0)
+
+
+class Progress(Enum):
+    """What a step of a round has come to, if it does not wait for anybody."""
+
+    MORE = "there is more to do"
+    SETTLED = "there is nothing more to do"
+
+
+class Round(concurrent.futures.Future[Any], ABC):
+    """A collective on one rank; ranks here are those of its group. Whoever waits for it does its work."""
+
+    def __init__(self, mail: Mail, call: Call, letter: Buffer, value: object) -> None:
+        """`letter` is what the others are to read"""
+        super().__init__()
+        self.call = call
+        self.flight = _NO_FLIGHT  # until its group has numbered it
+        self.error: BaseException | None = None
+        self.queued = False  # its letter is not written yet: too many are under way
+        self._mail = mail
+        self._letter = letter
+        self._is_written = False  # who ended the round before that would leave the others without it
+        self._posted: Posted | None = None  # where it is, unless it went over the streams
+        self._course = self._run()
+        self.value = value  # what the handle gives in the end
+        self._note = call.signature.encode()
+        self._begun_s = time.monotonic()
+        self._deadline = self._begun_s + call.timeout_s
+        self._lock = threading.Lock()  # over what follows
+        self._over = False
+        self._ender = 0  # the thread that has ended it well
+        self._is_concluded = False  # and everything is done that follows
+        self._given_up = False  # what is left to come is its error, from this rank's loop thread
+        self._taken_back = False  # one of the letters was; its writer says why, or is lost, or it is late
+        self._missing = [*mail.views]
+        self._letters: dict[int, Letter] = {}
+        self._data: dict[int, Buffer] = {}
+        self._looker: int | None = None  # the thread that does the work
+        self._asked = False  # the loop thread wants the lock: a lock is not fair, and who works takes it again and again
+        self._reminded = False
+        self._writing_ns = 0
+        self._since_ns = 0  # since when letters have been looked for: what nobody waits for is not under way
+        self._waited_ns = 0  # for ranks that had not entered it
+
+    @property
+    def name(self) -> str:
+        return self.flight.name
+
+    @property
+    def sequence(self) -> int:
+        return self.flight.sequence
+
+    @property
+    def is_numbered(self) -> bool:
+        return self.flight is not _NO_FLIGHT
+
+    @property
+    def readers(self) -> Sequence[MailboxView]:
+        """Where the letters of the others are."""
+        return self._mail.readers
+
+    @property
+    def is_settled(self) -> bool:
+        """There is nothing more to do for it."""
+        return self._over or self._given_up
+
+    @property
+    def has_ended(self) -> bool:
+        """It has its result, or its error."""
+        return super().done()
+
+    @property
+    def is_waited_for(self) -> bool:
+        """A thread does the work, or has it done."""
+        return self._looker is not None
+
+    @property
+    def may_be_stuck(self) -> bool:
+        """A letter is missing. Where none is, it ends as soon as somebody asks for it."""
+        with self._lock:
+            return any(self._find(rank) is None for rank in self._missing)
+
+    # --- for whoever has the handle
+
+    def done(self) -> bool:
+        self._glance()
+        return super().done()
+
+    def result(self, timeout: float | None = None) -> Any:
+        return super().result(self._look(timeout))
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        return super().exception(self._look(timeout))
+
+    def add_done_callback(self, fn: Callable[["concurrent.futures.Future[Any]"], object]) -> None:
+        """It runs on the loop thread, as those of any other collective do, unless the round is done already: whoever ends a round, even by
+        asking whether it is done, may hold a lock that it needs."""
+        self._glance()
+        if super().done():
+            super().add_done_callback(fn)
+            return
+        loop = self._mail.group.board.loop  # not the round, or it would keep itself, and its result
+        super().add_done_callback(lambda done: loop.call(fn, done))
+        if not self._over:
+            self._mail.attendant.take(self)
+
+    def _glance(self) -> None:
+        """Somebody asks whether it is done."""
+        try:
+            if self.progress() is not None:
+                self.has_waited(time.monotonic())
+        except BaseException:
+            self._mail.group.rounds.tidy()
+            raise
+
+    # --- the work
+
+    def attend(self) -> None:
+        """It has begun, and nobody waits for it yet."""
+
+    def sweep(self) -> None:
+        """Another round of the group begins."""
+        self.advance()
+
+    def refuse(self, function: Callable[..., object], *args: object) -> None:
+        """In place of `begin`: it cannot end well, and the loop thread calls that to say why."""
+        with self._lock:
+            self._give_up(function, *args)
+
+    def forgo(self, error: BaseException) -> None:
+        """Ctrl-C has come while it began: nobody has its handle, but the others wait for this rank."""
+        with self._lock:
+            if not self.is_settled:
+                self._give_up(self._mail.group.fail, self, error)
+            self._revoke()
+
+    def begin(self) -> None:
+        """Leave this rank's letter."""
+        mail = self._mail
+        with self._lock:
+            if self.is_settled:
+                return
+            was_queued, self.queued = self.queued, False
+            self.flight.entered_ns = start = time.perf_counter_ns()
+            self.flight.bytes_sent = sum(self._sent().values())
+            try:
+                self._posted = mail.mailbox.post(mail.group.id, self.sequence, self._note, self._letter, mail.readers)
+                if self._posted is None:
+                    self._send_letter()
+            except BaseException as error:  # noqa: BLE001 - whatever it is belongs to who waits for this round
+                self._break_off(error)
+            self._is_written = True
+            self._writing_ns = time.perf_counter_ns() - start
+        if was_queued:
+            mail.attendant.summon()
+
+    def advance(self, until_s: float = math.inf) -> MailboxView | None:
+        """Do what can be done now, or before a time. Returns where to look next; None if there is nothing to look for any more."""
+        until_s = min(until_s, self._deadline)
+        while (come_to := self.step()) is Progress.MORE:
+            if time.monotonic() >= until_s:
+                return self.readers[0]
+        return None if come_to is Progress.SETTLED else come_to
+
+    def step(self) -> MailboxView | Progress:
+        """Do some of it. Returns where to look next if it waits for something."""
+        while self._asked:
+            time.sleep(_LET_IN_S)
+        with self._lock:
+            if self.is_settled:
+                return Progress.SETTLED
+            if not self._is_written or self._taken_back:
+                return self.readers[0]
+            try:
+                awaited = next(self._course)
+            except StopIteration:
+                self._ender = threading.get_ident()
+                self._over = True
+            except LoanRevoked:
+                self._taken_back = True
+                return self.readers[0]
+            except BaseException as error:  # noqa: BLE001 - the same
+                self._break_off(error)
+                return Progress.SETTLED
+            else:
+                if self._given_up:
+                    return Progress.SETTLED
+                return Progress.MORE if awaited is None else self._mail.views[awaited]
+        self._conclude()
+        return Progress.SETTLED
+
+    @abstractmethod
+    def _run(self) -> Course:
+        """All of the work."""
+
+    @abstractmethod
+    def _sent(self) -> Mapping[int, int]:
+        """Bytes of the caller's data that go to each rank."""
+
+    @abstractmethod
+    def _received(self) -> Mapping[int, int]:
+        """Bytes of data that have come from each rank."""
+
+    def _send_letter(self) -> None:
+        """There is no room for it in the mailbox."""
+        group = self._mail.group
+        group.board.loop.call(group.rounds.announce, self, tuple(self._mail.views), bytes(self._letter))
+
+    def collect(self, of: Collection[int] = ()) -> Course:
+        """Find the letters of these ranks, or of all."""
+        mail, last = self._mail, -1
+        start = now = time.perf_counter_ns()
+        self._since_ns = self._since_ns or start
+        while missing := [rank for rank in self._missing if rank in of] if of else self._missing:
+            rank = missing[-1]
+            letter = mail.views[rank].find(mail.group.id, self.sequence)
+            if letter is None:
+                last, self.flight.state = rank, State.WAITING
+                yield rank
+                now = time.perf_counter_ns()
+                continue
+            if (note := bytes(letter.note)) != self._note and mail.views[rank].holds(letter):
+                self._give_up(mail.group.mismatch, self, rank, note.decode(errors="replace"))
+                yield None
+            self._letters[rank], self._data[rank] = letter, letter.data
+            self._missing.remove(rank)
+        self._waited_ns += now - start
+        if now - start > LATE_NS:
+            mail.group.telemetry.count_wait(mail.group.members[last], start, now)
+
+    def check_letters(self) -> None:
+        """Raise LoanRevoked if what has been read up to now may be something else."""
+        if not all(self._mail.views[rank].holds(letter) for rank, letter in self._letters.items()):
+            raise LoanRevoked
+
+    def fail(self, error: BaseException) -> bool:
+        """End it with an error on this rank. Returns whether it is that one: it may have ended before."""
+        with self._asking():
+            if self._over:
+                return False
+            self._over = True
+            self.error = error
+        self._mail.take_back(self.sequence)
+        for rank in self._missing:  # who has ended it well has left a letter before this one was taken back
+            if (letter := self._find(rank)) is not None:
+                self._letters[rank] = letter
+        self._conclude()
+        for view in self._mail.readers:
+            view.wake()
+        return True
+
+    def deliver(self, rank: int, data: Buffer) -> None:
+        """A letter that came over a stream."""
+        with self._asking():
+            if rank in self._missing:
+                self._data[rank] = data
+                self._missing.remove(rank)
+        self._mail.wake(rank)
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        """The lock, on the loop thread, which must not wait until whoever works needs it no more."""
+        self._asked = True
+        with self._lock:
+            self._asked = False
+            yield
+
+    def _find(self, rank: int) -> Letter | None:
+        """The letter of another rank, if it is there and makes sense."""
+        with suppress(ProtocolError):
+            return self._mail.views[rank].find(self._mail.group.id, self.sequence)
+        return None
+
+    def has_waited(self, now_s: float) -> bool:
+        """After a while the others are told where this rank is. Returns whether its time is over, which who hears it first has diagnosed:
+        that ends it."""
+        if now_s < self._deadline:
+            if now_s > self._begun_s + REMIND_S and not self.queued:
+                self._remind()
+            return False
+        with self._lock:
+            if self._over or self._given_up:
+                return False
+            self._give_up(self._mail.group.time_out, self)
+        return True
+
+    def _give_up(self, function: Callable[..., object], *args: object) -> None:
+        """Have the loop thread end it with an error."""
+        self._given_up = True
+        self._mail.group.board.loop.call(function, *args)
+
+    def _break_off(self, error: BaseException) -> None:
+        """The work has failed. Raises the error if it is for whoever does it: Ctrl-C, which may have left half a result."""
+        self._give_up(self._mail.group.fail, self, error)
+        if not isinstance(error, Exception):
+            self._revoke()
+            raise error
+
+    def _remind(self) -> None:
+        if not self._reminded:
+            self._reminded = True
+            self._mail.group.board.loop.call(self._mail.group.rounds.announce, self, tuple(self._missing))
+
+    def _look(self, timeout_s: float | None) -> float | None:
+        """Do the work in this thread, unless another one does, until the round is over or the time is. Returns how much of it is left."""
+        if self._over:
+            return timeout_s
+        start, here = time.monotonic(), threading.get_ident()
+        until_s = math.inf if timeout_s is None else start + timeout_s
+        try:
+            with self._lock:
+                self._looker = self._looker or here
+            if self._looker == here:
+                self._mail.attendant.leave(self)
+                if (view := self.progress(until_s)) is not None:
+                    self._wait(view, until_s)
+        except BaseException:
+            self._mail.group.rounds.tidy()
+            raise
+        finally:
+            if self._looker == here:
+                self._looker = None
+            if not self.is_settled:
+                self._mail.attendant.take(self)  # should the one who looks give up: other threads may have left the work to it
+        return None if timeout_s is None else max(0.0, until_s - time.monotonic())
+
+    def _wait(self, view: MailboxView | None, until_s: float) -> None:
+        """Wait for letters, the next one there."""
+        if not LoopThread.shared().may_block():
+            return
+        mail, spin_until = self._mail, time.monotonic() + self._mail.spin_s
+        while view is not None:
+            seen = view.count
+            if (current := self.progress(until_s)) is not view:
+                view = current
+                continue
+            now = time.monotonic()
+            if now < spin_until:
+                give_way()
+                continue
+            if spin_until:
+                mail.learn(in_vain=True)
+                spin_until = 0.0
+            if self.has_waited(now) or now >= until_s:
+                return
+            view.wait(seen, min(SLICE_S, self._deadline - now, until_s - now))
+        if spin_until:
+            mail.learn(in_vain=False)
+
+    def progress(self, until_s: float = math.inf) -> MailboxView | None:
+        """`advance`, and if it waits for its turn, that of those before it."""
+        if self.queued:
+            self._mail.group.rounds.sweep()
+        return self.advance(until_s)
+
+    def _conclude(self) -> None:
+        """It is over: acknowledge the letters, count it, make room for the next one, and tell who waits, whatever happens."""
+        mail = self._mail
+        try:
+            mail.mailbox.acknowledge([(mail.views[rank], letter) for rank, letter in self._letters.items()])
+            self._count()
+            self._letters, self._data, self._letter, self._course = {}, {}, b"", iter(())
+            self._forget()
+            mail.attendant.forget(self)
+            mail.group.rounds.end(self)
+            self._is_concluded = True
+        finally:
+            if not self.has_ended:
+                self.set_result(self.value) if self.error is None else self.set_exception(self.error)
+
+    def tidy(self) -> None:
+        """A Ctrl-C has come in this thread. If that was where it had ended the round, conclude it, from the beginning."""
+        if self._over and not self._is_concluded and self._ender == threading.get_ident():
+            self._conclude()
+
+    def _count(self) -> None:
+        """For the statistics."""
+        mail, end = self._mail, time.perf_counter_ns()
+        sent, start = self.flight.bytes_sent, (self._since_ns or end) - self._writing_ns
+        telemetry, failed = mail.group.telemetry, self.error is not None
+        members = mail.group.members
+        telemetry.count_near(*({members[rank]: size for rank, size in moved.items()} for moved in (self._sent(), self._received())))
+        telemetry.record(self.name, Track.COMMUNICATION, start, end, sent)
+        telemetry.count_op(self.call.op, self.call.label, start, end, sent, waited_ns=self._waited_ns, failed=failed)
+        telemetry.flights.end(self.flight, end, self.error)
+
+    def _revoke(self) -> None:
+        """What the others are reading of the caller's memory is about to be the caller's again."""
+
+    def _forget(self) -> None:
+        """What only the work needs."""
