@@ -23,6 +23,7 @@ from shardnet.errors import StateError, UsageError
 from shardnet.interop.carrying import check, movable, premultiplied, reducible, reduction
 from shardnet.interop.registration import DEVICES
 from shardnet.interop.rendezvous import placed_world
+from shardnet.interop.reordered import in_order
 from shardnet.interop.work import AnySourceWork, Finish, PendingWork, Works
 from shardnet.interop.world import World
 
@@ -44,7 +45,7 @@ def create(options: Any) -> "ShardnetProcessGroup":
         _worlds[:] = [world]
         return ShardnetProcessGroup(world.backend, world, options.group_id, timeout_s, owns=True)
     world = _worlds[0]
-    return ShardnetProcessGroup(world.backend.subgroup(ranks), world, options.group_id, timeout_s, owns=False)
+    return ShardnetProcessGroup(in_order(world.backend, ranks), world, options.group_id, timeout_s, owns=False)
 
 
 class ShardnetProcessGroup(dist.ProcessGroup):
