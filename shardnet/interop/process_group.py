@@ -84,7 +84,11 @@ class ShardnetProcessGroup(dist.ProcessGroup):
             raise RuntimeError(f"the backend 'shardnet' has nothing for {device}")
         return self
 
-    supports_splitting = False
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """Whose tensors it carries."""
+        return [torch.device(each) for each in DEVICES if each == "cpu" or torch.cuda.is_available()]
+
     supports_coalescing = False  # as NCCL does it: several as one launch
 
     def supports_tensor_alloc(self, _: torch.device) -> bool:
@@ -102,6 +106,39 @@ class ShardnetProcessGroup(dist.ProcessGroup):
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout_s = timeout.total_seconds()
+
+    # --- groups of its ranks
+
+    supports_splitting = True
+
+    def split_group(
+        self,
+        new_ranks: list[int],
+        timeout: timedelta | None = None,
+        opts: object = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: object = None,
+    ) -> "ShardnetProcessGroup | None":
+        """Some of its ranks, numbered as they are given, as a group of their own; None on the others."""
+        if self.rank() not in new_ranks:
+            return None
+        timeout_s = self._timeout_s if timeout is None else timeout.total_seconds()
+        name = group_name or f"{self._name}/{'_'.join(map(str, new_ranks))}"
+        group = ShardnetProcessGroup(in_order(self._backend, new_ranks), self._world, name, timeout_s, owns=False)
+        group._set_group_desc(group_desc or f"{self.group_desc}:split")
+        return group
+
+    def get_group_store(self) -> c10d.Store:
+        """torch's own store, under this group's name."""
+        store = dist.distributed_c10d._get_default_store()
+        return store if self._owns else c10d.PrefixStore(f"{self._name}/", store)
+
+    def eager_connect_single_device(self, _: torch.device | None) -> None:
+        """Nothing to do: a group's ranks are connected already."""
+
+    def perform_nocolor_split(self, _: torch.device) -> None:
+        """Nothing to do: who is no member of a new group has no part in making it."""
 
     # --- one tensor
 

@@ -24,6 +24,9 @@ def register() -> None:
     if dist.is_available() and NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=DEVICES)
         register_rendezvous_handler(NAME, _rendezvous)  # type: ignore[no-untyped-call]
+        # torch would attach its flight recorder to each group that has devices, which asks the part below Python for a name that a group in
+        # Python cannot give it, so that init_process_group fails. shardnet records its collectives itself.
+        getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set[str]()).add(NAME)
 
 
 def _create(options: Any, _: object) -> "ShardnetProcessGroup":

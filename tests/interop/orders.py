@@ -137,6 +137,35 @@ def uneven(rank: int, world_size: int, _: Path) -> None:
     assert strided.tolist() == [[float(each)] * 3 for each in order]
 
 
+def split(rank: int, world_size: int, _: Path) -> None:
+    """Groups of groups, which gloo makes only of its own; and one for each direction between two ranks, as a pipeline has them."""
+    everyone = [dist.new_group(list(range(world_size)), backend=backend) for backend in ("shardnet", "gloo")]
+    for order in ORDERS[world_size]:
+        ours, theirs = (dist.split_group(parent_pg=parent, split_ranks=[order]) for parent in everyone)
+        assert (rank in order) == (ours is not dist.GroupMember.NON_GROUP_MEMBER)
+        if rank in order:
+            assert dist.get_group_rank(ours, rank) == ours.rank() == order.index(rank)
+            for call in CALLS:
+                assert call(ours, order) == call(theirs, order), (order, call.__name__)
+    order = ORDERS[world_size][0]
+    parent = dist.new_group(order, sort_ranks=False)
+    alone = dist.split_group(parent_pg=parent, split_ranks=[[each] for each in range(world_size)], group_desc="alone")
+    assert (alone.rank(), alone.size(), alone.group_desc) == (0, 1, "alone")
+    assert dist.get_process_group_ranks(alone) == [rank]
+    ends = [order[1], order[0]]  # ranks 1 and 0 of the parent
+    edge = dist.split_group(parent_pg=parent, split_ranks=[[1, 0]])
+    if rank in ends:
+        assert dist.get_process_group_ranks(edge) == ends
+        told = _mine()
+        dist.broadcast(told, src=ends[0], group=edge)
+        assert told.tolist() == [float(ends[0])] * 3
+        alone.get_group_store().set("said", "here")
+        assert alone.get_group_store().get("said") == b"here"
+    dist.barrier()
+    dist.destroy_process_group(edge)
+    dist.barrier(parent)
+
+
 def meshes(rank: int, world_size: int, _: Path) -> None:
     order = ORDERS[world_size][0]
     mesh = DeviceMesh("cpu", order, preserve_rank_order=True)

@@ -1,4 +1,4 @@
-"""Groups whose ranks do not ascend."""
+"""Groups whose ranks do not ascend, and groups of groups."""
 
 from pathlib import Path
 
@@ -18,6 +18,11 @@ def run(nursery: Nursery, folder: Path, program: str, world_size: int) -> None:
 @pytest.mark.parametrize("program", ["as_with_gloo", "uneven", "meshes"])
 def test_ranks_are_numbered_as_they_were_given(nursery: Nursery, tmp_path: Path, program: str, world_size: int) -> None:
     run(nursery, tmp_path, program, world_size)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_groups_are_split(nursery: Nursery, tmp_path: Path, world_size: int) -> None:
+    run(nursery, tmp_path, "split", world_size)
 
 
 def test_what_is_on_a_gpu_is_put_in_order_by_the_first_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
