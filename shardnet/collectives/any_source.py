@@ -14,7 +14,7 @@ import concurrent.futures
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardnet.collectives import verdict
 from shardnet.collectives.operation import Algorithm, Call
@@ -36,6 +36,7 @@ class AnySource:
         self._channels = channels
         self._turn = asyncio.Lock()  # of those that wait, the first one chooses
         self._changed = asyncio.Event()
+        self.choosing = set["asyncio.Task[Any]"]()  # those that have no source yet; loop thread
 
     def begin(self, call: Call, algorithm: Callable[["Group"], Algorithm]) -> "concurrent.futures.Future[int]":
         """Start a receive; the future gives the global rank of its source. Any thread.
@@ -67,6 +68,9 @@ class AnySource:
             result.set_result(source)
 
     async def _choose(self, call: Call, algorithm: Callable[["Group"], Algorithm], deadline: float) -> Begun:
+        task = asyncio.current_task()
+        assert task is not None
+        self.choosing.add(task)
         try:
             async with asyncio.timeout(deadline - time.monotonic()) as limit, self._turn:
                 while (begun := self._begin_first(replace(call, timeout_s=deadline - time.monotonic()), algorithm)) is None:
@@ -80,6 +84,8 @@ class AnySource:
             ranks = ", ".join(map(str, self._channels))
             detail = f"{call.op} from any source did not end within {call.timeout_s:g} s: none of ranks {ranks} has sent anything"
             raise CollectiveTimeout(f"{self._board.where()} {detail}", tuple(self._channels)) from None
+        finally:
+            self.choosing.discard(task)
 
     def _begin_first(self, call: Call, algorithm: Callable[["Group"], Algorithm]) -> Begun | None:
         """Receive what was announced first of what nobody has claimed, if there is anything."""

@@ -274,6 +274,12 @@ class Group:
     def under_way(self) -> list[Operation | Round]:
         return [*self._running.values(), *self.rounds.under_way]
 
+    @property
+    def unanswered(self) -> "list[asyncio.Task[None]]":
+        """Of what is under way, what no peer has announced yet."""
+        waiting = (each for each in self._running.values() if not each.is_announced and each.sequence not in self._ledger.early)
+        return [each.task for each in waiting if each.task is not None]
+
     def lose(self, global_rank: int, reason: str) -> None:
         """A member is gone: whatever is under way cannot end."""
         if global_rank in self._local:

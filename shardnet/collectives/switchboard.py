@@ -273,16 +273,28 @@ class Switchboard:
         return ClosedError(f"{self.where()} the backend was closed during {name}")
 
     async def aclose(self) -> None:
-        """Let what is under way end, then tell the peers and close the mesh; after `abort`, wait until that is done."""
+        """Let what is under way end, then tell the peers and close the mesh; after `abort`, wait until that is done. A receive that no peer
+        has announced is not waited for: perhaps nobody sends."""
         async with self._closing:
-            while under_way := [*self._tasks, *(self._ended(each) for group in self._groups.values() for each in group.rounds.under_way)]:
+            while under_way := [
+                *self._tasks - self._receives(),
+                *(self._ended(each) for group in self._groups.values() for each in group.rounds.under_way),
+            ]:
                 await asyncio.wait(under_way)
             self._closed = True
             for group in self._groups.values():  # what another thread has begun meanwhile
                 group.fail_all(ClosedError(f"{self.where()} the backend is closed"))
+            self.wake_receivers()
             await self.mesh.aclose()
             if ends := self._free(aborted=False):
                 await asyncio.wait(ends, timeout=_END_S)
+
+    def _receives(self) -> "set[asyncio.Task[Any]]":
+        """Those of which no peer has said that it sends."""
+        with self._lock:
+            channels = [channel for (_, target, _), channel in self._channels.items() if target == self.mesh.rank]
+            choosing = [task for each in self._any_sources.values() for task in each.choosing]
+        return {*choosing, *(task for channel in channels for task in channel.unanswered)}
 
     def _ended(self, begun: Round) -> "asyncio.Future[None]":
         ended = self.loop.loop.create_future()

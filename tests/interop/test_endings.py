@@ -1,0 +1,12 @@
+"""Groups that end while something is under way in them."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.training.workers import Nursery
+
+
+@pytest.mark.parametrize("program", ["unmatched", "sent_before"])
+def test_a_world_ends(nursery: Nursery, tmp_path: Path, program: str) -> None:
+    nursery.call("tests.interop.endings:main", str(tmp_path), "2", program, within_s=55.0)
