@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardnet.collectives import verdict
 from shardnet.collectives.operation import Algorithm, Call
-from shardnet.errors import CollectiveTimeout
+from shardnet.errors import ClosedError, CollectiveTimeout
 
 if TYPE_CHECKING:
     from shardnet.collectives.group import Group
@@ -36,6 +36,7 @@ class AnySource:
         self._channels = channels
         self._turn = asyncio.Lock()  # of those that wait, the first one chooses
         self._changed = asyncio.Event()
+        self._closed: ClosedError | None = None  # why nothing is received any more
         self.choosing = set["asyncio.Task[Any]"]()  # those that have no source yet; loop thread
 
     def begin(self, call: Call, algorithm: Callable[["Group"], Algorithm]) -> "concurrent.futures.Future[int]":
@@ -53,6 +54,11 @@ class AnySource:
     def wake(self) -> None:
         """Something has been announced, claimed or lost. Loop thread."""
         self._changed.set()
+
+    def close(self, error: ClosedError) -> None:
+        """End what has no source yet. Any thread."""
+        self._closed = error
+        self._board.loop.call(self.wake)
 
     async def _run(
         self, call: Call, algorithm: Callable[["Group"], Algorithm], deadline: float, result: "concurrent.futures.Future[int]"
@@ -98,6 +104,8 @@ class AnySource:
 
     def _check(self, call: Call) -> None:
         """Raise if nobody can send any more, or somebody who may have been about to never will."""
+        if self._closed is not None:
+            raise self._closed
         self._board.check_open()
         gone = [rank for rank in self._channels if rank in self._board.lost]
         dead = [rank for rank in gone if not self._board.has_taken_leave(rank)]

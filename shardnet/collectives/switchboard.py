@@ -107,6 +107,16 @@ class Switchboard:
         with self._lock:
             return self._any_sources.setdefault((sources, tag), AnySource(self, channels))
 
+    def disband(self, group: Group, tags: str, error: ClosedError) -> None:
+        """End one group alone, and what is sent and received by tags that begin so; its other ranks hear of it."""
+        with self._lock:
+            channels = [channel for (_, _, tag), channel in self._channels.items() if tag.startswith(tags)]
+            receivers = [receiver for (_, tag), receiver in self._any_sources.items() if tag.startswith(tags)]
+        for ended in (group, *channels):
+            ended.close(error)
+        for receiver in receivers:
+            receiver.close(error)
+
     def wake_receivers(self) -> None:
         """What receives from any source looks again. Loop thread."""
         if self._any_sources:

@@ -343,8 +343,11 @@ class ShardnetProcessGroup(dist.ProcessGroup):
             _worlds[:] = [each for each in _worlds if each is not self._world]
 
     def abort(self) -> None:
-        """Fail what is under way, here and on the other ranks, and close at once. Other groups of the same ranks fail with it."""
-        self._world.abort()
+        """Fail what is under way, here and on the other ranks, and close at once: the default group with all others, another one alone."""
+        if self._owns:
+            self._world.abort()
+        else:
+            self._backend.disband(self._tag(""), f"group {self._name!r} was aborted")
 
     # --- helpers
 
@@ -365,7 +368,7 @@ class ShardnetProcessGroup(dist.ProcessGroup):
         given = None if opts is None else opts.timeout
         return self._timeout_s if given is None or given <= timedelta(0) else float(given.total_seconds())
 
-    def _tag(self, tag: int) -> str:
+    def _tag(self, tag: int | str) -> str:
         return f"{self._name}:{tag}"
 
 

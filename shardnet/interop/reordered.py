@@ -142,6 +142,9 @@ class Reordered(Backend):
     def abort(self) -> None:
         self.ascending.abort()
 
+    def disband(self, tags: str, why: str) -> None:
+        self.ascending.disband(tags, why)
+
     # --- orders
 
     def _by_place(self, sizes: Sequence[int] | None) -> list[int] | None:
