@@ -1,14 +1,16 @@
 """How ranks find each other in torch's store."""
 
 import asyncio
+import json
 
 import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store
 
-from shardnet.errors import HandshakeError, JoinTimeout, ProtocolError, StateError, UsageError
+from shardnet.errors import HandshakeError, JoinTimeout, PeerLost, ProtocolError, StateError, UsageError
 from shardnet.interop.meeting import meet
 from shardnet.interop.registration import register
+from shardnet.interop.world import World
 from shardnet.topology import Topology
 
 
@@ -42,6 +44,21 @@ async def test_the_next_world_does_not_see_what_the_last_one_left() -> None:
 async def test_who_does_not_come_is_named() -> None:
     with pytest.raises(JoinTimeout, match=r"ranks 0, 2 of 3 have not come within 0\.1 s"):
         await come(HashStore(), 1, 3, timeout_s=0.1)
+
+
+async def test_who_has_given_up_is_not_looked_for() -> None:
+    store = HashStore()
+    with pytest.raises(JoinTimeout, match="ranks 1 of 2"):
+        await come(store, 0, 2, timeout_s=0.1)
+    with pytest.raises(JoinTimeout, match="ranks 0 of 2"):
+        await come(store, 1, 2, timeout_s=0.1)
+
+
+def test_who_is_gone_is_looked_for_no_longer_than_the_time_to_begin() -> None:
+    store = HashStore()
+    store.set("shardnet/world 0/rank 0", json.dumps({"address": "127.0.0.1:1", "node": "here", "incarnation": "gone", "identity": ""}))
+    with pytest.raises(PeerLost, match=r"rank 0 \(127\.0\.0\.1:1\): no connection within 0\.5 s"):
+        World.meet(store, 1, 2, 0.5)
 
 
 async def test_some_are_protected_and_others_are_not() -> None:
