@@ -66,7 +66,13 @@ class Pending(Generic[T]):
         shardnet's own threads, where callbacks run: it could block them for ever.
         """
         self._may_block()
-        return self._read(self._future.result(timeout_s))
+        try:
+            result = self._future.result(timeout_s)
+        except TimeoutError as error:
+            if error.args:  # the collective's own
+                raise
+            raise TimeoutError(f"{self.op_name} is not done after {timeout_s:g} s; it goes on, and can be waited for again") from None
+        return self._read(result)
 
     def exception(self) -> BaseException | None:
         """The error of the collective, or None. Blocks until it is done, as `wait` does."""

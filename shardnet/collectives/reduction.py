@@ -75,7 +75,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 def check_dtype(dtype: torch.dtype, op: ReduceOp | None) -> None:
     """Raise DtypeError unless `op` (None: plain movement) is defined for `dtype`."""
     if dtype not in _NUMPY:
-        raise DtypeError(f"{dtype_name(dtype)} tensors cannot be sent; supported: {', '.join(map(dtype_name, _NUMPY))}")
+        done = "sent" if op is None else "reduced"
+        raise DtypeError(f"{dtype_name(dtype)} tensors cannot be {done}; supported: {', '.join(map(dtype_name, _NUMPY))}")
     if op is not None and not op.is_defined_for(dtype):
         instead = (
             "reduce with SUM, or convert to a float dtype first" if op is ReduceOp.MEAN else "it is for whole numbers and truth values"

@@ -8,4 +8,5 @@ process_group  torch's collectives, in the words of `Backend`
 reordered      groups whose ranks do not ascend
 carrying       tensors as a `Backend` takes them
 work           torch's handles of what is under way
+ends           the threads on which callbacks of torch's futures run
 """

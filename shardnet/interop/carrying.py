@@ -1,4 +1,4 @@
-"""Tensors as a `Backend` takes them: contiguous, of a dtype that it knows.
+"""Tensors as a `Backend` takes them: contiguous, of a dtype that it knows; and what it gives, put where it belongs.
 
 Only moved, any dtype is its bytes. Reduced, a complex number is two real ones, where that is the same.
 """
@@ -44,7 +44,10 @@ def check(tensors: Sequence[Tensor]) -> None:
         if tensor.device.type not in DEVICES:
             raise UsageError(f"the backend 'shardnet' moves tensors of {' and '.join(DEVICES)}, got one on {tensor.device}")
         if tensor.layout is not torch.strided:
-            raise UsageError(f"the backend 'shardnet' moves dense tensors, got one of layout {tensor.layout}; use .to_dense()")
+            raise UsageError(
+                f"the backend 'shardnet' moves dense tensors, got one of layout {tensor.layout}; use .to_dense(), "
+                "or sparse=False where it is the gradient of an nn.Embedding, as under DDP"
+            )
 
 
 def movable(tensor: Tensor) -> Tensor:
@@ -66,6 +69,33 @@ def reducible(tensor: Tensor, op: ReduceOp) -> Tensor:
 
 def premultiplied(tensor: Tensor, factor: float | Tensor | None) -> Tensor:
     return tensor if factor is None else tensor * factor
+
+
+def put(target: Tensor, result: Tensor) -> None:
+    """A flat result, which may be bytes or pairs of real numbers, into a tensor of any strides.
+
+    Where one is expanded, it shows an element several times, and torch does not write it: it gets the first of them.
+    """
+    target, result = target.detach(), _like(result, target)
+    for dim, stride in enumerate(target.stride()):
+        if stride == 0 and target.shape[dim] > 1:
+            target, result = target.narrow(dim, 0, 1), result.narrow(dim, 0, 1)
+    with torch.no_grad():
+        target.copy_(result)
+
+
+def put_all(targets: Sequence[Tensor], result: Tensor) -> None:
+    start = 0
+    for target in targets:
+        count = target.numel() * target.itemsize // result.itemsize
+        put(target, result[start : start + count])
+        start += count
+
+
+def _like(flat: Tensor, target: Tensor) -> Tensor:
+    if flat.dtype != target.dtype:
+        flat = flat.clone().view(torch.uint8).view(target.dtype)  # cloned: a slice of bytes may lie where no such element can
+    return flat.view(target.shape)
 
 
 def _bytes(flat: Tensor) -> Tensor:

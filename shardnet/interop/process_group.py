@@ -9,7 +9,6 @@ error that names both sides, whatever TORCH_DISTRIBUTED_DEBUG says.
 # mypy: disable-error-code="override, assignment"
 
 from collections.abc import Sequence
-from concurrent.futures import Executor
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -19,12 +18,14 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from shardnet.backend import Backend, Pending
-from shardnet.errors import StateError, UsageError
-from shardnet.interop.carrying import check, movable, premultiplied, reducible, reduction
+from shardnet.errors import InvalidRankError, StateError, UsageError
+from shardnet.interop.carrying import check, movable, premultiplied, put, put_all, reducible, reduction
+from shardnet.interop.ends import Ends
+from shardnet.interop.overloads import overloaded
 from shardnet.interop.registration import DEVICES
 from shardnet.interop.rendezvous import placed_world
 from shardnet.interop.reordered import in_order
-from shardnet.interop.work import AnySourceWork, Finish, PendingWork, Works
+from shardnet.interop.work import AnySourceWork, Facts, Finish, PendingWork, Works
 from shardnet.interop.world import World
 
 Tensor = torch.Tensor
@@ -43,9 +44,9 @@ def create(options: Any) -> "ShardnetProcessGroup":
         placed = placed_world(options.store)
         world = World.meet(options.store, options.group_rank, options.group_size, timeout_s) if placed is None else placed
         _worlds[:] = [world]
-        return ShardnetProcessGroup(world.backend, world, options.group_id, timeout_s, owns=True)
+        return ShardnetProcessGroup(world.backend, world, options, owns=True)
     world = _worlds[0]
-    return ShardnetProcessGroup(in_order(world.backend, ranks), world, options.group_id, timeout_s, owns=False)
+    return ShardnetProcessGroup(in_order(world.backend, ranks), world, options, owns=False)
 
 
 class ShardnetProcessGroup(dist.ProcessGroup):
@@ -54,13 +55,16 @@ class ShardnetProcessGroup(dist.ProcessGroup):
     Everything returns at once with a torch Work; its `wait` raises shardnet's errors.
     """
 
-    def __init__(self, backend: Backend, world: World, name: str, timeout_s: float, *, owns: bool) -> None:
+    def __init__(self, backend: Backend, world: World, options: Any, *, owns: bool) -> None:
         super().__init__(backend.rank, backend.world_size)
         self._backend = backend
         self._world = world
-        self._name = name
-        self._timeout_s = timeout_s
+        self._name: str = options.group_id
+        self._timeout_s: float = options.timeout.total_seconds()
+        self._store: c10d.Store = options.store
+        self._ranks: list[int] = list(options.global_ranks_in_group) or list(range(backend.world_size))  # of the default group
         self._owns = owns
+        self._collectives = 0  # that were called
         self._coalesced: list[PendingWork] | None = None  # what is begun between start_coalescing and end_coalescing
 
     # --- who it is
@@ -84,11 +88,15 @@ class ShardnetProcessGroup(dist.ProcessGroup):
             raise RuntimeError(f"the backend 'shardnet' has nothing for {device}")
         return self
 
+    get_backend = _get_backend
+
     @property
     def _device_types(self) -> list[torch.device]:
-        """Whose tensors it carries."""
+        """Whose tensors it carries: checkpoints are put together, and groups split, where torch finds one of these."""
         return [torch.device(each) for each in DEVICES if each == "cpu" or torch.cuda.is_available()]
 
+    supports_reconfigure = False
+    supports_window = False
     supports_coalescing = False  # as NCCL does it: several as one launch
 
     def supports_tensor_alloc(self, _: torch.device) -> bool:
@@ -104,8 +112,22 @@ class ShardnetProcessGroup(dist.ProcessGroup):
         """host:port where this rank answers: `shardnet status ADDRESS`, health checks."""
         return self._world.address
 
+    def get_group_store(self) -> c10d.Store:
+        return self._store
+
+    @property
+    def options(self) -> c10d.Backend.Options:
+        """To be read: `_timeout` is what a collective has that says nothing else."""
+        return c10d.Backend.Options(self.getBackendName(), timedelta(seconds=self._timeout_s))
+
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout_s = timeout.total_seconds()
+
+    _set_default_timeout = set_timeout
+
+    def _get_sequence_number_for_group(self) -> int:
+        """How many collectives this rank has called."""
+        return self._collectives
 
     # --- groups of its ranks
 
@@ -123,16 +145,14 @@ class ShardnetProcessGroup(dist.ProcessGroup):
         """Some of its ranks, numbered as they are given, as a group of their own; None on the others."""
         if self.rank() not in new_ranks:
             return None
-        timeout_s = self._timeout_s if timeout is None else timeout.total_seconds()
-        name = group_name or f"{self._name}/{'_'.join(map(str, new_ranks))}"
-        group = ShardnetProcessGroup(in_order(self._backend, new_ranks), self._world, name, timeout_s, owns=False)
+        options = c10d._DistributedBackendOptions()
+        options.group_id = group_name or f"{self._name}/{'_'.join(map(str, new_ranks))}"
+        options.store = c10d.PrefixStore(f"{options.group_id}/", self._store)
+        options.timeout = timedelta(seconds=self._timeout_s) if timeout is None else timeout
+        options.global_ranks_in_group = [self._ranks[rank] for rank in new_ranks]
+        group = ShardnetProcessGroup(in_order(self._backend, new_ranks), self._world, options, owns=False)
         group._set_group_desc(group_desc or f"{self.group_desc}:split")
         return group
-
-    def get_group_store(self) -> c10d.Store:
-        """torch's own store, under this group's name."""
-        store = dist.distributed_c10d._get_default_store()
-        return store if self._owns else c10d.PrefixStore(f"{self._name}/", store)
 
     def eager_connect_single_device(self, _: torch.device | None) -> None:
         """Nothing to do: a group's ranks are connected already."""
@@ -142,9 +162,9 @@ class ShardnetProcessGroup(dist.ProcessGroup):
 
     # --- one tensor
 
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        options = opts or c10d.AllreduceOptions()
-        return _joined([self._all_reduce(each, options) for each in tensors])
+    @overloaded(c10d.AllreduceOptions, [1], "op timeout")
+    def allreduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
+        return _joined([self._all_reduce(each, opts) for each in tensors])
 
     def _all_reduce(self, tensor: Tensor, opts: Any) -> PendingWork:
         check([tensor])
@@ -152,16 +172,16 @@ class ShardnetProcessGroup(dist.ProcessGroup):
         flat = reducible(premultiplied(tensor, factor), op)
         out = reducible(tensor, op) if tensor.is_contiguous() else torch.empty_like(flat)
         pending = self._backend.all_reduce(flat, op, out=out, timeout_s=self._timeout(opts))
-        return self._work(pending, [tensor], None if tensor.is_contiguous() else partial(_put, tensor))
+        return self._work(pending, opts, [tensor], None if tensor.is_contiguous() else partial(put, tensor))
 
-    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        options = opts or c10d.BroadcastOptions()
+    @overloaded(c10d.BroadcastOptions, [1], "root timeout")
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> dist.Work:
         check(tensors)
         works = []
         for tensor in tensors:
             flat = movable(tensor)
-            pending = self._backend.broadcast(flat, options.rootRank, out=flat, timeout_s=self._timeout(options))
-            works.append(self._work(pending, [tensor], None if tensor.is_contiguous() else partial(_put, tensor)))
+            pending = self._backend.broadcast(flat, opts.rootRank, out=flat, timeout_s=self._timeout(opts))
+            works.append(self._work(pending, opts, [tensor], None if tensor.is_contiguous() else partial(put, tensor)))
         return _joined(works)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> PendingWork:
@@ -170,7 +190,7 @@ class ShardnetProcessGroup(dist.ProcessGroup):
         _check_dtypes("all_gather", output, input)
         out = movable(output)
         pending = self._backend.all_gather(movable(input), out=out, timeout_s=self._timeout(opts))
-        return self._work(pending, [output], None if output.is_contiguous() else partial(_put, output))
+        return self._work(pending, opts, [output], None if output.is_contiguous() else partial(put, output))
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> PendingWork:
         options = opts or c10d.ReduceScatterOptions()
@@ -180,17 +200,18 @@ class ShardnetProcessGroup(dist.ProcessGroup):
         op, factor = reduction(options.reduceOp)
         out = reducible(output, op)
         pending = self._backend.reduce_scatter(reducible(premultiplied(input, factor), op), op, out=out, timeout_s=self._timeout(options))
-        return self._work(pending, [output], None if output.is_contiguous() else partial(_put, output))
+        return self._work(pending, opts, [output], None if output.is_contiguous() else partial(put, output))
 
+    @overloaded(c10d.AllToAllOptions, [0, 0, 0, 0], "timeout")
     def all_to_all_single(
-        self, output: Tensor, input: Tensor, output_split_sizes: Sequence[int] = (), input_split_sizes: Sequence[int] = (), opts: Any = None
+        self, output: Tensor, input: Tensor, output_split_sizes: Sequence[int] = (), input_split_sizes: Sequence[int] = (), *, opts: Any
     ) -> PendingWork:
         check([output, input])
         _check_dtypes("all_to_all", output, input)
         sends = self._rows(input, input_split_sizes, "input_split_sizes")
         receives = self._rows(output, output_split_sizes, "output_split_sizes")
         pending = self._exchange(movable(input), _scaled(sends, input), _scaled(receives, output), opts)
-        return self._work(pending, [output], partial(_put, output))
+        return self._work(pending, opts, [output], partial(put, output))
 
     def _rows(self, tensor: Tensor, split: Sequence[int], what: str) -> list[int]:
         rows = tensor.shape[0] if tensor.dim() else 1
@@ -204,7 +225,8 @@ class ShardnetProcessGroup(dist.ProcessGroup):
 
     # --- lists of tensors
 
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+    @overloaded(c10d.AllgatherOptions, [2, 1], "timeout")
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> dist.Work:
         return _joined([self._all_gather(out, each, opts) for out, each in zip(outputs, inputs, strict=True)])
 
     def _all_gather(self, outputs: list[Tensor], input: Tensor, opts: Any) -> PendingWork:
@@ -216,11 +238,11 @@ class ShardnetProcessGroup(dist.ProcessGroup):
                 f"all_gather on rank {self.rank()} of {self.size()}: {len(sizes)} outputs, this rank's of {input.numel()} elements"
             )
         pending = self._backend.all_gather(flat, sizes=sizes, timeout_s=self._timeout(opts))
-        return self._work(pending, outputs, partial(_put_all, outputs))
+        return self._work(pending, opts, outputs, partial(put_all, outputs))
 
-    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> dist.Work:
-        options = opts or c10d.ReduceScatterOptions()
-        return _joined([self._reduce_scatter(out, parts, options) for out, parts in zip(outputs, inputs, strict=True)])
+    @overloaded(c10d.ReduceScatterOptions, [1, 2], "op timeout")
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> dist.Work:
+        return _joined([self._reduce_scatter(out, parts, opts) for out, parts in zip(outputs, inputs, strict=True)])
 
     def _reduce_scatter(self, output: Tensor, parts: list[Tensor], opts: Any) -> PendingWork:
         check([output, *parts])
@@ -230,7 +252,7 @@ class ShardnetProcessGroup(dist.ProcessGroup):
         flats = [reducible(premultiplied(part, factor), op) for part in parts]
         sizes = [each.numel() for each in flats]
         pending = self._backend.reduce_scatter(torch.cat(flats), op, sizes=sizes, timeout_s=self._timeout(opts))
-        return self._work(pending, [output], partial(_put, output))
+        return self._work(pending, opts, [output], partial(put, output))
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> PendingWork:
         check([*outputs, *inputs])
@@ -238,44 +260,57 @@ class ShardnetProcessGroup(dist.ProcessGroup):
             raise UsageError(f"all_to_all over {self.size()} ranks got {len(inputs)} tensors to send and {len(outputs)} to receive into")
         sends, receives = [movable(each) for each in inputs], [movable(each).numel() for each in outputs]
         pending = self._exchange(torch.cat(sends), [each.numel() for each in sends], receives, opts)
-        return self._work(pending, outputs, partial(_put_all, outputs))
+        return self._work(pending, opts, outputs, partial(put_all, outputs))
 
-    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> PendingWork:
-        options = opts or c10d.GatherOptions()
-        here, parts = options.rootRank == self.rank(), outputs[0] if outputs else []
+    @overloaded(c10d.GatherOptions, [2, 1], "root timeout")
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> PendingWork:
+        here, parts = opts.rootRank == self.rank(), outputs[0] if outputs else []
         check([*parts, *inputs])
         if here and len(parts) != self.size():
             raise UsageError(f"gather over {self.size()} ranks got {len(parts)} tensors to gather into on its destination")
         flat = movable(inputs[0])
-        sends = [flat.numel() if rank == options.rootRank else 0 for rank in range(self.size())]
+        if here:
+            _check_own("gather", parts[self.rank()], inputs[0])
+        sends = [flat.numel() if rank == opts.rootRank else 0 for rank in range(self.size())]
         receives = [movable(each).numel() for each in parts] if here else [0] * self.size()
-        pending = self._exchange(flat, sends, receives, options)
-        return self._work(pending, parts, partial(_put_all, parts) if here else None)
+        pending = self._exchange(flat, sends, receives, opts, self._rooted("gather to", opts.rootRank))
+        return self._work(pending, opts, parts, partial(put_all, parts) if here else None)
 
-    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> PendingWork:
-        options = opts or c10d.ScatterOptions()
-        here, parts = options.rootRank == self.rank(), inputs[0] if inputs else []
+    @overloaded(c10d.ScatterOptions, [1, 2], "root timeout")
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> PendingWork:
+        here, parts = opts.rootRank == self.rank(), inputs[0] if inputs else []
         check([*outputs, *parts])
         if here and len(parts) != self.size():
             raise UsageError(f"scatter over {self.size()} ranks got {len(parts)} tensors on its source")
         flats, output = [movable(each) for each in parts], outputs[0]
+        if here:
+            _check_own("scatter", parts[self.rank()], output)
         sends = [each.numel() for each in flats] if here else [0] * self.size()
-        receives = [movable(output).numel() if rank == options.rootRank else 0 for rank in range(self.size())]
-        pending = self._exchange(torch.cat(flats) if here else movable(output)[:0], sends, receives, options)
-        return self._work(pending, [output], partial(_put, output))
+        receives = [movable(output).numel() if rank == opts.rootRank else 0 for rank in range(self.size())]
+        label = self._rooted("scatter from", opts.rootRank)
+        pending = self._exchange(torch.cat(flats) if here else movable(output)[:0], sends, receives, opts, label)
+        return self._work(pending, opts, [output], partial(put, output))
 
-    def reduce(self, tensors: list[Tensor], opts: Any = None) -> PendingWork:
-        options = opts or c10d.ReduceOptions()
+    @overloaded(c10d.ReduceOptions, [1], "root op timeout")
+    def reduce(self, tensors: list[Tensor], opts: Any) -> PendingWork:
         check(tensors)
-        tensor, here = tensors[0], options.rootRank == self.rank()
-        op, factor = reduction(options.reduceOp)
+        tensor, here = tensors[0], opts.rootRank == self.rank()
+        op, factor = reduction(opts.reduceOp)
         flat = reducible(premultiplied(tensor, factor), op)
-        sizes = [flat.numel() if rank == options.rootRank else 0 for rank in range(self.size())]
-        pending = self._backend.reduce_scatter(flat, op, sizes=sizes, timeout_s=self._timeout(options))
-        return self._work(pending, [tensor], partial(_put, tensor) if here else None)
+        sizes = [flat.numel() if rank == opts.rootRank else 0 for rank in range(self.size())]
+        label = self._rooted("reduce to", opts.rootRank)
+        pending = self._backend.reduce_scatter(flat, op, sizes=sizes, timeout_s=self._timeout(opts), label=label)
+        return self._work(pending, opts, [tensor], partial(put, tensor) if here else None)
 
-    def _exchange(self, flat: Tensor, sends: list[int], receives: list[int], opts: Any) -> Pending[Tensor]:
-        return self._backend.all_to_all(flat, send_sizes=sends, recv_sizes=receives, timeout_s=self._timeout(opts))
+    def _exchange(self, flat: Tensor, sends: list[int], receives: list[int], opts: Any, label: str = "") -> Pending[Tensor]:
+        """`label` says what it is other than an all_to_all: ranks must agree on it, and errors name it."""
+        return self._backend.all_to_all(flat, send_sizes=sends, recv_sizes=receives, timeout_s=self._timeout(opts), label=label)
+
+    def _rooted(self, what: str, root: int) -> str:
+        """A label for what a `Backend` knows by another name."""
+        if not 0 <= root < self.size():
+            raise InvalidRankError(root, self.size(), "root")
+        return f"{what} {self._ranks[root]}"
 
     # --- several at once
 
@@ -304,13 +339,14 @@ class ShardnetProcessGroup(dist.ProcessGroup):
     def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> PendingWork:
         check(tensors)
         tensor = tensors[0]
-        return self._work(self._backend.send(movable(tensor), to, tag=self._tag(tag), timeout_s=self._timeout_s), [tensor])
+        pending = self._backend.send(movable(tensor), to, tag=self._tag(tag), timeout_s=self._timeout_s)
+        return self._work(pending, None, [tensor])
 
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> PendingWork:
         check(tensors)
         tensor = tensors[0]
         pending = self._backend.recv(movable(tensor), source, tag=self._tag(tag), timeout_s=self._timeout_s)
-        return self._work(pending, [tensor], None if tensor.is_contiguous() else partial(_put, tensor))
+        return self._work(pending, None, [tensor], None if tensor.is_contiguous() else partial(put, tensor), source=source)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> PendingWork:
         check(tensors)
@@ -319,12 +355,13 @@ class ShardnetProcessGroup(dist.ProcessGroup):
         if not in_place:
             flat = torch.empty_like(flat, device="cpu")
         pending = self._backend.recv_any(flat, tag=self._tag(tag), timeout_s=self._timeout_s)
-        return self._work(pending, [tensor], None if in_place else lambda _: _put(tensor, flat), kind=AnySourceWork)
+        return self._work(pending, None, [tensor], None if in_place else lambda _: put(tensor, flat), kind=AnySourceWork)
 
     recvAnysource = recv_anysource  # noqa: N815 - torch's name
 
-    def barrier(self, opts: Any = None) -> PendingWork:
-        return self._work(self._backend.barrier(timeout_s=self._timeout(opts)), [])
+    @overloaded(c10d.BarrierOptions, [], "timeout")
+    def barrier(self, opts: Any) -> PendingWork:
+        return self._work(self._backend.barrier(timeout_s=self._timeout(opts)), opts, [])
 
     # --- old names (torch before 2.13)
 
@@ -352,15 +389,24 @@ class ShardnetProcessGroup(dist.ProcessGroup):
     # --- helpers
 
     def _work(
-        self, pending: Pending[Any], outputs: Sequence[Tensor], finish: Finish | None = None, *, kind: type[PendingWork] = PendingWork
+        self,
+        pending: Pending[Any],
+        opts: Any,
+        outputs: Sequence[Tensor],
+        finish: Finish | None = None,
+        *,
+        kind: type[PendingWork] = PendingWork,
+        source: int | None = None,
     ) -> PendingWork:
-        work = kind(pending, outputs, self._ends, finish)
+        self._collectives += pending.op_name not in ("send", "recv")
+        facts = Facts(self._collectives, timedelta(seconds=self._timeout(opts)), source)
+        work = kind(pending, outputs, self._ends, finish, facts)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
 
     @property
-    def _ends(self) -> Executor:
+    def _ends(self) -> Ends:
         return self._world.ends
 
     def _timeout(self, opts: Any) -> float:
@@ -376,26 +422,6 @@ def _joined(works: list[PendingWork]) -> dist.Work:
     return works[0] if len(works) == 1 else Works(works)
 
 
-def _put(target: Tensor, result: Tensor) -> None:
-    """A flat result, which may be bytes or pairs of real numbers, into a tensor of any strides."""
-    with torch.no_grad():
-        target.detach().copy_(_like(result, target))
-
-
-def _put_all(targets: Sequence[Tensor], result: Tensor) -> None:
-    start = 0
-    for target in targets:
-        count = target.numel() * target.itemsize // result.itemsize
-        _put(target, result[start : start + count])
-        start += count
-
-
-def _like(flat: Tensor, target: Tensor) -> Tensor:
-    if flat.dtype != target.dtype:
-        flat = flat.clone().view(torch.uint8).view(target.dtype)  # cloned: a slice of bytes may lie where no such element can
-    return flat.view(target.shape)
-
-
 def _scaled(rows: Sequence[int], tensor: Tensor) -> list[int]:
     """Elements that a `Backend` sees for so many rows."""
     width = tensor.shape[1:].numel() if tensor.dim() else 1
@@ -406,6 +432,11 @@ def _scaled(rows: Sequence[int], tensor: Tensor) -> list[int]:
 def _check_sizes(op: str, got: int, expected: int) -> None:
     if got != expected:
         raise UsageError(f"{op}: the tensor of all ranks has {got} elements where {expected} are needed")
+
+
+def _check_own(op: str, part: Tensor, alone: Tensor) -> None:
+    if part.numel() != alone.numel():
+        raise UsageError(f"{op}: this rank's own part has {part.numel()} elements in the list of all, but {alone.numel()} by itself")
 
 
 def _check_dtypes(op: str, output: Tensor, input: Tensor) -> None:

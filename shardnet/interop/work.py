@@ -1,7 +1,7 @@
 """`PendingWork`: torch's handle of a collective that is under way.
 
 [Note: futures] Who asks for a `torch.futures.Future`, as DDP does for each bucket, may hang callbacks on it that compute and wait. They
-must not run on shardnet's loop thread, so a thread of the group's own ends futures. Nobody pays for it who only waits.
+must not run on shardnet's loop thread, so threads of the world's own end futures (ends.py). Nobody pays for them who only waits.
 
 A future that is given an exception crashes DDP's reducer, and one that is made of a failed work says that all is well. So the
 future that is given out is the one of a callback that raises (`then`).
@@ -12,7 +12,10 @@ of the device has that of whoever waits for it do so.
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from threading import Lock
 from typing import Any
 
@@ -20,29 +23,45 @@ import torch
 import torch.distributed as dist
 
 from shardnet.backend import Pending
+from shardnet.backend.streams import Event, is_on_gpu, join, now
+from shardnet.interop.ends import Ends
 
 Tensor = torch.Tensor
 Finish = Callable[[Any], None]  # puts a result where the caller wants it
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a program may ask of a work, other than its result."""
+
+    sequence: int = 0  # how many collectives the rank has called in that group
+    timeout: timedelta = timedelta(0)  # that it has
+    source: int | None = None  # of a receive: the rank of the group that sends, where it is named
 
 
 class PendingWork(dist.Work):
     """Lives as long as torch, or whoever asked for it, holds it. Any thread.
 
     outputs  the tensors that hold the result once it is done
-    finish   called once with what is pending, before anybody sees the result; None: all is in place
+    finish   called once with what is pending, before anybody sees the result or hears that it is there; None: all is in place
     """
 
-    def __init__(self, pending: Pending[Any], outputs: Sequence[Tensor], ends: Executor, finish: Finish | None = None) -> None:
+    def __init__(
+        self, pending: Pending[Any], outputs: Sequence[Tensor], ends: Ends, finish: Finish | None = None, facts: Facts | None = None
+    ) -> None:
         super().__init__()
         self._pending = pending.quietly()  # torch lets go of works that nobody waits for
         self._outputs = list(outputs)
         self._finish = finish
         self._ends = ends  # see [Note: futures]
+        self._facts = facts or Facts()
         self._lock = Lock()
-        self._future: torch.futures.Future[list[Tensor]] | None = None
+        self._finished: list[tuple[torch.device, Event]] = []  # on which GPUs `finish` has put results, and when: maybe on another's stream
+        self._failed: Exception | None = None  # what `finish` has raised
+        self._futures: dict[Executor, torch.futures.Future[list[Tensor]]] = {}  # by the thread that ends it
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Block until it is done. Raises the collective's error, or TimeoutError after `timeout` (0: no time of its own)."""
+        """Block until it is done. Raises the collective's error, or TimeoutError after `timeout` (0: none); it goes on then."""
         self._settle(timeout.total_seconds() if timeout > timedelta(0) else None)
         return True
 
@@ -54,46 +73,88 @@ class PendingWork(dist.Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        return self._pending.done()
+        """Whether it is over. Who has asked until it was, need not wait: the result is in place."""
+        if not self._pending.done():
+            return False
+        if self._pending.exception() is None:
+            with suppress(Exception):  # `wait` and `exception` have it
+                self._settle(None)
+        return True
 
     def is_success(self) -> bool:
-        return self._pending.done() and self._pending.exception() is None
+        return self.is_completed() and self.exception() is None
 
     def exception(self) -> BaseException | None:
-        return self._pending.exception() if self._pending.done() else None
+        return (self._pending.exception() or self._failed) if self._pending.done() else None
+
+    @property
+    def timeout(self) -> timedelta:
+        return self._facts.timeout
+
+    def source_rank(self) -> int:
+        """The rank of the group from which a receive gets its tensor."""
+        return super()._source_rank() if self._facts.source is None else self._facts.source  # torch's own error
+
+    def _source_rank(self) -> int:
+        return self.source_rank()
+
+    def _get_sequence_number(self) -> int:
+        return self._facts.sequence
 
     def result(self) -> list[Tensor]:
         self.wait()
         return self._outputs
 
     def get_future(self) -> "torch.futures.Future[list[Tensor]]":
+        """May be waited for in a callback of another future, if it is asked for there."""
+        thread = self._ends.for_caller()
         with self._lock:
-            if self._future is None:
-                devices = {tensor.device for tensor in self._outputs if tensor.is_cuda}
-                done: torch.futures.Future[None] = torch.futures.Future(devices=list(devices))
-                self._future = done.then(lambda _: self._result())
-                self._pending.add_done_callback(lambda _: self._end(done))
-            return self._future
-
-    def _end(self, done: "torch.futures.Future[None]") -> None:
-        self._ends.submit(done.set_result, None)
+            if thread in self._futures:
+                return self._futures[thread]
+            devices = {tensor.device for tensor in self._outputs if tensor.is_cuda}
+            done: torch.futures.Future[None] = torch.futures.Future(devices=list(devices))
+            future = self._futures[thread] = done.then(lambda _: self._result())
+        self._pending.add_done_callback(partial(_end, thread, done))  # at once, if that is done
+        return future
 
     def _result(self) -> list[Tensor]:
         self._settle(None)
         return self._outputs
 
     def _settle(self, timeout_s: float | None) -> None:
+        """Wait, and have the result put where the caller wants it, if it is not there yet."""
         result = self._pending.wait(timeout_s)
         with self._lock:
-            finish, self._finish = self._finish, None
-            if finish is not None:
-                finish(result)
+            if self._finish is not None:
+                self._put(self._finish, result)
+            elif self._failed is not None:
+                raise self._failed
+            else:
+                for device, event in self._finished:
+                    join(event, device)
+
+    def _put(self, finish: Finish, result: Any) -> None:
+        try:
+            finish(result)
+        except Exception as error:
+            self._failed = error
+            raise
+        finally:
+            self._finish = None
+        self._finished = [(device, now(device)) for device in {tensor.device for tensor in self._outputs if is_on_gpu(tensor)}]
+
+
+def _end(thread: Executor, done: "torch.futures.Future[None]", _: Pending[Any]) -> None:
+    try:
+        thread.submit(done.set_result, None)
+    except RuntimeError:  # the world is closed, and so are its threads: who waits for this would wait for ever
+        done.set_result(None)
 
 
 class AnySourceWork(PendingWork):
     """A receive whose result is the rank of the group that it came from."""
 
-    def _source_rank(self) -> int:
+    def source_rank(self) -> int:
         return int(self._pending.wait())
 
 
@@ -115,6 +176,13 @@ class Works(dist.Work):
         if errors:
             raise errors[0]
         return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        for work in self._works:
+            work.block_current_stream()
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)

@@ -4,7 +4,7 @@ import asyncio
 import os
 import time
 from collections.abc import Coroutine, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from shardnet.backend import Backend
 from shardnet.errors import JoinRefused, UsageError
+from shardnet.interop.ends import Ends
 from shardnet.interop.meeting import meet
 from shardnet.loop import LoopThread
 from shardnet.rendezvous.backoff import delays
@@ -32,11 +33,11 @@ _NOWHERE = "127.0.0.1:1"  # where ranks meet that share a file: the address from
 
 
 class World:
-    """One port, the connections to all other ranks, and a thread for futures; lives as long as torch's default group. Any thread."""
+    """One port, the connections to all other ranks, and threads for futures; lives as long as torch's default group. Any thread."""
 
     def __init__(self, seat: Seat, stack: AsyncExitStack) -> None:
         self.address = seat.topology.me.address  # host:port at which others reach this rank
-        self.ends = ThreadPoolExecutor(1, "shardnet-futures")  # see [Note: futures] in work.py
+        self.ends = Ends()
         self._seat = seat
         self._stack = stack  # what outlives the seat
         self._closed = False

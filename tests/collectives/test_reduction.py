@@ -115,6 +115,8 @@ def test_dtypes() -> None:
     for dtype in (torch.complex64, torch.uint16, torch.float8_e4m3fn):
         with pytest.raises(DtypeError, match="cannot be sent; supported: float64, float32, float16, bfloat16, int64"):
             check_dtype(dtype, None)
+        with pytest.raises(DtypeError, match="cannot be reduced; supported: float64"):
+            check_dtype(dtype, ReduceOp.SUM)
     with pytest.raises(DtypeError, match="mean of int32 is not defined"):
         check_dtype(torch.int32, ReduceOp.MEAN)
     check_dtype(torch.int32, ReduceOp.SUM)

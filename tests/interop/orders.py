@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.interop import programs
@@ -164,6 +165,23 @@ def split(rank: int, world_size: int, _: Path) -> None:
     dist.barrier()
     dist.destroy_process_group(edge)
     dist.barrier(parent)
+
+
+def pipeline(rank: int, world_size: int, _: Path) -> None:
+    """Each direction between two stages has a group of its own, split from the whole."""
+    dist.config.pipeline_per_edge_p2p = True
+    torch.manual_seed(7)
+    layers = [torch.nn.Linear(4, 4) for _ in range(world_size)]
+    batch, target = torch.randn(8, 4), torch.randn(8, 4)
+    stage = PipelineStage(layers[rank], rank, world_size, torch.device("cpu"))
+    schedule = ScheduleGPipe(stage, 4, loss_fn=torch.nn.functional.mse_loss)
+    losses: list[Tensor] = []
+    schedule.step(*([batch] if rank == 0 else []), target=target, losses=losses)
+    assert stage._p2p_edge_groups
+    found = layers[rank].weight.grad.clone()
+    layers[rank].zero_grad()
+    torch.nn.functional.mse_loss(torch.nn.Sequential(*layers)(batch), target).backward()
+    torch.testing.assert_close(found, layers[rank].weight.grad)
 
 
 def meshes(rank: int, world_size: int, _: Path) -> None:

@@ -89,6 +89,9 @@ def reductions(rank: int, world_size: int, _: Path) -> None:
         assert not strided.is_contiguous()
         dist.all_reduce(strided, op)
         assert torch.equal(strided, want), (op, dtype, "strided")
+        expanded = whole[rank][0, :1].clone().expand(2, 3)
+        dist.all_reduce(expanded, op)
+        assert torch.equal(expanded, want[0, :1].expand(2, 3)), (op, dtype, "expanded")
         part = torch.empty(2, 3, dtype=dtype)
         dist.reduce_scatter_tensor(part, whole[rank], op)
         assert torch.equal(part, want.view(world_size, 2, 3)[rank]), (op, dtype)
@@ -129,6 +132,9 @@ def movements(rank: int, world_size: int, _: Path) -> None:
         got = [torch.empty_like(whole[0]) for _ in ranks]
         dist.all_to_all(got, [whole[(rank + to) % world_size] for to in ranks])
         assert all(same(got[source], whole[(source + rank) % world_size]) for source in ranks), dtype
+    one = torch.empty(1)
+    dist.scatter(one.expand(2), [torch.full((2,), float(each)) for each in ranks] if rank == 0 else None, src=0)
+    assert one.item() == rank
     uneven = [torch.empty(each + 1) for each in ranks]
     dist.all_gather(uneven, torch.full((rank + 1,), float(rank)))
     assert [each.tolist() for each in uneven] == [[float(each)] * (each + 1) for each in ranks]
@@ -357,6 +363,29 @@ def mismatch(rank: int, world_size: int, folder: Path) -> None:
             dist.all_gather_into_tensor(torch.empty(8), torch.ones(4))
     except Exception as error:  # noqa: BLE001 - which one is what is looked at
         _note(folder, rank, error)
+
+
+def mismatched_roots(rank: int, world_size: int, folder: Path) -> None:
+    """Of calls that exchange as many bytes between the same ranks."""
+    last, alone = dist.new_group([0, 2]), torch.ones(2)
+    parts = [torch.ones(2) for _ in range(world_size)]
+    calls: list[tuple[Callable[[], object], Callable[[], object]]] = [  # by rank 0 and rank 2
+        (lambda: dist.gather(alone, parts[:2], dst=0, group=last), lambda: dist.gather(alone, parts[:2], dst=2, group=last)),
+        (
+            lambda: dist.gather(alone, parts[:2], dst=0, group=last),
+            lambda: dist.all_to_all_single(torch.empty(0), alone, [0, 0], [2, 0], group=last),
+        ),
+        (lambda: dist.scatter(alone, parts[:2], src=0, group=last), lambda: dist.scatter(alone, parts[:2], src=2, group=last)),
+        (lambda: dist.reduce(alone, dst=2, group=last), lambda: last._backend.reduce_scatter(alone, sizes=[0, 2]).wait()),
+    ]
+    for number, call in enumerate(calls if rank != 1 else []):
+        (folder / str(number)).mkdir(exist_ok=True)
+        try:
+            call[rank // 2]()
+        except Exception as error:  # noqa: BLE001 - which one is what is looked at
+            _note(folder / str(number), rank, error)
+    if rank != 1:
+        dist.gather(alone, parts[:2] if rank == 2 else None, dst=2, group=last)
 
 
 def lost_in_backward(rank: int, world_size: int, folder: Path) -> None:

@@ -21,8 +21,9 @@ def test_ranks_are_numbered_as_they_were_given(nursery: Nursery, tmp_path: Path,
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_groups_are_split(nursery: Nursery, tmp_path: Path, world_size: int) -> None:
-    run(nursery, tmp_path, "split", world_size)
+@pytest.mark.parametrize("program", ["split", "pipeline"])
+def test_groups_are_split(nursery: Nursery, tmp_path: Path, program: str, world_size: int) -> None:
+    run(nursery, tmp_path, program, world_size)
 
 
 def test_what_is_on_a_gpu_is_put_in_order_by_the_first_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:

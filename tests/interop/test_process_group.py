@@ -59,6 +59,18 @@ def test_ranks_that_call_different_collectives_hear_of_each_other(nursery: Nurse
         assert "all_gather" in each["text"]
 
 
+def test_ranks_that_name_different_roots_hear_of_each_other(nursery: Nursery, tmp_path: Path) -> None:
+    """By the names that torch gives these collectives, and the ranks of the world."""
+    run(nursery, tmp_path, "mismatched_roots", 3)
+    for number, named in enumerate(
+        [("gather to 0", "gather to 2"), ("gather to 0",), ("scatter from 0", "scatter from 2"), ("reduce to 2",)]
+    ):
+        found = errors(tmp_path / str(number))
+        assert found.keys() == {0, 2}, (number, found)
+        assert {each["type"] for each in found.values()} == {"CollectiveMismatch"}, (number, found)
+        assert all(name in each["text"] for each in found.values() for name in named), (number, found)
+
+
 def test_a_death_surfaces_in_backward_and_the_others_go_on(nursery: Nursery, tmp_path: Path) -> None:
     run(nursery, tmp_path, "lost_in_backward", 3)
     died = float((tmp_path / "died").read_text())

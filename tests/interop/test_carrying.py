@@ -1,0 +1,15 @@
+"""What a group can carry."""
+
+import pytest
+import torch
+
+from shardnet.errors import UsageError
+from shardnet.interop.carrying import check
+
+
+def test_sparse_tensors_are_refused_with_what_to_do() -> None:
+    layer = torch.nn.Embedding(4, 2, sparse=True)
+    layer(torch.tensor([1])).sum().backward()
+    assert layer.weight.grad is not None
+    with pytest.raises(UsageError, match=r"sparse_coo; use \.to_dense\(\), or sparse=False where it is the gradient of an nn\.Embedding"):
+        check([layer.weight.grad])

@@ -1,0 +1,12 @@
+"""What torch's handles say of what is under way."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.training.workers import Nursery
+
+
+@pytest.mark.parametrize("program", ["polled", "facts"])
+def test_works(nursery: Nursery, tmp_path: Path, program: str) -> None:
+    nursery.call("tests.interop.handles:main", str(tmp_path), "2", program, within_s=30.0)
