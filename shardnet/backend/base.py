@@ -203,3 +203,9 @@ class Backend(ABC):
     @abstractmethod
     def abort(self) -> None:
         """Fail everything that is under way and close at once. Synchronous, safe in `finally` and from any thread."""
+
+    def disband(self, tags: str, why: str) -> None:
+        """End this group alone, while others of the same ranks go on, and what is sent and received by tags that begin with `tags`: what is
+        under way, and what is called later, fails, here with ClosedError and on its other ranks with what that says. Raises UsageError if
+        this backend has no groups that end alone."""
+        raise UsageError(f"{type(self).__name__} ends with all its groups: call abort()")

@@ -26,6 +26,7 @@ from shardnet.collectives.reduction import Array, ReduceOp, Reduction, as_array,
 from shardnet.collectives.switchboard import Switchboard
 from shardnet.config import Timeouts
 from shardnet.errors import (
+    ClosedError,
     InvalidRankError,
     InvalidWorldSizeError,
     SelfSendError,
@@ -347,6 +348,7 @@ class MeshBackend(Backend):
         if self.world_size == 1:
             raise UsageError("recv_any: there is no other rank that could send")
         members = self._group.members
+        self._group.check_open()
         receiver = self._board.any_source(tuple(members[peer] for peer in sorted(self._group.peers)), tag)
 
         def receive(channel: Group) -> Algorithm:
@@ -379,6 +381,9 @@ class MeshBackend(Backend):
     def abort(self) -> None:
         self._board.abort()
 
+    def disband(self, tags: str, why: str) -> None:
+        self._board.disband(self._group, tags, ClosedError(f"{self._board.where()} {why}"))
+
     # --- helpers
 
     @staticmethod
@@ -396,7 +401,7 @@ class MeshBackend(Backend):
 
     def _at_once(self, op: str, result: T) -> Pending[T]:
         """A collective that needs no traffic."""
-        self._board.check_open()
+        self._group.check_open()
         done = Pending.done_with(result, op)
         if isinstance(result, Tensor) and is_on_gpu(result):
             done.arrives(partial(join, now(result.device), result.device))
@@ -432,6 +437,7 @@ class MeshBackend(Backend):
         self._check_rank(other, "peer")
         if other == self.rank:
             raise SelfSendError(self.rank)
+        self._group.check_open()
         me, them = self._group.members[self.rank], self._group.members[other]
         channel = self._board.channel(*((me, them) if sending else (them, me)), tag)
         return channel, 1 - channel.rank

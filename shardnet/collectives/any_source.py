@@ -14,11 +14,11 @@ import concurrent.futures
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardnet.collectives import verdict
 from shardnet.collectives.operation import Algorithm, Call
-from shardnet.errors import CollectiveTimeout
+from shardnet.errors import ClosedError, CollectiveTimeout
 
 if TYPE_CHECKING:
     from shardnet.collectives.group import Group
@@ -36,6 +36,8 @@ class AnySource:
         self._channels = channels
         self._turn = asyncio.Lock()  # of those that wait, the first one chooses
         self._changed = asyncio.Event()
+        self._closed: ClosedError | None = None  # why nothing is received any more
+        self.choosing = set["asyncio.Task[Any]"]()  # those that have no source yet; loop thread
 
     def begin(self, call: Call, algorithm: Callable[["Group"], Algorithm]) -> "concurrent.futures.Future[int]":
         """Start a receive; the future gives the global rank of its source. Any thread.
@@ -53,6 +55,11 @@ class AnySource:
         """Something has been announced, claimed or lost. Loop thread."""
         self._changed.set()
 
+    def close(self, error: ClosedError) -> None:
+        """End what has no source yet. Any thread."""
+        self._closed = error
+        self._board.loop.call(self.wake)
+
     async def _run(
         self, call: Call, algorithm: Callable[["Group"], Algorithm], deadline: float, result: "concurrent.futures.Future[int]"
     ) -> None:
@@ -67,6 +74,9 @@ class AnySource:
             result.set_result(source)
 
     async def _choose(self, call: Call, algorithm: Callable[["Group"], Algorithm], deadline: float) -> Begun:
+        task = asyncio.current_task()
+        assert task is not None
+        self.choosing.add(task)
         try:
             async with asyncio.timeout(deadline - time.monotonic()) as limit, self._turn:
                 while (begun := self._begin_first(replace(call, timeout_s=deadline - time.monotonic()), algorithm)) is None:
@@ -80,6 +90,8 @@ class AnySource:
             ranks = ", ".join(map(str, self._channels))
             detail = f"{call.op} from any source did not end within {call.timeout_s:g} s: none of ranks {ranks} has sent anything"
             raise CollectiveTimeout(f"{self._board.where()} {detail}", tuple(self._channels)) from None
+        finally:
+            self.choosing.discard(task)
 
     def _begin_first(self, call: Call, algorithm: Callable[["Group"], Algorithm]) -> Begun | None:
         """Receive what was announced first of what nobody has claimed, if there is anything."""
@@ -92,6 +104,8 @@ class AnySource:
 
     def _check(self, call: Call) -> None:
         """Raise if nobody can send any more, or somebody who may have been about to never will."""
+        if self._closed is not None:
+            raise self._closed
         self._board.check_open()
         gone = [rank for rank in self._channels if rank in self._board.lost]
         dead = [rank for rank in gone if not self._board.has_taken_leave(rank)]

@@ -53,6 +53,7 @@ class Group:
         # called with the number of a collective that has failed elsewhere after it had ended well here; loop thread
         self.at_failure_elsewhere: list[Callable[[int], object]] = []
         self.roll_call = RollCall(self)
+        self._closed: ClosedError | None = None  # why nothing is done any more, where it is not the mesh that has closed
 
     @property
     def epoch(self) -> int:
@@ -72,6 +73,12 @@ class Group:
     def mail(self) -> Mail | None:
         """Its way to the mailboxes of all members, if all of them agree that there is one; the same on all of them."""
         return self.board.mail(self)
+
+    def check_open(self) -> None:
+        """Raise ClosedError if this group or the mesh is closed. Any thread."""
+        if self._closed is not None:
+            raise self._closed
+        self.board.check_open()
 
     # --- calls (any thread)
 
@@ -144,7 +151,7 @@ class Group:
         """Raise if the operation cannot end, or was failed before it began."""
         if operation.error is not None:
             raise operation.error
-        self.board.check_open()
+        self.check_open()
         for lost, reason in self.board.lost.items():
             if lost in self._local and not (isinstance(operation, Round) and operation.sequence < self.board.took_leave_at(lost, self.id)):
                 raise verdict.peer_lost(self.board, lost, operation.name, reason)
@@ -217,7 +224,9 @@ class Group:
             raise ProtocolError(f"rank {source_global} is no member of group {self.id:#x}")
         if chunk.size:
             self.telemetry.count_received(source_global, chunk.size, near=chunk.came_through_memory)
-        if chunk.control is not None and chunk.control.HasField("probe"):
+        if self._closed is not None:
+            self._refuse(source, chunk, self._closed)
+        elif chunk.control is not None and chunk.control.HasField("probe"):
             self._answer_probe(source, chunk, chunk.control.probe)
         elif chunk.control is not None and chunk.control.HasField("probe_reply"):
             self.roll_call.hear(source, chunk.control.probe_reply)
@@ -275,6 +284,12 @@ class Group:
     def under_way(self) -> list[Operation | Round]:
         return [*self._running.values(), *self.rounds.under_way]
 
+    @property
+    def unanswered(self) -> "list[asyncio.Task[None]]":
+        """Of what is under way, what no peer has announced yet."""
+        waiting = (each for each in self._running.values() if not each.is_announced and each.sequence not in self._ledger.early)
+        return [each.task for each in waiting if each.task is not None]
+
     def lose(self, global_rank: int, reason: str) -> None:
         """A member is gone: whatever is under way cannot end."""
         if global_rank in self._local:
@@ -296,6 +311,26 @@ class Group:
             operation = self._queued.popleft()
             self.telemetry.flights.end(operation.flight, time.perf_counter_ns(), error)
             operation.result.set_exception(error)
+
+    def close(self, error: ClosedError) -> None:
+        """End this group alone, with what is under way in it, here and on its other ranks. Any thread."""
+        if self._closed is None:
+            self._closed = error
+            self.mail = None  # a round would not ask whether the group is closed
+            self.board.loop.call(self._end, error)
+
+    def _end(self, error: ClosedError) -> None:
+        begun, following = [*self.under_way, *self._queued], self._ledger.position
+        self.fail_all(error)
+        for sequence in {following, *(each.sequence for each in begun)}:  # others may wait for this rank in the one that follows
+            for peer in self.peers:
+                self.tell(peer, sequence, mesh_pb2.Control(abort=verdict.pack(error)))
+
+    def _refuse(self, source: int, chunk: Chunk, error: ClosedError) -> None:
+        """Another rank is in a collective that this one will not enter."""
+        self.board.telemetry.count_stale()
+        if chunk.control is not None and (chunk.control.HasField("announcement") or chunk.control.HasField("probe")):
+            self.tell(source, chunk.sequence, mesh_pb2.Control(abort=verdict.pack(error)))
 
     def position(self) -> mesh_pb2.Goodbye.Position:
         return mesh_pb2.Goodbye.Position(group=self.id, next_sequence=self._ledger.position)

@@ -123,6 +123,11 @@ class Operation:
         self._heard.clear()
 
     @property
+    def is_announced(self) -> bool:
+        """Whether any peer has announced it."""
+        return bool(self._heard) or any(self._announced.values())
+
+    @property
     def unheard(self) -> int:
         """Announcements that nobody has waited for: each came twice."""
         return sum(map(len, self._announced.values()))

@@ -108,6 +108,16 @@ class Switchboard:
         with self._lock:
             return self._any_sources.setdefault((sources, tag), AnySource(self, channels))
 
+    def disband(self, group: Group, tags: str, error: ClosedError) -> None:
+        """End one group alone, and what is sent and received by tags that begin so; its other ranks hear of it."""
+        with self._lock:
+            channels = [channel for (_, _, tag), channel in self._channels.items() if tag.startswith(tags)]
+            receivers = [receiver for (_, tag), receiver in self._any_sources.items() if tag.startswith(tags)]
+        for ended in (group, *channels):
+            ended.close(error)
+        for receiver in receivers:
+            receiver.close(error)
+
     def wake_receivers(self) -> None:
         """What receives from any source looks again. Loop thread."""
         if self._any_sources:
@@ -274,13 +284,15 @@ class Switchboard:
         return ClosedError(f"{self.where()} the backend was closed during {name}")
 
     async def aclose(self) -> None:
-        """Let what is under way end, then tell the peers and close the mesh; after `abort`, wait until that is done."""
+        """Let what is under way end, then tell the peers and close the mesh; after `abort`, wait until that is done. A receive that no peer
+        has announced is not waited for: perhaps nobody sends."""
         async with self._closing:
-            while under_way := [*self._tasks, *map(self._ended, self._rounds_under_way())]:
+            while under_way := [*self._tasks - self._receives(), *map(self._ended, self._rounds_under_way())]:
                 await asyncio.wait(under_way)
             self._closed = True
             for group in self._groups.values():  # what another thread has begun meanwhile
                 group.fail_all(ClosedError(f"{self.where()} the backend is closed"))
+            self.wake_receivers()
             await self.mesh.aclose()
             if ends := self._free(aborted=False):
                 await asyncio.wait(ends, timeout=_END_S)
@@ -288,6 +300,13 @@ class Switchboard:
     def _rounds_under_way(self) -> list[Round]:
         """Without those that a second Ctrl-C has kept from being forgotten."""
         return [each for group in self._groups.values() for each in group.rounds.under_way if not each.has_ended]
+
+    def _receives(self) -> "set[asyncio.Task[Any]]":
+        """Those of which no peer has said that it sends."""
+        with self._lock:
+            channels = [channel for (_, target, _), channel in self._channels.items() if target == self.mesh.rank]
+            choosing = [task for each in self._any_sources.values() for task in each.choosing]
+        return {*choosing, *(task for channel in channels for task in channel.unanswered)}
 
     def _ended(self, begun: Round) -> "asyncio.Future[None]":
         ended = self.loop.loop.create_future()

@@ -8,6 +8,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import ParamSpec, TypeVar
 
@@ -52,7 +53,12 @@ async def meet(
     number = (world - 1) // world_size
     mine = _Card(address, node_identity(node), incarnation, identity)
     await _ask(store.set, _key(number, rank), json.dumps(asdict(mine)))
-    cards = await _cards(store, number, world_size, timeout_s)
+    try:
+        cards = await _cards(store, number, world_size, timeout_s)
+    except BaseException:
+        with suppress(RuntimeError):  # the store may be what has failed, or know no way to delete
+            await _ask(store.delete_key, _key(number, rank))  # who comes later would look for this rank where it is no more
+        raise
     _check_protection(cards)
     return Topology(number + 1, rank, _placed(cards))
 

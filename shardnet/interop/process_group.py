@@ -24,6 +24,7 @@ from shardnet.interop.ends import Ends
 from shardnet.interop.overloads import overloaded
 from shardnet.interop.registration import DEVICES
 from shardnet.interop.rendezvous import placed_world
+from shardnet.interop.reordered import in_order
 from shardnet.interop.work import AnySourceWork, Facts, Finish, PendingWork, Works
 from shardnet.interop.world import World
 
@@ -45,7 +46,7 @@ def create(options: Any) -> "ShardnetProcessGroup":
         _worlds[:] = [world]
         return ShardnetProcessGroup(world.backend, world, options, owns=True)
     world = _worlds[0]
-    return ShardnetProcessGroup(world.backend.subgroup(ranks), world, options, owns=False)
+    return ShardnetProcessGroup(in_order(world.backend, ranks), world, options, owns=False)
 
 
 class ShardnetProcessGroup(dist.ProcessGroup):
@@ -91,16 +92,9 @@ class ShardnetProcessGroup(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """Whose tensors it carries: checkpoints are put together where torch finds one of these.
-
-        None until torch has registered the group: as it makes one, it attaches its flight recorder to whatever has devices, which asks the
-        part below Python for a name that a group in Python cannot give it, and init_process_group would fail.
-        """
-        if self not in dist.distributed_c10d._world.pg_map:
-            return []
+        """Whose tensors it carries: checkpoints are put together, and groups split, where torch finds one of these."""
         return [torch.device(each) for each in DEVICES if each == "cpu" or torch.cuda.is_available()]
 
-    supports_splitting = False
     supports_reconfigure = False
     supports_window = False
     supports_coalescing = False  # as NCCL does it: several as one launch
@@ -134,6 +128,37 @@ class ShardnetProcessGroup(dist.ProcessGroup):
     def _get_sequence_number_for_group(self) -> int:
         """How many collectives this rank has called."""
         return self._collectives
+
+    # --- groups of its ranks
+
+    supports_splitting = True
+
+    def split_group(
+        self,
+        new_ranks: list[int],
+        timeout: timedelta | None = None,
+        opts: object = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: object = None,
+    ) -> "ShardnetProcessGroup | None":
+        """Some of its ranks, numbered as they are given, as a group of their own; None on the others."""
+        if self.rank() not in new_ranks:
+            return None
+        options = c10d._DistributedBackendOptions()
+        options.group_id = group_name or f"{self._name}/{'_'.join(map(str, new_ranks))}"
+        options.store = c10d.PrefixStore(f"{options.group_id}/", self._store)
+        options.timeout = timedelta(seconds=self._timeout_s) if timeout is None else timeout
+        options.global_ranks_in_group = [self._ranks[rank] for rank in new_ranks]
+        group = ShardnetProcessGroup(in_order(self._backend, new_ranks), self._world, options, owns=False)
+        group._set_group_desc(group_desc or f"{self.group_desc}:split")
+        return group
+
+    def eager_connect_single_device(self, _: torch.device | None) -> None:
+        """Nothing to do: a group's ranks are connected already."""
+
+    def perform_nocolor_split(self, _: torch.device) -> None:
+        """Nothing to do: who is no member of a new group has no part in making it."""
 
     # --- one tensor
 
@@ -362,8 +387,11 @@ class ShardnetProcessGroup(dist.ProcessGroup):
             _worlds[:] = [each for each in _worlds if each is not self._world]
 
     def abort(self) -> None:
-        """Fail what is under way, here and on the other ranks, and close at once. Other groups of the same ranks fail with it."""
-        self._world.abort()
+        """Fail what is under way, here and on the other ranks, and close at once: the default group with all others, another one alone."""
+        if self._owns:
+            self._world.abort()
+        else:
+            self._backend.disband(self._tag(""), f"group {self._name!r} was aborted")
 
     # --- helpers
 
@@ -393,7 +421,7 @@ class ShardnetProcessGroup(dist.ProcessGroup):
         given = None if opts is None else opts.timeout
         return self._timeout_s if given is None or given <= timedelta(0) else float(given.total_seconds())
 
-    def _tag(self, tag: int) -> str:
+    def _tag(self, tag: int | str) -> str:
         return f"{self._name}:{tag}"
 
 

@@ -4,6 +4,7 @@ torch calls `register` at the end of its own import: it is an entry point of the
 nothing that torch has not; the rest comes with the first process group.
 """
 
+import inspect
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -24,13 +25,35 @@ def register() -> None:
     if dist.is_available() and NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=DEVICES)
         register_rendezvous_handler(NAME, _rendezvous)  # type: ignore[no-untyped-call]
+        # torch would attach its flight recorder to each group that has devices, which asks the part below Python for a name that a group in
+        # Python cannot give it, so that init_process_group fails. shardnet records its collectives itself.
+        getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set[str]()).add(NAME)
 
 
 def _create(options: Any, _: object) -> "ShardnetProcessGroup":
     """What torch calls on each member of a new group."""
     from shardnet.interop.process_group import create
 
+    _check_alone()
     return create(options)
+
+
+def _check_alone() -> None:
+    """Raise UsageError where torch makes a group of several backends, as of "cpu:shardnet,cuda:nccl": a group in Python it takes for the
+    whole, without a word of the others. What a backend is given does not tell of them, so this looks where torch has it."""
+    from shardnet.errors import UsageError
+
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_name != "_new_process_group_helper":
+        frame = frame.f_back
+    config = None if frame is None else frame.f_locals.get("backend_config")
+    backends = config.get_device_backend_map() if isinstance(config, dist.distributed_c10d.BackendConfig) else {}
+    if others := sorted({str(each) for each in backends.values()} - {NAME}):
+        raise UsageError(
+            f"a group is shardnet's for all devices or for none: torch would drop {' and '.join(others)} of '{config}'; say 'shardnet', "
+            f"which moves tensors of {' and '.join(DEVICES)}, and make another group for what you need beside it: "
+            f"new_group(backend='{others[0]}')"
+        )
 
 
 def _rendezvous(url: str, **options: Any) -> "Iterator[tuple[Store, int, int]]":

@@ -75,7 +75,8 @@ class World:
 
     @classmethod
     async def _open(cls, settings: Settings, timeout_s: float, meet: Meet | None = None) -> Self:
-        settings = replace(settings, timeouts=replace(settings.timeouts, collective_s=timeout_s))
+        timeouts = replace(settings.timeouts, collective_s=timeout_s, connect_s=min(settings.timeouts.connect_s, timeout_s))
+        settings = replace(settings, timeouts=timeouts)
         async with AsyncExitStack() as stack:
             station = await stack.enter_async_context(open_station(settings, meet))
             return cls(await _seat(station, settings), stack.pop_all())

@@ -305,6 +305,41 @@ class TestClosed:
                 await stuck
             await asyncio.wait_for(closing, 5.0)
 
+    async def test_it_does_not_wait_for_receives_to_which_nobody_sends(self, fresh: MakeCluster) -> None:
+        async with fresh(2, limits=Limits(max_outstanding=2)) as ranks:
+            waiting: list[Pending[Any]] = []
+            for rank in ranks:
+                waiting += [rank.recv(torch.ones(3), 1 - rank.rank) for _ in range(3)]
+                waiting += [rank.recv_any(torch.ones(3, device="cpu"), tag="any") for _ in range(2)]
+            async with asyncio.timeout(LATE_S):
+                await asyncio.gather(*(rank.aclose() for rank in ranks))
+                kinds = {type(error) for error in await errors_of(waiting)}
+            assert ClosedError in kinds
+            assert kinds <= {ClosedError, PeerLost}, "who closes a moment later may hear of the other's goodbye before"
+
+    async def test_what_was_announced_before_arrives(self, fresh: MakeCluster) -> None:
+        async with fresh(2) as ranks:
+            sent = [ranks[0].send(torch.full((400,), 7.0), 1, tag=tag) for tag in ("named", "any")]
+            later, last = ranks[0].send(torch.ones(1), 1), torch.zeros(1)
+            await ranks[1].recv(last, 0)  # behind the announcements of those
+            await later
+            named, whatever = torch.zeros(400), torch.zeros(400, device="cpu")
+            received = ranks[1].recv(named, 0, tag="named"), ranks[1].recv_any(whatever, tag="any")
+            await asyncio.gather(*(rank.aclose() for rank in ranks))
+            await asyncio.gather(*sent, *received)
+            assert (named.mean().item(), whatever.mean().item()) == (7.0, 7.0)
+
+    async def test_it_waits_for_sends_and_meanwhile_receives(self, fresh: MakeCluster) -> None:
+        async with fresh(2) as ranks:
+            got, theirs = torch.zeros(400), torch.zeros(400)
+            sent, received = ranks[0].send(torch.ones(400), 1), ranks[0].recv(got, 1)
+            closing = asyncio.ensure_future(ranks[0].aclose())
+            await ranks[1].send(torch.ones(400), 0)
+            assert not closing.done()
+            await ranks[1].recv(theirs, 0)
+            await asyncio.gather(sent, received, closing, ranks[1].aclose())
+            assert (got.mean().item(), theirs.mean().item()) == (1.0, 1.0)
+
     async def test_cancelling_a_close_leaves_it_to_be_closed_again(self, fresh: MakeCluster) -> None:
         async with fresh(2) as ranks:
             handle = ranks[0].barrier()

@@ -1,14 +1,15 @@
 """Sub-groups: every collective works on them unchanged, beside the parent's and each other's."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import combinations
+from typing import Any
 
 import pytest
 import torch
 
-from shardnet.backend import Backend, ReduceOp, SubBackend
-from shardnet.errors import ClosedError, CollectiveMismatch, InvalidRankError
+from shardnet.backend import Backend, Pending, ReduceOp, SubBackend
+from shardnet.errors import ClosedError, CollectiveError, CollectiveMismatch, InvalidRankError
 from shardnet.testing import each_error, each_rank, reference, same_bits
 from tests.contract.conftest import KINDS, MakeCluster, cluster
 
@@ -140,3 +141,41 @@ async def test_aborting_a_group_aborts_the_parent(fresh: MakeCluster) -> None:
         groups_of(ranks, [0, 1])[0].abort()
         with pytest.raises(ClosedError):
             await ranks[0].barrier()
+
+
+async def test_one_ends_alone(four: Ranks) -> None:
+    """With what is under way in it and what goes by its tags; its ranks hear why, and whatever else they do goes on."""
+    members = [0, 2, 3]
+    groups = groups_of(four, members)
+    await each_rank(groups, lambda rank: rank.barrier())
+    beside = [rank.all_reduce(torch.ones(50)) for rank in four[:3]]
+    waiting: list[Pending[Any]] = [
+        groups[0].recv(torch.ones(3), 1, tag="ours: 1"),
+        groups[0].recv_any(torch.ones(3, device="cpu"), tag="ours: 2"),
+        groups[0].send(torch.ones(3), 2, tag="ours: 3"),
+    ]
+    kept = groups[0].recv(torch.ones(3), 1, tag="another's")
+    late = [group.all_reduce(torch.ones(size)) for group in groups[1:] for size in (4, 400)]
+    groups[0].disband("ours: ", "it is no more")
+    calls: list[Callable[[], Pending[Any]]] = [
+        lambda: groups[0].all_reduce(torch.ones(4)),
+        lambda: groups[0].all_reduce(torch.ones(400)),
+        lambda: groups[0].all_reduce(torch.ones(0)),
+        lambda: groups[0].send(torch.ones(4), 1, tag="ours: 4"),
+        lambda: groups[0].recv_any(torch.ones(4, device="cpu"), tag="ours: 5"),
+    ]
+    for handle in waiting:
+        with pytest.raises(ClosedError, match="it is no more"):
+            await handle
+    for call in calls:
+        with pytest.raises(ClosedError, match="it is no more"):
+            await call()
+    for handle in late:
+        with pytest.raises(CollectiveError, match=r"was aborted by rank 0: .* it is no more"):
+            await handle
+    with pytest.raises(CollectiveError, match=r"was aborted by rank 0: .* it is no more"):
+        await groups[2].recv(torch.ones(3), 0, tag="ours: 3")
+    await four[2].send(torch.ones(3), 0, tag="another's")
+    await kept
+    beside.append(four[3].all_reduce(torch.ones(50)))
+    assert [(await handle).tolist() for handle in beside] == [[4.0] * 50] * 4

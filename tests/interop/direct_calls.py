@@ -75,7 +75,7 @@ def facts(rank: int, world_size: int, _: Path) -> None:
     assert part.options._timeout == SOON
     carries: object = dist.distributed_c10d.get_backend_impl()
     assert carries is group
-    assert (group.supports_reconfigure, group.supports_window, group.supports_splitting) == (False, False, False)
+    assert (group.supports_reconfigure, group.supports_window, group.supports_splitting) == (False, False, True)
     store = dist.new_group([0, 1]).get_group_store()
     store.set(f"from {rank}", str(rank))
     assert store.get(f"from {1 - rank}") == str(1 - rank).encode()

@@ -1,14 +1,16 @@
 """How ranks find each other in torch's store."""
 
 import asyncio
+import json
 
 import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store
 
-from shardnet.errors import HandshakeError, JoinTimeout, ProtocolError, StateError
+from shardnet.errors import HandshakeError, JoinTimeout, PeerLost, ProtocolError, StateError, UsageError
 from shardnet.interop.meeting import meet
 from shardnet.interop.registration import register
+from shardnet.interop.world import World
 from shardnet.topology import Topology
 
 
@@ -44,6 +46,21 @@ async def test_who_does_not_come_is_named() -> None:
         await come(HashStore(), 1, 3, timeout_s=0.1)
 
 
+async def test_who_has_given_up_is_not_looked_for() -> None:
+    store = HashStore()
+    with pytest.raises(JoinTimeout, match="ranks 1 of 2"):
+        await come(store, 0, 2, timeout_s=0.1)
+    with pytest.raises(JoinTimeout, match="ranks 0 of 2"):
+        await come(store, 1, 2, timeout_s=0.1)
+
+
+def test_who_is_gone_is_looked_for_no_longer_than_the_time_to_begin() -> None:
+    store = HashStore()
+    store.set("shardnet/world 0/rank 0", json.dumps({"address": "127.0.0.1:1", "node": "here", "incarnation": "gone", "identity": ""}))
+    with pytest.raises(PeerLost, match=r"rank 0 \(127\.0\.0\.1:1\): no connection within 0\.5 s"):
+        World.meet(store, 1, 2, 0.5)
+
+
 async def test_some_are_protected_and_others_are_not() -> None:
     store = HashStore()
     ranks = [meet(store, rank, 3, "here", "start", 10.0, f"10.0.0.{rank}:7000", "me" if rank else "") for rank in range(3)]
@@ -60,6 +77,23 @@ async def test_what_something_else_has_left(said: str) -> None:
     store.set("shardnet/world 0/rank 1", said)
     with pytest.raises(ProtocolError, match="what rank 1 left in torch's store is not what shardnet writes"):
         await come(store, 0, 2)
+
+
+@pytest.mark.parametrize("backends", ["cpu:shardnet,cuda:gloo", "cpu:gloo,cuda:shardnet"])
+def test_torch_may_not_drop_the_other_one_of_two_backends(backends: str) -> None:
+    register()
+    with pytest.raises(UsageError, match=rf"torch would drop gloo of '{backends}'; say 'shardnet', .*: new_group\(backend='gloo'\)"):
+        dist.init_process_group(backends, store=HashStore(), rank=0, world_size=1)
+    for fine in ("cpu:shardnet,cuda:shardnet", "cpu:shardnet"):
+        dist.init_process_group(fine, store=HashStore(), rank=0, world_size=1)
+        try:
+            with pytest.raises(UsageError, match="torch would drop gloo"):
+                dist.new_group([0], backend=backends)
+            beside = dist.new_group([0], backend="gloo")
+            assert isinstance(beside, dist.ProcessGroup)
+            dist.barrier(beside)
+        finally:
+            dist.destroy_process_group()
 
 
 def test_a_group_needs_a_world_that_is_shardnets() -> None:

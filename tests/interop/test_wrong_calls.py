@@ -3,9 +3,12 @@
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
+from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from shardnet.backend import LoopbackBackend
 from shardnet.errors import UsageError
@@ -23,7 +26,8 @@ def group() -> Iterator[ShardnetProcessGroup]:
     backends = LoopbackBackend.create_group(2)
     members = tuple(Member(rank, rank, 0, f"memory:{rank}", "here", f"worker{rank}") for rank in range(2))
     world = World(Seat(backends[0], Topology(1, 0, members)), AsyncExitStack())
-    yield ShardnetProcessGroup(backends[0], world, "wrong", 5.0, owns=False)
+    options = SimpleNamespace(group_id="wrong", timeout=timedelta(seconds=5.0), store=dist.HashStore(), global_ranks_in_group=[])
+    yield ShardnetProcessGroup(backends[0], world, options, owns=False)
 
     async def close() -> None:
         await asyncio.gather(*(each.aclose() for each in backends))
