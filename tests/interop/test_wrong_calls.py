@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 
 from shardnet.backend import LoopbackBackend
 from shardnet.errors import UsageError
@@ -26,7 +26,7 @@ def group() -> Iterator[ShardnetProcessGroup]:
     backends = LoopbackBackend.create_group(2)
     members = tuple(Member(rank, rank, 0, f"memory:{rank}", "here", f"worker{rank}") for rank in range(2))
     world = World(Seat(backends[0], Topology(1, 0, members)), AsyncExitStack())
-    options = SimpleNamespace(group_id="wrong", timeout=timedelta(seconds=5.0), store=dist.HashStore(), global_ranks_in_group=[])
+    options = SimpleNamespace(group_id="wrong", timeout=timedelta(seconds=5.0), store=c10d.HashStore(), global_ranks_in_group=[])
     yield ShardnetProcessGroup(backends[0], world, options, owns=False)
 
     async def close() -> None:
