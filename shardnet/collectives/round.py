@@ -210,9 +210,8 @@ class Round(concurrent.futures.Future[Any], ABC):
 
     def advance(self, until_s: float = math.inf) -> MailboxView | None:
         """Do what can be done now, or before a time. Returns where to look next; None if there is nothing to look for any more."""
-        until_s = min(until_s, self._deadline)
         while (come_to := self.step()) is Progress.MORE:
-            if time.monotonic() >= until_s:
+            if time.monotonic() >= min(until_s, self._deadline):
                 return self.readers[0]
         return None if come_to is Progress.SETTLED else come_to
 
@@ -262,12 +261,12 @@ class Round(concurrent.futures.Future[Any], ABC):
 
     def collect(self, of: Collection[int] = ()) -> Course:
         """Find the letters of these ranks, or of all."""
-        mail, last = self._mail, -1
+        mail, sequence, last = self._mail, self.sequence, -1
         start = now = time.perf_counter_ns()
         self._since_ns = self._since_ns or start
         while missing := [rank for rank in self._missing if rank in of] if of else self._missing:
             rank = missing[-1]
-            letter = mail.views[rank].find(mail.group.id, self.sequence)
+            letter = mail.views[rank].find(mail.group.id, sequence)
             if letter is None:
                 last, self.flight.state = rank, State.WAITING
                 yield rank
