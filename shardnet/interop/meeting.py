@@ -20,6 +20,7 @@ from shardnet.topology import Member, Topology
 
 _COUNT = "shardnet/ranks"  # that have ever come here: a store may see several worlds of the same ranks, one after the other
 _PAUSE_S = 0.02
+_GONE = "gone"  # in place of the card of a rank that has given up
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -56,8 +57,9 @@ async def meet(
     try:
         cards = await _cards(store, number, world_size, timeout_s)
     except BaseException:
-        with suppress(RuntimeError):  # the store may be what has failed, or know no way to delete
-            await _ask(store.delete_key, _key(number, rank))  # who comes later would look for this rank where it is no more
+        with suppress(RuntimeError):  # the store may be what has failed
+            # Who comes later would look for this rank where it is no more. Not deleted: who has just found it would wait for it.
+            await _ask(store.set, _key(number, rank), _GONE)
         raise
     _check_protection(cards)
     return Topology(number + 1, rank, _placed(cards))
@@ -69,7 +71,9 @@ async def _cards(store: Store, number: int, world_size: int, timeout_s: float) -
     while True:
         for rank in range(world_size):
             if rank not in cards and await _ask(store.check, [_key(number, rank)]):
-                cards[rank] = _Card.read(rank, await _ask(store.get, _key(number, rank)))
+                said = await _ask(store.get, _key(number, rank))
+                if said != _GONE.encode():
+                    cards[rank] = _Card.read(rank, said)
         if len(cards) == world_size:
             return [cards[rank] for rank in range(world_size)]
         if time.monotonic() >= gives_up_s:
