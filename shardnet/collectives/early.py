@@ -39,6 +39,11 @@ class Early:
             self._held_bytes[source] -= _size(chunk)
         return taken
 
+    @property
+    def keys(self) -> list[int]:
+        """What something is held for."""
+        return list(self._chunks)
+
     def since(self, key: int) -> int | None:
         """When the first one for this came, by time.monotonic_ns; None: none has."""
         return self._since.get(key)

@@ -74,6 +74,11 @@ class Group:
         """Its way to the mailboxes of all members, if all of them agree that there is one; the same on all of them."""
         return self.board.mail(self)
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing can be begun any more. Any thread."""
+        return self._closed is not None or self.board.is_closed
+
     def check_open(self) -> None:
         """Raise ClosedError if this group or the mesh is closed. Any thread."""
         if self._closed is not None:
@@ -320,9 +325,10 @@ class Group:
             self.board.loop.call(self._end, error)
 
     def _end(self, error: ClosedError) -> None:
-        begun, following = [*self.under_way, *self._queued], self._ledger.position
+        sequences = {each.sequence for each in (*self.under_way, *self._queued)}
         self.fail_all(error)
-        for sequence in {following, *(each.sequence for each in begun)}:  # others may wait for this rank in the one that follows
+        for sequence in sequences | {self._ledger.position, *self._ledger.early.keys}:  # others may wait for this rank in those, too
+            self._ledger.early.take(sequence)
             for peer in self.peers:
                 self.tell(peer, sequence, mesh_pb2.Control(abort=verdict.pack(error)))
 

@@ -155,7 +155,7 @@ async def test_one_ends_alone(four: Ranks) -> None:
         groups[0].send(torch.ones(3), 2, tag="ours: 3"),
     ]
     kept = groups[0].recv(torch.ones(3), 1, tag="another's")
-    late = [group.all_reduce(torch.ones(size)) for group in groups[1:] for size in (4, 400)]
+    late = [group.all_reduce(torch.ones(size)) for group in groups[1:] for size in (4, 400, 40, 4000)]
     groups[0].disband("ours: ", "it is no more")
     calls: list[Callable[[], Pending[Any]]] = [
         lambda: groups[0].all_reduce(torch.ones(4)),
