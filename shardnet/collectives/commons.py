@@ -212,7 +212,7 @@ class Commons:
         claim.slot.segment.refresh()
         if self.keeps:
             self._on_released(self.keeper, (claim.serial,))
-        else:
+        elif claim.slot.id in self._slots:  # or the keeper has dropped it
             self._released[claim.slot.id] = claim.serial
 
     def _drop(self, slot: int) -> None:

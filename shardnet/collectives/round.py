@@ -192,7 +192,7 @@ class Round(concurrent.futures.Future[Any], ABC):
         """Leave this rank's letter."""
         mail = self._mail
         with self._lock:
-            if self.is_settled:
+            if self.is_settled or self._is_written:
                 return
             was_queued, self.queued = self.queued, False
             self.flight.entered_ns = start = time.perf_counter_ns()

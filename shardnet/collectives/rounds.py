@@ -50,9 +50,10 @@ class Rounds:
             raise
 
     def tidy(self) -> None:
-        """A Ctrl-C has come in this thread, which may have ended a round by half."""
+        """A Ctrl-C has come in this thread, which may have ended a round by half, or not begun the next one."""
         for each in self.under_way:
             each.tidy()
+        self._begin_next()
 
     def _begin(self, mail: Mail, begun: Round) -> Round:
         with self._ledger.lock:
@@ -65,7 +66,7 @@ class Rounds:
                 self._queue.append(begun)
             self._ledger.last_signature = begun.call.signature
             self._ledger.take(begun.flight)
-        if self._board.is_closed:  # or ranks could end it among themselves before the loop thread comes to fail it
+        if self._group.is_closed:  # or ranks could end it among themselves before the loop thread comes to fail it
             begun.refuse(self._inspect, begun)
             return begun
         if is_late or self._board.is_impaired:
@@ -93,16 +94,27 @@ class Rounds:
 
     def end(self, ended: Round) -> None:
         """Forget one, and begin another that waits for its turn."""
-        following = None
         with self._ledger.lock:
             self._under_way.pop(ended.sequence, None)
             if ended.queued and ended in self._queue:  # it has failed before its turn
                 self._queue.remove(ended)
-            if self._queue and len(self._under_way) - len(self._queue) < self._board.limits.max_outstanding:
-                following = self._queue.popleft()
-        if following is not None and not self._board.is_closed:  # or it is about to fail, as all are
+        self._begin_next()
+
+    def _begin_next(self) -> None:
+        """Begin those whose turn has come. Each leaves the queue when it has begun: a Ctrl-C may come before."""
+        while (following := self._next()) is not None:
             following.begin()
+            with self._ledger.lock:
+                if following in self._queue:
+                    self._queue.remove(following)
             self._board.watch.begin()
+
+    def _next(self) -> Round | None:
+        """The first of those that wait, if its turn has come, and it is not about to fail, as all are."""
+        with self._ledger.lock:
+            begun = len(self._under_way) - len(self._queue)
+            has_room = begun < self._board.limits.max_outstanding and not self._group.is_closed
+            return self._queue[0] if self._queue and has_room else None
 
     # --- over streams (loop thread)
 
