@@ -28,7 +28,7 @@ from tests.fsdp.models import Block, loss_of, make_gpt, token_batches
 SEED = 20_261_125
 SHORT = 40
 RANKS = 3
-TIMEOUTS = Timeouts(connect_s=10.0, join_s=20.0, suspect_s=2.0, lost_s=4.0, collective_s=0.5, drain_s=1.0)
+TIMEOUTS = Timeouts(connect_s=10.0, join_s=20.0, suspect_s=2.0, lost_s=4.0, collective_s=1.5, drain_s=1.0)
 LIMITS = Limits(chunk_bytes=4 * KIB, eager_bytes=2 * KIB, window_bytes=16 * KIB, letter_bytes=0)
 GROUPS: tuple[tuple[int, ...], ...] = ((0, 1, 2), (0, 2))
 PATIENCE_S = 550.0
