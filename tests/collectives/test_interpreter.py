@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from itertools import pairwise
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -95,7 +96,9 @@ def move(source: np.ndarray, target: np.ndarray) -> None:
 
 @pytest.mark.parametrize("copy", [assign, move])
 def test_who_keeps_it_is_seen(source: np.ndarray, target: np.ndarray, copy: Callable[[np.ndarray, np.ndarray], None]) -> None:
-    assert least_kept(lambda: copy(source, target)) > 2 * MOST_KEPT
+    shares = [share_kept(lambda: copy(source, target)) for _ in range(TRIES)]
+    assert median(shares) > 0.9
+    assert min(shares) > MOST_KEPT, "it would be taken for one that lets go"
 
 
 # --- copies
