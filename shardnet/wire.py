@@ -81,6 +81,7 @@ class Chunk:
     control: mesh_pb2.Control | None = None
     frame: Buffer | None = None  # the encoded form, where it is known: a ring passes it on as it came
     lent: Lent | None = None  # in place of `data`
+    came_ns: int = 0  # by time.monotonic_ns, of one that is kept until this rank asks for it
 
     @property
     def size(self) -> int:

@@ -174,7 +174,10 @@ class Backend(ABC):
 
     @abstractmethod
     def send(self, tensor: Tensor, to: int, *, tag: str = "", timeout_s: float | None = None, label: str = "") -> Pending[None]:
-        """Send to one rank; done when the receiver takes it and `tensor` may be written again. Those of a pair and a tag match in order."""
+        """Send to one rank; done when the receiver takes it and `tensor` may be written again.
+
+        Those of a pair and a tag match in order, and only within this group: another one of the same ranks has its own.
+        """
 
     @abstractmethod
     def recv(self, into: Tensor, source: int, *, tag: str = "", timeout_s: float | None = None, label: str = "") -> Pending[Tensor]:
@@ -204,8 +207,10 @@ class Backend(ABC):
     def abort(self) -> None:
         """Fail everything that is under way and close at once. Synchronous, safe in `finally` and from any thread."""
 
-    def disband(self, tags: str, why: str) -> None:
-        """End this group alone, while others of the same ranks go on, and what is sent and received by tags that begin with `tags`: what is
-        under way, and what is called later, fails, here with ClosedError and on its other ranks with what that says. Raises UsageError if
-        this backend has no groups that end alone."""
+    def disband(self, why: str) -> None:
+        """End this group alone, while others of the same ranks go on.
+
+        Its collectives and what is sent and received in it, under way or called later, fail: here with ClosedError, and on its other ranks,
+        as soon as they hear of it, with CollectiveError. Raises UsageError if this backend has no groups that end alone.
+        """
         raise UsageError(f"{type(self).__name__} ends with all its groups: call abort()")

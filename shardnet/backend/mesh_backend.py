@@ -26,7 +26,6 @@ from shardnet.collectives.reduction import Array, ReduceOp, Reduction, as_array,
 from shardnet.collectives.switchboard import Switchboard
 from shardnet.config import Timeouts
 from shardnet.errors import (
-    ClosedError,
     InvalidRankError,
     InvalidWorldSizeError,
     SelfSendError,
@@ -347,16 +346,14 @@ class MeshBackend(Backend):
             raise UsageError("recv_any fills a tensor of the CPU: copy it to the GPU, or name the source")
         if self.world_size == 1:
             raise UsageError("recv_any: there is no other rank that could send")
-        members = self._group.members
-        self._group.check_open()
-        receiver = self._board.any_source(tuple(members[peer] for peer in sorted(self._group.peers)), tag)
+        receiver = self._group.channels.any_source(tag)
 
         def receive(channel: Group) -> Algorithm:
             peer = 1 - channel.rank
             return Exchange({}, {peer: as_array(result)}, [peer], disagree=disagree_send(into)).run
 
         call = self._call("recv", dtype_name(into.dtype), timeout_s, label, on_the_wire="send/recv")
-        return Pending(receiver.begin(call, receive), call.op).map(members.index)
+        return Pending(receiver.begin(call, receive), call.op).map(self._group.members.index)
 
     def barrier(self, *, timeout_s: float | None = None, label: str = "") -> Pending[None]:
         if self.world_size == 1:
@@ -381,8 +378,8 @@ class MeshBackend(Backend):
     def abort(self) -> None:
         self._board.abort()
 
-    def disband(self, tags: str, why: str) -> None:
-        self._board.disband(self._group, tags, ClosedError(f"{self._board.where()} {why}"))
+    def disband(self, why: str) -> None:
+        self._group.disband(why)
 
     # --- helpers
 
@@ -437,9 +434,7 @@ class MeshBackend(Backend):
         self._check_rank(other, "peer")
         if other == self.rank:
             raise SelfSendError(self.rank)
-        self._group.check_open()
-        me, them = self._group.members[self.rank], self._group.members[other]
-        channel = self._board.channel(*((me, them) if sending else (them, me)), tag)
+        channel = self._group.channels.channel(*((self.rank, other) if sending else (other, self.rank)), tag)
         return channel, 1 - channel.rank
 
     def _check_rank(self, rank: int, what: str) -> None:

@@ -18,17 +18,20 @@ from typing import TYPE_CHECKING, Any
 
 from shardnet.collectives import verdict
 from shardnet.collectives.operation import Algorithm, Call
-from shardnet.errors import ClosedError, CollectiveTimeout
+from shardnet.errors import CollectiveTimeout, ShardnetError
 
 if TYPE_CHECKING:
     from shardnet.collectives.group import Group
     from shardnet.collectives.switchboard import Switchboard
 
 Begun = tuple[int, "concurrent.futures.Future[None]"]
+Ending = Callable[
+    [], ShardnetError
+]  # why a group has ended, made anew for each who asks: an error that is raised keeps what its caller had
 
 
 class AnySource:
-    """The receives of one tag from any of some ranks; lives as long as its mesh. See [Note: any source]."""
+    """The receives of one tag in a group; lives as long as the mesh. See [Note: any source]."""
 
     def __init__(self, board: "Switchboard", channels: Mapping[int, "Group"]) -> None:
         """channels  by the global rank of the source"""
@@ -36,7 +39,7 @@ class AnySource:
         self._channels = channels
         self._turn = asyncio.Lock()  # of those that wait, the first one chooses
         self._changed = asyncio.Event()
-        self._closed: ClosedError | None = None  # why nothing is received any more
+        self._ended: Ending | None = None  # why nothing is received any more
         self.choosing = set["asyncio.Task[Any]"]()  # those that have no source yet; loop thread
 
     def begin(self, call: Call, algorithm: Callable[["Group"], Algorithm]) -> "concurrent.futures.Future[int]":
@@ -55,9 +58,9 @@ class AnySource:
         """Something has been announced, claimed or lost. Loop thread."""
         self._changed.set()
 
-    def close(self, error: ClosedError) -> None:
-        """End what has no source yet. Any thread."""
-        self._closed = error
+    def end(self, error: Ending) -> None:
+        """Of what has no source yet, and of what is called later. Any thread."""
+        self._ended = error
         self._board.loop.call(self.wake)
 
     async def _run(
@@ -104,8 +107,8 @@ class AnySource:
 
     def _check(self, call: Call) -> None:
         """Raise if nobody can send any more, or somebody who may have been about to never will."""
-        if self._closed is not None:
-            raise self._closed
+        if self._ended is not None:
+            raise self._ended()
         self._board.check_open()
         gone = [rank for rank in self._channels if rank in self._board.lost]
         dead = [rank for rank in gone if not self._board.has_taken_leave(rank)]

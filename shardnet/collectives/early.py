@@ -18,7 +18,6 @@ class Early:
     def __init__(self, limits: Limits) -> None:
         self._limit_bytes = limits.max_outstanding * (limits.eager_bytes + 64 * KIB)
         self._chunks: dict[int, list[tuple[int, Chunk]]] = {}
-        self._since: dict[int, int] = {}  # when the first of them came, by time.monotonic_ns
         self._held_bytes = Counter[int]()  # by sender
 
     def keep(self, key: int, source: int, chunk: Chunk) -> None:
@@ -28,25 +27,20 @@ class Early:
         if chunk.frame is None and chunk.lent is None:
             chunk.data = bytes(chunk.data)  # a view of the sender's buffer, which is lent for this call only
         self._held_bytes[source] += _size(chunk)
-        self._since.setdefault(key, time.monotonic_ns())
+        chunk.came_ns = chunk.came_ns or time.monotonic_ns()  # kept before: for its group, which was not made yet
         self._chunks.setdefault(key, []).append((source, chunk))
 
     def take(self, key: int) -> list[tuple[int, Chunk]]:
         """What came for this, by sender; it is not held any more."""
         taken = self._chunks.pop(key, [])
-        self._since.pop(key, None)
         for source, chunk in taken:
             self._held_bytes[source] -= _size(chunk)
         return taken
 
-    @property
-    def keys(self) -> list[int]:
-        """What something is held for."""
-        return list(self._chunks)
-
     def since(self, key: int) -> int | None:
         """When the first one for this came, by time.monotonic_ns; None: none has."""
-        return self._since.get(key)
+        kept = self._chunks.get(key)
+        return kept[0][1].came_ns if kept else None
 
     def __contains__(self, key: int) -> bool:
         return key in self._chunks

@@ -1,14 +1,21 @@
-"""A group of ranks on a mesh: begins its collectives, sorts what arrives, and gives one verdict when one fails."""
+"""A group of ranks on a mesh: begins its collectives, sorts what arrives, and gives one verdict when one fails.
+
+[Note: the end of a group] A rank that ends a group tells the others, and how far it has come: what it has done they may still do, and
+what it has not they cannot. Each of them says the same to all, for what goes on among those who are left ends only where all of
+them have begun it. Sends and receives are groups of two: who ends a group ends those first.
+"""
 
 import asyncio
 import concurrent.futures
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from functools import cached_property
+from collections.abc import Callable, Collection, Sequence
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, TypeVar
 
 from shardnet.collectives import verdict
+from shardnet.collectives.any_source import Ending
+from shardnet.collectives.channels import Channels
 from shardnet.collectives.commons import Commons
 from shardnet.collectives.ledger import Ledger
 from shardnet.collectives.mail import Mail
@@ -17,7 +24,7 @@ from shardnet.collectives.roll_call import RollCall
 from shardnet.collectives.round import Round
 from shardnet.collectives.rounds import Rounds
 from shardnet.collectives.route import Route
-from shardnet.errors import ClosedError, CollectiveMismatch, CollectiveTimeout, PeerLost, ProtocolError, ShardnetError
+from shardnet.errors import ClosedError, CollectiveError, CollectiveMismatch, CollectiveTimeout, PeerLost, ProtocolError, ShardnetError
 from shardnet.flight import Party
 from shardnet.pb import mesh_pb2
 from shardnet.telemetry import Telemetry, Track
@@ -53,7 +60,9 @@ class Group:
         # called with the number of a collective that has failed elsewhere after it had ended well here; loop thread
         self.at_failure_elsewhere: list[Callable[[int], object]] = []
         self.roll_call = RollCall(self)
-        self._closed: ClosedError | None = None  # why nothing is done any more, where it is not the mesh that has closed
+        self.channels = Channels(self)
+        self._ended: Ending | None = None  # why nothing is begun any more, where it is not the mesh that has closed
+        self._outlasting = frozenset[int]()  # the collectives that may still end well then; see [Note: the end of a group]
 
     @property
     def epoch(self) -> int:
@@ -77,12 +86,16 @@ class Group:
     @property
     def is_closed(self) -> bool:
         """Whether nothing can be begun any more. Any thread."""
-        return self._closed is not None or self.board.is_closed
+        return self._ended is not None or self.board.is_closed
+
+    def may_go_on(self, sequence: int) -> bool:
+        """Whether a collective that has been called may still end well. Any thread."""
+        return not self.is_closed or sequence in self._outlasting
 
     def check_open(self) -> None:
-        """Raise ClosedError if this group or the mesh is closed. Any thread."""
-        if self._closed is not None:
-            raise self._closed
+        """Raise if this group or the mesh has ended. Any thread."""
+        if self._ended is not None:
+            raise self._ended()
         self.board.check_open()
 
     # --- calls (any thread)
@@ -156,7 +169,9 @@ class Group:
         """Raise if the operation cannot end, or was failed before it began."""
         if operation.error is not None:
             raise operation.error
-        self.check_open()
+        if self._ended is not None and operation.sequence not in self._outlasting:
+            raise self._ended()
+        self.board.check_open()
         for lost, reason in self.board.lost.items():
             if lost in self._local and not (isinstance(operation, Round) and operation.sequence < self.board.took_leave_at(lost, self.id)):
                 raise verdict.peer_lost(self.board, lost, operation.name, reason)
@@ -229,8 +244,8 @@ class Group:
             raise ProtocolError(f"rank {source_global} is no member of group {self.id:#x}")
         if chunk.size:
             self.telemetry.count_received(source_global, chunk.size, near=chunk.came_through_memory)
-        if self._closed is not None:
-            self._refuse(source, chunk, self._closed)
+        if chunk.control is not None and chunk.control.HasField("group_ended"):
+            self._hear_end(chunk.control.group_ended)
         elif chunk.control is not None and chunk.control.HasField("probe"):
             self._answer_probe(source, chunk, chunk.control.probe)
         elif chunk.control is not None and chunk.control.HasField("probe_reply"):
@@ -247,7 +262,7 @@ class Group:
         """A chunk of a collective that is no operation under way."""
         with self._ledger.lock:
             begun = self.rounds.find(chunk.sequence)
-            if begun is None and not self._ledger.has_entered(chunk.sequence):
+            if begun is None and self._ended is None and not self._ledger.has_entered(chunk.sequence):
                 self._ledger.early.keep(chunk.sequence, source, chunk)
                 self.board.wake_receivers()
                 return
@@ -309,34 +324,52 @@ class Group:
                     reason = "it left the cluster without entering this collective"
                     operation.fail(verdict.peer_lost(self.board, global_rank, operation.name, reason))
 
-    def fail_all(self, error: ShardnetError) -> None:
+    def fail_all(self, error: ShardnetError, *, but: Collection[int] = ()) -> None:
         for operation in (*self.under_way, *self._queued):
-            operation.fail(error)
+            if operation.sequence not in but:
+                operation.fail(error)
         while self._queued:
             operation = self._queued.popleft()
             self.telemetry.flights.end(operation.flight, time.perf_counter_ns(), error)
             operation.result.set_exception(error)
 
-    def close(self, error: ClosedError) -> None:
-        """End this group alone, with what is under way in it, here and on its other ranks. Any thread."""
-        if self._closed is None:
-            self._closed = error
-            self.mail = None  # a round would not ask whether the group is closed
-            self.board.loop.call(self._end, error)
+    def refuse(self, begun: Round) -> None:
+        """It was called when the group, or the mesh, had ended."""
+        try:
+            self.check_open()
+        except ShardnetError as error:
+            self.fail(begun, error)
 
-    def _end(self, error: ClosedError) -> None:
-        sequences = {each.sequence for each in (*self.under_way, *self._queued)}
-        self.fail_all(error)
-        for sequence in sequences | {self._ledger.position, *self._ledger.early.keys}:  # others may wait for this rank in those, too
-            self._ledger.early.take(sequence)
-            for peer in self.peers:
-                self.tell(peer, sequence, mesh_pb2.Control(abort=verdict.pack(error)))
+    def disband(self, why: str) -> None:
+        """End this group alone, with all that is done in it, here and on its other ranks. Any thread."""
+        detail = f"{self.board.where()} {why}"
+        self.end(partial(ClosedError, detail), mesh_pb2.GroupEnded(rank=self.board.mesh.rank, detail=detail))
 
-    def _refuse(self, source: int, chunk: Chunk, error: ClosedError) -> None:
-        """Another rank is in a collective that this one will not enter."""
-        self.board.telemetry.count_stale()
-        if chunk.control is not None and (chunk.control.HasField("announcement") or chunk.control.HasField("probe")):
-            self.tell(source, chunk.sequence, mesh_pb2.Control(abort=verdict.pack(error)))
+    def end(self, error: Ending, ended: mesh_pb2.GroupEnded) -> None:
+        """Begin nothing any more, and let what is under way fail, but for what the rank that has said so has done; tell the others.
+        Any thread. See [Note: the end of a group]."""
+        if self._ended is None:
+            self._ended = error
+            self.mail = None  # a round would not ask whether the group has ended
+            self.channels.end(error, ended)
+            self.board.loop.call(self._end, error, ended)
+
+    def _end(self, error: Ending, ended: mesh_pb2.GroupEnded) -> None:
+        position = min([self._ledger.position, *(each.sequence for each in self.under_way if each.sequence not in self._outlasting)])
+        self.fail_all(error(), but=self._outlasting)
+        word = mesh_pb2.GroupEnded(rank=ended.rank, detail=ended.detail, next_sequence=position)
+        for peer in self.peers:
+            self.tell(peer, 0, mesh_pb2.Control(group_ended=word))
+
+    def _hear_end(self, ended: mesh_pb2.GroupEnded) -> None:
+        by_whom = f"was aborted by rank {ended.rank}: {ended.detail}"
+        under_way = {operation.sequence: operation for operation in self.under_way}
+        for sequence, operation in under_way.items():
+            if sequence >= ended.next_sequence:
+                operation.fail(CollectiveError(f"{self.board.where()} {operation.name} {by_whom}"))
+        if self._ended is None:
+            self._outlasting = frozenset(sequence for sequence in under_way if sequence < ended.next_sequence)
+        self.end(partial(CollectiveError, f"{self.board.where()} {self.party.title} {by_whom}"), ended)
 
     def position(self) -> mesh_pb2.Goodbye.Position:
         return mesh_pb2.Goodbye.Position(group=self.id, next_sequence=self._ledger.position)
@@ -351,7 +384,7 @@ class Group:
 
     def fail(self, operation: Operation | Round, error: BaseException) -> None:
         """End an operation on every rank. If it has ended already, the others know."""
-        if not operation.fail(error) or isinstance(error, ClosedError):  # then the others lose this rank, and that is what they shall hear
+        if not operation.fail(error) or isinstance(error, ClosedError):  # then the others hear of the end of this rank, or of the group
             return
         for peer in self.peers:
             self.tell(peer, operation.sequence, mesh_pb2.Control(abort=verdict.pack(error)))

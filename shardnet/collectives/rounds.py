@@ -67,7 +67,7 @@ class Rounds:
             self._ledger.last_signature = begun.call.signature
             self._ledger.take(begun.flight)
         if self._group.is_closed:  # or ranks could end it among themselves before the loop thread comes to fail it
-            begun.refuse(self._inspect, begun)
+            begun.refuse(self._group.refuse, begun)
             return begun
         if is_late or self._board.is_impaired:
             self._board.loop.call(self._inspect, begun)
@@ -113,8 +113,9 @@ class Rounds:
         """The first of those that wait, if its turn has come, and it is not about to fail, as all are."""
         with self._ledger.lock:
             begun = len(self._under_way) - len(self._queue)
-            has_room = begun < self._board.limits.max_outstanding and not self._group.is_closed
-            return self._queue[0] if self._queue and has_room else None
+            if not self._queue or begun >= self._board.limits.max_outstanding or not self._group.may_go_on(self._queue[0].sequence):
+                return None
+            return self._queue[0]
 
     # --- over streams (loop thread)
 

@@ -56,11 +56,10 @@ class Switchboard:
         # called when all collectives have ended, with whether that was by `abort`; each gives what is yet to end, its threads
         self.at_end: list[Callable[[bool], list[asyncio.Future[None]]]] = []
         self._causes: dict[int, int] = {}  # global rank -> the one that it lost first; see [Note: the cause]
-        self._lock = threading.Lock()  # over the next four: groups are made on any thread
+        self.receivers: list[AnySource] = []  # what receives from any source: never taken from, added to on any thread
+        self._lock = threading.Lock()  # over the next two: groups are made on any thread
         self._made: dict[tuple[tuple[int, ...], str], int] = {}  # how often a group of these members was made for that
         self._commons: dict[frozenset[int], Commons] = {}
-        self._channels: dict[tuple[int, int, str], Group] = {}
-        self._any_sources: dict[tuple[tuple[int, ...], str], AnySource] = {}
         self._correspondents: frozenset[tuple[int, int]] = frozenset()  # pairs of which each reads the other's mailbox; all know them
         self._lenders: frozenset[tuple[int, int]] = frozenset()  # the same, of memory
         self._attendant: Attendant | None = None  # where there are any
@@ -92,39 +91,10 @@ class Switchboard:
                 self._commons[node] = Commons(self.mesh, node, self.where)
             return self._commons[node]
 
-    def channel(self, source: int, target: int, tag: str) -> Group:
-        """The two-rank group that carries sends with that tag from one global rank to another."""
-        with self._lock:
-            if (found := self._channels.get((source, target, tag))) is None:
-                members = (source, target) if source < target else (target, source)
-                purpose = f"send {source} to {target}" + (f" as {tag}" if tag else "")
-                found = self._add(Group(self, group_id(members, purpose, 0), members))
-                self._channels[source, target, tag] = found
-            return found
-
-    def any_source(self, sources: tuple[int, ...], tag: str) -> AnySource:
-        """What receives with that tag from any of these global ranks."""
-        channels = {source: self.channel(source, self.mesh.rank, tag) for source in sources}
-        with self._lock:
-            return self._any_sources.setdefault((sources, tag), AnySource(self, channels))
-
-    def disband(self, group: Group, tags: str, error: ClosedError) -> None:
-        """End one group alone, and what is sent and received by tags that begin so; its other ranks hear of it."""
-        with self._lock:
-            channels = [channel for (_, _, tag), channel in self._channels.items() if tag.startswith(tags)]
-            receivers = [receiver for (_, tag), receiver in self._any_sources.items() if tag.startswith(tags)]
-        for ended in (group, *channels):
-            ended.close(error)
-        for receiver in receivers:
-            receiver.close(error)
-
     def wake_receivers(self) -> None:
         """What receives from any source looks again. Loop thread."""
-        if self._any_sources:
-            with self._lock:
-                receivers = list(self._any_sources.values())
-            for each in receivers:
-                each.wake()
+        for each in self.receivers:
+            each.wake()
 
     async def correspond(self, node: tuple[int, ...], gather: Callable[[list[bool]], Awaitable[list[list[bool]]]]) -> None:
         """Find out which ranks of this node can read each other's mailboxes, and each other's memory, before anything else is called.
@@ -303,10 +273,8 @@ class Switchboard:
 
     def _receives(self) -> "set[asyncio.Task[Any]]":
         """Those of which no peer has said that it sends."""
-        with self._lock:
-            channels = [channel for (_, target, _), channel in self._channels.items() if target == self.mesh.rank]
-            choosing = [task for each in self._any_sources.values() for task in each.choosing]
-        return {*choosing, *(task for channel in channels for task in channel.unanswered)}
+        incoming = (channel for group in self.groups for channel in group.channels.incoming)
+        return {task for each in self.receivers for task in each.choosing} | {task for channel in incoming for task in channel.unanswered}
 
     def _ended(self, begun: Round) -> "asyncio.Future[None]":
         ended = self.loop.loop.create_future()

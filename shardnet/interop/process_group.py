@@ -346,13 +346,13 @@ class ShardnetProcessGroup(dist.ProcessGroup):
     def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> PendingWork:
         check(tensors)
         tensor = tensors[0]
-        pending = self._backend.send(movable(tensor), to, tag=self._tag(tag), timeout_s=self._timeout_s)
+        pending = self._backend.send(movable(tensor), to, tag=str(tag), timeout_s=self._timeout_s)
         return self._work(pending, None, [tensor])
 
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> PendingWork:
         check(tensors)
         tensor = tensors[0]
-        pending = self._backend.recv(movable(tensor), source, tag=self._tag(tag), timeout_s=self._timeout_s)
+        pending = self._backend.recv(movable(tensor), source, tag=str(tag), timeout_s=self._timeout_s)
         return self._work(pending, None, [tensor], None if tensor.is_contiguous() else partial(put, tensor), source=source)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> PendingWork:
@@ -361,7 +361,7 @@ class ShardnetProcessGroup(dist.ProcessGroup):
         flat, in_place = movable(tensor), tensor.device.type == "cpu" and tensor.is_contiguous()
         if not in_place:
             flat = torch.empty_like(flat, device="cpu")
-        pending = self._backend.recv_any(flat, tag=self._tag(tag), timeout_s=self._timeout_s)
+        pending = self._backend.recv_any(flat, tag=str(tag), timeout_s=self._timeout_s)
         return self._work(pending, None, [tensor], None if in_place else lambda _: put(tensor, flat), kind=AnySourceWork)
 
     recvAnysource = recv_anysource  # noqa: N815 - torch's name
@@ -391,7 +391,7 @@ class ShardnetProcessGroup(dist.ProcessGroup):
         if self._owns:
             self._world.abort()
         else:
-            self._backend.disband(self._tag(""), f"group {self._name!r} was aborted")
+            self._backend.disband(f"group {self._name!r} was aborted")
 
     # --- helpers
 
@@ -420,9 +420,6 @@ class ShardnetProcessGroup(dist.ProcessGroup):
         """Seconds: a call's own, or the group's."""
         given = None if opts is None else opts.timeout
         return self._timeout_s if given is None or given <= timedelta(0) else float(given.total_seconds())
-
-    def _tag(self, tag: int | str) -> str:
-        return f"{self._name}:{tag}"
 
 
 def _joined(works: list[PendingWork]) -> dist.Work:

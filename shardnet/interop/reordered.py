@@ -142,8 +142,8 @@ class Reordered(Backend):
     def abort(self) -> None:
         self.ascending.abort()
 
-    def disband(self, tags: str, why: str) -> None:
-        self.ascending.disband(tags, why)
+    def disband(self, why: str) -> None:
+        self.ascending.disband(why)
 
     # --- orders
 

@@ -42,7 +42,7 @@ class Chunk(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., group: _Optional[int] = ..., sequence: _Optional[int] = ..., block: _Optional[int] = ..., offset: _Optional[int] = ..., crc32c: _Optional[int] = ..., control: _Optional[_Union[Control, _Mapping]] = ..., padding: _Optional[bytes] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class Control(_message.Message):
-    __slots__ = ("announcement", "abort", "probe", "probe_reply", "goodbye", "loss", "window_offer", "window_answer", "window_released", "window_full", "loan_returned", "suspicion", "window_piece", "loan", "placed")
+    __slots__ = ("announcement", "abort", "probe", "probe_reply", "goodbye", "loss", "window_offer", "window_answer", "window_released", "window_full", "loan_returned", "suspicion", "group_ended", "window_piece", "loan", "placed")
     ANNOUNCEMENT_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
     PROBE_FIELD_NUMBER: _ClassVar[int]
@@ -55,6 +55,7 @@ class Control(_message.Message):
     WINDOW_FULL_FIELD_NUMBER: _ClassVar[int]
     LOAN_RETURNED_FIELD_NUMBER: _ClassVar[int]
     SUSPICION_FIELD_NUMBER: _ClassVar[int]
+    GROUP_ENDED_FIELD_NUMBER: _ClassVar[int]
     WINDOW_PIECE_FIELD_NUMBER: _ClassVar[int]
     LOAN_FIELD_NUMBER: _ClassVar[int]
     PLACED_FIELD_NUMBER: _ClassVar[int]
@@ -70,10 +71,11 @@ class Control(_message.Message):
     window_full: WindowFull
     loan_returned: LoanReturned
     suspicion: Suspicion
+    group_ended: GroupEnded
     window_piece: WindowPiece
     loan: Loan
     placed: Placed
-    def __init__(self, announcement: _Optional[_Union[Announcement, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ..., probe_reply: _Optional[_Union[ProbeReply, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., loss: _Optional[_Union[Loss, _Mapping]] = ..., window_offer: _Optional[_Union[WindowOffer, _Mapping]] = ..., window_answer: _Optional[_Union[WindowAnswer, _Mapping]] = ..., window_released: _Optional[_Union[WindowReleased, _Mapping]] = ..., window_full: _Optional[_Union[WindowFull, _Mapping]] = ..., loan_returned: _Optional[_Union[LoanReturned, _Mapping]] = ..., suspicion: _Optional[_Union[Suspicion, _Mapping]] = ..., window_piece: _Optional[_Union[WindowPiece, _Mapping]] = ..., loan: _Optional[_Union[Loan, _Mapping]] = ..., placed: _Optional[_Union[Placed, _Mapping]] = ...) -> None: ...
+    def __init__(self, announcement: _Optional[_Union[Announcement, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ..., probe_reply: _Optional[_Union[ProbeReply, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., loss: _Optional[_Union[Loss, _Mapping]] = ..., window_offer: _Optional[_Union[WindowOffer, _Mapping]] = ..., window_answer: _Optional[_Union[WindowAnswer, _Mapping]] = ..., window_released: _Optional[_Union[WindowReleased, _Mapping]] = ..., window_full: _Optional[_Union[WindowFull, _Mapping]] = ..., loan_returned: _Optional[_Union[LoanReturned, _Mapping]] = ..., suspicion: _Optional[_Union[Suspicion, _Mapping]] = ..., group_ended: _Optional[_Union[GroupEnded, _Mapping]] = ..., window_piece: _Optional[_Union[WindowPiece, _Mapping]] = ..., loan: _Optional[_Union[Loan, _Mapping]] = ..., placed: _Optional[_Union[Placed, _Mapping]] = ...) -> None: ...
 
 class Announcement(_message.Message):
     __slots__ = ("signature", "send_bytes", "expect_bytes", "grant", "released", "posted")
@@ -128,6 +130,16 @@ class Abort(_message.Message):
     detail: str
     ranks: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, reason: _Optional[_Union[Abort.Reason, str]] = ..., detail: _Optional[str] = ..., ranks: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class GroupEnded(_message.Message):
+    __slots__ = ("rank", "detail", "next_sequence")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    NEXT_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    detail: str
+    next_sequence: int
+    def __init__(self, rank: _Optional[int] = ..., detail: _Optional[str] = ..., next_sequence: _Optional[int] = ...) -> None: ...
 
 class Probe(_message.Message):
     __slots__ = ("id",)

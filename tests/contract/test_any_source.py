@@ -63,6 +63,17 @@ async def test_what_was_announced_first_is_taken_first(four: Ranks) -> None:
     await asyncio.gather(*sends)
 
 
+async def test_what_was_announced_first_is_what_the_first_receive_takes(fresh: MakeCluster) -> None:
+    """The same where nothing was ever received with that tag."""
+    async with fresh(4) as ranks:
+        sends = []
+        for source in (3, 0, 2):
+            sends.append(ranks[source].send(numbers(source), 1))
+            await announced(ranks[source], ranks[1])
+        assert [await ranks[1].recv_any(each) for each in room(3)] == [3, 0, 2]
+        await asyncio.gather(*sends)
+
+
 async def test_several_that_wait_are_served_in_their_order(pair: Ranks) -> None:
     into = room(4)
     received = [pair[0].recv_any(each) for each in into]
@@ -175,7 +186,7 @@ async def test_a_rank_alone_has_nobody_to_receive_from(fresh: MakeCluster) -> No
 async def test_what_another_thread_claims_between_looking_and_taking_is_left_to_it(pair: Ranks) -> None:
     receiver, sender = pair
     assert isinstance(receiver, MeshBackend)
-    channel = receiver._board.channel(sender.rank, receiver.rank, "raced for")
+    channel = receiver._group.channels.channel(sender.rank, receiver.rank, "raced for")
     call = Call("recv", "", "int64", 1.0, "send/recv")
 
     async def receive(_: Operation) -> None:

@@ -1,7 +1,9 @@
 """Sub-groups: every collective works on them unchanged, beside the parent's and each other's."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -143,39 +145,56 @@ async def test_aborting_a_group_aborts_the_parent(fresh: MakeCluster) -> None:
             await ranks[0].barrier()
 
 
+def _calls(group: Backend, other: int) -> list[Callable[[], Pending[Any]]]:
+    """Collectives, and then sends and receives that nobody matches who calls these."""
+    return [
+        *(partial(group.all_reduce, torch.ones(size)) for size in (4, 400, 4000)),
+        partial(group.send, torch.ones(3), other, tag="1"),
+        partial(group.recv, torch.ones(3), other, tag="2"),
+        partial(group.recv_any, torch.ones(3, device="cpu"), tag="3"),
+    ]
+
+
 async def test_one_ends_alone(four: Ranks) -> None:
-    """With what is under way in it and what goes by its tags; its ranks hear why, and whatever else they do goes on."""
-    members = [0, 2, 3]
-    groups = groups_of(four, members)
+    """With all that is done in it; its ranks hear why, and whatever else they do goes on."""
+    groups, others = groups_of(four, [0, 2, 3]), groups_of(four, [0, 2, 3])
     await each_rank(groups, lambda rank: rank.barrier())
     beside = [rank.all_reduce(torch.ones(50)) for rank in four[:3]]
-    waiting: list[Pending[Any]] = [
-        groups[0].recv(torch.ones(3), 1, tag="ours: 1"),
-        groups[0].recv_any(torch.ones(3, device="cpu"), tag="ours: 2"),
-        groups[0].send(torch.ones(3), 2, tag="ours: 3"),
-    ]
-    kept = groups[0].recv(torch.ones(3), 1, tag="another's")
-    late = [group.all_reduce(torch.ones(size)) for group in groups[1:] for size in (4, 400, 40, 4000)]
-    groups[0].disband("ours: ", "it is no more")
-    calls: list[Callable[[], Pending[Any]]] = [
-        lambda: groups[0].all_reduce(torch.ones(4)),
-        lambda: groups[0].all_reduce(torch.ones(400)),
-        lambda: groups[0].all_reduce(torch.ones(0)),
-        lambda: groups[0].send(torch.ones(4), 1, tag="ours: 4"),
-        lambda: groups[0].recv_any(torch.ones(4, device="cpu"), tag="ours: 5"),
-    ]
+    kept = [ranks[0].recv(torch.zeros(3), sender, tag="1") for ranks, sender in ((four, 2), (others, 1))]
+    waiting = [call() for call in _calls(groups[0], 1)[-3:]]
+    late = [call() for group in groups[1:] for call in _calls(group, 0)]
+    groups[0].disband("it is no more")
     for handle in waiting:
         with pytest.raises(ClosedError, match="it is no more"):
             await handle
-    for call in calls:
-        with pytest.raises(ClosedError, match="it is no more"):
-            await call()
     for handle in late:
         with pytest.raises(CollectiveError, match=r"was aborted by rank 0: .* it is no more"):
             await handle
-    with pytest.raises(CollectiveError, match=r"was aborted by rank 0: .* it is no more"):
-        await groups[2].recv(torch.ones(3), 0, tag="ours: 3")
-    await four[2].send(torch.ones(3), 0, tag="another's")
-    await kept
+    for group, error in zip(groups, (ClosedError, CollectiveError, CollectiveError), strict=True):
+        for call in _calls(group, (group.rank + 1) % 3):
+            with pytest.raises(error, match="it is no more"):
+                await call()
+    for sender in (four[2], others[1]):
+        await sender.send(torch.ones(3), 0, tag="1")
+    assert [(await handle).tolist() for handle in kept] == [[1.0] * 3] * 2
     beside.append(four[3].all_reduce(torch.ones(50)))
     assert [(await handle).tolist() for handle in beside] == [[4.0] * 50] * 4
+
+
+async def test_what_has_ended_before_the_end_ends_everywhere(four: Ranks) -> None:
+    """What the one that ends a group has done the others may yet do, as slow as they are to ask for it; and nobody waits for what one of
+    them has not begun."""
+    for elements in (1, 400) * 10:
+        groups = groups_of(four, [0, 1, 3])
+        handles = [group.all_reduce(torch.ones(elements)) for group in groups]
+        sent, received = groups[0].send(torch.ones(2), 1), groups[1].recv(torch.zeros(2), 0)
+        await handles[0]
+        await sent
+        ahead = groups[0].broadcast(torch.ones(2), 0)
+        groups[0].disband("it is no more")
+        assert [(await handle).tolist() for handle in handles[1:]] == [[3.0] * elements] * 2
+        assert (await received).tolist() == [1.0] * 2
+        with contextlib.suppress(ClosedError):
+            await ahead
+        with pytest.raises(CollectiveError, match="it is no more"):
+            await groups[1].broadcast(torch.ones(2), 0)

@@ -87,6 +87,13 @@ def one_is_aborted(rank: int, world_size: int, _: Path) -> None:
                 with pytest.raises(ClosedError, match=f"group '{group.group_name}' was aborted"):
                     call()
         else:
+            for call in (
+                partial(dist.recv, torch.ones(3), 0, group=group, tag=6),
+                partial(dist.send, torch.ones(3), 0, group=group, tag=7),
+                partial(dist.recv, torch.ones(3), group=group, tag=8),
+            ):
+                with pytest.raises(CollectiveError, match=rf"was aborted by rank 0: .* group '{group.group_name}' was aborted"):
+                    call()
             with pytest.raises(CollectiveError, match=rf"all_reduce #1 was aborted by rank 0: .* group '{group.group_name}' was aborted"):
                 works[3].wait()
             with pytest.raises(CollectiveError, match=rf"was aborted by rank 0: .* group '{group.group_name}' was aborted"):
