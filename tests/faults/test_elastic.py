@@ -235,6 +235,7 @@ def _until_known(address: str, members: int) -> float:
             return time.monotonic()
 
 
+@pytest.mark.timeout(CHURN_S + 300.0)
 def test_workers_come_and_go(nursery: Nursery) -> None:
     """Two to six of them; every half to two seconds one starts or is killed. A commit at least every 30 s, and nothing grows."""
     rng = random.Random(SEED)
