@@ -11,7 +11,7 @@ ShardnetError
 │   ├── PlaintextRefused           unprotected traffic off this machine
 │   ├── CredentialsError           certificates or a join token that cannot be used
 │   └── StateError (RuntimeError)  right call, wrong moment
-├── CollectiveError                a collective failed; the process goes on
+├── CollectiveError (RuntimeError) a collective failed; the process goes on
 │   ├── CollectiveMismatch         ranks disagree on what the collective is
 │   ├── CollectiveTimeout          (TimeoutError) ranks did not arrive in time
 │   └── PeerLost                   (ConnectionError) a rank died, froze or left
@@ -19,7 +19,7 @@ ShardnetError
 ├── EndpointUnavailable (ConnectionError)  nobody answers at that address
 ├── HandshakeError (ConnectionError)  one end would not trust the other
 ├── ProtocolError                  a peer sent what no shardnet worker sends
-├── ClosedError                    the backend or cluster is closed
+├── ClosedError (RuntimeError)     the backend or cluster is closed
 ├── StateLost                      more workers are gone than there were copies of their state
 ├── CheckpointError                a checkpoint cannot be written, or none that is there can be read
 ├── Preempted                      a worker was told to leave, and the job cannot go on without it
@@ -32,10 +32,23 @@ ShardnetError
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 
 class ShardnetError(Exception):
-    """Base of everything that shardnet raises on purpose."""
+    """Base of everything that shardnet raises on purpose. It can be pickled: errors go from process to process under Ray."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _as_it_was, (type(self), self.args, self.__dict__)
+
+
+def _as_it_was(kind: type[ShardnetError], args: tuple[Any, ...], attributes: dict[str, Any]) -> ShardnetError:
+    """An error from another process; its class may be made with other arguments than it has."""
+    base = OSError if issubclass(kind, OSError) else Exception  # `kind.__new__` may be that of another base, which Python refuses
+    error = base.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update(attributes)
+    return error
 
 
 class UsageError(ShardnetError, ValueError):
@@ -100,8 +113,11 @@ class StateError(UsageError, RuntimeError):
     """The call is right but comes at the wrong moment."""
 
 
-class CollectiveError(ShardnetError):
-    """A collective failed on this rank. Sequence numbers keep the next one unaffected."""
+class CollectiveError(ShardnetError, RuntimeError):
+    """A collective failed on this rank. Sequence numbers keep the next one unaffected.
+
+    It is a RuntimeError as those of torch's own backends are: who catches these in code for torch.distributed catches it, too.
+    """
 
 
 class CollectiveMismatch(CollectiveError):
@@ -140,8 +156,8 @@ class ProtocolError(ShardnetError):
     """Bytes arrived that no worker of this version sends: damaged in transit, or a stranger."""
 
 
-class ClosedError(ShardnetError):
-    """The backend or cluster was closed before or during the call."""
+class ClosedError(ShardnetError, RuntimeError):
+    """The backend or cluster was closed before or during the call. A RuntimeError for the same reason as `CollectiveError`."""
 
 
 class StateLost(ShardnetError):

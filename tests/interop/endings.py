@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardnet.errors import ClosedError, CollectiveError, PeerLost, ShardnetError
+from shardnet.errors import ClosedError, CollectiveError, PeerLost
 from tests.interop import programs
 
 SOON_S = programs.TIMEOUT.total_seconds() / 3
@@ -115,7 +115,7 @@ def one_is_aborted(rank: int, world_size: int, _: Path) -> None:
 def _errors(works: list[dist.Work]) -> set[type[BaseException]]:
     found = set[type[BaseException]]()
     for work in works:
-        with pytest.raises(ShardnetError) as caught:
+        with pytest.raises(RuntimeError) as caught:  # as with torch's own backends
             work.wait()
         found.add(type(caught.value))
     return found
