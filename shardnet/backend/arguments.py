@@ -67,6 +67,29 @@ def copy(source: Tensor, result: Tensor) -> Tensor:
     return result
 
 
+def row_sizes(sizes: Sequence[int] | None, world_size: int, default: int, *, own: int | None = None) -> list[int]:
+    """A rank-indexed list of rows, checked; the entry of the rank `own` must be `default`."""
+    if sizes is None:
+        return [default] * world_size
+    if len(sizes) != world_size:
+        raise SizeMismatchError(world_size, len(sizes), "entries in the list of sizes")
+    if min(sizes) < 0:
+        raise UsageError(f"sizes must not be negative, got {list(sizes)}")
+    if own is not None and sizes[own] != default:
+        raise SizeMismatchError(sizes[own], default, f"rows on rank {own}")
+    return list(sizes)
+
+
+def scattered_sizes(sizes: Sequence[int] | None, world_size: int, rows: int) -> list[int]:
+    """How many of the rows each rank gets, checked."""
+    if sizes is None and rows % world_size:
+        raise SizeMismatchError(f"a multiple of {world_size}", rows, "rows to scatter; pass `sizes` for an uneven split")
+    shape = row_sizes(sizes, world_size, rows // world_size)
+    if sum(shape) != rows:
+        raise SizeMismatchError(sum(shape), rows, "rows to scatter (the sum of `sizes`)")
+    return shape
+
+
 def largest(bounds: Bounds) -> int:
     return max(end - start for start, end in bounds)
 

@@ -7,7 +7,18 @@ from typing import Any, TypeVar
 
 import torch
 
-from shardnet.backend.arguments import as_input, as_output, check_pieces, copy, disagree_all_to_all, disagree_send, kind, largest
+from shardnet.backend.arguments import (
+    as_input,
+    as_output,
+    check_pieces,
+    copy,
+    disagree_all_to_all,
+    disagree_send,
+    kind,
+    largest,
+    row_sizes,
+    scattered_sizes,
+)
 from shardnet.backend.base import Backend, Tensor
 from shardnet.backend.node_buffer import NodeBuffer
 from shardnet.backend.pending import Pending
@@ -25,13 +36,7 @@ from shardnet.collectives.parts import Pieces
 from shardnet.collectives.reduction import Array, ReduceOp, Reduction, as_array, as_tensor, dtype_name
 from shardnet.collectives.switchboard import Switchboard
 from shardnet.config import Timeouts
-from shardnet.errors import (
-    InvalidRankError,
-    InvalidWorldSizeError,
-    SelfSendError,
-    SizeMismatchError,
-    UsageError,
-)
+from shardnet.errors import InvalidRankError, InvalidWorldSizeError, SelfSendError, SizeMismatchError, UsageError
 from shardnet.telemetry import Telemetry
 
 T = TypeVar("T")
@@ -119,7 +124,7 @@ class MeshBackend(Backend):
     ) -> Pending[Tensor]:
         source = as_input(tensor)
         rows = source.shape[0] if source.dim() else 1
-        shape = self._sizes(sizes, rows, own=True)
+        shape = row_sizes(sizes, self.world_size, rows, own=self.rank)
         width = prod(source.shape[1:])
         result = as_output(out, tensor, (sum(shape), *source.shape[1:]))
         if self.world_size == 1 or not result.numel():
@@ -150,7 +155,7 @@ class MeshBackend(Backend):
         if self._is_staged(source):
             return super().all_gather_on_node(tensor, sizes=sizes, timeout_s=timeout_s, label=label)
         rows = source.shape[0] if source.dim() else 1
-        shape = self._sizes(sizes, rows, own=True)
+        shape = row_sizes(sizes, self.world_size, rows, own=self.rank)
         width = prod(source.shape[1:])
         bounds = plans.bounds_of([size * width for size in shape])
         if not self._fits_commons(bounds, source.itemsize):
@@ -208,7 +213,7 @@ class MeshBackend(Backend):
         source = as_input(tensor, op)
         if not source.dim():
             raise SizeMismatchError(f"at least 1 dimension (world size {self.world_size})", "a 0-dim tensor", "in reduce_scatter")
-        shape = self._scattered_sizes(source.shape[0], sizes)
+        shape = scattered_sizes(sizes, self.world_size, source.shape[0])
         result = as_output(out, tensor, (shape[self.rank], *source.shape[1:]))
         if self.world_size == 1 or not source.numel():
             return self._at_once("reduce_scatter", copy(source, result))
@@ -240,7 +245,7 @@ class MeshBackend(Backend):
         if (mail := self._mail_of_pieces(pieces)) is None:
             return super().reduce_scatter_pieces(pieces, op, sizes=sizes, timeout_s=timeout_s, label=label)
         source = Pieces(as_array(as_input(piece, op)) for piece in pieces)
-        shape = self._scattered_sizes(len(source), sizes)
+        shape = scattered_sizes(sizes, self.world_size, len(source))
         result = torch.empty(shape[self.rank], dtype=pieces[0].dtype)
         detail = f"{dtype_name(result.dtype)} [{len(source)}], {op}" + ("" if sizes is None else f", sizes {shape}")
         call = self._call("reduce_scatter", detail, timeout_s, label)
@@ -285,8 +290,8 @@ class MeshBackend(Backend):
             raise UsageError("all_to_all needs both send_sizes and recv_sizes, or neither")
         if send_sizes is None and rows % self.world_size:
             raise SizeMismatchError(f"a multiple of {self.world_size}", rows, "rows to exchange; pass sizes for an uneven split")
-        sends = self._sizes(send_sizes, rows // self.world_size)
-        receives = self._sizes(recv_sizes, rows // self.world_size)
+        sends = row_sizes(send_sizes, self.world_size, rows // self.world_size)
+        receives = row_sizes(recv_sizes, self.world_size, rows // self.world_size)
         if sum(sends) != rows:
             raise SizeMismatchError(sum(sends), rows, "rows to exchange (the sum of send_sizes)")
         if sends[self.rank] != receives[self.rank]:
@@ -440,27 +445,6 @@ class MeshBackend(Backend):
     def _check_rank(self, rank: int, what: str) -> None:
         if not 0 <= rank < self.world_size:
             raise InvalidRankError(rank, self.world_size, what)
-
-    def _scattered_sizes(self, rows: int, sizes: Sequence[int] | None) -> list[int]:
-        """How many of the rows each rank gets, checked."""
-        if sizes is None and rows % self.world_size:
-            raise SizeMismatchError(f"a multiple of {self.world_size}", rows, "rows to scatter; pass `sizes` for an uneven split")
-        shape = self._sizes(sizes, rows // self.world_size)
-        if sum(shape) != rows:
-            raise SizeMismatchError(sum(shape), rows, "rows to scatter (the sum of `sizes`)")
-        return shape
-
-    def _sizes(self, sizes: Sequence[int] | None, default: int, *, own: bool = False) -> list[int]:
-        """A rank-indexed list of rows, checked; `own`: this rank's entry must be `default`."""
-        if sizes is None:
-            return [default] * self.world_size
-        if len(sizes) != self.world_size:
-            raise SizeMismatchError(self.world_size, len(sizes), "entries in the list of sizes")
-        if min(sizes) < 0:
-            raise UsageError(f"sizes must not be negative, got {list(sizes)}")
-        if own and sizes[self.rank] != default:
-            raise SizeMismatchError(sizes[self.rank], default, f"rows on rank {self.rank}")
-        return list(sizes)
 
 
 class SubBackend(MeshBackend):

@@ -25,9 +25,8 @@ if TYPE_CHECKING:
     from shardnet.collectives.switchboard import Switchboard
 
 Begun = tuple[int, "concurrent.futures.Future[None]"]
-Ending = Callable[
-    [], ShardnetError
-]  # why a group has ended, made anew for each who asks: an error that is raised keeps what its caller had
+# Why a group has ended, made anew for each who asks: an error that is raised keeps its caller's frames, and what is in them.
+Ending = Callable[[], ShardnetError]
 
 
 class AnySource:
@@ -59,7 +58,7 @@ class AnySource:
         self._changed.set()
 
     def end(self, error: Ending) -> None:
-        """Of what has no source yet, and of what is called later. Any thread."""
+        """The group has ended: let fail what has no source yet, and what is called later. Any thread."""
         self._ended = error
         self._board.loop.call(self.wake)
 

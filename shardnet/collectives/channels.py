@@ -49,7 +49,7 @@ class Channels:
             return [channel for (_, target, _), channel in self._channels.items() if target == self._group.rank]
 
     def end(self, error: Ending, ended: mesh_pb2.GroupEnded) -> None:
-        """The group has."""
+        """The group has ended: end all of them, here and on the ranks at their other ends."""
         each_ended = mesh_pb2.GroupEnded(rank=ended.rank, detail=ended.detail)
         with self._lock:
             channels, receivers = list(self._channels.values()), list(self._any_sources.values())

@@ -179,7 +179,8 @@ class TestFailures:
             entered.set()
             await asyncio.Event().wait()
 
-        other = Endpoint("127.0.0.1:0", limits=Limits(), timeouts=TIMEOUTS, snapshot=stats_pb2.SnapshotReply)
+        # not 127.0.0.1, where another test may be given the port once it is free, and answer
+        other = Endpoint("127.0.0.2:0", limits=Limits(), timeouts=TIMEOUTS, snapshot=stats_pb2.SnapshotReply)
         other.add(grpc.method_handlers_generic_handler(messages.SERVICE, {"Join": stream(pb.JoinRequest, endless)}))
         async with other:
             caller = Person(other.address, worker(0), replace(TIMEOUTS, connect_s=0.5))
