@@ -81,7 +81,7 @@ class Story:
 
     def __init__(self) -> None:
         self._lines: list[Line] = []
-        self._heard_s: dict[str, float] = {}
+        self._heard = set[Line]()
         self._news = threading.Condition()
         self._listeners: dict[str, tuple[subprocess.Popen[str], threading.Thread]] = {}
 
@@ -134,8 +134,10 @@ class Story:
                 if line is None:
                     continue
                 with self._news:
-                    if line.at_s > self._heard_s.get(container, 0.0):  # a restarted container's log begins with what it said before
-                        self._heard_s[container] = line.at_s
+                    # A restarted container's log begins with what it said before. When tells nothing: of what a program writes to its two
+                    # outputs at once, the later may come first.
+                    if line not in self._heard:
+                        self._heard.add(line)
                         self._lines.append(line)
                         self._news.notify_all()
         process.wait()

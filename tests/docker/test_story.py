@@ -1,5 +1,7 @@
 """What `make compose-test` reads out of the logs of nodes."""
 
+import subprocess
+
 import pytest
 
 from compose_test.story import Line, Story, epoch_of, read_line, step_of, world_of
@@ -40,3 +42,13 @@ def test_an_epoch_ends_before_the_next_one_begins() -> None:
 
 def test_nothing_is_found_where_nothing_was_said() -> None:
     assert Story().find(step_of) == []
+
+
+def test_each_line_is_heard_once_whenever_it_was_said() -> None:
+    """The engine hears the two outputs of a program apart, and may pass on the later line first; and it begins anew with a container."""
+    said = [f"2026-11-23T01:15:42.{fraction}Z [0] step {step} of 40: validation loss 5.5" for fraction, step in ((2, 8), (1, 7))]
+    story = Story()
+    for _ in range(2):
+        with subprocess.Popen(["printf", "%s\\n", *said], stdout=subprocess.PIPE, text=True) as process:
+            story._read("node", process)
+    assert story.find(step_of) == [7, 8]
