@@ -7,6 +7,7 @@ import weakref
 
 import numpy as np
 
+_PRESENT_OR_SWAPPED, _OF_FILE = np.uint64(3 << 62), np.uint64(1 << 61)  # of an entry of /proc/self/pagemap
 _FAILED = ctypes.c_void_p(-1).value
 _libc = ctypes.CDLL(None, use_errno=True)
 _mmap, _munmap, _madvise = _libc.mmap, _libc.munmap, _libc.madvise
@@ -29,6 +30,27 @@ def mapped(descriptor: int, size: int, flags: int, *, write: bool = True) -> tup
     array = np.frombuffer(memoryview(owner).cast("B"), np.uint8)
     array.flags.writeable = write
     return array, address
+
+
+def has_own_pages(address: int, size: int) -> bool:
+    """Whether anything was written to a private mapping since it was made, or forgotten. True as well if the system does not say."""
+    start, end = address // mmap.PAGESIZE, -(-(address + size) // mmap.PAGESIZE)
+    try:
+        entries = np.frombuffer(_page_map(start, end), np.uint64)
+    except OSError:
+        return True
+    there = entries[entries & _PRESENT_OR_SWAPPED != 0]
+    # Of pages of which none is there nothing is said, perhaps of none ever.
+    return len(entries) < end - start or not there.size or bool((there & _OF_FILE == 0).any())
+
+
+def _page_map(start: int, end: int) -> bytes:
+    """An entry of 64 bits for each of these pages (Documentation/admin-guide/mm/pagemap.rst)."""
+    descriptor = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.pread(descriptor, 8 * (end - start), 8 * start)
+    finally:
+        os.close(descriptor)
 
 
 def forget(address: int, size: int) -> None:

@@ -3,7 +3,7 @@
 import mmap
 import os
 
-from shardnet.transport.shared_memory.mapping import forget, mapped
+from shardnet.transport.shared_memory.mapping import forget, has_own_pages, mapped
 from shardnet.transport.shared_memory.memfd import allocate, found
 
 NAME = "shardnet-segment"
@@ -40,7 +40,8 @@ class Segment:
 
     def refresh(self) -> None:
         """Forget what was written to `private`."""
-        forget(self._address, len(self.private))
+        if has_own_pages(self._address, len(self.private)):  # or all that is mapped would be mapped again, with a fault for each few pages
+            forget(self._address, len(self.private))
 
     def close(self) -> None:
         """Nobody can open it any more."""
