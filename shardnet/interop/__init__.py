@@ -5,6 +5,7 @@ meeting        how the ranks of a job find each other through torch's store
 rendezvous     how they do where shardnet's own has placed them
 world          their connections
 process_group  torch's collectives, in the words of `Backend`
+mixed          groups in which other backends have some devices
 reordered      groups whose ranks do not ascend
 carrying       tensors as a `Backend` takes them
 work           torch's handles of what is under way

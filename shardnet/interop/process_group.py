@@ -278,10 +278,26 @@ class ShardnetProcessGroup(dist.ProcessGroup):
         flat = movable(inputs[0])
         if here:
             _check_own("gather", parts[self.rank()], inputs[0])
-        sends = [flat.numel() if rank == opts.rootRank else 0 for rank in range(self.size())]
-        receives = [movable(each).numel() for each in parts] if here else [0] * self.size()
-        pending = self._exchange(flat, sends, receives, opts, self._rooted("gather to", opts.rootRank))
+        pending = self._gather(flat, [movable(each).numel() for each in parts], opts)
         return self._work(pending, opts, parts, partial(put_all, parts) if here else None)
+
+    @overloaded(c10d.GatherOptions, [0, 0], "root timeout")
+    def gather_single(self, output: Tensor, input: Tensor, opts: Any) -> PendingWork:
+        """What is in `output` counts on the destination alone."""
+        here = opts.rootRank == self.rank()
+        check([output, input])
+        _check_dtypes("gather", output, input)
+        if here:
+            _check_sizes("gather", output.numel(), self.size() * input.numel())
+        flat = movable(input)
+        pending = self._gather(flat, [flat.numel()] * self.size(), opts)
+        return self._work(pending, opts, [output], partial(put, output) if here else None)
+
+    def _gather(self, flat: Tensor, sizes: Sequence[int], opts: Any) -> Pending[Tensor]:
+        """`sizes` are those of all ranks' parts; they count on the destination."""
+        sends = [flat.numel() if rank == opts.rootRank else 0 for rank in range(self.size())]
+        receives = list(sizes) if opts.rootRank == self.rank() else [0] * self.size()
+        return self._exchange(flat, sends, receives, opts, self._rooted("gather to", opts.rootRank))
 
     @overloaded(c10d.ScatterOptions, [1, 2], "root timeout")
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> PendingWork:
@@ -384,14 +400,18 @@ class ShardnetProcessGroup(dist.ProcessGroup):
         """Say goodbye to the other ranks and close the port, if this is the default group. Waits for what is under way."""
         if self._owns:
             self._world.close()
-            _worlds[:] = [each for each in _worlds if each is not self._world]
+            self._forget()
 
     def abort(self) -> None:
         """Fail what is under way, here and on the other ranks, and close at once: the default group with all others, another one alone."""
         if self._owns:
             self._world.abort()
+            self._forget()
         else:
             self._backend.disband(f"group {self._name!r} was aborted")
+
+    def _forget(self) -> None:
+        _worlds[:] = [each for each in _worlds if each is not self._world]
 
     # --- helpers
 

@@ -14,6 +14,7 @@ from torch.distributed.rendezvous import register_rendezvous_handler
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
+    from shardnet.interop.mixed import MixedProcessGroup
     from shardnet.interop.process_group import ShardnetProcessGroup
 
 NAME = "shardnet"
@@ -30,30 +31,25 @@ def register() -> None:
         getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set[str]()).add(NAME)
 
 
-def _create(options: Any, _: object) -> "ShardnetProcessGroup":
+def _create(options: Any, others_options: Any) -> "ShardnetProcessGroup | MixedProcessGroup":
     """What torch calls on each member of a new group."""
-    from shardnet.interop.process_group import create
+    from shardnet.interop import mixed, process_group
 
-    _check_alone()
-    return create(options)
+    config, description = _asked()
+    if config is None or set(config.get_device_backend_map().values()) == {NAME}:
+        return process_group.create(options)
+    return mixed.create(options, others_options, config, description)
 
 
-def _check_alone() -> None:
-    """Raise UsageError where torch makes a group of several backends, as of "cpu:shardnet,cuda:nccl": a group in Python it takes for the
-    whole, without a word of the others. What a backend is given does not tell of them, so this looks where torch has it."""
-    from shardnet.errors import UsageError
-
+def _asked() -> tuple[dist.BackendConfig | None, str]:
+    """The backends of the group that torch is making, and its description: nothing that a backend is given tells of them, so this looks
+    where torch has them."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_code.co_name != "_new_process_group_helper":
         frame = frame.f_back
-    config = None if frame is None else frame.f_locals.get("backend_config")
-    backends = config.get_device_backend_map() if isinstance(config, dist.distributed_c10d.BackendConfig) else {}
-    if others := sorted({str(each) for each in backends.values()} - {NAME}):
-        raise UsageError(
-            f"a group is shardnet's for all devices or for none: torch would drop {' and '.join(others)} of '{config}'; say 'shardnet', "
-            f"which moves tensors of {' and '.join(DEVICES)}, and make another group for what you need beside it: "
-            f"new_group(backend='{others[0]}')"
-        )
+    there = {} if frame is None else frame.f_locals
+    config = there.get("backend_config")
+    return config if isinstance(config, dist.BackendConfig) else None, str(there.get("group_desc"))
 
 
 def _rendezvous(url: str, **options: Any) -> "Iterator[tuple[Store, int, int]]":

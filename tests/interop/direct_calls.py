@@ -48,6 +48,9 @@ def forms(rank: int, world_size: int, _: Path) -> None:
     assert [row.tolist() for row in rows] == [[each + 1.0] * 2 for each in ranks]
     group.gather([row.zero_() for row in rows] if rank == last else [], mine(), last).wait()
     assert [row.tolist() for row in rows] == [[each + 1.0] * 2 for each in ranks]
+    flat = torch.zeros(2 * world_size if rank == last else 0)
+    group.gather_single(flat, mine(), root=last).wait()
+    assert flat.tolist() == ([each + 1.0 for each in ranks for _ in range(2)] if rank == last else [])
     tensor = torch.empty(2)
     group.scatter(tensor, [torch.full((2,), each + 5.0) for each in ranks] if rank == last else [], root=last).wait()
     assert tensor.tolist() == [rank + 5.0] * 2

@@ -59,7 +59,8 @@ def _rank(rank: int, world_size: int, folder: str, program: Program) -> None:
 
 
 def begin(rank: int, world_size: int, folder: Path, store: str = "store") -> None:
-    dist.init_process_group("shardnet", init_method=f"file://{folder}/{store}", rank=rank, world_size=world_size, timeout=TIMEOUT)
+    backend = os.environ.get("BACKEND", "shardnet")
+    dist.init_process_group(backend, init_method=f"file://{folder}/{store}", rank=rank, world_size=world_size, timeout=TIMEOUT)
 
 
 # --- collectives

@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store
 
-from shardnet.errors import HandshakeError, JoinTimeout, PeerLost, ProtocolError, StateError, UsageError
+from shardnet.errors import HandshakeError, JoinTimeout, PeerLost, ProtocolError, StateError
 from shardnet.interop.meeting import meet
 from shardnet.interop.registration import register
 from shardnet.interop.world import World
@@ -77,23 +77,6 @@ async def test_what_something_else_has_left(said: str) -> None:
     store.set("shardnet/world 0/rank 1", said)
     with pytest.raises(ProtocolError, match="what rank 1 left in torch's store is not what shardnet writes"):
         await come(store, 0, 2)
-
-
-@pytest.mark.parametrize("backends", ["cpu:shardnet,cuda:gloo", "cpu:gloo,cuda:shardnet"])
-def test_torch_may_not_drop_the_other_one_of_two_backends(backends: str) -> None:
-    register()
-    with pytest.raises(UsageError, match=rf"torch would drop gloo of '{backends}'; say 'shardnet', .*: new_group\(backend='gloo'\)"):
-        dist.init_process_group(backends, store=HashStore(), rank=0, world_size=1)
-    for fine in ("cpu:shardnet,cuda:shardnet", "cpu:shardnet"):
-        dist.init_process_group(fine, store=HashStore(), rank=0, world_size=1)
-        try:
-            with pytest.raises(UsageError, match="torch would drop gloo"):
-                dist.new_group([0], backend=backends)
-            beside = dist.new_group([0], backend="gloo")
-            assert isinstance(beside, dist.ProcessGroup)
-            dist.barrier(beside)
-        finally:
-            dist.destroy_process_group()
 
 
 def test_a_group_needs_a_world_that_is_shardnets() -> None:

@@ -51,6 +51,7 @@ def some(*sizes: int) -> list[torch.Tensor]:
         (lambda g: g.reduce_scatter(some(3), [some(3)]), "reduce_scatter over 2 ranks got 1 tensors; give one for each rank"),
         (lambda g: g.alltoall(some(3), some(3, 3)), "2 tensors to send and 1 to receive into; give one of both for each rank"),
         (lambda g: g.gather([some(3)], some(3)), "got 1 tensors to gather into on its destination; give one for each rank"),
+        (lambda g: g.gather_single(*some(3, 3)), "gather: the tensor of all ranks has 3 elements where 6 are needed"),
         (lambda g: g.scatter(some(3), [some(3, 3, 3)]), "got 3 tensors on its source; give one for each rank"),
         (lambda g: g.all_gather_single(*some(6), torch.zeros(3).double()), "input of torch.float64; give both one dtype"),
     ],

@@ -1,0 +1,285 @@
+"""`MixedProcessGroup`: a group in which shardnet has the tensors of some devices and other backends those of others, as
+`init_process_group("cpu:shardnet,cuda:nccl")` makes it.
+
+[Note: groups of several backends] torch makes one backend after the other and puts each into a group of its own kind. A group that is
+written in Python, as shardnet's is, it takes for the whole: it drops those that it has made, and does not make the rest. So this one
+stands in front of two: shardnet's group, and torch's own with the other backends, made here as torch makes them. A call goes to the one
+that has the device of its tensors.
+
+What is below Python (symmetric memory, the flight recorder) asks a group for its backends by another way, so the others are registered
+in this group as well.
+"""
+
+# torch's stubs do not know how it makes a group, and overload methods with forms that it never calls on a subclass:
+# mypy: disable-error-code="override, assignment, attr-defined, union-attr"
+
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+from torch.distributed import distributed_c10d
+
+from shardnet.backend import Backend
+from shardnet.errors import UsageError
+from shardnet.interop import process_group
+from shardnet.interop.process_group import ShardnetProcessGroup
+from shardnet.interop.registration import DEVICES, NAME
+
+
+def create(options: Any, others_options: Any, config: dist.BackendConfig, description: str) -> "MixedProcessGroup":
+    """A new group of several backends, of which shardnet is one. Raises what the others raise, and UsageError for a device that
+    shardnet does not serve.
+
+    options          what torch gives to each backend
+    others_options   what the program has said for the other backends: `pg_options`
+    """
+    names = config.get_device_backend_map()
+    if beyond := sorted(device for device, name in names.items() if name == NAME and device not in DEVICES):
+        raise UsageError(f"shardnet moves tensors of {' and '.join(DEVICES)}; name another backend for {' and '.join(beyond)}")
+    ours = process_group.create(options)
+    try:
+        others = _others(options, others_options, names)
+        others._set_group_name(options.group_id)
+        others._set_group_desc(description)
+        return MixedProcessGroup(ours, others, names, _recorder(others, options, config))
+    except BaseException as error:
+        ours.abort()  # the other ranks may have what this one has not: they hear of it
+        error.add_note(
+            f"This is of the backends beside shardnet in {config}. Where one rank cannot make one, torch on the others waits for it."
+        )
+        raise
+
+
+def _others(options: Any, others_options: Any, names: dict[str, str]) -> dist.ProcessGroup:
+    """torch's group with all backends but shardnet's. Those that are named before shardnet's are in it."""
+    group: dist.ProcessGroup = options.process_group
+    made = {each.type for each in group._device_types}
+    for device, name in names.items():
+        if name != NAME:
+            if device not in made:
+                group._register_backend(torch.device(device), _kind(name), _made(name, device, options, others_options))
+            group._set_default_backend(_kind(name))
+    return group
+
+
+def _made(name: str, device: str, options: Any, others_options: Any) -> Any:
+    """A backend as torch would have made it, in its wrapper for TORCH_DISTRIBUTED_DEBUG=DETAIL where that is set."""
+    getattr(dist.Backend, "_ensure_backend_registered", lambda _: None)(name)
+    plugin = dist.Backend._plugins.get(name.upper())
+    if plugin is None:  # older versions make their own ones in a place that cannot be called
+        raise UsageError(
+            f"torch {torch.__version__} makes {name!r} only where it is named before shardnet: say '{device}:{name}' first, or use "
+            "torch 2.15"
+        )
+    options.store = c10d.PrefixStore(f"{device}/", options.process_group.get_group_store())
+    if plugin.extended_api:
+        backend = plugin.creator_fn(options, others_options)
+    else:
+        backend = plugin.creator_fn(options.store, options.group_rank, options.group_size, options.timeout)
+    if dist.get_debug_level() != dist.DebugLevel.DETAIL or not dist.is_gloo_available():
+        return backend
+    return distributed_c10d._create_process_group_wrapper(
+        wrapped_pg=backend,  # type: ignore[arg-type]
+        store_prefix=options.group_id,
+        store=options.store,
+        rank=options.group_rank,
+        world_size=options.group_size,
+        timeout=options.timeout,
+    )
+
+
+def _kind(name: str) -> Any:
+    return dist.Backend.backend_type_map.get(name, dist.ProcessGroup.BackendType.CUSTOM)
+
+
+def _recorder(group: dist.ProcessGroup, options: Any, config: dist.BackendConfig) -> object:
+    """torch's flight recorder of a group whose backends have none of their own, if there is to be one. It records as long as it is held."""
+    attach = getattr(distributed_c10d, "_maybe_attach_flight_recorder", None)
+    if attach is None:
+        return None
+    attach(group, config, list(options.global_ranks_in_group) or list(range(options.group_size)))
+    return distributed_c10d._world.pg_flight_recorder_hooks.pop(group, None)
+
+
+def _by_tensors(name: str) -> Callable[..., Any]:
+    """The method of that name of the group that has the device of the tensors."""
+
+    def call(self: "MixedProcessGroup", *given: Any, **named: Any) -> Any:
+        device = next(_devices([*given, *named.values()]), None)
+        if device is None:
+            raise UsageError(f"{name} of no tensor: which of the backends {self.getBackendName()} is meant?")
+        return getattr(self._of(device), name)(*given, **named)
+
+    call.__name__ = name
+    return call
+
+
+def _devices(arguments: Iterable[Any]) -> Iterator[torch.device]:
+    """Of the tensors among them, and in lists among them."""
+    for each in arguments:
+        if isinstance(each, torch.Tensor):
+            yield each.device
+        elif isinstance(each, list | tuple):
+            yield from _devices(each)
+
+
+class MixedProcessGroup(dist.ProcessGroup):
+    """See [Note: groups of several backends]. Lives until `destroy_process_group`. Any thread."""
+
+    def __init__(self, ours: ShardnetProcessGroup, others: dist.ProcessGroup, names: dict[str, str], recorder: object = None) -> None:
+        """names  of the backends, by device; recorder: held as long as this"""
+        super().__init__(ours.rank(), ours.size())
+        self._ours = ours
+        self._others = others
+        self._names = dict(names)
+        self._recorder = recorder
+        bound = others.bound_device_id
+        if bound is not None and names.get(bound.type) != NAME:  # torch would make later groups by splitting what has that device
+            self.bound_device_id = bound  # before the backends, which are bound to it as they are registered
+        for device, name in names.items():
+            if name != NAME:
+                self._register_backend(torch.device(device), _kind(name), others._get_backend(torch.device(device)))
+                self._set_default_backend(_kind(name))
+
+    def _of(self, device: torch.device) -> dist.ProcessGroup:
+        """The one of the two groups that has tensors of a device."""
+        name = self._names.get(device.type)
+        if name is None:
+            raise RuntimeError(f"the group of the backends {self.getBackendName()} has none for {device}")
+        return self._ours if name == NAME else self._others
+
+    # --- who it is
+
+    def name(self) -> str:
+        return self.getBackendName()
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        return ",".join(f"{device}:{name}" for device, name in self._names.items())
+
+    @property
+    def group_name(self) -> str:
+        return self._ours.group_name
+
+    def _set_group_name(self, name: str) -> None:
+        self._ours._set_group_name(name)
+        self._others._set_group_name(name)  # type: ignore[arg-type]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        device = torch.device(device)
+        return self._of(device)._get_backend(device)
+
+    get_backend = _get_backend
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device(each) for each in self._names]
+
+    supports_reconfigure = False
+    supports_window = False
+
+    @property
+    def backend(self) -> Backend:
+        """What carries shardnet's part."""
+        return self._ours.backend
+
+    @property
+    def address(self) -> str:
+        """host:port where this rank answers: `shardnet status ADDRESS`, health checks."""
+        return self._ours.address
+
+    def get_group_store(self) -> c10d.Store:
+        return self._others.get_group_store()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._ours.set_timeout(timeout)
+        self._others.set_timeout(timeout)
+
+    def _get_sequence_number_for_group(self) -> int:
+        """How many of shardnet's collectives this rank has called."""
+        return self._ours._get_sequence_number_for_group()
+
+    # --- groups of its ranks
+
+    def split_group(
+        self,
+        new_ranks: list[int],
+        timeout: timedelta | None = None,
+        opts: object = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: list[torch.device] | None = None,
+    ) -> dist.ProcessGroup | None:
+        """Some of its ranks, numbered as they are given, as a group of their own with the backends of `device_types`, or all of them;
+        None on the others."""
+        names = {device: name for device, name in self._names.items() if device_types is None or torch.device(device) in device_types}
+        theirs = [torch.device(device) for device, name in names.items() if name != NAME]
+        about: dict[str, Any] = {"timeout": timeout, "opts": opts, "group_name": group_name, "group_desc": group_desc}
+        others = self._others.split_group(new_ranks, **about, device_types=theirs) if theirs else None
+        if len(theirs) == len(names):
+            return others
+        ours = self._ours.split_group(new_ranks, **about)
+        return ours if ours is None or others is None else MixedProcessGroup(ours, others, names)
+
+    # --- collectives
+
+    allreduce = _by_tensors("allreduce")
+    broadcast = _by_tensors("broadcast")
+    reduce = _by_tensors("reduce")
+    allgather = _by_tensors("allgather")
+    all_gather_single = _by_tensors("all_gather_single")
+    gather = _by_tensors("gather")
+    gather_single = _by_tensors("gather_single")
+    scatter = _by_tensors("scatter")
+    reduce_scatter = _by_tensors("reduce_scatter")
+    reduce_scatter_single = _by_tensors("reduce_scatter_single")
+    alltoall = _by_tensors("alltoall")
+    all_to_all_single = _by_tensors("all_to_all_single")
+    send = _by_tensors("send")
+    recv = _by_tensors("recv")
+    recv_anysource = _by_tensors("recv_anysource")
+
+    allreduce_coalesced = _by_tensors("allreduce_coalesced")
+    allgather_coalesced = _by_tensors("allgather_coalesced")
+    all_gather_single_coalesced = _by_tensors("all_gather_single_coalesced")
+    reduce_scatter_single_coalesced = _by_tensors("reduce_scatter_single_coalesced")
+
+    def start_coalescing(self, device: torch.device) -> None:
+        self._of(device)._start_coalescing(device)
+
+    def end_coalescing(self, device: torch.device) -> dist.Work:
+        return self._of(device)._end_coalescing(device)
+
+    def barrier(self, opts: c10d.BarrierOptions | None = None, timeout: timedelta | None = None) -> dist.Work:
+        """On the device that the options name, or else by shardnet."""
+        options = c10d.BarrierOptions() if opts is None else opts
+        if timeout is not None:
+            options.timeout = timeout
+        device = getattr(options, "device", None)
+        return (self._ours if device is None else self._of(device)).barrier(options)
+
+    # --- old names (torch before 2.13)
+
+    _allgather_base = _by_tensors("_allgather_base")
+    _reduce_scatter_base = _by_tensors("_reduce_scatter_base")
+    alltoall_base = _by_tensors("alltoall_base")
+    allgather_into_tensor_coalesced = _by_tensors("allgather_into_tensor_coalesced")
+    reduce_scatter_tensor_coalesced = _by_tensors("reduce_scatter_tensor_coalesced")
+
+    # --- the end
+
+    def shutdown(self) -> None:
+        """End both; shardnet's waits for what is under way."""
+        try:
+            self._others.shutdown()
+        finally:
+            self._ours.shutdown()
+
+    def abort(self) -> None:
+        """Fail what is under way."""
+        try:
+            self._ours.abort()
+        finally:
+            self._others.abort()
