@@ -3,6 +3,7 @@
 registration   how torch learns of the name
 meeting        how the ranks of a job find each other through torch's store
 rendezvous     how they do where shardnet's own has placed them
+store          what torch keeps in a store there
 world          their connections
 process_group  torch's collectives, in the words of `Backend`
 mixed          groups in which other backends have some devices

@@ -23,8 +23,8 @@ from shardnet.interop.carrying import check, movable, premultiplied, put, put_al
 from shardnet.interop.ends import Ends
 from shardnet.interop.overloads import overloaded
 from shardnet.interop.registration import DEVICES
-from shardnet.interop.rendezvous import placed_world
 from shardnet.interop.reordered import in_order
+from shardnet.interop.store import placed_world
 from shardnet.interop.work import AnySourceWork, Facts, Finish, PendingWork, Works
 from shardnet.interop.world import World
 

@@ -1,48 +1,19 @@
-"""`init_method="shardnet://"`: ranks that shardnet's rendezvous places, as `shardnet run` starts them, rather than torch's store."""
+"""`init_method="shardnet://"`: ranks that shardnet's rendezvous places, as `shardnet run` starts them, without torchrun and its store."""
 
 import os
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import Store
 
 from shardnet.errors import StateError, UsageError
+from shardnet.interop.store import WorldStore
 from shardnet.interop.world import World
 
 _DEFAULT = timedelta(minutes=30)  # torch's own
-_latest: "list[PlacedStore]" = []  # one at most; torch holds only what lies below Python of a store, and forgets whose it is
-
-
-class PlacedStore(Store):
-    """In place of torch's store, where nobody needs one to be found: holds the world that the rendezvous has made.
-
-    torch keeps a store for every group, but asks it for nothing once the ranks have met. Who does gets an error rather than a wait that
-    would not end.
-    """
-
-    def __init__(self, world: World) -> None:
-        super().__init__()
-        self.world = world
-
-    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise StateError(
-            "init_process_group(init_method='shardnet://') has no torch store; a program that needs one starts with torchrun, "
-            "or gives `store` to init_process_group"
-        )
-
-    get = set = add = check = wait = append = compare_set = delete_key = multi_get = multi_set = _refuse
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Nothing here takes time."""
-
-
-def placed_world(store: Any) -> World | None:
-    """The world that a rendezvous has made already, where torch hands that store on."""
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return store.world if isinstance(store, PlacedStore) else None
+_latest: "list[WorldStore]" = []  # one at most; torch holds only what lies below Python of a store, and forgets whose it is
 
 
 def rendezvous(url: str, timeout: timedelta = _DEFAULT, **_: Any) -> Iterator[tuple[Store, int, int]]:
@@ -53,7 +24,7 @@ def rendezvous(url: str, timeout: timedelta = _DEFAULT, **_: Any) -> Iterator[tu
     """
     world = World.join(timeout.total_seconds(), _given(url))
     _tell_others(world)
-    _latest[:] = [PlacedStore(world)]
+    _latest[:] = [WorldStore(world)]
     yield _latest[0], world.backend.rank, world.backend.world_size
     raise StateError("a world is met once; destroy_process_group and init_process_group make another")
 

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -13,10 +13,11 @@ from typing import Any, Self, TypeVar
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from shardnet.backend import Backend
-from shardnet.errors import JoinRefused, UsageError
+from shardnet.errors import ClosedError, JoinRefused, StateError, UsageError
 from shardnet.interop.ends import Ends
 from shardnet.interop.meeting import meet
 from shardnet.loop import LoopThread
+from shardnet.pb.store_pb2 import StoreReply, StoreRequest
 from shardnet.rendezvous.backoff import delays
 from shardnet.rendezvous.identity import new_incarnation
 from shardnet.rendezvous.refusal import Refusal
@@ -24,9 +25,11 @@ from shardnet.topology import Topology
 from shardnet.training.seat import Seat
 from shardnet.training.settings import Settings
 from shardnet.training.station import Meet, Station, open_station
+from shardnet.transport.store_service import StoreClient, StoreService
 
 JOB = "torch"  # where nobody gives it a name
 T = TypeVar("T")
+Ask = Callable[[StoreRequest], Coroutine[Any, Any, StoreReply]]
 _PAUSE_S = 0.3
 _been_in = set[tuple[str, str]]()  # rendezvous and job of worlds of this process
 _NOWHERE = "127.0.0.1:1"  # where ranks meet that share a file: the address from which that is reached is loopback
@@ -35,11 +38,13 @@ _NOWHERE = "127.0.0.1:1"  # where ranks meet that share a file: the address from
 class World:
     """One port, the connections to all other ranks, and threads for futures; lives as long as torch's default group. Any thread."""
 
-    def __init__(self, seat: Seat, stack: AsyncExitStack) -> None:
+    def __init__(self, seat: Seat, stack: AsyncExitStack, ask: Ask | None = None) -> None:
+        """`ask` is for what rank 0 keeps, where the rendezvous has placed the ranks."""
         self.address = seat.topology.me.address  # host:port at which others reach this rank
         self.ends = Ends()
         self._seat = seat
         self._stack = stack  # what outlives the seat
+        self._ask = ask
         self._closed = False
 
     @classmethod
@@ -77,10 +82,25 @@ class World:
     async def _open(cls, settings: Settings, timeout_s: float, meet: Meet | None = None) -> Self:
         timeouts = replace(settings.timeouts, collective_s=timeout_s, connect_s=min(settings.timeouts.connect_s, timeout_s))
         settings = replace(settings, timeouts=timeouts)
+        keys = StoreService(settings.job) if meet is None else None
         async with AsyncExitStack() as stack:
-            station = await stack.enter_async_context(open_station(settings, meet))
-            return cls(await _seat(station, settings), stack.pop_all())
+            station = await stack.enter_async_context(open_station(settings, meet, keys))
+            seat = await _seat(station, settings)
+            try:
+                ask = None if keys is None else _asking(keys, seat.topology, settings, stack)
+            except BaseException as error:
+                await seat.leave(error)
+                raise
+            return cls(seat, stack.pop_all(), ask)
         raise AssertionError("unreachable: the stack hides no error")
+
+    def ask_store(self, request: StoreRequest) -> StoreReply:
+        """What is asked of the keys that rank 0 keeps. Blocks; raises as `StoreClient.ask`, or ClosedError."""
+        if self._closed:
+            raise ClosedError("this process has left the world whose store this was")
+        if self._ask is None:
+            raise StateError("the ranks of this world have met in a store of torch's, and have no other one")
+        return _wait(self._ask(request))
 
     @property
     def topology(self) -> Topology:
@@ -105,6 +125,17 @@ class World:
     async def _close(self) -> None:
         async with self._stack:
             await self._seat.leave(None)
+
+
+def _asking(keys: StoreService, topology: Topology, settings: Settings, stack: AsyncExitStack) -> Ask:
+    """How this rank asks for keys, until the stack ends."""
+    if topology.rank == 0:
+        keys.open(topology.epoch)
+        stack.callback(keys.close)
+        return keys.ask
+    client = StoreClient(topology.members[0].address, settings.security(), settings.timeouts, settings.limits)
+    stack.push_async_callback(client.aclose)
+    return client.ask
 
 
 async def _seat(station: Station, settings: Settings) -> Seat:

@@ -30,6 +30,7 @@ from shardnet.transport.grpc_mesh import GrpcMesh
 from shardnet.transport.mesh_service import MeshService
 from shardnet.transport.metrics_port import MetricsPort
 from shardnet.transport.stats_service import Snapshot
+from shardnet.transport.store_service import StoreService
 
 log = logging.getLogger(__name__)
 Meet = Callable[[str, str], Awaitable[Topology]]  # the topology of all, for this worker's address and what its certificate says
@@ -50,15 +51,15 @@ class Station(Protocol):
 
 
 @asynccontextmanager
-async def open_station(settings: Settings, meet: Meet | None = None) -> AsyncIterator[Station]:
-    """Listen on a port, closed at the end; or, where there is no rendezvous, be a world of one. With `meet` workers find each other
-    by that, once, and no rendezvous is asked."""
+async def open_station(settings: Settings, meet: Meet | None = None, store: StoreService | None = None) -> AsyncIterator[Station]:
+    """Listen on a port, closed at the end, which serves a store as well where one is given; or, where there is no rendezvous, be a world of
+    one. With `meet` workers find each other by that, once, and no rendezvous is asked."""
     if not settings.rendezvous:
         alone = _Alone(settings)
         async with _metrics(settings, alone):
             yield alone
         return
-    station = _Connected(settings, await settings.listen_address(), meet)
+    station = _Connected(settings, await settings.listen_address(), meet, store)
     async with _metrics(settings, station), _on_loop(station.endpoint):
         yield station
 
@@ -145,7 +146,7 @@ class _Obituaries:
 class _Connected:
     """A port on which the peers of all epochs reach this process."""
 
-    def __init__(self, settings: Settings, listen: str, meet: Meet | None) -> None:
+    def __init__(self, settings: Settings, listen: str, meet: Meet | None, store: StoreService | None) -> None:
         self._settings = settings
         self._meet = meet
         self.elastic = settings.elastic
@@ -165,6 +166,8 @@ class _Connected:
             reflection=settings.reflection,
         )
         self.endpoint.add_mesh(self._service)
+        if store is not None:
+            self.endpoint.add(store.handlers)
 
     @property
     def snapshot(self) -> Snapshot:

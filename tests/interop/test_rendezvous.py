@@ -33,12 +33,6 @@ for epoch in range(2):
     if rank != 1:
         dist.all_reduce(values, group=pair)
         assert values.tolist() == [6.0] * 3
-    try:
-        dist.distributed_c10d._get_default_store().set("a", "b")
-    except Exception as error:
-        assert "has no torch store" in str(error), error
-    else:
-        raise AssertionError("a store that nobody else can read was written to")
     print(f"rank {rank} answers at {dist.group.WORLD.address}", flush=True)
     dist.destroy_process_group()
 """
@@ -66,6 +60,58 @@ def test_the_program_of_the_page(nursery: Nursery, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(found[1].replace(plain, told))
     out = run_program(nursery, tmp_path, "run", "--nproc", "2", "program.py")
     assert len([line for line in out.splitlines() if "step" in line]) == 2
+
+
+STORE = """
+import threading, time
+from datetime import timedelta
+import torch, torch.distributed as dist
+dist.init_process_group("cpu:gloo,cuda:shardnet", init_method="shardnet://")  # gloo finds its peers in the store
+rank, ranks = dist.get_rank(), dist.get_world_size()
+values = torch.ones(3) * rank
+dist.all_reduce(values)
+assert values.tolist() == [3.0] * 3
+store = dist.PrefixStore("program", dist.distributed_c10d._get_default_store())
+store.set(f"from {rank}", bytes([rank, 255]))
+assert [store.get(f"from {each}") for each in range(ranks)] == [bytes([each, 255]) for each in range(ranks)]
+store.add("came", 1)
+while store.add("came", 0) < ranks:
+    time.sleep(0.01)
+assert store.check(["came"]) and not store.check(["came", "gone"])
+assert store.compare_set(f"mine {rank}", "", "new") == b"new" == store.compare_set(f"mine {rank}", "old", "newer")
+store.append(f"mine {rank}", "er")
+assert store.multi_get([f"mine {rank}", "came"]) == [b"newer", b"3"]
+store.multi_set([f"one of {rank}", f"two of {rank}"], ["1", "2"])
+store.wait([f"two of {rank}"])
+assert store.delete_key(f"two of {rank}") and not store.delete_key(f"two of {rank}")
+assert store.has_extended_api() and store.clone().get(f"one of {rank}") == b"1" and store.num_keys() > 0
+try:
+    store.wait(["never"], timedelta(seconds=0.1))
+except dist.DistStoreError as error:
+    assert "no rank has set 'default_pg/0//program/never' within 0.1 s" in str(error), error
+store.set_timeout(timedelta(seconds=0.2))
+try:
+    store.get("never")
+except dist.DistStoreError as error:
+    assert "within 0.2 s" in str(error), error
+store.set_timeout(timedelta(seconds=20))
+late = threading.Timer(0.1, store.set, [f"late for {(rank + 1) % ranks}", "here"])
+late.start()
+assert store.get(f"late for {rank}") == b"here"
+late.join()
+dist.barrier()
+dist.destroy_process_group()
+try:
+    store.set("after", "all")
+except RuntimeError as error:
+    assert "has left the world" in str(error), error
+print("as stores are", flush=True)
+"""
+
+
+def test_torch_has_a_store_there(nursery: Nursery, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(STORE)
+    assert run_program(nursery, tmp_path, "run", "--nproc", "3", "program.py").count("as stores are") == 3
 
 
 def test_a_rank_that_dies_is_named_to_who_waits_for_it(tmp_path: Path) -> None:

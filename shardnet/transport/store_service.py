@@ -1,0 +1,210 @@
+"""`shardnet.v1.Store`: keys and values that the workers of one world share. Rank 0 keeps them; the others ask it by `StoreClient`.
+
+They are few and small: what workers must know of each other before another library connects them, such as NCCL's ids.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from typing import NoReturn, TypeVar
+
+import grpc
+
+from shardnet.config import Limits, Timeouts
+from shardnet.credentials import Role, Security
+from shardnet.errors import ClosedError, UsageError
+from shardnet.pb.store_pb2 import StoreReply, StoreRequest
+from shardnet.transport.admission import caller
+from shardnet.transport.dialing import check_trust
+from shardnet.transport.direct import Refused
+from shardnet.transport.handlers import Context, unary
+from shardnet.transport.options import HANDSHAKE_S, channel_options
+from shardnet.transport.rpc_errors import reason, translate
+
+SERVICE = "shardnet.v1.Store"
+PATH = f"/{SERVICE}/Ask"
+MAX_BYTES = 64 * 1024 * 1024  # of keys and values: far above what a world needs; a caller that never ends fills no memory
+ANSWER_S = 5.0  # beyond what a caller lets the store wait
+_LONGEST_S = 1e7  # that a caller may let it wait, four months: loops count no further than some years
+_ENTRY_BYTES = 128  # that an entry takes beside its key and value
+Value = TypeVar("Value")
+
+
+class StoreService:
+    """The keys and values of one world; lives as long as the endpoint of its rank 0. Runs on one loop. Other ranks have one, too, which is
+    never opened."""
+
+    def __init__(self, job: str) -> None:
+        self._job = job
+        self._values: dict[str, bytes] = {}
+        self._bytes = 0
+        self._epoch: int | None = None  # None: this rank is not rank 0, or does not know yet
+        self._closed = False
+        self._changed = asyncio.Event()  # another one at each change
+
+    @property
+    def handlers(self) -> grpc.GenericRpcHandler:
+        return grpc.method_handlers_generic_handler(SERVICE, {"Ask": unary(StoreRequest, self._serve)})
+
+    def open(self, epoch: int) -> None:
+        """Answer those of this world from now on: this is its rank 0."""
+        self._epoch = epoch
+        self._wake()
+
+    def close(self) -> None:
+        """Refuse who waits for a key, and who comes later."""
+        self._closed = True
+        self._wake()
+
+    async def ask(self, request: StoreRequest) -> StoreReply:
+        """What `StoreClient.ask` is to the other ranks. Raises UsageError for what is refused, ClosedError once it is closed."""
+        try:
+            return await self._answer(request)
+        except Refused as refusal:
+            raise (ClosedError if self._closed else UsageError)(refusal.why) from None
+
+    async def _serve(self, request: StoreRequest, context: Context[StoreReply]) -> StoreReply:
+        try:
+            identity = caller()
+            if identity is not None and not identity.may_join(self._job):
+                raise Refused(grpc.StatusCode.PERMISSION_DENIED, f"{identity} is no worker of job {self._job!r}")
+            return await self._answer(request)
+        except Refused as refusal:
+            await context.abort(refusal.code, refusal.why)
+
+    async def _answer(self, request: StoreRequest) -> StoreReply:
+        within_s = request.within_s
+        if not 0 <= within_s <= _LONGEST_S:  # NaN neither
+            _refuse(f"within_s must be 0 to {_LONGEST_S:g} seconds, got {within_s:g}")
+        await self._expect(request.epoch)
+        match request.WhichOneof("what"):
+            case "set":
+                for key, value in _pairs(request.set):
+                    self._set(key, value)
+            case "append":
+                for key, value in _pairs(request.append):
+                    self._set(key, self._values.get(key, b"") + value)
+            case "get":
+                missing = await self._missing(request.get.keys, within_s)
+                return StoreReply(missing=missing, values=() if missing else [self._values[key] for key in request.get.keys])
+            case "wait":
+                return StoreReply(missing=await self._missing(request.wait.keys, within_s))
+            case "check":
+                return StoreReply(number=int(all(key in self._values for key in request.check.keys)))
+            case "delete":
+                return StoreReply(number=sum(self._delete(key) for key in request.delete.keys))
+            case "add":
+                return StoreReply(number=self._add(request.add.key, request.add.amount))
+            case "exchange":
+                return StoreReply(values=[self._exchange(request.exchange)])
+            case "count":
+                return StoreReply(number=len(self._values))
+            case _:
+                _refuse("the request asks for nothing")
+        return StoreReply()
+
+    async def _expect(self, epoch: int) -> None:
+        """Wait for this rank's place in a world, which others may know of before it does. Raises Refused for callers of another one."""
+        if self._epoch is None and not self._closed:
+            await self._opened()
+        if self._closed:
+            raise Refused(grpc.StatusCode.UNAVAILABLE, "the worker that keeps the store of this world is closing")
+        if epoch != self._epoch:
+            _refuse(f"this is the store of epoch {self._epoch}, the caller is of epoch {epoch}")
+
+    async def _opened(self) -> None:
+        try:
+            async with asyncio.timeout(HANDSHAKE_S):
+                while self._epoch is None and not self._closed:
+                    await self._changed.wait()
+        except TimeoutError:
+            _refuse("this worker is not rank 0, which alone keeps the store of a world")
+
+    async def _missing(self, keys: Sequence[str], within_s: float) -> list[str]:
+        """Which of the keys have not come in this time."""
+        missing: list[str] = []
+        try:
+            async with asyncio.timeout(within_s):
+                while missing := [key for key in keys if key not in self._values]:
+                    await self._changed.wait()
+                    await self._expect(self._epoch or 0)
+        except TimeoutError:
+            pass
+        return missing
+
+    def _set(self, key: str, value: bytes) -> None:
+        grown = self._bytes - self._size(key) + _ENTRY_BYTES + len(key) + len(value)
+        if grown > MAX_BYTES:
+            raise Refused(
+                grpc.StatusCode.RESOURCE_EXHAUSTED, f"the store of this world is full: it keeps {MAX_BYTES} bytes; delete some keys"
+            )
+        self._bytes = grown
+        self._values[key] = value
+        self._wake()
+
+    def _delete(self, key: str) -> bool:
+        self._bytes -= self._size(key)
+        return self._values.pop(key, None) is not None
+
+    def _size(self, key: str) -> int:
+        value = self._values.get(key)
+        return 0 if value is None else _ENTRY_BYTES + len(key) + len(value)
+
+    def _add(self, key: str, amount: int) -> int:
+        value = self._values.get(key, b"0")
+        try:
+            total = int(value) + amount
+        except ValueError:
+            _refuse(f"the value of {key!r} is no number: {value[:40]!r}")
+        self._set(key, str(total).encode())
+        return total
+
+    def _exchange(self, exchange: StoreRequest.Exchange) -> bytes:
+        value = self._values.get(exchange.key)
+        if value is None and exchange.expected:
+            return exchange.expected
+        if value is None or value == exchange.expected:
+            self._set(exchange.key, exchange.desired)
+            return exchange.desired
+        return value
+
+    def _wake(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+
+class StoreClient:
+    """Asks the rank that keeps the store of a world. Runs on one loop."""
+
+    def __init__(self, address: str, security: Security, timeouts: Timeouts, limits: Limits) -> None:
+        """Opens nothing yet."""
+        self._address = address
+        self._security = security
+        self._channel = security.channel(address, channel_options(timeouts, limits), to=Role.WORKER)
+        self._call = self._channel.unary_unary(
+            PATH, request_serializer=StoreRequest.SerializeToString, response_deserializer=StoreReply.FromString
+        )
+
+    async def ask(self, request: StoreRequest) -> StoreReply:
+        """Raises UsageError for what the store refuses, EndpointUnavailable, HandshakeError or ProtocolError."""
+        try:
+            reply: StoreReply = await self._call(request, timeout=request.within_s + ANSWER_S)
+            return reply
+        except grpc.aio.AioRpcError as error:
+            if error.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED):
+                raise UsageError(reason(error)) from None
+            if error.code() is grpc.StatusCode.UNAVAILABLE:
+                await check_trust(self._address, self._security, HANDSHAKE_S, Role.WORKER)
+            raise translate(error, self._address, "the store of this world") from error
+
+    async def aclose(self) -> None:
+        await self._channel.close()
+
+
+def _pairs(entries: StoreRequest.Entries) -> list[tuple[str, bytes]]:
+    if len(entries.keys) != len(entries.values):
+        _refuse(f"{len(entries.keys)} keys have {len(entries.values)} values")
+    return list(zip(entries.keys, entries.values, strict=True))
+
+
+def _refuse(why: str) -> NoReturn:
+    raise Refused(grpc.StatusCode.INVALID_ARGUMENT, why)
