@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shardnet.errors import ClosedError, CollectiveError
+from shardnet.interop import process_group
 from shardnet.interop.mixed import MixedProcessGroup
 from shardnet.interop.process_group import ShardnetProcessGroup
 from tests.interop import orders, programs
@@ -95,6 +96,7 @@ def one_cannot(rank: int, world_size: int, folder: Path) -> None:
         dist.init_process_group(backend, init_method=store, rank=rank, world_size=world_size, timeout=soon)
     assert f"beside shardnet in {backend}" in failed.value.__notes__[0]
     assert not dist.is_initialized()
+    assert not process_group._worlds, "its port and its connections are closed"
     programs.begin(rank, world_size, folder, "another store")
     mine = torch.ones(2)
     dist.all_reduce(mine)

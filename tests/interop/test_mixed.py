@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import distributed_c10d
 
-from shardnet.errors import StateError, UsageError
+from shardnet.errors import ClosedError, StateError, UsageError
 from shardnet.interop.mixed import MixedProcessGroup
 from shardnet.interop.process_group import ShardnetProcessGroup
 from shardnet.interop.registration import register
@@ -114,6 +114,17 @@ def test_who_has_the_tensors_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
         assert group._get_sequence_number_for_group() == called + 2
         with pytest.raises(UsageError, match=r"allreduce_coalesced of no tensor: which of the backends cpu:shardnet,.* is meant"):
             group.allreduce_coalesced([])
+
+
+@pytest.mark.parametrize("end", ["shutdown", "abort"])
+def test_both_end(monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    asked: list[str] = []
+    with alone(MIXED[0]) as group, monkeypatch.context() as patch:
+        patch.setattr(group, "_others", Listener(asked))
+        getattr(group, end)()
+        assert asked == [end]
+        with pytest.raises(ClosedError):
+            group.barrier().wait()
 
 
 class Listener:
