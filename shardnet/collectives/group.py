@@ -365,7 +365,8 @@ class Group:
         by_whom = f"was aborted by rank {ended.rank}: {ended.detail}"
         under_way = {operation.sequence: operation for operation in self.under_way}
         for sequence, operation in under_way.items():
-            if sequence >= ended.next_sequence:
+            # What was begun when this group had ended here fails by itself, and for that reason.
+            if sequence >= ended.next_sequence and (self._ended is None or sequence in self._outlasting):
                 operation.fail(CollectiveError(f"{self.board.where()} {operation.name} {by_whom}"))
         if self._ended is None:
             self._outlasting = frozenset(sequence for sequence in under_way if sequence < ended.next_sequence)

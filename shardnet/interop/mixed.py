@@ -29,19 +29,22 @@ from shardnet.interop.process_group import ShardnetProcessGroup
 from shardnet.interop.registration import DEVICES, NAME
 
 
-def create(options: Any, others_options: Any, config: dist.BackendConfig, description: str) -> "MixedProcessGroup":
+def create(
+    options: Any, others_options: Any, others: dist.ProcessGroup, config: dist.BackendConfig, description: str
+) -> "MixedProcessGroup":
     """A new group of several backends, of which shardnet is one. Raises what the others raise, and UsageError for a device that
     shardnet does not serve.
 
     options          what torch gives to each backend
     others_options   what the program has said for the other backends: `pg_options`
+    others           torch's own group, which has those of them that are named before shardnet
     """
     names = config.get_device_backend_map()
     if beyond := sorted(device for device, name in names.items() if name == NAME and device not in DEVICES):
         raise UsageError(f"shardnet moves tensors of {' and '.join(DEVICES)}; name another backend for {' and '.join(beyond)}")
     ours = process_group.create(options)
     try:
-        others = _others(options, others_options, names)
+        _complete(others, options, others_options, names)
         others._set_group_name(options.group_id)
         others._set_group_desc(description)
         return MixedProcessGroup(ours, others, names, _recorder(others, options, config))
@@ -53,16 +56,15 @@ def create(options: Any, others_options: Any, config: dist.BackendConfig, descri
         raise
 
 
-def _others(options: Any, others_options: Any, names: dict[str, str]) -> dist.ProcessGroup:
-    """torch's group with all backends but shardnet's. Those that are named before shardnet's are in it."""
-    group: dist.ProcessGroup = options.process_group
+def _complete(group: dist.ProcessGroup, options: Any, others_options: Any, names: dict[str, str]) -> None:
+    """Make the backends that torch's group lacks, but for shardnet's."""
     made = {each.type for each in group._device_types}
     for device, name in names.items():
         if name != NAME:
             if device not in made:
+                options.store = c10d.PrefixStore(f"{device}/", group.get_group_store())
                 group._register_backend(torch.device(device), _kind(name), _made(name, device, options, others_options))
             group._set_default_backend(_kind(name))
-    return group
 
 
 def _made(name: str, device: str, options: Any, others_options: Any) -> Any:
@@ -74,7 +76,6 @@ def _made(name: str, device: str, options: Any, others_options: Any) -> Any:
             f"torch {torch.__version__} makes {name!r} only where it is named before shardnet: say '{device}:{name}' first, or use "
             "torch 2.15"
         )
-    options.store = c10d.PrefixStore(f"{device}/", options.process_group.get_group_store())
     if plugin.extended_api:
         backend = plugin.creator_fn(options, others_options)
     else:

@@ -35,21 +35,19 @@ def _create(options: Any, others_options: Any) -> "ShardnetProcessGroup | MixedP
     """What torch calls on each member of a new group."""
     from shardnet.interop import mixed, process_group
 
-    config, description = _asked()
+    making = _making()
+    config = making.get("backend_config")
     if config is None or set(config.get_device_backend_map().values()) == {NAME}:
         return process_group.create(options)
-    return mixed.create(options, others_options, config, description)
+    return mixed.create(options, others_options, making["pg"], config, str(making.get("group_desc")))
 
 
-def _asked() -> tuple[dist.BackendConfig | None, str]:
-    """The backends of the group that torch is making, and its description: nothing that a backend is given tells of them, so this looks
-    where torch has them."""
+def _making() -> dict[str, Any]:
+    """What torch's function that makes a group knows of it. A backend is not told of the others, so this looks where torch has them."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_code.co_name != "_new_process_group_helper":
         frame = frame.f_back
-    there = {} if frame is None else frame.f_locals
-    config = there.get("backend_config")
-    return config if isinstance(config, dist.BackendConfig) else None, str(there.get("group_desc"))
+    return {} if frame is None else frame.f_locals
 
 
 def _rendezvous(url: str, **options: Any) -> "Iterator[tuple[Store, int, int]]":

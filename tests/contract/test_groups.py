@@ -12,6 +12,8 @@ import torch
 
 from shardnet.backend import Backend, Pending, ReduceOp, SubBackend
 from shardnet.errors import ClosedError, CollectiveError, CollectiveMismatch, InvalidRankError
+from shardnet.loop import LoopThread
+from shardnet.pb import mesh_pb2
 from shardnet.testing import each_error, each_rank, reference, same_bits
 from tests.contract.conftest import KINDS, MakeCluster, cluster
 
@@ -179,6 +181,24 @@ async def test_one_ends_alone(four: Ranks) -> None:
     assert [(await handle).tolist() for handle in kept] == [[1.0] * 3] * 2
     beside.append(four[3].all_reduce(torch.ones(50)))
     assert [(await handle).tolist() for handle in beside] == [[4.0] * 50] * 4
+
+
+async def test_who_has_ended_a_group_hears_its_own_reason(four: Ranks) -> None:
+    """Also where another rank's word of it comes between a call and the call's first step."""
+    group = groups_of(four, [0, 1])[0]
+    assert isinstance(group, SubBackend)
+    group.disband("it is no more")
+    loop = LoopThread.shared()
+    begun = list[Pending[torch.Tensor]]()
+
+    def call_and_hear() -> None:
+        begun.append(group.all_reduce(torch.ones(400)))
+        loop.call(group._group._hear_end, mesh_pb2.GroupEnded(rank=0, detail="it is no more"))
+
+    loop.call(call_and_hear)
+    await loop.run_here(asyncio.sleep(0))
+    with pytest.raises(ClosedError, match="it is no more"):
+        await begun[0]
 
 
 async def test_what_has_ended_before_the_end_ends_everywhere(four: Ranks) -> None:
