@@ -5,7 +5,8 @@ meeting        how the ranks of a job find each other through torch's store
 rendezvous     how they do where shardnet's own has placed them
 store          what torch keeps in a store there
 world          their connections
-process_group  torch's collectives, in the words of `Backend`
+process_group  what torch makes of "shardnet", and how it ends
+collectives    torch's collectives, in the words of `Backend`
 mixed          groups in which other backends have some devices
 reordered      groups whose ranks do not ascend
 carrying       tensors as a `Backend` takes them
