@@ -75,12 +75,16 @@ def test_requests(nursery: Nursery, count: int) -> None:
         figures.repeats = count
         figures.rss_delta_bytes = max(held(process) - then for process, then in zip(processes, before, strict=True))
         print(Counter(code.name for code, _ in told))
-        assert [(code, text) for code, text in told if code not in ALLOWED] == []
+        answers = [(code, text) for code, text in told if text != NO_ANSWER]
+        assert len(told) - len(answers) <= max(2, count // 500)
+        assert [(code, text) for code, text in answers if code not in ALLOWED] == []
         assert [text for _, text in told if INTERNALS.search(text)] == []
         assert sum(code is grpc.StatusCode.INVALID_ARGUMENT for code, _ in told) > count / 10
         assert figures.rss_delta_bytes <= GROWTH_BYTES
 
 
+# What grpcio's client says, now and then, of a call whose answer it has lost: nobody sent it (https://github.com/grpc/grpc/issues/36066).
+NO_ANSWER = "Internal error from Core"
 ALLOWED = {
     grpc.StatusCode.OK,
     grpc.StatusCode.INVALID_ARGUMENT,
