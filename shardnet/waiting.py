@@ -16,12 +16,13 @@ class Absent:
     rank: int
     address: str
     next_sequence: int | None = None  # which it will enter next; None: it did not answer
-    last_entered: str = ""  # what the newest one is that it did enter
+    last_entered: str = ""  # what the newest one is that it did enter; of a channel that was retired, nobody knows
 
     def __str__(self) -> str:
         if self.next_sequence is None:
             return f"rank {self.rank} ({self.address}, no answer)"
-        return f"rank {self.rank} (at #{self.next_sequence}, last entered {self.last_entered or 'nothing'})"
+        last = f", last entered {self.last_entered or 'nothing'}" if self.last_entered or not self.next_sequence else ""
+        return f"rank {self.rank} (at #{self.next_sequence}{last})"
 
 
 @dataclass(slots=True)

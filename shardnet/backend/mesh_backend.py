@@ -1,6 +1,7 @@
 """A backend over a mesh: checks the call, makes the result tensor, and hands flat arrays to the collectives."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from math import prod
 from typing import Any, TypeVar
@@ -333,17 +334,19 @@ class MeshBackend(Backend):
 
     def send(self, tensor: Tensor, to: int, *, tag: str = "", timeout_s: float | None = None, label: str = "") -> Pending[None]:
         source = as_input(tensor)
-        channel, peer = self._channel(to, tag, sending=True)
-        plan = lambda given, _: Exchange({peer: given}, {}, [peer], disagree=disagree_send(source)).run  # noqa: E731
         call = self._call("send", dtype_name(tensor.dtype), timeout_s, label, on_the_wire="send/recv")
-        return self._staging.begin(channel, call, plan, source, None, None)
+        with self._channel(to, tag, sending=True) as channel:
+            peer = 1 - channel.rank
+            plan = lambda given, _: Exchange({peer: given}, {}, [peer], disagree=disagree_send(source)).run  # noqa: E731
+            return self._staging.begin(channel, call, plan, source, None, None)
 
     def recv(self, into: Tensor, source: int, *, tag: str = "", timeout_s: float | None = None, label: str = "") -> Pending[Tensor]:
         result = as_output(into, into, into.shape, "into")
-        channel, peer = self._channel(source, tag, sending=False)
-        plan = lambda _, got: Exchange({}, {peer: got}, [peer], disagree=disagree_send(into)).run  # noqa: E731
         call = self._call("recv", dtype_name(into.dtype), timeout_s, label, on_the_wire="send/recv")
-        return self._staging.begin(channel, call, plan, None, result, result)
+        with self._channel(source, tag, sending=False) as channel:
+            peer = 1 - channel.rank
+            plan = lambda _, got: Exchange({}, {peer: got}, [peer], disagree=disagree_send(into)).run  # noqa: E731
+            return self._staging.begin(channel, call, plan, None, result, result)
 
     def recv_any(self, into: Tensor, *, tag: str = "", timeout_s: float | None = None, label: str = "") -> Pending[int]:
         result = as_output(into, into, into.shape, "into")
@@ -351,14 +354,14 @@ class MeshBackend(Backend):
             raise UsageError("recv_any fills a tensor of the CPU: copy it to the GPU, or name the source")
         if self.world_size == 1:
             raise UsageError("recv_any: there is no other rank that could send")
-        receiver = self._group.channels.any_source(tag)
 
         def receive(channel: Group) -> Algorithm:
             peer = 1 - channel.rank
             return Exchange({}, {peer: as_array(result)}, [peer], disagree=disagree_send(into)).run
 
         call = self._call("recv", dtype_name(into.dtype), timeout_s, label, on_the_wire="send/recv")
-        return Pending(receiver.begin(call, receive), call.op).map(self._group.members.index)
+        begun = self._group.channels.receive_from_any(call, receive, tag)
+        return Pending(begun, call.op).map(self._group.members.index)
 
     def barrier(self, *, timeout_s: float | None = None, label: str = "") -> Pending[None]:
         if self.world_size == 1:
@@ -434,13 +437,12 @@ class MeshBackend(Backend):
             return Pending(self._group.rounds.begin(mail, LoanRound(mail, call, large(self._group, *args), result)), call.op)
         return None
 
-    def _channel(self, other: int, tag: str, *, sending: bool) -> tuple[Group, int]:
-        """The two-rank group to or from another rank, and that rank's place in it."""
+    def _channel(self, other: int, tag: str, *, sending: bool) -> AbstractContextManager[Group]:
+        """The two-rank group to or from another rank."""
         self._check_rank(other, "peer")
         if other == self.rank:
             raise SelfSendError(self.rank)
-        channel = self._group.channels.channel(*((self.rank, other) if sending else (other, self.rank)), tag)
-        return channel, 1 - channel.rank
+        return self._group.channels.channel(*((self.rank, other) if sending else (other, self.rank)), tag)
 
     def _check_rank(self, rank: int, what: str) -> None:
         if not 0 <= rank < self.world_size:

@@ -30,19 +30,23 @@ Ending = Callable[[], ShardnetError]
 
 
 class AnySource:
-    """The receives of one tag in a group; lives as long as the mesh. See [Note: any source]."""
+    """The receives of one tag in a group; lives while one of them has no source. See [Note: any source]."""
 
-    def __init__(self, board: "Switchboard", channels: Mapping[int, "Group"]) -> None:
-        """channels  by the global rank of the source"""
+    def __init__(self, board: "Switchboard", channels: Mapping[int, "Group"], at_end: Callable[[], object]) -> None:
+        """channels  by the global rank of the source
+        at_end    called for each receive that has a source, or has failed; loop thread
+        """
         self._board = board
         self._channels = channels
+        self._at_end = at_end
+        self._without_source = 0  # receives, from their call on; under the lock of whoever calls `begin` and `end_one`
         self._turn = asyncio.Lock()  # of those that wait, the first one chooses
         self._changed = asyncio.Event()
         self._ended: Ending | None = None  # why nothing is received any more
         self.choosing = set["asyncio.Task[Any]"]()  # those that have no source yet; loop thread
 
     def begin(self, call: Call, algorithm: Callable[["Group"], Algorithm]) -> "concurrent.futures.Future[int]":
-        """Start a receive; the future gives the global rank of its source. Any thread.
+        """Start a receive; the future gives the global rank of its source. Any thread, one at a time.
 
         Raises, as the future's error, PeerLost if a rank that may be the source dies, or all of them leave, and CollectiveTimeout if nobody
         sends in time; once a source is chosen, what a receive from it raises.
@@ -50,8 +54,14 @@ class AnySource:
         result: concurrent.futures.Future[int] = concurrent.futures.Future()
         result.set_running_or_notify_cancel()  # as any collective, it cannot be cancelled
         deadline = time.monotonic() + call.timeout_s
+        self._without_source += 1
         self._board.loop.call(lambda: self._board.spawn(self._run(call, algorithm, deadline, result)))
         return result
+
+    def end_one(self) -> bool:
+        """A receive has a source, or has failed. Returns whether there is no other one that has none."""
+        self._without_source -= 1
+        return not self._without_source
 
     def wake(self) -> None:
         """Something has been announced, claimed or lost. Loop thread."""
@@ -79,6 +89,7 @@ class AnySource:
         task = asyncio.current_task()
         assert task is not None
         self.choosing.add(task)
+        self._board.receivers.add(self)
         try:
             async with asyncio.timeout(deadline - time.monotonic()) as limit, self._turn:
                 while (begun := self._begin_first(replace(call, timeout_s=deadline - time.monotonic()), algorithm)) is None:
@@ -94,6 +105,9 @@ class AnySource:
             raise CollectiveTimeout(f"{self._board.where()} {detail}", tuple(self._channels)) from None
         finally:
             self.choosing.discard(task)
+            if not self.choosing:
+                self._board.receivers.discard(self)
+            self._at_end()
 
     def _begin_first(self, call: Call, algorithm: Callable[["Group"], Algorithm]) -> Begun | None:
         """Receive what was announced first of what nobody has claimed, if there is anything."""

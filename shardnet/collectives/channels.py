@@ -1,14 +1,37 @@
 """`Channels`: what the ranks of a group send to one another. Those of a source, a target and a tag are a group of two, numbered for
-themselves."""
+themselves.
+
+[Note: idle channels] A channel is a whole group, and a program may use a new tag for every message. So of those in which nothing is
+under way and for which nothing has come, a rank keeps the ones it has used last, and of the others no more than their numbers
+(`Switchboard.retire`): what comes late is recognised as ever, a rank that asks is answered, and the channel goes on from there when it is
+used again. No other rank has a part in that, or notices.
+"""
 
 import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardnet.collectives.any_source import AnySource, Ending
 from shardnet.pb import mesh_pb2
 
 if TYPE_CHECKING:
+    import concurrent.futures
+
     from shardnet.collectives.group import Group
+    from shardnet.collectives.operation import Algorithm, Call
+
+KEPT = 512  # idle ones: 3 MB, so that a few hundred tags may take turns without being made anew
+
+Key = tuple[int, int, str]  # source and target, as the group numbers them, and the tag
+
+
+@dataclass(slots=True)
+class _Channel:
+    group: "Group"
+    users: int = 0  # who may be about to begin something in it
 
 
 class Channels:
@@ -17,43 +40,90 @@ class Channels:
     def __init__(self, group: "Group") -> None:
         self._group = group
         self._lock = threading.Lock()  # over what follows
-        self._channels: dict[tuple[int, int, str], Group] = {}
-        self._any_sources: dict[str, AnySource] = {}
+        self._channels: OrderedDict[Key, _Channel] = OrderedDict()  # the one used last is the last one
+        self._any_sources: dict[str, AnySource] = {}  # by tag, those that have receives without a source
+        self._most = 2 * KEPT  # channels; above that idle ones are looked for
 
-    def channel(self, source: int, target: int, tag: str) -> "Group":
-        """What goes from one rank of the group to another with that tag. Raises what the group has ended with, if it has."""
+    @contextmanager
+    def channel(self, source: int, target: int, tag: str) -> "Iterator[Group]":
+        """What goes from one rank of the group to another with that tag: to begin something in it, and not to be kept.
+
+        Raises what the group has ended with, if it has.
+        """
+        key = source, target, tag
         with self._lock:
-            self._group.check_open()  # under the lock: `end` would miss what is made after it
-            if (found := self._channels.get((source, target, tag))) is None:
-                members = self._group.members
-                pair = tuple(members[rank] for rank in sorted((source, target)))
-                purpose = f"send {members[source]} to {members[target]} in {self._group.id:#x}" + (f" as {tag}" if tag else "")
-                found = self._channels[source, target, tag] = self._group.board.group(pair, purpose)
-            return found
+            found = self._use(key)
+        try:
+            yield found
+        finally:
+            with self._lock:
+                self._leave(key)
 
-    def any_source(self, tag: str) -> AnySource:
-        """What receives with that tag from whichever rank sends first."""
+    def receive_from_any(self, call: "Call", algorithm: "Callable[[Group], Algorithm]", tag: str) -> "concurrent.futures.Future[int]":
+        """Receive with that tag from whichever rank sends first, by what `algorithm` makes for its channel. The future gives the global
+        rank of the source; its errors are those of `AnySource.begin`.
+
+        Raises what the group has ended with, if it has.
+        """
         group = self._group
-        channels = {group.members[source]: self.channel(source, group.rank, tag) for source in sorted(group.peers)}
         with self._lock:
             group.check_open()
-            if (found := self._any_sources.get(tag)) is None:
-                found = self._any_sources[tag] = AnySource(group.board, channels)
-                group.board.receivers.append(found)
-            return found
+            if (receiver := self._any_sources.get(tag)) is None:
+                keys = {group.members[source]: (source, group.rank, tag) for source in sorted(group.peers)}
+                channels = {rank: self._use(key) for rank, key in keys.items()}
+                receiver = self._any_sources[tag] = AnySource(group.board, channels, lambda: self._end_any_source(tag))
+            return receiver.begin(call, algorithm)
+
+    def _end_any_source(self, tag: str) -> None:
+        """One of its receives has a source, or has failed."""
+        with self._lock:
+            if self._any_sources[tag].end_one():
+                del self._any_sources[tag]
+                for source in self._group.peers:
+                    self._leave((source, self._group.rank, tag))
 
     @property
     def incoming(self) -> "list[Group]":
         """Those to this rank."""
         with self._lock:
-            return [channel for (_, target, _), channel in self._channels.items() if target == self._group.rank]
+            return [channel.group for (_, target, _), channel in self._channels.items() if target == self._group.rank]
 
     def end(self, error: Ending, ended: mesh_pb2.GroupEnded) -> None:
         """The group has ended: end all of them, here and on the ranks at their other ends."""
         each_ended = mesh_pb2.GroupEnded(rank=ended.rank, detail=ended.detail)
         with self._lock:
-            channels, receivers = list(self._channels.values()), list(self._any_sources.values())
+            channels, receivers = [each.group for each in self._channels.values()], list(self._any_sources.values())
         for channel in channels:
             channel.end(error, each_ended)
         for receiver in receivers:
             receiver.end(error)
+
+    # --- under the lock
+
+    def _use(self, key: Key) -> "Group":
+        """Before `_leave` it is not retired."""
+        self._group.check_open()  # under the lock: `end` would miss what is made after it
+        if (channel := self._channels.get(key)) is None:
+            source, target, tag = key
+            members = self._group.members
+            pair = members[min(source, target)], members[max(source, target)]
+            purpose = f"send {members[source]} to {members[target]} in {self._group.id:#x}" + (f" as {tag}" if tag else "")
+            channel = self._channels[key] = _Channel(self._group.board.channel(pair, purpose))
+            if len(self._channels) > self._most:
+                self._group.board.loop.call(self._retire)
+        self._channels.move_to_end(key)
+        channel.users += 1
+        return channel.group
+
+    def _leave(self, key: Key) -> None:
+        self._channels[key].users -= 1
+
+    # --- loop thread
+
+    def _retire(self) -> None:
+        """Let the oldest idle ones go. Those that are not idle are not looked at again before there are twice as many."""
+        with self._lock:
+            for key in list(self._channels)[:-KEPT]:
+                if not self._channels[key].users and self._group.board.retire(self._channels[key].group):
+                    del self._channels[key]
+            self._most = 2 * max(KEPT, len(self._channels))

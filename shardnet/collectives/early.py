@@ -42,6 +42,10 @@ class Early:
         kept = self._chunks.get(key)
         return kept[0][1].came_ns if kept else None
 
+    def __len__(self) -> int:
+        """For how many something came."""
+        return len(self._chunks)
+
     def __contains__(self, key: int) -> bool:
         return key in self._chunks
 

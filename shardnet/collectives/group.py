@@ -38,9 +38,12 @@ T = TypeVar("T")
 
 
 class Group:
-    """One group of ranks, as one of them sees it; lives as long as its mesh."""
+    """One group of ranks, as one of them sees it; lives as long as its mesh, or until it is retired."""
 
-    def __init__(self, board: "Switchboard", group_id: int, members: tuple[int, ...], telemetry: Telemetry | None = None) -> None:
+    def __init__(
+        self, board: "Switchboard", group_id: int, members: tuple[int, ...], telemetry: Telemetry | None = None, *, first: int = 0
+    ) -> None:
+        """`first` is the number of its first collective."""
         self.board = board
         self.telemetry = telemetry or board.telemetry
         self.id = group_id
@@ -52,7 +55,7 @@ class Group:
         nodes = (tuple(self._local[rank] for rank in node if rank in self._local) for node in board.nodes)
         self.nodes = tuple(node for node in nodes if node)  # ranks of the group
         self.route = Route.of(board.routing.cut(self.nodes), self.rank)
-        self._ledger = Ledger(self.party, self.telemetry, board.limits)
+        self._ledger = Ledger(self.party, self.telemetry, board.limits, first)
         self.rounds = Rounds(self, self._ledger)
         self._borrowers = frozenset[int](), frozenset[int]()  # ranks of the mesh, and those of them that are members
         self._running: dict[int, Operation] = {}
@@ -87,6 +90,11 @@ class Group:
     def is_closed(self) -> bool:
         """Whether nothing can be begun any more. Any thread."""
         return self._ended is not None or self.board.is_closed
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it is open, and nothing is under way or has come that is yet to be asked for. Loop thread."""
+        return self._ended is None and not (self.under_way or self._queued) and self._ledger.is_settled
 
     def may_go_on(self, sequence: int) -> bool:
         """Whether a collective that has been called may still end well. Any thread."""

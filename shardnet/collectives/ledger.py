@@ -26,13 +26,13 @@ from shardnet.telemetry import Telemetry
 class Ledger:
     """One rank's. Any thread may number a collective; all that is said to be under the lock is read and changed with it held."""
 
-    def __init__(self, party: Party, telemetry: Telemetry, limits: Limits) -> None:
+    def __init__(self, party: Party, telemetry: Telemetry, limits: Limits, first: int) -> None:
         self.lock = threading.Lock()
         self.early = Early(limits)  # by number, of ranks of the group; changed on the loop thread only
         self.last_signature = ""  # of the one entered last
         self._party = party
         self._telemetry = telemetry
-        self._next = 0  # to give out
+        self._next = first  # to give out
         self._ahead: set[int] = set()  # numbers that were given out and are not entered yet
 
     def number(self, call: Call) -> Flight:
@@ -74,6 +74,12 @@ class Ledger:
 
     def has_entered(self, sequence: int) -> bool:
         return sequence < self._next and sequence not in self._ahead
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether everything that was numbered is entered, and nothing has come for what is not."""
+        with self.lock:
+            return not (self._ahead or self.early)
 
     @property
     def position(self) -> int:

@@ -11,7 +11,7 @@ import hashlib
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from itertools import permutations
+from itertools import islice, permutations
 from typing import Any
 
 from shardnet.collectives.any_source import AnySource
@@ -33,6 +33,7 @@ from shardnet.transport.shared_memory import Loan
 from shardnet.wire import Chunk, InPlace
 
 WORLD = 0  # group id of all ranks
+_RETIRED_TOLD = 4096  # channels: about 60 kB of a goodbye
 _END_S = 2.0  # at most, for threads that end with the mesh: one may be held up by a peer that hangs
 MAX_STALE = 4096  # chunks in a row: 8 GiB of late data, of which a peer that is well has far less on its way when a collective fails
 
@@ -56,13 +57,15 @@ class Switchboard:
         # called when all collectives have ended, with whether that was by `abort`; each gives what is yet to end, its threads
         self.at_end: list[Callable[[bool], list[asyncio.Future[None]]]] = []
         self._causes: dict[int, int] = {}  # global rank -> the one that it lost first; see [Note: the cause]
-        self.receivers: list[AnySource] = []  # what receives from any source: never taken from, added to on any thread
+        self.receivers = set[AnySource]()  # what waits for any source
         self._lock = threading.Lock()  # over the next two: groups are made on any thread
         self._made: dict[tuple[tuple[int, ...], str], int] = {}  # how often a group of these members was made for that
         self._commons: dict[frozenset[int], Commons] = {}
         self._correspondents: frozenset[tuple[int, int]] = frozenset()  # pairs of which each reads the other's mailbox; all know them
         self._lenders: frozenset[tuple[int, int]] = frozenset()  # the same, of memory
         self._attendant: Attendant | None = None  # where there are any
+        # by id, how far channels were when they were retired, also of those that are in use again; changed on the loop thread only
+        self._retired: dict[int, int] = {}
         self._groups: dict[int, Group] = {}  # by id; on the loop thread only, as all that follows
         self._goodbyes: dict[int, dict[int, int]] = {}  # of ranks that took leave: where each was, by group
         self._unknown = Early(limits)  # for groups that this rank has not made yet, by their ids
@@ -84,6 +87,21 @@ class Switchboard:
             self._made[members, purpose] = again = self._made.get((members, purpose), 0) + 1
         return self._add(Group(self, group_id(members, purpose, again), members, telemetry))
 
+    def channel(self, pair: tuple[int, int], purpose: str) -> Group:
+        """A group of these two global ranks, which goes on where it was if it has been retired."""
+        number = group_id(pair, purpose, 1)
+        return self._add(Group(self, number, pair, first=self._retired.get(number, 0)))
+
+    def retire(self, group: Group) -> bool:
+        """Keep no more of a channel than how far it is, if it is idle; return whether it was. See [Note: idle channels] in channels.py.
+        Loop thread."""
+        if self._groups.get(group.id) is not group or not group.is_idle:
+            return False
+        del self._groups[group.id]
+        self._retired.pop(group.id, None)  # so that the one retired last is the last one
+        self._retired[group.id] = group.position().next_sequence
+        return True
+
     def commons(self, node: frozenset[int]) -> Commons:
         """Of these ranks, which are this one and others of its node."""
         with self._lock:
@@ -94,7 +112,7 @@ class Switchboard:
     def wake_receivers(self) -> None:
         """What receives from any source looks again. Loop thread."""
         for each in self.receivers:
-            each.wake()
+            each.wake()  # its receives look later: none of them comes or goes before the next one is woken
 
     async def correspond(self, node: tuple[int, ...], gather: Callable[[list[bool]], Awaitable[list[list[bool]]]]) -> None:
         """Find out which ranks of this node can read each other's mailboxes, and each other's memory, before anything else is called.
@@ -182,9 +200,17 @@ class Switchboard:
             self._on_goodbye(source, chunk.control.goodbye)
         elif (group := self._groups.get(chunk.group)) is not None:
             group.on_chunk(source, chunk)
-        elif chunk.control is not None and chunk.control.HasField("probe"):  # in a group that this rank has not made, it is nowhere yet
-            reply = mesh_pb2.Control(probe_reply=mesh_pb2.ProbeReply(id=chunk.control.probe.id))
-            self.post(source, Chunk(chunk.epoch, chunk.group, chunk.sequence, control=reply))
+        else:
+            self._on_chunk_of_none(source, chunk)
+
+    def _on_chunk_of_none(self, source: int, chunk: Chunk) -> None:
+        """Its group is retired, or this rank has not made it yet: there it is nowhere."""
+        position = self._retired.get(chunk.group, 0)
+        if chunk.control is not None and chunk.control.HasField("probe"):
+            reply = mesh_pb2.ProbeReply(id=chunk.control.probe.id, entered=chunk.sequence < position, next_sequence=position)
+            self.post(source, Chunk(chunk.epoch, chunk.group, chunk.sequence, control=mesh_pb2.Control(probe_reply=reply)))
+        elif chunk.sequence < position:
+            self.telemetry.count_stale()
         else:
             self._unknown.keep(chunk.group, source, chunk)
 
@@ -212,7 +238,10 @@ class Switchboard:
         return cause if cause in self.mesh.peers else rank
 
     def goodbye(self) -> mesh_pb2.Goodbye:
-        return mesh_pb2.Goodbye(positions=[group.position() for group in self._groups.values()])
+        """How far this rank has come everywhere. What it has retired long ago has ended for its peers, too."""
+        retired = islice(reversed(self._retired.items()), _RETIRED_TOLD)
+        idle = [mesh_pb2.Goodbye.Position(group=group, next_sequence=position) for group, position in retired]
+        return mesh_pb2.Goodbye(positions=[*idle, *(group.position() for group in self._groups.values())])  # of two, the last one counts
 
     def _on_goodbye(self, source: int, goodbye: mesh_pb2.Goodbye) -> None:
         positions = self._goodbyes[source] = {position.group: position.next_sequence for position in goodbye.positions}

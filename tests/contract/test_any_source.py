@@ -186,18 +186,18 @@ async def test_a_rank_alone_has_nobody_to_receive_from(fresh: MakeCluster) -> No
 async def test_what_another_thread_claims_between_looking_and_taking_is_left_to_it(pair: Ranks) -> None:
     receiver, sender = pair
     assert isinstance(receiver, MeshBackend)
-    channel = receiver._group.channels.channel(sender.rank, receiver.rank, "raced for")
     call = Call("recv", "", "int64", 1.0, "send/recv")
 
     async def receive(_: Operation) -> None:
         raise AssertionError("it has taken what is not there")
 
     (into,) = room()
-    sent = sender.send(numbers(6), receiver.rank, tag="raced for")
-    await announced(sender, receiver)
-    assert channel.announced_since() is not None
-    named = receiver.recv(into, sender.rank, tag="raced for")
-    assert channel.announced_since() is None
-    assert channel.begin_announced(call, receive, None) is None
+    with receiver._group.channels.channel(sender.rank, receiver.rank, "raced for") as channel:
+        sent = sender.send(numbers(6), receiver.rank, tag="raced for")
+        await announced(sender, receiver)
+        assert channel.announced_since() is not None
+        named = receiver.recv(into, sender.rank, tag="raced for")
+        assert channel.announced_since() is None
+        assert channel.begin_announced(call, receive, None) is None
     await asyncio.gather(named, sent)
     assert into.item() == 6
