@@ -74,10 +74,10 @@ async def id_of(rank: Backend, tag: str) -> int:
         return channel.id
 
 
-async def test_a_thousand_tags_leave_a_few_channels(fresh: MakeCluster) -> None:
+async def test_hundreds_of_tags_leave_a_few_channels(fresh: MakeCluster) -> None:
     async with fresh(2) as ranks:
         before = [await on_loop(lambda rank=rank: len(board_of(rank).groups)) for rank in ranks]
-        for number in range(500):
+        for number in range(100):
             await one(ranks[0], ranks[1], number, f"once {number}")
             await one(ranks[1], ranks[0], number, f"once {number}")
         for rank, then in zip(ranks, before, strict=True):
@@ -263,7 +263,7 @@ async def test_many_threads_use_many_tags(fresh: MakeCluster) -> None:
 
         def work(rank: Backend, thread: int) -> None:
             rng = random.Random(thread)
-            for number in range(150):
+            for number in range(60):
                 tag = f"{thread}: {rng.randrange(12)}"
                 if rank.rank == 0:
                     rank.send(torch.tensor([number]), 1, tag=tag).wait()
