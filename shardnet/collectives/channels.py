@@ -7,6 +7,7 @@ under way and for which nothing has come, a rank keeps the ones it has used last
 used again. No other rank has a part in that, or notices.
 """
 
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -42,7 +43,7 @@ class Channels:
         self._lock = threading.Lock()  # over what follows
         self._channels: OrderedDict[Key, _Channel] = OrderedDict()  # the one used last is the last one
         self._any_sources: dict[str, AnySource] = {}  # by tag, those that have receives without a source
-        self._most = 2 * KEPT  # channels; above that idle ones are looked for
+        self._most: float = 2 * KEPT  # channels; above that idle ones are looked for
 
     @contextmanager
     def channel(self, source: int, target: int, tag: str) -> "Iterator[Group]":
@@ -110,6 +111,7 @@ class Channels:
             purpose = f"send {members[source]} to {members[target]} in {self._group.id:#x}" + (f" as {tag}" if tag else "")
             channel = self._channels[key] = _Channel(self._group.board.channel(pair, purpose))
             if len(self._channels) > self._most:
+                self._most = math.inf  # until the loop thread has looked: thousands may be made before it comes to it
                 self._group.board.loop.call(self._retire)
         self._channels.move_to_end(key)
         channel.users += 1

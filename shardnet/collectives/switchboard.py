@@ -66,7 +66,7 @@ class Switchboard:
         self._attendant: Attendant | None = None  # where there are any
         # by id, how far channels were when they were retired, also of those that are in use again; changed on the loop thread only
         self._retired: dict[int, int] = {}
-        self._groups: dict[int, Group] = {}  # by id; on the loop thread only, as all that follows
+        self._groups: dict[int, Group] = {}  # by id; changed on the loop thread only, as all that follows
         self._goodbyes: dict[int, dict[int, int]] = {}  # of ranks that took leave: where each was, by group
         self._unknown = Early(limits)  # for groups that this rank has not made yet, by their ids
         self._stale = Counter[int]()  # chunks in a row that were dropped, by sender
@@ -90,6 +90,8 @@ class Switchboard:
     def channel(self, pair: tuple[int, int], purpose: str) -> Group:
         """A group of these two global ranks, which goes on where it was if it has been retired."""
         number = group_id(pair, purpose, 1)
+        if (known := self._groups.get(number)) is not None:  # a Ctrl-C has kept it from whom it was made for
+            return known
         return self._add(Group(self, number, pair, first=self._retired.get(number, 0)))
 
     def retire(self, group: Group) -> bool:

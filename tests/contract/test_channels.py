@@ -13,6 +13,7 @@ import torch
 from shardnet.backend import Backend, Pending
 from shardnet.backend.mesh_backend import MeshBackend
 from shardnet.collectives import channels
+from shardnet.collectives.group import Group
 from shardnet.collectives.switchboard import Switchboard
 from shardnet.errors import CollectiveError, CollectiveTimeout, PeerLost
 from shardnet.loop import LoopThread
@@ -74,6 +75,13 @@ async def id_of(rank: Backend, tag: str) -> int:
         return channel.id
 
 
+async def position(rank: Backend, group: int) -> int:
+    """Where others would take a rank to be that says goodbye now."""
+    goodbye = await on_loop(board_of(rank).goodbye)
+    positions: dict[int, int] = {each.group: each.next_sequence for each in goodbye.positions}
+    return positions[group]
+
+
 async def test_hundreds_of_tags_leave_a_few_channels(fresh: MakeCluster) -> None:
     async with fresh(2) as ranks:
         before = [await on_loop(lambda rank=rank: len(board_of(rank).groups)) for rank in ranks]
@@ -82,6 +90,30 @@ async def test_hundreds_of_tags_leave_a_few_channels(fresh: MakeCluster) -> None
             await one(ranks[1], ranks[0], number, f"once {number}")
         for rank, then in zip(ranks, before, strict=True):
             assert await on_loop(lambda rank=rank: len(board_of(rank).groups)) <= then + 2 * KEPT + 1
+
+
+async def test_many_new_tags_at_once_are_looked_through_once(fresh: MakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not once for each that is made before the loop thread comes to it."""
+    looked: list[Group] = []
+    retire = Switchboard.retire
+
+    def look(board: Switchboard, group: Group) -> bool:
+        looked.append(group)
+        return retire(board, group)
+
+    monkeypatch.setattr(Switchboard, "retire", look)
+    async with fresh(2) as ranks:
+        held = threading.Event()
+        LoopThread.shared().call(held.wait, 10.0)
+        sends = [ranks[0].send(numbers(number), 1, tag=str(number)) for number in range(20 * KEPT)]
+        held.set()
+        into = room(20 * KEPT)
+        for handle in [ranks[1].recv(each, 0, tag=str(number)) for number, each in enumerate(into)]:
+            await handle
+        for sent in sends:
+            await sent
+        assert len(looked) < 2 * 2 * 20 * KEPT
+    assert [each.item() for each in into] == [*range(20 * KEPT)]
 
 
 async def test_tags_that_come_back_go_on_where_they_were(fresh: MakeCluster) -> None:
@@ -164,6 +196,22 @@ async def test_what_is_about_to_be_used_is_not_retired(fresh: MakeCluster) -> No
         await one(ranks[0], ranks[1], 1, "found")
 
 
+async def test_a_channel_that_was_made_and_not_taken_is_found_again(fresh: MakeCluster) -> None:
+    """As it is if a Ctrl-C comes in between; what has come for it by then is not lost."""
+    async with fresh(2) as ranks:
+        assert isinstance(ranks[1], MeshBackend)
+        number = await id_of(ranks[1], "made")
+        made = ranks[1]._group.channels._channels.pop((0, 1, "made")).group
+        sent = ranks[0].send(numbers(7), 1, tag="made")
+        await announced(ranks[0], ranks[1])
+        assert made.announced_since() is not None
+        (into,) = room()
+        await ranks[1].recv(into, 0, tag="made")
+        await sent
+        assert into.item() == 7
+        assert await id_of(ranks[1], "made") == number
+
+
 async def test_what_comes_late_for_a_retired_channel_is_dropped(fresh: MakeCluster) -> None:
     async with fresh(2) as ranks:
         await one(ranks[0], ranks[1], 0, "late")
@@ -215,13 +263,6 @@ async def test_who_leaves_says_how_far_it_was_in_retired_channels(fresh: MakeClu
         await ranks[0].aclose()
         with pytest.raises(PeerLost, match="it left the cluster"):
             await received
-
-
-async def position(rank: Backend, group: int) -> int:
-    """Where others would take a rank to be that says goodbye now."""
-    goodbye = await on_loop(board_of(rank).goodbye)
-    positions: dict[int, int] = {each.group: each.next_sequence for each in goodbye.positions}
-    return positions[group]
 
 
 async def test_a_group_ends_with_its_retired_channels(fresh: MakeCluster) -> None:
