@@ -337,7 +337,8 @@ class MeshBackend(Backend):
         call = self._call("send", dtype_name(tensor.dtype), timeout_s, label, on_the_wire="send/recv")
         with self._channel(to, tag, sending=True) as channel:
             peer = 1 - channel.rank
-            plan = lambda given, _: Exchange({peer: given}, {}, [peer], disagree=disagree_send(source)).run  # noqa: E731
+            turns = self._board.turns
+            plan = lambda given, _: Exchange({peer: given}, {}, [peer], disagree=disagree_send(source), turns=turns).run  # noqa: E731
             return self._staging.begin(channel, call, plan, source, None, None)
 
     def recv(self, into: Tensor, source: int, *, tag: str = "", timeout_s: float | None = None, label: str = "") -> Pending[Tensor]:
@@ -345,7 +346,8 @@ class MeshBackend(Backend):
         call = self._call("recv", dtype_name(into.dtype), timeout_s, label, on_the_wire="send/recv")
         with self._channel(source, tag, sending=False) as channel:
             peer = 1 - channel.rank
-            plan = lambda _, got: Exchange({}, {peer: got}, [peer], disagree=disagree_send(into)).run  # noqa: E731
+            turns = self._board.turns
+            plan = lambda _, got: Exchange({}, {peer: got}, [peer], disagree=disagree_send(into), turns=turns).run  # noqa: E731
             return self._staging.begin(channel, call, plan, None, result, result)
 
     def recv_any(self, into: Tensor, *, tag: str = "", timeout_s: float | None = None, label: str = "") -> Pending[int]:
@@ -357,7 +359,7 @@ class MeshBackend(Backend):
 
         def receive(channel: Group) -> Algorithm:
             peer = 1 - channel.rank
-            return Exchange({}, {peer: as_array(result)}, [peer], disagree=disagree_send(into)).run
+            return Exchange({}, {peer: as_array(result)}, [peer], disagree=disagree_send(into), turns=self._board.turns).run
 
         call = self._call("recv", dtype_name(into.dtype), timeout_s, label, on_the_wire="send/recv")
         begun = self._group.channels.receive_from_any(call, receive, tag)

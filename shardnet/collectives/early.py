@@ -11,12 +11,22 @@ _CHUNK_BYTES = 8 * KIB  # that the smallest chunk counts for: few come early, an
 _LOAN_BYTES = KIB  # for word of a loan, of which one collective may have many
 
 
+def _limit_bytes(limits: Limits) -> int:
+    """Of one sender."""
+    return limits.max_outstanding * (limits.eager_bytes + 64 * KIB)
+
+
+def most_words(limits: Limits) -> int:
+    """How many chunks without data are kept of one sender."""
+    return _limit_bytes(limits) // _CHUNK_BYTES
+
+
 class Early:
-    """Chunks by what they are for, a collective or a group; of each sender no more than one that keeps to [Note: the ledger] has
-    under way: a rank that never asks would hold all that a peer likes otherwise."""
+    """Chunks by what they are for, a collective or a group; of each sender no more than one that keeps to [Note: the ledger], [Note: first
+    contact] and [Note: turns] has under way: a rank that never asks would hold all that a peer likes otherwise."""
 
     def __init__(self, limits: Limits) -> None:
-        self._limit_bytes = limits.max_outstanding * (limits.eager_bytes + 64 * KIB)
+        self._limit_bytes = _limit_bytes(limits)
         self._chunks: dict[int, list[tuple[int, Chunk]]] = {}
         self._held_bytes = Counter[int]()  # by sender
 

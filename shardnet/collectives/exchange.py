@@ -13,6 +13,7 @@ import numpy as np
 
 from shardnet.collectives.operation import Operation
 from shardnet.collectives.reduction import Array, as_bytes, copy_bytes
+from shardnet.collectives.turns import Turns
 from shardnet.errors import ProtocolError, ShardnetError
 from shardnet.pb.mesh_pb2 import Announcement
 from shardnet.wire import Buffer, Chunk
@@ -35,6 +36,7 @@ class Exchange:
     peers: list[int]  # everyone to announce to and to hear from
     eager: bool = False
     disagree: Disagreement | None = None  # where the signature does not settle the sizes; never with `eager`
+    turns: Turns | None = None  # on a channel
     _filled: dict[int, int] = field(default_factory=dict)
     _missing: int = 0
     _arrived: asyncio.Event = field(default_factory=asyncio.Event)
@@ -45,13 +47,21 @@ class Exchange:
         if not self._missing:
             self._arrived.set()
         op.sink = self._on_chunk
+        if self.turns is None:
+            await self._agree(op)
+        else:
+            (peer,) = self.peers
+            async with self.turns.turn(op, peer):
+                await self._agree(op)
+        if not self.eager:
+            await self._send_all(op)
+        await self._arrived.wait()
+
+    async def _agree(self, op: Operation) -> None:
         for peer in self.peers:
             await self._open(op, peer)
         for peer in self.peers:
             self._check_sizes(op, peer, await op.cleared(peer))
-        if not self.eager:
-            await self._send_all(op)
-        await self._arrived.wait()
 
     async def _open(self, op: Operation, peer: int) -> None:
         sends = self.sends[peer].nbytes if peer in self.sends else 0

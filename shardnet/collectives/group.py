@@ -3,6 +3,11 @@
 [Note: the end of a group] A rank that ends a group tells the others, and how far it has come: what it has done they may still do, and
 what it has not they cannot. Each of them says the same to all, for what goes on among those who are left ends only where all of
 them have begun it. Sends and receives are groups of two: who ends a group ends those first.
+
+[Note: first contact] Each rank makes a sub-group at its own time, and until then has nowhere to put what is sent to it there. So each one
+tells the others when it has made one, and waits in its first collectives until it has heard that of all of them: what a rank has to keep
+of groups that it has yet to make is small, however many they are and however much goes ahead in them afterwards (early.py). The world
+needs no such word, for it is made with the mesh, nor do channels, which carry nothing that was not asked for (turns.py).
 """
 
 import asyncio
@@ -25,7 +30,7 @@ from shardnet.collectives.round import Round
 from shardnet.collectives.rounds import Rounds
 from shardnet.collectives.route import Route
 from shardnet.errors import ClosedError, CollectiveError, CollectiveMismatch, CollectiveTimeout, PeerLost, ProtocolError, ShardnetError
-from shardnet.flight import Party
+from shardnet.flight import Party, State
 from shardnet.pb import mesh_pb2
 from shardnet.telemetry import Telemetry, Track
 from shardnet.transport.shared_memory import Loan
@@ -41,9 +46,16 @@ class Group:
     """One group of ranks, as one of them sees it; lives as long as its mesh, or until it is retired."""
 
     def __init__(
-        self, board: "Switchboard", group_id: int, members: tuple[int, ...], telemetry: Telemetry | None = None, *, first: int = 0
+        self,
+        board: "Switchboard",
+        group_id: int,
+        members: tuple[int, ...],
+        telemetry: Telemetry | None = None,
+        *,
+        first: int = 0,
+        known: bool = True,
     ) -> None:
-        """`first` is the number of its first collective."""
+        """`first` is the number of its first collective. If it is not `known`, its members tell each other; see [Note: first contact]."""
         self.board = board
         self.telemetry = telemetry or board.telemetry
         self.id = group_id
@@ -66,6 +78,9 @@ class Group:
         self.channels = Channels(self)
         self._ended: Ending | None = None  # why nothing is begun any more, where it is not the mesh that has closed
         self._outlasting = frozenset[int]()  # the collectives that may still end well then; see [Note: the end of a group]
+        self._unmet = set[int]() if known else set(self.peers)  # who have not said that they have made it; see [Note: first contact]
+        self._last_met = self.rank  # of them
+        self._met = asyncio.Event()  # nobody of them is left
 
     @property
     def epoch(self) -> int:
@@ -95,6 +110,11 @@ class Group:
     def is_idle(self) -> bool:
         """Whether it is open, and nothing is under way or has come that is yet to be asked for. Loop thread."""
         return self._ended is None and not (self.under_way or self._queued) and self._ledger.is_settled
+
+    @property
+    def is_met(self) -> bool:
+        """Whether all members have made it. Any thread."""
+        return not self._unmet
 
     def may_go_on(self, sequence: int) -> bool:
         """Whether a collective that has been called may still end well. Any thread."""
@@ -165,6 +185,8 @@ class Group:
                 self.check(operation)
                 if operation.prelude is not None:
                     await operation.prelude()
+                if not self.is_met:
+                    await self._meet_all(operation)
                 # The algorithm sets its sink before it first waits; only then is what came early handed to it.
                 self.board.loop.loop.call_soon(self._replay, operation)
                 await operation.algorithm(operation)
@@ -172,6 +194,29 @@ class Group:
             if not limit.expired():
                 raise
             raise await self._diagnose(operation) from None
+
+    def greet_all(self) -> None:
+        """Tell the other members that this rank has made it, unless they know."""
+        for peer in self._unmet:
+            self.greet(self.members[peer])
+
+    def greet(self, rank: int) -> None:
+        """The same to one, by its global rank."""
+        self.board.post(rank, Chunk(self.epoch, self.id, 0, control=mesh_pb2.Control(group_made=mesh_pb2.GroupMade())))
+
+    def _meet(self, peer: int) -> None:
+        """Another rank has made it."""
+        self._unmet.discard(peer)
+        if self.is_met:
+            self._last_met = peer
+            self._met.set()
+            self.rounds.meet()
+
+    async def _meet_all(self, operation: Operation) -> None:
+        operation.flight.state, start = State.WAITING, time.perf_counter_ns()
+        await self._met.wait()
+        operation.flight.state = State.BEGUN
+        operation.waited(self._last_met, start)
 
     def check(self, operation: Operation | Round) -> None:
         """Raise if the operation cannot end, or was failed before it began."""
@@ -254,6 +299,8 @@ class Group:
             self.telemetry.count_received(source_global, chunk.size, near=chunk.came_through_memory)
         if chunk.control is not None and chunk.control.HasField("group_ended"):
             self._hear_end(chunk.control.group_ended)
+        elif chunk.control is not None and chunk.control.HasField("group_made"):
+            self._meet(source)
         elif chunk.control is not None and chunk.control.HasField("probe"):
             self._answer_probe(source, chunk, chunk.control.probe)
         elif chunk.control is not None and chunk.control.HasField("probe_reply"):
@@ -393,8 +440,8 @@ class Group:
 
     def fail(self, operation: Operation | Round, error: BaseException) -> None:
         """End an operation on every rank. If it has ended already, the others know."""
-        if not operation.fail(error) or isinstance(error, ClosedError):  # then the others hear of the end of this rank, or of the group
-            return
+        if not operation.fail(error) or operation.is_unsaid or isinstance(error, ClosedError):
+            return  # of the end of this rank, or of the group, the others hear
         for peer in self.peers:
             self.tell(peer, operation.sequence, mesh_pb2.Control(abort=verdict.pack(error)))
 

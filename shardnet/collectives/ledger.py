@@ -7,9 +7,10 @@ connect all ranks, no two ranks can disagree unnoticed. A failed collective burn
 next one is unaffected, and what arrives late for it is recognised by its number and dropped.
 
 Data goes only to a peer that has announced, except for the first `Limits.eager_bytes` a peer of a collective in which every rank waits
-for every other: these are sent at once, behind the announcement or with it, and may arrive before the call. So a rank never holds more
-than max_outstanding × eager_bytes a peer for collectives that it has not entered yet; a peer that sends more is cut off (early.py). What
-is lent stays with its lender, so word of it may come early, too.
+for every other: these are sent at once, behind the announcement or with it, and may arrive before the call. So of a group that it has made
+a rank never holds more than max_outstanding × eager_bytes a peer for collectives that it has not entered yet, and of all that it has yet to
+make, which get words and no data, no more than that together; a peer that sends more is cut off (early.py). What is lent stays with its
+lender, so word of it may come early, too.
 """
 
 import threading

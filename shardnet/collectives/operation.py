@@ -53,6 +53,7 @@ class Operation:
     waited_ns: int = 0  # for peers that had not entered it yet
     error: BaseException | None = None
     task: "asyncio.Task[None] | None" = None
+    awaits_turn: bool = False  # to announce it; see [Note: turns]
     started: bool = False  # the task has begun: only then does cancelling it run its cleanup
     takes_loans: bool = False  # the sink does; set with it
     ready: bool = False  # the sink is set and what came early was delivered: chunks may be handed over directly
@@ -106,17 +107,32 @@ class Operation:
             waiter = self._waiters[peer] = asyncio.get_running_loop().create_future()
             self.flight.state = State.WAITING
             await waiter
-            end = time.perf_counter_ns()
-            self.waited_ns += end - start
-            self.group.telemetry.count_wait(self.group.members[peer], start, end)
+            self.waited(peer, start)
         self._heard.add(peer)
         return self._announced[peer].popleft()
 
+    def waited(self, peer: int, start_ns: int) -> None:
+        """Count the time since then, for which a peer kept it waiting."""
+        end = time.perf_counter_ns()
+        self.waited_ns += end - start_ns
+        self.group.telemetry.count_wait(self.group.members[peer], start_ns, end)
+
     async def announced(self, peer: int) -> None:
         """Wait until a peer has announced it, whether somebody waits for `cleared` or not."""
-        while not self._announced[peer] and peer not in self._heard:
-            self._news.clear()
-            await self._news.wait()
+        while not self.has_announced(peer):
+            await self.news()
+
+    def has_announced(self, peer: int) -> bool:
+        return bool(self._announced[peer]) or peer in self._heard
+
+    async def news(self) -> None:
+        """Wait until somebody has announced it, or `look` is called."""
+        self._news.clear()
+        await self._news.wait()
+
+    def look(self) -> None:
+        """Something that it waits for has happened."""
+        self._news.set()
 
     def begin_next_phase(self) -> None:
         """All peers have been heard, and announce it once more."""
@@ -126,6 +142,11 @@ class Operation:
     def is_announced(self) -> bool:
         """Whether any peer has announced it."""
         return bool(self._heard) or any(self._announced.values())
+
+    @property
+    def is_unsaid(self) -> bool:
+        """Whether no peer has been told of it, nor waits for it: then none is to hear that it has failed."""
+        return self.awaits_turn and not self.is_announced
 
     @property
     def unheard(self) -> int:
@@ -225,7 +246,7 @@ class Operation:
             self.group.mismatch(self, source, announcement.signature)
             return
         self._announced[source].append(announcement)
-        self._news.set()
+        self.look()
         waiter = self._waiters.pop(source, None)
         if waiter is not None and not waiter.done():
             waiter.set_result(None)

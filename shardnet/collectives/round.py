@@ -64,6 +64,8 @@ class Progress(Enum):
 class Round(concurrent.futures.Future[Any], ABC):
     """A collective on one rank; ranks here are those of its group. Whoever waits for it does its work."""
 
+    is_unsaid = False  # as an operation may be
+
     def __init__(self, mail: Mail, call: Call, letter: Buffer, value: object) -> None:
         """`letter` is what the others are to read"""
         super().__init__()
@@ -195,10 +197,13 @@ class Round(concurrent.futures.Future[Any], ABC):
             if self.is_settled or self._is_written:
                 return
             was_queued, self.queued = self.queued, False
-            self.flight.entered_ns = start = time.perf_counter_ns()
+            start = time.perf_counter_ns()
+            self.flight.entered_ns = self.flight.entered_ns or start
             self.flight.bytes_sent = sum(self._sent().values())
             try:
                 self._posted = mail.mailbox.post(mail.group.id, self.sequence, self._note, self._letter, mail.readers)
+                if self._posted is None and not mail.group.is_met:
+                    return  # its readers would have to keep it: `Rounds.meet` calls this again
                 if self._posted is None:
                     self._send_letter()
             except BaseException as error:  # noqa: BLE001 - whatever it is belongs to who waits for this round

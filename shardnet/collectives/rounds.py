@@ -119,6 +119,15 @@ class Rounds:
 
     # --- over streams (loop thread)
 
+    def meet(self) -> None:
+        """All ranks have made the group: letters that found no room may go over streams. See [Note: first contact] in group.py."""
+        begun, mail = self._begun(), self._group.mail
+        for each in begun:
+            each.begin()
+        if begun and mail is not None:
+            for rank in mail.views:
+                mail.wake(rank)
+
     def inspect(self) -> None:
         """The group is new to the loop thread, and something has happened before."""
         for each in self.under_way:

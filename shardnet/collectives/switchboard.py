@@ -22,6 +22,7 @@ from shardnet.collectives.group import Group
 from shardnet.collectives.mail import Mail
 from shardnet.collectives.round import Round
 from shardnet.collectives.route import Nodes, Routing
+from shardnet.collectives.turns import Turns
 from shardnet.collectives.watch import Watch
 from shardnet.config import Limits
 from shardnet.errors import ClosedError, ProtocolError, ShardnetError
@@ -69,6 +70,7 @@ class Switchboard:
         self._groups: dict[int, Group] = {}  # by id; changed on the loop thread only, as all that follows
         self._goodbyes: dict[int, dict[int, int]] = {}  # of ranks that took leave: where each was, by group
         self._unknown = Early(limits)  # for groups that this rank has not made yet, by their ids
+        self.turns = Turns(limits)
         self._stale = Counter[int]()  # chunks in a row that were dropped, by sender
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closed = False
@@ -85,7 +87,7 @@ class Switchboard:
         """
         with self._lock:
             self._made[members, purpose] = again = self._made.get((members, purpose), 0) + 1
-        return self._add(Group(self, group_id(members, purpose, again), members, telemetry))
+        return self._add(Group(self, group_id(members, purpose, again), members, telemetry, known=False))
 
     def channel(self, pair: tuple[int, int], purpose: str) -> Group:
         """A group of these two global ranks, which goes on where it was if it has been retired."""
@@ -151,8 +153,11 @@ class Switchboard:
 
     def _introduce(self, group: Group) -> None:
         self._groups[group.id] = group
+        group.greet_all()
         for source, chunk in self._unknown.take(group.id):
             group.on_chunk(source, chunk)
+            if chunk.control is not None and chunk.control.HasField("abort"):
+                group.greet(source)  # which keeps a turn for that until it hears of this rank; see [Note: turns]
         if self.is_impaired:
             group.rounds.inspect()
 
@@ -194,6 +199,7 @@ class Switchboard:
     def _on_chunk(self, source: int, chunk: Chunk) -> None:
         if chunk.control is not None and chunk.control.HasField("placed"):
             chunk.lent = InPlace(chunk.control.placed.size)
+        self.turns.hear(chunk)
         if chunk.epoch != self.mesh.epoch:
             self.telemetry.count_stale()
         elif chunk.control is not None and chunk.control.HasField("loss"):

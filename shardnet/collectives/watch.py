@@ -2,14 +2,17 @@
 
 [Note: the watch] Nothing is sent or counted for a collective that goes well: one timer for all groups of a rank runs while there are any
 under way, and looks when the oldest could be late. Only then does it ask the other ranks where they are (see `RollCall`), for the
-oldest late one of each group, since the later ones wait for the same; and asks again each `suspect_s`, so that who wants to know how the
-rank is doing hears what is true now. A collective that all have entered is not stuck, only slow, and not asked for again. Whether this
-rank itself waits for it yet makes no difference.
+oldest late one of each group, since the later ones wait for the same, and for few of groups that are alike, as thousands of sends to one
+rank are; and asks again each `suspect_s`, so that who wants to know how the rank is doing hears what is true now. A collective that all
+have entered is not stuck, only slow, and not asked for again. Whether this rank itself waits for it yet makes no difference.
 """
 
 import asyncio
 import logging
 import time
+from collections import defaultdict
+from collections.abc import Iterator
+from heapq import nsmallest
 from typing import TYPE_CHECKING
 
 from shardnet.collectives.operation import Operation
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PATIENT_S = 3600.0  # who gives a collective so long expects others to be late: the status says so, and no line in the log
+ALIKE = 4  # groups of the same ranks in the same call that are asked for: those that would time out first
 LINE_EVERY_S = 1.0  # in the log: what several groups wait for is mostly the same rank
 
 
@@ -83,16 +87,28 @@ class Watch:
         return min(suspects, key=lambda each: each.sequence, default=None)
 
     async def _ask(self) -> None:
-        answers = await asyncio.gather(*map(self._examine, self._board.groups))
+        answers = await asyncio.gather(*map(self._examine, self._late()))
         waiting = tuple(each for each in answers if each is not None and not each.is_over)
         self._board.telemetry.waiting = waiting
         self._board.telemetry.stalls.note(waiting)
         untold = self._tell(waiting)
         self._set(min(self._suspect_s, LINE_EVERY_S) if untold else self._suspect_s)
 
+    def _late(self) -> "Iterator[Group]":
+        """The groups to ask for."""
+        alike: defaultdict[object, list[tuple[float, int, Group]]] = defaultdict(list)
+        for group in self._board.groups:
+            if (oldest := self._oldest(group)) is not None and self._is_late(oldest):
+                end_ns = oldest.flight.entered_ns + oldest.call.timeout_s * 1e9
+                alike[group.members, oldest.call.on_the_wire].append((end_ns, group.id, group))
+        return (group for groups in alike.values() for _, _, group in nsmallest(ALIKE, groups))
+
+    def _is_late(self, each: "Operation | Round") -> bool:
+        return time.perf_counter_ns() - each.flight.entered_ns >= self._suspect_s * 1e9
+
     async def _examine(self, group: "Group") -> Waiting | None:
         """The oldest collective of a group that waits for somebody for long."""
-        while (oldest := self._oldest(group)) is not None and time.perf_counter_ns() - oldest.flight.entered_ns >= self._suspect_s * 1e9:
+        while (oldest := self._oldest(group)) is not None and self._is_late(oldest):
             attendance = await group.roll_call.hold(oldest.sequence)
             self._entered_below[group.id] = max(attendance.entered_below, self._entered_below.get(group.id, 0))
             if attendance.absent:

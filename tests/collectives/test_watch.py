@@ -17,7 +17,7 @@ from shardnet.collectives.attendant import Attendant
 from shardnet.collectives.group import Group
 from shardnet.collectives.operation import Call, Operation
 from shardnet.collectives.roll_call import Attendance, RollCall
-from shardnet.collectives.watch import PATIENT_S
+from shardnet.collectives.watch import ALIKE, PATIENT_S
 from shardnet.config import Limits, Timeouts
 from shardnet.errors import CollectiveTimeout
 from shardnet.loop import LoopThread
@@ -189,6 +189,23 @@ async def test_a_rank_writes_at_most_one_line_a_second(kind: str, caplog: pytest
             await group.barrier()
         for handle in early:
             await handle
+
+
+async def test_of_many_that_are_alike_those_are_asked_for_that_time_out_first() -> None:
+    """Other calls are asked for as well."""
+    async with cluster("grpc", 2) as ranks:
+        into = torch.zeros(20, 1)
+        early = [ranks[0].recv(into[at], 1, tag=str(at), label=str(at), timeout_s=40.0 - at) for at in range(20)]
+        barrier = ranks[0].barrier()
+        await until(lambda: len(ranks[0].telemetry.waiting) > ALIKE)
+        shown = {each.flight.name for each in ranks[0].telemetry.waiting}
+        assert shown == {"barrier #0", *(f"recv #0 of {at}" for at in range(20 - ALIKE, 20))}
+        await ranks[1].barrier()
+        await barrier
+        for at, handle in enumerate(early):
+            await ranks[1].send(torch.full((1,), float(at)), 0, tag=str(at), label=str(at))
+            await handle
+        assert into.flatten().tolist() == [*range(20)]
 
 
 async def test_who_does_not_answer_is_shown_with_its_address(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:

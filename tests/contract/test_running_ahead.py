@@ -1,0 +1,188 @@
+"""A rank may be ahead of another one by as many groups and messages as it likes: that one keeps little, and cuts nobody off."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from shardnet.backend import Backend, Pending
+from shardnet.backend.mesh_backend import MeshBackend
+from shardnet.collectives.early import most_words
+from shardnet.config import KIB, Limits
+from shardnet.errors import ClosedError, CollectiveError, CollectiveTimeout, PeerLost
+from shardnet.loop import LoopThread
+from shardnet.testing import each_error
+from tests.contract.conftest import MakeCluster
+from tests.contract.test_any_source import announced, numbers, room
+
+# A rank keeps 192 KiB of another one, which is 24 words; a mailbox has room for four letters.
+LIMITS = Limits(chunk_bytes=32 * KIB, eager_bytes=32 * KIB, window_bytes=128 * KIB, letter_bytes=32 * KIB, max_outstanding=2)
+WORDS = most_words(LIMITS)
+GROUPS = 8
+ELEMENTS = 6_000  # of 4 bytes: all that is outstanding in GROUPS is twice what may be kept
+
+Begin = Callable[[Backend, torch.Tensor], Pending[torch.Tensor]]
+COLLECTIVES: dict[str, Begin] = {
+    "all_gather": lambda rank, tensor: rank.all_gather(tensor),
+    "all_reduce": lambda rank, tensor: rank.all_reduce(tensor),
+    "all_to_all": lambda rank, tensor: rank.all_to_all(tensor),
+    "broadcast": lambda rank, tensor: rank.broadcast(tensor, 0),
+    "reduce_scatter": lambda rank, tensor: rank.reduce_scatter(tensor),
+}
+
+
+def kept(rank: Backend) -> int:
+    """Bytes of data that others have sent it for groups that it has yet to make."""
+    assert isinstance(rank, MeshBackend)
+    chunks = [chunk for came in rank._board._unknown._chunks.values() for _, chunk in came]
+    return sum(chunk.size for chunk in chunks)
+
+
+async def value_on_loop(look: Callable[[], Any]) -> Any:
+    async def run() -> Any:
+        return look()
+
+    return await LoopThread.shared().run_here(run())
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+async def test_groups_that_others_have_yet_to_make(fresh: MakeCluster, name: str) -> None:
+    async with fresh(3, limits=LIMITS) as ranks:
+        expected = [await handle for handle in [COLLECTIVES[name](rank, torch.full((ELEMENTS,), 1.0 + rank.rank)) for rank in ranks]]
+
+        def begin(rank: Backend) -> list[Pending[torch.Tensor]]:
+            groups = [rank.subgroup(range(3)) for _ in range(GROUPS)]
+            return [COLLECTIVES[name](group, torch.full((ELEMENTS,), 1.0 + rank.rank)) for group in groups for _ in range(2)]
+
+        begun = [begin(rank) for rank in ranks[:2]]
+        for rank in ranks[:2]:
+            await announced(rank, ranks[2])
+        assert await value_on_loop(lambda: kept(ranks[2])) == 0
+        begun.append(begin(ranks[2]))
+        for handles, result in zip(begun, expected, strict=True):
+            for handle in handles:
+                assert torch.equal(await handle, result)
+
+
+async def test_who_never_makes_a_group_is_named(fresh: MakeCluster) -> None:
+    async with fresh(3, limits=LIMITS) as ranks:
+        groups = [rank.subgroup(range(3)) for rank in ranks[:2]]
+        for error in await each_error(groups, lambda rank: rank.all_gather(torch.ones(ELEMENTS), timeout_s=0.3)):
+            assert isinstance(error, CollectiveError)
+            assert "missing rank 2 (at #0, last entered nothing)" in str(error)
+        groups.append(ranks[2].subgroup(range(3)))
+        handles = [group.all_reduce(torch.ones(ELEMENTS)) for group in groups[:2]]
+        await announced(ranks[1], ranks[2])
+        # Rank 2 is in the first one, which has failed.
+        with pytest.raises(CollectiveError):
+            await groups[2].all_gather(torch.ones(ELEMENTS), timeout_s=0.5)
+        handles.append(groups[2].all_reduce(torch.ones(ELEMENTS)))
+        for handle in handles:
+            assert torch.equal(await handle, torch.full((ELEMENTS,), 3.0))
+
+
+async def test_who_dies_before_it_makes_a_group_is_named(fresh: MakeCluster) -> None:
+    async with fresh(3, limits=LIMITS) as ranks:
+        groups = [rank.subgroup(range(3)) for rank in ranks[:2]]
+        handles = [group.all_gather(torch.ones(ELEMENTS)) for group in groups for _ in range(7)]  # more than find room in a mailbox
+        await announced(ranks[0], ranks[2])
+        ranks[2].abort()
+        for handle in handles:
+            with pytest.raises(PeerLost, match="rank 2"):
+                await handle
+        for rank in ranks[:2]:
+            rank.abort()
+
+
+async def test_a_group_that_ended_before_others_have_made_it(fresh: MakeCluster) -> None:
+    async with fresh(3, limits=LIMITS) as ranks:
+        groups = [rank.subgroup(range(3)) for rank in ranks[:2]]
+        handles = [group.all_gather(torch.ones(ELEMENTS)) for group in groups for _ in range(7)]
+        groups[0].disband("enough")
+        for handle in handles:
+            with pytest.raises((ClosedError, CollectiveError), match="enough"):
+                await handle
+        await announced(ranks[0], ranks[2])
+        late = ranks[2].subgroup(range(3))
+        await announced(ranks[2], ranks[0])
+        with pytest.raises(CollectiveError, match="enough"):
+            await late.all_gather(torch.ones(ELEMENTS))
+
+
+@pytest.mark.parametrize("sends_first", [True, False], ids=["sends", "receives"])
+async def test_more_messages_than_the_other_rank_would_keep(fresh: MakeCluster, sends_first: bool) -> None:
+    """With a tag each, the last one first."""
+    async with fresh(2, limits=LIMITS) as ranks:
+        count = 4 * WORDS
+        into = room(count)
+
+        def send(tags: Sequence[int]) -> list[Pending[Any]]:
+            return [ranks[0].send(numbers(tag), 1, tag=str(tag)) for tag in tags]
+
+        def receive(tags: Sequence[int]) -> list[Pending[Any]]:
+            return [ranks[1].recv(into[tag], 0, tag=str(tag)) for tag in tags]
+
+        first, second = (send, receive) if sends_first else (receive, send)
+        ahead, behind = ranks if sends_first else ranks[::-1]
+        begun = first(range(count))
+        for _ in range(2):
+            await announced(behind, ahead)  # whose messages need no turn, since the other one asks for them
+        assert isinstance(behind, MeshBackend)
+        assert await value_on_loop(lambda: len(behind._board._unknown)) == WORDS // 4
+        for handle in [*second(range(count - 1, -1, -1)), *begun]:
+            await handle
+        assert [each.item() for each in into] == [*range(count)]
+        assert await value_on_loop(lambda: [turn for rank in ranks for turn in rank._board.turns._taken.values()]) == [0, 0]  # type: ignore[attr-defined]
+
+
+async def test_a_receive_from_any_source_finds_what_has_its_turn_later(fresh: MakeCluster) -> None:
+    async with fresh(2, limits=LIMITS) as ranks:
+        before = [ranks[0].send(numbers(0), 1, tag=f"before {number}") for number in range(WORDS)]
+        wanted = ranks[0].send(numbers(7), 1, tag="wanted")
+        (into,) = room()
+        found = ranks[1].recv_any(into, tag="wanted")
+        for number in range(WORDS):
+            await ranks[1].recv(room()[0], 0, tag=f"before {number}")
+        for handle in (*before, wanted):
+            await handle
+        assert (await found, into.item()) == (0, 7)
+
+
+async def test_what_fails_keeps_its_turn_until_the_other_end_is_there(fresh: MakeCluster) -> None:
+    """Which keeps words of it until then: a rank that fails again and again is not cut off for it."""
+    async with fresh(2, limits=LIMITS) as ranks:
+        assert isinstance(ranks[0], MeshBackend)
+        turns = ranks[0]._board.turns
+        for turn in range(4):
+            vain = [ranks[0].send(numbers(0), 1, tag=f"vain {turn} {number}", timeout_s=0.1) for number in range(WORDS)]
+            for handle in vain:
+                with pytest.raises(CollectiveTimeout, match="missing rank 1"):
+                    await handle
+            await announced(ranks[1], ranks[0])
+        wanted = ranks[0].send(numbers(7), 1, tag="wanted")
+        (into,) = room()
+        await ranks[1].recv(into, 0, tag="wanted")
+        await wanted
+        assert into.item() == 7
+        assert await value_on_loop(lambda: turns._taken[1]) == WORDS // 4
+        for number in range(WORDS // 4):
+            with pytest.raises(CollectiveTimeout):
+                await ranks[1].recv(into, 0, tag=f"vain 0 {number}", timeout_s=0.1)
+        await announced(ranks[1], ranks[0])
+        assert await value_on_loop(lambda: turns._taken[1]) == 0
+        found = ranks[1].recv_any(into, tag="any")
+        await ranks[0].send(numbers(8), 1, tag="any")
+        assert (await found, into.item()) == (0, 8)
+
+
+async def test_who_waits_for_a_turn_hears_of_a_loss_and_of_the_end(fresh: MakeCluster) -> None:
+    async with fresh(2, limits=LIMITS) as ranks:
+        handles = [ranks[0].send(numbers(0), 1, tag=str(number)) for number in range(2 * WORDS)]
+        await asyncio.sleep(0)
+        ranks[1].abort()
+        for handle in handles:
+            with pytest.raises(PeerLost, match="rank 1"):
+                await handle
+        ranks[0].abort()
