@@ -28,9 +28,12 @@ class Party:
     epoch: int
     group: int  # 0: everyone
     members: tuple[int, ...]  # global ranks
+    channel: str = ""  # who sends to whom there with which tag, if that is what it is for
 
     @property
     def title(self) -> str:
+        if self.channel:
+            return f"the channel {self.channel}"
         return "the world" if self.group == 0 else f"the group of ranks {list(self.members)}"
 
 
@@ -57,7 +60,8 @@ class Flight:
 
     @property
     def full_name(self) -> str:
-        """The same where several groups are spoken of: `all_gather #841 of layer4.mlp of the group of ranks [0, 2]`."""
+        """The same where several groups are spoken of: `all_gather #841 of layer4.mlp of the group of ranks [0, 2]`, or
+        `send #3 of the channel 'logits' from rank 0 to rank 2`."""
         return self.name + (f" of {self.party.title}" if self.party.group else "")
 
 

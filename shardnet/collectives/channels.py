@@ -109,7 +109,8 @@ class Channels:
             members = self._group.members
             pair = members[min(source, target)], members[max(source, target)]
             purpose = f"send {members[source]} to {members[target]} in {self._group.id:#x}" + (f" as {tag}" if tag else "")
-            channel = self._channels[key] = _Channel(self._group.board.channel(pair, purpose))
+            title = (f"{tag!r} " if tag else "") + f"from rank {members[source]} to rank {members[target]}"
+            channel = self._channels[key] = _Channel(self._group.board.channel(pair, purpose, title))
             if len(self._channels) > self._most:
                 self._most = math.inf  # until the loop thread has looked: thousands may be made before it comes to it
                 self._group.board.loop.call(self._retire)

@@ -52,17 +52,19 @@ class Group:
         members: tuple[int, ...],
         telemetry: Telemetry | None = None,
         *,
+        channel: str = "",
         first: int = 0,
         known: bool = True,
     ) -> None:
-        """`first` is the number of its first collective. If it is not `known`, its members tell each other; see [Note: first contact]."""
+        """`channel` says which one, if it is one, and `first` is the number of its first collective. If it is not `known`, its members tell
+        each other; see [Note: first contact]."""
         self.board = board
         self.telemetry = telemetry or board.telemetry
         self.id = group_id
         self.members = members  # global ranks, ascending
         self.rank = members.index(board.mesh.rank)
         self.size = len(members)
-        self.party = Party(board.mesh.epoch, group_id, members)
+        self.party = Party(board.mesh.epoch, group_id, members, channel)
         self._local = {member: index for index, member in enumerate(members)}
         nodes = (tuple(self._local[rank] for rank in node if rank in self._local) for node in board.nodes)
         self.nodes = tuple(node for node in nodes if node)  # ranks of the group
@@ -205,7 +207,10 @@ class Group:
         self.board.post(rank, Chunk(self.epoch, self.id, 0, control=mesh_pb2.Control(group_made=mesh_pb2.GroupMade())))
 
     def _meet(self, peer: int) -> None:
-        """Another rank has made it."""
+        """Another rank has made it, or has its end of a channel, where nobody waits for that."""
+        if peer not in self._unmet:
+            self.telemetry.count_stale()
+            return
         self._unmet.discard(peer)
         if self.is_met:
             self._last_met = peer

@@ -89,12 +89,12 @@ class Switchboard:
             self._made[members, purpose] = again = self._made.get((members, purpose), 0) + 1
         return self._add(Group(self, group_id(members, purpose, again), members, telemetry, known=False))
 
-    def channel(self, pair: tuple[int, int], purpose: str) -> Group:
+    def channel(self, pair: tuple[int, int], purpose: str, title: str) -> Group:
         """A group of these two global ranks, which goes on where it was if it has been retired."""
         number = group_id(pair, purpose, 1)
         if (known := self._groups.get(number)) is not None:  # a Ctrl-C has kept it from whom it was made for
             return known
-        return self._add(Group(self, number, pair, first=self._retired.get(number, 0)))
+        return self._add(Group(self, number, pair, channel=title, first=self._retired.get(number, 0)))
 
     def retire(self, group: Group) -> bool:
         """Keep no more of a channel than how far it is, if it is idle; return whether it was. See [Note: idle channels] in channels.py.

@@ -97,7 +97,8 @@ class TestTimeout:
     async def test_of_a_send_and_of_a_receive(self, pair: Ranks) -> None:
         for start in (lambda: pair[0].send(torch.ones(2), 1, timeout_s=0.1), lambda: pair[1].recv(torch.ones(2), 0, timeout_s=0.1)):
             handle: Pending[Any] = start()
-            with pytest.raises(CollectiveTimeout, match=r"did not end within 0.1 s: missing rank"):
+            where = rf"{handle.op_name} #\d+ of the channel from rank 0 to rank 1 did not end within 0.1 s: missing rank"
+            with pytest.raises(CollectiveTimeout, match=where):
                 await handle
             await settle(pair)
             other = pair[1].recv(torch.ones(2), 0) if handle.op_name == "send" else pair[0].send(torch.ones(2), 1)
@@ -105,6 +106,9 @@ class TestTimeout:
         sent, received = pair[0].send(torch.ones(2), 1), pair[1].recv(torch.zeros(2), 0)
         await sent
         assert (await received).tolist() == [1, 1]
+        with pytest.raises(CollectiveTimeout, match=r"send #0 of the channel 'some tag' from rank 1 to rank 0 did not end within 0.1 s"):
+            await pair[1].send(torch.ones(2), 0, tag="some tag", timeout_s=0.1)
+        await settle(pair)
 
     async def test_counts_from_the_call(self, fresh: MakeCluster) -> None:
         """Collectives that wait for their turn do not time out one after the other."""

@@ -92,7 +92,8 @@ def _give(ranks: Sequence[ClusterBackend], timeouts: Timeouts) -> None:
 
 
 async def _step(ranks: Sequence[ClusterBackend], seed: int, parameters: Sequence[torch.Tensor]) -> Results:
-    """Four collectives at once, of which the last one sums gradients; for each rank what it got. Results that came are checked."""
+    """Four collectives at once, of which the last one sums gradients, and a barrier of each group, which may have had no other; for each
+    rank what it got. Results that came are checked."""
     rng = random.Random(seed)
     program = [random_step(rng, GROUPS, rows=3000) for _ in range(3)]
     inputs = [inputs_of(step, seed) for step in program]
@@ -106,6 +107,8 @@ async def _step(ranks: Sequence[ClusterBackend], seed: int, parameters: Sequence
                 started = start(step, groups[step.members, rank], each[local])
                 handles += started
                 wanted += [None] * (len(started) - 1) + [expected(step, each)[local]]
+        handles += [groups[members, rank].barrier() for members in GROUPS if rank in members]
+        wanted += [None] * (len(handles) - len(wanted))
         handles.append(ranks[rank].all_reduce(_gradient(parameters[rank], rank)))
         wanted.append(_summed(parameters))
         results = await asyncio.gather(*handles, return_exceptions=True)
