@@ -1,6 +1,7 @@
 """A rank may be ahead of another one by as many groups and messages as it likes: that one keeps little, and cuts nobody off."""
 
 import asyncio
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -148,6 +149,25 @@ async def test_a_receive_from_any_source_finds_what_has_its_turn_later(fresh: Ma
         for handle in (*before, wanted):
             await handle
         assert (await found, into.item()) == (0, 7)
+
+
+async def test_who_needs_its_turn_no_more_leaves_it_to_the_next(fresh: MakeCluster) -> None:
+    """It is called in the same moment in which the other rank asks for it."""
+    async with fresh(2, limits=LIMITS) as ranks:
+        *first, last = range(WORDS // 4 + 1)
+        before = [ranks[0].send(numbers(0), 1, tag=f"before {number}") for number in (*first, last)]  # the last one has no turn
+        wanted = ranks[0].send(numbers(7), 1, tag="wanted")
+        (into,) = room()
+        found = ranks[1].recv_any(into, tag="wanted")
+        held = threading.Event()
+        LoopThread.shared().call(held.wait, 10.0)
+        received = [ranks[1].recv(room()[0], 0, tag=f"before {number}") for number in (*first[1:], last)]  # all of these have one
+        held.set()
+        assert (await found, into.item()) == (0, 7)
+        for each in [*received, ranks[1].recv(room()[0], 0, tag="before 0")]:
+            await each
+        for handle in (*before, wanted):
+            await handle
 
 
 async def test_what_fails_keeps_its_turn_until_the_other_end_is_there(fresh: MakeCluster) -> None:
