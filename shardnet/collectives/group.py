@@ -197,17 +197,13 @@ class Group:
                 raise
             raise await self._diagnose(operation) from None
 
-    def greet_all(self) -> None:
+    def greet(self) -> None:
         """Tell the other members that this rank has made it, unless they know."""
         for peer in self._unmet:
-            self.greet(self.members[peer])
-
-    def greet(self, rank: int) -> None:
-        """The same to one, by its global rank."""
-        self.board.post(rank, Chunk(self.epoch, self.id, 0, control=mesh_pb2.Control(group_made=mesh_pb2.GroupMade())))
+            self.tell(peer, 0, mesh_pb2.Control(group_made=mesh_pb2.GroupMade()))
 
     def _meet(self, peer: int) -> None:
-        """Another rank has made it, or has its end of a channel, where nobody waits for that."""
+        """Another rank has made it."""
         if peer not in self._unmet:
             self.telemetry.count_stale()
             return
@@ -306,6 +302,8 @@ class Group:
             self._hear_end(chunk.control.group_ended)
         elif chunk.control is not None and chunk.control.HasField("group_made"):
             self._meet(source)
+        elif chunk.control is not None and chunk.control.HasField("abort_heard"):
+            self.board.turns.hear(source_global, self.id)
         elif chunk.control is not None and chunk.control.HasField("probe"):
             self._answer_probe(source, chunk, chunk.control.probe)
         elif chunk.control is not None and chunk.control.HasField("probe_reply"):
@@ -332,7 +330,10 @@ class Group:
         if self.mail is None or chunk.size or chunk.control is None or not chunk.control.HasField("announcement"):
             self.board.telemetry.count_stale()  # else it says where its sender was in a round: often no news any more
         if chunk.control is not None and chunk.control.HasField("abort"):
+            self._acknowledge_abort(source)
             self._take_back(chunk.sequence)
+        elif self.party.channel:
+            self.board.turns.answer(self.members[source], self.id, chunk.sequence)
 
     def _take_back(self, sequence: int) -> None:
         """A collective that has ended well here has failed elsewhere."""
@@ -343,12 +344,17 @@ class Group:
 
     def _deliver(self, operation: Operation, source: int, chunk: Chunk) -> None:
         if chunk.control is not None and chunk.control.HasField("abort"):
+            self._acknowledge_abort(source)
             operation.fail(self._verdict(operation, source, chunk.control.abort))
             return
         try:
             operation.on_chunk(source, chunk)
         except ProtocolError as error:
             self.fail(operation, error)
+
+    def _acknowledge_abort(self, source: int) -> None:
+        if self.party.channel:
+            self.board.acknowledge_abort(self.members[source], self.id)
 
     def hear_abort(self, begun: Round, source: int, abort: mesh_pb2.Abort) -> None:
         """Another rank says that a round has failed."""
@@ -367,8 +373,10 @@ class Group:
     @property
     def unanswered(self) -> "list[asyncio.Task[None]]":
         """Of what is under way, what no peer has announced yet."""
-        waiting = (each for each in self._running.values() if not each.is_announced and each.sequence not in self._ledger.early)
-        return [each.task for each in waiting if each.task is not None]
+        return [each.task for each in self._running.values() if each.task is not None and self._is_unanswered(each)]
+
+    def _is_unanswered(self, operation: Operation) -> bool:
+        return not operation.is_announced and operation.sequence not in self._ledger.early
 
     def lose(self, global_rank: int, reason: str) -> None:
         """A member is gone: whatever is under way cannot end."""
@@ -445,10 +453,14 @@ class Group:
 
     def fail(self, operation: Operation | Round, error: BaseException) -> None:
         """End an operation on every rank. If it has ended already, the others know."""
-        if not operation.fail(error) or operation.is_unsaid or isinstance(error, ClosedError):
-            return  # of the end of this rank, or of the group, the others hear
+        if not operation.fail(error) or isinstance(error, ClosedError):  # then the others hear of the end of this rank, or of the group
+            return
+        word = mesh_pb2.Control(abort=verdict.pack(error))
+        if isinstance(operation, Operation) and operation.awaits_turn and self._is_unanswered(operation):
+            self.board.turns.fail(operation, word)
+            return
         for peer in self.peers:
-            self.tell(peer, operation.sequence, mesh_pb2.Control(abort=verdict.pack(error)))
+            self.tell(peer, operation.sequence, word)
 
     # --- diagnosis (loop thread)
 

@@ -53,7 +53,7 @@ class Operation:
     waited_ns: int = 0  # for peers that had not entered it yet
     error: BaseException | None = None
     task: "asyncio.Task[None] | None" = None
-    awaits_turn: bool = False  # to announce it; see [Note: turns]
+    awaits_turn: bool = False  # to be announced, on a channel; see [Note: turns]
     started: bool = False  # the task has begun: only then does cancelling it run its cleanup
     takes_loans: bool = False  # the sink does; set with it
     ready: bool = False  # the sink is set and what came early was delivered: chunks may be handed over directly
@@ -69,6 +69,7 @@ class Operation:
 
     def __post_init__(self) -> None:
         self.deadline = time.monotonic() + self.call.timeout_s
+        self.awaits_turn = bool(self.group.party.channel)
 
     @property
     def may_be_stuck(self) -> bool:
@@ -142,11 +143,6 @@ class Operation:
     def is_announced(self) -> bool:
         """Whether any peer has announced it."""
         return bool(self._heard) or any(self._announced.values())
-
-    @property
-    def is_unsaid(self) -> bool:
-        """Whether no peer has been told of it, nor waits for it: then none is to hear that it has failed."""
-        return self.awaits_turn and not self.is_announced
 
     @property
     def unheard(self) -> int:

@@ -64,8 +64,6 @@ class Progress(Enum):
 class Round(concurrent.futures.Future[Any], ABC):
     """A collective on one rank; ranks here are those of its group. Whoever waits for it does its work."""
 
-    is_unsaid = False  # as an operation may be
-
     def __init__(self, mail: Mail, call: Call, letter: Buffer, value: object) -> None:
         """`letter` is what the others are to read"""
         super().__init__()

@@ -153,11 +153,9 @@ class Switchboard:
 
     def _introduce(self, group: Group) -> None:
         self._groups[group.id] = group
-        group.greet_all()
+        group.greet()
         for source, chunk in self._unknown.take(group.id):
             group.on_chunk(source, chunk)
-            if chunk.control is not None and chunk.control.HasField("abort"):
-                group.greet(source)  # which keeps a turn for that until it hears of this rank; see [Note: turns]
         if self.is_impaired:
             group.rounds.inspect()
 
@@ -199,7 +197,6 @@ class Switchboard:
     def _on_chunk(self, source: int, chunk: Chunk) -> None:
         if chunk.control is not None and chunk.control.HasField("placed"):
             chunk.lent = InPlace(chunk.control.placed.size)
-        self.turns.hear(chunk)
         if chunk.epoch != self.mesh.epoch:
             self.telemetry.count_stale()
         elif chunk.control is not None and chunk.control.HasField("loss"):
@@ -217,10 +214,21 @@ class Switchboard:
         if chunk.control is not None and chunk.control.HasField("probe"):
             reply = mesh_pb2.ProbeReply(id=chunk.control.probe.id, entered=chunk.sequence < position, next_sequence=position)
             self.post(source, Chunk(chunk.epoch, chunk.group, chunk.sequence, control=mesh_pb2.Control(probe_reply=reply)))
-        elif chunk.sequence < position:
-            self.telemetry.count_stale()
-        else:
+        elif chunk.sequence >= position:
             self._unknown.keep(chunk.group, source, chunk)
+        elif chunk.control is not None and chunk.control.HasField("abort_heard"):
+            self.turns.hear(source, chunk.group)
+        else:
+            self.telemetry.count_stale()
+            if chunk.control is not None and chunk.control.HasField("abort"):
+                self.acknowledge_abort(source, chunk.group)
+            else:
+                self.turns.answer(source, chunk.group, chunk.sequence)
+
+    def acknowledge_abort(self, source: int, channel: int) -> None:
+        """Tell another rank, on which a send or a receive has failed, that this one has heard of that; see [Note: turns]."""
+        self.turns.hear(source, channel)
+        self.post(source, Chunk(self.mesh.epoch, channel, 0, control=mesh_pb2.Control(abort_heard=mesh_pb2.AbortHeard())))
 
     def on_lost(self, rank: int, reason: str) -> None:
         if rank not in self.lost and not self._closed:

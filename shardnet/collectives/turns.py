@@ -6,18 +6,38 @@ announces no more of them than that, and the next one when one has been answered
 once and needs no turn. So whatever is begun in whatever order, what both have begun goes on; but a receive from any source finds no send
 that has yet to have its turn.
 
-What fails without an answer keeps its turn, for the other rank keeps the words of it, until that one says something in the channel. What
-fails before its turn has no words: who begins the other end of it later waits in vain.
+What fails without an answer keeps its turn until the other rank says that it has heard of that, for until then that one keeps the words of
+it. What fails before its turn waits for it all the same, to say so, unless it is asked before: its number is gone, and the other rank would
+wait for it.
 """
 
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from shardnet.collectives.early import most_words
 from shardnet.collectives.operation import Operation
 from shardnet.config import Limits
-from shardnet.wire import Chunk
+from shardnet.pb import mesh_pb2
+
+if TYPE_CHECKING:
+    from shardnet.collectives.group import Group
+
+Key = tuple[int, int]  # a channel, and the number of what was begun there
+
+
+@dataclass(slots=True)
+class _Failure:
+    """What has failed before its turn. Its data is the caller's again."""
+
+    channel: "Group"
+    sequence: int
+    word: mesh_pb2.Control
+
+    def tell(self) -> None:
+        self.channel.tell(1 - self.channel.rank, self.sequence, self.word)
 
 
 class Turns:
@@ -25,38 +45,62 @@ class Turns:
 
     def __init__(self, limits: Limits) -> None:
         self._most = most_words(limits) // 4  # of two words each, if it fails; half is for words of groups
-        self._taken = Counter[int]()  # by global rank, as the next one
-        self._waiting: defaultdict[int, dict[Operation, None]] = defaultdict(dict)  # in their order
-        self._kept: dict[int, tuple[int, int]] = {}  # by channel: whose turns, and how many what has failed there keeps
+        self._taken = Counter[int]()  # by global rank, as the next two
+        self._kept = Counter[tuple[int, int]]()  # and by channel: of these, those that what has failed there keeps
+        self._waiting: defaultdict[int, dict[Key, Operation | _Failure]] = defaultdict(dict)  # in their order
 
     @asynccontextmanager
     async def turn(self, op: Operation, peer: int) -> AsyncIterator[None]:
         """What is done under it announces an operation of a channel to its other end, and waits for the answer."""
-        rank, has_turn = op.group.members[peer], False
-        self._waiting[rank][op], op.awaits_turn = None, True
-        try:
-            while not (op.has_announced(peer) or (has_turn := self._take(rank))):
-                await op.news()
-            op.awaits_turn = False
-        finally:
-            del self._waiting[rank][op]
-            self._call_next(rank)  # this one may have been called, and need no turn any more
+        rank, key = op.group.members[peer], (op.group.id, op.sequence)
+        has_turn = await self._wait(op, peer, rank, key)
         try:
             yield
         except BaseException:
-            if has_turn and not op.has_announced(peer):
-                self._kept[op.group.id] = rank, 1 + self._kept.get(op.group.id, (rank, 0))[1]
+            if has_turn and op.error is None and not op.has_announced(peer):  # it has failed here, and the other rank is told so
+                self._kept[rank, op.group.id] += 1
                 has_turn = False
             raise
         finally:
             if has_turn:
-                self._give_back(rank, 1)
+                self._give_back(rank)
 
-    def hear(self, chunk: Chunk) -> None:
-        """If the other end of a channel says something there, it has it, and keeps no words of it any more."""
-        if chunk.group not in self._kept or (chunk.control is not None and chunk.control.HasField("probe_reply")):
-            return  # a rank answers of what it does not have, too
-        self._give_back(*self._kept.pop(chunk.group))
+    async def _wait(self, op: Operation, peer: int, rank: int, key: Key) -> bool:
+        """Until it is its turn, or it needs none, because the other end has announced it. Returns whether it has one."""
+        has_turn = False
+        self._waiting[rank][key] = op
+        try:
+            while not (op.has_announced(peer) or (has_turn := self._take(rank))):
+                await op.news()
+        except BaseException:
+            if op.error is None:  # it has failed here, and keeps its place for the word of that
+                raise
+            self._leave(rank, key)
+            raise
+        op.awaits_turn = False
+        self._leave(rank, key)
+        return has_turn
+
+    def fail(self, op: Operation, word: mesh_pb2.Control) -> None:
+        """Have the other end hear that something has failed before its turn, when its turn comes, or it is asked."""
+        rank = op.group.members[1 - op.group.rank]
+        self._waiting[rank][op.group.id, op.sequence] = _Failure(op.group, op.sequence, word)
+        self._call_next(rank)
+
+    def answer(self, rank: int, channel: int, sequence: int) -> None:
+        """The other end of a channel is in one that is over here."""
+        if isinstance(failure := self._waiting[rank].get((channel, sequence)), _Failure):
+            failure.tell()
+            self._leave(rank, (channel, sequence))
+
+    def hear(self, rank: int, channel: int) -> None:
+        """Another rank has heard of a failure in a channel; of one that keeps a turn perhaps."""
+        key = rank, channel
+        if key in self._kept:
+            self._kept[key] -= 1
+            if not self._kept[key]:
+                del self._kept[key]
+            self._give_back(rank)
 
     def _take(self, rank: int) -> bool:
         if self._taken[rank] >= self._most:
@@ -64,10 +108,24 @@ class Turns:
         self._taken[rank] += 1
         return True
 
-    def _give_back(self, rank: int, turns: int) -> None:
-        self._taken[rank] -= turns
+    def _give_back(self, rank: int) -> None:
+        self._taken[rank] -= 1
+        self._call_next(rank)
+
+    def _leave(self, rank: int, key: Key) -> None:
+        """It does not wait any more. It may have been called, and needs no turn."""
+        self._waiting[rank].pop(key, None)
         self._call_next(rank)
 
     def _call_next(self, rank: int) -> None:
-        if self._taken[rank] < self._most and (first := next(iter(self._waiting[rank]), None)) is not None:
-            first.look()
+        waiting = self._waiting[rank]
+        while self._taken[rank] < self._most and waiting:
+            key, first = next(iter(waiting.items()))
+            if isinstance(first, _Failure):
+                self._taken[rank] += 1
+                self._kept[rank, first.channel.id] += 1
+                first.tell()
+            elif first.error is None:
+                first.look()
+                return
+            del waiting[key]

@@ -187,14 +187,36 @@ async def test_what_fails_keeps_its_turn_until_the_other_end_is_there(fresh: Mak
         await wanted
         assert into.item() == 7
         assert await value_on_loop(lambda: turns._taken[1]) == WORDS // 4
-        for number in range(WORDS // 4):
-            with pytest.raises(CollectiveTimeout):
-                await ranks[1].recv(into, 0, tag=f"vain 0 {number}", timeout_s=0.1)
+        for turn in range(4):
+            for number in range(WORDS):
+                with pytest.raises(CollectiveTimeout, match="was aborted by rank 0"):
+                    await ranks[1].recv(into, 0, tag=f"vain {turn} {number}")
         await announced(ranks[1], ranks[0])
-        assert await value_on_loop(lambda: turns._taken[1]) == 0
+        assert await value_on_loop(lambda: (turns._taken[1], turns._waiting[1])) == (0, {})
         found = ranks[1].recv_any(into, tag="any")
         await ranks[0].send(numbers(8), 1, tag="any")
         assert (await found, into.item()) == (0, 8)
+
+
+async def test_failures_before_and_after_their_turn_leave_no_gap(fresh: MakeCluster) -> None:
+    """What is sent next with that tag is received next, after as many errors as there were, whether its source is named or not."""
+    async with fresh(2, limits=LIMITS) as ranks:
+        assert isinstance(ranks[0], MeshBackend)
+        turns = ranks[0]._board.turns
+        (into,) = room()
+        for tag in ("named", "any"):
+            for handle in [ranks[0].send(numbers(0), 1, tag=tag, timeout_s=0.1) for _ in range(WORDS)]:
+                with pytest.raises(CollectiveTimeout):
+                    await handle
+            sent = ranks[0].send(numbers(7), 1, tag=tag)
+            for _ in range(WORDS):
+                with pytest.raises(CollectiveTimeout, match="was aborted by rank 0"):
+                    await (ranks[1].recv(into, 0, tag=tag) if tag == "named" else ranks[1].recv_any(into, tag=tag))
+            await (ranks[1].recv(into, 0, tag=tag) if tag == "named" else ranks[1].recv_any(into, tag=tag))
+            await sent
+            assert into.item() == 7
+            await announced(ranks[1], ranks[0])
+            assert await value_on_loop(lambda: (turns._taken[1], turns._waiting[1])) == (0, {})
 
 
 async def test_who_waits_for_a_turn_hears_of_a_loss_and_of_the_end(fresh: MakeCluster) -> None:
