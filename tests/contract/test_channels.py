@@ -225,6 +225,26 @@ async def test_what_comes_late_for_a_retired_channel_is_dropped(fresh: MakeClust
         await one(ranks[0], ranks[1], 1, "late")
 
 
+async def test_who_has_retired_a_channel_says_that_it_has_heard_of_a_failure(fresh: MakeCluster) -> None:
+    """Or what has failed on the other rank would keep its turn there for ever."""
+    async with fresh(2) as ranks:
+        await one(ranks[0], ranks[1], 0, "late")
+        number = await id_of(ranks[1], "late")
+        await push_out(ranks[0], ranks[1])
+        board = board_of(ranks[0])
+        word = mesh_pb2.Control(abort=mesh_pb2.Abort(reason=mesh_pb2.Abort.TIMEOUT, detail="too late"))
+
+        def fail() -> None:
+            assert board.turns._take(1)
+            board.turns._kept[1, number] += 1
+            board.post(1, Chunk(board.mesh.epoch, number, 0, control=word))
+
+        await on_loop(fail)
+        await announced(ranks[0], ranks[1])
+        await announced(ranks[1], ranks[0])
+        assert await on_loop(lambda: board.turns._taken[1]) == 0
+
+
 async def test_a_receive_that_has_failed_takes_no_message_any_more(fresh: MakeCluster) -> None:
     async with fresh(2) as ranks:
         (into,) = room()

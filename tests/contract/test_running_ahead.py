@@ -10,6 +10,7 @@ import torch
 
 from shardnet.backend import Backend, Pending
 from shardnet.backend.mesh_backend import MeshBackend
+from shardnet.collectives import channels
 from shardnet.collectives.early import most_words
 from shardnet.config import KIB, Limits
 from shardnet.errors import ClosedError, CollectiveError, CollectiveTimeout, PeerLost
@@ -17,6 +18,7 @@ from shardnet.loop import LoopThread
 from shardnet.testing import each_error
 from tests.contract.conftest import MakeCluster
 from tests.contract.test_any_source import announced, numbers, room
+from tests.contract.test_channels import KEPT, live_tags, one
 
 # A rank keeps 192 KiB of another one, which is 24 words; a mailbox has room for four letters.
 LIMITS = Limits(chunk_bytes=32 * KIB, eager_bytes=32 * KIB, window_bytes=128 * KIB, letter_bytes=32 * KIB, max_outstanding=2)
@@ -196,6 +198,28 @@ async def test_what_fails_keeps_its_turn_until_the_other_end_is_there(fresh: Mak
         found = ranks[1].recv_any(into, tag="any")
         await ranks[0].send(numbers(8), 1, tag="any")
         assert (await found, into.item()) == (0, 8)
+
+
+@pytest.mark.parametrize("retired", [False, True], ids=["there", "retired"])
+async def test_who_asks_for_what_failed_before_its_turn_hears_it_at_once(
+    fresh: MakeCluster, retired: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channels, "KEPT", KEPT)
+    async with fresh(2, limits=LIMITS) as ranks:
+        holding = [ranks[0].send(numbers(number), 1, tag=f"holding {number}") for number in range(WORDS // 4)]
+        with pytest.raises(CollectiveTimeout, match="missing rank 1"):
+            await ranks[0].send(numbers(0), 1, tag="late", timeout_s=0.1)
+        if retired:
+            for number in range(10 * KEPT):
+                await one(ranks[1], ranks[0], number, f"other {number}")
+        assert ("late" in await live_tags(ranks[0])) != retired
+        (into,) = room()
+        with pytest.raises(CollectiveTimeout, match="recv #0 was aborted by rank 0"):
+            await ranks[1].recv(into, 0, tag="late")
+        for number, sent in enumerate(holding):
+            await ranks[1].recv(into, 0, tag=f"holding {number}")
+            await sent
+            assert into.item() == number
 
 
 async def test_failures_before_and_after_their_turn_leave_no_gap(fresh: MakeCluster) -> None:
