@@ -238,6 +238,8 @@ class Group:
 
     def _finish(self, operation: Operation) -> None:
         del self._running[operation.sequence]
+        if operation.awaits_turn:
+            self.board.turns.end(operation)
         operation.revoke()
         self._ledger.early.take(operation.sequence)
         if operation.error is None:

@@ -73,9 +73,8 @@ class Turns:
             while not (op.has_announced(peer) or (has_turn := self._take(rank))):
                 await op.news()
         except BaseException:
-            if op.error is None:  # it has failed here, and keeps its place for the word of that
-                raise
-            self._leave(rank, key)
+            if op.error is not None:  # else it has failed here, and keeps its place for the word of that
+                self._leave(rank, key)
             raise
         op.awaits_turn = False
         self._leave(rank, key)
@@ -86,6 +85,12 @@ class Turns:
         rank = op.group.members[1 - op.group.rank]
         self._waiting[rank][op.group.id, op.sequence] = _Failure(op.group, op.sequence, word)
         self._call_next(rank)
+
+    def end(self, op: Operation) -> None:
+        """Something has ended before its turn. If others hear of that in another way, or not at all, it does not wait any more."""
+        rank, key = op.group.members[1 - op.group.rank], (op.group.id, op.sequence)
+        if self._waiting[rank].get(key) is op:
+            self._leave(rank, key)
 
     def answer(self, rank: int, channel: int, sequence: int) -> None:
         """The other end of a channel is in one that is over here."""
@@ -125,7 +130,7 @@ class Turns:
                 self._taken[rank] += 1
                 self._kept[rank, first.channel.id] += 1
                 first.tell()
-            elif first.error is None:
+                del waiting[key]
+            else:
                 first.look()
                 return
-            del waiting[key]

@@ -12,6 +12,7 @@ from shardnet.backend import Backend, Pending
 from shardnet.backend.mesh_backend import MeshBackend
 from shardnet.collectives import channels
 from shardnet.collectives.early import most_words
+from shardnet.collectives.roll_call import Attendance, RollCall
 from shardnet.config import KIB, Limits
 from shardnet.errors import ClosedError, CollectiveError, CollectiveTimeout, PeerLost
 from shardnet.loop import LoopThread
@@ -170,6 +171,36 @@ async def test_who_needs_its_turn_no_more_leaves_it_to_the_next(fresh: MakeClust
             await each
         for handle in (*before, wanted):
             await handle
+
+
+async def test_who_fails_while_it_is_called_leaves_its_turn_to_the_next(fresh: MakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is about to say who is missing, and by then nobody is."""
+    asks, go_on, hold = threading.Event(), asyncio.Event(), RollCall.hold
+
+    async def slow(self: RollCall, sequence: int) -> Attendance:
+        if self._group.party.channel.startswith("'late'"):
+            asks.set()
+            await go_on.wait()
+        return await hold(self, sequence)
+
+    monkeypatch.setattr(RollCall, "hold", slow)
+    async with fresh(2, limits=LIMITS) as ranks:
+        before = [ranks[0].send(numbers(0), 1, tag=f"before {number}") for number in range(WORDS // 4)]
+        late = ranks[0].send(numbers(0), 1, tag="late", timeout_s=0.1)
+        wanted = ranks[0].send(numbers(7), 1, tag="wanted")
+        assert await asyncio.to_thread(asks.wait, 10.0)
+        for number, sent in enumerate(before):
+            await ranks[1].recv(room()[0], 0, tag=f"before {number}")
+            await sent
+        asked_for = ranks[1].recv(room()[0], 0, tag="late")
+        await announced(ranks[1], ranks[0])
+        LoopThread.shared().call(go_on.set)
+        for handle in (late, asked_for):
+            with pytest.raises(CollectiveTimeout):
+                await handle
+        (into,) = room()
+        assert (await ranks[1].recv_any(into, tag="wanted"), into.item()) == (0, 7)
+        await wanted
 
 
 async def test_what_fails_keeps_its_turn_until_the_other_end_is_there(fresh: MakeCluster) -> None:
