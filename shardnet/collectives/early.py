@@ -5,6 +5,7 @@ from collections import Counter
 
 from shardnet.config import KIB, Limits
 from shardnet.errors import ProtocolError
+from shardnet.pb import mesh_pb2
 from shardnet.wire import Chunk
 
 _CHUNK_BYTES = 8 * KIB  # that the smallest chunk counts for: few come early, and a flood of them is cut off before others notice it
@@ -28,10 +29,15 @@ class Early:
     def __init__(self, limits: Limits) -> None:
         self._limit_bytes = _limit_bytes(limits)
         self._chunks: dict[int, list[tuple[int, Chunk]]] = {}
+        self._failed = set[int]()  # of which only words are kept
         self._held_bytes = Counter[int]()  # by sender
 
     def keep(self, key: int, source: int, chunk: Chunk) -> None:
         """Raises ProtocolError where it is too much."""
+        if key in self._failed and chunk.size:
+            if (word := _word(chunk)) is None:
+                return
+            chunk = word
         if self._held_bytes[source] + _size(chunk) > self._limit_bytes:
             raise ProtocolError(f"it sent more than {self._limit_bytes} bytes for collectives that this rank has not entered")
         if chunk.frame is None and chunk.lent is None:
@@ -45,7 +51,16 @@ class Early:
         taken = self._chunks.pop(key, [])
         for source, chunk in taken:
             self._held_bytes[source] -= _size(chunk)
+        self._failed.discard(key)
         return taken
+
+    def forgo(self, key: int) -> None:
+        """A collective has failed elsewhere: who enters it fails, too, and needs none of its data. Those who go on without this rank, in
+        one after the other, would be cut off otherwise."""
+        kept = self.take(key)
+        self._failed.add(key)
+        for source, chunk in kept:
+            self.keep(key, source, chunk)
 
     def since(self, key: int) -> int | None:
         """When the first one for this came, by time.monotonic_ns; None: none has."""
@@ -58,6 +73,16 @@ class Early:
 
     def __contains__(self, key: int) -> bool:
         return key in self._chunks
+
+
+def _word(chunk: Chunk) -> Chunk | None:
+    """What is left of a chunk without its data; None: nothing."""
+    if chunk.control is None or not chunk.control.HasField("announcement"):
+        return None
+    signature = chunk.control.announcement.signature
+    word = chunk.saying(mesh_pb2.Control(announcement=mesh_pb2.Announcement(signature=signature, posted=True)))  # else it were a letter
+    word.came_ns = chunk.came_ns
+    return word
 
 
 def _size(chunk: Chunk) -> int:

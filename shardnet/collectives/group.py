@@ -324,6 +324,8 @@ class Group:
             begun = self.rounds.find(chunk.sequence)
             if begun is None and self._ended is None and not self._ledger.has_entered(chunk.sequence):
                 self._ledger.early.keep(chunk.sequence, source, chunk)
+                if chunk.control is not None and chunk.control.HasField("abort"):
+                    self._ledger.early.forgo(chunk.sequence)
                 self.board.wake_receivers()
                 return
         if begun is not None:

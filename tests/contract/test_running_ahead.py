@@ -14,7 +14,7 @@ from shardnet.collectives import channels
 from shardnet.collectives.early import most_words
 from shardnet.collectives.roll_call import Attendance, RollCall
 from shardnet.config import KIB, Limits
-from shardnet.errors import ClosedError, CollectiveError, CollectiveTimeout, PeerLost
+from shardnet.errors import ClosedError, CollectiveError, CollectiveMismatch, CollectiveTimeout, PeerLost
 from shardnet.loop import LoopThread
 from shardnet.testing import each_error
 from tests.contract.conftest import MakeCluster
@@ -113,6 +113,26 @@ async def test_a_group_that_ended_before_others_have_made_it(fresh: MakeCluster)
         await announced(ranks[2], ranks[0])
         with pytest.raises(CollectiveError, match="enough"):
             await late.all_gather(torch.ones(ELEMENTS))
+
+
+@pytest.mark.parametrize("name", ["all_gather", "all_reduce"])
+async def test_collectives_that_fail_while_a_rank_is_away(fresh: MakeCluster, name: str) -> None:
+    """It hears of each of them when it is back, or which other one it should have called, and has kept none of their data."""
+    async with fresh(3, limits=LIMITS) as ranks:
+        tensor = torch.ones(ELEMENTS)
+        failures = WORDS // 3  # of two words each, and of three times the data that may be kept
+        for _ in range(failures):
+            for error in await each_error(ranks[:2], lambda rank: getattr(rank, name)(tensor, timeout_s=0.05)):
+                assert "rank 2 (at #0, last entered nothing)" in str(error)
+        await announced(ranks[0], ranks[2])
+        for _ in range(failures - 1):
+            with pytest.raises(CollectiveTimeout, match="was aborted by rank"):
+                await COLLECTIVES[name](ranks[2], tensor)
+        with pytest.raises((CollectiveMismatch, CollectiveTimeout), match=f"all_to_all.* {name}"):  # a letter that failed is taken back
+            await ranks[2].all_to_all(tensor)
+        handles = [COLLECTIVES[name](rank, tensor) for rank in ranks]
+        results = [await handle for handle in handles]
+        assert torch.equal(results[0], results[2])
 
 
 @pytest.mark.parametrize("sends_first", [True, False], ids=["sends", "receives"])
