@@ -110,8 +110,18 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.fixture
+def light_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in that takes no time to import, where it is only imported because nobody can tell what the program needs."""
+    (tmp_path / "libraries").mkdir()
+    (tmp_path / "libraries/torch.py").write_text("default_generator = type('Generator', (), {'seed': staticmethod(lambda: None)})")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "libraries"))
+
+
 @pytest.mark.parametrize("kind", ["file", "path", "link", "module", "package", "folder", "archive"])
-def test_a_program_finds_what_it_would_find(folder: Path, kind: str) -> None:
+def test_a_program_finds_what_it_would_find(folder: Path, kind: str, request: pytest.FixtureRequest) -> None:
+    if kind in ("folder", "archive"):
+        request.getfixturevalue("light_torch")  # not for a package, so that one has torch imported ahead
     (folder / "package").mkdir()
     for path in ("program.py", "package/__main__.py", "package/program.py"):
         (folder / path).write_text(FACTS)
@@ -135,6 +145,7 @@ def test_a_program_finds_what_it_would_find(folder: Path, kind: str) -> None:
         assert facts[0][name] == fact, name
 
 
+@pytest.mark.usefixtures("light_torch")
 @pytest.mark.parametrize("end", ENDS)
 def test_a_program_ends_as_it_would_end(folder: Path, end: str) -> None:
     (folder / "program.py").write_text(f"import json, os, signal, sys\n{ENDS[end]}\n")
@@ -147,6 +158,7 @@ def test_a_program_ends_as_it_would_end(folder: Path, end: str) -> None:
     assert not (left := folder / "left.gz").exists() or gzip.decompress(left.read_bytes()) == b"text"
 
 
+@pytest.mark.usefixtures("light_torch")
 @pytest.mark.parametrize("module", ["nothing", "package.nothing", "package"])
 def test_a_module_that_is_not_there(folder: Path, module: str) -> None:
     (folder / "package").mkdir()
@@ -169,10 +181,9 @@ def test_ranks_draw_numbers_of_their_own(folder: Path) -> None:
     (folder / "program.py").write_text(
         "import random, numpy, torch, os\nprint(random.random(), numpy.random.rand(), float(torch.rand(1)))  # optim"
     )
-    forked, spawned = run(folder, "--nproc", "3", "program.py")
-    for result in (forked, spawned):
-        pythons, numpys, torchs = zip(*(line.split()[1:] for line in result.out.splitlines()), strict=True)
-        assert (len(set(pythons)), len(set(numpys)), len(set(torchs))) == (3, 3, 3)
+    result = shardnet(folder, "run", "--start-method", "forkserver", "--nproc", "3", "program.py")
+    pythons, numpys, torchs = zip(*(line.split()[1:] for line in result.out.splitlines()), strict=True)
+    assert (len(set(pythons)), len(set(numpys)), len(set(torchs))) == (3, 3, 3)
 
 
 def test_torch_is_in_memory_once(folder: Path) -> None:
