@@ -11,6 +11,7 @@ from shardnet import process
 from shardnet.backend import Backend, Pending
 from shardnet.errors import StateError, UsageError
 from shardnet.fsdp import offload, state
+from shardnet.fsdp.alike import check_alike, facts
 from shardnet.fsdp.clipping import global_norm, scale_to_norm
 from shardnet.fsdp.communicators import Communicators
 from shardnet.fsdp.compression import Compression
@@ -68,6 +69,7 @@ class FSDP(nn.Module):
 
     Making it is a collective: rank 0's parameters and buffers reach every rank, and afterwards each parameter, still
     the same object, is 1-D and holds this rank's slice, possibly empty. Optimizers may be made before or after.
+    Raises CollectiveMismatch on all ranks if one is given another model, or other arguments that say what is sent.
     Every rank must then do the same: run the same units in the same order and call the methods marked as collectives
     alike. A training loop stays as it was: `loss = model(x)`, `loss.backward()`, `optimizer.step()`; gradients are the
     mean over ranks. A parameter that no rank used gets zeros as its gradient, where one process would leave None.
@@ -120,11 +122,11 @@ class FSDP(nn.Module):
         precision = mixed_precision or MixedPrecision()
         compression = (compression or Compression()).chosen(self.strategy, len(ranks.shards), precision)
         self._comms = Communicators(backend, ranks, resharding.neighbours, packs_gradients=compression.gradients is not None)
+        plans = plan_units(module, units, ignored)
+        options = [f"strategy {self.strategy.name}", f"{len(ranks.shards)} ranks that share a copy", f"after forward: {resharding}"]
+        check_alike(facts(plans, module, ignored, precision, compression, options), self._comms.everyone)
         pool = BufferPool(self.memory)
-        self.units = tuple(
-            Unit(plan, precision, compression, self._comms, self.memory, pool, compute_device)
-            for plan in plan_units(module, units, ignored)
-        )
+        self.units = tuple(Unit(plan, precision, compression, self._comms, self.memory, pool, compute_device) for plan in plans)
         if compute_device is not None:
             offload.move_buffers(module, ignored, compute_device)
         if meta is None:
