@@ -2,14 +2,15 @@
 
 import time
 from collections import Counter
+from collections.abc import Iterable
+from itertools import chain
 
 from shardnet.config import KIB, Limits
 from shardnet.errors import ProtocolError
-from shardnet.pb import mesh_pb2
 from shardnet.wire import Chunk
 
 _CHUNK_BYTES = 8 * KIB  # that the smallest chunk counts for: few come early, and a flood of them is cut off before others notice it
-_LOAN_BYTES = KIB  # for word of a loan, of which one collective may have many
+_WORD_BYTES = KIB  # for word of a loan, of which one collective may have many, of a failure, and of a group that was made
 
 
 def _limit_bytes(limits: Limits) -> int:
@@ -18,54 +19,52 @@ def _limit_bytes(limits: Limits) -> int:
 
 
 def most_words(limits: Limits) -> int:
-    """How many chunks without data are kept of one sender."""
+    """How many announcements without data are kept of one sender."""
     return _limit_bytes(limits) // _CHUNK_BYTES
 
 
 class Early:
     """Chunks by what they are for, a collective or a group; of each sender no more than one that keeps to [Note: the ledger], [Note: first
-    contact] and [Note: turns] has under way: a rank that never asks would hold all that a peer likes otherwise."""
+    contact] and [Note: turns] has under way: a rank that never asks would hold all that a peer likes otherwise.
+
+    Of a collective that has failed elsewhere only that is kept: whoever enters it fails, too. Those who go on without this rank, in one
+    after the other, would be cut off for the rest of it.
+    """
 
     def __init__(self, limits: Limits) -> None:
         self._limit_bytes = _limit_bytes(limits)
-        self._chunks: dict[int, list[tuple[int, Chunk]]] = {}
-        self._failed = set[int]()  # of which only words are kept
+        self._chunks: dict[int, dict[int, list[tuple[int, Chunk]]]] = {}  # and by sequence number
+        self._failed = set[tuple[int, int]]()  # of these, by the same two numbers
         self._held_bytes = Counter[int]()  # by sender
 
     def keep(self, key: int, source: int, chunk: Chunk) -> None:
         """Raises ProtocolError where it is too much."""
-        if key in self._failed and chunk.size:
-            if (word := _word(chunk)) is None:
-                return
-            chunk = word
+        if (key, chunk.sequence) in self._failed and _is_moot(chunk):
+            return
         if self._held_bytes[source] + _size(chunk) > self._limit_bytes:
             raise ProtocolError(f"it sent more than {self._limit_bytes} bytes for collectives that this rank has not entered")
         if chunk.frame is None and chunk.lent is None:
             chunk.data = bytes(chunk.data)  # a view of the sender's buffer, which is lent for this call only
-        self._held_bytes[source] += _size(chunk)
         chunk.came_ns = chunk.came_ns or time.monotonic_ns()  # kept before: for its group, which was not made yet
-        self._chunks.setdefault(key, []).append((source, chunk))
+        kept = self._chunks.setdefault(key, {}).setdefault(chunk.sequence, [])
+        if _says(chunk, "abort"):
+            self._failed.add((key, chunk.sequence))
+            self._release(each for each in kept if _is_moot(each[1]))
+            kept[:] = [each for each in kept if not _is_moot(each[1])]
+        kept.append((source, chunk))
+        self._held_bytes[source] += _size(chunk)
 
     def take(self, key: int) -> list[tuple[int, Chunk]]:
         """What came for this, by sender; it is not held any more."""
-        taken = self._chunks.pop(key, [])
-        for source, chunk in taken:
-            self._held_bytes[source] -= _size(chunk)
-        self._failed.discard(key)
+        by_number = self._chunks.pop(key, {})
+        self._failed.difference_update((key, sequence) for sequence in by_number)
+        taken = [*chain(*by_number.values())]
+        self._release(taken)
         return taken
 
-    def forgo(self, key: int) -> None:
-        """A collective has failed elsewhere: who enters it fails, too, and needs none of its data. Those who go on without this rank, in
-        one after the other, would be cut off otherwise."""
-        kept = self.take(key)
-        self._failed.add(key)
-        for source, chunk in kept:
-            self.keep(key, source, chunk)
-
     def since(self, key: int) -> int | None:
-        """When the first one for this came, by time.monotonic_ns; None: none has."""
-        kept = self._chunks.get(key)
-        return kept[0][1].came_ns if kept else None
+        """When the first one of what is kept for this came, by time.monotonic_ns; None: nothing is."""
+        return next((chunk.came_ns for _, chunk in chain(*self._chunks.get(key, {}).values())), None)
 
     def __len__(self) -> int:
         """For how many something came."""
@@ -74,18 +73,21 @@ class Early:
     def __contains__(self, key: int) -> bool:
         return key in self._chunks
 
+    def _release(self, chunks: Iterable[tuple[int, Chunk]]) -> None:
+        for source, chunk in chunks:
+            self._held_bytes[source] -= _size(chunk)
 
-def _word(chunk: Chunk) -> Chunk | None:
-    """What is left of a chunk without its data; None: nothing."""
-    if chunk.control is None or not chunk.control.HasField("announcement"):
-        return None
-    signature = chunk.control.announcement.signature
-    word = chunk.saying(mesh_pb2.Control(announcement=mesh_pb2.Announcement(signature=signature, posted=True)))  # else it were a letter
-    word.came_ns = chunk.came_ns
-    return word
+
+def _says(chunk: Chunk, word: str) -> bool:
+    return chunk.control is not None and chunk.control.HasField(word)
+
+
+def _is_moot(chunk: Chunk) -> bool:
+    """Whether it means nothing for a collective that has failed."""
+    return chunk.size > 0 or _says(chunk, "announcement")
 
 
 def _size(chunk: Chunk) -> int:
-    if chunk.lent is not None:
-        return _LOAN_BYTES
+    if chunk.lent is not None or _says(chunk, "abort") or _says(chunk, "group_made"):
+        return _WORD_BYTES
     return _CHUNK_BYTES + len(chunk.data if chunk.frame is None else chunk.frame)

@@ -6,14 +6,13 @@ them have begun it. Sends and receives are groups of two: who ends a group ends 
 
 [Note: first contact] Each rank makes a sub-group at its own time, and until then has nowhere to put what is sent to it there. So each one
 tells the others when it has made one, and waits in its first collectives until it has heard that of all of them: what a rank has to keep
-of groups that it has yet to make is small, however many they are and however much goes ahead in them afterwards (early.py). The world
+of groups that it has yet to make is small, for tens of thousands of them, however much goes ahead in them afterwards (early.py). The world
 needs no such word, for it is made with the mesh, nor do channels, which carry nothing that was not asked for (turns.py).
 """
 
 import asyncio
 import concurrent.futures
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, TypeVar
@@ -73,7 +72,7 @@ class Group:
         self.rounds = Rounds(self, self._ledger)
         self._borrowers = frozenset[int](), frozenset[int]()  # ranks of the mesh, and those of them that are members
         self._running: dict[int, Operation] = {}
-        self._queued: deque[Operation] = deque()
+        self._queued: dict[Operation, asyncio.TimerHandle] = {}  # in their order; when the time of each is over
         # called with the number of a collective that has failed elsewhere after it had ended well here; loop thread
         self.at_failure_elsewhere: list[Callable[[int], object]] = []
         self.roll_call = RollCall(self)
@@ -149,17 +148,40 @@ class Group:
         """Under the ledger's lock."""
         result: concurrent.futures.Future[T] = concurrent.futures.Future()
         result.set_running_or_notify_cancel()  # a started collective cannot be cancelled
-        operation = Operation(self, self._ledger.number_ahead(call), call, algorithm, value, result, prelude)
-        self.board.loop.call(self._submit, operation)
+        operation = Operation(self, self._ledger.draft(call), call, algorithm, value, result, prelude)
+        try:
+            self._ledger.take_ahead(operation.flight)
+            self.board.loop.call(self._submit, operation)
+        except BaseException:  # a Ctrl-C
+            if self._ledger.has_given(operation.flight):
+                self.board.loop.call(self._forgo, operation)
+            raise
         return result
 
     # --- the life of an operation (loop thread)
 
     def _submit(self, operation: Operation) -> None:
         if len(self._running) >= self.board.limits.max_outstanding:
-            self._queued.append(operation)
+            left_s = operation.deadline - time.monotonic()
+            self._queued[operation] = self.board.loop.loop.call_later(left_s, self._enter_late, operation)
         else:
             self._enter(operation)
+
+    def _enter_late(self, operation: Operation) -> None:
+        """Its time is over before its turn has come: it only fails."""
+        del self._queued[operation]
+        self._enter(operation)
+
+    def _forgo(self, operation: Operation) -> None:
+        """A Ctrl-C has come when its number was given out. It fails, unless it was submitted: all others would wait for it."""
+        if self._ledger.is_ahead(operation.sequence) and operation not in self._queued:
+            error = CollectiveError(f"{self.board.where()} {operation.name} was interrupted before it began")
+
+            async def fail(_: Operation) -> None:
+                raise error
+
+            operation.algorithm, operation.prelude = fail, None
+            self._submit(operation)
 
     def _enter(self, operation: Operation) -> None:
         self._ledger.enter(operation.sequence, operation.call.signature)
@@ -183,7 +205,9 @@ class Group:
     async def _attempt(self, operation: Operation) -> None:
         try:
             # what a collective waited for its turn counts, too, or a queue of them would time out one by one
-            async with asyncio.timeout(operation.deadline - time.monotonic()) as limit:
+            async with asyncio.timeout(left_s := operation.deadline - time.monotonic()) as limit:
+                if left_s <= 0:
+                    await asyncio.Event().wait()
                 self.check(operation)
                 if operation.prelude is not None:
                     await operation.prelude()
@@ -238,7 +262,7 @@ class Group:
 
     def _finish(self, operation: Operation) -> None:
         del self._running[operation.sequence]
-        if operation.awaits_turn:
+        if self.party.channel:
             self.board.turns.end(operation)
         operation.revoke()
         self._ledger.early.take(operation.sequence)
@@ -254,7 +278,13 @@ class Group:
         else:
             operation.result.set_exception(operation.error)
         if self._queued and len(self._running) < self.board.limits.max_outstanding:
-            self._enter(self._queued.popleft())
+            self._enter(self._next_queued())
+
+    def _next_queued(self) -> Operation:
+        """The one that has waited longest, which waits no more."""
+        operation = next(iter(self._queued))
+        self._queued.pop(operation).cancel()
+        return operation
 
     # --- traffic (loop thread)
 
@@ -324,8 +354,6 @@ class Group:
             begun = self.rounds.find(chunk.sequence)
             if begun is None and self._ended is None and not self._ledger.has_entered(chunk.sequence):
                 self._ledger.early.keep(chunk.sequence, source, chunk)
-                if chunk.control is not None and chunk.control.HasField("abort"):
-                    self._ledger.early.forgo(chunk.sequence)
                 self.board.wake_receivers()
                 return
         if begun is not None:
@@ -334,7 +362,6 @@ class Group:
         if self.mail is None or chunk.size or chunk.control is None or not chunk.control.HasField("announcement"):
             self.board.telemetry.count_stale()  # else it says where its sender was in a round: often no news any more
         if chunk.control is not None and chunk.control.HasField("abort"):
-            self._acknowledge_abort(source)
             self._take_back(chunk.sequence)
         elif self.party.channel:
             self.board.turns.answer(self.members[source], self.id, chunk.sequence)
@@ -348,17 +375,12 @@ class Group:
 
     def _deliver(self, operation: Operation, source: int, chunk: Chunk) -> None:
         if chunk.control is not None and chunk.control.HasField("abort"):
-            self._acknowledge_abort(source)
             operation.fail(self._verdict(operation, source, chunk.control.abort))
             return
         try:
             operation.on_chunk(source, chunk)
         except ProtocolError as error:
             self.fail(operation, error)
-
-    def _acknowledge_abort(self, source: int) -> None:
-        if self.party.channel:
-            self.board.acknowledge_abort(self.members[source], self.id)
 
     def hear_abort(self, begun: Round, source: int, abort: mesh_pb2.Abort) -> None:
         """Another rank says that a round has failed."""
@@ -401,7 +423,7 @@ class Group:
             if operation.sequence not in but:
                 operation.fail(error)
         while self._queued:
-            operation = self._queued.popleft()
+            operation = self._next_queued()
             self.telemetry.flights.end(operation.flight, time.perf_counter_ns(), error)
             operation.result.set_exception(error)
 
@@ -429,7 +451,8 @@ class Group:
     def _end(self, error: Ending, ended: mesh_pb2.GroupEnded) -> None:
         position = min([self._ledger.position, *(each.sequence for each in self.under_way if each.sequence not in self._outlasting)])
         self.fail_all(error(), but=self._outlasting)
-        word = mesh_pb2.GroupEnded(rank=ended.rank, detail=ended.detail, next_sequence=position)
+        of_channel = bool(self.party.channel)
+        word = mesh_pb2.GroupEnded(rank=ended.rank, detail=ended.detail, next_sequence=position, of_channel=of_channel)
         for peer in self.peers:
             self.tell(peer, 0, mesh_pb2.Control(group_ended=word))
 
@@ -444,8 +467,10 @@ class Group:
             self._outlasting = frozenset(sequence for sequence in under_way if sequence < ended.next_sequence)
         self.end(partial(CollectiveError, f"{self.board.where()} {self.party.title} {by_whom}"), ended)
 
-    def position(self) -> mesh_pb2.Goodbye.Position:
-        return mesh_pb2.Goodbye.Position(group=self.id, next_sequence=self._ledger.position)
+    @property
+    def position(self) -> int:
+        """The number of the next collective to enter. Any thread."""
+        return self._ledger.position
 
     def mismatch(self, operation: Operation | Round, peer: int, theirs: str) -> None:
         """This rank and a peer disagree on what the collective is: end it for everyone."""
@@ -463,6 +488,8 @@ class Group:
         if isinstance(operation, Operation) and operation.awaits_turn and self._is_unanswered(operation):
             self.board.turns.fail(operation, word)
             return
+        if self.party.channel and isinstance(operation, Operation):
+            self.board.turns.keep(operation)
         for peer in self.peers:
             self.tell(peer, operation.sequence, word)
 

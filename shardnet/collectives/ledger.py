@@ -36,28 +36,34 @@ class Ledger:
         self._next = first  # to give out
         self._ahead: set[int] = set()  # numbers that were given out and are not entered yet
 
-    def number(self, call: Call) -> Flight:
-        """The next collective, entered as soon as the lock is free, for the flight recorder, whose ring has them in the order of their
-        numbers. Under the lock."""
-        flight = self.draft(call)
-        self.take(flight)
-        return flight
-
     def draft(self, call: Call) -> Flight:
-        """The same, but the number is given out by `take`: what a Ctrl-C in between keeps from the caller no other rank has to wait for."""
+        """The next collective, for the flight recorder. Its number is given out by `take` or `take_ahead`: what a Ctrl-C before that keeps
+        from the caller no other rank has to wait for. Under the lock."""
         telemetry = self._telemetry
         return telemetry.flights.begin(Flight(self._party, self._next, call.op, call.label, telemetry.step, time.perf_counter_ns()))
 
     def take(self, flight: Flight) -> bool:
-        """Give its number out. Returns whether that had not happened yet."""
+        """Give out the number of a draft that is entered as soon as the lock is free. Returns whether that had not happened yet. Under the
+        lock."""
         is_new = flight.sequence >= self._next
         self._next = max(self._next, flight.sequence + 1)
         return is_new
 
-    def number_ahead(self, call: Call) -> Flight:
-        """The same of one that is not entered before `enter` says so. Under the lock."""
-        self._ahead.add(self._next)
-        return self.number(call)
+    def take_ahead(self, flight: Flight) -> None:
+        """Give out the number of a draft that is not entered before `enter` says so. Under the lock."""
+        self._ahead.add(flight.sequence)
+        self.take(flight)
+
+    def has_given(self, flight: Flight) -> bool:
+        """Whether a draft's number was given out before a Ctrl-C came; else it is free again. Under the lock."""
+        if flight.sequence >= self._next:
+            self._ahead.discard(flight.sequence)
+        return flight.sequence < self._next
+
+    def is_ahead(self, sequence: int) -> bool:
+        """Whether a number was given out, and is not entered yet."""
+        with self.lock:
+            return sequence in self._ahead
 
     def enter(self, sequence: int, signature: str) -> None:
         with self.lock:

@@ -54,6 +54,7 @@ class Operation:
     error: BaseException | None = None
     task: "asyncio.Task[None] | None" = None
     awaits_turn: bool = False  # to be announced, on a channel; see [Note: turns]
+    has_turn: bool = False
     started: bool = False  # the task has begun: only then does cancelling it run its cleanup
     takes_loans: bool = False  # the sink does; set with it
     ready: bool = False  # the sink is set and what came early was delivered: chunks may be handed over directly

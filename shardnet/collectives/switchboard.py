@@ -103,7 +103,7 @@ class Switchboard:
             return False
         del self._groups[group.id]
         self._retired.pop(group.id, None)  # so that the one retired last is the last one
-        self._retired[group.id] = group.position().next_sequence
+        self._retired[group.id] = group.position
         return True
 
     def commons(self, node: frozenset[int]) -> Commons:
@@ -203,31 +203,34 @@ class Switchboard:
             self._causes.setdefault(source, chunk.control.loss.rank)
         elif chunk.control is not None and chunk.control.HasField("goodbye"):
             self._on_goodbye(source, chunk.control.goodbye)
-        elif (group := self._groups.get(chunk.group)) is not None:
-            group.on_chunk(source, chunk)
         else:
-            self._on_chunk_of_none(source, chunk)
+            group = self._groups.get(chunk.group)
+            if chunk.control is not None and chunk.control.HasField("abort") and (group is None or group.party.channel):
+                self._acknowledge_abort(source, chunk.group)
+            if group is not None:
+                group.on_chunk(source, chunk)
+            else:
+                self._on_chunk_of_none(source, chunk)
 
     def _on_chunk_of_none(self, source: int, chunk: Chunk) -> None:
         """Its group is retired, or this rank has not made it yet: there it is nowhere."""
-        position = self._retired.get(chunk.group, 0)
-        if chunk.control is not None and chunk.control.HasField("probe"):
-            reply = mesh_pb2.ProbeReply(id=chunk.control.probe.id, entered=chunk.sequence < position, next_sequence=position)
+        position, control = self._retired.get(chunk.group, 0), chunk.control or mesh_pb2.Control()
+        if control.HasField("probe"):
+            reply = mesh_pb2.ProbeReply(id=control.probe.id, entered=chunk.sequence < position, next_sequence=position)
             self.post(source, Chunk(chunk.epoch, chunk.group, chunk.sequence, control=mesh_pb2.Control(probe_reply=reply)))
+        elif control.HasField("abort_heard"):
+            self.turns.hear(source, chunk.group)
+        elif control.HasField("group_ended") and control.group_ended.of_channel:
+            self._unknown.take(chunk.group)  # nobody will ask for it
         elif chunk.sequence >= position:
             self._unknown.keep(chunk.group, source, chunk)
-        elif chunk.control is not None and chunk.control.HasField("abort_heard"):
-            self.turns.hear(source, chunk.group)
         else:
             self.telemetry.count_stale()
-            if chunk.control is not None and chunk.control.HasField("abort"):
-                self.acknowledge_abort(source, chunk.group)
-            else:
+            if not control.HasField("abort"):
                 self.turns.answer(source, chunk.group, chunk.sequence)
 
-    def acknowledge_abort(self, source: int, channel: int) -> None:
+    def _acknowledge_abort(self, source: int, channel: int) -> None:
         """Tell another rank, on which a send or a receive has failed, that this one has heard of that; see [Note: turns]."""
-        self.turns.hear(source, channel)
         self.post(source, Chunk(self.mesh.epoch, channel, 0, control=mesh_pb2.Control(abort_heard=mesh_pb2.AbortHeard())))
 
     def on_lost(self, rank: int, reason: str) -> None:
@@ -256,8 +259,8 @@ class Switchboard:
     def goodbye(self) -> mesh_pb2.Goodbye:
         """How far this rank has come everywhere. What it has retired long ago has ended for its peers, too."""
         retired = islice(reversed(self._retired.items()), _RETIRED_TOLD)
-        idle = [mesh_pb2.Goodbye.Position(group=group, next_sequence=position) for group, position in retired]
-        return mesh_pb2.Goodbye(positions=[*idle, *(group.position() for group in self._groups.values())])  # of two, the last one counts
+        positions = [*retired, *((group.id, group.position) for group in self._groups.values()), *self.turns.untold()]
+        return mesh_pb2.Goodbye(positions=[mesh_pb2.Goodbye.Position(group=group, next_sequence=next_) for group, next_ in positions])
 
     def _on_goodbye(self, source: int, goodbye: mesh_pb2.Goodbye) -> None:
         positions = self._goodbyes[source] = {position.group: position.next_sequence for position in goodbye.positions}

@@ -3,12 +3,13 @@
 [Note: turns] A rank has a channel only when it has sent or received something there, so what others announce of one it may have to
 keep, and it keeps only so much (early.py). A rank that begins thousands of sends to another one, or of receives from it, with a tag each,
 announces no more of them than that, and the next one when one has been answered. What the other rank has announced itself is answered at
-once and needs no turn. So whatever is begun in whatever order, what both have begun goes on; but a receive from any source finds no send
-that has yet to have its turn.
+once and needs no turn. So whatever is begun in whatever order, what both have begun goes on, but for this: a receive from any source finds
+no send that has yet to have its turn, and if each of two ranks has begun more of what the other one has not than there are turns,
+what both have begun behind that has to wait until some of it is answered, or has failed.
 
-What fails without an answer keeps its turn until the other rank says that it has heard of that, for until then that one keeps the words of
-it. What fails before its turn waits for it all the same, to say so, unless it is asked before: its number is gone, and the other rank would
-wait for it.
+What fails without an answer keeps its turn until the other rank says that it has heard of that, and so keeps no more of it than
+that. What fails before its turn waits for it all the same, to say so, unless it is asked before: its number is gone, and the other rank
+would wait for it.
 """
 
 from collections import Counter, defaultdict
@@ -44,33 +45,25 @@ class Turns:
     """Those of one rank, with each other one. Runs on the loop thread."""
 
     def __init__(self, limits: Limits) -> None:
-        self._most = most_words(limits) // 4  # of two words each, if it fails; half is for words of groups
+        self._most = most_words(limits) // 4  # half is for words of groups, and for what has just failed
         self._taken = Counter[int]()  # by global rank, as the next two
         self._kept = Counter[tuple[int, int]]()  # and by channel: of these, those that what has failed there keeps
         self._waiting: defaultdict[int, dict[Key, Operation | _Failure]] = defaultdict(dict)  # in their order
 
     @asynccontextmanager
     async def turn(self, op: Operation, peer: int) -> AsyncIterator[None]:
-        """What is done under it announces an operation of a channel to its other end, and waits for the answer."""
-        rank, key = op.group.members[peer], (op.group.id, op.sequence)
-        has_turn = await self._wait(op, peer, rank, key)
-        try:
-            yield
-        except BaseException:
-            if has_turn and op.error is None and not op.has_announced(peer):  # it has failed here, and the other rank is told so
-                self._kept[rank, op.group.id] += 1
-                has_turn = False
-            raise
-        finally:
-            if has_turn:
-                self._give_back(rank)
+        """What is done under it announces an operation of a channel to its other end, and waits for the answer. If that fails, `keep` or
+        `end` has the turn."""
+        await self._wait(op, peer)
+        yield
+        self._give_back(op)
 
-    async def _wait(self, op: Operation, peer: int, rank: int, key: Key) -> bool:
-        """Until it is its turn, or it needs none, because the other end has announced it. Returns whether it has one."""
-        has_turn = False
+    async def _wait(self, op: Operation, peer: int) -> None:
+        """Until it is its turn, or it needs none, because the other end has announced it."""
+        rank, key = _place(op)
         self._waiting[rank][key] = op
         try:
-            while not (op.has_announced(peer) or (has_turn := self._take(rank))):
+            while not (op.has_announced(peer) or self._take(op, rank)):
                 await op.news()
         except BaseException:
             if op.error is not None:  # else it has failed here, and keeps its place for the word of that
@@ -78,19 +71,26 @@ class Turns:
             raise
         op.awaits_turn = False
         self._leave(rank, key)
-        return has_turn
 
     def fail(self, op: Operation, word: mesh_pb2.Control) -> None:
         """Have the other end hear that something has failed before its turn, when its turn comes, or it is asked."""
-        rank = op.group.members[1 - op.group.rank]
-        self._waiting[rank][op.group.id, op.sequence] = _Failure(op.group, op.sequence, word)
+        rank, key = _place(op)
+        self._waiting[rank][key] = _Failure(op.group, op.sequence, word)
         self._call_next(rank)
 
+    def keep(self, op: Operation) -> None:
+        """The other end is about to be told that something has failed. Its turn, if it has one, is over when that was heard."""
+        if op.has_turn:
+            op.has_turn = False
+            rank, (channel, _) = _place(op)
+            self._kept[rank, channel] += 1
+
     def end(self, op: Operation) -> None:
-        """Something has ended before its turn. If others hear of that in another way, or not at all, it does not wait any more."""
-        rank, key = op.group.members[1 - op.group.rank], (op.group.id, op.sequence)
+        """Something has ended. If it waits for its turn, or has it, others hear of its end in another way, or not at all."""
+        rank, key = _place(op)
         if self._waiting[rank].get(key) is op:
             self._leave(rank, key)
+        self._give_back(op)
 
     def answer(self, rank: int, channel: int, sequence: int) -> None:
         """The other end of a channel is in one that is over here."""
@@ -105,17 +105,27 @@ class Turns:
             self._kept[key] -= 1
             if not self._kept[key]:
                 del self._kept[key]
-            self._give_back(rank)
+            self._taken[rank] -= 1
+            self._call_next(rank)
 
-    def _take(self, rank: int) -> bool:
+    def untold(self) -> list[Key]:
+        """What has failed before its turn and nobody has heard of, the first one of a channel last."""
+        waiting = (key for each in self._waiting.values() for key, failure in each.items() if isinstance(failure, _Failure))
+        return sorted(waiting, reverse=True)
+
+    def _take(self, op: Operation, rank: int) -> bool:
         if self._taken[rank] >= self._most:
             return False
         self._taken[rank] += 1
+        op.has_turn = True
         return True
 
-    def _give_back(self, rank: int) -> None:
-        self._taken[rank] -= 1
-        self._call_next(rank)
+    def _give_back(self, op: Operation) -> None:
+        if op.has_turn:
+            op.has_turn = False
+            rank, _ = _place(op)
+            self._taken[rank] -= 1
+            self._call_next(rank)
 
     def _leave(self, rank: int, key: Key) -> None:
         """It does not wait any more. It may have been called, and needs no turn."""
@@ -126,11 +136,16 @@ class Turns:
         waiting = self._waiting[rank]
         while self._taken[rank] < self._most and waiting:
             key, first = next(iter(waiting.items()))
-            if isinstance(first, _Failure):
+            if not isinstance(first, _Failure):
+                first.look()
+                return
+            del waiting[key]
+            if not first.channel.is_closed:  # or nobody will ask for it
                 self._taken[rank] += 1
                 self._kept[rank, first.channel.id] += 1
                 first.tell()
-                del waiting[key]
-            else:
-                first.look()
-                return
+
+
+def _place(op: Operation) -> tuple[int, Key]:
+    """Whose turn it waits for, the global rank at the other end of its channel, and as what."""
+    return op.group.members[1 - op.group.rank], (op.group.id, op.sequence)

@@ -144,14 +144,16 @@ class AbortHeard(_message.Message):
     def __init__(self) -> None: ...
 
 class GroupEnded(_message.Message):
-    __slots__ = ("rank", "detail", "next_sequence")
+    __slots__ = ("rank", "detail", "next_sequence", "of_channel")
     RANK_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
     NEXT_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    OF_CHANNEL_FIELD_NUMBER: _ClassVar[int]
     rank: int
     detail: str
     next_sequence: int
-    def __init__(self, rank: _Optional[int] = ..., detail: _Optional[str] = ..., next_sequence: _Optional[int] = ...) -> None: ...
+    of_channel: bool
+    def __init__(self, rank: _Optional[int] = ..., detail: _Optional[str] = ..., next_sequence: _Optional[int] = ..., of_channel: _Optional[bool] = ...) -> None: ...
 
 class Probe(_message.Message):
     __slots__ = ("id",)

@@ -59,14 +59,14 @@ async def test_ctrl_c_at_any_line(kind: str) -> None:
     call = CALLS[kind]
     async with local_cluster(2, limits=LIMITS) as ranks:
         for line in count(1):
-            entered = ranks[0]._group.position().next_sequence
+            entered = ranks[0]._group.position
             theirs = call(ranks[1])
             with ctrl_c_at(line) as lines:
                 try:
                     mine = call(ranks[0]).wait()
                 except KeyboardInterrupt:
                     mine = None
-            if mine is None and ranks[0]._group.position().next_sequence == entered:
+            if mine is None and ranks[0]._group.position == entered:
                 mine = await call(ranks[0])  # it had not begun
             ends = [mine, *await asyncio.gather(asyncio.to_thread(theirs.wait, 5.0), return_exceptions=True)]
             assert not isinstance(ends[1], Exception) or "aborted by rank 0: " in str(ends[1]), f"line {line}"

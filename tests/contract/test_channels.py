@@ -235,7 +235,7 @@ async def test_who_has_retired_a_channel_says_that_it_has_heard_of_a_failure(fre
         word = mesh_pb2.Control(abort=mesh_pb2.Abort(reason=mesh_pb2.Abort.TIMEOUT, detail="too late"))
 
         def fail() -> None:
-            assert board.turns._take(1)
+            board.turns._taken[1] += 1
             board.turns._kept[1, number] += 1
             board.post(1, Chunk(board.mesh.epoch, number, 0, control=word))
 
