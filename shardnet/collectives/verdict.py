@@ -3,7 +3,7 @@ same kind of error, with the same ranks in it."""
 
 from typing import TYPE_CHECKING
 
-from shardnet.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, PeerLost
+from shardnet.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, PeerLost, ShardnetError, SizeMismatchError
 from shardnet.pb.mesh_pb2 import Abort
 
 if TYPE_CHECKING:
@@ -29,11 +29,13 @@ def pack(error: BaseException) -> Abort:
             return Abort(reason=Abort.TIMEOUT, detail=detail, ranks=error.missing)
         case PeerLost():
             return Abort(reason=Abort.LOST, detail=detail, ranks=[error.rank])
+        case SizeMismatchError(expected=int(expected), got=int(sent)):
+            return Abort(reason=Abort.SIZES, detail=detail, expected=expected, sent=sent)
         case _:
             return Abort(reason=Abort.FAILED, detail=detail)
 
 
-def unpack(abort: Abort, where: str) -> CollectiveError:
+def unpack(abort: Abort, where: str) -> ShardnetError:
     """The error for this rank; `where` says which collective was aborted by whom."""
     text = f"{where}: {abort.detail}"
     match abort.reason:
@@ -43,5 +45,7 @@ def unpack(abort: Abort, where: str) -> CollectiveError:
             return CollectiveTimeout(text, abort.ranks)
         case Abort.LOST if abort.ranks:
             return PeerLost(text, abort.ranks[0])
+        case Abort.SIZES:
+            return SizeMismatchError(abort.expected, abort.sent, message=text)
         case _:
             return CollectiveError(text)

@@ -114,7 +114,7 @@ class Grant(_message.Message):
     def __init__(self, serial: _Optional[int] = ..., id: _Optional[int] = ..., descriptor: _Optional[int] = ..., inode: _Optional[int] = ..., size: _Optional[int] = ..., dropped: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Abort(_message.Message):
-    __slots__ = ("reason", "detail", "ranks")
+    __slots__ = ("reason", "detail", "ranks", "expected", "sent")
     class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         REASON_UNSPECIFIED: _ClassVar[Abort.Reason]
@@ -122,18 +122,24 @@ class Abort(_message.Message):
         TIMEOUT: _ClassVar[Abort.Reason]
         FAILED: _ClassVar[Abort.Reason]
         LOST: _ClassVar[Abort.Reason]
+        SIZES: _ClassVar[Abort.Reason]
     REASON_UNSPECIFIED: Abort.Reason
     MISMATCH: Abort.Reason
     TIMEOUT: Abort.Reason
     FAILED: Abort.Reason
     LOST: Abort.Reason
+    SIZES: Abort.Reason
     REASON_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_FIELD_NUMBER: _ClassVar[int]
+    SENT_FIELD_NUMBER: _ClassVar[int]
     reason: Abort.Reason
     detail: str
     ranks: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, reason: _Optional[_Union[Abort.Reason, str]] = ..., detail: _Optional[str] = ..., ranks: _Optional[_Iterable[int]] = ...) -> None: ...
+    expected: int
+    sent: int
+    def __init__(self, reason: _Optional[_Union[Abort.Reason, str]] = ..., detail: _Optional[str] = ..., ranks: _Optional[_Iterable[int]] = ..., expected: _Optional[int] = ..., sent: _Optional[int] = ...) -> None: ...
 
 class GroupMade(_message.Message):
     __slots__ = ()

@@ -5,6 +5,7 @@ import linecache
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from types import FrameType
@@ -15,6 +16,7 @@ import torch
 
 import shardnet
 from shardnet.backend import Backend, NodeBuffer, Pending
+from shardnet.loop import LoopThread
 from shardnet.testing import each_rank, local_cluster
 from shardnet.transport.shared_memory import futex
 from tests.collectives.rounds import LARGE, LIMITS, SMALL, ones_of
@@ -54,10 +56,10 @@ def ctrl_c_at(line: int) -> Iterator[Callable[[], int]]:
 
 
 @pytest.mark.filterwarnings("ignore:.* was never awaited:ResourceWarning")
-@pytest.mark.parametrize("kind", CALLS)
+@pytest.mark.parametrize("kind", [*CALLS, "over streams"])
 async def test_ctrl_c_at_any_line(kind: str) -> None:
-    call = CALLS[kind]
-    async with local_cluster(2, limits=LIMITS) as ranks:
+    call, limits = CALLS.get(kind, CALLS["a letter"]), LIMITS if kind in CALLS else replace(LIMITS, letter_bytes=0)
+    async with local_cluster(2, limits=limits) as ranks:
         for line in count(1):
             entered = ranks[0]._group.position
             theirs = call(ranks[1])
@@ -66,6 +68,7 @@ async def test_ctrl_c_at_any_line(kind: str) -> None:
                     mine = call(ranks[0]).wait()
                 except KeyboardInterrupt:
                     mine = None
+            await LoopThread.shared().run_here(asyncio.sleep(0))  # which has entered it by then, if it had begun
             if mine is None and ranks[0]._group.position == entered:
                 mine = await call(ranks[0])  # it had not begun
             ends = [mine, *await asyncio.gather(asyncio.to_thread(theirs.wait, 5.0), return_exceptions=True)]
@@ -78,4 +81,5 @@ async def test_ctrl_c_at_any_line(kind: str) -> None:
             if lines() < line:
                 break
         assert line > 100
+        assert not ranks[0]._group._ledger._ahead
     assert not ranks[0]._group.under_way

@@ -1,5 +1,6 @@
 """The numbers of the reference, literally."""
 
+import asyncio
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from shardnet.backend import Backend, LoopbackBackend, ReduceOp, SubBackend
+from shardnet.collectives.operation import Operation
 from shardnet.errors import (
     DtypeError,
     InvalidRankError,
@@ -16,6 +18,7 @@ from shardnet.errors import (
     SizeMismatchError,
     UsageError,
 )
+from shardnet.pb.mesh_pb2 import Announcement
 from shardnet.testing import each_rank
 from tests.contract.conftest import MakeCluster
 
@@ -91,21 +94,31 @@ async def test_send_and_receive(pair: Ranks) -> None:
     assert await each_rank(pair, work) == [[1, 7], [0, 7]]
 
 
-async def test_size_of_a_receive(pair: Ranks) -> None:
-    """Both ends are told, and the next message between them arrives."""
-    text = "rank 0 sends 3 elements, but rank 1 receives into 4; give both tensors one size"
+@pytest.mark.parametrize("first", [0, 1])
+async def test_size_of_a_receive(pair: Ranks, first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ends are told, whichever sees it first, and the next message between them arrives."""
+    text, tag = "rank 0 sends 3 elements, but rank 1 receives into 4; give both tensors one size", f"seen by {first}"
+    cleared = Operation.cleared
+
+    async def cleared_late(op: Operation, peer: int) -> Announcement:
+        theirs = await cleared(op, peer)
+        if tag in op.group.party.channel and op.sequence == 0 and op.group.rank != first:
+            await asyncio.Event().wait()
+        return theirs
+
+    monkeypatch.setattr(Operation, "cleared", cleared_late)
 
     async def work(rank: Backend) -> list[int]:
         if rank.rank == 0:
             with pytest.raises(SizeMismatchError, match=rf"\[rank 0/2 .* send .*{text}") as caught:
-                await rank.send(torch.zeros(3), 1)
+                await rank.send(torch.zeros(3), 1, tag=tag)
             assert (caught.value.expected, caught.value.got) == (4, 3)
-            await rank.send(T([1, 2]), 1)
+            await rank.send(T([1, 2]), 1, tag=tag)
             return []
         with pytest.raises(SizeMismatchError, match=rf"\[rank 1/2 .* recv .*{text}") as caught:
-            await rank.recv(torch.zeros(4), 0)
+            await rank.recv(torch.zeros(4), 0, tag=tag)
         assert (caught.value.expected, caught.value.got) == (4, 3)
-        return (await rank.recv(torch.zeros(2, dtype=torch.int64), 0)).tolist()
+        return (await rank.recv(torch.zeros(2, dtype=torch.int64), 0, tag=tag)).tolist()
 
     assert (await each_rank(pair, work))[1] == [1, 2]
 

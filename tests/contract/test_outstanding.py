@@ -4,10 +4,12 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 
 from shardnet.backend import Backend, Pending
 from shardnet.config import Limits
+from shardnet.errors import CollectiveTimeout
 from shardnet.testing import each_rank
 from tests.contract.conftest import MakeCluster
 
@@ -125,3 +127,33 @@ async def test_a_rank_that_runs_ahead(four: Ranks) -> None:
     others = [program(rank) for rank in four[1:]]
     for rank, started in enumerate([ahead, *others]):
         await finish(started, rank)
+
+
+async def test_what_waits_for_its_turn_ends_when_its_time_is_over(fresh: MakeCluster) -> None:
+    """And not when those before it have ended; what is behind it goes on."""
+    async with fresh(2, limits=Limits(max_outstanding=2)) as ranks:
+        first = [ranks[0].all_reduce(torch.ones(1)) for _ in range(2)]
+        for call in (ranks[0].all_reduce, ranks[0].all_gather):
+            with pytest.raises(CollectiveTimeout, match=r"did not end within 0\.1 s: missing rank 1 "):
+                await call(torch.ones(1), timeout_s=0.1)
+        last = ranks[0].all_reduce(torch.ones(1))
+        assert not any(handle.done() for handle in first)
+        theirs = [ranks[1].all_reduce(torch.ones(1)) for _ in first]
+        for handle in (ranks[1].all_reduce(torch.ones(1)), ranks[1].all_gather(torch.ones(1))):
+            with pytest.raises(CollectiveTimeout):
+                await handle
+        for handle in (*first, *theirs, last, ranks[1].all_reduce(torch.ones(1))):
+            assert (await handle).item() == 2
+
+
+async def test_messages_that_wait_for_their_turn_end_when_their_time_is_over(fresh: MakeCluster) -> None:
+    async with fresh(2, limits=Limits(max_outstanding=2)) as ranks:
+        first = [ranks[0].send(torch.ones(1), 1) for _ in range(2)]
+        with pytest.raises(CollectiveTimeout, match=r"send #2 .* did not end within 0\.1 s: missing rank 1 "):
+            await ranks[0].send(torch.ones(1), 1, timeout_s=0.1)
+        assert not any(handle.done() for handle in first)
+        for handle in first:
+            await ranks[1].recv(torch.zeros(1), 0)
+            await handle
+        with pytest.raises(CollectiveTimeout):
+            await ranks[1].recv(torch.zeros(1), 0)

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from shardnet.backend.mesh_backend import MeshBackend
 from shardnet.collectives import channels
 from shardnet.collectives.early import most_words
 from shardnet.collectives.roll_call import Attendance, RollCall
+from shardnet.collectives.switchboard import Switchboard
 from shardnet.config import KIB, Limits
 from shardnet.errors import ClosedError, CollectiveError, CollectiveMismatch, CollectiveTimeout, PeerLost
 from shardnet.loop import LoopThread
@@ -98,6 +100,16 @@ async def test_who_dies_before_it_makes_a_group_is_named(fresh: MakeCluster) -> 
                 await handle
         for rank in ranks[:2]:
             rank.abort()
+
+
+async def test_thousands_of_groups_that_others_have_yet_to_make(fresh: MakeCluster) -> None:
+    """Each costs a rank an eighth of what any other word does."""
+    async with fresh(2, limits=LIMITS) as ranks:
+        groups = [ranks[0].subgroup(range(2)) for _ in range(4 * WORDS)]
+        await announced(*ranks)
+        last = [[ranks[1].subgroup(range(2)) for _ in groups][-1], groups[-1]]
+        for handle in [group.all_reduce(torch.ones(1)) for group in last]:
+            assert (await handle).item() == 2
 
 
 async def test_a_group_that_ended_before_others_have_made_it(fresh: MakeCluster) -> None:
@@ -301,3 +313,99 @@ async def test_who_waits_for_a_turn_hears_of_a_loss_and_of_the_end(fresh: MakeCl
             with pytest.raises(PeerLost, match="rank 1"):
                 await handle
         ranks[0].abort()
+
+
+def books(rank: Backend) -> tuple[object, ...]:
+    """All that there is about messages that have no answer yet."""
+    assert isinstance(rank, MeshBackend)
+    turns = rank._board.turns
+    return +turns._taken, turns._kept, [*filter(None, turns._waiting.values())], rank._board._unknown._chunks
+
+
+async def check_settled(ranks: Sequence[Backend]) -> None:
+    """All that has been said is heard, nothing is left of it, and messages come as ever."""
+    for _ in range(2):
+        await announced(*ranks)
+        await announced(*ranks[::-1])
+    nothing: tuple[object, ...] = (Counter(), Counter(), [], {})
+    assert await value_on_loop(lambda: [books(rank) for rank in ranks]) == [nothing, nothing]
+
+
+@pytest.mark.parametrize("at", ["one rank", "both"])
+async def test_groups_that_end_with_more_messages_than_the_other_rank_would_keep(fresh: MakeCluster, at: str) -> None:
+    """It has made none of their channels, and will not."""
+    async with fresh(2, limits=LIMITS) as ranks:
+        for count in (2 * WORDS, *[1] * WORDS):
+            groups = [rank.subgroup(range(2)) for rank in ranks]
+            handles = [groups[0].send(numbers(0), 1, tag=str(number)) for number in range(count)]
+            await announced(*ranks)
+            for group in groups[: 1 if at == "one rank" else 2]:
+                group.disband("enough")
+            for handle in handles:
+                with pytest.raises((ClosedError, CollectiveError), match="enough"):
+                    await handle
+        await check_settled(ranks)
+
+
+async def test_what_has_failed_in_groups_that_ended_keeps_no_turn(fresh: MakeCluster) -> None:
+    async with fresh(2, limits=LIMITS) as ranks:
+        for number in range(WORDS):
+            groups = [rank.subgroup(range(2)) for rank in ranks]
+            vain = [groups[0].send(numbers(0), 1, tag="to", timeout_s=0.05), groups[1].send(numbers(0), 0, tag="fro", timeout_s=0.05)]
+            if number % 2:
+                groups[0].disband("enough")
+            for handle in vain:
+                with pytest.raises((ClosedError, CollectiveError)):
+                    await handle
+            for group in groups:
+                group.disband("enough")
+        await check_settled(ranks)
+
+
+async def test_a_group_that_ends_while_others_are_told_what_has_failed_there(fresh: MakeCluster) -> None:
+    """What has no turn for that yet is told no more."""
+    async with fresh(2, limits=LIMITS) as ranks:
+        groups = [rank.subgroup(range(2)) for rank in ranks]
+        vain = [groups[0].send(numbers(0), 1, tag=str(number), timeout_s=0.1) for number in range(4 * WORDS)]
+        with pytest.raises(CollectiveTimeout):
+            await vain[0]
+        groups[0].disband("enough")
+        for handle in vain:
+            with pytest.raises((ClosedError, CollectiveTimeout)):
+                await handle
+        await check_settled(ranks)
+
+
+async def test_who_has_failed_in_all_its_turns_goes_on(fresh: MakeCluster) -> None:
+    """One of them in sends, the other one in receives, and neither in what the other one has begun."""
+    async with fresh(2, limits=LIMITS) as ranks:
+        vain: list[Pending[Any]] = [ranks[0].send(numbers(0), 1, tag=f"to {number}", timeout_s=0.1) for number in range(2 * WORDS)]
+        vain += [ranks[1].recv(room()[0], 0, tag=f"fro {number}", timeout_s=0.1) for number in range(2 * WORDS)]
+        for handle in vain:
+            with pytest.raises(CollectiveTimeout, match="missing rank"):
+                await handle
+        (into,) = room()
+        sent, received = ranks[0].send(numbers(7), 1, tag="new"), ranks[1].recv(into, 0, tag="new")
+        await received
+        await sent
+        assert into.item() == 7
+
+
+async def test_who_leaves_with_a_failure_that_it_has_not_told_is_not_waited_for(
+    fresh: MakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither of them hears that the other one has heard of its failures, so that none has a turn for more."""
+    monkeypatch.setattr(Switchboard, "_acknowledge_abort", lambda *_: None)
+    async with fresh(2, limits=LIMITS) as ranks:
+        vain: list[Pending[Any]] = [ranks[0].send(numbers(0), 1, tag=f"to {number}", timeout_s=0.1) for number in range(WORDS // 4)]
+        vain += [ranks[1].recv(room()[0], 0, tag=f"fro {number}", timeout_s=0.1) for number in range(WORDS // 4)]
+        late = ranks[0].send(numbers(0), 1, tag="late", timeout_s=0.1)
+        for handle in (*vain, late):
+            with pytest.raises(CollectiveTimeout):
+                await handle
+        received = ranks[1].recv(room()[0], 0, tag="late", timeout_s=30.0)
+        await ranks[0].aclose()
+        async with asyncio.timeout(10.0):
+            with pytest.raises(PeerLost, match="it left the cluster without entering this collective"):
+                await received
+        ranks[1].abort()
