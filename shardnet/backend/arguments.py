@@ -1,7 +1,8 @@
 """What a collective is called with, checked, and the errors of ranks that were called with different things."""
 
 from collections.abc import Sequence
-from math import prod
+from math import inf, prod
+from typing import SupportsIndex
 
 import torch
 
@@ -10,24 +11,29 @@ from shardnet.collectives.exchange import Disagreement
 from shardnet.collectives.hierarchical import Bounds
 from shardnet.collectives.operation import Operation
 from shardnet.collectives.reduction import ReduceOp, as_array, check_dtype, dtype_name
-from shardnet.errors import CollectiveMismatch, SizeMismatchError, UsageError
+from shardnet.errors import CollectiveMismatch, InvalidRankError, SizeMismatchError, UsageError
 
 Tensor = torch.Tensor
 
 
 def as_input(tensor: Tensor, op: ReduceOp | None = None) -> Tensor:
     """The tensor as the collectives take it: detached, contiguous (copied if it is not)."""
+    _check_tensor(tensor, "tensor")
+    if op is not None and not isinstance(op, ReduceOp):
+        raise UsageError(f"`op` must be a ReduceOp of shardnet, such as ReduceOp.SUM, got {op!r}")
     check_dtype(tensor.dtype, op)
-    _check_device(tensor)
     return tensor.detach().contiguous()
 
 
-def as_output(out: Tensor | None, like: Tensor, shape: Sequence[int], name: str = "out") -> Tensor:
-    """`out`, which the caller knows by that name, if it fits, wherever it is, or a new tensor, of the dtype and on the device of `like`."""
+def as_output(out: Tensor | None, like: Tensor, shape: Sequence[int] | None, name: str = "out") -> Tensor:
+    """`out`, which the caller knows by that name, if it fits, wherever it is, or a new tensor, of the dtype and on the device of `like`,
+    and of its shape if none is given."""
+    _check_tensor(like, "tensor" if out is not like else name)
+    shape = like.shape if shape is None else shape
     if out is None:
         return torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
+    _check_tensor(out, name)
     check_dtype(out.dtype, None)
-    _check_device(out)
     if out.dtype != like.dtype:
         raise SizeMismatchError(dtype_name(like.dtype), dtype_name(out.dtype), f"as dtype of `{name}`")
     if out.numel() != prod(shape):
@@ -47,12 +53,33 @@ def check_pieces(pieces: Sequence[Tensor]) -> None:
     """Raise UsageError unless they can be taken for one tensor."""
     if not pieces:
         raise UsageError("there must be a piece at least: pass an empty tensor where a rank has nothing")
+    for piece in pieces:
+        _check_tensor(piece, "piece")
     kinds = {(dtype_name(piece.dtype), str(piece.device)) for piece in pieces}
     if len(kinds) > 1:
         raise UsageError(f"pieces must have one dtype and be on one device, got {sorted(kinds)}")
 
 
-def _check_device(tensor: Tensor) -> None:
+def seconds(timeout_s: object) -> float:
+    """A timeout, checked."""
+    if not isinstance(timeout_s, int | float) or not 0 < timeout_s < inf:
+        raise UsageError(f"`timeout_s` must be a number of seconds above 0, got {timeout_s!r}")
+    return timeout_s
+
+
+def check_rank(rank: object, world_size: int, what: str) -> None:
+    """Raise UsageError unless it is a rank of a group of so many, as the call knows by that name."""
+    if not isinstance(rank, SupportsIndex):
+        raise UsageError(f"a {what} must be a rank, from 0 to {world_size - 1}, got {rank!r}")
+    if not 0 <= rank.__index__() < world_size:
+        raise InvalidRankError(rank.__index__(), world_size, what)
+
+
+def _check_tensor(tensor: object, name: str) -> None:
+    if not isinstance(tensor, Tensor):
+        raise UsageError(f"`{name}` must be a torch.Tensor, got a value of type {type(tensor).__name__}")
+    if tensor.layout is not torch.strided:
+        raise UsageError(f"`{name}` must be dense, got one of layout {tensor.layout}: send its indices and values, or to_dense()")
     if tensor.device.type not in ("cpu", "cuda"):
         raise UsageError(f"this backend moves tensors of the CPU and of CUDA devices, got one on {tensor.device}")
 

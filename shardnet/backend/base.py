@@ -106,7 +106,7 @@ class Backend(ABC):
         Where there is none, it may come in `tensor`, which must be contiguous and belongs to the collective until then. Where there is,
         that of other ranks is never touched, so `torch.empty` takes no memory.
         """
-        out = as_output(tensor, tensor, tensor.shape, "tensor")
+        out = as_output(tensor, tensor, None, "tensor")
         return self.broadcast(tensor, root, out=out, timeout_s=timeout_s, label=label).read_as(NodeBuffer)
 
     @property
@@ -197,7 +197,8 @@ class Backend(ABC):
 
     @abstractmethod
     def subgroup(self, members: Sequence[int]) -> "Backend":
-        """The same backend over some of its ranks; see `SubBackend`. Call it on every member, in the same order."""
+        """The same backend over some of its ranks, numbered anew in their own order, whatever that of `members`; see `SubBackend`. Call it
+        on every member, in the same order."""
 
     @abstractmethod
     async def aclose(self) -> None:

@@ -1,6 +1,6 @@
 """A backend over a mesh: checks the call, makes the result tensor, and hands flat arrays to the collectives."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from math import prod
@@ -12,6 +12,7 @@ from shardnet.backend.arguments import (
     as_input,
     as_output,
     check_pieces,
+    check_rank,
     copy,
     disagree_all_to_all,
     disagree_send,
@@ -19,6 +20,7 @@ from shardnet.backend.arguments import (
     largest,
     row_sizes,
     scattered_sizes,
+    seconds,
 )
 from shardnet.backend.base import Backend, Tensor
 from shardnet.backend.node_buffer import NodeBuffer
@@ -167,7 +169,7 @@ class MeshBackend(Backend):
 
     def broadcast_on_node(self, tensor: Tensor, root: int, *, timeout_s: float | None = None, label: str = "") -> Pending[NodeBuffer]:
         self._check_rank(root, "broadcast root")
-        source = as_output(tensor, tensor, tensor.shape, "tensor")
+        source = as_output(tensor, tensor, None, "tensor")
         bounds = plans.bounds_of([source.numel() if rank == root else 0 for rank in range(self.world_size)])
         if self._is_staged(source) or not self._fits_commons(bounds, source.itemsize):
             return super().broadcast_on_node(tensor, root, timeout_s=timeout_s, label=label)
@@ -342,7 +344,7 @@ class MeshBackend(Backend):
             return self._staging.begin(channel, call, plan, source, None, None)
 
     def recv(self, into: Tensor, source: int, *, tag: str = "", timeout_s: float | None = None, label: str = "") -> Pending[Tensor]:
-        result = as_output(into, into, into.shape, "into")
+        result = as_output(into, into, None, "into")
         call = self._call("recv", dtype_name(into.dtype), timeout_s, label, on_the_wire="send/recv")
         with self._channel(source, tag, sending=False) as channel:
             peer = 1 - channel.rank
@@ -351,7 +353,7 @@ class MeshBackend(Backend):
             return self._staging.begin(channel, call, plan, None, result, result)
 
     def recv_any(self, into: Tensor, *, tag: str = "", timeout_s: float | None = None, label: str = "") -> Pending[int]:
-        result = as_output(into, into, into.shape, "into")
+        result = as_output(into, into, None, "into")
         if is_on_gpu(result):
             raise UsageError("recv_any fills a tensor of the CPU: copy it to the GPU, or name the source")
         if self.world_size == 1:
@@ -404,7 +406,7 @@ class MeshBackend(Backend):
     def _call(self, op: str, detail: str, timeout_s: float | None, label: str, *tensors: Tensor, on_the_wire: str = "") -> Call:
         if any(map(is_on_gpu, tensors)):
             detail += " on a GPU"  # for what is on the CPU may take another way
-        return Call(op, label, detail, self._timeouts.collective_s if timeout_s is None else timeout_s, on_the_wire or op)
+        return Call(op, label, detail, self._timeouts.collective_s if timeout_s is None else seconds(timeout_s), on_the_wire or op)
 
     def _at_once(self, op: str, result: T) -> Pending[T]:
         """A collective that needs no traffic."""
@@ -447,8 +449,7 @@ class MeshBackend(Backend):
         return self._group.channels.channel(*((self.rank, other) if sending else (other, self.rank)), tag)
 
     def _check_rank(self, rank: int, what: str) -> None:
-        if not 0 <= rank < self.world_size:
-            raise InvalidRankError(rank, self.world_size, what)
+        check_rank(rank, self.world_size, what)
 
 
 class SubBackend(MeshBackend):
@@ -459,11 +460,13 @@ class SubBackend(MeshBackend):
     """
 
     def __init__(self, parent: MeshBackend, members: Sequence[int]) -> None:
+        if not isinstance(members, Iterable):
+            raise UsageError(f"a sub-group is made of ranks, such as [0, 2], got {members!r}")
+        for member in (members := list(members)):
+            parent._check_rank(member, "sub-group member")
         self.members = tuple(sorted(set(members)))  # ranks of the parent
         if not self.members:
             raise InvalidWorldSizeError("a sub-group needs at least one member")
-        for member in self.members:
-            parent._check_rank(member, "sub-group member")
         if parent.rank not in self.members:
             message = (
                 f"rank {parent.rank} of {parent.world_size}: this rank is no member of the sub-group {list(self.members)}; "

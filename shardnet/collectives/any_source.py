@@ -100,9 +100,10 @@ class AnySource:
         except TimeoutError:
             if not limit.expired():
                 raise
-            ranks = ", ".join(map(str, self._channels))
-            detail = f"{call.op} from any source did not end within {call.timeout_s:g} s: none of ranks {ranks} has sent anything"
-            raise CollectiveTimeout(f"{self._board.where()} {detail}", tuple(self._channels)) from None
+            others = [*self._channels]
+            nobody = f"rank {others[0]} has not" if len(others) == 1 else f"none of ranks {', '.join(map(str, others))} has"
+            detail = f"{call.op} from any source did not end within {call.timeout_s:g} s: {nobody} sent anything"
+            raise CollectiveTimeout(f"{self._board.where()} {detail}", others) from None
         finally:
             self.choosing.discard(task)
             if not self.choosing:

@@ -69,6 +69,8 @@ def sharded_state(module: nn.Module, groups: Sequence[FlatGroup], rank: int) -> 
 
 def load_full_state(module: nn.Module, groups: Sequence[FlatGroup], rank: int, state: FullState, *, strict: bool) -> Any:
     """Take this rank's slices out of whole parameters, one at a time; no traffic. Returns what nn.Module.load_state_dict returns."""
+    if state is None:
+        raise UsageError("there is no state to load: every rank must be given all of it, from a file or gathered without rank0_only")
     pieces = {
         name: piece
         for group in groups

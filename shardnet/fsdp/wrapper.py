@@ -36,6 +36,18 @@ T = TypeVar("T")
 Tensor = torch.Tensor
 
 
+def _check_kinds(module: object, prefetch: object, mixed_precision: object, compression: object) -> None:
+    """Raise UsageError for an argument of another kind than it must be."""
+    if not isinstance(module, nn.Module):
+        raise UsageError(f"only an nn.Module can be sharded, got a value of type {type(module).__name__}")
+    if not isinstance(prefetch, int) or prefetch < 0:
+        raise UsageError(f"prefetch must be a number of units and not negative, got {prefetch!r}")
+    if not isinstance(mixed_precision, MixedPrecision | None):
+        raise UsageError(f"mixed_precision must be a MixedPrecision, such as MixedPrecision(torch.bfloat16), got {mixed_precision!r}")
+    if not isinstance(compression, Compression | None):
+        raise UsageError(f"compression must be a Compression, such as Compression(weights='int8', gradients='int8'), got {compression!r}")
+
+
 class FSDP(nn.Module):
     """A module whose parameters, gradients and optimizer state are spread over the ranks of a backend.
 
@@ -72,7 +84,8 @@ class FSDP(nn.Module):
     Raises CollectiveMismatch on all ranks if one is given another model, or other arguments that say what is sent.
     Every rank must then do the same: run the same units in the same order and call the methods marked as collectives
     alike. A training loop stays as it was: `loss = model(x)`, `loss.backward()`, `optimizer.step()`; gradients are the
-    mean over ranks. A parameter that no rank used gets zeros as its gradient, where one process would leave None.
+    mean over ranks. A parameter that no rank used gets zeros as its gradient, where one process would leave None:
+    an optimizer still decays it, or moves it by its momentum, unless it is frozen.
     Buffers are not sharded and, after the first broadcast, each rank's own.
 
     Used by one thread at a time. It does not own the backend.
@@ -97,8 +110,7 @@ class FSDP(nn.Module):
         cpu_offload: bool = False,
     ) -> None:
         super().__init__()
-        if prefetch < 0:
-            raise UsageError(f"prefetch must not be negative, got {prefetch}")
+        _check_kinds(module, prefetch, mixed_precision, compression)
         if intra_node_size is not None and strategy != ShardingStrategy.HYBRID_SHARD:
             raise UsageError(f"intra_node_size is for HYBRID_SHARD; {ShardingStrategy(strategy).name} has no nodes")
         if any(isinstance(inner, FSDP) for inner in module.modules()):

@@ -25,17 +25,19 @@ class Diagnosis:
     def __init__(self) -> None:
         self._telemetry = Telemetry()
         self._topology: Callable[[], Topology] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None  # of the program
 
     def about(self, telemetry: Telemetry, topology: Callable[[], Topology]) -> None:
-        """The world is formed."""
-        self._telemetry, self._topology = telemetry, topology
+        """The world is formed. Called on the event loop of the program, whose tasks are told, too."""
+        self._telemetry, self._topology, self._loop = telemetry, topology, asyncio.get_running_loop()
 
     def text(self, found: str = "") -> str:
         """`found` is the stack of the thread that the signal came to, as it was then."""
         parts = {
             "collectives under way": self._under_way(),
             f"the last {_FLIGHTS} collectives": map(self._flight, self._telemetry.flights.last(_FLIGHTS)),
-            "tasks of shardnet's loop": _tasks(),
+            "tasks of the program's loop": _tasks(self._loop) if self._loop is not None else (),
+            "tasks of shardnet's loop": _tasks(LoopThread.shared().loop),
             "threads": _threads(),
             "where the signal came": found.splitlines(),
         }
@@ -66,10 +68,10 @@ def _ago(counter_ns: int) -> str:
     return f"{(time.perf_counter_ns() - counter_ns) / 1e9:.3f} s ago"
 
 
-def _tasks() -> Iterator[str]:
+def _tasks(loop: asyncio.AbstractEventLoop) -> Iterator[str]:
     """Each with the places where its coroutines stand, outermost first; those that stand at the same ones together."""
     names: dict[str, list[str]] = {}
-    for task in asyncio.all_tasks(LoopThread.shared().loop):
+    for task in asyncio.all_tasks(loop):
         names.setdefault(" > ".join(_places(task.get_coro())), []).append(task.get_name())
     for places, tasks in sorted(names.items()):
         yield f"{', '.join(sorted(tasks))}: {places}"

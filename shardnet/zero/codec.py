@@ -55,7 +55,8 @@ class Outline:
                 case None | bool() | int() | float() | str():
                     return value
             raise UsageError(
-                f"a {type(value).__name__} cannot be kept or sent, only tensors, numbers, text and containers of them: {value!r}"
+                f"a value of type {type(value).__name__} cannot be kept or sent, "
+                f"only tensors, numbers, text and containers of them: {value!r}"
             )
 
         header = json.dumps(plain(value), separators=(",", ":")).encode()

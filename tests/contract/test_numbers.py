@@ -1,12 +1,15 @@
 """The numbers of the reference, literally."""
 
 import asyncio
+import math
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from shardnet.backend import Backend, LoopbackBackend, ReduceOp, SubBackend
 from shardnet.collectives.operation import Operation
@@ -204,6 +207,38 @@ async def test_wrong_sizes_are_refused_before_any_traffic(world: Ranks) -> None:
     for call, name in strided:
         with pytest.raises(UsageError, match=f"^{name} must be contiguous: give a tensor that is"):
             call()
+    assert rank.telemetry.bytes_sent == before
+    await each_rank(world, lambda each: each.barrier())
+
+
+async def test_values_of_the_wrong_kind(world: Ranks) -> None:
+    """Are refused by the call, before any traffic."""
+    rank, before, one = world[0], world[0].telemetry.bytes_sent, torch.zeros(1)
+    other = 1 % rank.world_size
+    wrong: list[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any], str]] = [
+        (rank.all_reduce, ([1.0],), {}, "`tensor` must be a torch.Tensor, got a value of type list"),
+        (rank.all_gather, (None,), {}, "`tensor` must be a torch.Tensor, got a value of type NoneType"),
+        (rank.broadcast, ("x", 0), {}, "`tensor` must be a torch.Tensor, got a value of type str"),
+        (rank.all_gather, (one,), {"out": [0]}, "`out` must be a torch.Tensor, got a value of type list"),
+        (rank.recv_any, ([0],), {}, "`into` must be a torch.Tensor, got a value of type list"),
+        (rank.reduce_scatter_pieces, ([[1.0]],), {}, "`piece` must be a torch.Tensor, got a value of type list"),
+        (rank.all_reduce, (torch.eye(2).to_sparse(),), {}, "`tensor` must be dense, got one of layout torch.sparse_coo"),
+        (rank.all_reduce, (one, "sum"), {}, "`op` must be a ReduceOp of shardnet, such as ReduceOp.SUM, got 'sum'"),
+        (rank.reduce_scatter, (one, dist.ReduceOp.SUM), {}, "`op` must be a ReduceOp of shardnet, such as ReduceOp.SUM, got <RedOp"),
+        (rank.broadcast, (one, 0.5), {}, "a broadcast root must be a rank, from 0 to"),
+        (rank.send, (one, "1"), {}, "a peer must be a rank, from 0 to .*, got '1'"),
+        (rank.subgroup, (0,), {}, r"a sub-group is made of ranks, such as \[0, 2\], got 0"),
+        (rank.subgroup, ([0.0],), {}, "a sub-group member must be a rank, from 0 to .*, got 0.0"),
+    ]
+    if rank.world_size > 1:
+        for timeout_s in ("5", -1, 0, math.nan, math.inf):
+            wrong += [
+                (rank.barrier, (), {"timeout_s": timeout_s}, "`timeout_s` must be a number of seconds above 0, got"),
+                (rank.recv, (one, other), {"timeout_s": timeout_s}, "`timeout_s` must be a number of seconds above 0, got"),
+            ]
+    for call, arguments, options, text in wrong:
+        with pytest.raises(UsageError, match=text):
+            call(*arguments, **options)
     assert rank.telemetry.bytes_sent == before
     await each_rank(world, lambda each: each.barrier())
 

@@ -197,7 +197,7 @@ async def test_what_cannot_be_kept_is_refused_in_words() -> None:
             await state.resume(torch.optim.SGD(linear.parameters(), lr=0.1))
         model: AsyncFSDP = await cluster.shard(linear)
         await state.resume(model)
-        with pytest.raises(UsageError, match="a object cannot be kept or sent"):
+        with pytest.raises(UsageError, match="a value of type object cannot be kept or sent"):
             await state.commit(1, strange=object())
         assert state.values == {}
         for step, words in ((0, "step 0 is committed after step 0"), ("1", "must be a whole number, got '1'"), (1.5, "got 1.5")):

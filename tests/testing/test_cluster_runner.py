@@ -78,7 +78,7 @@ def test_who_hangs_is_shown_with_what_it_hangs_in(cluster: ClusterRunner, proces
 
 
 def test_a_result_that_cannot_be_sent_is_refused(cluster: ClusterRunner) -> None:
-    with pytest.raises(RanksFailed, match="UsageError: a _MainThread cannot be kept or sent"):
+    with pytest.raises(RanksFailed, match="UsageError: a value of type _MainThread cannot be kept or sent"):
         cluster.run(training.returns_a_thread, 1, processes=True)
 
 

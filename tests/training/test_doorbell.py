@@ -70,6 +70,7 @@ async def test_a_stuck_rank_says_for_whom_and_shows_everything(meeting: str, cap
         rf"collectives under way:\n  waits \d\.\d s in barrier #1 of stuck for rank {1 - rank} \(at #1, last entered all_red", said
     )
     assert re.search(r"s ago: all_reduce #0 of fine, step 7, sent 8 bytes: done, took \d+\.\d ms\n", said)
+    assert re.search(r"tasks of the program's loop:\n(  .*\n)*  Task-\d+.*: .*\(\S+\.py:\d+\)", said)
     assert re.search(r"tasks of shardnet's loop:\n(  .*\n)*  Task-\d+, .*: GrpcMesh\._run \(grpc_mesh\.py:\d+\) > Outbox\.run ", said)
     assert re.search(r"\n  asyncio_\d+ \(\d+\):\n(    .*\n)*.*pending.py\", line \d+, in wait\n", said)
     assert re.search(r"where the signal came:\n  Stack \(most recent call first\):\n    File ", said)
@@ -165,7 +166,7 @@ async def test_what_goes_wrong_in_saying_so_ends_nothing(capsys: pytest.CaptureF
         assert "end of what process" in await ring(capsys)
 
 
-def test_the_last_twenty_are_listed_and_all_that_are_under_way() -> None:
+async def test_the_last_twenty_are_listed_and_all_that_are_under_way() -> None:
     telemetry, diagnosis, party = Telemetry(), Diagnosis(), Party(1, 0, (0, 1))
     diagnosis.about(telemetry, lambda: Topology(1, 0, (Member(0, 0, 0, "127.0.0.1:1", "n", "i"),)))
     for number in range(30):

@@ -223,7 +223,7 @@ class TestCodec:
                     assert decoded[index][key] == value
 
     def test_what_cannot_be_sent_is_refused(self) -> None:
-        with pytest.raises(UsageError, match="a object cannot be kept or sent, only tensors, numbers, text"):
+        with pytest.raises(UsageError, match="a value of type object cannot be kept or sent, only tensors, numbers, text"):
             encode({0: {"callback": object()}})
 
     @pytest.mark.parametrize(
