@@ -6,6 +6,7 @@
 `run` raises FaultNotFired if a fault never came: then the test has tested nothing.
 """
 
+from shardnet.errors import UsageError
 from shardnet.testing.conditions import Conditions
 from shardnet.testing.fault import ON_LINKS, STEP, Action, Fault
 from shardnet.testing.harm import Kind
@@ -38,7 +39,8 @@ class Faults:
         return self._add(Fault(Action.DELAY, rank, at_step, after, seconds))
 
     def join(self, *, at_step: int, rank: int = 0) -> "Faults":
-        """Another worker is started, and `rank` waits until it has asked to join; a commit soon after takes it in. For elastic runs."""
+        """Another worker is started, and `rank` waits until it has asked to join; a commit soon after takes it in. For elastic runs. Of who
+        is killed before that it is a UsageError."""
         return self._add(Fault(Action.JOIN, rank, at_step))
 
     def cut(self, *, rank: int, at_step: int, seconds: float = 0.0, after: str = STEP) -> "Faults":
@@ -69,4 +71,12 @@ class Faults:
 
     def _add(self, fault: Fault) -> "Faults":
         self.orders += (fault,)
+        for join in self._of(Action.JOIN):
+            if any(kill.rank == join.rank and kill.at_step < join.at_step for kill in self._of(Action.KILL)):
+                raise UsageError(
+                    f"nobody joins at step {join.at_step} of rank {join.rank}, which is killed before: join(rank=...) of another one"
+                )
         return self
+
+    def _of(self, action: Action) -> list[Fault]:
+        return [fault for fault in self.orders if fault.action is action]

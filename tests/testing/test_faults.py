@@ -128,6 +128,10 @@ def test_a_harm_that_met_no_bytes_is_an_error(cluster: ClusterRunner) -> None:
 
 
 def test_faults_that_make_no_sense() -> None:
+    with pytest.raises(UsageError, match=r"nobody joins at step 6 of rank 0, which is killed before: join\(rank=...\) of another one"):
+        Faults().kill(rank=0, at_step=5).join(at_step=6)
+    with pytest.raises(UsageError, match="nobody joins at step 6 of rank 1"):
+        Faults().join(rank=1, at_step=6).kill(rank=1, at_step=5)
     with pytest.raises(UsageError, match="must not be negative: kill rank -1"):
         Faults().kill(rank=-1, at_step=0)
     with pytest.raises(UsageError, match="nothing is called 'al_gather'; after is one of 'step', 'forward'"):
