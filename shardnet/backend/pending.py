@@ -2,12 +2,15 @@
 
 import asyncio
 import concurrent.futures
+import logging
 import warnings
 from collections.abc import Callable, Generator
 from typing import Any, Generic, Self, TypeVar
 
-from shardnet.errors import StateError
+from shardnet.errors import ClosedError, StateError
 from shardnet.loop import LoopThread
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -19,7 +22,8 @@ class Pending(Generic[T]):
 
     The collective started when the handle was made and ends whatever becomes of the handle: cancelling an `await`
     cancels the waiting, not the collective. Awaiting or waiting again gives the same result or error. Dropping a
-    handle that nobody waited for is a ResourceWarning, since its error, if any, is lost with it.
+    handle that nobody waited for is a ResourceWarning, since its error, if any, is lost with it; one that has failed by then is told in
+    the log.
 
     The tensors given to the collective belong to it until the handle is done: read them, but do not write.
 
@@ -149,6 +153,9 @@ class Pending(Generic[T]):
 
     def __del__(self) -> None:
         if not getattr(self, "_retrieved", True):  # a Ctrl-C may have come before it was made
+            error = self._future.exception() if self._future.done() else None
+            if error is not None and not isinstance(error, ClosedError):  # which ends what nobody waits for any more, too
+                log.error("%s has failed, and was never awaited: %s", self.op_name, error)
             warnings.warn(f"{self.op_name} was never awaited; its result or error is lost", ResourceWarning, stacklevel=2)
 
     def __repr__(self) -> str:

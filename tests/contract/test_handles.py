@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import re
 import threading
 import warnings
 from collections.abc import Sequence
@@ -87,6 +88,18 @@ async def test_a_dropped_handle_warns_and_its_collective_ends(pair: Ranks) -> No
     with pytest.warns(ResourceWarning, match="all_reduce was never awaited"):
         handles.clear()
     assert (await kept).tolist() == [2.0] * 3
+    await each_rank(pair, lambda rank: rank.barrier())
+
+
+async def test_the_error_of_a_dropped_handle_is_in_the_log(pair: Ranks, caplog: pytest.LogCaptureFixture) -> None:
+    dropped, kept = pair[0].all_reduce(torch.zeros(2)), pair[1].all_reduce(torch.zeros(3))
+    for ended in (kept, asyncio.wrap_future(dropped._future)):
+        with pytest.raises(CollectiveMismatch):
+            await ended
+    with pytest.warns(ResourceWarning, match="all_reduce was never awaited"):
+        del dropped
+    (record,) = caplog.records
+    assert re.match(r"all_reduce has failed, and was never awaited: \[rank 0/2 .*rank \d is in all_reduce\(float32", record.getMessage())
     await each_rank(pair, lambda rank: rank.barrier())
 
 
