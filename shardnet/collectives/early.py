@@ -88,6 +88,8 @@ def _is_moot(chunk: Chunk) -> bool:
 
 
 def _size(chunk: Chunk) -> int:
-    if chunk.lent is not None or _says(chunk, "abort") or _says(chunk, "group_made"):
+    if chunk.lent is not None:
         return _WORD_BYTES
+    if chunk.control is not None and (_says(chunk, "abort") or _says(chunk, "group_made")):
+        return _WORD_BYTES + chunk.control.ByteSize()  # an error may be long
     return _CHUNK_BYTES + len(chunk.data if chunk.frame is None else chunk.frame)
