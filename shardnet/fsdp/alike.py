@@ -2,7 +2,7 @@
 
 What is gathered, reduced and spread at first goes through groups of its own ([Note: streams] in communicators.py). Ranks that disagree may
 so come to wait for each other in different groups, which nobody notices until the time is up. So before anything is sent they
-compare all that decides what is sent, in one small collective.
+compare all that decides what is sent, in a barrier that only those can pass together whose label is the same.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from shardnet.backend import Backend, ReduceOp
+from shardnet.backend import Backend
 from shardnet.collectives.reduction import dtype_name
 from shardnet.errors import CollectiveMismatch
 from shardnet.fsdp.compression import Compression
@@ -56,16 +56,20 @@ def check_alike(known: Iterable[str], everyone: Backend) -> None:
     if everyone.world_size == 1:
         return
     text = "\n".join(known)
-    digest = int.from_bytes(blake2b(text.encode(), digest_size=7).digest())
-    highest, lowest = everyone.all_reduce(torch.tensor([digest, -digest]), ReduceOp.MAX, label=_LABEL).wait().tolist()
-    if highest == -lowest:
-        return
+    try:
+        everyone.barrier(label=f"{_LABEL} ({blake2b(text.encode(), digest_size=8).hexdigest()})").wait()
+    except CollectiveMismatch:
+        raise _difference(text, everyone) from None
+
+
+def _difference(text: str, everyone: Backend) -> CollectiveMismatch:
+    """The error for the first fact in which a rank differs from rank 0, of the lowest one that does. A collective."""
     pairs = zip_longest(_from_root(text, everyone).split("\n"), text.split("\n"), fillvalue=_NONE)
     differing = next(((theirs, ours) for theirs, ours in pairs if theirs != ours), ("", ""))
     told = everyone.all_gather(torch.cat([_fixed(fact) for fact in differing]), label=_LABEL).wait()
     found = [[_text(fact) for fact in pair] for pair in told.view(everyone.world_size, 2, _FACT_BYTES)]
     rank, (theirs, ours) = next((rank, pair) for rank, pair in enumerate(found) if any(pair))
-    raise CollectiveMismatch(
+    return CollectiveMismatch(
         f"rank 0 has {theirs!r} where rank {rank} has {ours!r}; all ranks must shard the same model with the same arguments"
     )
 
