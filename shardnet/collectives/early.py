@@ -34,7 +34,7 @@ class Early:
     def __init__(self, limits: Limits) -> None:
         self._limit_bytes = _limit_bytes(limits)
         self._chunks: dict[int, dict[int, list[tuple[int, Chunk]]]] = {}  # and by sequence number
-        self._failed = set[tuple[int, int]]()  # of these, by the same two numbers
+        self._failed = set[tuple[int, int]]()  # the keys and numbers of those that have failed elsewhere
         self._held_bytes = Counter[int]()  # by sender
 
     def keep(self, key: int, source: int, chunk: Chunk) -> None:

@@ -11,7 +11,7 @@ from shardnet import process
 from shardnet.backend import Backend, Pending
 from shardnet.errors import StateError, UsageError
 from shardnet.fsdp import offload, state
-from shardnet.fsdp.alike import check_alike, facts
+from shardnet.fsdp.alike import check_alike, describe_model
 from shardnet.fsdp.clipping import global_norm, scale_to_norm
 from shardnet.fsdp.communicators import Communicators
 from shardnet.fsdp.compression import Compression
@@ -135,8 +135,9 @@ class FSDP(nn.Module):
         compression = (compression or Compression()).chosen(self.strategy, len(ranks.shards), precision)
         self._comms = Communicators(backend, ranks, resharding.neighbours, packs_gradients=compression.gradients is not None)
         plans = plan_units(module, units, ignored)
-        options = [f"strategy {self.strategy.name}", f"{len(ranks.shards)} ranks that share a copy", f"after forward: {resharding}"]
-        check_alike(facts(plans, module, ignored, precision, compression, options), self._comms.everyone)
+        choice = [f"strategy {self.strategy.name}", f"{len(ranks.shards)} ranks that share a copy", f"after forward: {resharding}"]
+        lines = [*choice, *describe_model(plans, module, ignored, precision, compression)]
+        check_alike(lines, self._comms, "the models to shard", "give the same model and the same arguments on all ranks")
         pool = BufferPool(self.memory)
         self.units = tuple(Unit(plan, precision, compression, self._comms, self.memory, pool, compute_device) for plan in plans)
         if compute_device is not None:

@@ -1,36 +1,18 @@
-"""What all ranks must agree on before any of them acts: the same parameters, and in each step the same gradients and options."""
+"""What all ranks must agree on in each step before any of them acts: gradients and options; and what describes an optimizer."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any
 
 import torch
 
 from shardnet.backend import ReduceOp
-from shardnet.errors import CollectiveMismatch, StateError
+from shardnet.errors import StateError
 from shardnet.fsdp.communicators import Communicators
 
 Tensor = torch.Tensor
 _NO_OPTION = ("params", "param_names")
 _TOLERANCE = 1e-6  # relative: machines of different make may compute a schedule with different last bits
-
-
-def agree_on_structure(lines: Sequence[str], comms: Communicators) -> None:
-    """Raise CollectiveMismatch on all ranks unless these lines, which describe an optimizer, are the same on all. A collective."""
-    everyone = comms.everyone
-    mine = torch.frombuffer(bytearray("\n".join(lines).encode()), dtype=torch.uint8)
-    label = "what the ZeroOptimizers hold"
-    sizes = comms.wait(everyone.all_gather(torch.tensor(mine.numel()), label=label), "agree").tolist()
-    texts = comms.wait(everyone.all_gather(mine, sizes=sizes, label=label), "agree").split_with_sizes(sizes)
-    described = [text.numpy().tobytes().decode().split("\n") for text in texts]
-    for rank, other in enumerate(described):
-        for ours, theirs in zip_longest(described[0], other, fillvalue="nothing more"):
-            if ours != theirs:
-                raise CollectiveMismatch(
-                    f"[rank {everyone.rank}/{everyone.world_size}] the optimizers differ: rank 0 has {ours}, but rank {rank} has "
-                    f"{theirs}; give the same parameters in the same order and the same options on all ranks"
-                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +64,7 @@ def numbers_of(groups: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def describe(groups: Sequence[Mapping[str, Any]], named: Mapping[int, Sequence[tuple[str, Tensor]]]) -> list[str]:
-    """The lines for `agree_on_structure`: some groups' options, by index, and their parameters."""
+    """The lines for `check_alike` (fsdp/alike.py): some groups' options, by index, and their parameters."""
     lines = []
     for index, parameters in named.items():
         options = {key: value for key, value in sorted(groups[index].items()) if key not in _NO_OPTION}

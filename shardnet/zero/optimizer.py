@@ -11,6 +11,7 @@ from torch import nn
 from shardnet.backend import Backend
 from shardnet.config import MIB
 from shardnet.errors import StateError, UsageError
+from shardnet.fsdp.alike import check_alike
 from shardnet.fsdp.clipping import global_norm, scale_to_norm
 from shardnet.fsdp.communicators import Communicators
 from shardnet.fsdp.initial import ROOT
@@ -18,7 +19,7 @@ from shardnet.fsdp.memory import MemoryMeter
 from shardnet.fsdp.placement import UnitChoice
 from shardnet.sharding import ShardingStrategy, sharding_ranks
 from shardnet.zero import reduction
-from shardnet.zero.agreement import agree_on_step, agree_on_structure, describe
+from shardnet.zero.agreement import agree_on_step, describe
 from shardnet.zero.bucket import Owned
 from shardnet.zero.bucketing import Units
 from shardnet.zero.exchange import consolidate
@@ -308,7 +309,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         named = {index: self._named(index) for index in indices}
         together = [entry for entries in named.values() for entry in entries]
         refuse_sharded(together)
-        agree_on_structure([self._character, *describe(self.param_groups, named)], self._comms)
+        lines = [self._character, *describe(self.param_groups, named)]
+        check_alike(lines, self._comms, "the optimizers", "give the same parameters in the same order and the same options on all ranks")
         self._sharded.add(together)
 
     def _named(self, index: int) -> list[tuple[str, Tensor]]:

@@ -368,7 +368,7 @@ def test_an_override_gives_the_parameters_own_dtype_or_the_policys() -> None:
 
 def test_ranks_with_different_policies_are_told_so() -> None:
     def work(backend: Backend) -> None:
-        with pytest.raises(CollectiveMismatch, match=r"in float32 as bfloat16, .* where rank 1 has .* in float32 as float16, "):
+        with pytest.raises(CollectiveMismatch, match=r"in float32 as bfloat16, .* but rank 1 has .* in float32 as float16, "):
             FSDP(Weighted(), backend, mixed_precision=MixedPrecision([HALF, torch.float16][backend.rank]))
 
     run_ranks(2, work)
