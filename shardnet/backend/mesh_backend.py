@@ -193,7 +193,7 @@ class MeshBackend(Backend):
             lending = loans.all_gather_on_node(self._group, as_array(source), bounds, finish)
             return Pending(self._group.rounds.begin(mail, LoanRound(mail, call, lending, None)), call.op)
         gather = plans.all_gather_on_node(self._group, as_array(source), bounds)
-        return Pending(self._group.begin(call, gather.run, gather), call.op).map(result)
+        return Pending(self._group.operations.begin(call, gather.run, gather), call.op).map(result)
 
     def _fits_commons(self, bounds: Bounds, itemsize: int) -> bool:
         """Whether a gather is not too small to go into one buffer a node: by letter it is sooner with everybody who waits."""
@@ -373,7 +373,7 @@ class MeshBackend(Backend):
         call = self._call("barrier", "", timeout_s, label)
         if (mail := self._mail(0)) is not None:
             return Pending(self._group.rounds.begin(mail, LetterRound(mail, call, shares.barrier(), None)), call.op)
-        return Pending(self._group.begin(call, plans.barrier(self._group), None), "barrier")
+        return Pending(self._group.operations.begin(call, plans.barrier(self._group), None), "barrier")
 
     # --- groups and the end
 
@@ -417,7 +417,7 @@ class MeshBackend(Backend):
         return done
 
     def _begin(self, call: Call, algorithm: Algorithm, result: Tensor) -> Pending[Tensor]:
-        return Pending(self._group.begin(call, algorithm, result), call.op)
+        return Pending(self._group.operations.begin(call, algorithm, result), call.op)
 
     def _mail(self, bytes: int) -> Mail | None:
         """The way for a collective of which no rank sends more than that, if letters are."""

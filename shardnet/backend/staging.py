@@ -69,7 +69,7 @@ class Staging:
                 arrival.copy = place()
 
         prelude = None if fetched is None else partial(self._arrived, fetched)
-        return Pending(group.begin(call, run, value, prelude=prelude), call.op, arrival)
+        return Pending(group.operations.begin(call, run, value, prelude=prelude), call.op, arrival)
 
     def _fetch(self, gives: Tensor | None, after: Event | None) -> tuple[Tensor, Copy | None]:
         """What is given, where the CPU has it once the copy, if it needs one, is done."""

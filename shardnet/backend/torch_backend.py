@@ -198,7 +198,7 @@ class TorchBackend(MeshBackend):
                 for place in places:
                     place.give_up()
 
-        return Pending(self._group.begin(call, run, result), call.op, journey.arrive)
+        return Pending(self._group.operations.begin(call, run, result), call.op, journey.arrive)
 
     async def _launch(self, op: Operation, journey: Journey, steps: Sequence[tuple[Place, tuple[Stage, Work]]]) -> None:
         """From here on others may have launched the collective: if it fails, nothing more can be launched. See [Note: agreement]."""

@@ -115,7 +115,9 @@ class AnySource:
         announced = {rank: since for rank, channel in self._channels.items() if (since := channel.announced_since()) is not None}
         for rank in sorted(announced, key=announced.__getitem__):
             channel = self._channels[rank]
-            if (begun := channel.begin_announced(call, algorithm(channel), None)) is not None:  # else another thread has claimed it
+            if (
+                begun := channel.operations.begin_announced(call, algorithm(channel), None)
+            ) is not None:  # else another thread has claimed it
                 return rank, begun
         return None
 

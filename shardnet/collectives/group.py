@@ -1,4 +1,4 @@
-"""A group of ranks on a mesh: begins its collectives, sorts what arrives, and gives one verdict when one fails.
+"""A group of ranks on a mesh: sorts what arrives for its collectives, and gives one verdict when one fails.
 
 [Note: the end of a group] A rank that ends a group tells the others, and how far it has come: what it has done they may still do, and
 what it has not they cannot. Each of them says the same to all, for what goes on among those who are left ends only where all of
@@ -11,11 +11,10 @@ needs no such word, for it is made with the mesh, nor do channels, which carry n
 """
 
 import asyncio
-import concurrent.futures
 import time
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from shardnet.collectives import verdict
 from shardnet.collectives.any_source import Ending
@@ -23,7 +22,8 @@ from shardnet.collectives.channels import Channels
 from shardnet.collectives.commons import Commons
 from shardnet.collectives.ledger import Ledger
 from shardnet.collectives.mail import Mail
-from shardnet.collectives.operation import Algorithm, Call, Operation, Prelude
+from shardnet.collectives.operation import Operation
+from shardnet.collectives.operations import Operations
 from shardnet.collectives.roll_call import RollCall
 from shardnet.collectives.round import Round
 from shardnet.collectives.rounds import Rounds
@@ -31,14 +31,12 @@ from shardnet.collectives.route import Route
 from shardnet.errors import ClosedError, CollectiveError, CollectiveMismatch, CollectiveTimeout, PeerLost, ProtocolError, ShardnetError
 from shardnet.flight import Party, State
 from shardnet.pb import mesh_pb2
-from shardnet.telemetry import Telemetry, Track
+from shardnet.telemetry import Telemetry
 from shardnet.transport.shared_memory import Loan
 from shardnet.wire import Chunk
 
 if TYPE_CHECKING:
     from shardnet.collectives.switchboard import Switchboard
-
-T = TypeVar("T")
 
 
 class Group:
@@ -69,10 +67,9 @@ class Group:
         self.nodes = tuple(node for node in nodes if node)  # ranks of the group
         self.route = Route.of(board.routing.cut(self.nodes), self.rank)
         self._ledger = Ledger(self.party, self.telemetry, board.limits, first)
+        self.operations = Operations(self, self._ledger)
         self.rounds = Rounds(self, self._ledger)
         self._borrowers = frozenset[int](), frozenset[int]()  # ranks of the mesh, and those of them that are members
-        self._running: dict[int, Operation] = {}
-        self._queued: dict[Operation, asyncio.TimerHandle] = {}  # in their order; when the time of each is over
         # called with the number of a collective that has failed elsewhere after it had ended well here; loop thread
         self.at_failure_elsewhere: list[Callable[[int], object]] = []
         self.roll_call = RollCall(self)
@@ -110,7 +107,7 @@ class Group:
     @property
     def is_idle(self) -> bool:
         """Whether it is open, and nothing is under way or has come that is yet to be asked for. Loop thread."""
-        return self._ended is None and not (self.under_way or self._queued) and self._ledger.is_settled
+        return self._ended is None and not (self.under_way or self.operations.are_queued) and self._ledger.is_settled
 
     @property
     def is_met(self) -> bool:
@@ -127,99 +124,11 @@ class Group:
             raise self._ended()
         self.board.check_open()
 
-    # --- calls (any thread)
-
-    def begin(self, call: Call, algorithm: Algorithm, value: T, *, prelude: Prelude | None = None) -> "concurrent.futures.Future[T]":
-        """Number a collective and hand it to the loop thread. The future gives `value` when the algorithm is done, which begins when the
-        `prelude`, if there is one, has ended."""
-        with self._ledger.lock:
-            return self._begin(call, algorithm, value, prelude)
-
-    def begin_announced(self, call: Call, algorithm: Algorithm, value: T) -> "concurrent.futures.Future[T] | None":
-        """`begin`, if a peer waits for this rank in the next collective already; else None."""
-        with self._ledger.lock:
-            return self._begin(call, algorithm, value) if self._ledger.is_next_announced() else None
-
     def announced_since(self) -> int | None:
         """When something first came for the next collective, which nobody here has begun, by time.monotonic_ns; None: nothing has."""
         return self._ledger.announced_since()
 
-    def _begin(self, call: Call, algorithm: Algorithm, value: T, prelude: Prelude | None = None) -> "concurrent.futures.Future[T]":
-        """Under the ledger's lock."""
-        result: concurrent.futures.Future[T] = concurrent.futures.Future()
-        result.set_running_or_notify_cancel()  # a started collective cannot be cancelled
-        operation = Operation(self, self._ledger.draft(call), call, algorithm, value, result, prelude)
-        try:
-            self._ledger.take_ahead(operation.flight)
-            self.board.loop.call(self._submit, operation)
-        except BaseException:  # a Ctrl-C
-            if self._ledger.has_given(operation.flight):
-                self.board.loop.call(self._forgo, operation)
-            raise
-        return result
-
-    # --- the life of an operation (loop thread)
-
-    def _submit(self, operation: Operation) -> None:
-        if len(self._running) >= self.board.limits.max_outstanding:
-            left_s = operation.deadline - time.monotonic()
-            self._queued[operation] = self.board.loop.loop.call_later(left_s, self._enter_late, operation)
-        else:
-            self._enter(operation)
-
-    def _enter_late(self, operation: Operation) -> None:
-        """Its time is over before its turn has come: it only fails."""
-        del self._queued[operation]
-        self._enter(operation)
-
-    def _forgo(self, operation: Operation) -> None:
-        """A Ctrl-C has come when its number was given out. It fails, unless it was submitted: all others would wait for it."""
-        if self._ledger.is_ahead(operation.sequence) and operation not in self._queued:
-            error = CollectiveError(f"{self.board.where()} {operation.name} was interrupted before it began")
-
-            async def fail(_: Operation) -> None:
-                raise error
-
-            operation.algorithm, operation.prelude = fail, None
-            self._submit(operation)
-
-    def _enter(self, operation: Operation) -> None:
-        self._ledger.enter(operation.sequence, operation.call.signature)
-        operation.flight.entered_ns = time.perf_counter_ns()
-        self._running[operation.sequence] = operation
-        operation.task = self.board.spawn(self._run(operation))
-        self.board.watch.begin()
-        self.board.wake_receivers()  # the number after it may have been announced before it
-
-    async def _run(self, operation: Operation) -> None:
-        operation.started = True
-        try:
-            await self._attempt(operation)
-        except Exception as error:  # noqa: BLE001 - whatever it is belongs to the awaiter
-            self.fail(operation, error)
-        except BaseException:  # noqa: BLE001 - cancelled by fail(), whose error stays, or the process ends
-            operation.fail(self.board.closed_error(operation.name))
-        finally:
-            self._finish(operation)
-
-    async def _attempt(self, operation: Operation) -> None:
-        try:
-            # what a collective waited for its turn counts, too, or a queue of them would time out one by one
-            async with asyncio.timeout(left_s := operation.deadline - time.monotonic()) as limit:
-                if left_s <= 0:
-                    await asyncio.Event().wait()
-                self.check(operation)
-                if operation.prelude is not None:
-                    await operation.prelude()
-                if not self.is_met:
-                    await self._meet_all(operation)
-                # The algorithm sets its sink before it first waits; only then is what came early handed to it.
-                self.board.loop.loop.call_soon(self._replay, operation)
-                await operation.algorithm(operation)
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            raise await self._diagnose(operation) from None
+    # --- first contact, and who may go on (loop thread)
 
     def greet(self) -> None:
         """Tell the other members that this rank has made it, unless they know."""
@@ -237,7 +146,8 @@ class Group:
             self._met.set()
             self.rounds.meet()
 
-    async def _meet_all(self, operation: Operation) -> None:
+    async def meet_all(self, operation: Operation) -> None:
+        """Wait until all members have made it."""
         operation.flight.state, start = State.WAITING, time.perf_counter_ns()
         await self._met.wait()
         operation.flight.state = State.BEGUN
@@ -253,38 +163,6 @@ class Group:
         for lost, reason in self.board.lost.items():
             if lost in self._local and not (isinstance(operation, Round) and operation.sequence < self.board.took_leave_at(lost, self.id)):
                 raise verdict.peer_lost(self.board, lost, operation.name, reason)
-
-    def _replay(self, operation: Operation) -> None:
-        operation.ready = True
-        for source, chunk in self._ledger.early.take(operation.sequence):
-            if operation.sequence in self._running:
-                self._deliver(operation, source, chunk)
-
-    def _finish(self, operation: Operation) -> None:
-        del self._running[operation.sequence]
-        if self.party.channel:
-            self.board.turns.end(operation)
-        operation.revoke()
-        self._ledger.early.take(operation.sequence)
-        if operation.error is None:
-            self.board.telemetry.count_stale(operation.unheard)
-        call, flight, failed, end = operation.call, operation.flight, operation.error is not None, time.perf_counter_ns()
-        start, sent, telemetry = flight.entered_ns, flight.bytes_sent, self.telemetry
-        telemetry.record(flight.name, Track.COMMUNICATION, start, end, sent)
-        telemetry.count_op(call.op, call.label, start, end, sent, waited_ns=operation.waited_ns, failed=failed)
-        telemetry.flights.end(flight, end, operation.error)
-        if operation.error is None:
-            operation.result.set_result(operation.value)
-        else:
-            operation.result.set_exception(operation.error)
-        if self._queued and len(self._running) < self.board.limits.max_outstanding:
-            self._enter(self._next_queued())
-
-    def _next_queued(self) -> Operation:
-        """The one that has waited longest, which waits no more."""
-        operation = next(iter(self._queued))
-        self._queued.pop(operation).cancel()
-        return operation
 
     # --- traffic (loop thread)
 
@@ -340,12 +218,7 @@ class Group:
             self._answer_probe(source, chunk, chunk.control.probe)
         elif chunk.control is not None and chunk.control.HasField("probe_reply"):
             self.roll_call.hear(source, chunk.control.probe_reply)
-        elif (operation := self._running.get(chunk.sequence)) is not None:
-            if operation.ready:
-                self._deliver(operation, source, chunk)
-            else:
-                self._ledger.early.keep(chunk.sequence, source, chunk)
-        else:
+        elif not self.operations.on_chunk(source, chunk):
             self._on_other(source, chunk)
 
     def _on_other(self, source: int, chunk: Chunk) -> None:
@@ -373,7 +246,8 @@ class Group:
         for tell in list(self.at_failure_elsewhere):
             tell(sequence)
 
-    def _deliver(self, operation: Operation, source: int, chunk: Chunk) -> None:
+    def deliver(self, operation: Operation, source: int, chunk: Chunk) -> None:
+        """Hand a chunk to an operation that takes chunks, or end it."""
         if chunk.control is not None and chunk.control.HasField("abort"):
             operation.fail(self._verdict(operation, source, chunk.control.abort))
             return
@@ -394,12 +268,12 @@ class Group:
 
     @property
     def under_way(self) -> list[Operation | Round]:
-        return [*self._running.values(), *self.rounds.under_way]
+        return [*self.operations.under_way, *self.rounds.under_way]
 
     @property
     def unanswered(self) -> "list[asyncio.Task[None]]":
         """Of what is under way, what no peer has announced yet."""
-        return [each.task for each in self._running.values() if each.task is not None and self._is_unanswered(each)]
+        return [each.task for each in self.operations.under_way if each.task is not None and self._is_unanswered(each)]
 
     def _is_unanswered(self, operation: Operation) -> bool:
         return not operation.is_announced and operation.sequence not in self._ledger.early
@@ -419,13 +293,10 @@ class Group:
                     operation.fail(verdict.peer_lost(self.board, global_rank, operation.name, reason))
 
     def fail_all(self, error: ShardnetError, *, but: Collection[int] = ()) -> None:
-        for operation in (*self.under_way, *self._queued):
+        for operation in self.under_way:
             if operation.sequence not in but:
                 operation.fail(error)
-        while self._queued:
-            operation = self._next_queued()
-            self.telemetry.flights.end(operation.flight, time.perf_counter_ns(), error)
-            operation.result.set_exception(error)
+        self.operations.fail_queued(error)
 
     def refuse(self, begun: Round) -> None:
         """It was called when the group, or the mesh, had ended."""
@@ -499,11 +370,11 @@ class Group:
         """The time of a round is over: say who is missing."""
 
         async def end() -> None:
-            self.fail(late, await self._diagnose(late))
+            self.fail(late, await self.diagnose(late))
 
         self.board.spawn(end())
 
-    async def _diagnose(self, operation: Operation | Round) -> CollectiveTimeout:
+    async def diagnose(self, operation: Operation | Round) -> CollectiveTimeout:
         """Ask every member whether it has entered the collective, and say who has not."""
         absent = (await self.roll_call.hold(operation.sequence)).absent
         detail = f"{operation.name} of {self.party.title} did not end within {operation.call.timeout_s:g} s: " + (

@@ -20,7 +20,7 @@ def begin(rank: LoopbackBackend, launched: list[int], *, fails: bool) -> Pending
         await confirm(op)
         launched.append(op.group.rank)
 
-    return Pending(rank._group.begin(Call("all_gather", "", "", 10.0, "all_gather"), run, None), "all_gather")
+    return Pending(rank._group.operations.begin(Call("all_gather", "", "", 10.0, "all_gather"), run, None), "all_gather")
 
 
 async def test_all_launch_what_all_have_agreed_on() -> None:

@@ -252,7 +252,7 @@ async def test_what_all_have_entered_is_slow_and_not_stuck(asked: list[tuple[int
             await finish.wait()
 
         call = Call("slow", "", "", 15.0, "slow")
-        futures = [rank._group.begin(call, slow, rank.rank) for rank in ranks]
+        futures = [rank._group.operations.begin(call, slow, rank.rank) for rank in ranks]
         await until_calm_again(ranks, asked)
         loop.call(finish.set)
         assert [await asyncio.wrap_future(future) for future in futures] == [0, 1]

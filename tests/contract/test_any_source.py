@@ -198,6 +198,6 @@ async def test_what_another_thread_claims_between_looking_and_taking_is_left_to_
         assert channel.announced_since() is not None
         named = receiver.recv(into, sender.rank, tag="raced for")
         assert channel.announced_since() is None
-        assert channel.begin_announced(call, receive, None) is None
+        assert channel.operations.begin_announced(call, receive, None) is None
     await asyncio.gather(named, sent)
     assert into.item() == 6
