@@ -11,6 +11,7 @@ needs no such word, for it is made with the mesh, nor do channels, which carry n
 """
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property, partial
@@ -76,6 +77,7 @@ class Group:
         self.channels = Channels(self)
         self._ended: Ending | None = None  # why nothing is begun any more, where it is not the mesh that has closed
         self._outlasting = frozenset[int]()  # the collectives that may still end well then; see [Note: the end of a group]
+        self._undone = math.inf  # the first collective that has failed because this rank has ended it all, of which others are not told
         self._unmet = set[int]() if known else set(self.peers)  # who have not said that they have made it; see [Note: first contact]
         self._last_met = self.rank  # of them
         self._met = asyncio.Event()  # nobody of them is left
@@ -294,9 +296,13 @@ class Group:
 
     def fail_all(self, error: ShardnetError, *, but: Collection[int] = ()) -> None:
         for operation in self.under_way:
-            if operation.sequence not in but:
-                operation.fail(error)
+            if operation.sequence not in but and operation.fail(error):
+                self._leave_undone(operation)
         self.operations.fail_queued(error)
+
+    def _leave_undone(self, operation: Operation | Round) -> None:
+        """It has failed here, of which others hear by how far this rank says that it has come."""
+        self._undone = min(self._undone, operation.sequence)
 
     def refuse(self, begun: Round) -> None:
         """It was called when the group, or the mesh, had ended."""
@@ -320,7 +326,7 @@ class Group:
             self.board.loop.call(self._end, error, ended)
 
     def _end(self, error: Ending, ended: mesh_pb2.GroupEnded) -> None:
-        position = min([self._ledger.position, *(each.sequence for each in self.under_way if each.sequence not in self._outlasting)])
+        position = min([self.position, *(each.sequence for each in self.under_way if each.sequence not in self._outlasting)])
         self.fail_all(error(), but=self._outlasting)
         of_channel = bool(self.party.channel)
         word = mesh_pb2.GroupEnded(rank=ended.rank, detail=ended.detail, next_sequence=position, of_channel=of_channel)
@@ -340,8 +346,8 @@ class Group:
 
     @property
     def position(self) -> int:
-        """The number of the next collective to enter. Any thread."""
-        return self._ledger.position
+        """The number of the first collective that this rank has not done and is not in. Any thread."""
+        return int(min(self._ledger.position, self._undone))
 
     def mismatch(self, operation: Operation | Round, peer: int, theirs: str) -> None:
         """This rank and a peer disagree on what the collective is: end it for everyone."""
@@ -353,7 +359,10 @@ class Group:
 
     def fail(self, operation: Operation | Round, error: BaseException) -> None:
         """End an operation on every rank. If it has ended already, the others know."""
-        if not operation.fail(error) or isinstance(error, ClosedError):  # then the others hear of the end of this rank, or of the group
+        if not operation.fail(error):
+            return
+        if isinstance(error, ClosedError):  # then the others hear of the end of this rank, or of the group
+            self._leave_undone(operation)
             return
         word = mesh_pb2.Control(abort=verdict.pack(error))
         if isinstance(operation, Operation) and operation.awaits_turn and self._is_unanswered(operation):

@@ -18,7 +18,7 @@ from shardnet.collectives.switchboard import Switchboard
 from shardnet.config import KIB, Limits
 from shardnet.errors import ClosedError, CollectiveError, CollectiveMismatch, CollectiveTimeout, PeerLost
 from shardnet.loop import LoopThread
-from shardnet.testing import each_error
+from shardnet.testing import each_error, each_rank
 from tests.contract.conftest import MakeCluster
 from tests.contract.test_any_source import announced, numbers, room
 from tests.contract.test_channels import KEPT, live_tags, one
@@ -125,6 +125,31 @@ async def test_a_group_that_ended_before_others_have_made_it(fresh: MakeCluster)
         await announced(ranks[2], ranks[0])
         with pytest.raises(CollectiveError, match="enough"):
             await late.all_gather(torch.ones(ELEMENTS))
+
+
+async def test_a_group_that_ends_before_a_collective_has_begun_there(fresh: MakeCluster) -> None:
+    """Which fails of that before the others are told, and counts as one that this rank has not done."""
+    async with fresh(2, limits=LIMITS) as ranks:
+        groups = [rank.subgroup(range(2)) for rank in ranks]
+        await each_rank(groups, lambda group: group.barrier())
+        theirs = groups[1].all_gather(torch.ones(ELEMENTS))
+        await announced(ranks[1], ranks[0])
+        loop, held = LoopThread.shared(), threading.Event()
+        loop.call(held.wait, 10.0)
+        loop.call(loop.loop.call_soon, groups[0].disband, "enough")  # between its call and its first step
+        mine = groups[0].all_gather(torch.ones(ELEMENTS))
+        held.set()
+        async with asyncio.timeout(10.0):
+            ends = [await each_end(handle) for handle in (mine, theirs)]
+        # By letter each may have the other one's before the group ends.
+        assert all(isinstance(end, torch.Tensor) or "enough" in str(end) for end in ends)
+
+
+async def each_end(handle: Pending[torch.Tensor]) -> torch.Tensor | Exception:
+    try:
+        return await handle
+    except (ClosedError, CollectiveError) as error:
+        return error
 
 
 @pytest.mark.parametrize("name", ["all_gather", "all_reduce"])
