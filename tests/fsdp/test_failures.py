@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from shardnet.backend import Backend
-from shardnet.errors import ClosedError, CollectiveError, CollectiveMismatch, PeerLost
+from shardnet.backend import Backend, LoopbackBackend
+from shardnet.errors import ClosedError, CollectiveError, CollectiveMismatch, PeerLost, UsageError
 from shardnet.fsdp import FSDP, Compression, MixedPrecision
 from shardnet.sharding import ShardingStrategy
 from tests.contract.conftest import KINDS, cluster
@@ -78,6 +78,23 @@ async def test_they_are_told_so_on_every_engine(kind: str) -> None:
         for error in await asyncio.gather(*map(asyncio.to_thread, makes), return_exceptions=True):
             assert isinstance(error, CollectiveMismatch)
             assert "rank 0 has strategy FULL_SHARD, but rank 3 has strategy SHARD_GRAD_OP" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "text"),
+    [
+        ("x", {}, "only an nn.Module can be sharded, got a value of type str"),
+        (Tail(), {"prefetch": "1"}, "prefetch must be a number of units and not negative, got '1'"),
+        (Tail(), {"prefetch": -1}, "prefetch must be a number of units and not negative, got -1"),
+        (Tail(), {"mixed_precision": torch.bfloat16}, "mixed_precision must be a MixedPrecision, such as .*, got torch.bfloat16"),
+        (Tail(), {"compression": "int8"}, "compression must be a Compression, such as .*, got 'int8'"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused(module: Any, arguments: dict[str, Any], text: str) -> None:
+    (backend,) = LoopbackBackend.create_group(1)
+    with pytest.raises(UsageError, match=text):
+        FSDP(module, backend, **arguments)
+    backend.abort()
 
 
 def test_ranks_that_use_units_in_another_order_are_told_so() -> None:

@@ -28,6 +28,16 @@ def equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
     return list(left) == list(right) and all(torch.equal(value, right[name]) for name, value in left.items())
 
 
+def test_no_state_cannot_be_loaded() -> None:
+    """Which is what `full_state_dict(rank0_only=True)` leaves to who passes on nothing else."""
+
+    def work(backend: Backend) -> None:
+        with pytest.raises(UsageError, match="no state to load: every rank must be given all of it"):
+            FSDP(Weighted(), backend).load_full_state_dict(None)  # type: ignore[arg-type]
+
+    run_ranks(2, work)
+
+
 def test_the_full_state_is_that_of_the_inner_module() -> None:
     def work(backend: Backend) -> None:
         expected = {name: value.clone() for name, value in make_gpt().state_dict().items()}
