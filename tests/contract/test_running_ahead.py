@@ -13,12 +13,14 @@ from shardnet.backend import Backend, Pending
 from shardnet.backend.mesh_backend import MeshBackend
 from shardnet.collectives import channels
 from shardnet.collectives.early import most_words
+from shardnet.collectives.group import Group
 from shardnet.collectives.roll_call import Attendance, RollCall
 from shardnet.collectives.switchboard import Switchboard
 from shardnet.config import KIB, Limits
 from shardnet.errors import ClosedError, CollectiveError, CollectiveMismatch, CollectiveTimeout, PeerLost
 from shardnet.loop import LoopThread
 from shardnet.testing import each_error, each_rank
+from shardnet.wire import Chunk
 from tests.contract.conftest import MakeCluster
 from tests.contract.test_any_source import announced, numbers, room
 from tests.contract.test_channels import KEPT, live_tags, one
@@ -433,4 +435,30 @@ async def test_who_leaves_with_a_failure_that_it_has_not_told_is_not_waited_for(
         async with asyncio.timeout(10.0):
             with pytest.raises(PeerLost, match="it left the cluster without entering this collective"):
                 await received
+        ranks[1].abort()
+
+
+async def test_who_leaves_while_a_message_is_on_its_way_to_it_is_not_waited_for(
+    fresh: MakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its receive waits for a turn when it closes, so that the other one has no answer from it, and gets none."""
+    async with fresh(2, limits=LIMITS) as ranks:
+        for number in range(WORDS // 4):
+            ranks[0].recv(room()[0], 1, tag=f"vain {number}").quietly()
+        ranks[0].recv(room()[0], 1, tag="late").quietly()
+        await announced(*ranks)
+        assert isinstance(ranks[0], MeshBackend)
+        take = Group.on_chunk
+
+        def take_but_that(group: Group, source: int, chunk: Chunk) -> None:
+            if group.board is not ranks[0]._board or "'late'" not in group.party.channel:  # type: ignore[attr-defined]
+                take(group, source, chunk)
+
+        monkeypatch.setattr(Group, "on_chunk", take_but_that)
+        sent = ranks[1].send(numbers(0), 0, tag="late", timeout_s=30.0)
+        await announced(ranks[1], ranks[0])
+        await ranks[0].aclose()
+        async with asyncio.timeout(10.0):
+            with pytest.raises(PeerLost, match="it left the cluster without entering this collective"):
+                await sent
         ranks[1].abort()
