@@ -1,6 +1,7 @@
 """Environment variables as values: what is read alike by the commands and by `connect`."""
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Collection, Iterator, Mapping
 
 from shardnet.errors import UsageError
 
@@ -11,3 +12,17 @@ def flag(environment: Mapping[str, str], name: str, *, default: bool = False) ->
     if text not in ("0", "1"):  # "no" would otherwise mean one thing to its writer and another to us
         raise UsageError(f"{name} must be 0 or 1, got {text!r}")
     return text == "1"
+
+
+def misspelt(environment: Mapping[str, str], known: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Variables that nobody reads but that look like one of the `known`, and which it is.
+
+    Those that begin with a known one are left alone: Kubernetes gives each container SHARDNET_RENDEZVOUS_PORT if there is a service
+    of the name shardnet-rendezvous.
+    """
+    for name in sorted(environment.keys() - known):
+        prefix, _, rest = name.upper().partition("_")  # alike in their prefix is not alike
+        if prefix != "SHARDNET" or any(name.startswith(f"{each}_") for each in known):
+            continue
+        if found := difflib.get_close_matches(rest, [each.removeprefix("SHARDNET_") for each in known], n=1, cutoff=0.8):
+            yield name, f"SHARDNET_{found[0]}"

@@ -84,6 +84,12 @@ class Channels:
                     self._leave((source, self._group.rank, tag))
 
     @property
+    def groups(self) -> "list[Group]":
+        """Those that are not retired."""
+        with self._lock:
+            return [channel.group for channel in self._channels.values()]
+
+    @property
     def incoming(self) -> "list[Group]":
         """Those to this rank."""
         with self._lock:

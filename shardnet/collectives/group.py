@@ -76,6 +76,7 @@ class Group:
         self.roll_call = RollCall(self)
         self.channels = Channels(self)
         self._ended: Ending | None = None  # why nothing is begun any more, where it is not the mesh that has closed
+        self._ended_on = set[int]()  # the other ranks that have said so
         self._outlasting = frozenset[int]()  # the collectives that may still end well then; see [Note: the end of a group]
         self._undone = math.inf  # the first collective that has failed because this rank has ended it all, of which others are not told
         self._unmet = set[int]() if known else set(self.peers)  # who have not said that they have made it; see [Note: first contact]
@@ -109,7 +110,19 @@ class Group:
     @property
     def is_idle(self) -> bool:
         """Whether it is open, and nothing is under way or has come that is yet to be asked for. Loop thread."""
-        return self._ended is None and not (self.under_way or self.operations.are_queued) and self._ledger.is_settled
+        return self._ended is None and self._is_at_rest and self._ledger.is_settled
+
+    @property
+    def _is_at_rest(self) -> bool:
+        return not (self.under_way or self.operations.are_queued)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended on all ranks, and nobody here waits for anything of it. Loop thread."""
+        if self._ended is None or self.at_failure_elsewhere:
+            return False
+        everywhere = all(rank in self._ended_on or self.members[rank] in self.board.lost for rank in self.peers)
+        return everywhere and all(each._is_at_rest for each in (self, *self.channels.groups))
 
     @property
     def is_met(self) -> bool:
@@ -211,6 +224,7 @@ class Group:
         if chunk.size:
             self.telemetry.count_received(source_global, chunk.size, near=chunk.came_through_memory)
         if chunk.control is not None and chunk.control.HasField("group_ended"):
+            self._ended_on.add(source)
             self._hear_end(chunk.control.group_ended)
         elif chunk.control is not None and chunk.control.HasField("group_made"):
             self._meet(source)
@@ -332,6 +346,7 @@ class Group:
         word = mesh_pb2.GroupEnded(rank=ended.rank, detail=ended.detail, next_sequence=position, of_channel=of_channel)
         for peer in self.peers:
             self.tell(peer, 0, mesh_pb2.Control(group_ended=word))
+        self.board.ended(self)
 
     def _hear_end(self, ended: mesh_pb2.GroupEnded) -> None:
         by_whom = f"was aborted by rank {ended.rank}: {ended.detail}"

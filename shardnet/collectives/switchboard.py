@@ -9,7 +9,7 @@ rank is lost each one decides by its own connection.
 import asyncio
 import hashlib
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from itertools import islice, permutations
 from typing import Any
@@ -68,6 +68,8 @@ class Switchboard:
         # by id, how far channels were when they were retired, also of those that are in use again; changed on the loop thread only
         self._retired: dict[int, int] = {}
         self._groups: dict[int, Group] = {}  # by id; changed on the loop thread only, as all that follows
+        self._ending = deque[Group]()  # of these; see `_forget_ended`
+        self._over = set[int]()  # ids of those that were forgotten, which are retired as well
         self._goodbyes: dict[int, dict[int, int]] = {}  # of ranks that took leave: where each was, by group
         self._unknown = Early(limits)  # for groups that this rank has not made yet, by their ids
         self.turns = Turns(limits)
@@ -105,6 +107,23 @@ class Switchboard:
         self._retired.pop(group.id, None)  # so that the one retired last is the last one
         self._retired[group.id] = group.position
         return True
+
+    def ended(self, group: Group) -> None:
+        """It is not used any more on this rank, and forgotten when it is over on the others, too. Loop thread."""
+        if not group.party.channel:  # they go with theirs
+            self._ending.append(group)
+
+    def _forget_ended(self) -> None:
+        """Keep no more of groups that are over than of channels that are retired: a program may make and end them again and again. Each
+        time one is made two are looked at, so that those that cannot go yet do not become more while others come."""
+        for group in [self._ending.popleft() for _ in range(min(2, len(self._ending)))]:
+            if not group.is_over:
+                self._ending.append(group)
+                continue
+            for each in (*group.channels.groups, group):
+                del self._groups[each.id]
+                self._retired[each.id] = each.position
+                self._over.add(each.id)
 
     def commons(self, node: frozenset[int]) -> Commons:
         """Of these ranks, which are this one and others of its node."""
@@ -152,6 +171,7 @@ class Switchboard:
         return group
 
     def _introduce(self, group: Group) -> None:
+        self._forget_ended()
         self._groups[group.id] = group
         group.greet()
         for source, chunk in self._unknown.take(group.id):
@@ -222,7 +242,7 @@ class Switchboard:
             self.turns.hear(source, chunk.group)
         elif control.HasField("group_ended") and control.group_ended.of_channel:
             self._unknown.take(chunk.group)  # nobody will ask for it
-        elif chunk.sequence >= position:
+        elif chunk.sequence >= position and chunk.group not in self._over:
             self._unknown.keep(chunk.group, source, chunk)
         else:
             self.telemetry.count_stale()

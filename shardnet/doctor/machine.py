@@ -73,10 +73,15 @@ def _accelerators() -> Iterator[Finding]:
 
 def _settings() -> Finding:
     """The environment, as `connect()` reads it."""
+    misspelt = dict(Settings.misspelt(os.environ))
     try:
-        Settings.from_environment()
+        Settings.from_environment({name: value for name, value in os.environ.items() if name not in misspelt})
     except (UsageError, AddressError) as error:
         return problem("settings", str(error))
+    if misspelt:
+        return warning(
+            "settings", f"nothing reads {', '.join(misspelt)} in the environment", f"did you mean {', '.join(misspelt.values())}?"
+        )
     names = sorted(name for name in os.environ if name.startswith("SHARDNET_"))
     return ok("settings", f"from the environment: {', '.join(names)}" if names else "none in the environment")
 

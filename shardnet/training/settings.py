@@ -1,9 +1,10 @@
 """What `connect()` needs to know, read from the environment that a launcher or a scheduler sets."""
 
 import asyncio
+import logging
 import os
 import socket
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import Self
@@ -16,7 +17,9 @@ from shardnet.credentials import Role, Security, find_token
 from shardnet.errors import AddressError, CredentialsError, RendezvousUnavailable, UsageError
 from shardnet.rendezvous.request import MAX_WORLD_SIZE, check_text
 from shardnet.training.hints import Hints
-from shardnet.variables import flag
+from shardnet.variables import flag, misspelt
+
+log = logging.getLogger(__name__)
 
 RESOLVE_EVERY_S = 0.5  # a rendezvous that starts later may have no name yet (container networks)
 
@@ -143,7 +146,16 @@ class Settings:
                 merged[name] = kind(str(merged[name]))
         settings = cls(**merged)  # type: ignore[arg-type]  # checked in the next line
         settings._check(given.keys(), environment, hints)
+        if not settings.local_rank:  # one of those on this machine is enough
+            for name, meant in cls.misspelt(environment):
+                log.warning("nothing reads the environment variable %s; did you mean %s?", name, meant)
         return settings
+
+    @classmethod
+    def misspelt(cls, environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+        """Variables that nobody reads but that look like one of those above, and which one that is."""
+        own = {f"SHARDNET_{each.name.upper()}" for each in fields(cls)} - {"SHARDNET_TIMEOUTS", "SHARDNET_LIMITS"}
+        return misspelt(environment, own | {"SHARDNET_WORLD_SIZE", "SHARDNET_LOCAL_WORLD_SIZE", "SHARDNET_TOKEN_FILE"})
 
     def _check(self, given: Collection[str], environment: Mapping[str, str], hints: Hints) -> None:
         """Raise for what cannot work, before anything is opened."""

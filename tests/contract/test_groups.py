@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import gc
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import combinations
@@ -11,10 +13,12 @@ import pytest
 import torch
 
 from shardnet.backend import Backend, Pending, ReduceOp, SubBackend
+from shardnet.collectives.group import Group
 from shardnet.errors import ClosedError, CollectiveError, CollectiveMismatch, InvalidRankError
 from shardnet.loop import LoopThread
 from shardnet.pb import mesh_pb2
 from shardnet.testing import each_error, each_rank, reference, same_bits
+from shardnet.wire import Chunk
 from tests.contract.conftest import KINDS, MakeCluster, cluster
 
 Ranks = Sequence[Backend]
@@ -199,6 +203,41 @@ async def test_who_has_ended_a_group_hears_its_own_reason(four: Ranks) -> None:
     await loop.run_here(asyncio.sleep(0))
     with pytest.raises(ClosedError, match="it is no more"):
         await begun[0]
+
+
+async def test_of_those_that_are_made_and_ended_again_and_again_none_is_kept(four: Ranks) -> None:
+    seen = list[weakref.ref[Group]]()
+    for number in range(20):
+        groups = groups_of(four, [0, 1, 3])
+        handles = [group.all_reduce(torch.ones(40)) for group in groups]
+        handles += [groups[1].recv(torch.zeros(2), 0, tag="a"), groups[0].send(torch.ones(2), 1, tag="a")]  # type: ignore[list-item]
+        handles.append(groups[2].recv(torch.zeros(2), 0))
+        for handle in handles[:-1]:
+            await handle
+        groups[number % 3].disband("it is no more")
+        with pytest.raises((ClosedError, CollectiveError), match="it is no more"):
+            await handles[-1]
+        seen += [weakref.ref(group._group) for group in groups if isinstance(group, SubBackend)]
+    del groups, handles, handle
+    gc.collect()
+    assert len(seen) == 60
+    assert len([each for each in seen if each() is not None]) <= 15
+
+
+async def test_what_comes_for_one_that_is_over_is_stale(four: Ranks) -> None:
+    """And nobody is told that it was."""
+    groups = groups_of(four, [0, 1])
+    assert isinstance(groups[0], SubBackend)
+    board, number = groups[0]._board, groups[0]._group.id
+    await each_rank(groups, lambda rank: rank.barrier())
+    groups[0].disband("it is no more")
+    del groups  # torch's process groups are kept for who may ask for them
+    while number in {group.id for group in board.groups}:
+        await groups_of(four, [0])[0].barrier()
+    before = board.telemetry.stale_chunks
+    board.loop.call(board.on_chunk, 1, Chunk(board.mesh.epoch, number, 7, data=b"late"))
+    await board.loop.run_here(asyncio.sleep(0))
+    assert (board.telemetry.stale_chunks, board._unknown.take(number)) == (before + 1, [])
 
 
 async def test_what_has_ended_before_the_end_ends_everywhere(four: Ranks) -> None:

@@ -55,6 +55,30 @@ def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch)
     assert Settings.from_environment().job == "from the process"
 
 
+def test_a_misspelt_variable_is_named_with_the_one_that_was_meant(caplog: pytest.LogCaptureFixture) -> None:
+    Settings.from_environment(
+        {"SHARDNET_ROUTNG": "ring", "SHARDNET_WORLDSIZE": "1", "shardnet_job": "j", "SHARDNET_LIMITS": "1", "SHARDNET_FOO": "1"}
+    )
+    assert caplog.messages == [
+        "nothing reads the environment variable SHARDNET_ROUTNG; did you mean SHARDNET_ROUTING?",
+        "nothing reads the environment variable SHARDNET_WORLDSIZE; did you mean SHARDNET_WORLD_SIZE?",
+        "nothing reads the environment variable shardnet_job; did you mean SHARDNET_JOB?",
+    ]
+
+
+def test_nothing_is_said_of_the_variables_that_there_are(caplog: pytest.LogCaptureFixture) -> None:
+    kubernetes = dict.fromkeys(
+        ["PORT", "SERVICE_HOST", "SERVICE_PORT", "RENDEZVOUS_SERVICE_HOST", "RENDEZVOUS_PORT", "RENDEZVOUS_PORT_29400_TCP_ADDR"], "10.0.0.1"
+    )
+    Settings.from_environment(
+        LAUNCHED
+        | {f"SHARDNET_{name}": value for name, value in kubernetes.items()}
+        | {"SHARDNET_LOCAL_RANK": "0", "SHARDNET_TOKEN_FILE": "", "SHARDNET_METRICS": ""}
+    )
+    Settings.from_environment({"SHARDNET_ROUTNG": "ring", "SHARDNET_LOCAL_RANK": "1"})  # rank 0 of this machine says so
+    assert not caplog.messages
+
+
 def test_least_and_greatest_world_size_win_over_the_common_one() -> None:
     found = Settings.from_environment(LAUNCHED | {"SHARDNET_MIN_WORLD_SIZE": "2", "SHARDNET_MAX_WORLD_SIZE": "8"})
     assert (found.min_world_size, found.max_world_size) == (2, 8)
