@@ -1,5 +1,6 @@
 """A backend over a mesh: checks the call, makes the result tensor, and hands flat arrays to the collectives."""
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -59,6 +60,8 @@ class MeshBackend(Backend):
         self._group = group
         self._timeouts = timeouts
         self._staging = Staging(board, self._is_on_gpu)
+        if group is not board.world:
+            weakref.finalize(self, group.release).atexit = False
 
     @property
     def rank(self) -> int:

@@ -8,6 +8,10 @@ them have begun it. Sends and receives are groups of two: who ends a group ends 
 tells the others when it has made one, and waits in its first collectives until it has heard that of all of them: what a rank has to keep
 of groups that it has yet to make is small, for tens of thousands of them, however much goes ahead in them afterwards (early.py). The world
 needs no such word, for it is made with the mesh, nor do channels, which carry nothing that was not asked for (turns.py).
+
+[Note: left groups] A program may make groups again and again. When one has ended on a rank, or nobody there has it any more, and all that
+was begun has come to its end, the rank says so to the others. When it has heard that of all of them, nothing can come or be asked for any
+more, and it keeps the ids alone of the group and its channels. Until then others may read its letters, and ask how far it is.
 """
 
 import asyncio
@@ -76,9 +80,11 @@ class Group:
         self.roll_call = RollCall(self)
         self.channels = Channels(self)
         self._ended: Ending | None = None  # why nothing is begun any more, where it is not the mesh that has closed
-        self._ended_on = set[int]()  # the other ranks that have said so
         self._outlasting = frozenset[int]()  # the collectives that may still end well then; see [Note: the end of a group]
         self._undone = math.inf  # the first collective that has failed because this rank has ended it all, of which others are not told
+        self._is_left = False  # nobody on this rank begins anything any more
+        self._is_done = False  # and what was begun has ended, of which the others know
+        self._done_on = set[int]()  # the other ranks where it is so
         self._unmet = set[int]() if known else set(self.peers)  # who have not said that they have made it; see [Note: first contact]
         self._last_met = self.rank  # of them
         self._met = asyncio.Event()  # nobody of them is left
@@ -114,15 +120,8 @@ class Group:
 
     @property
     def _is_at_rest(self) -> bool:
+        """Whether nothing is under way. Loop thread."""
         return not (self.under_way or self.operations.are_queued)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether it has ended on all ranks, and nobody here waits for anything of it. Loop thread."""
-        if self._ended is None or self.at_failure_elsewhere:
-            return False
-        everywhere = all(rank in self._ended_on or self.members[rank] in self.board.lost for rank in self.peers)
-        return everywhere and all(each._is_at_rest for each in (self, *self.channels.groups))
 
     @property
     def is_met(self) -> bool:
@@ -224,8 +223,10 @@ class Group:
         if chunk.size:
             self.telemetry.count_received(source_global, chunk.size, near=chunk.came_through_memory)
         if chunk.control is not None and chunk.control.HasField("group_ended"):
-            self._ended_on.add(source)
             self._hear_end(chunk.control.group_ended)
+        elif chunk.control is not None and chunk.control.HasField("group_over"):
+            self._done_on.add(source)
+            self.board.settle(self)
         elif chunk.control is not None and chunk.control.HasField("group_made"):
             self._meet(source)
         elif chunk.control is not None and chunk.control.HasField("abort_heard"):
@@ -346,7 +347,7 @@ class Group:
         word = mesh_pb2.GroupEnded(rank=ended.rank, detail=ended.detail, next_sequence=position, of_channel=of_channel)
         for peer in self.peers:
             self.tell(peer, 0, mesh_pb2.Control(group_ended=word))
-        self.board.ended(self)
+        self._leave()
 
     def _hear_end(self, ended: mesh_pb2.GroupEnded) -> None:
         by_whom = f"was aborted by rank {ended.rank}: {ended.detail}"
@@ -358,6 +359,24 @@ class Group:
         if self._ended is None:
             self._outlasting = frozenset(sequence for sequence in under_way if sequence < ended.next_sequence)
         self.end(partial(CollectiveError, f"{self.board.where()} {self.party.title} {by_whom}"), ended)
+
+    def release(self) -> None:
+        """Nobody can begin anything in it on this rank any more. Any thread. See [Note: left groups]."""
+        self.board.loop.call(self._leave)
+
+    def _leave(self) -> None:
+        self._is_left = True
+        if not self.party.channel:  # they go with theirs
+            self.board.leave(self)
+
+    def settle(self) -> bool:
+        """Tell the others if this rank has no use for the group any more; return whether no rank has. Loop thread."""
+        if not self._is_done:
+            at_rest = all(each._is_at_rest for each in (self, *self.channels.groups)) and not self.channels.receive_from_some
+            self._is_done = self._is_left and self.is_met and at_rest and not self.at_failure_elsewhere
+            for peer in self.peers if self._is_done else ():
+                self.tell(peer, 0, mesh_pb2.Control(group_over=mesh_pb2.GroupOver()))
+        return self._is_done and all(peer in self._done_on or self.members[peer] in self.board.lost for peer in self.peers)
 
     @property
     def position(self) -> int:

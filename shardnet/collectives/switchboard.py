@@ -35,6 +35,7 @@ from shardnet.wire import Chunk, InPlace
 
 WORLD = 0  # group id of all ranks
 _RETIRED_TOLD = 4096  # channels: about 60 kB of a goodbye
+_LOOKED_AT = 4  # left groups, each time one is made: more than one, so that they do not become more
 _END_S = 2.0  # at most, for threads that end with the mesh: one may be held up by a peer that hangs
 MAX_STALE = 4096  # chunks in a row: 8 GiB of late data, of which a peer that is well has far less on its way when a collective fails
 
@@ -68,8 +69,8 @@ class Switchboard:
         # by id, how far channels were when they were retired, also of those that are in use again; changed on the loop thread only
         self._retired: dict[int, int] = {}
         self._groups: dict[int, Group] = {}  # by id; changed on the loop thread only, as all that follows
-        self._ending = deque[Group]()  # of these; see `_forget_ended`
-        self._over = set[int]()  # ids of those that were forgotten, which are retired as well
+        self._left = deque[Group]()  # those of them that this rank has left, but not all others
+        self._over = set[int]()  # ids of those that all have left
         self._goodbyes: dict[int, dict[int, int]] = {}  # of ranks that took leave: where each was, by group
         self._unknown = Early(limits)  # for groups that this rank has not made yet, by their ids
         self.turns = Turns(limits)
@@ -108,22 +109,20 @@ class Switchboard:
         self._retired[group.id] = group.position
         return True
 
-    def ended(self, group: Group) -> None:
-        """It is not used any more on this rank, and forgotten when it is over on the others, too. Loop thread."""
-        if not group.party.channel:  # they go with theirs
-            self._ending.append(group)
+    def leave(self, group: Group) -> None:
+        """Nobody on this rank begins anything in it any more. See [Note: left groups] in group.py. Loop thread."""
+        if not self.settle(group):
+            self._left.append(group)
 
-    def _forget_ended(self) -> None:
-        """Keep no more of groups that are over than of channels that are retired: a program may make and end them again and again. Each
-        time one is made two are looked at, so that those that cannot go yet do not become more while others come."""
-        for group in [self._ending.popleft() for _ in range(min(2, len(self._ending)))]:
-            if not group.is_over:
-                self._ending.append(group)
-                continue
+    def settle(self, group: Group) -> bool:
+        """Forget a group if it is over; return whether it was. Loop thread."""
+        if group.settle():
             for each in (*group.channels.groups, group):
-                del self._groups[each.id]
-                self._retired[each.id] = each.position
+                self._groups.pop(each.id, None)
                 self._over.add(each.id)
+            if self.mesh.mailbox is not None:
+                self.mesh.mailbox.withdraw(group.id)  # who has not read it never will
+        return group.id in self._over
 
     def commons(self, node: frozenset[int]) -> Commons:
         """Of these ranks, which are this one and others of its node."""
@@ -171,7 +170,8 @@ class Switchboard:
         return group
 
     def _introduce(self, group: Group) -> None:
-        self._forget_ended()
+        for left in [self._left.popleft() for _ in range(min(_LOOKED_AT, len(self._left)))]:
+            self.leave(left)
         self._groups[group.id] = group
         group.greet()
         for source, chunk in self._unknown.take(group.id):

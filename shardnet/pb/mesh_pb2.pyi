@@ -42,7 +42,7 @@ class Chunk(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., group: _Optional[int] = ..., sequence: _Optional[int] = ..., block: _Optional[int] = ..., offset: _Optional[int] = ..., crc32c: _Optional[int] = ..., control: _Optional[_Union[Control, _Mapping]] = ..., padding: _Optional[bytes] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class Control(_message.Message):
-    __slots__ = ("announcement", "abort", "probe", "probe_reply", "goodbye", "loss", "window_offer", "window_answer", "window_released", "window_full", "loan_returned", "suspicion", "group_ended", "group_made", "abort_heard", "window_piece", "loan", "placed")
+    __slots__ = ("announcement", "abort", "probe", "probe_reply", "goodbye", "loss", "window_offer", "window_answer", "window_released", "window_full", "loan_returned", "suspicion", "group_ended", "group_made", "abort_heard", "group_over", "window_piece", "loan", "placed")
     ANNOUNCEMENT_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
     PROBE_FIELD_NUMBER: _ClassVar[int]
@@ -58,6 +58,7 @@ class Control(_message.Message):
     GROUP_ENDED_FIELD_NUMBER: _ClassVar[int]
     GROUP_MADE_FIELD_NUMBER: _ClassVar[int]
     ABORT_HEARD_FIELD_NUMBER: _ClassVar[int]
+    GROUP_OVER_FIELD_NUMBER: _ClassVar[int]
     WINDOW_PIECE_FIELD_NUMBER: _ClassVar[int]
     LOAN_FIELD_NUMBER: _ClassVar[int]
     PLACED_FIELD_NUMBER: _ClassVar[int]
@@ -76,10 +77,11 @@ class Control(_message.Message):
     group_ended: GroupEnded
     group_made: GroupMade
     abort_heard: AbortHeard
+    group_over: GroupOver
     window_piece: WindowPiece
     loan: Loan
     placed: Placed
-    def __init__(self, announcement: _Optional[_Union[Announcement, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ..., probe_reply: _Optional[_Union[ProbeReply, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., loss: _Optional[_Union[Loss, _Mapping]] = ..., window_offer: _Optional[_Union[WindowOffer, _Mapping]] = ..., window_answer: _Optional[_Union[WindowAnswer, _Mapping]] = ..., window_released: _Optional[_Union[WindowReleased, _Mapping]] = ..., window_full: _Optional[_Union[WindowFull, _Mapping]] = ..., loan_returned: _Optional[_Union[LoanReturned, _Mapping]] = ..., suspicion: _Optional[_Union[Suspicion, _Mapping]] = ..., group_ended: _Optional[_Union[GroupEnded, _Mapping]] = ..., group_made: _Optional[_Union[GroupMade, _Mapping]] = ..., abort_heard: _Optional[_Union[AbortHeard, _Mapping]] = ..., window_piece: _Optional[_Union[WindowPiece, _Mapping]] = ..., loan: _Optional[_Union[Loan, _Mapping]] = ..., placed: _Optional[_Union[Placed, _Mapping]] = ...) -> None: ...
+    def __init__(self, announcement: _Optional[_Union[Announcement, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ..., probe_reply: _Optional[_Union[ProbeReply, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., loss: _Optional[_Union[Loss, _Mapping]] = ..., window_offer: _Optional[_Union[WindowOffer, _Mapping]] = ..., window_answer: _Optional[_Union[WindowAnswer, _Mapping]] = ..., window_released: _Optional[_Union[WindowReleased, _Mapping]] = ..., window_full: _Optional[_Union[WindowFull, _Mapping]] = ..., loan_returned: _Optional[_Union[LoanReturned, _Mapping]] = ..., suspicion: _Optional[_Union[Suspicion, _Mapping]] = ..., group_ended: _Optional[_Union[GroupEnded, _Mapping]] = ..., group_made: _Optional[_Union[GroupMade, _Mapping]] = ..., abort_heard: _Optional[_Union[AbortHeard, _Mapping]] = ..., group_over: _Optional[_Union[GroupOver, _Mapping]] = ..., window_piece: _Optional[_Union[WindowPiece, _Mapping]] = ..., loan: _Optional[_Union[Loan, _Mapping]] = ..., placed: _Optional[_Union[Placed, _Mapping]] = ...) -> None: ...
 
 class Announcement(_message.Message):
     __slots__ = ("signature", "send_bytes", "expect_bytes", "grant", "released", "posted")
@@ -142,6 +144,10 @@ class Abort(_message.Message):
     def __init__(self, reason: _Optional[_Union[Abort.Reason, str]] = ..., detail: _Optional[str] = ..., ranks: _Optional[_Iterable[int]] = ..., expected: _Optional[int] = ..., sent: _Optional[int] = ...) -> None: ...
 
 class GroupMade(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GroupOver(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 

@@ -151,11 +151,11 @@ class Mailbox:
                 self._ring[posted.data : posted.data + 8].view(np.uint64)[0] = word
                 self._ring_bell()
 
-    def withdraw(self, group: int, sequence: int) -> None:
-        """Take a letter back, if it is still there: who has not read it never will."""
+    def withdraw(self, group: int, sequence: int | None = None) -> None:
+        """Take a letter back, or all of a group, if it is still there: who has not read it never will."""
         with self._lock:
             for posted in self._posted:
-                if (posted.group, posted.sequence) == (group, sequence) and not posted.free:
+                if posted.group == group and sequence in (None, posted.sequence) and not posted.free:
                     posted.free = True
                     self._words[_DIRECTORY + posted.entry * _ENTRY_WORDS + _NUMBER] = 0
                     self._ring_bell()
