@@ -459,7 +459,7 @@ class SubBackend(MeshBackend):
     """Some ranks of a parent backend. Members are sorted and deduplicated; every collective works on them unchanged.
 
     Make it on every member, in the same order relative to other sub-groups of the same members. The parent owns the connections: `aclose`
-    leaves them to it, and `abort` is the parent's, which ends every group on them.
+    leaves them to it, and `abort` is the parent's, which ends every group on them. When no member has it any more, its memory is free.
     """
 
     def __init__(self, parent: MeshBackend, members: Sequence[int]) -> None:
