@@ -243,8 +243,8 @@ class TestFrames:
     @on_shared_loop
     async def test_of_a_group_that_it_is_no_member_of(self) -> None:
         async with theatre() as stage:
-            group = stage.backend.subgroup([0])._group
-            await stage.send(Chunk(1, group.id, 0, data=b"hello"))
+            ours = stage.backend.subgroup([0])  # kept, or it would be over
+            await stage.send(Chunk(1, ours._group.id, 0, data=b"hello"))
             code, text = await stage.stream.refusal()
             assert code is grpc.StatusCode.DATA_LOSS
             assert "rank 1 is no member of group" in text
