@@ -90,11 +90,6 @@ class Channels:
             return [channel.group for channel in self._channels.values()]
 
     @property
-    def receive_from_some(self) -> bool:
-        """Whether there are receives that have no source yet."""
-        return bool(self._any_sources)
-
-    @property
     def incoming(self) -> "list[Group]":
         """Those to this rank."""
         with self._lock:

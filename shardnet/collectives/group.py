@@ -372,8 +372,8 @@ class Group:
     def settle(self) -> bool:
         """Tell the others if this rank has no use for the group any more; return whether no rank has. Loop thread."""
         if not self._is_done:
-            at_rest = all(each._is_at_rest for each in (self, *self.channels.groups)) and not self.channels.receive_from_some
-            self._is_done = self._is_left and self.is_met and at_rest and not self.at_failure_elsewhere
+            at_rest = all(each._is_at_rest for each in (self, *self.channels.groups))
+            self._is_done = self._is_left and self.is_met and at_rest
             for peer in self.peers if self._is_done else ():
                 self.tell(peer, 0, mesh_pb2.Control(group_over=mesh_pb2.GroupOver()))
         return self._is_done and all(peer in self._done_on or self.members[peer] in self.board.lost for peer in self.peers)
