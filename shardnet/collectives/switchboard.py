@@ -9,7 +9,7 @@ rank is lost each one decides by its own connection.
 import asyncio
 import hashlib
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from itertools import islice, permutations
 from typing import Any
@@ -69,7 +69,7 @@ class Switchboard:
         # by id, how far channels were when they were retired, also of those that are in use again; changed on the loop thread only
         self._retired: dict[int, int] = {}
         self._groups: dict[int, Group] = {}  # by id; changed on the loop thread only, as all that follows
-        self._left = deque[Group]()  # those of them that this rank has left, but not all others
+        self._left: dict[int, Group] = {}  # those of them that this rank has left, but not all others
         self._over = set[int]()  # ids of those that all have left
         self._goodbyes: dict[int, dict[int, int]] = {}  # of ranks that took leave: where each was, by group
         self._unknown = Early(limits)  # for groups that this rank has not made yet, by their ids
@@ -112,11 +112,12 @@ class Switchboard:
     def leave(self, group: Group) -> None:
         """Nobody on this rank begins anything in it any more. See [Note: left groups] in group.py. Loop thread."""
         if not self.settle(group):
-            self._left.append(group)
+            self._left[group.id] = group
 
     def settle(self, group: Group) -> bool:
         """Forget a group if it is over; return whether it was. Loop thread."""
         if group.settle():
+            self._left.pop(group.id, None)
             for each in (*group.channels.groups, group):
                 self._groups.pop(each.id, None)
                 self._over.add(each.id)
@@ -170,8 +171,9 @@ class Switchboard:
         return group
 
     def _introduce(self, group: Group) -> None:
-        for left in [self._left.popleft() for _ in range(min(_LOOKED_AT, len(self._left)))]:
-            self.leave(left)
+        for left in list(islice(self._left.values(), _LOOKED_AT)):
+            del self._left[left.id]
+            self.leave(left)  # behind the others, if there is still use for it
         self._groups[group.id] = group
         group.greet()
         for source, chunk in self._unknown.take(group.id):
