@@ -111,7 +111,7 @@ class Switchboard:
 
     def leave(self, group: Group) -> None:
         """Nobody on this rank begins anything in it any more. See [Note: left groups] in group.py. Loop thread."""
-        if not self.settle(group):
+        if not self._closed and not self.settle(group):
             self._left[group.id] = group
 
     def settle(self, group: Group) -> bool:
