@@ -118,8 +118,10 @@ def _taken(buffer: NodeBuffer) -> torch.Tensor:
 class Runner:
     """Four ranks and their groups, for many programs."""
 
-    def __init__(self, ranks: Sequence[Backend]) -> None:
-        self._groups = {(members, rank): ranks[rank].subgroup(members) for members in GROUPS for rank in members}
+    def __init__(self, ranks: Sequence[Backend], *, passing: bool = False) -> None:
+        """`passing`: each step has groups of its own, which nobody has any more when it is under way."""
+        self._ranks = ranks
+        self._groups = {} if passing else {(members, rank): ranks[rank].subgroup(members) for members in GROUPS for rank in members}
 
     def run(self, program: list[Step], seed: int) -> None:
         """Start all steps rank by rank, then wait for them in an order of its own."""
@@ -129,7 +131,8 @@ class Runner:
             for number, step in enumerate(program):
                 if rank in step.members:
                     local = step.members.index(rank)
-                    handles = start(step, self._groups[step.members, rank], data[number][local])
+                    group = self._groups.get((step.members, rank)) or self._ranks[rank].subgroup(step.members)
+                    handles = start(step, group, data[number][local])
                     started.append((number, local, handles))
         random.Random(seed).shuffle(started)
         for number, local, handles in started:

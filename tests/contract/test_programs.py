@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -26,10 +27,11 @@ def steps(draw: st.DrawFn) -> Step:
     )
 
 
-def test_any_program(four: Sequence[Backend]) -> None:
-    runner = Runner(four)
+@pytest.mark.parametrize("passing", [False, True])
+def test_any_program(four: Sequence[Backend], passing: bool) -> None:
+    runner = Runner(four, passing=passing)
 
-    @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=20 if passing else 60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(st.lists(steps(), max_size=25), st.integers(0, 1000))
     def run(program: list[Step], seed: int) -> None:
         runner.run(program, seed)
