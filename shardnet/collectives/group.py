@@ -225,8 +225,7 @@ class Group:
         if chunk.control is not None and chunk.control.HasField("group_ended"):
             self._hear_end(chunk.control.group_ended)
         elif chunk.control is not None and chunk.control.HasField("group_over"):
-            self._done_on.add(source)
-            self.board.settle(self)
+            self._hear_over(source)
         elif chunk.control is not None and chunk.control.HasField("group_made"):
             self._meet(source)
         elif chunk.control is not None and chunk.control.HasField("abort_heard"):
@@ -377,6 +376,12 @@ class Group:
             for peer in self.peers if self._is_done else ():
                 self.tell(peer, 0, mesh_pb2.Control(group_over=mesh_pb2.GroupOver()))
         return self._is_done and all(peer in self._done_on or self.members[peer] in self.board.lost for peer in self.peers)
+
+    def _hear_over(self, peer: int) -> None:
+        if peer in self._done_on:
+            self.telemetry.count_stale()
+        self._done_on.add(peer)
+        self.board.settle(self)
 
     @property
     def position(self) -> int:

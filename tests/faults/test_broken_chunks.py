@@ -34,6 +34,7 @@ LIMITS = Limits(chunk_bytes=4 * KIB, eager_bytes=2 * KIB, window_bytes=16 * KIB,
 GROUPS: tuple[tuple[int, ...], ...] = ((0, 1, 2), (0, 2))
 PATIENCE_S = 550.0
 Results = list[list[object]]
+Groups = dict[tuple[tuple[int, ...], int], Backend]  # by members and rank
 
 
 @pytest.mark.parametrize("count", [SHORT, pytest.param(1000, marks=pytest.mark.faults)])
@@ -50,6 +51,7 @@ def test_one_broken_chunk_after_the_other(count: int, monkeypatch: pytest.Monkey
 async def _train(saboteur: Saboteur, count: int, figures: Scenario) -> None:
     rng, outcomes = random.Random(SEED), Counter[str]()
     parameters, alone, caught = [torch.zeros(1000) for _ in range(RANKS)], torch.zeros(1000), 0
+    kept = list[Groups]()
     async with ports(RANKS, timeouts=TIMEOUTS, limits=LIMITS) as pool:
         ranks = await pool.form()
         for number in range(count):
@@ -59,7 +61,7 @@ async def _train(saboteur: Saboteur, count: int, figures: Scenario) -> None:
                 stale = sum(rank.telemetry.stale_chunks for rank in ranks)
                 seed = rng.randrange(10**6)
                 started_s = time.monotonic()
-                results = await _step(ranks, seed, parameters)
+                results = await _step(ranks, seed, parameters, kept)
                 errors = [result for each in results for result in each if isinstance(result, BaseException)]
             took_s = time.monotonic() - started_s
             assert all(isinstance(error, ShardnetError) for error in errors), errors
@@ -69,10 +71,11 @@ async def _train(saboteur: Saboteur, count: int, figures: Scenario) -> None:
             outcomes[f"{harm}: {type(errors[0]).__name__ if errors else 'stale' if stale else 'unnoticed'}"] += 1
             if errors:
                 figures.detected_s.append(took_s)
+                kept.clear()
                 await dissolve(ranks)
                 ranks = await pool.form()
                 _give(ranks, replace(TIMEOUTS, collective_s=10.0))  # nothing is broken now, and a busy machine may take its time
-                results = await _step(ranks, seed, parameters)
+                results = await _step(ranks, seed, parameters, kept)
                 _give(ranks, TIMEOUTS)
             sums = [each[-1] for each in results]
             for rank, total in enumerate(sums):
@@ -91,13 +94,14 @@ def _give(ranks: Sequence[ClusterBackend], timeouts: Timeouts) -> None:
         rank._timeouts = timeouts
 
 
-async def _step(ranks: Sequence[ClusterBackend], seed: int, parameters: Sequence[torch.Tensor]) -> Results:
+async def _step(ranks: Sequence[ClusterBackend], seed: int, parameters: Sequence[torch.Tensor], kept: list[Groups]) -> Results:
     """Four collectives at once, of which the last one sums gradients, and a barrier of each group, which may have had no other; for each
-    rank what it got. Results that came are checked."""
+    rank what it got. Results that came are checked. The groups are `kept`: that one is over nobody waits to hear."""
     rng = random.Random(seed)
     program = [random_step(rng, GROUPS, rows=3000) for _ in range(3)]
     inputs = [inputs_of(step, seed) for step in program]
-    groups = {(members, rank): ranks[rank].subgroup(members) for members in GROUPS for rank in members}
+    groups: Groups = {(members, rank): ranks[rank].subgroup(members) for members in GROUPS for rank in members}
+    kept.append(groups)
 
     async def run(rank: int) -> list[object]:
         handles, wanted = [], list[torch.Tensor | None]()
