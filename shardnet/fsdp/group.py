@@ -3,8 +3,7 @@
 [Note: two sets of parameters] The parameters that the module was made with stay its parameters for ever. Each is 1-D
 and views this rank's slice of it, possibly empty, in the group's shard: optimizers, `clip_grad_norm_` and whoever else
 kept a reference see these. While a unit computes, its modules hold other tensors in their places: leaves in the full
-shape that view the full buffer. Autograd puts their gradients on the leaves, from where they are collected. While others compute
-in the same forward, they hold neither; see [Note: absent parameters].
+shape that view the full buffer. Autograd puts their gradients on the leaves, from where they are collected.
 """
 
 import weakref
@@ -18,7 +17,6 @@ from torch import nn
 from shardnet.backend import NodeBuffer, Pending
 from shardnet.backend.streams import is_on_gpu
 from shardnet.errors import SizeMismatchError, UsageError
-from shardnet.fsdp.absent import AbsentParameter
 from shardnet.fsdp.communicators import Communicators
 from shardnet.fsdp.compressed_across import CompressedAcross
 from shardnet.fsdp.compressed_gather import CompressedGather
@@ -83,7 +81,6 @@ class FlatGroup:
         else:
             self._full = FullBuffer(self.layout.numel, dtypes.compute, device, owner=label, gauge=meter.full_parameters, pool=pool)
         self.leaves = [nn.Parameter(view, requires_grad=False) for view in self.layout.views(self._full.tensor)]
-        self._absent = [AbsentParameter.of(leaf, entry.name, label) for entry, leaf in zip(placed, self.leaves, strict=True)]
         self._full.free()
         self._arriving: Pending[NodeBuffer] | None = None
         self._secondary: SecondaryShard | None = None
@@ -268,14 +265,6 @@ class FlatGroup:
         for entry in self.placed:
             for slot in entry.slots:
                 slot.put(entry.parameter)
-
-    def show_absent(self) -> None:
-        """Put into the modules what cannot be computed with."""
-        for entry, absent in zip(self.placed, self._absent, strict=True):
-            if absent.requires_grad != entry.parameter.requires_grad:
-                absent.requires_grad_(entry.parameter.requires_grad)
-            for slot in entry.slots:
-                slot.put(absent)
 
     def free(self) -> None:
         """Free the full buffer, and what came for it. No gather may be under way."""

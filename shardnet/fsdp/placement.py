@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from shardnet.errors import UsageError
 from shardnet.fsdp.ignored import IgnoredModules
@@ -19,10 +19,9 @@ class Slot:
     module: nn.Module
     attribute: str
 
-    def put(self, parameter: Tensor) -> None:
-        """A parameter, or what takes the place of one."""
+    def put(self, parameter: nn.Parameter) -> None:
         if type(self.module).__setattr__ is nn.Module.__setattr__:
-            self.module._parameters[self.attribute] = parameter  # type: ignore[assignment]  # __setattr__ without its checks
+            self.module._parameters[self.attribute] = parameter  # __setattr__ without its checks
         else:
             setattr(self.module, self.attribute, parameter)  # such as nn.LSTM, which keeps a list of its own
 

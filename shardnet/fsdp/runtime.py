@@ -136,24 +136,18 @@ class Runtime:
             return self._backward.forwards[-1]
         self._comms.shards.changed()
         self._release_kept()  # the backward never came, and the parameters may have changed since
-        self._hide(hidden=True)
         forward = ForwardPass()
         if torch.is_grad_enabled():
             self._forward = forward
         return forward
 
     def _end_forward(self, forward: ForwardPass, *, completed: bool, backward_follows: bool) -> None:
-        self._hide(hidden=False)
         if completed:
             self.prefetcher.learn(forward)
         self.prefetcher.stop()
         self._timeline.end_pass(Pass.FORWARD if completed else None)
         if not backward_follows:
             self._release_kept()
-
-    def _hide(self, *, hidden: bool) -> None:
-        for unit in self.units:
-            unit.hide(hidden=hidden)
 
     def _gather_for_forward(self, call: Call) -> None:
         unit = call.unit
@@ -317,7 +311,6 @@ class Runtime:
         self.prefetcher.reset()
         for unit in self.units:
             unit.drop_gradients()
-        self._hide(hidden=False)
         self._free_all()
         self._timeline.end_pass(None)
 

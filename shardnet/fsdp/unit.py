@@ -19,7 +19,6 @@ from shardnet.fsdp.precision import Dtypes, MixedPrecision
 class UnitState(Enum):
     """Who owns the unit's full buffers, and what may come next."""
 
-    # Where modules hold the shards, they hold neither shards nor full parameters in a forward: see [Note: absent parameters].
     SHARDED = auto()  # the buffers have no memory; modules hold the shards. Next: GATHERING
     GATHERING = auto()  # allocated, owned by the collectives, not readable; modules hold the shards. Next: any other
     FORWARD = auto()  # complete, read by the running forward; modules hold the full parameters. Next: SHARDED or HELD
@@ -46,7 +45,6 @@ class Unit:
         self.module: nn.Module = plan.module
         self.groups = _make_groups(plan, precision, compression, comms, meter, pool, compute_device)
         self.state = UnitState.SHARDED
-        self._hidden = False  # what it holds cannot be used, unless it is gathered
         self._comms = comms
         self._pending: list[Gathering] = []
 
@@ -96,10 +94,10 @@ class Unit:
     def reshard(self, *, backward_follows: bool = False) -> None:
         """FORWARD, BACKWARD or HELD → SHARDED; with secondary shards, if it is to be gathered again for backward."""
         assert self.state not in (UnitState.SHARDED, UnitState.GATHERING), self
-        self._show_rest()
         for group in self.groups:
             if backward_follows:
                 group.keep_secondary()
+            group.show_shard()
             group.free()
         self.state = UnitState.SHARDED
 
@@ -111,21 +109,9 @@ class Unit:
     def hold(self) -> None:
         """FORWARD → HELD."""
         assert self.state is UnitState.FORWARD, self
-        self.state = UnitState.HELD
-        self._show_rest()
-
-    def hide(self, *, hidden: bool) -> None:
-        """Whether a forward is under way: then what is not gathered for it cannot be used. See [Note: absent parameters]."""
-        self._hidden = hidden
-        if self.state not in (UnitState.FORWARD, UnitState.BACKWARD):
-            self._show_rest()
-
-    def _show_rest(self) -> None:
         for group in self.groups:
-            if self._hidden:
-                group.show_absent()
-            else:
-                group.show_shard()
+            group.show_shard()
+        self.state = UnitState.HELD
 
     def discard(self) -> None:
         """GATHERING → SHARDED, whatever became of the gather: memory that is still written to is not freed."""
