@@ -84,9 +84,8 @@ class FSDP(nn.Module):
     Raises CollectiveMismatch on all ranks if one is given another model, or other arguments that say what is sent.
     Every rank must then do the same: run the same units in the same order and call the methods marked as collectives
     alike. A training loop stays as it was: `loss = model(x)`, `loss.backward()`, `optimizer.step()`; gradients are the
-    mean over ranks. Within a forward a parameter can be computed with only while its unit runs: elsewhere that raises
-    StateError ([Note: absent parameters] in absent.py). A parameter that no rank used gets zeros as its gradient, where one
-    process would leave None: an optimizer still decays it, or moves it by its momentum, unless it is frozen.
+    mean over ranks. A parameter that no rank used gets zeros as its gradient, where one process would leave None:
+    an optimizer still decays it, or moves it by its momentum, unless it is frozen.
     Buffers are not sharded and, after the first broadcast, each rank's own.
 
     Used by one thread at a time. It does not own the backend.
