@@ -372,14 +372,15 @@ class Group:
         """Tell the others if this rank has no use for the group any more; return whether no rank has. Loop thread."""
         if not self._is_done:
             at_rest = all(each._is_at_rest for each in (self, *self.channels.groups))
-            self._is_done = self._is_left and self.is_met and at_rest
+            self._is_done = self._is_left and at_rest and all(self._is_lost(peer) for peer in self._unmet)
             for peer in self.peers if self._is_done else ():
                 self.tell(peer, 0, mesh_pb2.Control(group_over=mesh_pb2.GroupOver()))
-        return self._is_done and all(peer in self._done_on or self.members[peer] in self.board.lost for peer in self.peers)
+        return self._is_done and all(peer in self._done_on or self._is_lost(peer) for peer in self.peers)
+
+    def _is_lost(self, peer: int) -> bool:
+        return self.members[peer] in self.board.lost
 
     def _hear_over(self, peer: int) -> None:
-        if peer in self._done_on:
-            self.telemetry.count_stale()
         self._done_on.add(peer)
         self.board.settle(self)
 

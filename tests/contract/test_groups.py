@@ -243,10 +243,13 @@ async def _until_few(seen: Sequence["weakref.ref[Group]"], ranks: Ranks) -> None
         gc.collect()
 
 
-async def test_of_one_that_all_have_left_but_the_dead_nothing_is_kept(fresh: MakeCluster) -> None:
+@pytest.mark.parametrize("made", [True, False])
+async def test_of_one_that_all_have_left_but_the_dead_nothing_is_kept(fresh: MakeCluster, made: bool) -> None:
+    """Whether these had made it or not."""
     async with fresh(3) as ranks:
-        groups = groups_of(ranks, [0, 1, 2])
-        await each_rank(groups, lambda rank: rank.barrier())
+        groups = groups_of(ranks, [0, 1, 2]) if made else [rank.subgroup([0, 1, 2]) for rank in ranks[:2]]
+        if made:
+            await each_rank(groups, lambda rank: rank.barrier())
         seen = [weakref.ref(group._group) for group in groups[:2] if isinstance(group, SubBackend)] * 2
         del groups
         ranks[2].abort()
