@@ -61,13 +61,29 @@ def test_the_optimizer_alone() -> None:
 
 async def test_the_elastic_program_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """It trains in a world of one, as any program does; what becomes of it in larger ones: tests/elastic."""
-    (program,) = re.findall(r"```python\n(from shardnet import elastic.*?)shardnet.run", README.read_text(), re.DOTALL)
+    program = _elastic_program().partition("if __name__")[0]
     lines: list[str] = []
     names: dict[str, Any] = {"shardnet": shardnet, "torch": torch, "nn": nn, "F": F, "print": lines.append}
     exec(program, names)
     monkeypatch.delenv("SHARDNET_RENDEZVOUS", raising=False)
     await elastic.run(names["train"])
     assert re.fullmatch(r"rank 0 of 1: loss 0\.\d+", lines[0])
+
+
+@pytest.mark.timeout(180)  # six fresh interpreters
+async def test_the_elastic_program_in_a_test_of_its_own(tmp_path: Path) -> None:
+    (test,) = re.findall(r"```python\n(from shardnet.testing import .*?)```", README.read_text(), re.DOTALL)
+    (tmp_path / "train.py").write_text(_elastic_program())
+    (tmp_path / "test_train.py").write_text(test)
+    command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "test_train.py")
+    process = await asyncio.create_subprocess_exec(*command, cwd=tmp_path, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT)
+    output = (await process.communicate())[0].decode()
+    assert "1 passed" in output, output
+
+
+def _elastic_program() -> str:
+    (program,) = (each for each in re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL) if "import elastic" in each)
+    return str(program)
 
 
 @pytest.mark.timeout(180)  # the nursery may have to begin, on whatever machine

@@ -36,7 +36,7 @@ BLOCKS: dict[str, list[Run | Fragment]] = {
         Fragment("its loop is the reader's own"),
         Run("tests/test_readme.py::test_the_optimizer_alone"),
         Run("tests/test_readme.py::test_the_elastic_program_alone"),
-        Fragment("its training stands in docs/testing.md, with a test like it"),
+        Run("tests/test_readme.py::test_the_elastic_program_in_a_test_of_its_own"),
     ],
     "docs/async.md": [Run("tests/docs/test_blocks.py::test_the_program_of_the_page_on_async")],
     "docs/checkpoints.md": [Run("tests/test_readme.py::test_the_programs_of_the_page_on_checkpoints")] * 2,
