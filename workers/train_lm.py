@@ -151,7 +151,9 @@ class Trainer:
         loss = share.weight * cross_entropy(await self.model(inputs), targets)
         told_to_stop = self.options.stop_file is not None and self.options.stop_file.exists()
         progress = torch.tensor([loss.item(), self.journal.elapsed_s, told_to_stop], dtype=torch.float64)
-        agreed = self.cluster.backend.all_reduce(progress, shardnet.ReduceOp.MEAN, label="progress")
+        agreed = self.cluster.backend.all_reduce(
+            progress, shardnet.ReduceOp.MEAN, label="progress"
+        ).quietly()  # who is lost meanwhile, backward tells
         await self.model.backward(loss)
         norm = await self.model.clip_grad_norm(self.options.clip)
         with self.cluster.telemetry.span("optimizer"):

@@ -448,10 +448,10 @@ async def test_who_leaves_while_a_message_is_on_its_way_to_it_is_not_waited_for(
         ranks[0].recv(room()[0], 1, tag="late").quietly()
         await announced(*ranks)
         assert isinstance(ranks[0], MeshBackend)
-        take = Group.on_chunk
+        board, take = ranks[0]._board, Group.on_chunk
 
         def take_but_that(group: Group, source: int, chunk: Chunk) -> None:
-            if group.board is not ranks[0]._board or "'late'" not in group.party.channel:  # type: ignore[attr-defined]
+            if group.board is not board or "'late'" not in group.party.channel:
                 take(group, source, chunk)
 
         monkeypatch.setattr(Group, "on_chunk", take_but_that)
