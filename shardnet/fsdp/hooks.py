@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -15,7 +16,8 @@ def attach(unit: Unit, runtime: Runtime, precision: MixedPrecision, *, outermost
     """Call the runtime around every forward of the unit's module, and cast what goes in and, if it is the outermost, comes out.
 
     Autograd's hooks are set by the runtime, forward by forward: on inputs that are cast and on outputs that are not yet, so
-    that they enclose what the unit computes. Recomputation within backward casts in the same way.
+    that they enclose what the unit computes. Recomputation within backward casts in the same way. torch.compile compiles what is
+    between the hooks.
     """
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -29,7 +31,8 @@ def attach(unit: Unit, runtime: Runtime, precision: MixedPrecision, *, outermost
         runtime.after_forward(unit, outputs)
         return precision.cast_outputs(outputs) if outermost else outputs
 
+    uncompiled: Any = torch.compiler.disable  # torch has no annotation for it
     return [
-        unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
-        unit.module.register_forward_hook(after, always_call=True),  # also when forward raises: nothing stays gathered
+        unit.module.register_forward_pre_hook(uncompiled(before), prepend=True, with_kwargs=True),
+        unit.module.register_forward_hook(uncompiled(after), always_call=True),  # also when forward raises: nothing stays gathered
     ]

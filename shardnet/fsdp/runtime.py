@@ -72,6 +72,7 @@ class Runtime:
         self._timeline = comms.timeline
         self._reductions = ReductionQueue(comms, limit=prefetch + 1)
         self._calls: list[Call] = []  # under way, outermost first
+        self._thread = 0  # that of the last call
         self._traced = WeakSet[Call]()  # whose graphs are there
         self._forward: ForwardPass | None = None  # the last one with gradients on
         self._backward: BackwardPass | None = None
@@ -93,6 +94,7 @@ class Runtime:
         forward = self._calls[0].forward if self._calls else self._begin_forward()
         call = Call(unit, forward, resumes=self._timeline.computing)
         self._calls.append(call)
+        self._thread = threading.get_ident()
         if len(self._calls) == 1 and not self._recomputing:
             self.prefetcher.consume_explicit()
         call.inner = unit.state is UnitState.FORWARD
@@ -120,6 +122,10 @@ class Runtime:
         self._timeline.compute(call.resumes)
         if not self._calls and not self._recomputing:
             self._end_forward(call.forward, completed=outputs is not None, backward_follows=bool(tensors))
+
+    def in_forward(self) -> bool:
+        """Whether this thread is within a forward, or a recomputation, of the model."""
+        return bool(self._calls) and self._thread == threading.get_ident()
 
     def forget_graphs(self) -> None:
         """Take its hooks off all graphs that there are."""

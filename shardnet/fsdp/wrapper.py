@@ -11,6 +11,7 @@ from shardnet import process
 from shardnet.backend import Backend, Pending
 from shardnet.errors import StateError, UsageError
 from shardnet.fsdp import offload, state
+from shardnet.fsdp.absent import unwatch_parameters, watch_parameters
 from shardnet.fsdp.alike import check_alike, describe_model
 from shardnet.fsdp.clipping import global_norm, scale_to_norm
 from shardnet.fsdp.communicators import Communicators
@@ -150,6 +151,7 @@ class FSDP(nn.Module):
         process.return_freed_memory()  # the whole model's, in the gaps of which a step would find no room
         self._runtime = Runtime(self.units, self._comms, prefetch, keep=resharding.keep)
         self._hooks = [handle for unit in self.units for handle in attach(unit, self._runtime, precision, outermost=unit.module is module)]
+        watch_parameters(self.groups, self._runtime.in_forward)
         self._hooks.append(module.register_state_dict_pre_hook(state.refuse_slices))  # type: ignore[no-untyped-call]  # torch has no annotation for it
 
     @property
@@ -310,6 +312,7 @@ class FSDP(nn.Module):
         """Return the inner module with whole parameters, the same objects, and without hooks. A collective, and the end
         of this wrapper."""
         self._runtime.reset()
+        unwatch_parameters(self.groups)
         for group in self.groups:
             with group.gathered("unwrap") as flat:
                 group.release(flat)

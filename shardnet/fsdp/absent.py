@@ -1,0 +1,141 @@
+"""`AbsentParameter`: what a model finds that reads a parameter outside of the forward of its unit.
+
+[Note: absent parameters] A model may read a parameter where its unit does not run: `F.linear(x, self.embedding.weight)`. It would find
+this rank's slice, and with luck an error of torch's about shapes; but a slice of one element fits everywhere, and `w @ w.T` takes any.
+So for who reads the attribute in a forward there is something that has the shape, dtype and device of the whole parameter and no content.
+What a module holds is not touched for it, only how its attributes are read: `parameters()`, optimizers, and a checkpoint that another
+thread writes meanwhile find the originals.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardnet.errors import StateError
+from shardnet.fsdp.group import FlatGroup
+from shardnet.fsdp.tensors import map_tensors, tensors_in
+
+Tensor = torch.Tensor
+_aten = torch.ops.aten
+_ASKS_WHAT_IT_IS_LIKE = frozenset(
+    (
+        *(_aten.empty_like, _aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.rand_like, _aten.randn_like),
+        *(_aten.new_empty, _aten.new_zeros, _aten.new_ones, _aten.new_full),
+    )
+)
+
+
+class AbsentParameter(Tensor):
+    """Stands for one parameter; lives as long as the modules. Whatever is computed with it raises StateError, saying what to do.
+
+    What is set on it is set on the original.
+    """
+
+    _is_param = True  # for isinstance(…, nn.Parameter)
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # only what computes is refused
+    original: nn.Parameter  # this rank's slice
+    _name: str
+    _unit: str
+
+    @staticmethod
+    def of(original: nn.Parameter, whole: Tensor, name: str, unit: str) -> "AbsentParameter":
+        """Stands for `original`, and is like `whole`."""
+        absent: AbsentParameter = Tensor._make_wrapper_subclass(AbsentParameter, whole.size(), dtype=whole.dtype, device=whole.device)
+        vars(absent).update(original=original, _name=name, _unit=unit)
+        return absent
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"<{self._name}, sharded, {self.dtype} {tuple(self.shape)}>"
+
+    def refusal(self) -> StateError:
+        return StateError(
+            f"{self._name} is sharded here: it is whole only while its unit {self._unit} runs. Call that module rather than read its "
+            "parameters, or leave it out of `units`, so that the unit around it gathers them"
+        )
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func.overloadpacket not in _ASKS_WHAT_IT_IS_LIKE:
+            raise next(each for each in tensors_in((args, kwargs)) if isinstance(each, AbsentParameter)).refusal()
+        return func(*map_tensors(_without_memory, args), **(kwargs or {}))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.original, name)  # what a program has noted on it
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "data" or name.startswith("_"):
+            raise self.refusal()
+        setattr(self.original, name, value)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise self.refusal()
+
+    def detach(self) -> "AbsentParameter":
+        return self
+
+    @property
+    def data(self) -> "AbsentParameter":  # type: ignore[override]
+        return self
+
+    @property
+    def grad(self) -> Tensor | None:  # type: ignore[override]
+        return self.original.grad
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        return self.original.requires_grad
+
+    def requires_grad_(self, requires_grad: bool = True) -> "AbsentParameter":
+        self.original.requires_grad_(requires_grad)
+        return self
+
+
+def _without_memory(tensor: Tensor) -> Tensor:
+    return torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+
+
+class WatchedParameters(dict[str, nn.Parameter | None]):
+    """A module's `_parameters`, of which an attribute's reader gets what is absent as such. Iteration shows what is there."""
+
+    def __init__(self, held: Mapping[str, nn.Parameter | None], in_forward: Callable[[], bool]) -> None:
+        super().__init__(held)
+        self._in_forward = in_forward
+        self._absent: dict[str, AbsentParameter] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)  # a copy of the module has slices and no runtime
+
+    def watch(self, name: str, absent: AbsentParameter) -> None:
+        """Show `absent` in place of its original."""
+        self._absent[name] = absent
+
+    def __getitem__(self, name: str) -> Any:
+        held = super().__getitem__(name)
+        absent = self._absent.get(name)
+        return absent if absent is not None and held is absent.original and self._in_forward() else held
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value.original if isinstance(value, AbsentParameter) else value)
+
+
+def watch_parameters(groups: Iterable[FlatGroup], in_forward: Callable[[], bool]) -> None:
+    """From now on who reads an attribute that holds a slice finds an AbsentParameter if `in_forward()` is true for its thread."""
+    for group in groups:
+        for entry, leaf in zip(group.placed, group.leaves, strict=True):
+            absent = AbsentParameter.of(entry.parameter, leaf, entry.name, group.label)
+            for slot in entry.slots:
+                held = slot.module._parameters
+                if not isinstance(held, WatchedParameters):
+                    held = WatchedParameters(held, in_forward)
+                    vars(slot.module)["_parameters"] = held
+                held.watch(slot.attribute, absent)
+
+
+def unwatch_parameters(groups: Iterable[FlatGroup]) -> None:
+    """Undo `watch_parameters`."""
+    for group in groups:
+        for entry in group.placed:
+            for slot in entry.slots:
+                vars(slot.module)["_parameters"] = dict(slot.module._parameters)

@@ -1,0 +1,98 @@
+"""torch.compile of what is sharded: of its units, and of all of it."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardnet.backend import Backend
+from shardnet.fsdp import FSDP
+from tests.fsdp.parity import check_at_rest, check_gradients
+from tests.fsdp.ranks import run_ranks
+from tests.fsdp.stacks import WIDTH, Layer, Stack, seeded
+
+Tensor = torch.Tensor
+STEPS = 3
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # which dynamo itself reads
+
+
+class Graphs:
+    """A backend of torch.compile that counts what it is given."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        self.count += 1
+        return graph.forward
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled() -> Iterator[None]:
+    torch.compiler.reset()
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        yield
+    torch.compiler.reset()
+
+
+def loss_of(model: Callable[[Tensor], Tensor], rank: int) -> Tensor:
+    return model(torch.linspace(-1, 1 + rank, 4 * WIDTH).reshape(4, WIDTH)).square().mean()
+
+
+def trained_alone(world_size: int) -> nn.Module:
+    alone = seeded(Stack)()
+    torch.stack([loss_of(alone, rank) for rank in range(world_size)]).mean().backward()  # type: ignore[no-untyped-call]
+    return alone
+
+
+def compile_layers(model: nn.Module, graphs: Graphs) -> None:
+    for module in model.modules():
+        if isinstance(module, Layer):
+            module.compile(backend=graphs)
+
+
+def test_compiled_units_are_compiled_as_often_as_without_sharding() -> None:
+    without, with_sharding = Graphs(), Graphs()
+    whole = seeded(Stack)()
+    compile_layers(whole, without)
+    for _ in range(STEPS):
+        loss_of(whole, 0).backward()  # type: ignore[no-untyped-call]
+    assert without.count > 0
+    torch.compiler.reset()
+
+    def work(backend: Backend) -> None:
+        stack = seeded(Stack)()
+        compile_layers(stack, with_sharding)
+        model = FSDP(stack, backend, units=[Layer])
+        for _ in range(STEPS):
+            loss_of(model, 0).backward()  # type: ignore[no-untyped-call]
+            check_gradients(model, trained_alone(1), 0)
+            check_at_rest(model)
+            model.zero_grad()
+
+    run_ranks(1, work)
+    assert with_sharding.count == without.count
+
+
+@pytest.mark.parametrize("compile_what", ["units", "all"])
+def test_gradients_are_those_of_one_process(compile_what: str) -> None:
+    alone = trained_alone(2)
+    stacks = [seeded(Stack)() for _ in range(2)]
+    graphs = Graphs()
+
+    def work(backend: Backend) -> None:
+        stack = stacks[backend.rank]
+        if compile_what == "units":
+            compile_layers(stack, graphs)
+        model = FSDP(stack, backend, units=[Layer])
+        called = torch.compile(model, backend=graphs) if compile_what == "all" else model
+        for _ in range(STEPS):
+            loss_of(called, backend.rank).backward()  # type: ignore[no-untyped-call]
+            check_gradients(model, alone, backend.rank)
+            check_at_rest(model)
+            model.zero_grad()
+
+    run_ranks(2, work)
+    assert graphs.count > 0
