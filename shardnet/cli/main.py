@@ -9,10 +9,12 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
+from shardnet.address import Address
 from shardnet.cli import bench, certs, checkpoint, demo, doctor, plan, rendezvous, run, status, top
 from shardnet.cli.arguments import Arguments, Parser
-from shardnet.errors import PlaintextRefused, ShardnetError, UsageError
+from shardnet.errors import AddressError, PlaintextRefused, ShardnetError, UsageError
 from shardnet.version import VERSION
 
 COMMANDS = (
@@ -62,8 +64,18 @@ def parse(argv: Sequence[str] | None = None) -> Arguments:
     arguments.unknown = unknown
     if unknown and not arguments.passes_on:
         parser.prog += f" {arguments.command}"  # what is wrong, and whose help says what is right
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{_meant(arguments, unknown)}")
     return arguments
+
+
+def _meant(arguments: Arguments, unknown: Sequence[str]) -> str:
+    """Commands that are about one process take its address as it is, and others behind an option, where it may be forgotten."""
+    if "rendezvous" not in arguments or arguments.rendezvous is not None:
+        return ""
+    for text in unknown:
+        with suppress(AddressError):
+            return f"; a rendezvous is named by --rendezvous {Address.parse(text)}"
+    return ""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

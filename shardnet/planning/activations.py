@@ -5,7 +5,9 @@ meta device alone would not do: there torch takes another path through attention
 scores, and tensors that a forward makes itself would be on another device than the parameters.
 """
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -34,7 +36,7 @@ def activation_bytes(module: nn.Module, inputs: Sequence[Tensor]) -> int:
                 saved.setdefault(_key(tensor), tensor)
             return tensor
 
-        with saved_tensors_hooks(keep, lambda tensor: tensor), torch.enable_grad():
+        with saved_tensors_hooks(keep, lambda tensor: tensor), torch.enable_grad(), _told_once():
             try:
                 torch.func.functional_call(module, state, tuple(_fake(tensor) for tensor in inputs))
             except Exception as error:
@@ -42,6 +44,17 @@ def activation_bytes(module: nn.Module, inputs: Sequence[Tensor]) -> int:
                 said = " ".join(str(error).split())
                 raise UsageError(f"forward failed on input {shapes}: {type(error).__name__}: {said}") from error
         return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
+
+
+@contextmanager
+def _told_once() -> Iterator[None]:
+    """The fake mode logs what fails in it, with a traceback, beside raising it."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _fake(tensor: Tensor) -> Tensor:

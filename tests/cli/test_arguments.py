@@ -64,7 +64,11 @@ def test_where_the_page_is(given: list[str], web: str | None, script: str, args:
         (["rendezvous", "--listen", "0.0.0.0:7000"], "shardnet rendezvous: 0.0.0.0:7000 is no loopback address"),
         (["top", "127.0.0.1:7000", "--interval", "0"], "shardnet top: argument --interval: must be more than 0 seconds, not '0'"),
         (["top", "127.0.0.1:7000", "--interval", "soon"], "shardnet top: argument --interval: must be a time in seconds, not 'soon'"),
-        (["rendezvous", "extra"], "shardnet rendezvous: unrecognized arguments: extra"),
+        (["rendezvous", "extra"], "shardnet rendezvous: unrecognized arguments: extra (see"),
+        (["rendezvous", "10.0.0.1:7000"], "shardnet rendezvous: unrecognized arguments: 10.0.0.1:7000 (see"),
+        (["doctor", "10.0.0.1:7000"], "shardnet doctor: unrecognized arguments: 10.0.0.1:7000; a rendezvous is named by --rendezvous 10.0"),
+        (["doctor", "extra"], "shardnet doctor: unrecognized arguments: extra (see"),
+        (["doctor", "--rendezvous", "[::1]:7000", "[::1]:7001"], "shardnet doctor: unrecognized arguments: [::1]:7001 (see"),
     ],
 )
 def test_a_wrong_command_line_is_told_in_one_line_with_status_2(

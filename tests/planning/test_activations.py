@@ -1,5 +1,7 @@
 """What a forward keeps for backward, without memory and in a real one."""
 
+import logging
+
 import pytest
 import torch
 from torch import nn
@@ -38,8 +40,15 @@ def test_nothing_is_kept_of_what_is_frozen() -> None:
     assert activation_bytes(net, [torch.empty(5, 8, device="meta")]) == 0
 
 
-def test_an_input_that_does_not_fit() -> None:
+def test_an_input_that_does_not_fit(caplog: pytest.LogCaptureFixture) -> None:
+    """What torch logs of it besides is not for who reads the error."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger.addHandler(caplog.handler)
     with torch.device("meta"):
         net = nn.Linear(8, 16)
     with pytest.raises(UsageError, match=r"forward failed on input \[5, 9\] float32: RuntimeError: "):
         activation_bytes(net, [torch.empty(5, 9, device="meta")])
+    assert not caplog.messages
+    logger.error("heard again")
+    assert set(caplog.messages) == {"heard again"}
+    logger.removeHandler(caplog.handler)
