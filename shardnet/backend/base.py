@@ -12,6 +12,7 @@ from shardnet.backend.pending import Pending
 from shardnet.backend.streams import Event
 from shardnet.collectives.reduction import ReduceOp
 from shardnet.errors import UsageError
+from shardnet.uncompiled import uncompiled
 
 if TYPE_CHECKING:
     from shardnet.telemetry import Telemetry
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 
 
+@uncompiled
 class Backend(ABC):
     """One rank's end of a group of ranks.
 
@@ -39,6 +41,9 @@ class Backend(ABC):
     thread counts: what it has been given at the call is done before inputs are read and outputs written, but nothing waits for it;
     and results are there in the order of streams, see [Note: results on a GPU].
     """
+
+    def __init_subclass__(cls) -> None:
+        uncompiled(cls)
 
     @property
     @abstractmethod

@@ -9,6 +9,7 @@ from typing import Any, Generic, Self, TypeVar
 
 from shardnet.errors import ClosedError, StateError
 from shardnet.loop import LoopThread
+from shardnet.uncompiled import uncompiled
 
 log = logging.getLogger(__name__)
 
@@ -17,6 +18,7 @@ U = TypeVar("U")
 Arrival = Callable[[], None]
 
 
+@uncompiled
 class Pending(Generic[T]):
     """The result of a collective that is under way. Await it on any event loop, or `wait()` in any thread.
 

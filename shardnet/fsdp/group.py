@@ -33,6 +33,7 @@ from shardnet.fsdp.residual import Residual
 from shardnet.fsdp.secondary import SecondaryShard
 from shardnet.fsdp.wire_memory import WireMemory
 from shardnet.sharding import FlatLayout, ParameterSlice
+from shardnet.uncompiled import uncompiled
 
 Tensor = torch.Tensor
 Gathering = Pending[Any]  # of a Tensor, or of a NodeBuffer
@@ -45,6 +46,7 @@ def sharded_by(parameter: Tensor) -> str | None:
     return getattr(parameter, _MARK, None)
 
 
+@uncompiled
 class FlatGroup:
     """Parameters of one unit, dtypes, device and `requires_grad`; lives as long as the wrapped model.
 

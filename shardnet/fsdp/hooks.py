@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -10,6 +9,7 @@ from shardnet.errors import StateError
 from shardnet.fsdp.precision import MixedPrecision
 from shardnet.fsdp.runtime import Runtime
 from shardnet.fsdp.unit import Unit
+from shardnet.uncompiled import uncompiled
 
 
 def attach(unit: Unit, runtime: Runtime, precision: MixedPrecision, *, outermost: bool) -> list[RemovableHandle]:
@@ -20,6 +20,7 @@ def attach(unit: Unit, runtime: Runtime, precision: MixedPrecision, *, outermost
     between the hooks.
     """
 
+    @uncompiled
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if module is not unit.module:
             raise StateError(f"{unit.name}: a copy of a sharded module has only slices of parameters; make one from full_state_dict()")
@@ -27,12 +28,12 @@ def attach(unit: Unit, runtime: Runtime, precision: MixedPrecision, *, outermost
         runtime.before_forward(unit, inputs)
         return inputs
 
+    @uncompiled
     def after(_: nn.Module, __: tuple[Any, ...], outputs: Any) -> Any:
         runtime.after_forward(unit, outputs)
         return precision.cast_outputs(outputs) if outermost else outputs
 
-    uncompiled: Any = torch.compiler.disable  # torch has no annotation for it
     return [
-        unit.module.register_forward_pre_hook(uncompiled(before), prepend=True, with_kwargs=True),
-        unit.module.register_forward_hook(uncompiled(after), always_call=True),  # also when forward raises: nothing stays gathered
+        unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
+        unit.module.register_forward_hook(after, always_call=True),  # also when forward raises: nothing stays gathered
     ]

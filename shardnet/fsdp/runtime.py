@@ -42,6 +42,7 @@ from shardnet.fsdp.stepping import BackwardSteps
 from shardnet.fsdp.tensors import differentiable, with_bases
 from shardnet.fsdp.unit import Unit, UnitState
 from shardnet.telemetry import Pass
+from shardnet.uncompiled import uncompiled
 
 _everyone = WeakSet["Runtime"]()  # of this process
 _lock = threading.Lock()  # over it
@@ -60,6 +61,7 @@ def forget_graphs(backend: Backend) -> None:
             runtime.forget_graphs()
 
 
+@uncompiled
 class Runtime:
     """The units of one model at work; lives as long as the wrapped model. Used by one thread at a time."""
 

@@ -32,6 +32,7 @@ from shardnet.fsdp.stepping import BackwardSteps
 from shardnet.fsdp.uneven import UnevenSteps, count_samples
 from shardnet.fsdp.unit import Unit
 from shardnet.sharding import ShardingStrategy, sharding_ranks
+from shardnet.uncompiled import uncompiled
 
 T = TypeVar("T")
 Tensor = torch.Tensor
@@ -49,6 +50,7 @@ def _check_kinds(module: object, prefetch: object, mixed_precision: object, comp
         raise UsageError(f"compression must be a Compression, such as Compression(weights='int8', gradients='int8'), got {compression!r}")
 
 
+@uncompiled
 class FSDP(nn.Module):
     """A module whose parameters, gradients and optimizer state are spread over the ranks of a backend.
 

@@ -23,10 +23,12 @@ from shardnet.interop.carrying import check, movable, premultiplied, put, put_al
 from shardnet.interop.ends import Ends
 from shardnet.interop.overloads import overloaded
 from shardnet.interop.work import AnySourceWork, Facts, Finish, PendingWork, Works
+from shardnet.uncompiled import uncompiled
 
 Tensor = torch.Tensor
 
 
+@uncompiled
 class Collectives(dist.ProcessGroup):
     """A group that carries tensors, and no more: `ShardnetProcessGroup` says whose it is and how it ends. Any thread.
 

@@ -27,6 +27,7 @@ from shardnet.errors import UsageError
 from shardnet.interop import process_group
 from shardnet.interop.process_group import ShardnetProcessGroup
 from shardnet.interop.registration import DEVICES, NAME
+from shardnet.uncompiled import uncompiled
 
 
 def create(
@@ -127,6 +128,7 @@ def _devices(arguments: Iterable[Any]) -> Iterator[torch.device]:
             yield from _devices(each)
 
 
+@uncompiled
 class MixedProcessGroup(dist.ProcessGroup):
     """See [Note: groups of several backends]. Lives until `destroy_process_group`. Any thread."""
 

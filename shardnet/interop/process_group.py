@@ -16,6 +16,7 @@ from shardnet.interop.registration import DEVICES
 from shardnet.interop.reordered import in_order
 from shardnet.interop.store import placed_world
 from shardnet.interop.world import World
+from shardnet.uncompiled import uncompiled
 
 _worlds: list[World] = []  # that this process is a member of: one at most, or none
 
@@ -37,6 +38,7 @@ def create(options: Any) -> "ShardnetProcessGroup":
     return ShardnetProcessGroup(in_order(world.backend, ranks), world, options, owns=False)
 
 
+@uncompiled
 class ShardnetProcessGroup(Collectives):
     """Some ranks of a world; lives until `destroy_process_group`. The default group owns the world. Any thread."""
 

@@ -9,10 +9,12 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from shardnet.interop.world import World
 from shardnet.pb.store_pb2 import StoreReply, StoreRequest
+from shardnet.uncompiled import uncompiled
 
 _NO_LIMIT_S = 1e6  # in place of none, as torch writes zero
 
 
+@uncompiled
 class WorldStore(Store):
     """Holds the world that the rendezvous has made, and lives as long as that is used. Any thread but shardnet's own; each call blocks.
 

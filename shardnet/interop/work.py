@@ -25,6 +25,7 @@ import torch.distributed as dist
 from shardnet.backend import Pending
 from shardnet.backend.streams import Event, is_on_gpu, join, now
 from shardnet.interop.ends import Ends
+from shardnet.uncompiled import uncompiled
 
 Tensor = torch.Tensor
 Finish = Callable[[Any], None]  # puts a result where the caller wants it
@@ -39,6 +40,7 @@ class Facts:
     source: int | None = None  # of a receive: the rank of the group that sends, where it is named
 
 
+@uncompiled
 class PendingWork(dist.Work):
     """Lives as long as torch, or whoever asked for it, holds it. Any thread.
 
@@ -151,6 +153,7 @@ def _end(thread: Executor, done: "torch.futures.Future[None]", _: Pending[Any]) 
         done.set_result(None)
 
 
+@uncompiled
 class AnySourceWork(PendingWork):
     """A receive whose result is the rank of the group that it came from."""
 
@@ -158,6 +161,7 @@ class AnySourceWork(PendingWork):
         return int(self._pending.wait())
 
 
+@uncompiled
 class Works(dist.Work):
     """Several as one."""
 

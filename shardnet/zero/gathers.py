@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from shardnet.errors import ShardnetError
+from shardnet.uncompiled import uncompiled
 from shardnet.zero.bucket import Bucket, BucketState, Owned
 
 AT_ONCE = 2  # see [Note: gathers in turn]
@@ -93,10 +94,12 @@ class _Turns:
 def wait_before_use(module: nn.Module, needs: Mapping[nn.Module, Collection[int]], gathers: Gathers) -> None:
     """Let each module's forward wait for the units that it needs, and loading and saving the outermost one for all."""
 
+    @uncompiled
     def wait_for_all(*_: Any) -> None:
         gathers.wait()
 
     def before_forward(units: Collection[int]) -> Any:
+        @uncompiled
         def wait_for_units(*_: Any) -> None:
             for unit in units:
                 gathers.wait_for(unit)

@@ -18,6 +18,7 @@ from shardnet.fsdp.initial import ROOT
 from shardnet.fsdp.memory import MemoryMeter
 from shardnet.fsdp.placement import UnitChoice
 from shardnet.sharding import ShardingStrategy, sharding_ranks
+from shardnet.uncompiled import uncompiled
 from shardnet.zero import reduction
 from shardnet.zero.agreement import agree_on_step, describe
 from shardnet.zero.bucket import Owned
@@ -32,6 +33,7 @@ Tensor = torch.Tensor
 Parameters = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
 
+@uncompiled
 class ZeroOptimizer(torch.optim.Optimizer):
     """A torch optimizer whose state is spread over the ranks of a backend, for a module that every rank holds whole.
 

@@ -11,6 +11,7 @@ from torch import nn
 from shardnet.backend import Pending
 from shardnet.errors import StateError
 from shardnet.fsdp.communicators import Communicators
+from shardnet.uncompiled import uncompiled
 from shardnet.zero.bucket import Bucket, Owned
 
 Tensor = torch.Tensor
@@ -45,6 +46,7 @@ class ReducedGradients:
             )
 
 
+@uncompiled
 class Reductions:
     """The averages of one step over ranks, bucket after bucket; thrown away after it.
 

@@ -1,4 +1,4 @@
-"""torch.compile of what is sharded: of its units, and of all of it."""
+"""torch.compile of what is sharded: of its units, of all of it, and of whole steps."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from shardnet.backend import Backend
-from shardnet.fsdp import FSDP
+from shardnet.fsdp import FSDP, GradScaler
 from tests.fsdp.parity import check_at_rest, check_gradients
 from tests.fsdp.ranks import run_ranks
 from tests.fsdp.stacks import WIDTH, Layer, Stack, seeded
@@ -93,6 +93,45 @@ def test_gradients_are_those_of_one_process(compile_what: str) -> None:
             check_gradients(model, alone, backend.rank)
             check_at_rest(model)
             model.zero_grad()
+
+    run_ranks(2, work)
+    assert graphs.count > 0
+
+
+@pytest.mark.parametrize("how", ["clipped", "in backward", "scaled"])
+def test_a_whole_step_may_be_compiled(how: str) -> None:
+    """Hooks, reductions and what the step calls of FSDP are no part of its graphs."""
+
+    def train(backend: Backend, stack: nn.Module, compiler: Callable[..., Callable[[], Tensor]]) -> list[Tensor]:
+        model = FSDP(stack, backend, units=[Layer])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = GradScaler(backend, init_scale=4.0)
+        if how == "in backward":
+            model.step_in_backward(optimizer)
+
+        def step() -> Tensor:
+            loss = loss_of(model, backend.rank)
+            (scaler.scale(loss) if how == "scaled" else loss).backward()  # type: ignore[no-untyped-call]
+            if how == "clipped":
+                model.clip_grad_norm_(0.1)
+            if how == "scaled":
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        run = compiler(step)
+        return [run() for _ in range(STEPS)]
+
+    stacks = [[seeded(Stack)() for _ in range(2)] for _ in range(2)]
+    graphs = Graphs()
+
+    def work(backend: Backend) -> None:
+        plain, compiled = (pair[backend.rank] for pair in stacks)
+        without = train(backend, plain, lambda step: step)
+        assert train(backend, compiled, lambda step: torch.compile(step, backend=graphs)) == without
 
     run_ranks(2, work)
     assert graphs.count > 0

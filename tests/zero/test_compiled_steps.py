@@ -1,0 +1,52 @@
+"""torch.compile of steps and models whose optimizer is sharded."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+
+from shardnet.backend import Backend
+from shardnet.zero import ZeroOptimizer
+from tests.fsdp.ranks import run_ranks
+from tests.zero.alike import Place, make_model
+
+Tensor = torch.Tensor
+STEPS = 3
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # which dynamo itself reads
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("compile_what", ["step", "model"])
+@pytest.mark.parametrize("overlaps", [False, True], ids=["all at once", "by units"])
+def test_what_is_compiled_trains_as_without(compile_what: str, overlaps: bool) -> None:
+    def train(backend: Backend, model: nn.Sequential, compiler: Callable[..., Callable[..., Tensor]]) -> list[Tensor]:
+        choices: dict[str, Any] = {"module": model, "units": [nn.Linear]} if overlaps else {}
+        optimizer = ZeroOptimizer(model.parameters(), optim.SGD, backend, lr=0.1, **choices)
+        place = Place(backend)
+        called = compiler(model) if compile_what == "model" else model
+
+        def step(number: int) -> Tensor:
+            loss = place.loss(called, number)  # type: ignore[arg-type]
+            with optimizer.last_backward():
+                loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.clip_grad_norm_(0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        run = compiler(step) if compile_what == "step" else step
+        return [*[run(number) for number in range(STEPS)], place.loss(model, STEPS).detach()]
+
+    def work(backend: Backend) -> None:
+        without = train(backend, make_model(), lambda plain: plain)
+        assert train(backend, make_model(), lambda plain: torch.compile(plain, backend="eager")) == without
+
+    run_ranks(2, work)
