@@ -10,7 +10,7 @@ from torch import nn, optim
 from shardnet.backend import Backend
 from shardnet.zero import ZeroOptimizer
 from tests.fsdp.ranks import run_ranks
-from tests.zero.alike import Place, make_model
+from tests.zero.alike import WIDTH, make_model
 
 Tensor = torch.Tensor
 STEPS = 3
@@ -30,20 +30,20 @@ def test_what_is_compiled_trains_as_without(compile_what: str, overlaps: bool) -
     def train(backend: Backend, model: nn.Sequential, compiler: Callable[..., Callable[..., Tensor]]) -> list[Tensor]:
         choices: dict[str, Any] = {"module": model, "units": [nn.Linear]} if overlaps else {}
         optimizer = ZeroOptimizer(model.parameters(), optim.SGD, backend, lr=0.1, **choices)
-        place = Place(backend)
         called = compiler(model) if compile_what == "model" else model
 
-        def step(number: int) -> Tensor:
-            loss = place.loss(called, number)  # type: ignore[arg-type]
+        def step(x: Tensor) -> Tensor:
+            loss = called(x).square().mean()
             with optimizer.last_backward():
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
             optimizer.clip_grad_norm_(0.5)
             optimizer.step()
             optimizer.zero_grad()
             return loss.detach()
 
         run = compiler(step) if compile_what == "step" else step
-        return [*[run(number) for number in range(STEPS)], place.loss(model, STEPS).detach()]
+        batches = torch.linspace(-1, 1 + backend.rank, STEPS * 4 * WIDTH).reshape(STEPS, 4, WIDTH)
+        return [*[run(x) for x in batches], model(batches[0]).mean().detach()]
 
     def work(backend: Backend) -> None:
         without = train(backend, make_model(), lambda plain: plain)
