@@ -17,6 +17,7 @@ from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_co
 
 T = TypeVar("T")
 _OURS = str(Path(__file__).parent)
+_WHY = "it is shardnet's, where graphs end; fullgraph=True is for what units compute: compile these"
 _NOR_WHAT_IT_CALLS = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
 
 
@@ -26,7 +27,7 @@ def uncompiled(thing: T) -> T:
     A class's properties may be read in a graph. Its special methods, and the `forward` of a module, are left as they are.
     """
     for function in _functions(thing):
-        function.__dict__.update(_torchdynamo_disable=True, _torchdynamo_disable_msg=None, _torchdynamo_disable_recursive=True)
+        function.__dict__.update(_torchdynamo_disable=True, _torchdynamo_disable_msg=_WHY, _torchdynamo_disable_recursive=True)
         _skip(function.__code__)
     for function in _getters(thing):
         _skip(function.__code__)

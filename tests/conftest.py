@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from collections.abc import Iterator
 
 import hypothesis  # noqa: F401 - its plugin imports it at the end of a run otherwise, deep in calls, at which Python 3.11 may fail (gh-106905)
 import pytest
@@ -31,3 +32,14 @@ def pytest_collection_finish() -> None:
     They must be there when the guards freeze what has been imported (tests/guards.py): `elastic.run` searches for garbage in each epoch."""
     if torch := sys.modules.get("torch"):
         torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+
+
+@pytest.fixture
+def nothing_compiled() -> Iterator[None]:
+    """By torch.compile before the test, and nothing again and again in it."""
+    import torch
+
+    torch.compiler.reset()
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        yield
+    torch.compiler.reset()

@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
@@ -11,25 +10,14 @@ import torch
 from shardnet.backend import Backend
 from shardnet.backend.pending import Pending
 from shardnet.uncompiled import uncompiled
+from tests.compiling import Graphs
 from tests.fsdp.ranks import run_ranks
 
 Tensor = torch.Tensor
 Function = Callable[[Tensor], Tensor]
 
 
-@pytest.fixture(autouse=True)
-def nothing_compiled() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
-
-
-class Graphs(list[list[str]]):
-    """A backend of torch.compile that notes what is called in each graph."""
-
-    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-        self.append([node.name for node in graph.graph.nodes if node.op.startswith("call")])
-        return graph.forward
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
 
 
 def graphs_of(function: Function) -> list[list[str]]:
@@ -37,7 +25,7 @@ def graphs_of(function: Function) -> list[list[str]]:
     graphs = Graphs()
     x = torch.tensor([-1.0, 2.0])
     assert torch.equal(torch.compile(function, backend=graphs)(x), function(x))
-    return list(graphs)
+    return graphs.calls
 
 
 def helper(x: Tensor) -> Tensor:
@@ -152,8 +140,11 @@ def test_collectives_of_a_backend_may_be_called_in_what_is_compiled() -> None:
 
         for size in (2, 3, 4):
             x = torch.arange(float(size)) - backend.rank
-            assert torch.equal(torch.compile(compute, backend="eager")(x), compute(x))
+            assert torch.equal(torch.compile(compute, backend=graphs)(x), compute(x))
         rank = torch.compile(lambda x: x * backend.rank + backend.world_size, backend="eager", fullgraph=True)
         assert rank(torch.ones(2)).tolist() == [backend.rank + 2.0] * 2
 
+    graphs = Graphs()
     run_ranks(2, work)
+    assert graphs.calls
+    assert not graphs.traced

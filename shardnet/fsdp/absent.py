@@ -2,9 +2,9 @@
 
 [Note: absent parameters] A model may read a parameter where its unit does not run: `F.linear(x, self.embedding.weight)`. It would find
 this rank's slice, and with luck an error of torch's about shapes; but a slice of one element fits everywhere, and `w @ w.T` takes any.
-So for who reads the attribute in a forward there is something that has the shape, dtype and device of the whole parameter and no content.
-What a module holds is not touched for it, only how its attributes are read: `parameters()`, optimizers, and a checkpoint that another
-thread writes meanwhile find the originals.
+So for who reads the attribute in a forward, or in a backward, which may compute it again, there is something that has the shape, dtype
+and device of the whole parameter and no content. What a module holds is not touched for it, only how its attributes are
+read: `parameters()`, optimizers, and a checkpoint that another thread writes meanwhile find the originals.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -21,8 +21,8 @@ Tensor = torch.Tensor
 _aten = torch.ops.aten
 _ASKS_WHAT_IT_IS_LIKE = frozenset(
     (
-        *(_aten.empty_like, _aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.rand_like, _aten.randn_like),
-        *(_aten.new_empty, _aten.new_zeros, _aten.new_ones, _aten.new_full),
+        *(_aten.empty_like, _aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.rand_like, _aten.randn_like, _aten.randint_like),
+        *(_aten.new_empty, _aten.new_zeros, _aten.new_ones, _aten.new_full, _aten.new_empty_strided),
     )
 )
 
@@ -52,20 +52,24 @@ class AbsentParameter(Tensor):
     def refusal(self) -> StateError:
         return StateError(
             f"{self._name} is sharded here: it is whole only while its unit {self._unit} runs. Call that module rather than read its "
-            "parameters, or leave it out of `units`, so that the unit around it gathers them"
+            "parameters, or leave it out of `units`, so that the unit around it gathers them; parameters() has this rank's slices"
         )
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if func.overloadpacket not in _ASKS_WHAT_IT_IS_LIKE:
-            raise next(each for each in tensors_in((args, kwargs)) if isinstance(each, AbsentParameter)).refusal()
-        return func(*map_tensors(_without_memory, args), **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func.overloadpacket in _ASKS_WHAT_IT_IS_LIKE:
+            return func(*map_tensors(_without_memory, args), **kwargs)
+        made_of_others = func.decompose(*args, **kwargs)  # in inference mode these come as they are, such as type_as
+        if made_of_others is not NotImplemented:
+            return made_of_others
+        raise next(each for each in tensors_in((args, kwargs)) if isinstance(each, AbsentParameter)).refusal()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.original, name)  # what a program has noted on it
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "data" or name.startswith("_"):
+        if name in ("data", "_backward_hooks", "_post_accumulate_grad_hooks"):
             raise self.refusal()
         setattr(self.original, name, value)
 
@@ -99,9 +103,9 @@ def _without_memory(tensor: Tensor) -> Tensor:
 class WatchedParameters(dict[str, nn.Parameter | None]):
     """A module's `_parameters`, of which an attribute's reader gets what is absent as such. Iteration shows what is there."""
 
-    def __init__(self, held: Mapping[str, nn.Parameter | None], in_forward: Callable[[], bool]) -> None:
+    def __init__(self, held: Mapping[str, nn.Parameter | None], computes_here: Callable[[], bool]) -> None:
         super().__init__(held)
-        self._in_forward = in_forward
+        self._computes_here = computes_here
         self._absent: dict[str, AbsentParameter] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -114,28 +118,26 @@ class WatchedParameters(dict[str, nn.Parameter | None]):
     def __getitem__(self, name: str) -> Any:
         held = super().__getitem__(name)
         absent = self._absent.get(name)
-        return absent if absent is not None and held is absent.original and self._in_forward() else held
+        return absent if absent is not None and held is absent.original and self._computes_here() else held
 
     def __setitem__(self, name: str, value: Any) -> None:
         super().__setitem__(name, value.original if isinstance(value, AbsentParameter) else value)
 
 
-def watch_parameters(groups: Iterable[FlatGroup], in_forward: Callable[[], bool]) -> None:
-    """From now on who reads an attribute that holds a slice finds an AbsentParameter if `in_forward()` is true for its thread."""
+def watch_parameters(module: nn.Module, groups: Iterable[FlatGroup], computes_here: Callable[[], bool]) -> None:
+    """From now on who reads an attribute that holds a slice finds an AbsentParameter, if `computes_here()`."""
+    for part in module.modules():  # also those without parameters, which a program may give some
+        vars(part)["_parameters"] = WatchedParameters(part._parameters, computes_here)
     for group in groups:
         for entry, leaf in zip(group.placed, group.leaves, strict=True):
             absent = AbsentParameter.of(entry.parameter, leaf, entry.name, group.label)
             for slot in entry.slots:
                 held = slot.module._parameters
-                if not isinstance(held, WatchedParameters):
-                    held = WatchedParameters(held, in_forward)
-                    vars(slot.module)["_parameters"] = held
+                assert isinstance(held, WatchedParameters)
                 held.watch(slot.attribute, absent)
 
 
-def unwatch_parameters(groups: Iterable[FlatGroup]) -> None:
+def unwatch_parameters(module: nn.Module) -> None:
     """Undo `watch_parameters`."""
-    for group in groups:
-        for entry in group.placed:
-            for slot in entry.slots:
-                vars(slot.module)["_parameters"] = dict(slot.module._parameters)
+    for part in module.modules():
+        vars(part)["_parameters"] = dict(part._parameters)

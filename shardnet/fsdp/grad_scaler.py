@@ -6,7 +6,6 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from shardnet.backend import Backend, ReduceOp
-from shardnet.uncompiled import uncompiled
 
 
 @runtime_checkable
@@ -20,7 +19,6 @@ class AveragingOptimizer(Protocol):
         """Within it the optimizer is stepped on all ranks or on none; gradients of a step that is left out are dropped."""
 
 
-@uncompiled
 class GradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler` for parameters that are spread over ranks: a step is skipped on all of them or on none.
 

@@ -15,6 +15,7 @@ class Call:
 
     unit: Unit
     forward: "ForwardPass"
+    thread: int
     resumes: str | None = None  # what the thread computed before, and goes on with after it
     number: int | None = None  # its place in `forward.calls`; None for a recomputation and until it has ended
     inner: bool = False  # within another call of the same unit, which outlasts it

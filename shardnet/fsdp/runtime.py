@@ -74,7 +74,7 @@ class Runtime:
         self._timeline = comms.timeline
         self._reductions = ReductionQueue(comms, limit=prefetch + 1)
         self._calls: list[Call] = []  # under way, outermost first
-        self._thread = 0  # that of the last call
+        self._caller: int | None = None  # the thread that has called the model itself
         self._traced = WeakSet[Call]()  # whose graphs are there
         self._forward: ForwardPass | None = None  # the last one with gradients on
         self._backward: BackwardPass | None = None
@@ -91,12 +91,13 @@ class Runtime:
     def before_forward(self, unit: Unit, inputs: object) -> None:
         if self._backward is not None and not _in_backward():
             self.reset()  # the last backward raised: its end was never reached
+        if self._calls and self._calls[0].unit.state is not UnitState.FORWARD:
+            self._calls.clear()  # of a forward that was interrupted
         if unit.state is UnitState.BACKWARD:
             return  # see [Note: recomputation]
         forward = self._calls[0].forward if self._calls else self._begin_forward()
-        call = Call(unit, forward, resumes=self._timeline.computing)
+        call = Call(unit, forward, threading.get_ident(), resumes=self._timeline.computing)
         self._calls.append(call)
-        self._thread = threading.get_ident()
         if len(self._calls) == 1 and not self._recomputing:
             self.prefetcher.consume_explicit()
         call.inner = unit.state is UnitState.FORWARD
@@ -125,9 +126,27 @@ class Runtime:
         if not self._calls and not self._recomputing:
             self._end_forward(call.forward, completed=outputs is not None, backward_follows=bool(tensors))
 
-    def in_forward(self) -> bool:
-        """Whether this thread is within a forward, or a recomputation, of the model."""
-        return bool(self._calls) and self._thread == threading.get_ident()
+    def begin_call(self) -> int | None:
+        """This thread calls the whole model. Returns what `end_call` wants to know."""
+        before, self._caller = self._caller, threading.get_ident()
+        if before is None and self._calls and self._backward is None:
+            self.reset()  # one of its parts was called, and interrupted
+        return before
+
+    def fail_call(self, error: BaseException) -> None:
+        """It has raised. Modules run no hooks for what is no Exception, nor for others if torch compiles something on any thread then."""
+        if self._calls or not isinstance(error, Exception):
+            self.reset()
+
+    def end_call(self, before: int | None) -> None:
+        self._caller = before
+
+    def computes_here(self) -> bool:
+        """Whether this thread is within a forward or backward of the model."""
+        thread = threading.get_ident()
+        if self._caller == thread or (self._backward is not None and _in_backward()):
+            return True
+        return any(call.thread == thread for call in self._calls) and self._calls[0].unit.state is UnitState.FORWARD
 
     def forget_graphs(self) -> None:
         """Take its hooks off all graphs that there are."""

@@ -20,7 +20,6 @@ from shardnet.backend import Pending
 from shardnet.errors import StateError, UsageError
 from shardnet.fsdp.communicators import Communicators
 from shardnet.fsdp.tensors import tensors_in
-from shardnet.uncompiled import uncompiled
 
 T = TypeVar("T")
 Tensor = torch.Tensor
@@ -52,7 +51,6 @@ def count_samples(batch: object) -> int:
     raise UsageError(f"the batch ({type(batch).__name__}) has no tensor whose length would be the number of samples; give samples=")
 
 
-@uncompiled
 class UnevenSteps(Generic[T]):
     """The parts of all steps, for `for` or `async for`, on every rank equally many; used once. Iterating is a collective.
 

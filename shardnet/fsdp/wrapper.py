@@ -153,7 +153,7 @@ class FSDP(nn.Module):
         process.return_freed_memory()  # the whole model's, in the gaps of which a step would find no room
         self._runtime = Runtime(self.units, self._comms, prefetch, keep=resharding.keep)
         self._hooks = [handle for unit in self.units for handle in attach(unit, self._runtime, precision, outermost=unit.module is module)]
-        watch_parameters(self.groups, self._runtime.in_forward)
+        watch_parameters(module, self.groups, self._runtime.computes_here)
         self._hooks.append(module.register_state_dict_pre_hook(state.refuse_slices))  # type: ignore[no-untyped-call]  # torch has no annotation for it
 
     @property
@@ -167,12 +167,14 @@ class FSDP(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The inner module's forward. A collective. If it raises, everything is back at shard size."""
+        before = self._runtime.begin_call()
         try:
             return self.module(*args, **kwargs)
         except BaseException as error:
-            if not isinstance(error, Exception):  # such as KeyboardInterrupt, for which modules run no hooks
-                self._runtime.reset()
+            self._runtime.fail_call(error)
             raise
+        finally:
+            self._runtime.end_call(before)
 
     # --- gradients
 
@@ -314,7 +316,7 @@ class FSDP(nn.Module):
         """Return the inner module with whole parameters, the same objects, and without hooks. A collective, and the end
         of this wrapper."""
         self._runtime.reset()
-        unwatch_parameters(self.groups)
+        unwatch_parameters(self.module)
         for group in self.groups:
             with group.gathered("unwrap") as flat:
                 group.release(flat)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from shardnet.backend import Backend
 from shardnet.errors import StateError
@@ -96,8 +97,11 @@ def test_with_every_strategy(strategy: ShardingStrategy) -> None:
     run_ranks(2, work)
 
 
-def in_its_forward(work: Callable[[Reader], object], *, world_size: int = 2) -> None:
-    """Call `work` on all ranks within a forward, and go on with it: a step of what is trained then reaches every parameter."""
+def in_its_forward(work: Callable[[Reader], object], *, world_size: int = 2, whole: bool = True) -> None:
+    """Call `work` on all ranks within a forward, and go on with it: a step of what is trained then reaches every parameter.
+
+    whole  of the model; or of the module inside
+    """
 
     def read(reader: Reader, x: Tensor) -> Tensor:
         work(reader)
@@ -107,7 +111,7 @@ def in_its_forward(work: Callable[[Reader], object], *, world_size: int = 2) -> 
         reader, model = wrapped(backend)
         originals = list(model.parameters())
         reader.between = read
-        model(TOKENS).sum().backward()
+        (model if whole else reader)(TOKENS).sum().backward()
         check_at_rest(model)
         assert all(one is other and one.grad is not None for one, other in zip(model.parameters(), originals, strict=True))
 
@@ -130,6 +134,9 @@ def test_what_a_parameter_is_like_may_be_asked_anywhere() -> None:
         ):
             assert (alike.shape, alike.dtype, alike.device) == (weight.shape, weight.dtype, weight.device)
         assert torch.equal(torch.ones_like(weight), torch.ones(10, 2, dtype=torch.float64))
+        assert torch.randint_like(weight, 3).shape == weight.new_empty_strided((10, 2), (2, 1)).shape
+        assert x.float().type_as(weight).dtype == torch.result_type(x, weight) == torch.float64
+        assert torch.ones(2).expand_as(weight).shape == weight.shape
         assert {each.dtype for each in reader.parameters()} == {torch.float64}
         return x.to(weight.device)
 
@@ -140,6 +147,8 @@ def test_what_a_parameter_is_like_may_be_asked_anywhere() -> None:
         device = reader.embedding.weight.device
         reader.before = reader.between = reader.after = ask
         model(TOKENS).sum().backward()
+        with torch.inference_mode():
+            model(TOKENS)
         what = "<embedding.weight, sharded, torch.float64 (10, 2)>"
         assert set(seen) == {(torch.Size([10, 2]), torch.float64, device, 20, 2, True, what)}
 
@@ -191,8 +200,8 @@ def test_what_is_set_is_set_on_the_parameter() -> None:
     def work(reader: Reader) -> None:
         original, weight = next(reader.norm.parameters()), reader.norm.weight
         assert weight is not original
-        weight.mark = "seen"  # type: ignore[attr-defined]
-        assert original.mark == weight.mark == "seen"  # type: ignore[attr-defined]
+        weight._mark = "seen"  # type: ignore[attr-defined]
+        assert original._mark == weight._mark == "seen"  # type: ignore[attr-defined]
         gradient = original.detach().clone()
         weight.grad = gradient
         assert all(each.grad is gradient for each in (weight, original))
@@ -249,7 +258,92 @@ def test_a_parameter_of_the_programs_own_is_read_as_it_is() -> None:
     in_its_forward(work)
 
 
-def test_after_a_forward_that_was_interrupted_attributes_are_slices() -> None:
+def test_one_that_is_kept_in_another_module_is_the_original() -> None:
+    """The root has no parameters of its own."""
+
+    def work(backend: Backend) -> None:
+        reader, model = wrapped(backend)
+
+        def keep(reader: Reader, x: Tensor) -> Tensor:
+            reader.last = reader.norm.weight
+            return x
+
+        reader.before = keep
+        model(TOKENS)
+        assert reader.last is next(reader.norm.parameters())
+        assert model.full_state_dict().keys() == {"last", "embedding.weight", "norm.weight"}
+
+    run_ranks(2, work)
+
+
+def refused(read: Callable[[], Tensor]) -> list[str]:
+    """What is said of one; [] if it is not refused."""
+    try:
+        read().sum()
+    except StateError as error:
+        return [str(error).split()[0]]
+    return []
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_is_computed_again_in_backward_reads_what_forward_has_read(reentrant: bool) -> None:
+    def work(backend: Backend) -> None:
+        reader, model = wrapped(backend)
+        seen: list[tuple[torch.Size, list[str]]] = []
+
+        def part(x: Tensor) -> Tensor:
+            seen.append((reader.embedding.weight.shape, refused(lambda: reader.embedding.weight)))
+            out: Tensor = reader.norm(x)
+            return out * len(reader.embedding.weight)
+
+        reader.between = lambda reader, x: checkpoint(part, x, use_reentrant=reentrant)
+        loss = model(TOKENS).sum()
+        forward, *_ = seen
+        assert forward == (torch.Size([10, 2]), ["embedding.weight"])
+        loss.backward()
+        shapes = {shape for shape, _ in seen[1:]}
+        assert len(seen) == 2
+        assert shapes == {torch.Size([10, 2])}
+
+    run_ranks(2, work)
+
+
+def test_hooks_around_the_whole_model_are_in_its_forward() -> None:
+    def work(backend: Backend) -> None:
+        reader, model = wrapped(backend)
+        seen: list[list[str]] = []
+        note = lambda *_: seen.append(refused(lambda: reader.norm.weight))  # noqa: E731
+        reader.register_forward_pre_hook(note, prepend=True)
+        reader.register_forward_hook(note)
+        model(TOKENS)
+        assert seen == [["norm.weight"]] * 2
+
+    run_ranks(1, work)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_thread_that_runs_a_part_takes_nothing_from_the_one_that_waits_for_it(whole: bool) -> None:
+    seen: list[list[str]] = []
+
+    def work(reader: Reader) -> None:
+        def run() -> None:
+            seen.append(refused(lambda: reader.embedding.weight))
+            reader.norm(torch.ones(1, 2))
+
+        reader.norm.register_forward_pre_hook(lambda *_: seen.append(refused(lambda: reader.embedding.weight)))
+        helper = threading.Thread(target=run)
+        helper.start()
+        helper.join()
+        seen.append(refused(lambda: reader.norm.weight))
+
+    in_its_forward(work, world_size=1, whole=whole)
+    assert seen[:3] == [[], ["embedding.weight"], ["norm.weight"]]
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["the model", "the module inside"])
+def test_after_a_forward_that_was_interrupted_attributes_are_slices(whole: bool) -> None:
+    """At once, or where FSDP cannot know of it, from the next step on."""
+
     def work(backend: Backend) -> None:
         reader, model = wrapped(backend)
 
@@ -258,8 +352,95 @@ def test_after_a_forward_that_was_interrupted_attributes_are_slices() -> None:
 
         reader.between = interrupt
         with pytest.raises(KeyboardInterrupt):
-            model(TOKENS)
+            (model if whole else reader)(TOKENS)
+        if whole:
+            check_at_rest(model)
+        reader.between = None
+        for called in (reader, model):
+            called(TOKENS).sum().backward()
+            check_at_rest(model)
+
+    run_ranks(1, work)
+
+
+def test_parts_alone_recover_from_an_interrupted_one() -> None:
+    def work(backend: Backend) -> None:
+        reader, model = wrapped(backend)
+
+        def interrupt(reader: Reader, x: Tensor) -> Tensor:
+            raise KeyboardInterrupt
+
+        reader.between = interrupt
+        with pytest.raises(KeyboardInterrupt):
+            reader(TOKENS)
+        reader.between = None
+        reader(TOKENS).sum().backward()
+        with torch.no_grad():
+            reader(TOKENS)
         check_at_rest(model)
+
+    run_ranks(1, work)
+
+
+def test_what_an_interrupted_part_has_gathered_is_not_used_again() -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def work(backend: Backend) -> None:
+        reader, model = wrapped(backend)
+        weights = list(model.parameters())[-1]
+        before = model(TOKENS)
+        hook = reader.norm.register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            reader(TOKENS)
+        hook.remove()
+        with torch.no_grad():
+            weights.mul_(3)
+        torch.testing.assert_close(model(TOKENS), 3 * before)
+
+    run_ranks(2, work)
+
+
+def test_a_model_that_calls_itself() -> None:
+    """Twice, so that the second call is begun when one has ended."""
+
+    def work(backend: Backend) -> None:
+        reader, model = wrapped(backend)
+        seen: list[list[str]] = []
+
+        def again(reader: Reader, x: Tensor) -> Tensor:
+            reader.between = None
+            for _ in range(2):
+                x = x + model(TOKENS)
+                seen.append(refused(lambda: reader.norm.weight))
+            return x
+
+        reader.between = again
+        model(TOKENS).square().sum().backward()
+        check_at_rest(model)
+        assert seen == [["norm.weight"]] * 2
+        assert all(parameter.grad is not None for parameter in model.parameters())
+
+    run_ranks(2, work)
+
+
+def test_an_error_that_no_hook_hears_of_leaves_nothing_gathered() -> None:
+    """torch runs none after an error while anything in the process is compiled."""
+
+    def work(backend: Backend) -> None:
+        reader, model = wrapped(backend)
+
+        def fail(reader: Reader, x: Tensor) -> Tensor:
+            raise ArithmeticError
+
+        reader.between = fail
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.compiler, "is_compiling", lambda: True)
+            with pytest.raises(ArithmeticError):
+                model(TOKENS)
+        check_at_rest(model)
+        reader.between = None
+        model(TOKENS).sum().backward()
 
     run_ranks(1, work)
 

@@ -1,40 +1,24 @@
 """torch.compile of what is sharded: of its units, of all of it, and of whole steps."""
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
 
 from shardnet.backend import Backend
-from shardnet.fsdp import FSDP, GradScaler
+from shardnet.fsdp import FSDP, GradScaler, MixedPrecision
+from tests.compiling import Graphs
 from tests.fsdp.parity import check_at_rest, check_gradients
 from tests.fsdp.ranks import run_ranks
 from tests.fsdp.stacks import WIDTH, Layer, Stack, seeded
 
 Tensor = torch.Tensor
 STEPS = 3
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # which dynamo itself reads
-
-
-class Graphs:
-    """A backend of torch.compile that counts what it is given."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-        self.count += 1
-        return graph.forward
-
-
-@pytest.fixture(autouse=True)
-def nothing_compiled() -> Iterator[None]:
-    torch.compiler.reset()
-    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
-        yield
-    torch.compiler.reset()
+pytestmark = [
+    pytest.mark.usefixtures("nothing_compiled"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # which dynamo itself reads
+]
 
 
 def loss_of(model: Callable[[Tensor], Tensor], rank: int) -> Tensor:
@@ -59,7 +43,7 @@ def test_compiled_units_are_compiled_as_often_as_without_sharding() -> None:
     compile_layers(whole, without)
     for _ in range(STEPS):
         loss_of(whole, 0).backward()  # type: ignore[no-untyped-call]
-    assert without.count > 0
+    assert without.calls
     torch.compiler.reset()
 
     def work(backend: Backend) -> None:
@@ -73,7 +57,7 @@ def test_compiled_units_are_compiled_as_often_as_without_sharding() -> None:
             model.zero_grad()
 
     run_ranks(1, work)
-    assert with_sharding.count == without.count
+    assert with_sharding.calls == without.calls
 
 
 @pytest.mark.parametrize("compile_what", ["units", "all"])
@@ -95,15 +79,17 @@ def test_gradients_are_those_of_one_process(compile_what: str) -> None:
             model.zero_grad()
 
     run_ranks(2, work)
-    assert graphs.count > 0
+    assert graphs.calls
+    assert not graphs.traced
 
 
-@pytest.mark.parametrize("how", ["clipped", "in backward", "scaled"])
+@pytest.mark.parametrize("how", ["clipped", "in backward", "scaled", "in bfloat16"])
 def test_a_whole_step_may_be_compiled(how: str) -> None:
     """Hooks, reductions and what the step calls of FSDP are no part of its graphs."""
 
     def train(backend: Backend, stack: nn.Module, compiler: Callable[..., Callable[[], Tensor]]) -> list[Tensor]:
-        model = FSDP(stack, backend, units=[Layer])
+        precision = MixedPrecision(param_dtype=torch.bfloat16) if how == "in bfloat16" else None
+        model = FSDP(stack, backend, units=[Layer], mixed_precision=precision)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         scaler = GradScaler(backend, init_scale=4.0)
         if how == "in backward":
@@ -134,4 +120,5 @@ def test_a_whole_step_may_be_compiled(how: str) -> None:
         assert train(backend, compiled, lambda step: torch.compile(step, backend=graphs)) == without
 
     run_ranks(2, work)
-    assert graphs.count > 0
+    assert graphs.calls
+    assert not graphs.traced

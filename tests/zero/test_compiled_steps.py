@@ -1,6 +1,6 @@
 """torch.compile of steps and models whose optimizer is sharded."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,19 +9,16 @@ from torch import nn, optim
 
 from shardnet.backend import Backend
 from shardnet.zero import ZeroOptimizer
+from tests.compiling import Graphs
 from tests.fsdp.ranks import run_ranks
 from tests.zero.alike import WIDTH, make_model
 
 Tensor = torch.Tensor
 STEPS = 3
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # which dynamo itself reads
-
-
-@pytest.fixture(autouse=True)
-def nothing_compiled() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
+pytestmark = [
+    pytest.mark.usefixtures("nothing_compiled"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # which dynamo itself reads
+]
 
 
 @pytest.mark.parametrize("compile_what", ["step", "model"])
@@ -47,6 +44,9 @@ def test_what_is_compiled_trains_as_without(compile_what: str, overlaps: bool) -
 
     def work(backend: Backend) -> None:
         without = train(backend, make_model(), lambda plain: plain)
-        assert train(backend, make_model(), lambda plain: torch.compile(plain, backend="eager")) == without
+        assert train(backend, make_model(), lambda plain: torch.compile(plain, backend=graphs)) == without
 
+    graphs = Graphs()
     run_ranks(2, work)
+    assert graphs.calls
+    assert not graphs.traced
