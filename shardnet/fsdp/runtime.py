@@ -91,8 +91,8 @@ class Runtime:
     def before_forward(self, unit: Unit, inputs: object) -> None:
         if self._backward is not None and not _in_backward():
             self.reset()  # the last backward raised: its end was never reached
-        if self._calls and self._calls[0].unit.state is not UnitState.FORWARD:
-            self._calls.clear()  # of a forward that was interrupted
+        if self._caller is None and self._calls and self._calls[0].unit.state is not UnitState.FORWARD:
+            self._calls.clear()  # of a forward that was interrupted, of the module inside: `begin_call` has seen to others
         if unit.state is UnitState.BACKWARD:
             return  # see [Note: recomputation]
         forward = self._calls[0].forward if self._calls else self._begin_forward()

@@ -11,6 +11,8 @@ from torch.utils.checkpoint import checkpoint
 from shardnet.backend import Backend
 from shardnet.errors import StateError
 from shardnet.fsdp import FSDP
+from shardnet.fsdp.passes import ForwardPass
+from shardnet.fsdp.runtime import Runtime
 from tests.fsdp.parity import check_at_rest
 from tests.fsdp.ranks import run_ranks
 from tests.fsdp.readers import TOKENS, Reader, in_its_forward, refused, wrapped
@@ -143,6 +145,33 @@ def test_what_an_interrupted_part_has_gathered_is_not_used_again() -> None:
         torch.testing.assert_close(model(TOKENS), 3 * before)
 
     run_ranks(2, work)
+
+
+def test_gradients_that_are_taken_within_a_forward_do_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[Runtime] = []
+    begin = Runtime._begin_forward
+
+    def counted(runtime: Runtime) -> ForwardPass:
+        begun.append(runtime)
+        return begin(runtime)
+
+    monkeypatch.setattr(Runtime, "_begin_forward", counted)
+
+    def slope(reader: Reader, x: Tensor) -> Tensor:
+        at = x.detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(reader.norm(at).square().sum(), at)
+        assert refused(lambda: reader.norm.weight) == ["norm.weight"]
+        return x + gradient
+
+    def work(backend: Backend) -> None:
+        reader, model = wrapped(backend)
+        reader.between = slope
+        for count in (1, 2):
+            model(TOKENS).square().sum().backward()
+            check_at_rest(model)
+            assert len(begun) == count
+
+    run_ranks(1, work)
 
 
 def test_a_model_that_calls_itself() -> None:
