@@ -1,6 +1,7 @@
 """Settings, as frozen values that are checked when they are made."""
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from shardnet.errors import UsageError
 
@@ -112,3 +113,11 @@ class Limits:
     def direct_bytes(self) -> int:
         """What one eager message may carry: `eager_bytes`, or a chunk where that is smaller."""
         return min(self.eager_bytes, self.chunk_bytes)
+
+
+class NodeEngine(StrEnum):
+    """What carries large data between the ranks of a node. It is the same for all ranks of a cluster."""
+
+    SHARDNET = "shardnet"  # this package: shared memory and its own collectives
+    NCCL = "nccl"  # NVIDIA's library, by torch: tensors on GPUs
+    GLOO = "gloo"  # torch's engine for CPUs; stands in for NCCL where there is no GPU

@@ -31,7 +31,7 @@ from shardnet.backend.stage import Journey
 from shardnet.backend.streams import Event
 from shardnet.backend.tensors import flat, in_bytes, raw
 from shardnet.backend.torch_backend import TorchBackend
-from shardnet.backend.torch_source import NodeEngine, TorchSource, choose_gpu
+from shardnet.backend.torch_source import TorchSource, choose_gpu
 from shardnet.collectives import plans
 from shardnet.collectives.group import Group
 from shardnet.collectives.hierarchical import Bounds
@@ -39,7 +39,7 @@ from shardnet.collectives.operation import Call
 from shardnet.collectives.reduction import ReduceOp, Reduction
 from shardnet.collectives.route import Routing
 from shardnet.collectives.switchboard import Switchboard
-from shardnet.config import Timeouts
+from shardnet.config import NodeEngine, Timeouts
 from shardnet.errors import UsageError
 
 

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch._C import _distributed_c10d as c10d
 
-from shardnet.backend.torch_source import NodeEngine, TorchSource
+from shardnet.backend.torch_source import TorchSource
 from shardnet.collectives.hierarchical import Bounds
 from shardnet.collectives.operation import Operation
+from shardnet.config import NodeEngine
 from shardnet.errors import ClosedError, StateError
 
 Tensor = torch.Tensor

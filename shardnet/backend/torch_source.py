@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import distributed
 from torch._C import _distributed_c10d as c10d
 
+from shardnet.config import NodeEngine
 from shardnet.errors import StateError, UsageError
 
 if TYPE_CHECKING:
@@ -23,14 +23,6 @@ LOOPBACK = "127.0.0.1"
 _CONNECT = timedelta(seconds=30)
 _LOOK_EVERY_S = 0.0005
 _NEVER = timedelta(days=1)  # how long a collective may take our own timeouts decide
-
-
-class NodeEngine(StrEnum):
-    """What carries large data between the ranks of a node. It is the same for all ranks of a cluster."""
-
-    SHARDNET = "shardnet"  # this package: shared memory and its own collectives
-    NCCL = "nccl"  # NVIDIA's library, by torch: tensors on GPUs
-    GLOO = "gloo"  # torch's engine for CPUs; stands in for NCCL where there is no GPU
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 from shardnet.address import Address
 from shardnet.cli import arguments
 from shardnet.cli.launch.console import Console
+from shardnet.cli.launch.environment import worker_environment
 from shardnet.cli.launch.job import DEFAULT_START_METHOD, Job, StartMethod
 from shardnet.cli.launch.launcher import launch
 from shardnet.cli.protection import Protection
@@ -17,6 +18,9 @@ from shardnet.cli.services import local_rendezvous, worker_progress
 from shardnet.credentials import Identity, Role
 from shardnet.errors import CredentialsError, UsageError
 from shardnet.scheduler import Task
+from shardnet.settings import Settings
+
+_TO_COME = "127.0.0.1:1"  # a rendezvous that is not there yet
 
 DESCRIPTION = """\
 Start NPROC workers on this machine, show their output with rank prefixes, and end all of them when one fails.
@@ -173,7 +177,9 @@ def _check(options: arguments.Arguments, protection: Protection) -> Identity | N
 
 
 def run_job(job: Job) -> int:
-    """Launch in the foreground; returns the exit status."""
+    """Launch in the foreground; returns the exit status. Raises UsageError or AddressError for SHARDNET_* variables that make no sense."""
+    # As the first worker will read them. Here, where what is wrong is one line: the workers would all say it, each with a traceback.
+    Settings.from_environment(worker_environment(job, 0, job.rendezvous or _TO_COME))
     ask = functools.partial(worker_progress, security=job.protection.security(Role.OPERATOR))
     with Console() as console:
         security = job.protection.security(Role.RENDEZVOUS)

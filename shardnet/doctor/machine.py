@@ -10,10 +10,11 @@ import psutil
 import torch
 
 from shardnet.address import Address
+from shardnet.backend.torch_source import check_engine
 from shardnet.config import Limits
 from shardnet.doctor.finding import Finding, ok, problem, warning
 from shardnet.errors import AddressError, ListenError, UsageError
-from shardnet.training.settings import Settings
+from shardnet.settings import Settings
 from shardnet.transport.listening import check_free
 from shardnet.transport.shared_memory import memfd
 from shardnet.version import VERSION
@@ -75,7 +76,7 @@ def _settings() -> Finding:
     """The environment, as `connect()` reads it."""
     misspelt = dict(Settings.misspelt(os.environ))
     try:
-        Settings.from_environment({name: value for name, value in os.environ.items() if name not in misspelt})
+        check_engine(Settings.from_environment().node_engine)
     except (UsageError, AddressError) as error:
         return problem("settings", str(error))
     if misspelt:

@@ -21,9 +21,9 @@ from shardnet.pb.store_pb2 import StoreReply, StoreRequest
 from shardnet.rendezvous.backoff import delays
 from shardnet.rendezvous.identity import new_incarnation
 from shardnet.rendezvous.refusal import Refusal
+from shardnet.settings import Settings
 from shardnet.topology import Topology
 from shardnet.training.seat import Seat
-from shardnet.training.settings import Settings
 from shardnet.training.station import Meet, Station, open_station
 from shardnet.transport.store_service import StoreClient, StoreService
 

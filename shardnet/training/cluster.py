@@ -19,13 +19,13 @@ from shardnet.errors import StateError, UsageError
 from shardnet.fsdp import AsyncFSDP, Compression, MixedPrecision, ShardingStrategy
 from shardnet.fsdp.initial_values import InitFunction
 from shardnet.performance import PerformanceRecorder, measure_link
+from shardnet.settings import Settings
 from shardnet.telemetry import Progress, Telemetry
 from shardnet.topology import Topology
 from shardnet.training.black_box import BlackBox
 from shardnet.training.diagnosis import Diagnosis
 from shardnet.training.doorbell import answering
 from shardnet.training.seat import Seat, end_membership
-from shardnet.training.settings import Settings
 from shardnet.training.station import Station, open_station
 from shardnet.training.trace import gather_spans, write_trace
 from shardnet.training.tracking import Callback, Record, Tracker, numbers

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import math
+import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
@@ -13,6 +14,7 @@ from shardnet.backend.base import Backend
 from shardnet.backend.cluster import ClusterBackend
 from shardnet.backend.hybrid_backend import with_engine
 from shardnet.backend.loopback import LoopbackBackend
+from shardnet.backend.torch_source import check_engine
 from shardnet.errors import PeerLost
 from shardnet.loop import LoopThread
 from shardnet.pb import stats_pb2
@@ -20,10 +22,10 @@ from shardnet.rendezvous.backoff import delays
 from shardnet.rendezvous.client import Membership, join
 from shardnet.rendezvous.identity import new_incarnation, node_identity
 from shardnet.rendezvous.request import JoinRequest
+from shardnet.settings import Settings
 from shardnet.telemetry import Telemetry
 from shardnet.topology import Member, Topology
 from shardnet.training.seat import Seat, end_membership
-from shardnet.training.settings import Settings
 from shardnet.training.snapshot import worker_snapshot
 from shardnet.transport.endpoint import Endpoint
 from shardnet.transport.grpc_mesh import GrpcMesh
@@ -53,7 +55,14 @@ class Station(Protocol):
 @asynccontextmanager
 async def open_station(settings: Settings, meet: Meet | None = None, store: StoreService | None = None) -> AsyncIterator[Station]:
     """Listen on a port, closed at the end, which serves a store as well where one is given; or, where there is no rendezvous, be a world of
-    one. With `meet` workers find each other by that, once, and no rendezvous is asked."""
+    one. With `meet` workers find each other by that, once, and no rendezvous is asked.
+
+    Raises UsageError for an engine inside nodes that this process cannot have.
+    """
+    check_engine(settings.node_engine)
+    if not settings.local_rank:  # one of those on this machine is enough
+        for name, meant in Settings.misspelt(os.environ):
+            log.warning("nothing reads the environment variable %s; did you mean %s?", name, meant)
     if not settings.rendezvous:
         alone = _Alone(settings)
         async with _metrics(settings, alone):

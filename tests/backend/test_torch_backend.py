@@ -10,9 +10,10 @@ from torch._C._distributed_c10d import HashStore
 
 from shardnet.backend.line import Place
 from shardnet.backend.torch_backend import TorchBackend
-from shardnet.backend.torch_source import NodeEngine, TorchSource
+from shardnet.backend.torch_source import TorchSource
 from shardnet.collectives.operation import Operation
 from shardnet.collectives.roll_call import Attendance
+from shardnet.config import NodeEngine
 from shardnet.errors import ClosedError, CollectiveError, CollectiveTimeout, PeerLost, StateError
 from shardnet.loop import LoopThread
 from shardnet.testing import each_error, each_rank

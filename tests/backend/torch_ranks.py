@@ -7,7 +7,8 @@ from typing import Any
 from torch._C._distributed_c10d import HashStore
 
 from shardnet.backend.torch_backend import TorchBackend
-from shardnet.backend.torch_source import NodeEngine, TorchSource
+from shardnet.backend.torch_source import TorchSource
+from shardnet.config import NodeEngine
 from shardnet.testing import loopback_cluster
 
 

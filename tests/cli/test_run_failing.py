@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+import pytest
+
 from tests.cli.launched import has_ended, script, shardnet
 
 
@@ -28,6 +30,21 @@ signal.pause()
     pids = [int(line.split()[-1]) for line in result.out.splitlines()]
     assert len(pids) == 3
     assert all(has_ended(pid) for pid in pids)
+
+
+def test_a_variable_that_makes_no_sense_is_told_in_one_line_before_anybody_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHARDNET_ROUTING", "rinng")
+    result = shardnet(tmp_path, "run", "--nproc", "2", "--restarts", "1", script(tmp_path, "print('started')"))
+    complaint = "shardnet run: SHARDNET_ROUTING must be one of auto, ring, direct, rank-order, got 'rinng'\n"
+    assert (result.status, result.out, result.err) == (2, "", complaint)
+
+
+def test_what_the_launcher_says_itself_may_be_anything_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARDNET_WORLD_SIZE", "many")
+    result = shardnet(tmp_path, "run", "--nproc", "2", script(tmp_path, "print(os.environ['SHARDNET_WORLD_SIZE'])"))
+    assert (result.status, result.out, result.err) == (0, "[0] 2\n[1] 2\n", "")
 
 
 def test_the_exit_status_is_the_workers_own(tmp_path: Path) -> None:

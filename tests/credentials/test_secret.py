@@ -8,7 +8,7 @@ from shardnet.cli.protection import Protection
 from shardnet.credentials import find_token
 from shardnet.credentials.token import new_token
 from shardnet.errors import CredentialsError
-from shardnet.training.settings import Settings
+from shardnet.settings import Settings
 
 MEETING = {"SHARDNET_RENDEZVOUS": "10.0.0.1:7000", "SHARDNET_WORLD_SIZE": "2"}
 

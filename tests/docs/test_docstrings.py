@@ -6,7 +6,7 @@ import pytest
 
 from docs import docstrings
 from shardnet import errors, fsdp
-from shardnet.training.settings import Settings
+from shardnet.settings import Settings
 
 
 def rendered(text: str) -> str:

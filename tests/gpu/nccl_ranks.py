@@ -11,7 +11,7 @@ import torch
 import shardnet
 from shardnet.backend.hybrid_backend import HybridBackend, with_engine
 from shardnet.backend.mesh_backend import MeshBackend
-from shardnet.backend.torch_source import NodeEngine
+from shardnet.config import NodeEngine
 
 
 async def over_nccl(cluster: shardnet.Cluster) -> shardnet.Cluster:

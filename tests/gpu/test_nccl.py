@@ -14,9 +14,10 @@ import shardnet
 from shardnet.backend import Pending, ReduceOp
 from shardnet.backend.hybrid_backend import HybridBackend
 from shardnet.backend.torch_backend import TorchBackend
-from shardnet.backend.torch_source import NodeEngine, TorchSource
+from shardnet.backend.torch_source import TorchSource
 from shardnet.backend.torch_sums import combined, finish
 from shardnet.collectives.reduction import Reduction
+from shardnet.config import NodeEngine
 from shardnet.testing import loopback_cluster, same_bits
 from tests.devices import needs_gpu
 

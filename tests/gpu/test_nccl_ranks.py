@@ -15,7 +15,7 @@ from shardnet.backend.hybrid_backend import with_engine
 from shardnet.backend.line import Place
 from shardnet.backend.mesh_backend import MeshBackend
 from shardnet.backend.streams import now
-from shardnet.backend.torch_source import NodeEngine
+from shardnet.config import NodeEngine
 from shardnet.errors import CollectiveError, CollectiveTimeout, PeerLost
 from shardnet.loop import LoopThread
 from shardnet.testing import ClusterRunner, Faults, bits, same_bits

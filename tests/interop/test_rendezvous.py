@@ -12,8 +12,8 @@ from shardnet.errors import JoinRefused, UsageError
 from shardnet.interop import world
 from shardnet.interop.rendezvous import rendezvous
 from shardnet.rendezvous.refusal import Refusal
+from shardnet.settings import Settings
 from shardnet.training.seat import Seat
-from shardnet.training.settings import Settings
 from tests.interop.sessions import run
 from tests.interop.test_docs import PAGE
 from tests.training.programs import run_program

@@ -86,10 +86,32 @@ async def test_an_inner_connect_is_a_world_of_its_own() -> None:
         assert await total(again.backend) == 1.0
 
 
-async def test_a_wrong_setting_is_refused_before_anything_is_opened() -> None:
+async def test_a_misspelt_variable_is_named_with_the_one_that_was_meant(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SHARDNET_ROUTNG", "ring")
+    for local_rank in range(2):  # the first one of this machine says it for all
+        async with shardnet.connect(local_rank=local_rank):
+            pass
+    assert caplog.messages == ["nothing reads the environment variable SHARDNET_ROUTNG; did you mean SHARDNET_ROUTING?"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+async def test_nccl_without_a_gpu_is_refused_with_what_to_do() -> None:
+    with pytest.raises(UsageError, match=r"node_engine 'nccl' \(SHARDNET_NODE_ENGINE\) cannot be had: .*; install torch for CUDA"):
+        async with shardnet.connect(node_engine="nccl"):
+            pass
+
+
+async def test_a_wrong_setting_is_refused_before_anything_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match=r"connect\(\) has no setting world_size"):
         async with shardnet.connect(world_size=2):
             pass
+    monkeypatch.setenv("SHARDNET_ROUTING", "rinng")
+    with pytest.raises(UsageError, match=r"SHARDNET_ROUTING must be one of auto, ring, direct, rank-order, got 'rinng'"):
+        async with shardnet.connect():
+            pass
+    monkeypatch.delenv("SHARDNET_ROUTING")
     with pytest.raises(UsageError, match="min_world_size of connect\\(\\) asks for 2 workers, but without SHARDNET_RENDEZVOUS"):
         async with shardnet.connect(min_world_size=2, max_world_size=2):
             pass

@@ -20,7 +20,7 @@ from shardnet.errors import AddressError, PlaintextRefused
 from shardnet.loop import LoopThread
 from shardnet.pb import stats_pb2
 from shardnet.rendezvous.client import status
-from shardnet.training.settings import Settings
+from shardnet.settings import Settings
 from shardnet.training.snapshot import worker_snapshot
 from shardnet.transport.observe import snapshot
 from tests.elastic.lessons import lesson

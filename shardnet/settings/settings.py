@@ -1,7 +1,6 @@
 """What `connect()` needs to know, read from the environment that a launcher or a scheduler sets."""
 
 import asyncio
-import logging
 import os
 import socket
 from collections.abc import Collection, Iterator, Mapping
@@ -10,16 +9,13 @@ from dataclasses import dataclass, field, fields
 from typing import Self
 
 from shardnet.address import MAX_PORT, Address
-from shardnet.backend.torch_source import NodeEngine, check_engine
 from shardnet.collectives.route import Routing
-from shardnet.config import Limits, Timeouts
+from shardnet.config import Limits, NodeEngine, Timeouts
 from shardnet.credentials import Role, Security, find_token
 from shardnet.errors import AddressError, CredentialsError, RendezvousUnavailable, UsageError
 from shardnet.rendezvous.request import MAX_WORLD_SIZE, check_text
-from shardnet.training.hints import Hints
+from shardnet.settings.hints import Hints
 from shardnet.variables import flag, misspelt
-
-log = logging.getLogger(__name__)
 
 RESOLVE_EVERY_S = 0.5  # a rendezvous that starts later may have no name yet (container networks)
 
@@ -146,9 +142,6 @@ class Settings:
                 merged[name] = kind(str(merged[name]))
         settings = cls(**merged)  # type: ignore[arg-type]  # checked in the next line
         settings._check(given.keys(), environment, hints)
-        if not settings.local_rank:  # one of those on this machine is enough
-            for name, meant in cls.misspelt(environment):
-                log.warning("nothing reads the environment variable %s; did you mean %s?", name, meant)
         return settings
 
     @classmethod
@@ -171,7 +164,6 @@ class Settings:
         for name, kind in (("routing", Routing), ("node_engine", NodeEngine)):
             if not isinstance(getattr(self, name), kind):
                 raise UsageError(f"{source(name)} must be one of {', '.join(kind)}, got {getattr(self, name)!r}")
-        check_engine(self.node_engine)
         if self.node_engine is not NodeEngine.SHARDNET and self.routing is not Routing.AUTO:
             raise UsageError(
                 f"{source('node_engine')} {self.node_engine.value!r} needs routing 'auto', which tells nodes apart, "
