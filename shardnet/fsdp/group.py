@@ -262,6 +262,11 @@ class FlatGroup:
             for slot in entry.slots:
                 slot.put(leaf)
 
+    def freeze_leaves(self) -> None:
+        """Until they are shown again no gradients come to them; graphs that there are keep them."""
+        for leaf in self.leaves:
+            leaf.requires_grad_(False)
+
     def show_shard(self) -> None:
         """Put the original parameters back into the modules."""
         for entry in self.placed:

@@ -80,6 +80,7 @@ class Runtime:
         self._backward: BackwardPass | None = None
         self._gathers_ahead = False  # at the end of a backward that has stepped
         self._unreduced: dict[Unit, None] = {}  # hold gradients of backwards without synchronisation
+        self.summoned = False  # every unit is in FORWARD, and stays so, whoever calls it
         for unit in self.units:
             for group in unit.groups:
                 group.on_gradient(partial(self.on_gradient, unit))
@@ -89,6 +90,10 @@ class Runtime:
     # --- forward
 
     def before_forward(self, unit: Unit, inputs: object) -> None:
+        if self.summoned:
+            if torch.is_grad_enabled():
+                raise StateError(f"{unit.name}: summon_full_params() is for computing without gradients; train outside of it")
+            return
         if self._backward is not None and not _in_backward():
             self.reset()  # the last backward raised: its end was never reached
         if self._caller is None and self._calls and self._calls[0].unit.state is not UnitState.FORWARD:
@@ -135,7 +140,7 @@ class Runtime:
 
     def fail_call(self, error: BaseException) -> None:
         """It has raised. Modules run no hooks for what is no Exception, nor for others if torch compiles something on any thread then."""
-        if self._calls or not isinstance(error, Exception):
+        if self._calls or not (isinstance(error, Exception) or self.summoned):
             self.reset()
 
     def end_call(self, before: int | None) -> None:
@@ -204,6 +209,7 @@ class Runtime:
     # --- backward
 
     def before_backward(self, call: Call) -> None:
+        self._refuse_summoned("backward()")
         if torch.is_grad_enabled():
             raise StateError(f"{call.unit.name}: backward(create_graph=True) is not supported, since it reads parameters that were freed")
         backward = self._enter_backward(call.forward)
@@ -327,10 +333,51 @@ class Runtime:
         """Those of `step_in_backward`."""
         return self._reductions.steps
 
+    # --- everything whole, and nothing
+
+    def summon(self) -> None:
+        """Gather every unit, until `dismiss`. A collective. Raises StateError within a forward or backward."""
+        if self._caller is not None or _in_backward():
+            raise StateError("summon_full_params() is for before or after a forward or backward, not within one")
+        if self._calls or self._backward is not None:
+            self.reset()  # of one that was interrupted
+        try:
+            self.prefetcher.gather_all()
+            for unit in self.units:
+                unit.use(UnitState.FORWARD)
+                for group in unit.groups:
+                    group.freeze_leaves()
+        except BaseException:
+            self.prefetcher.reset()
+            self._free_all()
+            raise
+        self.prefetcher.reset()
+        self.summoned = True
+
+    def dismiss(self) -> None:
+        """Shard everything that `summon` has gathered."""
+        if self.summoned:
+            self.summoned = False
+            self._free_all()
+
+    def require_slices(self, purpose: str) -> None:
+        """Parameters are about to be taken for this rank's slices. After an interrupted call of the module inside they may still be whole.
+
+        Raises StateError while they are meant to be.
+        """
+        self._refuse_summoned(purpose)
+        if self._caller is None and any(call.thread == threading.get_ident() for call in self._calls):
+            self.reset()
+
+    def _refuse_summoned(self, purpose: str) -> None:
+        if self.summoned:
+            raise StateError(f"{purpose} is not for within summon_full_params(), where parameters are whole: leave it before")
+
     # --- the end
 
     def reset(self) -> None:
         """After an error: wait for what is under way, drop the iteration's gradients, and shard everything."""
+        self.summoned = False
         self._calls.clear()
         self._backward = None
         self._reductions.abandon()

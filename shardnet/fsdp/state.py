@@ -37,8 +37,9 @@ def refuse_slices(module: nn.Module, *_: object) -> None:
     """A hook before the inner module's own state_dict(): it has slices for parameters, which nobody should save for whole ones."""
     if not _slices_wanted.get():
         raise StateError(
-            f"the state_dict() of a sharded {type(module).__name__} would hold this rank's slices: take the FSDP model's "
-            "full_state_dict(), on all ranks; what saves a module by itself may accept it, as save_pretrained(folder, state_dict=...) does"
+            f"the state_dict() of a sharded {type(module).__name__} would hold this rank's slices, or what forward computes with: take "
+            "full_state_dict() of the FSDP model, on all ranks; what saves a module by itself may accept it, as "
+            "save_pretrained(folder, state_dict=...) does"
         )
 
 

@@ -220,6 +220,7 @@ class FSDP(nn.Module):
 
         Nothing is left to do after a normal backward. Raises StateError before the first forward.
         """
+        self._runtime.require_slices("sync_gradients()")
         self._runtime.synchronise_gradients()
 
     def step_in_backward(self, *optimizers: torch.optim.Optimizer) -> None:
@@ -240,6 +241,7 @@ class FSDP(nn.Module):
         unscale. A backward that raises may have stepped some units. Call it on all ranks alike; it is no collective. Raises UsageError
         for optimizers of other parameters or with gradients, or if a parameter is in none, and StateError in the middle of a step.
         """
+        self._runtime.require_slices("step_in_backward()")
         steps = BackwardSteps(optimizers, self.groups, self._comms.timeline) if optimizers else None
         self._runtime.step_in_backward(steps, gathers_ahead=self._comms.shard_count > 1)
 
@@ -256,6 +258,7 @@ class FSDP(nn.Module):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients by their norm over all ranks, and return that norm: 0-dim float64, equal on all ranks.
         A collective. `torch.nn.utils.clip_grad_norm_` would take each rank's slices for the whole."""
+        self._runtime.require_slices("clip_grad_norm_()")
         if self.steps_in_backward:
             raise StateError("step_in_backward() has used up the gradients, unit by unit: clipping needs all of them at once")
         if self._runtime.unreduced:
@@ -278,6 +281,7 @@ class FSDP(nn.Module):
         With `step_in_backward` the end of backward has done so. Raises StateError if an earlier prefetch has not been used yet, and
         UsageError for a strategy that has nothing to prefetch because full parameters are there already.
         """
+        self._runtime.require_slices("prefetch_forward_params()")
         if not self.strategy.frees_after_forward:
             raise UsageError(f"prefetch_forward_params is for strategies FullShard and HybridShard; this model has {self.strategy.name}")
         if self.steps_in_backward and self.has_pending_prefetch:
@@ -291,6 +295,7 @@ class FSDP(nn.Module):
 
     def update_shards(self, flat: Tensor) -> None:
         """Overwrite this rank's slices, given end to end in the order of `parameters()` without ignored ones; no traffic."""
+        self._runtime.require_slices("update_shards()")
         held = self._sharded_parameters()
         total = sum(parameter.numel() for parameter in held)
         if flat.numel() != total:
@@ -304,8 +309,34 @@ class FSDP(nn.Module):
 
         Optional, since forward gathers what is not there. For the other strategies there is nothing to do.
         """
+        self._runtime.require_slices("broadcast_updated_params()")
         if self.strategy is ShardingStrategy.SHARD_GRAD_OP:
             self._runtime.prefetcher.gather_all()
+
+    @contextmanager
+    def summon_full_params(self) -> Iterator[None]:
+        """Within it all parameters are whole, in the modules, so that any part of the model may be called, and as often as each rank likes:
+
+            with model.summon_full_params():
+                text = model.module.generate(prompt)
+
+        Entering it is a collective; what is computed within it is none, and has no gradients (`torch.no_grad()`). Parameters are those that
+        forward computes with, in its dtype, and are to be read only: what is written to them is lost at the end, or not. A node needs the
+        memory of the whole model, each rank where the ranks of a node share none. Who comes out first waits in its next collective for the
+        others, as long as one may take (`Timeouts.collective_s`).
+
+        One within another changes nothing. Raises StateError within a forward or backward; so do within it all methods
+        that take or give slices, and calls of the model with gradients on. Of an `AsyncFSDP`, use it in a function given to `run`.
+        """
+        if self._runtime.summoned:
+            yield
+            return
+        self._runtime.summon()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self._runtime.dismiss()
 
     def settle(self) -> None:
         """Wait for whatever is under way, well or not, and shard everything, as before the first forward; for who ends in the middle of
@@ -343,10 +374,12 @@ class FSDP(nn.Module):
         Every rank must be given the same: a mapping, or pairs of name and tensor. Both are read one tensor at a time, and
         the slices are kept until all are there: at the peak a rank has its shards twice and one whole tensor.
         """
+        self._runtime.require_slices("load_full_state_dict()")
         return state.load_full_state(self.module, self.groups, self._comms.shard_rank, full, strict=strict)
 
     def load_sharded_state_dict(self, sharded: state.ShardedState) -> None:
         """Load what `sharded_state_dict` gave on the same rank of as many ranks; no traffic."""
+        self._runtime.require_slices("load_sharded_state_dict()")
         state.load_sharded_state(self.module, self.groups, self._comms.shard_rank, sharded)
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
@@ -381,7 +414,10 @@ class FSDP(nn.Module):
             if not hasattr(inner, name):
                 raise
         kind = type(inner).__name__
-        raise AttributeError(f"FSDP has no attribute {name!r}, but its {kind} has: use model.module.{name}, and what computes on all ranks")
+        raise AttributeError(
+            f"FSDP has no attribute {name!r}, but its {kind} has: use model.module.{name}, and what computes on all ranks, or within "
+            "summon_full_params()"
+        )
 
     def __reduce_ex__(self, protocol: object) -> Any:
         raise StateError("a sharded model cannot be copied or pickled, since others hold its parts; take its full_state_dict()")

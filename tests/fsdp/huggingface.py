@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel, T5Config, T5ForConditionalGeneration
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.utils import logging
@@ -42,6 +42,13 @@ def make_llama() -> LlamaForCausalLM:
     """Rotary positions (buffers that are in no state_dict), grouped queries, and nothing tied."""
     sizes = {"hidden_size": 24, "intermediate_size": 37, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
     return LlamaForCausalLM(LlamaConfig(max_position_embeddings=16, **sizes, **COMMON))
+
+
+def make_t5() -> T5ForConditionalGeneration:
+    """An encoder, which `generate` calls by itself, and a decoder; both use one embedding."""
+    sizes = {"d_model": 24, "d_kv": 6, "d_ff": 37, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0, "decoder_start_token_id": 0}
+    with seeded(0):
+        return T5ForConditionalGeneration(T5Config(**sizes, **COMMON))
 
 
 @dataclass(frozen=True)

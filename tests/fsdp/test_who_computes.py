@@ -1,6 +1,7 @@
 """When a thread is within a forward or backward of a model, so that what it reads there may be absent; and what one that failed leaves."""
 
 import threading
+from collections.abc import Callable
 from typing import NoReturn
 
 import pytest
@@ -18,6 +19,9 @@ from tests.fsdp.ranks import run_ranks
 from tests.fsdp.readers import TOKENS, Reader, in_its_forward, refused, wrapped
 
 Tensor = torch.Tensor
+
+
+READER = Reader()
 
 
 def interrupt(*_: object) -> NoReturn:
@@ -143,6 +147,43 @@ def test_what_an_interrupted_part_has_gathered_is_not_used_again() -> None:
         with torch.no_grad():
             weights.mul_(3)
         torch.testing.assert_close(model(TOKENS), 3 * before)
+
+    run_ranks(2, work)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda model: model.load_full_state_dict({name: torch.ones_like(value) for name, value in READER.state_dict().items()}),
+        lambda model: model.update_shards(torch.ones(len(model.groups[0].shard) + len(model.groups[1].shard))),
+        lambda model: model.clip_grad_norm_(1.0),
+    ],
+    ids=["a state", "slices", "gradients"],
+)
+def test_after_an_interrupted_part_come_slices(use: Callable[[FSDP], object]) -> None:
+    def work(backend: Backend) -> None:
+        reader, model = wrapped(backend)
+        reader.between = interrupt
+        with pytest.raises(KeyboardInterrupt):
+            reader(TOKENS)
+        reader.between = None
+        use(model)
+        check_at_rest(model)
+
+    run_ranks(2, work)
+
+
+def test_summoned_after_an_interrupted_part() -> None:
+    def work(backend: Backend) -> None:
+        reader, model = wrapped(backend)
+        expected = model(TOKENS)
+        reader.between = interrupt
+        with pytest.raises(KeyboardInterrupt):
+            reader(TOKENS)
+        reader.between = None
+        with model.summon_full_params():
+            assert torch.equal(model(TOKENS), expected)
+        check_at_rest(model)
 
     run_ranks(2, work)
 
