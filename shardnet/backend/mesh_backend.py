@@ -29,6 +29,7 @@ from shardnet.backend.pending import Pending
 from shardnet.backend.staging import Staging
 from shardnet.backend.streams import Event, is_on_gpu, join, now
 from shardnet.collectives import loans, plans, shares
+from shardnet.collectives.commons import Release
 from shardnet.collectives.exchange import Exchange
 from shardnet.collectives.group import Group
 from shardnet.collectives.hierarchical import Bounds, Hierarchical
@@ -182,7 +183,7 @@ class MeshBackend(Backend):
     def _gather_on_node(self, call: Call, source: Tensor, bounds: Bounds, shape: Sequence[int]) -> Pending[NodeBuffer]:
         """`source` is this rank's part of it, `shape` that of the whole."""
 
-        def finish(whole: Array, release: Callable[[], object] | None) -> NodeBuffer:
+        def finish(whole: Array, release: Release | None) -> NodeBuffer:
             return NodeBuffer(as_tensor(whole, source.dtype).view(*shape), release)
 
         def result(gathered: Hierarchical) -> NodeBuffer:

@@ -12,7 +12,7 @@ class NodeBuffer:
     neither it nor any tensor over its memory is there any more.
     """
 
-    def __init__(self, tensor: torch.Tensor, on_release: Callable[[], object] | None = None) -> None:
+    def __init__(self, tensor: torch.Tensor, on_release: Callable[[bool], object] | None = None) -> None:
         self.tensor = tensor
         self._on_release = on_release
 
@@ -21,7 +21,11 @@ class NodeBuffer:
         """Whether other ranks have it in the same memory."""
         return self._on_release is not None
 
-    def release(self) -> None:
-        """The memory may be used for something else. Once is enough; safe from any thread."""
+    def release(self, *, keep: bool = True) -> None:
+        """The memory may be used for something else. Once is enough; safe from any thread.
+
+        With `keep` it waits for the next gather, which then need not ask the system for some; without, if all ranks say so, it is given
+        back with the next gather.
+        """
         if self._on_release is not None:
-            self._on_release()
+            self._on_release(keep)

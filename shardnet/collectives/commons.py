@@ -6,7 +6,8 @@ has written; where a chunk would have gone, it is told that it is in its place.
 
 One rank, the keeper, says which slot: with its announcement or letter, for which the others wait before they write.
 A slot is granted again only when every rank of the node has released it. So a rank that runs ahead cannot
-overwrite what another one still reads: the keeper makes another slot, and later drops what is more than was ever in use at once.
+overwrite what another one still reads: the keeper makes another slot, and later drops what is more than was ever in use at once, or what
+it has released for good.
 Ranks tell the keeper what they have released with their announcements and letters, which costs no message, and again until it has granted
 that slot anew, or dropped it: a collective that ends well here need not have ended well there. Every grant has a serial number, so what is
 said twice or late does no harm. Where the keeper's side of a collective fails, it never grants that slot again, for it cannot know who
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from shardnet.collectives.operation import Operation
 
 log = logging.getLogger(__name__)
+Release = Callable[[bool], object]
 
 _MOST_UNUSED = 2  # times its own size, a result may be given memory of
 
@@ -47,6 +49,7 @@ class _Slot:
     segment: Segment
     serial: int = 0  # of its last grant
     holders: set[int] = field(default_factory=set)  # ranks that may still read or write it; known to the keeper
+    unwanted: bool = False  # whom it was granted to last has no more use for so much memory; known to the keeper
 
 
 @dataclass(slots=True, eq=False)
@@ -57,6 +60,7 @@ class Claim:
     slot: _Slot | None = None
     serial: int = 0
     told: list[int] = field(default_factory=list)  # about other slots: the keeper which are dropped, the others what they have released
+    unwanted: bool = False  # released for good
 
     @property
     def granted(self) -> bool:
@@ -188,14 +192,19 @@ class Commons:
 
     # --- what is there
 
-    def lend(self, claim: Claim) -> tuple[np.ndarray, Callable[[], object]]:
+    def lend(self, claim: Claim) -> tuple[np.ndarray, Release]:
         """The result's bytes, for this rank to compute with, and what releases them: on any thread, once, and at the latest when nobody has
-        them any more."""
+        them any more. It is told whether to keep the memory for other results, which is the keeper's to decide."""
         assert claim.slot is not None
         # an array of its own, which all that are made of it keep: numpy refers to the last one that is over something else than an array
         view = np.frombuffer(claim.slot.segment.private.data[: claim.size], np.uint8)
-        release = weakref.finalize(view, self._freed.append, claim)
-        release.atexit = False
+        freed = weakref.finalize(view, self._freed.append, claim)
+        freed.atexit = False
+
+        def release(keep: bool) -> None:
+            claim.unwanted = not keep
+            freed()
+
         return view, release
 
     def close(self) -> None:
@@ -211,6 +220,7 @@ class Commons:
             return
         claim.slot.segment.refresh()
         if self.keeps:
+            claim.slot.unwanted = claim.unwanted
             self._on_released(self.keeper, (claim.serial,))
         elif claim.slot.id in self._slots:  # or the keeper has dropped it
             self._released[claim.slot.id] = claim.serial
@@ -268,7 +278,11 @@ class Commons:
                 slot.holders.discard(rank)
 
     def _trim(self) -> None:
-        """Drop the oldest free slots while there are more, or larger ones together, than were in use at once."""
+        """Drop the free slots that are unwanted, and the oldest ones while there are more, or larger ones together, than were in use
+        at once."""
+        for slot in [slot for slot in self._slots.values() if slot.unwanted and not slot.holders]:
+            self._peak_bytes = self._peak_count = 0  # who needed them does not any more
+            self._retire(slot)
         used = [slot.size for slot in self._slots.values() if slot.holders]
         self._peak_bytes, self._peak_count = max(self._peak_bytes, sum(used)), max(self._peak_count, len(used))
         total = sum(slot.size for slot in self._slots.values())

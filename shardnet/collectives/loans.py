@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from shardnet.collectives.commons import Release
 from shardnet.collectives.group import Group
 from shardnet.collectives.hierarchical import Bounds
 from shardnet.collectives.loan_round import Lending, LoanRound
@@ -21,7 +22,7 @@ _COPY_BYTES = 4 * 1024 * 1024  # at once, before others get their turn
 _SOURCE, _OUTPUT = range(2)  # which of the lots that a rank lends
 
 # What becomes of gathered data and of what releases it, which is None if the data is this rank's alone.
-Finish = Callable[[Array, Callable[[], object] | None], object]
+Finish = Callable[[Array, Release | None], object]
 
 
 def all_gather(group: Group, source: Array, output: Array, bounds: Bounds) -> Lending:

@@ -68,8 +68,9 @@ class FullBuffer:
         self.expect()
         self.allocated = True
 
-    def free(self) -> None:
-        """Take the memory away. Reading the tensor or its views raises until it is allocated again."""
+    def free(self, *, keep_memory: bool = True) -> None:
+        """Take the memory away. Reading the tensor or its views raises until it is allocated again. With `keep_memory` others of its
+        kind may have it next."""
         if self._counted:
             self._gauge.remove(self._bytes)
             self._counted = False
@@ -80,10 +81,10 @@ class FullBuffer:
         _forbid_reading(self._storage, self._complaint)
         memory, self._vacant = self._vacant, torch.UntypedStorage(0, device=self.tensor.device)  # type: ignore[no-untyped-call]
         buffer, self._of_node = self._of_node, None
-        if buffer is None:
+        if buffer is not None:
+            buffer.release(keep=keep_memory)
+        elif keep_memory:
             self._pool.give(memory)
-        else:
-            buffer.release()
 
     def alias(self) -> Tensor:
         """A tensor [numel] to write through, valid until `free`. See [Note: aliases]."""
@@ -99,7 +100,7 @@ class WholeShard:
     def __init__(self, shard: Tensor) -> None:
         self.tensor = shard
 
-    def free(self) -> None:
+    def free(self, *, keep_memory: bool = True) -> None:
         """Nothing to free: it is the shard's memory."""
 
 

@@ -273,14 +273,14 @@ class FlatGroup:
             for slot in entry.slots:
                 slot.put(entry.parameter)
 
-    def free(self) -> None:
-        """Free the full buffer, and what came for it. No gather may be under way."""
+    def free(self, *, keep_memory: bool = True) -> None:
+        """Free the full buffer, and what came for it. No gather may be under way. With `keep_memory` the next gathers may have it."""
         if self._compressed_gather is not None:
             self._compressed_gather.drop()
         arriving, self._arriving = self._arriving, None
         if arriving is not None and arriving.exception() is None:
             arriving.wait().release()
-        self._full.free()
+        self._full.free(keep_memory=keep_memory)
 
     # --- gradients
 

@@ -91,14 +91,15 @@ class Unit:
             group.show_full()
         self.state = state
 
-    def reshard(self, *, backward_follows: bool = False) -> None:
-        """FORWARD, BACKWARD or HELD → SHARDED; with secondary shards, if it is to be gathered again for backward."""
+    def reshard(self, *, backward_follows: bool = False, keep_memory: bool = True) -> None:
+        """FORWARD, BACKWARD or HELD → SHARDED; with secondary shards, if it is to be gathered again for backward, and with memory that
+        the units gathered next may have, if so many will be there again."""
         assert self.state not in (UnitState.SHARDED, UnitState.GATHERING), self
         for group in self.groups:
             if backward_follows:
                 group.keep_secondary()
             group.show_shard()
-            group.free()
+            group.free(keep_memory=keep_memory)
         self.state = UnitState.SHARDED
 
     def drop_secondary(self) -> None:

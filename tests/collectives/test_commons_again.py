@@ -87,6 +87,29 @@ async def test_no_more_memory_stays_than_was_in_use_at_once(segments: Callable[[
         assert segments() <= 2 * 3 * 2
 
 
+@pytest.mark.parametrize("late", [0, 1, 2])
+async def test_what_is_released_for_good_is_given_back(segments: Callable[[], int], late: int) -> None:
+    """Once all have, and so is what would fit into the same room."""
+    async with local_cluster(3, limits=LIMITS) as ranks:
+        whole = [await each_rank(ranks, gather(add=float(turn))) for turn in range(10)]
+        for buffers in whole:
+            buffers[(late + 1) % 3].release(keep=False)
+            buffers[late - 1].release(keep=False)
+        for turn in range(3):
+            release(await each_rank(ranks, gather(add=float(turn))))
+        assert segments() >= 2 * 3 * 10  # one still reads
+        for turn, buffers in enumerate(whole):
+            assert torch.equal(buffers[late].tensor, gathered(3, add=float(turn)))
+            buffers[late].release(keep=False)
+        whole.clear()
+        del buffers
+        for turn in range(5):
+            buffers = await each_rank(ranks, gather(add=float(turn)))
+            assert torch.equal(buffers[late].tensor, gathered(3, add=float(turn)))
+            release(buffers)
+        assert segments() <= 2 * 3 * 2
+
+
 async def test_a_large_one_makes_no_room_for_many_small_ones(segments: Callable[[], int]) -> None:
     async with local_cluster(2, limits=LIMITS) as ranks:
         release(await each_rank(ranks, gather(100 * ROWS)))

@@ -75,6 +75,13 @@ def test_the_pool_never_holds_more_than_was_in_use(meter: MemoryMeter, pool: Buf
     assert meter.pooled_bytes == 4 * 109
 
 
+def test_memory_that_is_not_to_be_kept_is_not(meter: MemoryMeter, pool: BufferPool) -> None:
+    buffer = make(8, meter, pool)
+    buffer.allocate()
+    buffer.free(keep_memory=False)
+    assert (meter.pooled_bytes, meter.full_parameters.current_bytes) == (0, 0)
+
+
 def test_an_empty_buffer_is_never_read_and_never_freed(meter: MemoryMeter, pool: BufferPool) -> None:
     buffer = make(0, meter, pool)
     buffer.free()

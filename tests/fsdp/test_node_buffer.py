@@ -4,6 +4,8 @@ import asyncio
 import copy
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -174,6 +176,25 @@ async def test_parameters_without_elements() -> None:
 
     async with local_cluster(2, limits=LIMITS) as ranks:
         await asyncio.gather(*(asyncio.to_thread(work, rank) for rank in ranks))
+
+
+async def test_the_whole_model_is_there_once_a_node_and_for_a_while() -> None:
+    """Summoned. Behind it a step takes no more memory than before it."""
+    deep = nn.Sequential(*(Layer() for _ in range(10)))
+
+    def work(backend: Any) -> tuple[int, int, int]:
+        model = FSDP(copy.deepcopy(deep), backend, units=[Layer])
+        slots = []
+        for summons in (False, True, False):
+            for _ in range(3):
+                model(batches(0)[0]).sum().backward()
+            with model.summon_full_params() if summons else nullcontext():
+                slots.append(len(backend._group.commons._slots))
+        return slots[0], slots[1], slots[2]
+
+    async with local_cluster(4, limits=LIMITS) as ranks:
+        before, within, behind = (await asyncio.gather(*(asyncio.to_thread(work, rank) for rank in ranks)))[0]
+    assert max(before, behind) <= 6 < len(deep) <= within
 
 
 def _fails_in_forward(model: FSDP) -> None:
