@@ -33,7 +33,7 @@ class Job:
 
     [Note: the end] A member of an elastic job that leaves in peace says that the training is over, since all end together. From then on
     there is no next epoch: who waits for one is told so, and so is who comes back because somebody died in that very moment. A worker that
-    replaces another one and comes later still does not begin the job anew, as any other one does.
+    comes later still, and replaces another one or was frozen meanwhile, does not begin the job anew, as any other one does.
     """
 
     def __init__(self, name: str, epoch: int, settle_s: float, first_world_size: int = 0) -> None:
@@ -61,7 +61,7 @@ class Job:
         self._check_duplicate(request)
         if self.state is JobState.RUNNING and not (request.elastic and self._elastic):
             raise self._too_late()
-        if self._ended and (self.state is JobState.RUNNING or request.replacement):
+        if self._ended and (self.state is JobState.RUNNING or request.replacement or request.last_epoch):
             raise JoinRefused(f"the training of job {self.name!r} has ended; nothing is left to do for this worker", Refusal.ENDED)
         if self._live:
             self._check_wish(request)

@@ -66,8 +66,8 @@ class ElasticHistories(RuleBasedStateMachine):
         try:
             notices = self.registry.join(request, self.now)
         except JoinRefused as refusal:
-            if refusal.reason != Refusal.ENDED or not self.ended or not self.world:  # a job without members may begin anew
-                raise
+            if refusal.reason != Refusal.ENDED or not self.ended or not (self.world or request.last_epoch):
+                raise  # without members a job may begin anew, with workers that it never had
             return False
         if not self.live:
             self.ended = False
