@@ -21,13 +21,10 @@ class Pipe:
         self._changed = asyncio.Condition()
 
     async def carry(self) -> None:
-        """Until the end of what comes, which is passed on as such. Raises OSError if either end breaks."""
-        try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._read())
-                group.create_task(self._write())
-        except* OSError as errors:
-            raise errors.exceptions[0] from None
+        """Until the end of what comes, which is passed on as such. Raises a group of OSErrors if either end breaks."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._read())
+            group.create_task(self._write())
 
     async def _read(self) -> None:
         while block := await self._reader.read(BLOCK_BYTES):

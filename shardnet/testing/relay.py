@@ -147,7 +147,7 @@ class Relay:
         self._connections.add(connection)
         try:
             await self._carry(connection)
-        except (OSError, asyncio.CancelledError):
+        except* (OSError, asyncio.CancelledError):
             connection.reset()
         finally:
             self._connections.discard(connection)
@@ -164,12 +164,9 @@ class Relay:
         (from_caller, to_caller), (from_target, to_target) = connection.ends
         for writer in (to_caller, to_target):
             writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # or slices are put together again
-        try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(Pipe(self._lanes[Way.IN], from_caller, to_target).carry())
-                group.create_task(Pipe(self._lanes[Way.OUT], from_target, to_caller).carry())
-        except* OSError as errors:
-            raise ConnectionResetError from errors
+        async with asyncio.TaskGroup() as group:
+            group.create_task(Pipe(self._lanes[Way.IN], from_caller, to_target).carry())
+            group.create_task(Pipe(self._lanes[Way.OUT], from_target, to_caller).carry())
 
 
 class _Connection:

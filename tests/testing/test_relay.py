@@ -2,6 +2,8 @@
 
 import asyncio
 import random
+import socket
+import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 
@@ -233,6 +235,22 @@ async def test_nobody_behind_it_is_a_reset() -> None:
     async with Relay(address) as relay:
         with pytest.raises(ConnectionResetError):
             await said(relay.address, b"hello")
+
+
+async def test_who_breaks_a_connection_in_the_middle_breaks_both_ends_of_it() -> None:
+    carrying: list[asyncio.Task[None]] = []
+
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readexactly(1)
+        carrying.extend(relay._tasks)
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        writer.transport.abort()
+
+    async with server(hang_up) as address, Relay(address) as relay, caller(relay.address) as (reader, writer):
+        writer.write(bytes(MIB))
+        with pytest.raises(ConnectionResetError):
+            await reader.read()
+        assert await asyncio.gather(*carrying) == [None]
 
 
 async def test_leaving_ends_what_goes_through() -> None:
