@@ -306,15 +306,14 @@ class FlatGroup:
         return torch.empty_like(self.shard, dtype=dtype) if self._offloads else None
 
     def accept(self, shard_gradient: Tensor) -> None:
-        """Set, or add to, the gradients of this rank's parameters, in their dtype. `shard_gradient` [shard] belongs to the group then."""
+        """Set, or add to, the gradients of this rank's parameters, in their dtype. `shard_gradient` [shard] belongs to the group then.
+
+        Gradient hooks of the parameters are called as autograd would, with what is reduced, of this rank's slices.
+        """
         pieces = self.layout.shard_views(shard_gradient.to(self.shard.device, self._dtypes.master), self._comms.shard_rank)
         for parameter, piece in zip(self.originals, pieces, strict=True):
-            if not parameter.requires_grad:
-                continue
-            if parameter.grad is None:
-                parameter.grad = piece
-            else:
-                parameter.grad.add_(piece)
+            if parameter.requires_grad:
+                _accumulate(parameter, piece)
 
     def _watch(self, index: int) -> None:
         # The leaf keeps its hook where Python's collector of cycles does not look: a hook that held the group would keep it for ever.
@@ -345,3 +344,20 @@ class FlatGroup:
                 piece.copy_(parameter.detach())
                 parameter.data = piece
                 self._comms.shards.changed()
+
+
+@torch.no_grad()
+def _accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
+    for hook in _hooks(parameter._backward_hooks):
+        replaced = hook(gradient)
+        gradient = gradient if replaced is None else replaced
+    if parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        parameter.grad.add_(gradient)
+    for hook in _hooks(parameter._post_accumulate_grad_hooks):
+        hook(parameter)
+
+
+def _hooks(registered: dict[int, Callable[[Tensor], Any]] | None) -> list[Callable[[Tensor], Any]]:
+    return list(registered.values()) if registered else []  # one may remove itself

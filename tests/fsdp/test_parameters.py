@@ -1,5 +1,7 @@
 """Parameters stay the objects they were, and changes made to them from outside count."""
 
+from collections.abc import Mapping
+
 import pytest
 import torch
 from torch import nn
@@ -8,6 +10,7 @@ from shardnet.backend import Backend
 from shardnet.errors import SizeMismatchError
 from shardnet.fsdp import FSDP
 from tests.fsdp.models import Block, Weighted, loss_of, make_gpt, token_batches
+from tests.fsdp.parity import check_gradients
 from tests.fsdp.ranks import run_ranks
 
 
@@ -94,5 +97,70 @@ def test_unwrap_gives_the_module_back() -> None:
         torch.testing.assert_close(loss_of(plain, batch), held)
         loss_of(plain, batch).backward()  # type: ignore[no-untyped-call]
         assert sum(counter.count for counter in backend.telemetry.ops.values()) == collectives
+
+    run_ranks(2, work)
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before sharding", "after it"])
+def test_gradient_hooks_get_what_is_reduced(before: bool) -> None:
+    """Once a backward, and what they return is the gradient."""
+    alone = make_gpt(layers=2)
+    for parameter in alone.parameters():
+        parameter.register_hook(lambda gradient: gradient * 3)  # type: ignore[no-untyped-call]
+    batches = token_batches(2, 2)
+    for batch in batches:
+        loss_of(alone, batch).backward()  # type: ignore[no-untyped-call]
+
+    def work(backend: Backend) -> None:
+        module = make_gpt(layers=2)
+        calls: list[torch.Tensor] = []
+
+        def hook(gradient: torch.Tensor) -> torch.Tensor:
+            calls.append(gradient)
+            return gradient * 3
+
+        if before:
+            handles = [parameter.register_hook(hook) for parameter in module.parameters()]  # type: ignore[no-untyped-call]
+        model = FSDP(module, backend, units=[Block])
+        if not before:
+            handles = [parameter.register_hook(hook) for parameter in module.parameters()]  # type: ignore[no-untyped-call]
+        for batch in batches:
+            loss_of(model, batch).backward()  # type: ignore[no-untyped-call]
+        check_gradients(model, alone, backend.rank, atol=1e-5)
+        assert len(calls) == 2 * len(handles)
+        for handle in handles:
+            handle.remove()
+        loss_of(model, batches[0]).backward()  # type: ignore[no-untyped-call]
+        assert len(calls) == 2 * len(handles)
+
+    run_ranks(2, work)
+
+
+def test_optimizers_may_step_in_hooks_behind_accumulation() -> None:
+    batches = token_batches(3, 2)
+
+    def train(model: FSDP, optimizers: Mapping[nn.Parameter, torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
+        for batch in batches:
+            loss_of(model, batch).backward()  # type: ignore[no-untyped-call]
+            for optimizer in optimizers.values():
+                optimizer.step()
+                optimizer.zero_grad()
+        return model.full_state_dict()
+
+    def work(backend: Backend) -> None:
+        plain = FSDP(make_gpt(layers=2), backend, units=[Block])
+        expected = train(plain, {each: torch.optim.AdamW([each]) for each in plain.parameters()})
+        model = FSDP(make_gpt(layers=2), backend, units=[Block])
+        optimizers = {each: torch.optim.AdamW([each]) for each in model.parameters()}
+
+        def step(parameter: torch.Tensor) -> None:
+            optimizers[parameter].step()  # type: ignore[index]
+            parameter.grad = None
+
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(step)  # type: ignore[no-untyped-call]
+        stepped = train(model, {})
+        assert all(torch.equal(stepped[name], expected[name]) for name in expected)
+        assert all(parameter.grad is None for parameter in model.parameters())
 
     run_ranks(2, work)
