@@ -1,7 +1,9 @@
 """Attaching the runtime to the modules."""
 
+from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -22,8 +24,7 @@ def attach(unit: Unit, runtime: Runtime, precision: MixedPrecision, *, outermost
 
     @uncompiled
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if module is not unit.module:
-            raise StateError(f"{unit.name}: a copy of a sharded module has only slices of parameters; make one from full_state_dict()")
+        _refuse_copy(unit, is_own=module is unit.module)
         inputs = precision.cast_inputs(args, kwargs)
         runtime.before_forward(unit, inputs)
         return inputs
@@ -37,3 +38,42 @@ def attach(unit: Unit, runtime: Runtime, precision: MixedPrecision, *, outermost
         unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
         unit.module.register_forward_hook(after, always_call=True),  # also when forward raises: nothing stays gathered
     ]
+
+
+def attach_to_parts(unit: Unit, parts: Iterable[nn.Module], runtime: Runtime, precision: MixedPrecision) -> list[RemovableHandle]:
+    """Where one of these modules of a unit is called while the unit is not at work, have the runtime take that for a call of the unit: so
+    do programs that use an encoder alone, or give the model inside to another one.
+
+    Within the unit, which is the rule, they only look. To torch.compile, which compiles them with the unit, they are nothing.
+    """
+
+    own = frozenset(parts)
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if torch.compiler.is_dynamo_compiling() or not runtime.before_part(unit, module):
+            return None
+        _refuse_copy(unit, is_own=module in own)
+        inputs = precision.cast_inputs(args, kwargs)
+        runtime.before_forward(unit, inputs, module)
+        return inputs
+
+    def after(module: nn.Module, _: tuple[Any, ...], outputs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling() or not runtime.after_part(module):
+            return None
+        runtime.after_forward(unit, outputs)
+        return precision.cast_outputs(outputs)
+
+    return [
+        handle
+        for part in own
+        for handle in (
+            part.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
+            part.register_forward_hook(after, always_call=True),
+        )
+    ]
+
+
+def _refuse_copy(unit: Unit, *, is_own: bool) -> None:
+    """A copy comes with the hooks."""
+    if not is_own:
+        raise StateError(f"{unit.name}: a copy of a sharded module has only slices of parameters; make one from full_state_dict()")

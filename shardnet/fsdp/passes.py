@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from shardnet.fsdp.group import FlatGroup
@@ -19,6 +20,8 @@ class Call:
     resumes: str | None = None  # what the thread computed before, and goes on with after it
     number: int | None = None  # its place in `forward.calls`; None for a recomputation and until it has ended
     inner: bool = False  # within another call of the same unit, which outlasts it
+    part: nn.Module | None = None  # of the unit, that was called alone
+    again: int = 0  # how often that is within itself
     hooks: list[RemovableHandle] = field(default_factory=list)  # on the graph, which lives as long as somebody has its outputs
 
 

@@ -71,6 +71,24 @@ def plan_units(root: nn.Module, choice: UnitChoice, ignored: IgnoredModules | No
     return [UnitPlan(name, module, tuple(owned[module])) for module, name in chosen.items() if module is root or owned[module]]
 
 
+def parts_of(unit: UnitPlan, units: Sequence[UnitPlan]) -> list[nn.Module]:
+    """The modules below `unit` that hold parameters of it, or such modules, without those of inner `units`: who calls one of them alone
+    needs `unit`."""
+    holders = {slot.module for placed in unit.parameters for slot in placed.slots}
+    heads = {other.module for other in units}
+    known: dict[nn.Module, bool] = {}
+
+    def needs_unit(module: nn.Module) -> bool:
+        if module not in known:
+            known[module] = module in holders
+            inner = [needs_unit(child) for child in module.children() if child not in heads]
+            known[module] = known[module] or any(inner)
+        return known[module]
+
+    needs_unit(unit.module)
+    return [module for module, needs in known.items() if needs and module is not unit.module]
+
+
 def _choose(root: nn.Module, choice: UnitChoice) -> dict[nn.Module, str]:
     wanted = _predicate(root, choice)
     units = {root: type(root).__name__}

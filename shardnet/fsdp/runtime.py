@@ -28,6 +28,7 @@ from functools import partial
 from weakref import WeakSet
 
 import torch
+from torch import nn
 from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 
@@ -89,7 +90,7 @@ class Runtime:
 
     # --- forward
 
-    def before_forward(self, unit: Unit, inputs: object) -> None:
+    def before_forward(self, unit: Unit, inputs: object, part: nn.Module | None = None) -> None:
         if self.summoned:
             if torch.is_grad_enabled():
                 raise StateError(f"{unit.name}: summon_full_params() is for computing without gradients; train outside of it")
@@ -101,7 +102,7 @@ class Runtime:
         if unit.state is UnitState.BACKWARD:
             return  # see [Note: recomputation]
         forward = self._calls[0].forward if self._calls else self._begin_forward()
-        call = Call(unit, forward, threading.get_ident(), resumes=self._timeline.computing)
+        call = Call(unit, forward, threading.get_ident(), resumes=self._timeline.computing, part=part)
         self._calls.append(call)
         if len(self._calls) == 1 and not self._recomputing:
             self.prefetcher.consume_explicit()
@@ -130,6 +131,22 @@ class Runtime:
         self._timeline.compute(call.resumes)
         if not self._calls and not self._recomputing:
             self._end_forward(call.forward, completed=outputs is not None, backward_follows=bool(tensors))
+
+    def before_part(self, unit: Unit, part: nn.Module) -> bool:
+        """A module of the unit is called. Whether it is so alone, the unit not being at work: then `before_forward` and `after_forward` are
+        for it, as for the unit."""
+        if unit.state not in (UnitState.FORWARD, UnitState.BACKWARD):
+            return True
+        if self._calls and self._calls[-1].part is part:
+            self._calls[-1].again += 1
+        return False
+
+    def after_part(self, part: nn.Module) -> bool:
+        """It has ended. Whether that is the end of a call for which `before_part` was true."""
+        if not self._calls or self._calls[-1].part is not part:
+            return False
+        self._calls[-1].again -= 1
+        return self._calls[-1].again < 0
 
     def begin_call(self) -> int | None:
         """This thread calls the whole model. Returns what `end_call` wants to know."""

@@ -17,13 +17,13 @@ from shardnet.fsdp.clipping import global_norm, scale_to_norm
 from shardnet.fsdp.communicators import Communicators
 from shardnet.fsdp.compression import Compression
 from shardnet.fsdp.group import FlatGroup, sharded_by
-from shardnet.fsdp.hooks import attach
+from shardnet.fsdp.hooks import attach, attach_to_parts
 from shardnet.fsdp.ignored import IgnoredModules
 from shardnet.fsdp.initial import copy_buffers_from_root, shard_from_root
 from shardnet.fsdp.initial_values import InitFunction, InitialValues
 from shardnet.fsdp.memory import MemoryMeter
 from shardnet.fsdp.meta import MetaModel, is_on_meta
-from shardnet.fsdp.placement import UnitChoice, plan_units
+from shardnet.fsdp.placement import UnitChoice, parts_of, plan_units
 from shardnet.fsdp.pool import BufferPool
 from shardnet.fsdp.precision import MixedPrecision
 from shardnet.fsdp.resharding import Resharding
@@ -153,6 +153,8 @@ class FSDP(nn.Module):
         process.return_freed_memory()  # the whole model's, in the gaps of which a step would find no room
         self._runtime = Runtime(self.units, self._comms, prefetch, keep=resharding.keep)
         self._hooks = [handle for unit in self.units for handle in attach(unit, self._runtime, precision, outermost=unit.module is module)]
+        if plans[0].parameters:
+            self._hooks += attach_to_parts(self.units[0], parts_of(plans[0], plans), self._runtime, precision)
         watch_parameters(module, self.groups, self._runtime.computes_here)
         self._hooks.append(module.register_state_dict_pre_hook(state.refuse_slices))  # type: ignore[no-untyped-call]  # torch has no annotation for it
 

@@ -60,6 +60,25 @@ def test_compiled_units_are_compiled_as_often_as_without_sharding() -> None:
     assert with_sharding.calls == without.calls
 
 
+def test_the_hooks_of_its_parts_are_nothing_in_a_compiled_unit() -> None:
+    """All of the model is one graph, as it is without sharding."""
+    without, with_sharding = Graphs(), Graphs()
+    whole = seeded(Stack)()
+    whole.compile(backend=without)
+    loss_of(whole, 0).backward()  # type: ignore[no-untyped-call]
+    torch.compiler.reset()
+
+    def work(backend: Backend) -> None:
+        stack = seeded(Stack)()
+        stack.compile(backend=with_sharding)
+        model = FSDP(stack, backend)
+        for _ in range(STEPS):
+            loss_of(model, 0).backward()  # type: ignore[no-untyped-call]
+
+    run_ranks(1, work)
+    assert with_sharding.calls == without.calls
+
+
 @pytest.mark.parametrize("compile_what", ["units", "all"])
 def test_gradients_are_those_of_one_process(compile_what: str) -> None:
     alone = trained_alone(2)
