@@ -174,6 +174,16 @@ class AsyncFSDP:
         """See `FSDP.load_full_state_dict`."""
         return await self.run(self.fsdp.load_full_state_dict, full, strict=strict)
 
+    def __getattr__(self, name: str) -> Any:
+        inside = {} if name.startswith("_") or self._fsdp is None else {"fsdp": self._fsdp, "fsdp.module": self._fsdp.module}
+        for path, owner in inside.items():
+            if hasattr(owner, name):
+                raise AttributeError(
+                    f"AsyncFSDP has no attribute {name!r}, but its {type(owner).__name__} has: use model.{path}.{name}, and what computes "
+                    "in a function given to model.run(), on all ranks"
+                )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     # --- beginning and end
 
     async def _start(self) -> "AsyncFSDP":

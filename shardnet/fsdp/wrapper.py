@@ -21,8 +21,10 @@ from shardnet.fsdp.hooks import attach, attach_to_parts
 from shardnet.fsdp.ignored import IgnoredModules
 from shardnet.fsdp.initial import copy_buffers_from_root, shard_from_root
 from shardnet.fsdp.initial_values import InitFunction, InitialValues
+from shardnet.fsdp.known import KnownParameters
 from shardnet.fsdp.memory import MemoryMeter
 from shardnet.fsdp.meta import MetaModel, is_on_meta
+from shardnet.fsdp.optimizers import watch_optimizers
 from shardnet.fsdp.placement import UnitChoice, parts_of, plan_units
 from shardnet.fsdp.pool import BufferPool
 from shardnet.fsdp.precision import MixedPrecision
@@ -38,8 +40,10 @@ T = TypeVar("T")
 Tensor = torch.Tensor
 
 
-def _check_kinds(module: object, prefetch: object, mixed_precision: object, compression: object) -> None:
+def _check_kinds(module: object, backend: object, prefetch: object, mixed_precision: object, compression: object) -> None:
     """Raise UsageError for an argument of another kind than it must be."""
+    if not isinstance(backend, Backend):
+        raise UsageError(f"backend must be a Backend, such as `cluster.backend`, got a value of type {type(backend).__name__}")
     if not isinstance(module, nn.Module):
         raise UsageError(f"only an nn.Module can be sharded, got a value of type {type(module).__name__}")
     if not isinstance(prefetch, int) or prefetch < 0:
@@ -113,7 +117,7 @@ class FSDP(nn.Module):
         cpu_offload: bool = False,
     ) -> None:
         super().__init__()
-        _check_kinds(module, prefetch, mixed_precision, compression)
+        _check_kinds(module, backend, prefetch, mixed_precision, compression)
         if intra_node_size is not None and strategy != ShardingStrategy.HYBRID_SHARD:
             raise UsageError(f"intra_node_size is for HYBRID_SHARD; {ShardingStrategy(strategy).name} has no nodes")
         if any(isinstance(inner, FSDP) for inner in module.modules()):
@@ -155,7 +159,9 @@ class FSDP(nn.Module):
         self._hooks = [handle for unit in self.units for handle in attach(unit, self._runtime, precision, outermost=unit.module is module)]
         if plans[0].parameters:
             self._hooks += attach_to_parts(self.units[0], parts_of(plans[0], plans), self._runtime, precision)
+        watch_optimizers()
         watch_parameters(module, self.groups, self._runtime.computes_here)
+        self._known = KnownParameters(module, self.groups, ignored)
         self._hooks.append(module.register_state_dict_pre_hook(state.refuse_slices))  # type: ignore[no-untyped-call]  # torch has no annotation for it
 
     @property
@@ -168,7 +174,13 @@ class FSDP(nn.Module):
         return [group for unit in self.units for group in unit.groups]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The inner module's forward. A collective. If it raises, everything is back at shard size."""
+        """The inner module's forward. A collective. If it raises, everything is back at shard size.
+
+        Raises StateError for a module that has other parameters than it was sharded with, and for one that was unwrapped.
+        """
+        if not self._hooks:
+            raise StateError("this FSDP was unwrapped: the module that unwrap() has returned is whole again, and is called itself")
+        self._known.check()
         before = self._runtime.begin_call()
         try:
             return self.module(*args, **kwargs)
@@ -362,12 +374,14 @@ class FSDP(nn.Module):
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
         """Whole parameters and buffers under the inner module's names, gathered unit by unit. A collective.
 
-        With `rank0_only` the other ranks keep nothing and get {}.
+        With `rank0_only` the other ranks keep nothing and get {}. Raises StateError for a module that has other parameters by now.
         """
+        self._known.check()
         return state.full_state(self.module, self.groups, keep=not rank0_only or self.backend.rank == 0)
 
     def sharded_state_dict(self) -> state.ShardedState:
-        """This rank's slices and what says where they belong; no traffic."""
+        """This rank's slices and what says where they belong; no traffic. Raises StateError as `full_state_dict`."""
+        self._known.check()
         return state.sharded_state(self.module, self.groups, self._comms.shard_rank)
 
     def load_full_state_dict(self, full: state.FullState, *, strict: bool = True) -> Any:

