@@ -10,10 +10,10 @@ duties.py       who writes what several ranks have
 idle_thread.py  where files are written while the training goes on
 reading.py      what one rank needs
 checkpoints.py  saving and loading, with all ranks
-weights.py      a model's parameters as one file for others, and back
+weights.py      a model's parameters as files for others, and back
 """
 
 from shardnet.checkpoint.checkpoints import Checkpoints, Loaded
-from shardnet.checkpoint.weights import read_weights, write_weights
+from shardnet.checkpoint.weights import open_weights, read_weights, write_weights
 
-__all__ = ["Checkpoints", "Loaded", "read_weights", "write_weights"]
+__all__ = ["Checkpoints", "Loaded", "open_weights", "read_weights", "write_weights"]

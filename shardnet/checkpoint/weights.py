@@ -1,5 +1,6 @@
-"""A model's parameters and buffers as one safetensors file, in the module's own names: for plain PyTorch, Hugging Face and others."""
+"""A model's parameters and buffers as safetensors files, in the module's own names: for plain PyTorch, Hugging Face and others."""
 
+import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,6 +13,8 @@ from safetensors.torch import save_file
 from shardnet.errors import CheckpointError
 
 Tensor = torch.Tensor
+_FILE = "model.safetensors"  # as Hugging Face names the only one of a folder
+_INDEX = "model.safetensors.index.json"  # and what says which tensor is in which of several
 
 
 def write_weights(path: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
@@ -48,3 +51,51 @@ def read_weights(path: str | os.PathLike[str]) -> Iterator[tuple[str, Tensor]]:
                 yield name, file.get_tensor(name)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{os.fspath(path)} cannot be read: {error}") from error
+
+
+def open_weights(path: str | os.PathLike[str]) -> Mapping[str, Tensor]:
+    """The tensors of such a file by name, or of a folder that `save_pretrained` has written, in one file or several. Each is read when it
+    is asked for, anew each time, so nobody holds them all: for `initial_state` of a model on meta, and for `load_full_state_dict`.
+
+    Raises CheckpointError, here or when a tensor is asked for, for what cannot be read.
+    """
+    given = Path(path)
+    if not given.is_dir():
+        return _Weights(dict.fromkeys(_names(given), given))
+    if not (given / _INDEX).is_file():
+        return _Weights(dict.fromkeys(_names(given / _FILE), given / _FILE))
+    try:
+        files = json.loads((given / _INDEX).read_text())["weight_map"]
+        return _Weights({name: given / file for name, file in files.items()})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{given / _INDEX} cannot be read: {error!r}") from error
+
+
+class _Weights(Mapping[str, Tensor]):
+    """Where each tensor is."""
+
+    def __init__(self, files: Mapping[str, Path]) -> None:
+        self._files = files
+
+    def __getitem__(self, name: str) -> Tensor:
+        path = self._files[name]
+        try:
+            with safe_open(path, framework="pt") as file:
+                tensor: Tensor = file.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+
+def _names(path: Path) -> list[str]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return list(file.keys())
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error

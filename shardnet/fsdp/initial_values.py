@@ -23,10 +23,15 @@ class InitialValues:
 
     Every rank calls the functions, since they may set more than tensors, but rank 0's values count. It alone reads the state,
     each tensor when its turn comes. Functions are called for everything, or, where a state is given, for modules with buffers that are
-    in no state.
+    in no state. Raises UsageError for a state that is no mapping.
     """
 
     def __init__(self, param_init_fn: InitFunction | None, state: Mapping[str, Tensor] | None, rank: int) -> None:
+        if not isinstance(state, Mapping | None):
+            raise UsageError(
+                "initial_state must be a mapping of names and whole tensors, such as shardnet.checkpoint.open_weights(path), "
+                f"got a value of type {type(state).__name__}"
+            )
         self._function = param_init_fn
         self._state = state
         self._keys = frozenset(state or ())

@@ -1,12 +1,14 @@
 """What is read lies in the file: the kernel has its pages in memory once, for as many ranks of a node as read them."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from shardnet.checkpoint import read_weights, write_weights
+from shardnet.checkpoint import open_weights, read_weights, write_weights
 from shardnet.checkpoint.rank_file import RankFile, write_rank_file
+from shardnet.errors import CheckpointError
 from shardnet.state import Piece, Span
 
 Tensor = torch.Tensor
@@ -30,6 +32,41 @@ def test_weights(tmp_path: Path) -> None:
     for _, tensor in read_weights(path):
         assert mapped_file(tensor) == str(path)
         assert mapped_file(tensor.clone()) != str(path)
+
+
+def test_weights_that_are_opened_are_read_one_by_one(tmp_path: Path) -> None:
+    tensors = {"weight": torch.arange(NUMEL), "bias": torch.ones(3)}
+    write_weights(tmp_path / "model.safetensors", tensors)
+    for path in (tmp_path, tmp_path / "model.safetensors"):
+        opened = open_weights(path)
+        assert dict(opened).keys() == tensors.keys()
+        assert all(torch.equal(opened[name], tensors[name]) for name in tensors)
+        assert mapped_file(opened["weight"]) == str(tmp_path / "model.safetensors")
+    held = opened["weight"]
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read"):
+        opened["bias"]
+    assert torch.equal(held, tensors["weight"])
+    with pytest.raises(KeyError):
+        opened["none"]
+
+
+def test_weights_of_a_folder_may_be_in_several_files(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        write_weights(tmp_path / f"{name}.safetensors", {name: torch.full((2,), len(name))})
+    index = {"metadata": {}, "weight_map": {name: f"{name}.safetensors" for name in ("one", "two")}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    opened = open_weights(tmp_path)
+    assert {name: value.tolist() for name, value in opened.items()} == {"one": [3, 3], "two": [3, 3]}
+
+
+@pytest.mark.parametrize("index", ["", "[]", "{}", '{"weight_map": 3}'])
+def test_a_folder_without_weights_is_told(tmp_path: Path, index: str) -> None:
+    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read: .*No such file"):
+        open_weights(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(CheckpointError, match=r"index\.json cannot be read"):
+        open_weights(tmp_path)
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, NUMEL), (NUMEL // 4 + 1, NUMEL // 2)], ids=["all of a piece", "a part of it"])

@@ -48,6 +48,7 @@ BLOCKS: dict[str, list[Run | Fragment]] = {
         Run("tests/interop/test_frameworks.py::test_ray"),
     ],
     "docs/gpu.md": [Run("tests/docs/test_blocks.py::test_the_program_of_the_page_on_gpus")],
+    "docs/huggingface.md": [Run("tests/fsdp/test_huggingface.py::test_the_program_of_the_page")],
     "docs/metrics.md": [Run("tests/test_readme.py::test_the_program_of_the_page_on_metrics")],
     "docs/observing.md": [Run("tests/test_observing.py::test_the_programs_of_the_page")] * 2,
     "docs/pytorch.md": [

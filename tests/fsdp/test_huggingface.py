@@ -1,5 +1,6 @@
 """Models that are not ours: GPT-2 and Llama as transformers has them train, generate, and are saved and loaded."""
 
+import re
 from collections.abc import Callable
 from functools import cache
 from itertools import cycle, product
@@ -13,6 +14,7 @@ from torch import nn
 from torch.func import functional_call
 
 from shardnet.backend import Backend
+from shardnet.checkpoint import open_weights
 from shardnet.errors import CollectiveMismatch, StateError
 from shardnet.fsdp import FSDP, MixedPrecision
 from shardnet.sharding import ShardingStrategy
@@ -21,9 +23,12 @@ from tests.fsdp.parity import check_against_one_process
 from tests.fsdp.ranks import run_ranks
 from tests.fsdp.replicas import train_replicas
 from tests.fsdp.training import Run, optimizer_for
+from tests.training.programs import run_program
+from tests.training.workers import Nursery
 
 Tensor = torch.Tensor
 FULL, GRAD, NONE, HYBRID = ShardingStrategy
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "huggingface.md"
 STRATEGIES = pytest.mark.parametrize("strategy", ShardingStrategy)
 FAMILIES = pytest.mark.parametrize("name", ["gpt2", "llama"])
 WORLD_SIZE = 4
@@ -206,6 +211,39 @@ def test_methods_of_the_inner_module_are_pointed_at(hf: ModuleType) -> None:
 
 
 # --- saving and loading
+
+
+def test_a_model_on_meta_is_read_from_a_folder(hf: ModuleType, tmp_path: Path) -> None:
+    """In several files, with what is in none of them from the model's own function."""
+    whole = hf.FAMILIES["llama"].make(seed=5)
+    whole.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    expected = hf.loss_of(whole, next(hf.shares(0, 1)))
+
+    def work(backend: Backend) -> None:
+        with torch.device("meta"):
+            module = hf.make_llama()
+        state = open_weights(tmp_path) if backend.rank == 0 else {}
+        units = [hf.FAMILIES["llama"].block]
+        model = FSDP(module, backend, units=units, initial_state=state, param_init_fn=module._init_weights)
+        assert equal(model.full_state_dict(), whole.state_dict())
+        torch.testing.assert_close(hf.loss_of(model, next(hf.shares(0, 1))), expected)
+
+    run_ranks(2, work)
+
+
+@pytest.mark.timeout(120)
+def test_the_program_of_the_page(hf: ModuleType, nursery: Nursery, tmp_path: Path) -> None:
+    (program,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    (tmp_path / "train.py").write_text(program)
+    hf.FAMILIES["llama"].make(seed=5).save_pretrained(tmp_path / "pretrained")
+    said = run_program(nursery, tmp_path, "run", "--nproc", "2", "train.py", within_s=110.0)
+    first, last = (float(loss) for loss in re.findall(r"step \d+: ([\d.]+)", said))
+    assert last < first
+    tuned = hf.FAMILIES["llama"].architecture.from_pretrained(tmp_path / "tuned")
+    for rank in range(2):
+        prompt = torch.tensor([[1, 2, 3, 4]]) + rank
+        assert f"rank {rank} goes on with {tuned.generate(prompt, max_new_tokens=3 + rank)[0].tolist()}" in said
 
 
 @pytest.fixture(params=["gpt2", "llama"])

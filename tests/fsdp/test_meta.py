@@ -261,6 +261,11 @@ def half() -> nn.Module:
         (lambda: on_meta(Forgetful), {}, "scale: buffers on meta that nothing has filled; reset_parameters"),
         (lambda: on_meta(Masked), {}, "mask: still on meta, as a plain attribute"),
         (lambda: on_meta(Recursive), {"units": [nn.Linear]}, "initialisation of Recursive wrote to parameters of a unit within it"),
+        (
+            lambda: on_meta(Model),
+            {"initial_state": iter([])},
+            r"a mapping of names and whole tensors, such as .*open_weights",
+        ),
         (lambda: on_meta(Model), {"initial_state": {}}, r"initial_state lacks 0\.weight, .* and 17 more"),
         (make_gpt, {"initial_state": {}}, "this one has memory"),
         (make_gpt, {"device": "cpu"}, "this one has memory"),
