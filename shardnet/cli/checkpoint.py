@@ -140,7 +140,8 @@ def _verify(options: arguments.Arguments) -> int:
                 _complain(problem)
         is_whole = not any(found)
         broken += not is_whole
-        print(f"{path}: {f'whole ({len(found) - 1} files)' if is_whole else 'broken'}", flush=True)  # as it goes: each takes a while
+        files = "1 file" if len(found) == 2 else f"{len(found) - 1} files"
+        print(f"{path}: {f'whole ({files})' if is_whole else 'broken'}", flush=True)  # as it goes: each takes a while
     return 1 if broken else 0
 
 

@@ -19,7 +19,7 @@ class KnownParameters:
         self._ids = {id(parameter) for parameter in (*self._held, *ignored.parameters)}
 
     def check(self) -> None:
-        """Raise StateError for a parameter that came later. In each step, so it does not ask for names, and takes 0.2 µs a parameter."""
+        """Raise StateError for a parameter that came later. In each step, so it does not ask for names: half a microsecond a module."""
         seen = set[nn.Module](self._ignored.modules)
         waiting = [self._module]
         while waiting:

@@ -59,8 +59,11 @@ def _refilled(mapping: MutableMapping[Any, Any], values: list[Any]) -> MutableMa
 
 
 def differentiable(value: object) -> list[torch.Tensor]:
-    """The tensors in `value` that an operation made and that pass gradients on."""
-    return [tensor for tensor in tensors_in(value) if tensor.grad_fn is not None]
+    """The tensors in `value` that an operation made and that pass gradients on; of an object of a class of its own, its attributes."""
+    found = [tensor for tensor in tensors_in(value) if tensor.grad_fn is not None]
+    if found or not hasattr(value, "__dict__"):
+        return found
+    return [tensor for tensor in tensors_in(vars(value)) if tensor.grad_fn is not None]
 
 
 def with_bases(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -131,6 +131,30 @@ def test_only_part_of_the_outputs_is_used() -> None:
     check_against_one_process(2, seeded(TwoHeads), main_loss, units=[Layer], prefetch=2)
 
 
+def test_units_may_return_objects_of_classes_of_their_own() -> None:
+    class Found:
+        def __init__(self, values: list[Tensor]) -> None:
+            self.values = values
+            self.count = len(values)
+
+    class Finder(Layer):
+        def forward(self, x: Tensor) -> Found:  # type: ignore[override]
+            return Found([super().forward(x)])
+
+    class Finding(Stack):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Finder() for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                (x,) = layer(x).values
+            out: Tensor = self.head(x)
+            return out
+
+    check_against_one_process(2, seeded(Finding), square_loss, units=[Finder])
+
+
 def test_skip_connections_between_units() -> None:
     class Skipping(Stack):
         def forward(self, x: Tensor) -> Tensor:
