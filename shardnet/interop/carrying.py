@@ -1,9 +1,12 @@
 """Tensors as a `Backend` takes them: contiguous, of a dtype that it knows; and what it gives, put where it belongs.
 
-Only moved, any dtype is its bytes. Reduced, a complex number is two real ones, where that is the same.
+Only moved, any dtype is its bytes. Reduced, a complex number is two real ones, where that is the same; and a mean of whole numbers, which a
+`Backend` does not have, is their sum, divided here and cut off, as NCCL has it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,14 +30,31 @@ _OPS = (
     (dist.ReduceOp.PREMUL_SUM, ReduceOp.SUM),
 )
 _LINEAR = (ReduceOp.SUM, ReduceOp.MEAN)
+_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
-def reduction(op: Any) -> tuple[ReduceOp, float | Tensor | None]:
-    """torch's operation, a ReduceOp or its RedOpType, as ours, and what each rank multiplies its part with before."""
+@dataclass(frozen=True, slots=True)
+class Reducing:
+    """One of torch's operations, by means of ours."""
+
+    op: ReduceOp
+    factor: float | Tensor | None = None  # with which each rank multiplies its part before
+    cuts_mean: bool = False  # the result is a sum, to be divided
+
+    def finish(self, target: Tensor, ranks: int, *, in_place: bool) -> Callable[[Tensor], None] | None:
+        """What is left to do with the flat result, which is `target`'s own memory if it is `in_place`."""
+        if self.cuts_mean:
+            return partial(_put_mean, target, ranks, in_place)
+        return None if in_place else partial(put, target)
+
+
+def reduction(op: Any, dtype: torch.dtype) -> Reducing:
+    """torch's operation, a ReduceOp or its RedOpType."""
     for theirs, ours in _OPS:
         if op == theirs:  # not a lookup: torch's operations are equal, but have other hashes
-            factor = op.__getstate__()[1] if theirs == dist.ReduceOp.PREMUL_SUM else None
-            return ours, factor
+            if ours is ReduceOp.MEAN and dtype in _WHOLE:
+                return Reducing(ReduceOp.SUM, cuts_mean=True)
+            return Reducing(ours, op.__getstate__()[1] if theirs == dist.ReduceOp.PREMUL_SUM else None)
     raise UsageError(f"shardnet cannot reduce with {op}; it can with {', '.join(theirs.name for theirs, _ in _OPS)}")
 
 
@@ -43,6 +63,10 @@ def check(tensors: Sequence[Tensor]) -> None:
     for tensor in tensors:
         if tensor.device.type not in DEVICES:
             raise UsageError(f"the backend 'shardnet' moves tensors of {' and '.join(DEVICES)}, got one on {tensor.device}")
+        if tensor.is_quantized:  # torch itself crashes where it is seen as bytes
+            raise UsageError(
+                f"the backend 'shardnet' moves no quantized tensors, got one of {tensor.dtype}; use .int_repr(), or .dequantize()"
+            )
         if tensor.layout is not torch.strided:
             raise UsageError(
                 f"the backend 'shardnet' moves dense tensors, got one of layout {tensor.layout}; use .to_dense(), "
@@ -84,6 +108,12 @@ def put(target: Tensor, result: Tensor) -> None:
         target.copy_(result)
 
 
+def _put_mean(target: Tensor, ranks: int, in_place: bool, result: Tensor) -> None:
+    mean = result.div_(ranks, rounding_mode="trunc")
+    if not in_place:
+        put(target, mean)
+
+
 def put_all(targets: Sequence[Tensor], result: Tensor) -> None:
     start = 0
     for target in targets:
@@ -104,5 +134,6 @@ def _bytes(flat: Tensor) -> Tensor:
 
 _KNOWN = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
-    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    *_WHOLE,
+    torch.bool,
 )

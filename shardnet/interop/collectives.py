@@ -53,11 +53,11 @@ class Collectives(dist.ProcessGroup):
 
     def _all_reduce(self, tensor: Tensor, opts: Any) -> PendingWork:
         check([tensor])
-        op, factor = reduction(opts.reduceOp)
-        flat = reducible(premultiplied(tensor, factor), op)
-        out = reducible(tensor, op) if tensor.is_contiguous() else torch.empty_like(flat)
-        pending = self._backend.all_reduce(flat, op, out=out, timeout_s=self._timeout(opts))
-        return self._work(pending, opts, [tensor], None if tensor.is_contiguous() else partial(put, tensor))
+        how = reduction(opts.reduceOp, tensor.dtype)
+        flat = reducible(premultiplied(tensor, how.factor), how.op)
+        out = reducible(tensor, how.op) if tensor.is_contiguous() else torch.empty_like(flat)
+        pending = self._backend.all_reduce(flat, how.op, out=out, timeout_s=self._timeout(opts))
+        return self._work(pending, opts, [tensor], how.finish(tensor, self.size(), in_place=tensor.is_contiguous()))
 
     @overloaded(c10d.BroadcastOptions, [1], "root timeout")
     def broadcast(self, tensors: list[Tensor], opts: Any) -> dist.Work:
@@ -82,10 +82,10 @@ class Collectives(dist.ProcessGroup):
         check([output, input])
         _check_sizes("reduce_scatter", input.numel(), self.size() * output.numel())
         _check_dtypes("reduce_scatter", output, input)
-        op, factor = reduction(options.reduceOp)
-        out = reducible(output, op)
-        pending = self._backend.reduce_scatter(reducible(premultiplied(input, factor), op), op, out=out, timeout_s=self._timeout(options))
-        return self._work(pending, opts, [output], None if output.is_contiguous() else partial(put, output))
+        how = reduction(options.reduceOp, input.dtype)
+        flat, out = reducible(premultiplied(input, how.factor), how.op), reducible(output, how.op)
+        pending = self._backend.reduce_scatter(flat, how.op, out=out, timeout_s=self._timeout(options))
+        return self._work(pending, opts, [output], how.finish(output, self.size(), in_place=output.is_contiguous()))
 
     @overloaded(c10d.AllToAllOptions, [0, 0, 0, 0], "timeout")
     def all_to_all_single(
@@ -135,11 +135,11 @@ class Collectives(dist.ProcessGroup):
         check([output, *parts])
         if len(parts) != self.size():
             raise UsageError(f"reduce_scatter over {self.size()} ranks got {len(parts)} tensors; give one for each rank")
-        op, factor = reduction(opts.reduceOp)
-        flats = [reducible(premultiplied(part, factor), op) for part in parts]
+        how = reduction(opts.reduceOp, output.dtype)
+        flats = [reducible(premultiplied(part, how.factor), how.op) for part in parts]
         sizes = [each.numel() for each in flats]
-        pending = self._backend.reduce_scatter(torch.cat(flats), op, sizes=sizes, timeout_s=self._timeout(opts))
-        return self._work(pending, opts, [output], partial(put, output))
+        pending = self._backend.reduce_scatter(torch.cat(flats), how.op, sizes=sizes, timeout_s=self._timeout(opts))
+        return self._work(pending, opts, [output], how.finish(output, self.size(), in_place=False))
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> PendingWork:
         check([*outputs, *inputs])
@@ -203,12 +203,12 @@ class Collectives(dist.ProcessGroup):
     def reduce(self, tensors: list[Tensor], opts: Any) -> PendingWork:
         check(tensors)
         tensor, here = tensors[0], opts.rootRank == self.rank()
-        op, factor = reduction(opts.reduceOp)
-        flat = reducible(premultiplied(tensor, factor), op)
+        how = reduction(opts.reduceOp, tensor.dtype)
+        flat = reducible(premultiplied(tensor, how.factor), how.op)
         sizes = [flat.numel() if rank == opts.rootRank else 0 for rank in range(self.size())]
         label = self._rooted("reduce to", opts.rootRank)
-        pending = self._backend.reduce_scatter(flat, op, sizes=sizes, timeout_s=self._timeout(opts), label=label)
-        return self._work(pending, opts, [tensor], partial(put, tensor) if here else None)
+        pending = self._backend.reduce_scatter(flat, how.op, sizes=sizes, timeout_s=self._timeout(opts), label=label)
+        return self._work(pending, opts, [tensor], how.finish(tensor, self.size(), in_place=False) if here else None)
 
     def _exchange(self, flat: Tensor, sends: list[int], receives: list[int], opts: Any, label: str = "") -> Pending[Tensor]:
         """`label` says what it is other than an all_to_all: ranks must agree on it, and errors name it."""

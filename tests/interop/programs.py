@@ -71,6 +71,8 @@ def reductions(rank: int, world_size: int, _: Path) -> None:
     cases = [
         (dist.ReduceOp.SUM, torch.float32, lambda x: x.sum(0)),
         (dist.ReduceOp.AVG, torch.float64, lambda x: x.mean(0)),
+        (dist.ReduceOp.AVG, torch.int64, lambda x: x.sum(0) // world_size),
+        (dist.ReduceOp.AVG, torch.int8, lambda x: -(-x.sum(0, dtype=torch.int8) // world_size)),
         (dist.ReduceOp.MIN, torch.int64, lambda x: x.min(0).values),
         (dist.ReduceOp.MAX, torch.bfloat16, lambda x: x.max(0).values),
         (dist.ReduceOp.PRODUCT, torch.int32, lambda x: x.prod(0).to(torch.int32)),
@@ -81,7 +83,8 @@ def reductions(rank: int, world_size: int, _: Path) -> None:
         (dist._make_nccl_premul_sum(0.5), torch.float32, lambda x: x.sum(0) / 2),
     ]
     for op, dtype, expected in cases:
-        whole = torch.stack([(torch.arange(world_size * 6) % 5 + each + 1).view(world_size * 2, 3).to(dtype) for each in ranks])
+        sign = -1 if dtype == torch.int8 else 1  # a mean is cut off towards zero
+        whole = torch.stack([((torch.arange(world_size * 6) % 5 + each + 1) * sign).view(world_size * 2, 3).to(dtype) for each in ranks])
         want = expected(whole)
         mine = whole[rank].clone()
         dist.all_reduce(mine, op)
