@@ -18,6 +18,7 @@ from shardnet.errors import ClosedError, StateError, UsageError
 from shardnet.fsdp.compression import Compression
 from shardnet.fsdp.grad_scaler import GradScaler
 from shardnet.fsdp.initial_values import InitFunction
+from shardnet.fsdp.optimizers import check_optimizer
 from shardnet.fsdp.placement import UnitChoice
 from shardnet.fsdp.precision import MixedPrecision
 from shardnet.fsdp.state import FullState
@@ -218,6 +219,7 @@ class AsyncFSDP:
 
 
 def _step(optimizer: torch.optim.Optimizer, scaler: GradScaler | None) -> None:
+    check_optimizer(optimizer)
     if scaler is None:
         optimizer.step()
     else:

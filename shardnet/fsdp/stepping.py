@@ -15,6 +15,7 @@ import torch
 
 from shardnet.errors import StateError, UsageError
 from shardnet.fsdp.group import FlatGroup
+from shardnet.fsdp.optimizers import check_optimizer
 from shardnet.fsdp.timeline import OPTIMIZER, Timeline
 
 
@@ -84,6 +85,7 @@ class BackwardSteps:
         own = {id(parameter): name for group in self._groups for parameter, name in zip(group.originals, group.names, strict=True)}
         held: set[int] = set()
         for optimizer in self._optimizers:
+            check_optimizer(optimizer)
             for parameter in (parameter for options in optimizer.param_groups for parameter in options["params"]):
                 held.add(id(parameter))
                 if id(parameter) not in own:

@@ -24,7 +24,6 @@ from shardnet.fsdp.initial_values import InitFunction, InitialValues
 from shardnet.fsdp.known import KnownParameters
 from shardnet.fsdp.memory import MemoryMeter
 from shardnet.fsdp.meta import MetaModel, is_on_meta
-from shardnet.fsdp.optimizers import watch_optimizers
 from shardnet.fsdp.placement import UnitChoice, parts_of, plan_units
 from shardnet.fsdp.pool import BufferPool
 from shardnet.fsdp.precision import MixedPrecision
@@ -159,7 +158,6 @@ class FSDP(nn.Module):
         self._hooks = [handle for unit in self.units for handle in attach(unit, self._runtime, precision, outermost=unit.module is module)]
         if plans[0].parameters:
             self._hooks += attach_to_parts(self.units[0], parts_of(plans[0], plans), self._runtime, precision)
-        watch_optimizers()
         watch_parameters(module, self.groups, self._runtime.computes_here)
         self._known = KnownParameters(module, self.groups, ignored)
         self._hooks.append(module.register_state_dict_pre_hook(state.refuse_slices))  # type: ignore[no-untyped-call]  # torch has no annotation for it
