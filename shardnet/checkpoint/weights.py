@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +46,9 @@ def write_weights(path: str | os.PathLike[str], state: Mapping[str, Any]) -> Non
 def read_weights(path: str | os.PathLike[str]) -> Iterator[tuple[str, Tensor]]:
     """The tensors of such a file by name, one at a time: `model.load_full_state_dict(read_weights(path))` has none of them whole for longer
     than it needs it. Raises CheckpointError for what is no safetensors file."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - no mapping
-                yield name, file.get_tensor(name)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{os.fspath(path)} cannot be read: {error}") from error
+    with _opened(Path(path)) as file:
+        for name in file.keys():  # noqa: SIM118 - no mapping
+            yield name, file.get_tensor(name)
 
 
 def open_weights(path: str | os.PathLike[str]) -> Mapping[str, Tensor]:
@@ -60,15 +58,17 @@ def open_weights(path: str | os.PathLike[str]) -> Mapping[str, Tensor]:
     Raises CheckpointError, here or when a tensor is asked for, for what cannot be read.
     """
     given = Path(path)
-    if not given.is_dir():
-        return _Weights(dict.fromkeys(_names(given), given))
-    if not (given / _INDEX).is_file():
-        return _Weights(dict.fromkeys(_names(given / _FILE), given / _FILE))
-    try:
-        files = json.loads((given / _INDEX).read_text())["weight_map"]
-        return _Weights({name: given / file for name, file in files.items()})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{given / _INDEX} cannot be read: {error!r}") from error
+    index = given / _INDEX
+    if index.is_file():
+        try:
+            files = json.loads(index.read_text())["weight_map"]
+            return _Weights({name: given / file for name, file in files.items()})
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{index} cannot be read: {error!r}") from error
+    only = given / _FILE if given.is_dir() else given
+    with _opened(only) as file:
+        return _Weights(dict.fromkeys(file.keys(), only))
+    raise AssertionError("unreachable: an error is passed on as another one")
 
 
 class _Weights(Mapping[str, Tensor]):
@@ -78,12 +78,8 @@ class _Weights(Mapping[str, Tensor]):
         self._files = files
 
     def __getitem__(self, name: str) -> Tensor:
-        path = self._files[name]
-        try:
-            with safe_open(path, framework="pt") as file:
-                tensor: Tensor = file.get_tensor(name)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from error
+        with _opened(self._files[name]) as file:
+            tensor: Tensor = file.get_tensor(name)
         return tensor
 
     def __iter__(self) -> Iterator[str]:
@@ -93,9 +89,10 @@ class _Weights(Mapping[str, Tensor]):
         return len(self._files)
 
 
-def _names(path: Path) -> list[str]:
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt") as file:
-            return list(file.keys())
+            yield file
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error

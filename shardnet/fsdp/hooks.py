@@ -46,7 +46,6 @@ def attach_to_parts(unit: Unit, parts: Iterable[nn.Module], runtime: Runtime, pr
 
     Within the unit, which is the rule, they only look. To torch.compile, which compiles them with the unit, they are nothing.
     """
-
     own = frozenset(parts)
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:

@@ -14,9 +14,10 @@ class KnownParameters:
 
     def __init__(self, module: nn.Module, groups: Iterable[FlatGroup], ignored: IgnoredModules) -> None:
         self._module = module
-        self._ignored = ignored  # that module's owner may do with these what he likes
-        self._held = [parameter for group in groups for parameter in (*group.originals, *group.leaves)]
-        self._ids = {id(parameter) for parameter in (*self._held, *ignored.parameters)}
+        self._ignored = ignored  # who owns these modules may do with them what he likes
+        # The groups live as long as the model, and their parameters with them, so that no other one gets such an id.
+        self._ids = {id(parameter) for group in groups for parameter in (*group.originals, *group.leaves)}
+        self._ids |= {id(parameter) for parameter in ignored.parameters}
 
     def check(self) -> None:
         """Raise StateError for a parameter that came later. In each step, so it does not ask for names: half a microsecond a module."""

@@ -41,6 +41,11 @@ class Reducing:
     factor: float | Tensor | None = None  # with which each rank multiplies its part before
     cuts_mean: bool = False  # the result is a sum, to be divided
 
+    @property
+    def label(self) -> str:
+        """What ranks must agree on besides `op`."""
+        return "mean, cut off" if self.cuts_mean else ""
+
     def finish(self, target: Tensor, ranks: int, *, in_place: bool) -> Callable[[Tensor], None] | None:
         """What is left to do with the flat result, which is `target`'s own memory if it is `in_place`."""
         if self.cuts_mean:

@@ -56,7 +56,7 @@ class Collectives(dist.ProcessGroup):
         how = reduction(opts.reduceOp, tensor.dtype)
         flat = reducible(premultiplied(tensor, how.factor), how.op)
         out = reducible(tensor, how.op) if tensor.is_contiguous() else torch.empty_like(flat)
-        pending = self._backend.all_reduce(flat, how.op, out=out, timeout_s=self._timeout(opts))
+        pending = self._backend.all_reduce(flat, how.op, out=out, timeout_s=self._timeout(opts), label=how.label)
         return self._work(pending, opts, [tensor], how.finish(tensor, self.size(), in_place=tensor.is_contiguous()))
 
     @overloaded(c10d.BroadcastOptions, [1], "root timeout")
@@ -84,7 +84,7 @@ class Collectives(dist.ProcessGroup):
         _check_dtypes("reduce_scatter", output, input)
         how = reduction(options.reduceOp, input.dtype)
         flat, out = reducible(premultiplied(input, how.factor), how.op), reducible(output, how.op)
-        pending = self._backend.reduce_scatter(flat, how.op, out=out, timeout_s=self._timeout(options))
+        pending = self._backend.reduce_scatter(flat, how.op, out=out, timeout_s=self._timeout(options), label=how.label)
         return self._work(pending, opts, [output], how.finish(output, self.size(), in_place=output.is_contiguous()))
 
     @overloaded(c10d.AllToAllOptions, [0, 0, 0, 0], "timeout")
@@ -138,7 +138,7 @@ class Collectives(dist.ProcessGroup):
         how = reduction(opts.reduceOp, output.dtype)
         flats = [reducible(premultiplied(part, how.factor), how.op) for part in parts]
         sizes = [each.numel() for each in flats]
-        pending = self._backend.reduce_scatter(torch.cat(flats), how.op, sizes=sizes, timeout_s=self._timeout(opts))
+        pending = self._backend.reduce_scatter(torch.cat(flats), how.op, sizes=sizes, timeout_s=self._timeout(opts), label=how.label)
         return self._work(pending, opts, [output], how.finish(output, self.size(), in_place=False))
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> PendingWork:
@@ -206,7 +206,7 @@ class Collectives(dist.ProcessGroup):
         how = reduction(opts.reduceOp, tensor.dtype)
         flat = reducible(premultiplied(tensor, how.factor), how.op)
         sizes = [flat.numel() if rank == opts.rootRank else 0 for rank in range(self.size())]
-        label = self._rooted("reduce to", opts.rootRank)
+        label = self._rooted(f"{how.label} reduce to".lstrip(), opts.rootRank)
         pending = self._backend.reduce_scatter(flat, how.op, sizes=sizes, timeout_s=self._timeout(opts), label=label)
         return self._work(pending, opts, [tensor], how.finish(tensor, self.size(), in_place=False) if here else None)
 

@@ -73,7 +73,7 @@ def test_an_unwrapped_model_is_not_called_as_if_it_were_not() -> None:
 
 def test_what_is_no_backend_is_told() -> None:
     with pytest.raises(UsageError, match=r"^backend must be a Backend, such as `cluster\.backend`, got a value of type Stack$"):
-        FSDP(Stack(), Stack())  # type: ignore[arg-type]
+        FSDP(Stack(), Stack())  # type: ignore[arg-type]  # that is the misuse
 
 
 @pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.Adafactor])

@@ -153,8 +153,8 @@ def test_optimizers_may_step_in_hooks_behind_accumulation() -> None:
         model = FSDP(make_gpt(layers=2), backend, units=[Block])
         optimizers = {each: torch.optim.AdamW([each]) for each in model.parameters()}
 
-        def step(parameter: torch.Tensor) -> None:
-            optimizers[parameter].step()  # type: ignore[index]
+        def step(parameter: nn.Parameter) -> None:
+            optimizers[parameter].step()
             parameter.grad = None
 
         for parameter in model.parameters():

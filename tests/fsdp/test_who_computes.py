@@ -28,6 +28,14 @@ def interrupt(*_: object) -> NoReturn:
     raise KeyboardInterrupt
 
 
+def interrupt_part(reader: Reader) -> None:
+    """A call of the module inside, of which FSDP hears no end."""
+    reader.between = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        reader(TOKENS)
+    reader.between = None
+
+
 def fail(*_: object) -> NoReturn:
     raise ArithmeticError
 
@@ -123,10 +131,7 @@ def test_parts_alone_recover_from_an_interrupted_one() -> None:
     def work(backend: Backend) -> None:
         reader, model = wrapped(backend)
 
-        reader.between = interrupt
-        with pytest.raises(KeyboardInterrupt):
-            reader(TOKENS)
-        reader.between = None
+        interrupt_part(reader)
         reader(TOKENS).sum().backward()
         with torch.no_grad():
             reader(TOKENS)
@@ -163,10 +168,7 @@ def test_what_an_interrupted_part_has_gathered_is_not_used_again() -> None:
 def test_after_an_interrupted_part_come_slices(use: Callable[[FSDP], object]) -> None:
     def work(backend: Backend) -> None:
         reader, model = wrapped(backend)
-        reader.between = interrupt
-        with pytest.raises(KeyboardInterrupt):
-            reader(TOKENS)
-        reader.between = None
+        interrupt_part(reader)
         use(model)
         check_at_rest(model)
 
@@ -177,10 +179,7 @@ def test_summoned_after_an_interrupted_part() -> None:
     def work(backend: Backend) -> None:
         reader, model = wrapped(backend)
         expected = model(TOKENS)
-        reader.between = interrupt
-        with pytest.raises(KeyboardInterrupt):
-            reader(TOKENS)
-        reader.between = None
+        interrupt_part(reader)
         with model.summon_full_params():
             assert torch.equal(model(TOKENS), expected)
         check_at_rest(model)

@@ -369,6 +369,14 @@ def mismatch(rank: int, world_size: int, folder: Path) -> None:
         _note(folder, rank, error)
 
 
+def mismatched_means(rank: int, world_size: int, folder: Path) -> None:
+    """Both are a sum on the way."""
+    try:
+        dist.all_reduce(torch.ones(4, dtype=torch.int64), dist.ReduceOp.AVG if rank == 0 else dist.ReduceOp.SUM)
+    except Exception as error:  # noqa: BLE001 - which one is what is looked at
+        _note(folder, rank, error)
+
+
 def mismatched_roots(rank: int, world_size: int, folder: Path) -> None:
     """Of calls that exchange as many bytes between the same ranks."""
     last, alone = dist.new_group([0, 2]), torch.ones(2)

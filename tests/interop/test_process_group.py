@@ -59,6 +59,13 @@ def test_ranks_that_call_different_collectives_hear_of_each_other(nursery: Nurse
         assert "all_gather" in each["text"]
 
 
+def test_a_mean_of_whole_numbers_is_not_taken_for_a_sum(nursery: Nursery, tmp_path: Path) -> None:
+    run(nursery, tmp_path, "mismatched_means", 2)
+    found = errors(tmp_path)
+    assert found.keys() == {0, 1}
+    assert all(each["type"] == "CollectiveMismatch" and "of mean, cut off" in each["text"] for each in found.values()), found
+
+
 def test_ranks_that_name_different_roots_hear_of_each_other(nursery: Nursery, tmp_path: Path) -> None:
     """By the names that torch gives these collectives, and the ranks of the world."""
     run(nursery, tmp_path, "mismatched_roots", 3)
