@@ -40,6 +40,8 @@ demo: $(STAMP) ## train a small language model on a local cluster of two workers
 # Some hundred processes that the tests start would each compile the package anew where the environment forbids to keep what is compiled.
 test faults: export PYTHONDONTWRITEBYTECODE :=
 
+faults: export SHARDNET_TO_THE_LETTER := 1
+
 test: $(STAMP) ## run the tests
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 

@@ -18,9 +18,10 @@ from shardnet.errors import ClosedError, CollectiveError, CollectiveTimeout, Pee
 from shardnet.loop import LoopThread
 from shardnet.testing import each_error, each_rank
 from tests.backend.torch_ranks import torch_cluster
+from tests.promises import within_s
 
 LARGE = 1_000_000  # elements of float32, which do not go over the mesh
-LOST_WITHIN_S = 1.0
+LOST_WITHIN_S = within_s(1.0)
 
 
 async def hold_up(rank: TorchBackend) -> Place:

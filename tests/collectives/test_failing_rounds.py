@@ -21,6 +21,7 @@ from shardnet.testing import each_error, each_rank, local_cluster
 from shardnet.transport.shared_memory import futex, mailbox
 from shardnet.wire import Chunk
 from tests.collectives.rounds import LARGE, LARGER, LIMITS, SMALL, interrupt, ones_of, result_of
+from tests.promises import within_s
 
 pytestmark = pytest.mark.skipif(not futex.available, reason="mailboxes need Linux on x86-64")
 
@@ -77,7 +78,7 @@ async def test_ranks_that_disagree_are_told_within_a_second(case: str, odd: int,
 
         start = time.monotonic()
         errors = await each_error(ranks, work)
-        assert time.monotonic() - start < 1.0 + behind_s
+        assert time.monotonic() - start < behind_s + within_s(1.0)
         for error in errors:
             assert isinstance(error, CollectiveMismatch)
             assert f"rank {odd} is in" in str(error)
@@ -98,7 +99,7 @@ async def test_a_missing_rank_is_named_in_time(threads: bool) -> None:
             return caught.value
 
         await asyncio.gather(*map(fails, handles))
-        assert 0.5 <= time.monotonic() - start < 1.0
+        assert 0.5 <= time.monotonic() - start < 0.5 + within_s(0.5)
         with pytest.raises(CollectiveError, match="all_reduce #0 was aborted by rank"):
             await ranks[2].all_reduce(SMALL)
         assert torch.equal((await each_rank(ranks, lambda rank: rank.all_reduce(SMALL)))[2], ones_of(3))
@@ -170,7 +171,7 @@ async def test_a_rank_that_is_lost_ends_what_waits_for_it() -> None:
         for each in waiting:
             with pytest.raises(PeerLost, match=r"rank 2 .* lost during all_reduce #0"):
                 await each
-        assert time.monotonic() - start < 1.0
+        assert time.monotonic() - start < within_s(1.0)
         with pytest.raises(PeerLost, match=r"lost during barrier #1"):  # as is what comes after
             await ranks[0].barrier()
         assert [rank._board.mesh.mailboxes[2].gone for rank in ranks[:2]] == [True, True]  # nobody waits for its receipts
@@ -288,7 +289,7 @@ async def test_a_member_that_is_lost_before_its_group_is_known() -> None:
         busy.set()
         with pytest.raises(PeerLost, match="rank 2"):
             await handle
-        assert time.monotonic() - start < 1.0
+        assert time.monotonic() - start < within_s(1.0)
         for rank in ranks:
             rank.abort()
 

@@ -233,13 +233,13 @@ async def test_what_is_found_out_at_the_beginning_is_not_counted() -> None:
 async def test_waiting_for_a_rank_that_is_late_is_counted(tensor: torch.Tensor) -> None:
     async with local_cluster(2, limits=LIMITS) as ranks:
         early = asyncio.create_task(result_of(ranks[0].all_reduce(tensor)))
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.5)
         await ranks[1].all_reduce(tensor)
         await early
-        assert ranks[0].telemetry.ops["all_reduce"].waited_s > 0.15
-        assert ranks[1].telemetry.ops["all_reduce"].waited_s < 0.1
-        assert [rank for rank, late in ranks[0].telemetry.late.items() if late.seconds > 0.15] == [1]
-        assert all(late.seconds < 0.1 for late in ranks[1].telemetry.late.values())
+        assert ranks[0].telemetry.ops["all_reduce"].waited_s > 0.45
+        assert ranks[1].telemetry.ops["all_reduce"].waited_s < 0.4
+        assert [rank for rank, late in ranks[0].telemetry.late.items() if late.seconds > 0.45] == [1]
+        assert all(late.seconds < 0.4 for late in ranks[1].telemetry.late.values())
 
 
 async def test_the_one_that_comes_last_is_the_one_that_was_waited_for() -> None:

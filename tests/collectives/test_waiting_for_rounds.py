@@ -13,6 +13,7 @@ from shardnet.errors import CollectiveTimeout, StateError
 from shardnet.testing import local_cluster
 from shardnet.transport.shared_memory import MailboxView, futex
 from tests.collectives.rounds import LIMITS, SMALL, interrupt, ones_of, result_of, wait
+from tests.promises import within_s
 
 pytestmark = pytest.mark.skipif(not futex.available, reason="mailboxes need Linux on x86-64")
 
@@ -23,7 +24,7 @@ async def test_who_only_asks_whether_it_is_done_is_told_in_time() -> None:
         start = time.monotonic()
         while not handle.done():
             await asyncio.sleep(0.01)
-            assert time.monotonic() - start < 1.0
+            assert time.monotonic() - start < within_s(1.0)
         assert isinstance(handle.exception(), CollectiveTimeout)
 
 
@@ -33,7 +34,7 @@ async def test_waiting_gives_up_when_it_is_time() -> None:
         start = time.monotonic()
         with pytest.raises(TimeoutError):
             await asyncio.to_thread(handle.wait, 0.5)
-        assert 0.5 <= time.monotonic() - start < 0.9
+        assert 0.5 <= time.monotonic() - start < 0.5 + within_s(0.4)
         await ranks[1].all_reduce(SMALL)
         await handle
 

@@ -16,12 +16,12 @@ from shardnet.errors import ClosedError, CollectiveTimeout, PeerLost, ShardnetEr
 from shardnet.loop import LoopThread
 from shardnet.testing import each_error, each_rank, local_cluster
 from tests.contract.conftest import LIMITS, MakeCluster
+from tests.promises import within_s
 
 Ranks = Sequence[Backend]
 
-LOST_WITHIN_S = 1.0
-# 0.5 s is what is promised beyond a timeout; the rest is for a machine that does other things, too
-LATE_S = 0.5 + 0.5
+LOST_WITHIN_S = within_s(1.0)
+LATE_S = within_s(0.5)  # beyond a timeout
 ADDRESS = r"\((memory:\d+|127\.0\.0\.1:\d+)\)"
 
 

@@ -11,11 +11,12 @@ import torch
 from shardnet.backend import Backend, Pending, ReduceOp
 from shardnet.errors import CollectiveMismatch
 from shardnet.testing import each_error, each_rank
+from tests.promises import within_s
 
 Ranks = Sequence[Backend]
 Call = Callable[[Backend], Pending[Any]]
 
-LIMIT_S = 1.0
+LIMIT_S = within_s(1.0)
 
 
 def ones(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

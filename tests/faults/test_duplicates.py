@@ -24,12 +24,13 @@ from shardnet.transport.outbox import PUSH
 from tests.faults.at_work import JOB, Work, at_work
 from tests.faults.ledger import Scenario, scenario
 from tests.faults.ports import dissolve, mesh_of, ports
+from tests.promises import within_s
 from tests.shared_loop import on_shared_loop
 from tests.training.workers import Nursery
 
 SEED = 20_261_128
 TIMEOUTS, LIMITS = Timeouts.for_tests(), Limits()
-REFUSED_S = 0.5
+REFUSED_S = within_s(0.5)
 times = pytest.mark.parametrize("times", [5, pytest.param(50, marks=pytest.mark.faults)])
 
 

@@ -22,9 +22,10 @@ from shardnet.rendezvous.client import status
 from tests.cli.launched import Launched
 from tests.faults.ledger import SEED, Scenario, scenario
 from tests.faults.trainee import AHEAD, BEHIND, PHASES, VICTIM
+from tests.promises import within_s
 from tests.training.workers import PATIENCE_S, ROOT, Nursery, rendezvous
 
-ENDED_S, AT_ONCE_S = 1.0, 0.5  # what is promised; what a second Ctrl-C may take
+ENDED_S, AT_ONCE_S = within_s(1.0), within_s(0.5)  # the first Ctrl-C, the second one
 RUNNERS = {"shardnet.run": 128 + signal.SIGINT, "asyncio.run": -signal.SIGINT}  # and the exit status of who was interrupted
 ROLES = {"reform": (AHEAD, BEHIND, VICTIM), "cleaning up": (AHEAD,)}  # where they are not two
 REPEATS = 5

@@ -8,12 +8,13 @@ import pytest
 
 from tests.faults.ledger import SEED, Scenario, scenario
 from tests.faults.misuse import SKIPPED
+from tests.promises import within_s
 from tests.training.workers import Nursery, Worker, rendezvous
 
 RANKS = 4
 NODES = {"one node": "aaaa", "two nodes": "aabb", "a node each": "abcd"}  # by rank
 SIZES = (8, 600_000)  # elements of 4 bytes: letters and eager chunks; loans, windows and rings
-MISMATCH_S, LATE_S = 1.0, 0.5  # what is promised
+MISMATCH_S, LATE_S = within_s(1.0), within_s(0.5)
 TIMEOUT_S = 0.7  # of who waits for one that skips a call
 ROUNDS = 10
 

@@ -13,13 +13,14 @@ from shardnet.testing import each_rank, local_cluster
 from tests.fsdp.models import Block, Weighted, loss_of, make_gpt, token_batches
 from tests.fsdp.numbers import EightEqual
 from tests.fsdp.ranks import run_ranks
+from tests.promises import within_s
 
 
 def waiting(model: FSDP) -> bool:
     return model.has_pending_prefetch
 
 
-CANCELLED_S = 1.0
+CANCELLED_S = within_s(1.0)
 EIGHT_SUMS = [float(60 * part + 15) for part in range(8)]
 
 

@@ -15,14 +15,15 @@ import pytest
 
 from shardnet.errors import RendezvousUnavailable
 from shardnet.rendezvous.client import join, status
+from tests.promises import within_s
 from tests.rendezvous.builders import worker
 from tests.rendezvous.people import TIMEOUTS, people, rendezvous
 from tests.rendezvous.process import command
 from tests.shared_loop import on_shared_loop
 
 ROOT = Path(__file__).resolve().parents[2]
-FROZEN_WITHIN_S = 4.0  # design: a frozen or cut-off worker is named within this time
-DEAD_WITHIN_S = 1.0
+FROZEN_WITHIN_S = within_s(4.0)  # design: a frozen or cut-off worker is named within this time
+DEAD_WITHIN_S = within_s(1.0)
 
 
 @asynccontextmanager
@@ -36,9 +37,9 @@ async def process(*arguments: str) -> AsyncIterator[tuple["subprocess.Popen[str]
             child.kill()
 
 
-@pytest.mark.parametrize(("stop", "within_s"), [(signal.SIGKILL, DEAD_WITHIN_S), (signal.SIGSTOP, FROZEN_WITHIN_S)])
+@pytest.mark.parametrize(("stop", "limit_s"), [(signal.SIGKILL, DEAD_WITHIN_S), (signal.SIGSTOP, FROZEN_WITHIN_S)])
 @on_shared_loop
-async def test_worker_that_is_killed_or_frozen_is_named(stop: signal.Signals, within_s: float) -> None:
+async def test_worker_that_is_killed_or_frozen_is_named(stop: signal.Signals, limit_s: float) -> None:
     async with (
         rendezvous() as server,
         people(server.address, worker(0)) as (survivor,),
@@ -49,7 +50,7 @@ async def test_worker_that_is_killed_or_frozen_is_named(stop: signal.Signals, wi
         started = time.monotonic()
         victim.send_signal(stop)
         assert await survivor.lost.get() == (1, "its connection to the rendezvous broke", False)
-        assert time.monotonic() - started < within_s
+        assert time.monotonic() - started < limit_s
 
 
 @pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGSTOP])

@@ -24,9 +24,10 @@ from shardnet.settings import Settings
 from shardnet.training.snapshot import worker_snapshot
 from shardnet.transport.observe import snapshot
 from tests.elastic.lessons import lesson
+from tests.promises import within_s
 from tests.training.workers import PATIENCE_S, Nursery, Worker, begin, rendezvous
 
-FLIPS_WITHIN_S = 1.0
+FLIPS_WITHIN_S = within_s(1.0)
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 ENDED = -1
 

@@ -13,6 +13,7 @@ from shardnet.errors import CollectiveError, CollectiveMismatch, PeerLost, Proto
 from shardnet.pb import mesh_pb2
 from shardnet.transport.hello import Hello, disagreement, terms_of
 from shardnet.wire import Chunk, encode
+from tests.promises import within_s
 from tests.shared_loop import on_shared_loop
 from tests.transport.puppet import Theatre, theatre
 
@@ -362,7 +363,7 @@ class TestEnds:
         async with theatre() as stage:
             start = asyncio.get_running_loop().time()
             await stage.backend.aclose()
-            assert stage.mesh._timeouts.drain_s <= asyncio.get_running_loop().time() - start < stage.mesh._timeouts.drain_s + 1.0
+            assert stage.mesh._timeouts.drain_s <= asyncio.get_running_loop().time() - start < stage.mesh._timeouts.drain_s + within_s(1.0)
             goodbye = await stage.heard.get()
             assert goodbye.control is not None
             assert [position.group for position in goodbye.control.goodbye.positions] == [0]
