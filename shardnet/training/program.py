@@ -12,6 +12,7 @@ import uvloop
 from shardnet.errors import UsageError
 from shardnet.training.departure import Departure
 from shardnet.training.leaving import Interrupted
+from shardnet.training.tracebacks import shorten
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +23,8 @@ def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
     exception of the second one, at any place, which may be inside the loop: then what that was about to do is never done, and a program
     may hang.) While `shardnet.elastic.run` trains, SIGTERM is met when the next step or two are done and safe: departure.py.
 
-    Raises UsageError for a coroutine in place of the function.
+    What `main` raises is raised, with a traceback that is about the program ([Note: short tracebacks] in tracebacks.py); UsageError for a
+    coroutine in place of the function.
     """
     received: list[int] = []
     _check(main)
@@ -53,6 +55,10 @@ def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
         if not received:
             raise
         raise Interrupted(received[-1]) from None
+    except Exception as error:
+        log.debug("the program has failed", exc_info=True)
+        shorten(error)
+        raise
 
 
 def _check(main: object) -> None:

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.launched import has_ended, script, shardnet
+from tests.cli.launched import Launched, has_ended, script, shardnet
 
 
-def test_one_failing_worker_ends_all_and_its_error_comes_last(tmp_path: Path) -> None:
+def test_one_failing_worker_ends_all_and_is_named_last(tmp_path: Path) -> None:
     text = """
 print('pid', os.getpid())
 if rank == 1:
@@ -23,13 +23,57 @@ signal.pause()
     os.mkfifo(tmp_path / "fifo")
     result = shardnet(tmp_path, "run", "--nproc", "3", script(tmp_path, text))
     assert result.status == 1
-    lines = result.err.rstrip("\n").split("\n")
-    assert lines[-1] == "    ValueError: boom"
-    head = next(line for line in lines if line.startswith("shardnet:"))
-    assert head == "shardnet: rank 1 failed: exit code 1; 2 others ended with it. The end of its stderr:"
+    assert result.err.splitlines()[-2:] == [
+        "[1] ValueError: boom",
+        "shardnet: rank 1 failed: exit code 1; 2 others ended with it. The end of its stderr stands above.",
+    ]
     pids = [int(line.split()[-1]) for line in result.out.splitlines()]
     assert len(pids) == 3
     assert all(has_ended(pid) for pid in pids)
+
+
+def test_its_error_is_shown_again_where_others_have_said_something_since(tmp_path: Path) -> None:
+    text = """
+if rank == 1:
+    os.write(os.open('fifo', os.O_WRONLY), b'.')
+    raise ValueError('boom')
+signal.signal(signal.SIGTERM, lambda *_: (print('goodbye'), sys.exit(0)))
+os.read(os.open('fifo', os.O_RDONLY), 1)
+signal.pause()
+"""
+    os.mkfifo(tmp_path / "fifo")
+    with Launched(tmp_path, "run", "--nproc", "2", script(tmp_path, text), merged=True) as command:
+        lines = command.finish().out.splitlines()
+    head = lines.index("shardnet: rank 1 failed: exit code 1; 1 other ended with it. The end of its stderr:")
+    said, goodbye = lines.index("[1] ValueError: boom"), lines.index("[0] goodbye")
+    assert said < goodbye < head
+    assert lines[head + 1 :] == [f"    {line.removeprefix('[1] ')}" for line in lines[: said + 1]]
+
+
+def test_an_error_of_all_workers_is_told_once(tmp_path: Path) -> None:
+    """A mistake in the program, as a rule. They write it at the same time, and line by line."""
+    text = """
+from shardnet.errors import UsageError
+def mistake():
+    raise UsageError(f'[rank {rank}/3 epoch 1 step 0] no unit is a Block')
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print('ready', flush=True)
+os.open('fifo', os.O_RDONLY)
+mistake()
+"""
+    os.mkfifo(tmp_path / "fifo")
+    with Launched(tmp_path, "run", "--nproc", "3", "--grace", "30", script(tmp_path, text)) as command:
+        command.read_until(*(f"[{rank}] ready\n" for rank in range(3)))
+        with (tmp_path / "fifo").open("wb"):
+            lines = command.finish().err.splitlines()
+    end = next(number for number, line in enumerate(lines) if line.startswith("shardnet: "))
+    first, whole, short = lines[0][1], lines[: end - 2], lines[end - 2 : end]
+    assert all(line.startswith(f"[{first}] ") for line in whole)
+    assert [f"[{first}] Traceback (most recent call last):", f"[{first}]     mistake()"] == [whole[0], whole[2]]
+    assert sorted(short) == [
+        f"[{rank}] shardnet.errors.UsageError: [rank {rank}/3 epoch 1 step 0] no unit is a Block (with the traceback of rank {first})"
+        for rank in sorted({"0", "1", "2"} - {first})
+    ]
 
 
 def test_a_variable_that_makes_no_sense_is_told_in_one_line_before_anybody_is_started(
@@ -76,7 +120,7 @@ raise ValueError('the reason')
     result = shardnet(tmp_path, "run", "--nproc", "2", script(tmp_path, text))
     assert "PeerLost" in result.err
     assert "shardnet: rank 0 failed" in result.err
-    assert result.err.endswith("    ValueError: the reason\n")
+    assert "[0] ValueError: the reason\n" in result.err
 
 
 def test_who_lost_a_peer_elsewhere_ends_the_others_here(tmp_path: Path) -> None:
@@ -109,7 +153,7 @@ sys.exit(4)
     assert has_ended(int(result.out.split()[2]))
 
 
-def test_a_script_with_a_syntax_error_is_told_once_more_at_the_end(tmp_path: Path) -> None:
+def test_a_script_with_a_syntax_error_is_told(tmp_path: Path) -> None:
     result = shardnet(tmp_path, "run", script(tmp_path, "def"))
     assert result.status == 1
-    assert result.err.endswith("    SyntaxError: invalid syntax\n")
+    assert "[0] SyntaxError: invalid syntax\nshardnet: rank 0 failed: exit code 1. " in result.err

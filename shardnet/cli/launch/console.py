@@ -5,11 +5,16 @@ import contextlib
 import os
 import sys
 import threading
+from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Self, TextIO
 
 from tqdm import tqdm
 
+from shardnet.cli.launch.tracebacks import Told
+
+_RECENT_LINES = 100
 _COLOURS = (36, 33, 32, 35, 34, 31)  # ANSI: cyan, yellow, green, magenta, blue, red
 
 
@@ -32,6 +37,8 @@ class Console:
         self.interactive = self.err.isatty()  # the bar is drawn on stderr, so that stdout can be redirected
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shardnet-console")
         self._bar: _Bar | None = None
+        self._recent: deque[str] = deque(maxlen=_RECENT_LINES)
+        self.told = Told()
 
     def __enter__(self) -> Self:
         return self
@@ -51,11 +58,19 @@ class Console:
 
         Cancelling does not take back what was given.
         """
+        self._recent += text.splitlines()
         await asyncio.get_running_loop().run_in_executor(self._thread, self._write, stream, text)
 
     def say(self, text: str) -> None:
         """Write a line of the launcher's own to stderr, without waiting for it; fit for signal handlers of the loop."""
+        self._recent += text.splitlines()
         self._thread.submit(self._write, self.err, f"shardnet: {text}\n")
+
+    def ends_with(self, lines: Sequence[str]) -> bool:
+        """Whether these are what was written last, whatever stood before each in its line."""
+        if len(lines) > len(self._recent):
+            return False
+        return all(recent.endswith(line) for recent, line in zip(reversed(self._recent), reversed(lines), strict=False))
 
     async def draw_bar(self, step: int, total: int, text: str) -> None:
         """Draw or redraw the bar. It is there from the first call on."""

@@ -99,17 +99,20 @@ def describe_losses(lost: Sequence[Exit], replaced: Sequence[Exit]) -> str:
     return f"{count} lost on the way: {', '.join(f'{end.label} ({how})' for end, how in told)}"
 
 
-def describe(failure: Exit, others: int, least: int | None = None) -> str:
+def describe(failure: Exit, others: int, least: int | None = None, *, stands_above: bool = False) -> str:
     """What the user reads last, with the worker's own error as the last line of all.
 
-    others  workers ended because of it
-    least   workers that an elastic job needs, if these were no longer there
+    others        workers ended because of it
+    least         workers that an elastic job needs, if these were no longer there
+    stands_above  the end of its stderr is what the user has read just before
     """
     ended = f"; {others} other{'s' if others > 1 else ''} ended with it" if others else ""
     too_few = f"; fewer than {least} workers cannot go on" if least is not None and least > 1 else ""
     head = f"{failure.label} failed: {failure.cause}{ended}{too_few}"
     if not failure.tail:
         return f"{head}. It wrote nothing to stderr."
+    if stands_above:
+        return f"{head}. The end of its stderr stands above."
     return "\n".join([f"{head}. The end of its stderr:", *(f"    {line}" for line in failure.tail)])
 
 

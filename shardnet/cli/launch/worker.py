@@ -49,8 +49,7 @@ class Worker:
         self._process: Process | None = None
         self._was_ended = False
         self._early: int | None = None  # a signal that came before the process was there
-        self._stdout = Output(console, console.out, self._prefix)
-        self._stderr = Output(console, console.err, self._prefix)
+        self._stdout, self._stderr = (Output(console, stream, lambda: self.label, self._prefix) for stream in (console.out, console.err))
 
     @property
     def running(self) -> bool:

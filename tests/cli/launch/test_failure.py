@@ -59,6 +59,12 @@ def test_the_description_ends_with_the_workers_own_error() -> None:
     ]
 
 
+def test_what_stands_above_is_not_repeated() -> None:
+    assert (
+        describe(end("rank 2", 1, 0.0, tail=OWN), 0, stands_above=True) == "rank 2 failed: exit code 1. The end of its stderr stands above."
+    )
+
+
 def test_a_kill_from_outside_is_explained() -> None:
     assert describe(end("rank 2", -9, 0.0), 0) == (
         "rank 2 failed: killed by SIGKILL (the system does this when memory runs out). It wrote nothing to stderr."

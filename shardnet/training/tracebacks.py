@@ -1,0 +1,74 @@
+"""Errors as the author of a program reads them.
+
+[Note: short tracebacks] Between `shardnet.run(main)` and `main` lies the event loop, the same in every traceback, and between a model and
+its layers lie wrappers and hooks. Such passages are left out. An error of ours says itself what went wrong, where and what to do: how it
+came through our rooms and autograd helps nobody, and least of all once for each rank that has lost the same peer. Of a ShardnetError only
+the program's own lines are shown. Any other error keeps all of our lines but passages: it may be a mistake of ours.
+
+The log has the whole, at the level DEBUG.
+"""
+
+from collections.abc import Iterator
+from types import FrameType, TracebackType
+
+from shardnet.errors import ShardnetError
+
+_PASSAGES = (
+    "asyncio",
+    "concurrent",
+    "contextlib",
+    "shardnet.fsdp.async_wrapper",
+    "shardnet.fsdp.wrapper",
+    "shardnet.training.program",
+    "torch.nn.modules.module",
+    "uvloop",
+)
+_ROOMS = (*_PASSAGES, "shardnet", "torch")
+
+
+def shorten(error: BaseException) -> None:
+    """Leave out of its traceback, and of those that are shown with it, what the note says."""
+    left, known = [error], set[int]()
+    while left:
+        each = left.pop()
+        if id(each) not in known:
+            known.add(id(each))
+            each.__traceback__ = _linked(_kept(each))
+            left += _shown_with(each)
+
+
+def _kept(error: BaseException) -> list[TracebackType]:
+    entries = list(_entries(error.__traceback__))
+    own = [entry for entry in entries if not _is_in(entry.tb_frame, _ROOMS)]
+    if not own:  # it was raised and caught within our rooms
+        return entries
+    if isinstance(error, ShardnetError):
+        return own
+    *way, end = entries[entries.index(own[0]) :]
+    return [*(entry for entry in way if not _is_in(entry.tb_frame, _PASSAGES)), end]
+
+
+def _shown_with(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        yield from error.exceptions
+    before = error.__cause__ if error.__suppress_context__ else error.__cause__ or error.__context__
+    if before is not None:
+        yield before
+
+
+def _is_in(frame: FrameType, modules: tuple[str, ...]) -> bool:
+    name = f"{frame.f_globals.get('__name__')}."
+    return any(name.startswith(f"{module}.") for module in modules)
+
+
+def _entries(traceback: TracebackType | None) -> Iterator[TracebackType]:
+    while traceback is not None:
+        yield traceback
+        traceback = traceback.tb_next
+
+
+def _linked(entries: list[TracebackType]) -> TracebackType | None:
+    linked = None
+    for entry in reversed(entries):
+        linked = TracebackType(linked, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return linked

@@ -1,0 +1,134 @@
+"""What a program's author reads when it fails under `shardnet.run`."""
+
+import asyncio
+import logging
+import traceback
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+import torch
+
+import shardnet
+from shardnet.config import Timeouts
+from shardnet.errors import PeerLost, UsageError
+from shardnet.testing import local_cluster
+from shardnet.training.tracebacks import shorten
+from tests.fsdp.models import make_gpt
+
+Main = Callable[[], Coroutine[Any, Any, None]]
+
+
+def fails(main: Main) -> Exception:
+    try:
+        shardnet.run(main)
+    except Exception as error:  # noqa: BLE001 - whatever it is
+        return error
+    raise AssertionError("it has not failed")
+
+
+def functions(error: BaseException | None) -> list[str]:
+    """That its traceback shows, the outermost first."""
+    assert error is not None
+    return [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+
+
+def raised(error: Exception) -> Main:
+    async def inner() -> None:
+        raise error
+
+    async def main() -> None:
+        async with asyncio.timeout(10.0):
+            await inner()
+
+    return main
+
+
+@pytest.mark.parametrize("error", [ValueError("own"), UsageError("ours")])
+def test_only_the_program_is_shown(error: Exception) -> None:
+    assert fails(raised(error)) is error
+    assert functions(error) == ["fails", "main", "inner"]
+
+
+def test_an_error_of_ours_shows_nothing_of_how_it_came() -> None:
+    async def main() -> None:
+        async with local_cluster(2) as ranks:
+            waiting = ranks[0].barrier()
+            ranks[1].abort()
+            await waiting
+
+    error = fails(main)
+    assert isinstance(error, PeerLost)
+    assert functions(error) == ["fails", "main"]
+
+
+def test_an_error_of_the_programs_model_shows_no_wrapper() -> None:
+    class Layer(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.linear(x, torch.ones(3, 3))
+
+    async def main() -> None:
+        async with shardnet.connect() as cluster:
+            model = await cluster.shard(torch.nn.Sequential(torch.nn.Linear(4, 4), Layer()))
+            await model(torch.ones(2, 4))
+
+    error = fails(main)
+    assert isinstance(error, RuntimeError)
+    assert functions(error) == ["fails", "main", "forward", "forward"]  # those of Sequential and Layer
+
+
+def test_an_error_that_may_be_our_mistake_shows_where_it_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    def mistaken(*_: object, **__: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr("shardnet.fsdp.runtime.Runtime.before_forward", mistaken)
+
+    async def main() -> None:
+        async with shardnet.connect() as cluster:
+            model = await cluster.shard(make_gpt())
+            await model(torch.zeros(1, 4, dtype=torch.long))
+
+    shown = functions(fails(main))
+    assert shown[:2] == ["fails", "main"]
+    assert shown[-1] == "mistaken"
+    assert len(shown) > 3
+
+
+def test_what_is_shown_with_it_is_short_too() -> None:
+    async def main() -> None:
+        try:
+            async with local_cluster(1) as ranks:
+                await ranks[0].all_gather(torch.ones(2), sizes=[1])
+        except UsageError as error:
+            raise ExceptionGroup("several", [error]) from error
+
+    error = fails(main)
+    assert isinstance(error, ExceptionGroup)
+    assert error.__cause__ is error.exceptions[0]
+    assert functions(error.exceptions[0]) == ["main"]
+
+
+def test_what_no_program_has_called_stays_as_it_is() -> None:
+    with pytest.raises(UsageError) as caught:
+        Timeouts(suspect_s=-1.0)
+    error = caught.value
+    ours = error.__traceback__.tb_next  # type: ignore[union-attr]
+    before = traceback.extract_tb(ours)
+    shorten(error.with_traceback(ours))
+    assert traceback.extract_tb(error.__traceback__) == before
+    assert before
+
+
+def test_circles_of_causes_end() -> None:
+    first, second = ValueError(1), ValueError(2)
+    first.__cause__, second.__cause__ = second, first
+    shorten(first)
+
+
+def test_the_log_has_it_whole(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, logger="shardnet.training.program"):
+        fails(raised(UsageError("ours")))
+    (record,) = caplog.records
+    assert record.exc_info is not None
+    assert record.exc_text is not None
+    assert "in guarded" in record.exc_text
