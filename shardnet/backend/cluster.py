@@ -56,7 +56,7 @@ class ClusterBackend(MeshBackend):
         ours = MeshBackend(board, board.group(node, "mailboxes", Telemetry()), timeouts)
 
         async def gather(row: list[bool]) -> list[list[bool]]:
-            rows: list[list[bool]] = (await ours.all_gather(torch.tensor([row]), label="mailboxes")).tolist()
+            rows: list[list[bool]] = (await ours.all_gather(torch.tensor([row], device="cpu"), label="mailboxes")).tolist()
             return rows
 
         await ours.barrier(label="mailboxes")  # what others have offered on their streams has come before this ends

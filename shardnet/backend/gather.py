@@ -16,7 +16,7 @@ async def gather_json(backend: Backend, value: object, label: str, *, timeout_s:
     Raises ProtocolError if a rank sent something else. `timeout_s` is how long ranks wait for the last one; None: as for any collective.
     """
     encoded = json.dumps(value, separators=(",", ":")).encode()
-    sizes = (await backend.all_gather(torch.tensor([len(encoded)]), timeout_s=timeout_s, label=f"{label} sizes")).tolist()
+    sizes = (await backend.all_gather(torch.tensor([len(encoded)], device="cpu"), timeout_s=timeout_s, label=f"{label} sizes")).tolist()
     mine = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
     everything = await backend.all_gather(mine, sizes=sizes, label=label)
     return [_decode(part, rank, label) for rank, part in enumerate(torch.split(everything, sizes))]

@@ -253,7 +253,7 @@ class MeshBackend(Backend):
             return super().reduce_scatter_pieces(pieces, op, sizes=sizes, timeout_s=timeout_s, label=label)
         source = Pieces(as_array(as_input(piece, op)) for piece in pieces)
         shape = scattered_sizes(sizes, self.world_size, len(source))
-        result = torch.empty(shape[self.rank], dtype=pieces[0].dtype)
+        result = torch.empty(shape[self.rank], dtype=pieces[0].dtype, device="cpu")
         detail = f"{dtype_name(result.dtype)} [{len(source)}], {op}" + ("" if sizes is None else f", sizes {shape}")
         call = self._call("reduce_scatter", detail, timeout_s, label)
         reduction = Reduction(op, result.dtype, self.world_size)
@@ -266,7 +266,7 @@ class MeshBackend(Backend):
         if (mail := self._mail_of_pieces(pieces)) is None:
             return super().all_reduce_pieces(pieces, op, timeout_s=timeout_s, label=label)
         source = Pieces(as_array(as_input(piece, op)) for piece in pieces)
-        result = torch.empty(len(source), dtype=pieces[0].dtype)
+        result = torch.empty(len(source), dtype=pieces[0].dtype, device="cpu")
         call = self._call("all_reduce", f"{kind(result)}, {op}", timeout_s, label)
         lending = loans.all_reduce_pieces(self._group, source, as_array(result), Reduction(op, result.dtype, self.world_size))
         return Pending(self._group.rounds.begin(mail, LoanRound(mail, call, lending, result)), call.op)

@@ -7,6 +7,8 @@ import warnings
 from collections.abc import Callable, Generator
 from typing import Any, Generic, Self, TypeVar
 
+from torch.autograd import profiler
+
 from shardnet.errors import ClosedError, StateError
 from shardnet.loop import LoopThread
 from shardnet.uncompiled import uncompiled
@@ -66,14 +68,14 @@ class Pending(Generic[T]):
         return self._future.done()
 
     def wait(self, timeout_s: float | None = None) -> T:
-        """Block this thread until the result is there.
+        """Block this thread until the result is there. torch's profiler, where it watches, shows how long.
 
         Raises TimeoutError after `timeout_s` (the collective goes on), or the collective's own error; StateError on
         shardnet's own threads, where callbacks run: it could block them for ever.
         """
         self._may_block()
         try:
-            result = self._future.result(timeout_s)
+            result = self._blocked(timeout_s)
         except TimeoutError as error:
             if error.args:  # the collective's own
                 raise
@@ -138,6 +140,12 @@ class Pending(Generic[T]):
         self._future.add_done_callback(wake)
         yield from arrived
         return self._read(self._future.result())
+
+    def _blocked(self, timeout_s: float | None) -> Any:
+        if profiler._is_profiler_enabled and not self._future.done():
+            with profiler.record_function(f"shardnet: wait for {self.op_name}"):
+                return self._future.result(timeout_s)
+        return self._future.result(timeout_s)
 
     def _read(self, result: Any) -> T:
         if self._arrival is not None:

@@ -33,7 +33,7 @@ T = TypeVar("T")
 Tensor = torch.Tensor
 Plan = Callable[[Array, Array], Algorithm]  # of what this rank gives and what it gets, on the CPU; empty where it gives or gets nothing
 
-_NOTHING = torch.empty(0)
+_NOTHING = torch.empty(0, device="cpu")
 
 
 class Staging:

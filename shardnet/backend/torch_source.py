@@ -78,7 +78,7 @@ class TorchSource:
         """
         (node,) = (node for node in backend.node_ranks if backend.rank in node)
         serving: c10d.TCPStore | None = None
-        port = torch.zeros(1, dtype=torch.int64)
+        port = torch.zeros(1, dtype=torch.int64, device="cpu")
         if backend.rank == node[0]:
             # A socket of ours, for torch would listen on all addresses of the machine.
             listening = socket.create_server((LOOPBACK, 0))

@@ -54,7 +54,7 @@ def whole_weights(path: Path, model: int | None = None) -> dict[str, Tensor]:
             piece = read_piece(Span(spread.name, 0, numel), holders[spread.name], files, only=VALUES)
             found[name] = piece.state[VALUES].reshape(spread.shape)
         else:  # no file has any of it
-            found[name] = torch.empty(spread.shape, dtype=getattr(torch, spread.dtype))
+            found[name] = torch.empty(spread.shape, dtype=getattr(torch, spread.dtype), device="cpu")
     return found
 
 

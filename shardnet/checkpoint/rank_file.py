@@ -101,7 +101,7 @@ class RankFile:
     def value(self, name: str) -> Any:
         """What was written under a name."""
         text = bytearray(self._values[name].encode())
-        payload = self._read(name) if name in self._blocks else torch.empty(0, dtype=torch.uint8)
+        payload = self._read(name) if name in self._blocks else torch.empty(0, dtype=torch.uint8, device="cpu")
         try:
             return decode(torch.frombuffer(text, dtype=torch.uint8), payload)
         except ProtocolError as error:

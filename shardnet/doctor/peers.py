@@ -98,7 +98,7 @@ async def _ping(backend: Backend, peer: int) -> tuple[float, float]:
     """The median round trip, and by how much the other one's clock is ahead, as the fastest of them shows it; seconds."""
     trips = []
     for _ in range(PINGS):
-        theirs = torch.zeros(1, dtype=torch.float64)
+        theirs = torch.zeros(1, dtype=torch.float64, device="cpu")
         start, start_s = time.perf_counter(), time.time()
         await backend.send(theirs, peer, label=_LABEL)
         await backend.recv(theirs, peer, label=_LABEL)
@@ -109,40 +109,40 @@ async def _ping(backend: Backend, peer: int) -> tuple[float, float]:
 
 async def _answer(backend: Backend, peer: int) -> None:
     for _ in range(PINGS):
-        await backend.recv(torch.zeros(1, dtype=torch.float64), peer, label=_LABEL)
-        await backend.send(torch.tensor([time.time()], dtype=torch.float64), peer, label=_LABEL)
+        await backend.recv(torch.zeros(1, dtype=torch.float64, device="cpu"), peer, label=_LABEL)
+        await backend.send(torch.tensor([time.time()], dtype=torch.float64, device="cpu"), peer, label=_LABEL)
 
 
 async def _send(backend: Backend, peer: int) -> float:
     """Bytes per second of the fastest piece, up to when the other one has said that it has it."""
     size, fastest, tries = FIRST_BYTES, 0.0, 0
     while tries < TRIES:
-        piece = torch.zeros(size, dtype=torch.uint8)
-        await backend.send(torch.tensor([size]), peer, label=_LABEL)
+        piece = torch.zeros(size, dtype=torch.uint8, device="cpu")
+        await backend.send(torch.tensor([size], device="cpu"), peer, label=_LABEL)
         start = time.perf_counter()
         await backend.send(piece, peer, label=_LABEL)
-        await backend.recv(torch.zeros(1), peer, label=_LABEL)
+        await backend.recv(torch.zeros(1, device="cpu"), peer, label=_LABEL)
         took_s = time.perf_counter() - start
         fastest = max(fastest, size / took_s)
         if took_s > ENOUGH_S or size == MOST_BYTES:
             tries += 1
         else:
             size *= 4
-    await backend.send(torch.tensor([0]), peer, label=_LABEL)
-    await backend.send(torch.tensor([fastest], dtype=torch.float64), peer, label=_LABEL)
+    await backend.send(torch.tensor([0], device="cpu"), peer, label=_LABEL)
+    await backend.send(torch.tensor([fastest], dtype=torch.float64, device="cpu"), peer, label=_LABEL)
     return fastest
 
 
 async def _receive(backend: Backend, peer: int) -> float:
     """The same, as the sender has measured it."""
     while True:
-        size = torch.zeros(1, dtype=torch.int64)
+        size = torch.zeros(1, dtype=torch.int64, device="cpu")
         await backend.recv(size, peer, label=_LABEL)
         if not size.item():
             break
-        await backend.recv(torch.empty(int(size.item()), dtype=torch.uint8), peer, label=_LABEL)
-        await backend.send(torch.zeros(1), peer, label=_LABEL)
-    speed = torch.zeros(1, dtype=torch.float64)
+        await backend.recv(torch.empty(int(size.item()), dtype=torch.uint8, device="cpu"), peer, label=_LABEL)
+        await backend.send(torch.zeros(1, device="cpu"), peer, label=_LABEL)
+    speed = torch.zeros(1, dtype=torch.float64, device="cpu")
     await backend.recv(speed, peer, label=_LABEL)
     return speed.item()
 

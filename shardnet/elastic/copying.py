@@ -26,7 +26,7 @@ class _Row:
     joiners: int
 
     def tensor(self) -> torch.Tensor:
-        return torch.tensor([[self.header_bytes, self.payload_bytes, self.joiners]])
+        return torch.tensor([[self.header_bytes, self.payload_bytes, self.joiners]], device="cpu")
 
 
 class Copying:

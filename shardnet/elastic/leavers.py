@@ -33,5 +33,5 @@ class Leavers:
         return wanting if is_safe or all(wishes) else apart(wanting, self._backend.node_ranks)
 
     def _ask(self, label: str) -> Pending[torch.Tensor]:
-        mine = torch.tensor([self._departure.wanted], dtype=torch.uint8)
+        mine = torch.tensor([self._departure.wanted], dtype=torch.uint8, device="cpu")
         return self._backend.all_gather(mine, label=label).quietly()

@@ -70,7 +70,7 @@ def _find(held: Sequence[Piece], span: Span) -> Piece:
 async def _exchange(backend: Backend, outgoing: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
     """A header and a payload to each rank, and one from each."""
     label = "state of the step before"
-    sizes = torch.tensor([[header.numel(), payload.numel()] for header, payload in outgoing])
+    sizes = torch.tensor([[header.numel(), payload.numel()] for header, payload in outgoing], device="cpu")
     expected = await backend.all_to_all(sizes, label=label)
     flat = torch.cat([part for header, payload in outgoing for part in (_padded(header), _padded(payload))])
     send_sizes, recv_sizes = (_up(each).sum(dim=1).tolist() for each in (sizes, expected))

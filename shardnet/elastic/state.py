@@ -327,9 +327,9 @@ async def _broadcast(backend: Backend, root: int, value: Any) -> Any:
     """Root's value on every rank. A collective."""
     header, payload = encode(value)
     label = "state that is the same on all ranks"
-    sizes = (await backend.broadcast(torch.tensor([header.numel(), payload.numel()]), root, label=label)).tolist()
+    sizes = (await backend.broadcast(torch.tensor([header.numel(), payload.numel()], device="cpu"), root, label=label)).tolist()
     if backend.rank != root:
-        header, payload = (torch.empty(size, dtype=torch.uint8) for size in sizes)
+        header, payload = (torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes)
     header = await backend.broadcast(header, root, label=label)
     payload = await backend.broadcast(payload, root, label=label)
     return decode(header, payload)

@@ -40,7 +40,7 @@ def check_alike(lines: Iterable[str], comms: Communicators, what: str, advice: s
 def _gather(text: bytes, comms: Communicators, label: str) -> list[list[str]]:
     """The lines of all ranks."""
     mine = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    sizes = comms.wait(comms.everyone.all_gather(torch.tensor(mine.numel()), label=label), "agree").tolist()
+    sizes = comms.wait(comms.everyone.all_gather(torch.tensor(mine.numel(), device="cpu"), label=label), "agree").tolist()
     texts = comms.wait(comms.everyone.all_gather(mine, sizes=sizes, label=label), "agree").split_with_sizes(sizes)
     return [each.numpy().tobytes().decode().split("\n") for each in texts]
 

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from shardnet.backend import Backend
-from shardnet.backend.streams import using
 from shardnet.errors import ClosedError, StateError, UsageError
 from shardnet.fsdp.compression import Compression
 from shardnet.fsdp.grad_scaler import GradScaler
@@ -22,6 +21,7 @@ from shardnet.fsdp.optimizers import check_optimizer
 from shardnet.fsdp.placement import UnitChoice
 from shardnet.fsdp.precision import MixedPrecision
 from shardnet.fsdp.state import FullState
+from shardnet.fsdp.surroundings import Surroundings
 from shardnet.fsdp.uneven import UnevenSteps, count_samples
 from shardnet.fsdp.wrapper import FSDP
 from shardnet.sharding import ShardingStrategy
@@ -40,11 +40,10 @@ class AsyncFSDP:
             await model.step(optimizer)
 
     `await AsyncFSDP(...)` makes it, too; then `aclose()` ends it. Calls run one after the other in the order in which
-    they were made, with the caller's grad mode, context variables and, on a GPU, device and stream. Grad mode is the event loop's
-    thread's, so tasks
-    share it: `with torch.no_grad()` around an await is right only while no other task computes; `evaluate` always is.
-    Cancelling one that has not begun means that it
-    never does; one that runs goes on to its end, since the other ranks take part in it. The backend is not closed.
+    they were made, with the caller's context variables and what torch keeps for its thread: grad mode, autocast, `with torch.device(...)`,
+    counters of operations, hooks on saved tensors, the stream of a GPU. These are the event loop's thread's, so tasks share them:
+    `with torch.no_grad()` around an await is right only while no other task computes; `evaluate` always is. Cancelling one that has not
+    begun means that it never does; one that runs goes on to its end, since the other ranks take part in it. The backend is not closed.
     """
 
     def __init__(
@@ -96,14 +95,11 @@ class AsyncFSDP:
         """Call a function on the compute thread. Raises ClosedError after `aclose`."""
         if self._closed:
             raise ClosedError("this model was closed, by aclose() or with its cluster or epoch; make it anew with cluster.shard()")
-        call = contextvars.copy_context().run
-        grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+        call, surroundings = contextvars.copy_context().run, Surroundings()
 
         def work() -> T:
             # torch has one thread for the backwards of all models on a GPU, where those of several ranks would wait for each other
-            here = torch.autograd.set_multithreading_enabled(False)
-            with torch.inference_mode(inference), torch.set_grad_enabled(grad), using(stream), here:
+            with torch.autograd.set_multithreading_enabled(False), surroundings.entered():
                 return call(function, *args, **kwargs)
 
         return await asyncio.wrap_future(self._thread.submit(work))

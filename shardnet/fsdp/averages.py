@@ -82,7 +82,9 @@ class ReplicaAverages:
         """
         average.result.set_exception(error)
         try:
-            refusal = self._comms.averages.all_reduce(torch.zeros(1), label=f"{average.label}, whose reduction within a node failed")
+            refusal = self._comms.averages.all_reduce(
+                torch.zeros(1, device="cpu"), label=f"{average.label}, whose reduction within a node failed"
+            )
         except Exception:  # noqa: BLE001 - the backend is closed, and the replicas know
             return
         refusal.add_done_callback(_forget)

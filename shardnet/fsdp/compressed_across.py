@@ -118,7 +118,7 @@ class CompressedAcross:
         What this rank takes part with is something that nobody else takes it for, so it fails for everyone.
         """
         try:
-            refusal = self._grid.across.all_reduce(torch.zeros(1), label=f"{label}, whose sum inside a node failed")
+            refusal = self._grid.across.all_reduce(torch.zeros(1, device="cpu"), label=f"{label}, whose sum inside a node failed")
         except Exception:  # noqa: BLE001 - the backend is closed, and the other nodes know
             return
         refusal.quietly()
@@ -128,7 +128,7 @@ class CompressedAcross:
         across = self._grid.across
         numel = self._parts[across.rank]
         first, *others = received.view(across.world_size, self._packed[across.rank])
-        total, contribution = (torch.empty(numel, dtype=torch.float32) for _ in range(2))
+        total, contribution = (torch.empty(numel, dtype=torch.float32, device="cpu") for _ in range(2))
         self.codec.unpack(first, total)
         for part in others:
             total.add_(self.codec.unpack(part, contribution))

@@ -68,7 +68,7 @@ class GradScaler(torch.amp.GradScaler):
         held = optimizer.average_gradients() if isinstance(optimizer, AveragingOptimizer) else optimizer
         found = super()._unscale_grads_(held, inv_scale, found_inf, allow_fp16)
         own = [float(bool(found)), max((flag.item() for flag in found.values()), default=0.0)]
-        agreed = self._ranks.all_reduce(torch.tensor(own), ReduceOp.MAX, label="whether gradients are finite")
+        agreed = self._ranks.all_reduce(torch.tensor(own, device="cpu"), ReduceOp.MAX, label="whether gradients are finite")
         any_gradient, overflow = agreed.wait().tolist()
         if any_gradient and not found:  # none of the parameters that have gradients is this rank's: it steps with the others
             found = {found_inf.device: found_inf}

@@ -105,7 +105,7 @@ class InitialValues:
             error = raised
         if self._state is None:
             return
-        failed = torch.tensor([error is not None], dtype=torch.int32)
+        failed = torch.tensor([error is not None], dtype=torch.int32, device="cpu")
         verdict = comms.everyone.all_reduce(failed, ReduceOp.MAX, label=f"whether initial_state fits {what}")
         someone_failed = comms.wait(verdict, "check initial_state").item()
         if error is not None:

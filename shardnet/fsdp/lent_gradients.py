@@ -49,7 +49,7 @@ class LentGradients:
         """Hand them over in the order of the layout, zeros where no gradient came; the taker calls `returned` once it is done with them."""
         for index, spec in enumerate(self._layout.specs):
             if index not in self._kept:
-                self._keep(index, torch.zeros(spec.shape, dtype=self._dtype))
+                self._keep(index, torch.zeros(spec.shape, dtype=self._dtype, device="cpu"))
         taken = [self._kept[index] for index in range(len(self._kept))]
         self._forget()
         return taken

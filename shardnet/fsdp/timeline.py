@@ -1,7 +1,10 @@
 """`Timeline`: what the training thread is doing, for the trace and the share of exposed communication."""
 
 import time
+from contextlib import nullcontext
 from typing import TypeVar
+
+from torch.autograd import profiler
 
 from shardnet.backend import Pending
 from shardnet.telemetry import Pass, Telemetry, Track
@@ -49,7 +52,8 @@ class Timeline:
         self.compute(None)
         start = time.perf_counter_ns()
         try:
-            return pending.wait()
+            with profiler.record_function(f"shardnet: {name}") if profiler._is_profiler_enabled else nullcontext():
+                return pending.wait()
         finally:
             self._telemetry.record(name, Track.EXPOSED, start, time.perf_counter_ns())
             self.compute(computing)

@@ -93,7 +93,7 @@ class UnevenSteps(Generic[T]):
         if batches:
             self._at_hand = batches[-1][0]
         own = [sum(count for _, count in batches), len(batches), len(read), self._at_hand is None]
-        counts = self._comms.everyone.all_gather(torch.tensor([own], dtype=torch.int64), label="counts of samples")
+        counts = self._comms.everyone.all_gather(torch.tensor([own], dtype=torch.int64, device="cpu"), label="counts of samples")
         return _Announced(batches, counts)
 
     def _step(self, announced: _Announced[T], counts: Tensor) -> list[Part[T]] | None:

@@ -22,6 +22,7 @@ from shardnet.errors import InvalidRankError, UsageError
 from shardnet.interop.carrying import check, movable, premultiplied, put, put_all, reducible, reduction
 from shardnet.interop.ends import Ends
 from shardnet.interop.overloads import overloaded
+from shardnet.interop.profiled import show
 from shardnet.interop.work import AnySourceWork, Facts, Finish, PendingWork, Works
 from shardnet.uncompiled import uncompiled
 
@@ -291,6 +292,7 @@ class Collectives(dist.ProcessGroup):
         kind: type[PendingWork] = PendingWork,
         source: int | None = None,
     ) -> PendingWork:
+        show(pending)
         self._collectives += pending.op_name not in ("send", "recv")
         facts = Facts(self._collectives, timedelta(seconds=self._timeout(opts)), source)
         work = kind(pending, outputs, self._ends, finish, facts)

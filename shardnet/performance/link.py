@@ -18,7 +18,7 @@ async def measure_link(backend: Backend, *, probe_bytes: int = PROBE_BYTES) -> f
     """
     if backend.world_size == 1:
         return None
-    outgoing = torch.zeros(probe_bytes, dtype=torch.uint8)
+    outgoing = torch.zeros(probe_bytes, dtype=torch.uint8, device="cpu")
     incoming = torch.empty_like(outgoing)
     following, previous = (backend.rank + 1) % backend.world_size, (backend.rank - 1) % backend.world_size
     fastest_s = float("inf")

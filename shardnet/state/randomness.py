@@ -12,7 +12,7 @@ def random_state() -> dict[str, Any]:
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {
-        "python": (version, torch.tensor(words), gauss),
+        "python": (version, torch.tensor(words, device="cpu"), gauss),
         "numpy": (str(kind), torch.from_numpy(np.asarray(keys, dtype=np.int64)), int(position), int(has_gauss), float(cached)),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],  # type: ignore[no-untyped-call]  # torch has no annotation for it

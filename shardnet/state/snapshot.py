@@ -13,8 +13,8 @@ class Snapshot:
     """A copy of a value in host memory, which is used again by the next copy if that has the same sizes."""
 
     def __init__(self) -> None:
-        self.header = torch.empty(0, dtype=torch.uint8)  # both as `shardnet.zero.codec` has them
-        self.payload = torch.empty(0, dtype=torch.uint8)
+        self.header = torch.empty(0, dtype=torch.uint8, device="cpu")  # both as `shardnet.zero.codec` has them
+        self.payload = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._views: list[Tensor] = []
         self._text = b""
 
@@ -39,9 +39,9 @@ class Snapshot:
     def prepare(self, header_bytes: int, payload_bytes: int) -> None:
         """Have memory of these sizes; its content is undefined, and for who calls this to fill."""
         if self.header.numel() != header_bytes:
-            self.header = torch.empty(header_bytes, dtype=torch.uint8)
+            self.header = torch.empty(header_bytes, dtype=torch.uint8, device="cpu")
         if self.payload.numel() != payload_bytes:
-            self.payload = torch.empty(payload_bytes, dtype=torch.uint8)
+            self.payload = torch.empty(payload_bytes, dtype=torch.uint8, device="cpu")
 
     def value(self) -> Any:
         """What it holds; the tensors are views of its memory."""

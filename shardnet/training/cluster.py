@@ -134,7 +134,8 @@ class Cluster:
 
     async def mean(self, value: float, *, weight: float = 1.0) -> float:
         """The weighted mean of a number over ranks, NaN if all weights are 0; all ranks must call it."""
-        total, weights = (await self.backend.all_reduce(torch.tensor([value * weight, weight], dtype=torch.float64), label="mean")).tolist()
+        weighted = torch.tensor([value * weight, weight], dtype=torch.float64, device="cpu")
+        total, weights = (await self.backend.all_reduce(weighted, label="mean")).tolist()
         return float(total / weights) if weights else float("nan")
 
     def report(

@@ -33,8 +33,8 @@ def agree_on_step(
     another rule, as where a scheduler follows each rank's own loss.
     """
     options = numbers_of(groups)
-    flags = torch.tensor([*present, *(not flag for flag in present), *again], dtype=torch.float64)
-    values = torch.tensor(list(options.values()), dtype=torch.float64)
+    flags = torch.tensor([*present, *(not flag for flag in present), *again], dtype=torch.float64, device="cpu")
+    values = torch.tensor(list(options.values()), dtype=torch.float64, device="cpu")
     message = torch.cat([flags, values, -values])
     agreed = comms.wait(comms.everyone.all_reduce(message, ReduceOp.MAX, label="who has gradients, and options"), "agree")
     someone, lacking, too_early, highest, lowest = agreed.split_with_sizes(

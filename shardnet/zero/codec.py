@@ -78,7 +78,7 @@ class Outline:
 def encode(value: Any) -> tuple[Tensor, Tensor]:
     """A value as header and payload: uint8, 1-D each. See `Outline.of`."""
     outline = Outline.of(value)
-    payload = torch.zeros(outline.payload_bytes, dtype=torch.uint8)
+    payload = torch.zeros(outline.payload_bytes, dtype=torch.uint8, device="cpu")
     outline.fill(payload)
     return torch.frombuffer(bytearray(outline.header), dtype=torch.uint8), payload
 

@@ -38,7 +38,7 @@ def _exchange(mine: dict[int, State], label: str, comms: Communicators) -> list[
     """Everyone's states of some parameters, by rank."""
     header, payload = encode(mine)
     label = f"{label} (state)"
-    sizes = comms.wait(comms.everyone.all_gather(torch.tensor([[header.numel(), payload.numel()]]), label=label), label)
+    sizes = comms.wait(comms.everyone.all_gather(torch.tensor([[header.numel(), payload.numel()]], device="cpu"), label=label), label)
     headers = _gather(header, sizes[:, 0].tolist(), label, comms)
     payloads = _gather(payload, sizes[:, 1].tolist(), label, comms)
     return [decode(header, payload) for header, payload in zip(headers, payloads, strict=True)]

@@ -69,5 +69,5 @@ def choose_split(optimizer_class: OptimizerClass, wish: Split | str | None) -> S
 
 def defaults_of(optimizer_class: OptimizerClass, options: dict[str, Any]) -> dict[str, Any]:
     """The hyper-parameters that a class fills in and has checked; its own error for wrong ones."""
-    probe = torch.zeros(1, 1, requires_grad=True)  # a matrix, which is what Muon accepts
+    probe = torch.zeros(1, 1, requires_grad=True, device="cpu")  # a matrix, which is what Muon accepts
     return optimizer_class([probe], **options).defaults

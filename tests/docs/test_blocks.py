@@ -50,7 +50,10 @@ BLOCKS: dict[str, list[Run | Fragment]] = {
     "docs/gpu.md": [Run("tests/docs/test_blocks.py::test_the_program_of_the_page_on_gpus")],
     "docs/huggingface.md": [Run("tests/fsdp/test_huggingface.py::test_the_program_of_the_page")],
     "docs/metrics.md": [Run("tests/test_readme.py::test_the_program_of_the_page_on_metrics")],
-    "docs/observing.md": [Run("tests/test_observing.py::test_the_programs_of_the_page")] * 2,
+    "docs/observing.md": [
+        *[Run("tests/test_observing.py::test_the_programs_of_the_page")] * 2,
+        Fragment("its model is the reader's own; tests/fsdp/test_surroundings.py has one"),
+    ],
     "docs/pytorch.md": [
         Run("tests/interop/test_docs.py::test_the_program_of_the_page"),
         Fragment("its loop stands in tests/interop/recoveries.py, with what goes wrong in it"),

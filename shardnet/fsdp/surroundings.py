@@ -1,0 +1,65 @@
+"""`Surroundings`: what torch keeps for each thread, from the one that calls to the one that computes.
+
+[Note: surroundings] Grad mode, autocast, `with torch.device(...)`, counters of operations and hooks on saved tensors all hold for the
+thread that has entered them. A model that computes in another thread would see none of them, and nobody would say so: with an autocast
+around it an awaited forward would stay in float32. That a profiler watches a thread cannot be handed over, so it is said.
+"""
+
+import functools
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch.utils import _python_dispatch as dispatch
+
+from shardnet.backend.streams import using
+
+log = logging.getLogger(__name__)
+_DEVICES = ("cpu", "cuda")
+
+
+class Surroundings:
+    """Those of the thread that makes it."""
+
+    def __init__(self) -> None:
+        self._grad, self._inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        self._autocasts = [(device, torch.get_autocast_dtype(device)) for device in _DEVICES if torch.is_autocast_enabled(device)]
+        self._caches_casts = torch.is_autocast_cache_enabled()
+        self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+        self._function_modes = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        self._dispatch_modes = dispatch._get_current_dispatch_mode_stack()
+        self._hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # others are never asked
+        self._is_profiled = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Have them in this thread."""
+        if self._is_profiled:
+            _tell_of_profiler()
+        with ExitStack() as left:
+            left.enter_context(torch.inference_mode(self._inference))
+            left.enter_context(torch.set_grad_enabled(self._grad))
+            left.enter_context(using(self._stream))
+            for device, dtype in self._autocasts:
+                left.enter_context(torch.autocast(device, dtype, cache_enabled=self._caches_casts))
+            # What follows not by `with`: the modes have been entered once, and a counter, say, begins anew with every time
+            if self._hooks is not None:
+                torch._C._autograd._push_saved_tensors_default_hooks(*self._hooks)
+                left.callback(torch._C._autograd._pop_saved_tensors_default_hooks)
+            for mode in self._function_modes:
+                torch.overrides._push_mode(mode)  # type: ignore[no-untyped-call]
+                left.callback(torch.overrides._pop_mode)
+            for each in self._dispatch_modes:
+                dispatch._push_mode(each)
+                left.callback(dispatch._pop_mode, getattr(each, "_mode_key", None))
+            yield
+
+
+@functools.cache
+def _tell_of_profiler() -> None:
+    """Once."""
+    log.warning(
+        "torch's profiler sees one thread, and the model computes in another one: give the profiler experimental_config="
+        "torch._C._profiler._ExperimentalConfig(profile_all_threads=True)"
+    )
