@@ -38,8 +38,10 @@ class Surroundings:
         if self._is_profiled:
             _tell_of_profiler()
         with ExitStack() as left:
-            left.enter_context(torch.inference_mode(self._inference))
-            left.enter_context(torch.set_grad_enabled(self._grad))
+            if self._inference != torch.is_inference_mode_enabled():
+                left.enter_context(torch.inference_mode(self._inference))
+            if self._grad != torch.is_grad_enabled():
+                left.enter_context(torch.set_grad_enabled(self._grad))
             left.enter_context(using(self._stream))
             for device, dtype in self._autocasts:
                 left.enter_context(torch.autocast(device, dtype, cache_enabled=self._caches_casts))
