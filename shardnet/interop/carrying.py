@@ -74,8 +74,8 @@ def check(tensors: Sequence[Tensor]) -> None:
             )
         if tensor.layout is not torch.strided:
             raise UsageError(
-                f"the backend 'shardnet' moves dense tensors, got one of layout {tensor.layout}; use .to_dense(), "
-                "or sparse=False where it is the gradient of an nn.Embedding, as under DDP"
+                f"the backend 'shardnet' moves dense tensors, and adds up sparse ones by all_reduce; got one of layout {tensor.layout}; "
+                "use .to_dense()"
             )
 
 

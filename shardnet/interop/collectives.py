@@ -23,6 +23,7 @@ from shardnet.interop.carrying import check, movable, premultiplied, put, put_al
 from shardnet.interop.ends import Ends
 from shardnet.interop.overloads import overloaded
 from shardnet.interop.profiled import show
+from shardnet.interop.sparse import sparse_all_reduce
 from shardnet.interop.work import AnySourceWork, Facts, Finish, PendingWork, Works
 from shardnet.uncompiled import uncompiled
 
@@ -53,8 +54,11 @@ class Collectives(dist.ProcessGroup):
         return _joined([self._all_reduce(each, opts) for each in tensors])
 
     def _all_reduce(self, tensor: Tensor, opts: Any) -> PendingWork:
-        check([tensor])
         how = reduction(opts.reduceOp, tensor.dtype)
+        if tensor.is_sparse:
+            pending, finish = sparse_all_reduce(self._backend, tensor, how, self._timeout(opts))
+            return self._work(pending, opts, [tensor], finish)
+        check([tensor])
         flat = reducible(premultiplied(tensor, how.factor), how.op)
         out = reducible(tensor, how.op) if tensor.is_contiguous() else torch.empty_like(flat)
         pending = self._backend.all_reduce(flat, how.op, out=out, timeout_s=self._timeout(opts), label=how.label)

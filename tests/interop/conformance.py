@@ -42,7 +42,6 @@ LEFT_OUT = {
     "test_monitored_barrier_gloo_subgroup": _MONITORED,
     "test_get_backend": "expects the name gloo",
     "test_new_subgroups_with_group_param": "needs four ranks, though it does not say so",
-    "test_sparse_all_reduce_sum": "sparse tensors are not carried",
     "test_SyncBatchNorm_process_group": "needs torchvision",
 }
 

@@ -1,0 +1,58 @@
+"""Sums of sparse tensors, such as the gradient of an `nn.Embedding(sparse=True)`.
+
+[Note: sparse sums] Each rank has other rows, and nobody knows how many the others have. So the ranks tell each other that first, and the
+call waits for it; then indices and values are gathered, and each rank adds up the same values in the same order. What is sent grows with
+the number of ranks, as with gloo, and pays as long as few rows are touched.
+"""
+
+from typing import Any
+
+import torch
+
+from shardnet.backend import Backend, Pending, ReduceOp
+from shardnet.errors import CollectiveMismatch, UsageError
+from shardnet.interop.carrying import Reducing, movable, premultiplied
+from shardnet.interop.work import Finish
+
+Tensor = torch.Tensor
+_LABEL = "a sum of sparse tensors"
+
+
+def sparse_all_reduce(backend: Backend, tensor: Tensor, how: Reducing, timeout_s: float) -> tuple[Pending[Any], Finish]:
+    """Begin one: what is pending, and what puts its result into `tensor`.
+
+    `tensor` is of layout sparse_coo and of one shape on all ranks, else CollectiveMismatch. A collective, which blocks until all ranks have
+    called it, and raises what that raises.
+    """
+    if how.op not in (ReduceOp.SUM, ReduceOp.MEAN) or how.cuts_mean or tensor.is_complex():
+        raise UsageError(
+            f"sparse tensors of real numbers have a sum, and a mean where they are of floating point; got {how.op} of {tensor.dtype}"
+        )
+    own = tensor.detach().coalesce()
+    values, dims = premultiplied(own.values(), how.factor), own.sparse_dim()
+    width = values.shape[1:].numel()
+    counts = _counts(backend, own, timeout_s)
+    places = [count * dims for count in counts]
+    indices = backend.all_gather(movable(own.indices()), sizes=places, timeout_s=timeout_s, label=_LABEL).quietly()
+    pending = backend.all_gather(movable(values), sizes=[count * width for count in counts], timeout_s=timeout_s, label=_LABEL)
+
+    def finish(gathered: Tensor) -> None:
+        where = torch.cat([part.view(dims, -1) for part in torch.split(indices.wait(), places)], dim=1)
+        total = torch.sparse_coo_tensor(where, gathered.view(-1, *values.shape[1:]), own.shape, check_invariants=False).coalesce()
+        with torch.no_grad():
+            tensor.copy_(total / len(counts) if how.op is ReduceOp.MEAN else total)
+
+    return pending, finish
+
+
+def _counts(backend: Backend, tensor: Tensor, timeout_s: float) -> list[int]:
+    """How many places each rank has values at."""
+    own = torch.tensor([[tensor._nnz(), tensor.sparse_dim(), *tensor.shape]], device="cpu")
+    (_, *shape), *_ = ranks = backend.all_gather(own, timeout_s=timeout_s, label=_LABEL).wait().tolist()
+    for rank, (_, *other) in enumerate(ranks):
+        if other != shape:
+            raise CollectiveMismatch(
+                f"{_LABEL}: rank 0 has one of shape {shape[1:]} with {shape[0]} sparse dimensions, but rank {rank} has one of shape "
+                f"{other[1:]} with {other[0]}"
+            )
+    return [count for count, *_ in ranks]
