@@ -7,8 +7,10 @@ around it an awaited forward would stay in float32. That a profiler watches a th
 
 import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.utils import _python_dispatch as dispatch
@@ -30,7 +32,7 @@ class Surroundings:
         self._function_modes = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
         self._dispatch_modes = dispatch._get_current_dispatch_mode_stack()
         self._hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # others are never asked
-        self._is_profiled = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+        self._is_profiled = torch._C._autograd._profiler_type() == torch._C._profiler.ActiveProfilerType.KINETO
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -45,17 +47,63 @@ class Surroundings:
             left.enter_context(using(self._stream))
             for device, dtype in self._autocasts:
                 left.enter_context(torch.autocast(device, dtype, cache_enabled=self._caches_casts))
-            # What follows not by `with`: the modes have been entered once, and a counter, say, begins anew with every time
             if self._hooks is not None:
-                torch._C._autograd._push_saved_tensors_default_hooks(*self._hooks)
-                left.callback(torch._C._autograd._pop_saved_tensors_default_hooks)
-            for mode in self._function_modes:
-                torch.overrides._push_mode(mode)  # type: ignore[no-untyped-call]
-                left.callback(torch.overrides._pop_mode)
-            for each in self._dispatch_modes:
-                dispatch._push_mode(each)
-                left.callback(dispatch._pop_mode, getattr(each, "_mode_key", None))
+                left.enter_context(_pushed(_SAVED_TENSORS, [self._hooks]))
+            if self._function_modes:
+                left.enter_context(_pushed(_FUNCTIONS, self._function_modes))
+            if self._dispatch_modes:
+                left.enter_context(_pushed(_OPERATIONS, self._dispatch_modes))
             yield
+
+
+@dataclass(frozen=True, slots=True)
+class _Stack:
+    """One of those that torch has for each thread. A mode has been entered once, and a counter, say, begins anew when it is entered again:
+    so it is only put there."""
+
+    push: Callable[[Any], None]
+    pop: Callable[[Any], object]  # given what is on top
+    top: Callable[[], Any]  # None: there is nothing
+
+
+@contextmanager
+def _pushed(stack: _Stack, entries: Sequence[Any]) -> Iterator[None]:
+    """Take out the same ones at the end: the program may have put others there, or taken some away."""
+    for entry in entries:
+        stack.push(entry)
+    try:
+        yield
+    finally:
+        there, ours = list[Any](), list(entries)
+        while ours and (top := stack.top()) is not None:
+            stack.pop(top)
+            if top in ours:
+                ours.remove(top)
+            else:
+                there.append(top)
+        for entry in reversed(there):
+            stack.push(entry)
+
+
+def _top_function_mode() -> Any:
+    return torch.overrides._get_current_function_mode()  # type: ignore[no-untyped-call]
+
+
+_SAVED_TENSORS = _Stack(
+    lambda hooks: torch._C._autograd._push_saved_tensors_default_hooks(*hooks),
+    lambda _: torch._C._autograd._pop_saved_tensors_default_hooks(),
+    lambda: torch._C._autograd._top_saved_tensors_default_hooks(False),
+)
+_FUNCTIONS = _Stack(
+    lambda mode: torch.overrides._push_mode(mode),  # type: ignore[no-untyped-call]
+    lambda _: torch.overrides._pop_mode(),  # type: ignore[no-untyped-call]
+    _top_function_mode,
+)
+_OPERATIONS = _Stack(
+    dispatch._push_mode,
+    lambda mode: dispatch._pop_mode(getattr(mode, "_mode_key", None)),
+    dispatch._get_current_dispatch_mode,
+)
 
 
 @functools.cache

@@ -55,7 +55,7 @@ def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
         if not received:
             raise
         raise Interrupted(received[-1]) from None
-    except Exception as error:
+    except (Exception, BaseExceptionGroup) as error:
         log.debug("the program has failed", exc_info=True)
         shorten(error)
         raise

@@ -33,27 +33,27 @@ def shorten(error: BaseException) -> None:
         each = left.pop()
         if id(each) not in known:
             known.add(id(each))
-            each.__traceback__ = _linked(_kept(each))
-            left += _shown_with(each)
+            BaseException.with_traceback(each, _linked(_kept(each)))  # not by assignment: classes exist that forbid it
+            left += (other for other in _shown_with(each) if isinstance(other, BaseException))
 
 
 def _kept(error: BaseException) -> list[TracebackType]:
     entries = list(_entries(error.__traceback__))
     own = [entry for entry in entries if not _is_in(entry.tb_frame, _ROOMS)]
-    if not own:  # it was raised and caught within our rooms
-        return entries
     if isinstance(error, ShardnetError):
         return own
+    if not own:  # it was raised and caught within our rooms
+        return entries
     *way, end = entries[entries.index(own[0]) :]
     return [*(entry for entry in way if not _is_in(entry.tb_frame, _PASSAGES)), end]
 
 
-def _shown_with(error: BaseException) -> Iterator[BaseException]:
+def _shown_with(error: BaseException) -> Iterator[object]:
     if isinstance(error, BaseExceptionGroup):
         yield from error.exceptions
-    before = error.__cause__ if error.__suppress_context__ else error.__cause__ or error.__context__
-    if before is not None:
-        yield before
+    yield error.__cause__
+    if not error.__suppress_context__:
+        yield error.__context__
 
 
 def _is_in(frame: FrameType, modules: tuple[str, ...]) -> bool:

@@ -68,7 +68,7 @@ async def _train(saboteur: Saboteur, count: int, figures: Scenario) -> None:
             assert all(isinstance(error, ShardnetError) for error in errors), errors
             stale = sum(rank.telemetry.stale_chunks for rank in ranks) - stale
             caught += bool(errors) or (harm is Harm.DUPLICATE and stale > 0)
-            assert took_s <= TIMEOUTS.collective_s + within_s(0.5)
+            assert took_s <= TIMEOUTS.collective_s + within_s(0.5, room=3.0)
             outcomes[f"{harm}: {type(errors[0]).__name__ if errors else 'stale' if stale else 'unnoticed'}"] += 1
             if errors:
                 figures.detected_s.append(took_s)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardnet.fsdp import AsyncFSDP
@@ -146,6 +146,34 @@ async def test_an_error_leaves_nothing_behind(model: AsyncFSDP) -> None:
     assert (output.dtype, made.device.type) == (torch.float32, "cpu")
     assert await model.run(torch._C._autograd._top_saved_tensors_default_hooks, False) is None
     assert await model.run(torch._C._len_torch_dispatch_stack) == await model.run(torch._C._len_torch_function_stack) == 0
+
+
+async def test_what_the_program_leaves_there_stays_and_nothing_else(model: AsyncFSDP) -> None:
+    """A function that is run may enter what it does not leave, and leave what others have entered."""
+    kept, mode = list[Tensor](), Operations([], "kept")
+    entered = contextlib.ExitStack()
+    with Functions(), Operations([], "carried"), saved_tensors([]), saved_tensors([]):
+        await model.run(torch.set_default_device, "cpu")
+        await model.run(entered.enter_context, mode)
+        await model.run(entered.enter_context, saved_tensors(kept))
+    assert [each.device.type for each in await model.run(torch.overrides._get_current_function_mode_stack)] == ["cpu"]
+    assert await model.run(_get_current_dispatch_mode_stack) == [mode]
+    await model(X)
+    assert (mode.seen, bool(kept)) == (["kept"] * 2, True)
+    with Functions():
+        await model.run(torch.set_default_device, None)
+    await model.run(entered.close)
+    assert await model.run(torch.overrides._get_current_function_mode_stack) == []
+    assert await model.run(_get_current_dispatch_mode_stack) == []
+    assert await model.run(torch._C._autograd._top_saved_tensors_default_hooks, False) is None
+
+
+async def test_a_mode_that_was_entered_twice(model: AsyncFSDP) -> None:
+    mode = Operations([], "")
+    with mode, torch.device("cpu"), mode:
+        await model(X)
+    assert len(mode.seen) == 4
+    assert await model.run(_get_current_dispatch_mode_stack) == []
 
 
 async def test_who_profiles_one_thread_is_told(model: AsyncFSDP, caplog: pytest.LogCaptureFixture) -> None:

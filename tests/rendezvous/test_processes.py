@@ -22,7 +22,7 @@ from tests.rendezvous.process import command
 from tests.shared_loop import on_shared_loop
 
 ROOT = Path(__file__).resolve().parents[2]
-FROZEN_WITHIN_S = within_s(4.0)  # design: a frozen or cut-off worker is named within this time
+FROZEN_WITHIN_S = 3.0 + within_s(1.0)  # design: a frozen or cut-off worker is named within 4 s, 1.5 x suspect_s and a second
 DEAD_WITHIN_S = within_s(1.0)
 
 

@@ -37,7 +37,8 @@ class Console:
         self.interactive = self.err.isatty()  # the bar is drawn on stderr, so that stdout can be redirected
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shardnet-console")
         self._bar: _Bar | None = None
-        self._recent: deque[str] = deque(maxlen=_RECENT_LINES)
+        self._recent: deque[str] = deque(maxlen=_RECENT_LINES)  # without their prefixes
+        self._is_one_place = self.out.isatty() == self.err.isatty()  # as far as one can tell
         self.told = Told()
 
     def __enter__(self) -> Self:
@@ -53,24 +54,28 @@ class Console:
             return f"[{label}] "
         return f"\x1b[{_COLOURS[number % len(_COLOURS)]}m[{label}]\x1b[0m "
 
-    async def write(self, stream: TextIO, text: str) -> None:
-        """Write `text`, whole lines, to `self.out` or `self.err`; returns when it is written. Raises OSError.
+    async def write(self, stream: TextIO, lines: Sequence[str], prefix: str = "") -> None:
+        """Write lines to `self.out` or `self.err`, each behind the prefix; returns when they are written. Raises OSError.
 
         Cancelling does not take back what was given.
         """
-        self._recent += text.splitlines()
+        if stream is self.err or self._is_one_place:
+            self._note(lines)
+        text = "".join(f"{prefix}{line}\n" for line in lines)
         await asyncio.get_running_loop().run_in_executor(self._thread, self._write, stream, text)
 
     def say(self, text: str) -> None:
         """Write a line of the launcher's own to stderr, without waiting for it; fit for signal handlers of the loop."""
-        self._recent += text.splitlines()
+        self._note(text.split("\n"))
         self._thread.submit(self._write, self.err, f"shardnet: {text}\n")
 
     def ends_with(self, lines: Sequence[str]) -> bool:
-        """Whether these are what was written last, whatever stood before each in its line."""
-        if len(lines) > len(self._recent):
-            return False
-        return all(recent.endswith(line) for recent, line in zip(reversed(self._recent), reversed(lines), strict=False))
+        """Whether these are what was written last where the launcher speaks, each behind any prefix."""
+        return list(lines) == list(self._recent)[max(0, len(self._recent) - len(lines)) :]
+
+    def _note(self, lines: Sequence[str]) -> None:
+        self._recent += lines
+        self.told.count(len(lines))
 
     async def draw_bar(self, step: int, total: int, text: str) -> None:
         """Draw or redraw the bar. It is there from the first call on."""

@@ -10,7 +10,7 @@ from typing import TextIO
 from shardnet.cli.launch.console import Console
 from shardnet.cli.launch.lines import Line, LineSplitter
 from shardnet.cli.launch.pipe import Pipe
-from shardnet.cli.launch.tracebacks import HELD_S, Tracebacks
+from shardnet.cli.launch.tracebacks import Tracebacks
 
 TAIL_LINES = 20
 REDRAW_S = 1.0  # of lines that overwrite each other, one in this time is shown; a worker's own progress bar draws many more
@@ -19,15 +19,15 @@ REDRAW_S = 1.0  # of lines that overwrite each other, one in this time is shown;
 class Output:
     """Prefixes every line and remembers the last ones; lives as long as the stream.
 
-    label   what the worker is called
-    prefix  of its lines; both are asked for again and again, because a worker's rank is known only after it has joined
+    prefix      asked for every batch of lines, because a worker's rank is known only after it has joined
+    tracebacks  for a stream in which they are looked for
     """
 
-    def __init__(self, console: Console, stream: TextIO, label: Callable[[], str], prefix: Callable[[TextIO], str]) -> None:
+    def __init__(self, console: Console, stream: TextIO, prefix: Callable[[TextIO], str], tracebacks: Tracebacks | None = None) -> None:
         self._console = console
         self._stream = stream
         self._prefix = prefix
-        self._tracebacks = Tracebacks(console.told, label)
+        self._tracebacks = tracebacks
         self._splitter = LineSplitter()
         self._redraw_at_s = 0.0
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
@@ -43,21 +43,22 @@ class Output:
             while data := await self._read(pipe):
                 await self._write(self._shown(self._splitter.feed(data)))
         finally:
-            await self._write([*self._shown(self._splitter.finish()), *self._tracebacks.release()])
+            await self._write([*self._shown(self._splitter.finish()), *self._released()])
 
     async def _read(self, pipe: Pipe) -> bytes:
-        while self._tracebacks.is_within:
+        while self._tracebacks is not None and (held_s := self._tracebacks.held_s) is not None:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(HELD_S):
+                async with asyncio.timeout(held_s):
                     return await pipe.read()
-            await self._write(self._tracebacks.release())
+            await self._write(self._released())
         return await pipe.read()
 
+    def _released(self) -> list[str]:
+        return [] if self._tracebacks is None else self._tracebacks.release()
+
     async def _write(self, lines: Iterable[str]) -> None:
-        prefix = self._prefix(self._stream)
-        text = "".join(f"{prefix}{line}\n" for line in lines)
-        if text:
-            await self._console.write(self._stream, text)
+        if lines := list(lines):
+            await self._console.write(self._stream, lines, self._prefix(self._stream))
 
     def _shown(self, lines: Iterable[Line]) -> Iterator[str]:
         for line in lines:
@@ -65,7 +66,7 @@ class Output:
                 if time.monotonic() < self._redraw_at_s:
                     continue
                 self._redraw_at_s = time.monotonic() + REDRAW_S
-                yield line.text
+                yield from [*self._released(), line.text]
             else:
                 self._tail.append(line.text)
-                yield from self._tracebacks.feed(line.text)
+                yield from [line.text] if self._tracebacks is None else self._tracebacks.feed(line.text)

@@ -30,6 +30,7 @@ class Place:
             environment = {**environment, "SHARDNET_REPLACEMENT": "1"}
             # the others may have closed ranks meanwhile, so that its old one is another's until it reports
             self._worker = Worker(self._worker.local_rank, self._console, unique_here=False)
+            self._console.told.forget()
         self._taken = True
         return await self._worker.run(self._start, environment)
 

@@ -14,6 +14,7 @@ from shardnet.cli.launch.failure import Exit
 from shardnet.cli.launch.output import Output
 from shardnet.cli.launch.pipe import Pipe
 from shardnet.cli.launch.start import Process, Start
+from shardnet.cli.launch.tracebacks import Tracebacks
 
 STRAGGLER_S = 1.0  # waiting for bytes after which a pipe that outlives its worker's whole process group is given up
 
@@ -49,7 +50,8 @@ class Worker:
         self._process: Process | None = None
         self._was_ended = False
         self._early: int | None = None  # a signal that came before the process was there
-        self._stdout, self._stderr = (Output(console, stream, lambda: self.label, self._prefix) for stream in (console.out, console.err))
+        self._stdout = Output(console, console.out, self._prefix)
+        self._stderr = Output(console, console.err, self._prefix, Tracebacks(console.told, lambda: self.label))
 
     @property
     def running(self) -> bool:
