@@ -5,7 +5,7 @@ import contextvars
 import inspect
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
@@ -17,7 +17,7 @@ from shardnet.errors import ClosedError, StateError, UsageError
 from shardnet.fsdp.compression import Compression
 from shardnet.fsdp.grad_scaler import GradScaler
 from shardnet.fsdp.initial_values import InitFunction
-from shardnet.fsdp.optimizers import check_optimizer
+from shardnet.fsdp.optimizers import check_state
 from shardnet.fsdp.placement import UnitChoice
 from shardnet.fsdp.precision import MixedPrecision
 from shardnet.fsdp.state import FullState
@@ -29,6 +29,11 @@ from shardnet.sharding import ShardingStrategy
 P = ParamSpec("P")
 T = TypeVar("T")
 Tensor = torch.Tensor
+
+_SYNC = nullcontext()
+_CONVERSIONS = frozenset({"bfloat16", "cpu", "cuda", "double", "float", "half", "to", "to_empty", "type"})
+# The models whose `no_sync` the caller is within. Each call looks when it is made: it may run when others are made elsewhere.
+_adding_up: contextvars.ContextVar[frozenset["AsyncFSDP"]] = contextvars.ContextVar("adding up", default=frozenset())
 
 
 class AsyncFSDP:
@@ -95,11 +100,11 @@ class AsyncFSDP:
         """Call a function on the compute thread. Raises ClosedError after `aclose`."""
         if self._closed:
             raise ClosedError("this model was closed, by aclose() or with its cluster or epoch; make it anew with cluster.shard()")
-        call, surroundings = contextvars.copy_context().run, Surroundings()
+        call, surroundings, adds_up = contextvars.copy_context().run, Surroundings(), self in _adding_up.get()
 
         def work() -> T:
             # torch has one thread for the backwards of all models on a GPU, where those of several ranks would wait for each other
-            with torch.autograd.set_multithreading_enabled(False), surroundings.entered():
+            with torch.autograd.set_multithreading_enabled(False), surroundings.entered(), self.fsdp.no_sync() if adds_up else _SYNC:
                 return call(function, *args, **kwargs)
 
         return await asyncio.wrap_future(self._thread.submit(work))
@@ -114,21 +119,28 @@ class AsyncFSDP:
         """Forward without gradients, in the mode that the module is in: `model.eval()` switches dropout off."""
         return await self.run(_without_gradients, self.fsdp, *args, **kwargs)
 
-    async def backward(self, loss: Tensor, gradient: Tensor | None = None) -> None:
+    async def backward(self, loss: Tensor, gradient: Tensor | None = None, *, retain_graph: bool = False) -> None:
         """`loss.backward()`; when it returns the gradients are reduced, unless within `no_sync`.
 
         Raises UsageError for a loss that is no tensor.
         """
         _check_loss(loss)
-        await self.run(loss.backward, gradient)
+        await self.run(loss.backward, gradient, retain_graph)
 
     async def step(self, optimizer: torch.optim.Optimizer, scaler: GradScaler | None = None) -> None:
         """`optimizer.step()`; with a `scaler` its `step(optimizer)` and `update()`. That is a collective.
 
         The loss comes from `scaler.scale(loss)`. To clip, `await model.run(scaler.unscale_, optimizer)` first; with several
         optimizers, run the scaler's methods yourself, as `update` is for once in an iteration.
+
+        Raises what `FSDP.check_step` does, UsageError for torch's own scaler, and StateError for an optimizer's state that does not fit.
         """
-        await self.run(_step, optimizer, scaler)
+        if scaler is not None and not isinstance(scaler, GradScaler):
+            raise UsageError(
+                f"each rank would skip steps by its own slices of gradients with a {type(scaler).__module__}.{type(scaler).__name__}; "
+                "use shardnet.fsdp.GradScaler(backend)"
+            )
+        await self.run(_step, self.fsdp, optimizer, scaler)
 
     def step_in_backward(self, *optimizers: torch.optim.Optimizer) -> None:
         """See `FSDP.step_in_backward`. Not while a call is under way."""
@@ -138,9 +150,19 @@ class AsyncFSDP:
         """See `FSDP.clip_grad_norm_`."""
         return await self.run(self.fsdp.clip_grad_norm_, max_norm, norm_type)
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        """See `FSDP.no_sync`. Await the backwards within it before leaving it."""
-        return self.fsdp.no_sync()
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """See `FSDP.no_sync`. For the backwards that this task, and tasks that it makes within, call within it."""
+        before = _adding_up.get()
+        _adding_up.set(before | {self})
+        try:
+            yield
+        finally:
+            _adding_up.set(before)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """See `FSDP.zero_grad`. Not while a call is under way."""
+        self.fsdp.zero_grad(set_to_none)
 
     def uneven(
         self, batches: Iterable[T], *, samples: Callable[[T], int] = count_samples, accumulate: int = 1, dummy: T | None = None
@@ -171,7 +193,12 @@ class AsyncFSDP:
         """See `FSDP.load_full_state_dict`."""
         return await self.run(self.fsdp.load_full_state_dict, full, strict=strict)
 
+    def __reduce_ex__(self, protocol: object) -> Any:
+        return self.fsdp.__reduce_ex__(protocol)
+
     def __getattr__(self, name: str) -> Any:
+        if name in _CONVERSIONS:
+            raise AttributeError(f"a sharded model cannot be moved or converted: call .{name}() on the module before you shard it")
         inside = {} if name.startswith("_") or self._fsdp is None else {"fsdp": self._fsdp, "fsdp.module": self._fsdp.module}
         for path, owner in inside.items():
             if hasattr(owner, name):
@@ -214,13 +241,17 @@ class AsyncFSDP:
         await asyncio.to_thread(self._thread.shutdown)
 
 
-def _step(optimizer: torch.optim.Optimizer, scaler: GradScaler | None) -> None:
-    check_optimizer(optimizer)
-    if scaler is None:
-        optimizer.step()
-    else:
-        scaler.step(optimizer)
-        scaler.update()
+def _step(fsdp: FSDP, optimizer: torch.optim.Optimizer, scaler: GradScaler | None) -> None:
+    fsdp.check_step(optimizer)
+    try:
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+    except RuntimeError:
+        check_state(optimizer)
+        raise
 
 
 @torch.no_grad()

@@ -8,13 +8,14 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from shardnet.errors import StateError
+from shardnet.fsdp.known import KnownParameters
 from shardnet.fsdp.precision import MixedPrecision
 from shardnet.fsdp.runtime import Runtime
 from shardnet.fsdp.unit import Unit
 from shardnet.uncompiled import uncompiled
 
 
-def attach(unit: Unit, runtime: Runtime, precision: MixedPrecision, *, outermost: bool) -> list[RemovableHandle]:
+def attach(unit: Unit, runtime: Runtime, precision: MixedPrecision, *, outermost: bool, known: KnownParameters) -> list[RemovableHandle]:
     """Call the runtime around every forward of the unit's module, and cast what goes in and, if it is the outermost, comes out.
 
     Autograd's hooks are set by the runtime, forward by forward: on inputs that are cast and on outputs that are not yet, so
@@ -25,6 +26,8 @@ def attach(unit: Unit, runtime: Runtime, precision: MixedPrecision, *, outermost
     @uncompiled
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         _refuse_copy(unit, is_own=module is unit.module)
+        if outermost and not runtime.is_called:  # past the wrapper, which has looked
+            known.check()
         inputs = precision.cast_inputs(args, kwargs)
         runtime.before_forward(unit, inputs)
         return inputs

@@ -37,5 +37,5 @@ class KnownParameters:
         name = next(name for name, other in self._module.named_parameters() if other is parameter)
         return StateError(
             f"{name} was put into the model after it was sharded, and ranks would train it apart: change the module before you shard it, "
-            "or unwrap() it, change it and shard it anew"
+            "or unwrap() it, change it and shard it anew (torch.func.functional_call, which does so for a moment, has no way here)"
         )

@@ -163,6 +163,11 @@ class Runtime:
     def end_call(self, before: int | None) -> None:
         self._caller = before
 
+    @property
+    def is_called(self) -> bool:
+        """Whether a call of the model, of a unit or of a part is under way."""
+        return self._caller is not None or bool(self._calls) or self._backward is not None
+
     def computes_here(self) -> bool:
         """Whether this thread is within a forward or backward of the model."""
         thread = threading.get_ident()
@@ -338,6 +343,12 @@ class Runtime:
     def unreduced(self) -> bool:
         """Whether gradients wait for a reduction."""
         return bool(self._unreduced)
+
+    def drop_unreduced(self) -> None:
+        """Between passes."""
+        for unit in self._unreduced:
+            unit.drop_gradients()
+        self._unreduced.clear()
 
     def step_in_backward(self, steps: BackwardSteps | None, *, gathers_ahead: bool) -> None:
         """From the next backward on; None: no more. `gathers_ahead`: the next forward's first units are gathered behind them."""

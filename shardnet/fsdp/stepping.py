@@ -24,7 +24,7 @@ class BackwardSteps:
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], groups: Sequence[FlatGroup], timeline: Timeline) -> None:
         """Raises UsageError for optimizers of other parameters, or with gradients already, and for a parameter that none has."""
-        self._optimizers = tuple(optimizers)
+        self.optimizers = tuple(optimizers)
         self._groups = tuple(groups)
         self._timeline = timeline
         self._stepped: set[FlatGroup] = set()  # or put aside, in the backward that is under way
@@ -73,7 +73,7 @@ class BackwardSteps:
         computing, self.under_way = self._timeline.computing, True
         self._timeline.compute(OPTIMIZER)
         try:
-            for optimizer in self._optimizers:
+            for optimizer in self.optimizers:
                 optimizer.step()
         finally:
             self.under_way = False
@@ -84,7 +84,7 @@ class BackwardSteps:
     def _check(self) -> None:
         own = {id(parameter): name for group in self._groups for parameter, name in zip(group.originals, group.names, strict=True)}
         held: set[int] = set()
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             check_optimizer(optimizer)
             for parameter in (parameter for options in optimizer.param_groups for parameter in options["params"]):
                 held.add(id(parameter))

@@ -24,6 +24,7 @@ from shardnet.fsdp.initial_values import InitFunction, InitialValues
 from shardnet.fsdp.known import KnownParameters
 from shardnet.fsdp.memory import MemoryMeter
 from shardnet.fsdp.meta import MetaModel, is_on_meta
+from shardnet.fsdp.optimizers import check_optimizer
 from shardnet.fsdp.placement import UnitChoice, parts_of, plan_units
 from shardnet.fsdp.pool import BufferPool
 from shardnet.fsdp.precision import MixedPrecision
@@ -155,11 +156,15 @@ class FSDP(nn.Module):
         copy_buffers_from_root(module, self._comms, ignored)
         process.return_freed_memory()  # the whole model's, in the gaps of which a step would find no room
         self._runtime = Runtime(self.units, self._comms, prefetch, keep=resharding.keep)
-        self._hooks = [handle for unit in self.units for handle in attach(unit, self._runtime, precision, outermost=unit.module is module)]
+        self._known = KnownParameters(module, self.groups, ignored)
+        self._hooks = [
+            handle
+            for unit in self.units
+            for handle in attach(unit, self._runtime, precision, outermost=unit.module is module, known=self._known)
+        ]
         if plans[0].parameters:
             self._hooks += attach_to_parts(self.units[0], parts_of(plans[0], plans), self._runtime, precision)
         watch_parameters(module, self.groups, self._runtime.computes_here)
-        self._known = KnownParameters(module, self.groups, ignored)
         self._hooks.append(module.register_state_dict_pre_hook(state.refuse_slices))  # type: ignore[no-untyped-call]  # torch has no annotation for it
 
     @property
@@ -193,7 +198,7 @@ class FSDP(nn.Module):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward within it only adds up gradients on this rank, in full size; the next backward outside, or
-        `sync_gradients`, reduces the sum. Enter and leave it on all ranks alike."""
+        `sync_gradients`, reduces the sum. Enter and leave it on all ranks alike. No `zero_grad` but the model's own drops them."""
         before, self._runtime.synchronise = self._runtime.synchronise, False
         try:
             yield
@@ -226,6 +231,29 @@ class FSDP(nn.Module):
         has nothing to compute on.
         """
         return UnevenSteps(batches, self._comms, samples=samples, accumulate=accumulate, dummy=dummy)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients, also those that `no_sync` has added up, of which an optimizer's `zero_grad` knows nothing."""
+        self._runtime.drop_unreduced()
+        super().zero_grad(set_to_none)
+
+    def check_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise what is wrong about `optimizer.step()` now: UsageError for an optimizer that sharded parameters are not for; and if it has
+        parameters of this model, StateError while gradients of `no_sync` are not reduced, and, with `step_in_backward`, UsageError for one
+        that was not given to it. `AsyncFSDP.step` asks."""
+        check_optimizer(optimizer)
+        if not self._runtime.unreduced and self._runtime.steps is None:
+            return
+        own = {id(parameter) for group in self.groups for parameter in group.originals}
+        if not any(id(parameter) in own for options in optimizer.param_groups for parameter in options["params"]):
+            return
+        if self._runtime.unreduced:
+            raise StateError(
+                "gradients of no_sync() are not reduced yet, so there is nothing to step with: have the last backward of a step outside of "
+                "it, or call sync_gradients() before"
+            )
+        if self._runtime.steps is not None and optimizer not in self._runtime.steps.optimizers:
+            raise UsageError("backward steps the optimizers that step_in_backward() was given, of which this is none: give it this one")
 
     def sync_gradients(self) -> None:
         """Reduce gradients that no backward has reduced; a missing one counts as zeros. Always the mean. A collective.

@@ -42,6 +42,7 @@ class Cluster:
         self._seat = Seat(backend, topology)
         self._station: Station | None = None
         self._models: list[AsyncFSDP] = []
+        self._sharding = asyncio.Lock()
         self._recorders: list[PerformanceRecorder] = []
         self._tracker = Tracker(None)
 
@@ -103,23 +104,25 @@ class Cluster:
         device: torch.device | str | None = None,
         cpu_offload: bool = False,
     ) -> AsyncFSDP:
-        """Shard a module over the cluster; see `FSDP` for the arguments. All ranks must call it. Closed with the cluster."""
-        model = await AsyncFSDP(
-            module,
-            self.backend,
-            units=units,
-            strategy=strategy,
-            intra_node_size=intra_node_size,
-            prefetch=prefetch,
-            mixed_precision=mixed_precision,
-            reshard_after_forward=reshard_after_forward,
-            compression=compression,
-            ignored_modules=ignored_modules,
-            param_init_fn=param_init_fn,
-            initial_state=initial_state,
-            device=device,
-            cpu_offload=cpu_offload,
-        )
+        """Shard a module over the cluster; see `FSDP` for the arguments. All ranks must call it; calls at the same time take turns, in the
+        order in which they were made. Closed with the cluster."""
+        async with self._sharding:
+            model = await AsyncFSDP(
+                module,
+                self.backend,
+                units=units,
+                strategy=strategy,
+                intra_node_size=intra_node_size,
+                prefetch=prefetch,
+                mixed_precision=mixed_precision,
+                reshard_after_forward=reshard_after_forward,
+                compression=compression,
+                ignored_modules=ignored_modules,
+                param_init_fn=param_init_fn,
+                initial_state=initial_state,
+                device=device,
+                cpu_offload=cpu_offload,
+            )
         self._models.append(model)
         return model
 
@@ -132,10 +135,11 @@ class Cluster:
         self._recorders.append(recorder)
         return recorder
 
-    async def mean(self, value: float, *, weight: float = 1.0) -> float:
-        """The weighted mean of a number over ranks, NaN if all weights are 0; all ranks must call it."""
+    async def mean(self, value: float, *, weight: float = 1.0, label: str = "mean") -> float:
+        """The weighted mean of a number over ranks, NaN if all weights are 0; all ranks must call it, and several tasks in the same order.
+        With a `label` of its own one that meets another is a CollectiveMismatch."""
         weighted = torch.tensor([value * weight, weight], dtype=torch.float64, device="cpu")
-        total, weights = (await self.backend.all_reduce(weighted, label="mean")).tolist()
+        total, weights = (await self.backend.all_reduce(weighted, label=label)).tolist()
         return float(total / weights) if weights else float("nan")
 
     def report(

@@ -58,6 +58,7 @@ BLOCKS: dict[str, list[Run | Fragment]] = {
         Run("tests/interop/test_docs.py::test_the_program_of_the_page"),
         Fragment("its loop stands in tests/interop/recoveries.py, with what goes wrong in it"),
     ],
+    "docs/scripts.md": [Run("tests/fsdp/test_scripts.py::test_an_average_of_the_weights")],
     "docs/testing.md": [
         Run("tests/testing/test_docs.py::test_the_page"),
         Run("tests/testing/test_docs.py::test_the_page"),

@@ -125,6 +125,41 @@ async def test_gradients_accumulate_within_no_sync(backends: list[LoopbackBacken
     await asyncio.gather(*(work(backend) for backend in backends))
 
 
+async def test_a_backward_is_within_no_sync_if_it_is_called_there(backends: list[LoopbackBackend]) -> None:
+    """Whenever it runs, and whatever other tasks are within."""
+
+    async def work(backend: LoopbackBackend) -> None:
+        async with AsyncFSDP(Weighted(), backend) as model:
+
+            def gradients() -> list[list[float]]:
+                return [parameter.grad.tolist() for parameter in model.parameters() if parameter.grad is not None]
+
+            async def elsewhere() -> None:
+                with model.no_sync():
+                    inside.set()
+                    await left.wait()
+
+            x, inside, left = torch.tensor(1.0), asyncio.Event(), asyncio.Event()
+            losses = [await model(x) for _ in range(3)]
+            early = asyncio.ensure_future(model.backward(losses[0]))
+            await asyncio.sleep(0)
+            other = asyncio.ensure_future(elsewhere())
+            await inside.wait()
+            with model.no_sync():
+                await early
+                assert gradients() == [[1, 1]]
+                within = asyncio.ensure_future(model.backward(losses[1]))
+                await asyncio.sleep(0)
+            await within
+            assert gradients() == [[1, 1]]
+            await model.backward(losses[2])  # another task is within
+            assert gradients() == [[3, 3]]
+            left.set()
+            await other
+
+    await asyncio.gather(*(work(backend) for backend in backends))
+
+
 async def test_use_before_it_is_made_is_refused(backends: list[LoopbackBackend]) -> None:
     model = AsyncFSDP(Weighted(), backends[0])
     with pytest.raises(StateError, match="async with"):

@@ -1,6 +1,9 @@
 """What is done to a sharded model, or with it, that would go wrong in silence."""
 
-from collections.abc import Callable
+import asyncio
+import contextlib
+import pickle
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 import torch
@@ -16,6 +19,14 @@ from tests.fsdp.stacks import WIDTH, Layer, Stack, stack_of
 
 def batch() -> torch.Tensor:
     return torch.ones(2, WIDTH)
+
+
+@contextlib.asynccontextmanager
+async def alone() -> AsyncIterator[AsyncFSDP]:
+    (backend,) = LoopbackBackend.create_group(1)
+    async with AsyncFSDP(Stack(), backend, units=[Layer]) as model:
+        yield model
+    await backend.aclose()
 
 
 def new_head(stack: Stack) -> str:
@@ -40,7 +51,7 @@ def test_parameters_that_came_later_are_refused(change: Callable[[Stack], str], 
         model = FSDP(Stack(), backend, units=[Layer])
         model(batch()).sum().backward()
         name = change(stack_of(model))
-        with pytest.raises(StateError, match=rf"^{name} was put into the model after it was sharded, .* shard it anew$"):
+        with pytest.raises(StateError, match=rf"^{name} was put into the model after it was sharded, .* shard it anew \("):
             use(model)
 
     run_ranks(2, work)
@@ -78,20 +89,103 @@ def test_what_is_no_backend_is_told() -> None:
 
 @pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.Adafactor])
 async def test_optimizers_that_look_beyond_elements_are_refused(kind: Callable[..., torch.optim.Optimizer]) -> None:
-    (alone,) = LoopbackBackend.create_group(1)
-    async with AsyncFSDP(Stack(), alone, units=[Layer]) as model:
+    async with alone() as model:
         for step in (model.step, lambda optimizer: model.run(model.step_in_backward, optimizer)):
             with pytest.raises(UsageError, match=r"^(LBFGS|Adafactor) cannot step what is sharded, such as the parameters of "):
                 await step(kind(model.parameters()))
-    await alone.aclose()
+
+
+@pytest.mark.parametrize("inner", [True, False])
+def test_functional_calls_are_refused(inner: bool) -> None:
+    """They put other parameters into the module for a moment, which gathering would overwrite: the given ones too."""
+
+    def work(backend: Backend) -> None:
+        model = FSDP(Stack(), backend, units=[Layer])
+        own = model(batch())
+        prefix, called = ("", model.module) if inner else ("module.", model)
+        given = {f"{prefix}{name}": torch.ones_like(value) for name, value in model.full_state_dict().items()}
+        with pytest.raises(StateError, match=r"was put into the model after it was sharded.* \(torch\.func\.functional_call, which"):
+            torch.func.functional_call(called, given, (batch(),))
+        assert all((value == 1).all() for value in given.values())
+        assert torch.equal(model(batch()), own)
+
+    run_ranks(2, work)
+
+
+async def test_a_step_before_the_reduction_is_refused() -> None:
+    async with alone() as model:
+        optimizer, others = torch.optim.SGD(model.parameters(), lr=1.0), torch.optim.SGD(nn.Linear(1, 1).parameters())
+        with model.no_sync():
+            await model.backward((await model(batch())).sum())
+        with pytest.raises(
+            StateError, match=r"no_sync\(\) are not reduced yet, so there is nothing to step with.* call sync_gradients\(\) before"
+        ):
+            await model.step(optimizer)
+        await model.step(others)
+        await model.run(model.fsdp.sync_gradients)
+        await model.step(optimizer)
+
+
+async def test_another_optimizer_than_those_that_step_in_backward_is_refused() -> None:
+    async with alone() as model:
+        first, second = (torch.optim.SGD(model.parameters(), lr=1.0) for _ in range(2))
+        model.step_in_backward(first)
+        await model.backward((await model(batch())).sum())
+        await model.step(first)  # finds nothing to do
+        await model.step(torch.optim.SGD(nn.Linear(1, 1).parameters()))
+        with pytest.raises(UsageError, match=r"step_in_backward\(\) was given, of which this is none: give it this one"):
+            await model.step(second)
+        model.step_in_backward(second)
+        await model.step(second)
+
+
+async def test_a_scaler_that_looks_at_slices_alone_is_refused() -> None:
+    async with alone() as model:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with pytest.raises(UsageError, match=r"torch\.amp\.grad_scaler\.GradScaler; use shardnet\.fsdp\.GradScaler\(backend\)"):
+            await model.step(optimizer, torch.amp.GradScaler("cpu"))  # type: ignore[arg-type]  # that is the misuse
+
+
+def test_state_that_does_not_fit_is_named() -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("another error")
+
+    def work(backend: Backend) -> None:
+        async def train() -> None:
+            async with AsyncFSDP(Stack(), backend, units=[Layer]) as model:
+                whole = torch.optim.Adam(Stack().parameters())
+                for parameter in whole.param_groups[0]["params"]:
+                    parameter.grad = torch.ones_like(parameter)
+                whole.step()
+                optimizer = torch.optim.Adam(model.parameters())
+                optimizer.load_state_dict(whole.state_dict())
+                await model.backward((await model(batch())).sum())
+                with pytest.raises(
+                    StateError, match=r"the state 'exp_avg' of a parameter of .* has shape .*, and this rank's slice has \["
+                ):
+                    await model.step(optimizer)
+                other = torch.optim.SGD(model.parameters())
+                other.register_step_pre_hook(fails)
+                with pytest.raises(RuntimeError, match="another error"):
+                    await model.step(other)
+
+        asyncio.run(train())
+
+    run_ranks(2, work)
+
+
+async def test_a_sharded_model_is_not_copied_and_not_converted() -> None:
+    async with alone() as model:
+        with pytest.raises(StateError, match="cannot be copied or pickled"):
+            pickle.dumps(model)
+        with pytest.raises(AttributeError, match=r"cannot be moved or converted: call \.half\(\) on the module before you shard it"):
+            model.half  # noqa: B018
 
 
 async def test_names_of_the_model_inside_are_pointed_at_by_async_models() -> None:
-    (alone,) = LoopbackBackend.create_group(1)
-    async with AsyncFSDP(Stack(), alone, units=[Layer]) as model:
+    async with alone() as model:
         for name, where in (("named_parameters", "fsdp"), ("unwrap", "fsdp"), ("head", r"fsdp\.module")):
             with pytest.raises(AttributeError, match=rf"has no attribute '{name}', but its \w+ has: use model\.{where}\.{name}, and what"):
                 getattr(model, name)
         with pytest.raises(AttributeError, match="object has no attribute 'no_such'"):
             model.no_such  # noqa: B018
-    await alone.aclose()

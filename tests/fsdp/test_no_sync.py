@@ -66,3 +66,23 @@ def test_what_no_sync_left_is_reduced_once() -> None:
         assert backend.telemetry.ops["reduce_scatter"].count == 2 * once
 
     run_ranks(2, work)
+
+
+@pytest.mark.parametrize("strategy", [FULL, NONE])
+def test_the_models_own_zero_grad_drops_them(strategy: ShardingStrategy) -> None:
+    def work(backend: Backend) -> None:
+        def gradients() -> list[Tensor]:
+            square_loss(model, backend.rank).backward()  # type: ignore[no-untyped-call]
+            return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+        model = FSDP(seeded(Stack)(), backend, units=[Layer], strategy=strategy)
+        meant = gradients()
+        model.zero_grad()
+        with model.no_sync():
+            square_loss(model, 7).backward()  # type: ignore[no-untyped-call]
+        model.zero_grad()
+        found = gradients()
+        assert len(found) == len(meant) > 0
+        assert all(map(torch.equal, found, meant))
+
+    run_ranks(2, work)

@@ -1,0 +1,86 @@
+"""What docs/scripts.md says of a training script."""
+
+import asyncio
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from shardnet import AsyncFSDP, Cluster
+from shardnet.errors import CollectiveMismatch
+from shardnet.testing import ClusterRunner
+from tests.docs.test_blocks import ROOT, blocks
+from tests.fsdp.models import Block, loss_of, make_gpt, token_batches
+
+DECAY, STEPS = 0.9, 4
+
+
+async def trains(cluster: Cluster) -> list[dict[str, torch.Tensor]]:
+    names: dict[str, Any] = {"torch": torch, "copy": copy}
+    (program,) = blocks(ROOT / "docs" / "scripts.md")
+    exec(program, names)
+    module = make_gpt()
+    average: AsyncFSDP = await names["average_of"](cluster, module, (Block,))
+    model = await cluster.shard(module, (Block,))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in token_batches(STEPS, 4):
+        await model.backward(await model.run(loss_of, model.fsdp, batch.chunk(2)[cluster.rank]))
+        await model.step(optimizer)
+        optimizer.zero_grad()
+        names["follow"](average, model, DECAY)
+    return [await average.full_state_dict()]
+
+
+def test_an_average_of_the_weights() -> None:
+    model = make_gpt()
+    average = AveragedModel(copy.deepcopy(model), multi_avg_fn=get_ema_multi_avg_fn(DECAY))  # type: ignore[no-untyped-call]
+    average.n_averaged.fill_(1)  # it begins as the model does
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in token_batches(STEPS, 4):
+        loss_of(model, batch).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update_parameters(model)
+    runner = ClusterRunner()
+    try:
+        for (found,) in runner.run(trains, 2, processes=True):
+            for name, value in average.module.state_dict().items():
+                torch.testing.assert_close(found[name], value, rtol=0, atol=1e-5)
+    finally:
+        runner.close()
+
+
+async def shards_at_once(cluster: Cluster) -> list[float]:
+    models = await asyncio.gather(*(cluster.shard(torch.nn.Linear(4, 4)) for _ in range(5)))
+    outputs = await asyncio.gather(*(model(torch.ones(1, 4)) for model in models))
+    return [output.sum().item() for output in outputs]
+
+
+def test_several_models_may_be_sharded_at_the_same_time() -> None:
+    runner = ClusterRunner()
+    try:
+        first, second = runner.run(shards_at_once, 2)
+    finally:
+        runner.close()
+    assert first == second
+    assert len(set(first)) == 5
+
+
+async def mixes_up(cluster: Cluster) -> list[float | None]:
+    async def mean(value: float, label: str) -> float | None:
+        with pytest.raises(CollectiveMismatch, match=r"of (loss|accuracy) but rank \d .* of (accuracy|loss)"):
+            return await cluster.mean(value, label=label)
+        return None
+
+    tasks = [mean(1.0, "loss"), mean(100.0, "accuracy")]
+    return list(await asyncio.gather(*(tasks if cluster.rank == 0 else reversed(tasks)), cluster.mean(2.0)))
+
+
+def test_means_of_several_tasks_are_told_apart_by_their_labels() -> None:
+    runner = ClusterRunner()
+    try:
+        assert runner.run(mixes_up, 2) == [[None, None, 2.0]] * 2
+    finally:
+        runner.close()
