@@ -17,12 +17,14 @@ class Absent:
     address: str
     next_sequence: int | None = None  # which it will enter next; None: it did not answer
     last_entered: str = ""  # what the newest one is that it did enter; of a channel that was retired, nobody knows
+    waits_in: str = ""  # a collective of another group in which it waited itself, as where ranks have parted ways
 
     def __str__(self) -> str:
         if self.next_sequence is None:
             return f"rank {self.rank} ({self.address}, no answer)"
         last = f", last entered {self.last_entered or 'nothing'}" if self.last_entered or not self.next_sequence else ""
-        return f"rank {self.rank} (at #{self.next_sequence}{last})"
+        elsewhere = f"; it waits in {self.waits_in}" if self.waits_in else ""
+        return f"rank {self.rank} (at #{self.next_sequence}{last}{elsewhere})"
 
 
 @dataclass(slots=True)

@@ -432,4 +432,5 @@ class Group:
         return CollectiveTimeout(f"{self.board.where()} {detail}", [each.rank for each in absent])
 
     def _answer_probe(self, source: int, chunk: Chunk, probe: mesh_pb2.Probe) -> None:
-        self.tell(source, chunk.sequence, mesh_pb2.Control(probe_reply=self._ledger.answer(probe, chunk.sequence)))
+        reply = self._ledger.answer(probe, chunk.sequence, self.board.waits_in(but=self.id))
+        self.tell(source, chunk.sequence, mesh_pb2.Control(probe_reply=reply))

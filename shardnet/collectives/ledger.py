@@ -94,8 +94,12 @@ class Ledger:
         with self.lock:
             return min(self._ahead, default=self._next)
 
-    def answer(self, probe: mesh_pb2.Probe, sequence: int) -> mesh_pb2.ProbeReply:
+    def answer(self, probe: mesh_pb2.Probe, sequence: int, waits_in: str) -> mesh_pb2.ProbeReply:
         """Where this rank is."""
         return mesh_pb2.ProbeReply(
-            id=probe.id, entered=self.has_entered(sequence), next_sequence=self.position, last_signature=self.last_signature
+            id=probe.id,
+            entered=self.has_entered(sequence),
+            next_sequence=self.position,
+            last_signature=self.last_signature,
+            waits_in=waits_in,
         )

@@ -59,7 +59,7 @@ class RollCall:
     def _absent(self, peer: int, reply: ProbeReply | None) -> Absent:
         rank = self._group.members[peer]
         address = self._group.board.mesh.address(rank)
-        return Absent(rank, address) if reply is None else Absent(rank, address, reply.next_sequence, reply.last_signature)
+        return Absent(rank, address) if reply is None else Absent(rank, address, reply.next_sequence, reply.last_signature, reply.waits_in)
 
     def hear(self, source: int, reply: ProbeReply) -> None:
         """A rank of the group has answered; too late perhaps."""

@@ -234,11 +234,19 @@ class Switchboard:
             else:
                 self._on_chunk_of_none(source, chunk)
 
+    def waits_in(self, *, but: int) -> str:
+        """The oldest collective of other groups than this one in which this rank may be kept waiting; empty: there is none."""
+        flights = (each.flight for group in self.groups if group.id != but for each in group.under_way if each.may_be_stuck)
+        oldest = min((flight for flight in flights if flight.entered_ns), key=lambda flight: flight.entered_ns, default=None)
+        return "" if oldest is None else oldest.full_name
+
     def _on_chunk_of_none(self, source: int, chunk: Chunk) -> None:
         """Its group is retired, or this rank has not made it yet: there it is nowhere."""
         position, control = self._retired.get(chunk.group, 0), chunk.control or mesh_pb2.Control()
         if control.HasField("probe"):
-            reply = mesh_pb2.ProbeReply(id=control.probe.id, entered=chunk.sequence < position, next_sequence=position)
+            reply = mesh_pb2.ProbeReply(
+                id=control.probe.id, entered=chunk.sequence < position, next_sequence=position, waits_in=self.waits_in(but=chunk.group)
+            )
             self.post(source, Chunk(chunk.epoch, chunk.group, chunk.sequence, control=mesh_pb2.Control(probe_reply=reply)))
         elif control.HasField("abort_heard"):
             self.turns.hear(source, chunk.group)

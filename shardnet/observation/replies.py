@@ -70,4 +70,5 @@ def _histogram(counts: Sequence[int]) -> Histogram:
 
 
 def _absent(reply: stats_pb2.AbsentRank) -> Absent:
-    return Absent(reply.rank, reply.address, reply.next_sequence if reply.HasField("next_sequence") else None, reply.last_entered)
+    position = reply.next_sequence if reply.HasField("next_sequence") else None
+    return Absent(reply.rank, reply.address, position, reply.last_entered, reply.waits_in)

@@ -174,16 +174,18 @@ class Probe(_message.Message):
     def __init__(self, id: _Optional[int] = ...) -> None: ...
 
 class ProbeReply(_message.Message):
-    __slots__ = ("id", "entered", "next_sequence", "last_signature")
+    __slots__ = ("id", "entered", "next_sequence", "last_signature", "waits_in")
     ID_FIELD_NUMBER: _ClassVar[int]
     ENTERED_FIELD_NUMBER: _ClassVar[int]
     NEXT_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     LAST_SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    WAITS_IN_FIELD_NUMBER: _ClassVar[int]
     id: int
     entered: bool
     next_sequence: int
     last_signature: str
-    def __init__(self, id: _Optional[int] = ..., entered: _Optional[bool] = ..., next_sequence: _Optional[int] = ..., last_signature: _Optional[str] = ...) -> None: ...
+    waits_in: str
+    def __init__(self, id: _Optional[int] = ..., entered: _Optional[bool] = ..., next_sequence: _Optional[int] = ..., last_signature: _Optional[str] = ..., waits_in: _Optional[str] = ...) -> None: ...
 
 class Loss(_message.Message):
     __slots__ = ("rank",)

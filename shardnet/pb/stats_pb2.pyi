@@ -193,16 +193,18 @@ class Stuck(_message.Message):
     def __init__(self, collective: _Optional[str] = ..., seconds: _Optional[float] = ..., absent: _Optional[_Iterable[_Union[AbsentRank, _Mapping]]] = ...) -> None: ...
 
 class AbsentRank(_message.Message):
-    __slots__ = ("rank", "address", "next_sequence", "last_entered")
+    __slots__ = ("rank", "address", "next_sequence", "last_entered", "waits_in")
     RANK_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     NEXT_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     LAST_ENTERED_FIELD_NUMBER: _ClassVar[int]
+    WAITS_IN_FIELD_NUMBER: _ClassVar[int]
     rank: int
     address: str
     next_sequence: int
     last_entered: str
-    def __init__(self, rank: _Optional[int] = ..., address: _Optional[str] = ..., next_sequence: _Optional[int] = ..., last_entered: _Optional[str] = ...) -> None: ...
+    waits_in: str
+    def __init__(self, rank: _Optional[int] = ..., address: _Optional[str] = ..., next_sequence: _Optional[int] = ..., last_entered: _Optional[str] = ..., waits_in: _Optional[str] = ...) -> None: ...
 
 class CollectiveStats(_message.Message):
     __slots__ = ("op", "count", "bytes", "seconds", "failed", "waited_s", "counts")

@@ -96,7 +96,13 @@ def _memory(memory: ProcessMemory) -> stats_pb2.Memory:
 
 def _waiting(waiting: Waiting) -> stats_pb2.Stuck:
     absent = [
-        stats_pb2.AbsentRank(rank=each.rank, address=each.address, next_sequence=each.next_sequence, last_entered=each.last_entered)
+        stats_pb2.AbsentRank(
+            rank=each.rank,
+            address=each.address,
+            next_sequence=each.next_sequence,
+            last_entered=each.last_entered,
+            waits_in=each.waits_in,
+        )
         for each in waiting.absent
     ]
     return stats_pb2.Stuck(collective=waiting.flight.full_name, seconds=waiting.seconds, absent=absent)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from shardnet.backend import Pending
 from shardnet.backend.mesh_backend import MeshBackend
 from shardnet.collectives.attendant import Attendant
 from shardnet.collectives.group import Group
@@ -21,6 +22,7 @@ from shardnet.collectives.watch import ALIKE, PATIENT_S
 from shardnet.config import Limits, Timeouts
 from shardnet.errors import CollectiveTimeout
 from shardnet.loop import LoopThread
+from shardnet.observation.replies import read_stats
 from shardnet.testing import each_error, each_rank, local_cluster, loopback_cluster
 from shardnet.training.snapshot import worker_snapshot
 from shardnet.transport.shared_memory import futex
@@ -103,6 +105,31 @@ async def test_who_has_not_come_is_named_once_and_until_it_comes(kind: str, capl
     for number, line in enumerate(lines):
         assert re.fullmatch(rf"\[rank {number}/3 epoch 1 step 0\] {where}", line), line
     assert {each.levelno for each in caplog.records if each.name == "shardnet.collectives.watch"} == {logging.WARNING}
+
+
+async def test_ranks_that_have_parted_ways_are_told_where_each_of_them_waits(kind: str) -> None:
+    """One group each, in which it waits for the other rank."""
+    async with cluster(kind, 2) as ranks:
+        first, second = ([rank.subgroup([0, 1]) for rank in ranks] for _ in range(2))
+        early: list[Pending[Any]] = [first[0].all_gather(torch.ones(2), label="forward"), second[1].barrier(label="backward")]
+        await until(lambda: all(rank.telemetry.waiting for rank in ranks))
+        shown = [str(rank.telemetry.waiting[0].absent[0]) for rank in ranks]
+        of = "of the group of ranks [0, 1]"
+        assert shown == [
+            f"rank 1 (at #0, last entered nothing; it waits in barrier #0 of backward {of})",
+            f"rank 0 (at #0, last entered nothing; it waits in all_gather #0 of forward {of})",
+        ]
+        (stuck,) = read_stats(worker_snapshot(ranks[0].telemetry, None)).waiting
+        assert stuck.absent[0].waits_in == f"barrier #0 of backward {of}"
+        (error,) = await each_error(ranks[:1], lambda rank: rank.barrier(timeout_s=0.1))
+        assert f"it waits in barrier #0 of backward {of})" in str(error)
+        await each_error(ranks[1:], lambda rank: rank.barrier())
+        early += [first[1].all_gather(torch.ones(2), label="forward"), second[0].barrier(label="backward")]
+        for handle in early:
+            await handle
+        (error,) = await each_error(ranks[:1], lambda rank: rank.barrier(timeout_s=0.1))
+        assert "waits in" not in str(error)
+        await each_error(ranks[1:], lambda rank: rank.barrier())
 
 
 async def test_what_is_given_much_time_is_shown_and_not_told(kind: str, caplog: pytest.LogCaptureFixture) -> None:
