@@ -5,7 +5,8 @@ full_buffer.py (how its memory comes and goes), unit.py (its states), runtime.py
 (what is read where it is not whole), known.py and optimizers.py (what is refused), prefetch.py and reductions.py (what
 overlaps), precision.py (in which dtypes), secondary.py (shards kept for backward), compression.py (what is sent in fewer
 bits; then codec.py, compressed_gather.py, compressed_reduction.py, compressed_across.py), meta.py (models that are built
-without memory), ignored.py (what is left alone), uneven.py (steps of ranks that hold unequal numbers of samples).
+without memory), ignored.py (what is left alone), uneven.py (steps of ranks that hold unequal numbers of samples),
+async_wrapper.py and surroundings.py (the same for async programs, and what torch's thread state has to do with it).
 """
 
 from shardnet.fsdp.async_wrapper import AsyncFSDP

@@ -9,7 +9,9 @@ process_group  what torch makes of "shardnet", and how it ends
 collectives    torch's collectives, in the words of `Backend`
 mixed          groups in which other backends have some devices
 reordered      groups whose ranks do not ascend
+sparse         sums of sparse tensors
 carrying       tensors as a `Backend` takes them
 work           torch's handles of what is under way
+profiled       what torch's profiler shows of them
 ends           the threads on which callbacks of torch's futures run
 """
