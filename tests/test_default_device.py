@@ -73,7 +73,7 @@ async def shards(cluster: Cluster, state: State, device: str) -> list[dict[str, 
     """Sharded training that is elastic: states move, and are saved."""
     torch.set_default_device("cpu")
     model = await cluster.shard(_model(), units=(nn.Sequential,))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)  # before torch 2.13 Adam makes tensors on the default device
     torch.set_default_device(device)
     await state.resume(model, optimizer)
     while state.step < STEPS:
@@ -104,9 +104,9 @@ async def others(cluster: Cluster, device: str) -> list[Any]:
         await cluster.shard(_model(), units=(nn.Sequential,), compression=Compression(weights="int8", gradients="int8")),
     )
     torch.set_default_device(device)
-    zero = ZeroOptimizer(module.parameters(), torch.optim.AdamW, cluster.backend, module=module, lr=1e-2)
+    zero = ZeroOptimizer(module.parameters(), torch.optim.SGD, cluster.backend, module=module, lr=1e-2, momentum=0.9)
     scaler = GradScaler(cluster.backend)
-    optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-2)
+    optimizer = torch.optim.SGD(sharded.parameters(), lr=1e-2, momentum=0.9)
     for step in range(STEPS):
         x = _batch(step, cluster.rank)
         module(x).square().mean().backward()

@@ -178,7 +178,7 @@ async def test_a_mode_that_was_entered_twice(model: AsyncFSDP) -> None:
 
 async def test_who_profiles_one_thread_is_told(model: AsyncFSDP, caplog: pytest.LogCaptureFixture) -> None:
     _tell_of_profiler.cache_clear()
-    with profile(activities=[ProfilerActivity.CPU]):
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True):
         for _ in range(2):
             await model(X)
     (said,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
@@ -195,7 +195,7 @@ async def test_who_profiles_all_threads_sees_where_the_model_waits(caplog: pytes
     async with local_cluster(2) as ranks:
         models = await asyncio.gather(*(AsyncFSDP(Model(), rank, units=[nn.Linear]) for rank in ranks))
         await asyncio.gather(*(model(X) for model in models))
-        with profile(activities=[ProfilerActivity.CPU], experimental_config=every_thread) as profiled:
+        with profile(activities=[ProfilerActivity.CPU], acc_events=True, experimental_config=every_thread) as profiled:
             await asyncio.gather(*(forward(rank, model) for rank, model in enumerate(models)))
         await asyncio.gather(*(model.aclose() for model in models))
     names = {event.key for event in profiled.key_averages()}

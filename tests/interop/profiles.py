@@ -35,7 +35,7 @@ def plain(rank: int, world_size: int, _: Path) -> None:
         dist.broadcast(torch.ones(4), src=1)
         dist.barrier()
     else:
-        with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiled:
             dist.all_reduce(torch.ones(4))
             work = dist.broadcast(torch.ones(4), src=1, async_op=True)
             while not work.is_completed():
@@ -55,7 +55,7 @@ def ddp(rank: int, world_size: int, _: Path) -> None:
     """Nobody waits for its works in Python."""
     model = DistributedDataParallel(nn.Linear(8, 8))
     model(torch.ones(2, 8)).sum().backward()
-    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiled:
         for _step in range(3):
             model(torch.ones(2, 8)).sum().backward()
     assert shown(profiled)["shardnet:all_reduce"][0] == 3
@@ -64,7 +64,7 @@ def ddp(rank: int, world_size: int, _: Path) -> None:
 def unfinished(rank: int, world_size: int, _: Path) -> None:
     """The profiler stops while one is under way."""
     if rank == 0:
-        with profile(activities=[ProfilerActivity.CPU]):
+        with profile(activities=[ProfilerActivity.CPU], acc_events=True):
             work = dist.all_reduce(torch.ones(4), async_op=True)
         dist.send(torch.ones(1), 1)
         work.wait()

@@ -1,6 +1,7 @@
 """What a program's author reads when it fails under `shardnet.run`."""
 
 import asyncio
+import dataclasses
 import logging
 import traceback
 from collections.abc import Callable, Coroutine
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import shardnet
+from shardnet import elastic
 from shardnet.config import Timeouts
 from shardnet.errors import PeerLost, UsageError
 from shardnet.testing import local_cluster
@@ -108,15 +110,48 @@ def test_what_is_shown_with_it_is_short_too() -> None:
     assert functions(error.exceptions[0]) == ["main"]
 
 
-def test_what_no_program_has_called_stays_as_it_is() -> None:
-    with pytest.raises(UsageError) as caught:
-        Timeouts(suspect_s=-1.0)
+def test_of_what_no_program_has_called_the_call_of_run_is_all() -> None:
+    """As where `main` is a lambda that calls elastic.run."""
+    error = fails(lambda: elastic.run(None, every=0))  # type: ignore[arg-type]  # it does not come so far
+    assert isinstance(error, UsageError)
+    assert functions(error) == ["fails"]
+
+
+def test_a_mistake_of_ours_that_no_program_has_called_stays_as_it_is() -> None:
+    with pytest.raises(TypeError) as caught:
+        Timeouts(suspect_s="long")  # type: ignore[arg-type]
     error = caught.value
     ours = error.__traceback__.tb_next  # type: ignore[union-attr]
     before = traceback.extract_tb(ours)
     shorten(error.with_traceback(ours))
     assert traceback.extract_tb(error.__traceback__) == before
     assert before
+
+
+def test_classes_that_forbid_assignment_and_errors_that_show_none() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Frozen(Exception):
+        setting: str
+
+    async def main() -> None:
+        try:
+            raise Frozen("lr")
+        except Frozen as error:
+            raise ValueError("outer") from error
+
+    error = fails(main)
+    assert isinstance(error, ValueError)
+    assert functions(error.__cause__) == ["main"]
+
+
+def test_a_group_that_is_no_exception_is_shortened_too() -> None:
+    async def main() -> None:
+        raise BaseExceptionGroup("several", [KeyboardInterrupt()])
+
+    with pytest.raises(BaseExceptionGroup) as caught:
+        shardnet.run(main)
+    assert functions(caught.value)[-1] == "main"
+    assert "guarded" not in functions(caught.value)
 
 
 def test_circles_of_causes_end() -> None:
