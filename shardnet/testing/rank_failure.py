@@ -9,7 +9,8 @@ from types import TracebackType
 from shardnet.errors import PeerLost
 
 _OF_OTHERS = {PeerLost.__name__}  # errors of ranks that fail because another one has
-_CALLER = str(Path(__file__).with_name("part.py"))  # which calls the training function
+# One calls the training function, and the other one `shardnet.run`, which leaves that call out of a traceback
+_CALLERS = [str(Path(__file__).with_name(name)) for name in ("part.py", "process.py")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ def _below_the_kit(trace: TracebackType | None) -> TracebackType | None:
     """A stack from where the user's code begins, whole if that was not reached."""
     found, each = trace, trace
     while each is not None:
-        if each.tb_frame.f_code.co_filename == _CALLER and each.tb_next is not None:
+        if each.tb_frame.f_code.co_filename in _CALLERS and each.tb_next is not None:
             found = each.tb_next
         each = each.tb_next
     return found

@@ -10,7 +10,7 @@ from tests.cli.launched import Launched, has_ended, script, shardnet
 
 def test_one_failing_worker_ends_all_and_is_named_last(tmp_path: Path) -> None:
     text = """
-print('pid', os.getpid())
+print('pid', os.getpid(), flush=True)
 if rank == 1:
     gate, others = os.open('fifo', os.O_RDWR), 0
     while others < 2:

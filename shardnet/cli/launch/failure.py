@@ -5,6 +5,8 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shardnet.cli.launch.tracebacks import is_head
+
 # Errors that say "somebody else has failed", or was told to leave: the worker that shows one is a witness, not the culprit.
 _CONSEQUENCES = frozenset({"PeerLost", "MembershipLost", "Preempted"})
 # After these a new worker would begin the training anew, as if nothing had been lost.
@@ -50,6 +52,12 @@ class Exit:
     def _last_error(self) -> str | None:
         errors = (match.group(1) for line in reversed(self.tail) if (match := _ERROR_LINE.match(line)))
         return next(errors, None)
+
+    @property
+    def last_words(self) -> tuple[str, ...]:
+        """The end of its stderr that tells why: from the last traceback on, or the last line."""
+        heads = [number for number, line in enumerate(self.tail) if is_head(line)]
+        return self.tail[heads[-1] if heads else -1 :]
 
     @property
     def lived_s(self) -> float:

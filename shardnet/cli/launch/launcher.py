@@ -52,7 +52,7 @@ async def launch(job: Job, console: Console, open_rendezvous: OpenRendezvous, as
     console.remove_bar()
     if verdict.failure is not None:
         least = job.least_workers if verdict.too_few else None
-        console.say(describe(verdict.failure, verdict.ended_with_it, least, stands_above=console.ends_with(verdict.failure.tail)))
+        console.say(describe(verdict.failure, verdict.ended_with_it, least, stands_above=console.ends_with(verdict.failure.last_words)))
     elif verdict.lost or verdict.replaced:
         console.say(describe_losses(verdict.lost, verdict.replaced))
     return verdict.status

@@ -16,6 +16,11 @@ _GROUP = re.compile(r"  \| (\S*ExceptionGroup: .*)$")  # how the outermost one i
 _RANK = re.compile(r"\[rank \d+/")  # with which our errors begin
 
 
+def is_head(line: str) -> bool:
+    """Whether a traceback begins with that line."""
+    return _HEAD.match(line) is not None
+
+
 @dataclass(frozen=True, slots=True)
 class _Shown:
     owner: object
@@ -91,7 +96,7 @@ class Tracebacks:
             return line.startswith(" ")
         if line[:1] in (" ", "\t"):
             return True
-        is_error = self._error is None and bool(line) and not _HEAD.match(line)
+        is_error = self._error is None and bool(line) and not is_head(line)
         if is_error:
             self._error = line
         return is_error

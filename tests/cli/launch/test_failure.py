@@ -65,6 +65,14 @@ def test_what_stands_above_is_not_repeated() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("tail", "words"),
+    [(("step 1", *LOST, "", *OWN), OWN), (("step 1", "no data"), ("no data",)), ((), ()), ((*OWN, "goodbye"), (*OWN, "goodbye"))],
+)
+def test_last_words_are_the_last_traceback_or_line(tail: tuple[str, ...], words: tuple[str, ...]) -> None:
+    assert end("rank 2", 1, 0.0, tail=tail).last_words == words
+
+
 def test_a_kill_from_outside_is_explained() -> None:
     assert describe(end("rank 2", -9, 0.0), 0) == (
         "rank 2 failed: killed by SIGKILL (the system does this when memory runs out). It wrote nothing to stderr."
