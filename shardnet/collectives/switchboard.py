@@ -235,9 +235,11 @@ class Switchboard:
                 self._on_chunk_of_none(source, chunk)
 
     def waits_in(self, *, but: int) -> str:
-        """The oldest collective of other groups than this one in which this rank may be kept waiting; empty: there is none."""
-        flights = (each.flight for group in self.groups if group.id != but for each in group.under_way if each.may_be_stuck)
-        oldest = min((flight for flight in flights if flight.entered_ns), key=lambda flight: flight.entered_ns, default=None)
+        """The oldest collective of other groups than this one in which this rank may be kept waiting; empty: there is none. A receive may
+        stand open for what is not due: it is named only where there is nothing else."""
+        flights = [each.flight for group in self.groups if group.id != but for each in group.under_way if each.may_be_stuck]
+        entered = [flight for flight in flights if flight.entered_ns]
+        oldest = min(entered, key=lambda flight: (bool(flight.party.channel), flight.entered_ns), default=None)
         return "" if oldest is None else oldest.full_name
 
     def _on_chunk_of_none(self, source: int, chunk: Chunk) -> None:

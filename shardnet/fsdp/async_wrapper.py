@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
@@ -32,8 +33,17 @@ Tensor = torch.Tensor
 
 _SYNC = nullcontext()
 _CONVERSIONS = frozenset({"bfloat16", "cpu", "cuda", "double", "float", "half", "to", "to_empty", "type"})
-# The models whose `no_sync` the caller is within. Each call looks when it is made: it may run when others are made elsewhere.
-_adding_up: contextvars.ContextVar[frozenset["AsyncFSDP"]] = contextvars.ContextVar("adding up", default=frozenset())
+
+
+@dataclass(eq=False)
+class _AddingUp:
+    """A block of `no_sync`. Contexts that were copied within it keep it, and it is over for them, too."""
+
+    model: "AsyncFSDP | None"
+
+
+# The blocks that the caller is within. Each call looks when it is made: it may run when others are made elsewhere.
+_adding_up: contextvars.ContextVar[tuple[_AddingUp, ...]] = contextvars.ContextVar("adding up", default=())
 
 
 class AsyncFSDP:
@@ -100,7 +110,8 @@ class AsyncFSDP:
         """Call a function on the compute thread. Raises ClosedError after `aclose`."""
         if self._closed:
             raise ClosedError("this model was closed, by aclose() or with its cluster or epoch; make it anew with cluster.shard()")
-        call, surroundings, adds_up = contextvars.copy_context().run, Surroundings(), self in _adding_up.get()
+        call, surroundings = contextvars.copy_context().run, Surroundings()
+        adds_up = any(block.model is self for block in _adding_up.get())
 
         def work() -> T:
             # torch has one thread for the backwards of all models on a GPU, where those of several ranks would wait for each other
@@ -127,7 +138,7 @@ class AsyncFSDP:
         _check_loss(loss)
         await self.run(loss.backward, gradient, retain_graph)
 
-    async def step(self, optimizer: torch.optim.Optimizer, scaler: GradScaler | None = None) -> None:
+    async def step(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None) -> None:
         """`optimizer.step()`; with a `scaler` its `step(optimizer)` and `update()`. That is a collective.
 
         The loss comes from `scaler.scale(loss)`. To clip, `await model.run(scaler.unscale_, optimizer)` first; with several
@@ -135,7 +146,7 @@ class AsyncFSDP:
 
         Raises what `FSDP.check_step` does, UsageError for torch's own scaler, and StateError for an optimizer's state that does not fit.
         """
-        if scaler is not None and not isinstance(scaler, GradScaler):
+        if scaler is not None and not isinstance(scaler, GradScaler) and scaler.is_enabled():
             raise UsageError(
                 f"each rank would skip steps by its own slices of gradients with a {type(scaler).__module__}.{type(scaler).__name__}; "
                 "use shardnet.fsdp.GradScaler(backend)"
@@ -153,12 +164,13 @@ class AsyncFSDP:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """See `FSDP.no_sync`. For the backwards that this task, and tasks that it makes within, call within it."""
-        before = _adding_up.get()
-        _adding_up.set(before | {self})
+        block = _AddingUp(self)
+        _adding_up.set((*_adding_up.get(), block))
         try:
             yield
         finally:
-            _adding_up.set(before)
+            block.model = None  # this may be another task than that which has entered it
+            _adding_up.set(tuple(each for each in _adding_up.get() if each.model is not None))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """See `FSDP.zero_grad`. Not while a call is under way."""
@@ -241,7 +253,7 @@ class AsyncFSDP:
         await asyncio.to_thread(self._thread.shutdown)
 
 
-def _step(fsdp: FSDP, optimizer: torch.optim.Optimizer, scaler: GradScaler | None) -> None:
+def _step(fsdp: FSDP, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None) -> None:
     fsdp.check_step(optimizer)
     try:
         if scaler is None:

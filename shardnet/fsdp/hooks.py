@@ -15,7 +15,7 @@ from shardnet.fsdp.unit import Unit
 from shardnet.uncompiled import uncompiled
 
 
-def attach(unit: Unit, runtime: Runtime, precision: MixedPrecision, *, outermost: bool, known: KnownParameters) -> list[RemovableHandle]:
+def attach(unit: Unit, runtime: Runtime, precision: MixedPrecision, known: KnownParameters, *, outermost: bool) -> list[RemovableHandle]:
     """Call the runtime around every forward of the unit's module, and cast what goes in and, if it is the outermost, comes out.
 
     Autograd's hooks are set by the runtime, forward by forward: on inputs that are cast and on outputs that are not yet, so
@@ -26,7 +26,7 @@ def attach(unit: Unit, runtime: Runtime, precision: MixedPrecision, *, outermost
     @uncompiled
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         _refuse_copy(unit, is_own=module is unit.module)
-        if outermost and not runtime.is_called:  # past the wrapper, which has looked
+        if not runtime.is_called:  # past the wrapper, which has looked
             known.check()
         inputs = precision.cast_inputs(args, kwargs)
         runtime.before_forward(unit, inputs)
@@ -43,7 +43,9 @@ def attach(unit: Unit, runtime: Runtime, precision: MixedPrecision, *, outermost
     ]
 
 
-def attach_to_parts(unit: Unit, parts: Iterable[nn.Module], runtime: Runtime, precision: MixedPrecision) -> list[RemovableHandle]:
+def attach_to_parts(
+    unit: Unit, parts: Iterable[nn.Module], runtime: Runtime, precision: MixedPrecision, known: KnownParameters
+) -> list[RemovableHandle]:
     """Where one of these modules of a unit is called while the unit is not at work, have the runtime take that for a call of the unit: so
     do programs that use an encoder alone, or give the model inside to another one.
 
@@ -55,6 +57,8 @@ def attach_to_parts(unit: Unit, parts: Iterable[nn.Module], runtime: Runtime, pr
         if torch.compiler.is_dynamo_compiling() or not runtime.before_part(unit, module):
             return None
         _refuse_copy(unit, is_own=module in own)
+        if not runtime.is_called:
+            known.check()
         inputs = precision.cast_inputs(args, kwargs)
         runtime.before_forward(unit, inputs, module)
         return inputs

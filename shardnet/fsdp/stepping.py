@@ -24,7 +24,7 @@ class BackwardSteps:
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], groups: Sequence[FlatGroup], timeline: Timeline) -> None:
         """Raises UsageError for optimizers of other parameters, or with gradients already, and for a parameter that none has."""
-        self.optimizers = tuple(optimizers)
+        self._optimizers = tuple(optimizers)
         self._groups = tuple(groups)
         self._timeline = timeline
         self._stepped: set[FlatGroup] = set()  # or put aside, in the backward that is under way
@@ -32,6 +32,10 @@ class BackwardSteps:
         self._aside: list[tuple[torch.nn.Parameter, torch.Tensor]] = []  # parameters, and their gradients
         self.under_way = False  # an optimizer steps at this moment
         self._check()
+
+    def has(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether it is one of them, or a wrapper around one."""
+        return any(optimizer is each or optimizer.param_groups is each.param_groups for each in self._optimizers)
 
     def postpone(self, groups: Iterable[FlatGroup]) -> None:
         """What the backward that is under way may need again as it is."""
@@ -73,7 +77,7 @@ class BackwardSteps:
         computing, self.under_way = self._timeline.computing, True
         self._timeline.compute(OPTIMIZER)
         try:
-            for optimizer in self.optimizers:
+            for optimizer in self._optimizers:
                 optimizer.step()
         finally:
             self.under_way = False
@@ -84,7 +88,7 @@ class BackwardSteps:
     def _check(self) -> None:
         own = {id(parameter): name for group in self._groups for parameter, name in zip(group.originals, group.names, strict=True)}
         held: set[int] = set()
-        for optimizer in self.optimizers:
+        for optimizer in self._optimizers:
             check_optimizer(optimizer)
             for parameter in (parameter for options in optimizer.param_groups for parameter in options["params"]):
                 held.add(id(parameter))

@@ -26,7 +26,7 @@ class Surroundings:
 
     def __init__(self) -> None:
         self._grad, self._inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        self._autocasts = [(device, torch.get_autocast_dtype(device)) for device in _DEVICES if torch.is_autocast_enabled(device)]
+        self._autocasts = [(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in _DEVICES]
         self._caches_casts = torch.is_autocast_cache_enabled()
         self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
         self._function_modes = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
@@ -45,8 +45,9 @@ class Surroundings:
             if self._grad != torch.is_grad_enabled():
                 left.enter_context(torch.set_grad_enabled(self._grad))
             left.enter_context(using(self._stream))
-            for device, dtype in self._autocasts:
-                left.enter_context(torch.autocast(device, dtype, cache_enabled=self._caches_casts))
+            for device, enabled, dtype in self._autocasts:
+                if enabled or torch.is_autocast_enabled(device):
+                    left.enter_context(torch.autocast(device, dtype, enabled, cache_enabled=self._caches_casts))
             if self._hooks is not None:
                 left.enter_context(_pushed(_SAVED_TENSORS, [self._hooks]))
             if self._function_modes:

@@ -140,8 +140,8 @@ class FSDP(nn.Module):
         resharding = Resharding.chosen(reshard_after_forward, self.strategy, len(ranks.shards))
         precision = mixed_precision or MixedPrecision()
         compression = (compression or Compression()).chosen(self.strategy, len(ranks.shards), precision)
+        plans = plan_units(module, units, ignored)  # before groups are made: a rank on which that is refused would count one more
         self._comms = Communicators(backend, ranks, resharding.neighbours, packs_gradients=compression.gradients is not None)
-        plans = plan_units(module, units, ignored)
         choice = [f"strategy {self.strategy.name}", f"{len(ranks.shards)} ranks that share a copy", f"after forward: {resharding}"]
         lines = [*choice, *describe_model(plans, module, ignored, precision, compression)]
         check_alike(lines, self._comms, "the models to shard", "give the same model and the same arguments on all ranks")
@@ -158,12 +158,10 @@ class FSDP(nn.Module):
         self._runtime = Runtime(self.units, self._comms, prefetch, keep=resharding.keep)
         self._known = KnownParameters(module, self.groups, ignored)
         self._hooks = [
-            handle
-            for unit in self.units
-            for handle in attach(unit, self._runtime, precision, outermost=unit.module is module, known=self._known)
+            handle for unit in self.units for handle in attach(unit, self._runtime, precision, self._known, outermost=unit.module is module)
         ]
         if plans[0].parameters:
-            self._hooks += attach_to_parts(self.units[0], parts_of(plans[0], plans), self._runtime, precision)
+            self._hooks += attach_to_parts(self.units[0], parts_of(plans[0], plans), self._runtime, precision, self._known)
         watch_parameters(module, self.groups, self._runtime.computes_here)
         self._hooks.append(module.register_state_dict_pre_hook(state.refuse_slices))  # type: ignore[no-untyped-call]  # torch has no annotation for it
 
@@ -183,7 +181,8 @@ class FSDP(nn.Module):
         """
         if not self._hooks:
             raise StateError("this FSDP was unwrapped: the module that unwrap() has returned is whole again, and is called itself")
-        self._known.check()
+        if not self._runtime.summoned:
+            self._known.check()
         before = self._runtime.begin_call()
         try:
             return self.module(*args, **kwargs)
@@ -252,7 +251,7 @@ class FSDP(nn.Module):
                 "gradients of no_sync() are not reduced yet, so there is nothing to step with: have the last backward of a step outside of "
                 "it, or call sync_gradients() before"
             )
-        if self._runtime.steps is not None and optimizer not in self._runtime.steps.optimizers:
+        if self._runtime.steps is not None and not self._runtime.steps.has(optimizer):
             raise UsageError("backward steps the optimizers that step_in_backward() was given, of which this is none: give it this one")
 
     def sync_gradients(self) -> None:

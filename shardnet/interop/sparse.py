@@ -15,44 +15,44 @@ from shardnet.interop.carrying import Reducing, movable, premultiplied
 from shardnet.interop.work import Finish
 
 Tensor = torch.Tensor
-_LABEL = "a sum of sparse tensors"
 
 
 def sparse_all_reduce(backend: Backend, tensor: Tensor, how: Reducing, timeout_s: float) -> tuple[Pending[Any], Finish]:
     """Begin one: what is pending, and what puts its result into `tensor`.
 
-    `tensor` is of layout sparse_coo and of one shape on all ranks, else CollectiveMismatch. A collective, which blocks until all ranks have
-    called it, and raises what that raises.
+    `tensor` is of layout sparse_coo and of one shape on all ranks, else CollectiveMismatch. Floats of 16 bits are added up as float32. A
+    collective, which blocks until all ranks have called it, and raises what that raises.
     """
     if how.op not in (ReduceOp.SUM, ReduceOp.MEAN) or how.cuts_mean or tensor.is_complex():
         raise UsageError(
             f"sparse tensors of real numbers have a sum, and a mean where they are of floating point; got {how.op} of {tensor.dtype}"
         )
-    own = tensor.detach().coalesce()
-    values, dims = premultiplied(own.values(), how.factor), own.sparse_dim()
-    width = values.shape[1:].numel()
-    counts = _counts(backend, own, timeout_s)
+    own = tensor.detach()
+    own = (own.float() if own.dtype in (torch.float16, torch.bfloat16) else own).coalesce()
+    values, dims, label = premultiplied(own.values(), how.factor), own.sparse_dim(), f"a {how.op} of sparse tensors"
+    counts, width = _counts(backend, own, timeout_s, label), values.shape[1:].numel()
     places = [count * dims for count in counts]
-    indices = backend.all_gather(movable(own.indices()), sizes=places, timeout_s=timeout_s, label=_LABEL).quietly()
-    pending = backend.all_gather(movable(values), sizes=[count * width for count in counts], timeout_s=timeout_s, label=_LABEL)
+    indices = backend.all_gather(movable(own.indices()), sizes=places, timeout_s=timeout_s, label=label).quietly()
+    pending = backend.all_gather(movable(values), sizes=[count * width for count in counts], timeout_s=timeout_s, label=label)
 
     def finish(gathered: Tensor) -> None:
-        where = torch.cat([part.view(dims, -1) for part in torch.split(indices.wait(), places)], dim=1)
-        total = torch.sparse_coo_tensor(where, gathered.view(-1, *values.shape[1:]), own.shape, check_invariants=False).coalesce()
+        parts = [part.view(dims, count) for part, count in zip(torch.split(indices.wait(), places), counts, strict=True)]
+        found = gathered.view(sum(counts), *values.shape[1:])
+        total = torch.sparse_coo_tensor(torch.cat(parts, dim=1), found, own.shape, check_invariants=False).coalesce()
         with torch.no_grad():
             tensor.copy_(total / len(counts) if how.op is ReduceOp.MEAN else total)
 
     return pending, finish
 
 
-def _counts(backend: Backend, tensor: Tensor, timeout_s: float) -> list[int]:
+def _counts(backend: Backend, tensor: Tensor, timeout_s: float, label: str) -> list[int]:
     """How many places each rank has values at."""
     own = torch.tensor([[tensor._nnz(), tensor.sparse_dim(), *tensor.shape]], device="cpu")
-    (_, *shape), *_ = ranks = backend.all_gather(own, timeout_s=timeout_s, label=_LABEL).wait().tolist()
+    (_, *shape), *_ = ranks = backend.all_gather(own, timeout_s=timeout_s, label=label).wait().tolist()
     for rank, (_, *other) in enumerate(ranks):
         if other != shape:
             raise CollectiveMismatch(
-                f"{_LABEL}: rank 0 has one of shape {shape[1:]} with {shape[0]} sparse dimensions, but rank {rank} has one of shape "
+                f"{label}: rank 0 has one of shape {shape[1:]} with {shape[0]} sparse dimensions, but rank {rank} has one of shape "
                 f"{other[1:]} with {other[0]}"
             )
     return [count for count, *_ in ranks]

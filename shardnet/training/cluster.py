@@ -105,26 +105,34 @@ class Cluster:
         cpu_offload: bool = False,
     ) -> AsyncFSDP:
         """Shard a module over the cluster; see `FSDP` for the arguments. All ranks must call it; calls at the same time take turns, in the
-        order in which they were made. Closed with the cluster."""
-        async with self._sharding:
-            model = await AsyncFSDP(
-                module,
-                self.backend,
-                units=units,
-                strategy=strategy,
-                intra_node_size=intra_node_size,
-                prefetch=prefetch,
-                mixed_precision=mixed_precision,
-                reshard_after_forward=reshard_after_forward,
-                compression=compression,
-                ignored_modules=ignored_modules,
-                param_init_fn=param_init_fn,
-                initial_state=initial_state,
-                device=device,
-                cpu_offload=cpu_offload,
-            )
-        self._models.append(model)
-        return model
+        order in which they were made. One that is cancelled at work goes on to its end, since the other ranks take part in it. Closed with
+        the cluster."""
+
+        async def make() -> AsyncFSDP:
+            try:
+                model = await AsyncFSDP(
+                    module,
+                    self.backend,
+                    units=units,
+                    strategy=strategy,
+                    intra_node_size=intra_node_size,
+                    prefetch=prefetch,
+                    mixed_precision=mixed_precision,
+                    reshard_after_forward=reshard_after_forward,
+                    compression=compression,
+                    ignored_modules=ignored_modules,
+                    param_init_fn=param_init_fn,
+                    initial_state=initial_state,
+                    device=device,
+                    cpu_offload=cpu_offload,
+                )
+                self._models.append(model)
+                return model
+            finally:
+                self._sharding.release()
+
+        await self._sharding.acquire()
+        return await asyncio.shield(asyncio.ensure_future(make()))
 
     async def record(self, model: AsyncFSDP | None, optimizer: torch.optim.Optimizer) -> PerformanceRecorder:
         """Measure how fast the network is, then watch a training; None for a model that is not sharded. All ranks must

@@ -1,8 +1,9 @@
 """The async facade: several ranks in one event loop, which is never blocked."""
 
 import asyncio
+import contextlib
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 
 import pytest
 import torch
@@ -156,6 +157,46 @@ async def test_a_backward_is_within_no_sync_if_it_is_called_there(backends: list
             assert gradients() == [[3, 3]]
             left.set()
             await other
+
+    await asyncio.gather(*(work(backend) for backend in backends))
+
+
+async def test_blocks_of_no_sync_end_wherever_they_are_left(backends: list[LoopbackBackend]) -> None:
+    """In any order, in another task, and by a generator that nobody goes on with."""
+
+    async def work(backend: LoopbackBackend) -> None:
+        async with AsyncFSDP(Weighted(), backend) as model:
+
+            async def reduces() -> bool:
+                for parameter in model.parameters():
+                    parameter.grad = None
+                model.zero_grad()
+                await model.backward(await model(torch.tensor(1.0)))
+                return all(parameter.grad is not None for parameter in model.parameters())
+
+            async def batches() -> AsyncGenerator[int, None]:
+                with model.no_sync():
+                    yield 1
+                    yield 2
+
+            async def leave(block: contextlib.AbstractContextManager[None]) -> None:
+                block.__exit__(None, None, None)
+
+            first, second, third = model.no_sync(), model.no_sync(), model.no_sync()
+            first.__enter__()
+            second.__enter__()
+            first.__exit__(None, None, None)
+            assert not await reduces()
+            second.__exit__(None, None, None)
+            assert await reduces()
+            third.__enter__()
+            await asyncio.create_task(leave(third))
+            assert await reduces()
+            left = batches()
+            await anext(left)
+            assert not await reduces()
+            await left.aclose()
+            assert await reduces()
 
     await asyncio.gather(*(work(backend) for backend in backends))
 

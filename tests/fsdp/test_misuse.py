@@ -95,19 +95,29 @@ async def test_optimizers_that_look_beyond_elements_are_refused(kind: Callable[.
                 await step(kind(model.parameters()))
 
 
-@pytest.mark.parametrize("inner", [True, False])
-def test_functional_calls_are_refused(inner: bool) -> None:
+@pytest.mark.parametrize("called", ["the model", "the module inside", "a unit", "a part of the root"])
+def test_functional_calls_are_refused(called: str) -> None:
     """They put other parameters into the module for a moment, which gathering would overwrite: the given ones too."""
 
     def work(backend: Backend) -> None:
         model = FSDP(Stack(), backend, units=[Layer])
-        own = model(batch())
-        prefix, called = ("", model.module) if inner else ("module.", model)
-        given = {f"{prefix}{name}": torch.ones_like(value) for name, value in model.full_state_dict().items()}
+        stack, own = stack_of(model), model(batch())
+        prefix, module = {
+            "the model": ("module.", model),
+            "the module inside": ("", stack),
+            "a unit": ("", stack.layer(0)),
+            "a part of the root": ("", stack.head),
+        }[called]
+        inside = {"a unit": "layers.0.", "a part of the root": "head."}.get(called, "")
+        full = {name.removeprefix(inside): value for name, value in model.full_state_dict().items() if name.startswith(inside)}
+        given = {f"{prefix}{name}": torch.ones_like(value) for name, value in full.items()}
+        assert given
         with pytest.raises(StateError, match=r"was put into the model after it was sharded.* \(torch\.func\.functional_call, which"):
-            torch.func.functional_call(called, given, (batch(),))
+            torch.func.functional_call(module, given, (batch(),))
         assert all((value == 1).all() for value in given.values())
         assert torch.equal(model(batch()), own)
+        with model.summon_full_params():  # everything is whole
+            torch.func.functional_call(module, given, (batch(),))
 
     run_ranks(2, work)
 
@@ -132,6 +142,9 @@ async def test_another_optimizer_than_those_that_step_in_backward_is_refused() -
         model.step_in_backward(first)
         await model.backward((await model(batch())).sum())
         await model.step(first)  # finds nothing to do
+        wrapper = torch.optim.SGD(model.parameters(), lr=1.0)
+        wrapper.param_groups = first.param_groups  # as wrappers have those of what they wrap
+        await model.step(wrapper)
         await model.step(torch.optim.SGD(nn.Linear(1, 1).parameters()))
         with pytest.raises(UsageError, match=r"step_in_backward\(\) was given, of which this is none: give it this one"):
             await model.step(second)
@@ -143,7 +156,8 @@ async def test_a_scaler_that_looks_at_slices_alone_is_refused() -> None:
     async with alone() as model:
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         with pytest.raises(UsageError, match=r"torch\.amp\.grad_scaler\.GradScaler; use shardnet\.fsdp\.GradScaler\(backend\)"):
-            await model.step(optimizer, torch.amp.GradScaler("cpu"))  # type: ignore[arg-type]  # that is the misuse
+            await model.step(optimizer, torch.amp.GradScaler("cpu"))
+        await model.step(optimizer, torch.amp.GradScaler("cpu", enabled=False))
 
 
 def test_state_that_does_not_fit_is_named() -> None:

@@ -2,6 +2,8 @@
 
 import asyncio
 import copy
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from shardnet import AsyncFSDP, Cluster
-from shardnet.errors import CollectiveMismatch
+from shardnet.errors import CollectiveMismatch, UsageError
 from shardnet.testing import ClusterRunner
 from tests.docs.test_blocks import ROOT, blocks
 from tests.fsdp.models import Block, loss_of, make_gpt, token_batches
@@ -66,6 +68,56 @@ def test_several_models_may_be_sharded_at_the_same_time() -> None:
         runner.close()
     assert first == second
     assert len(set(first)) == 5
+
+
+async def cancels_one(cluster: Cluster) -> list[list[float]]:
+    """Rank 1 is slow with the first, and both cancel it; the second one of the same kind must not overtake it."""
+    began = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def ignored() -> Iterator[torch.nn.Module]:
+        loop.call_soon_threadsafe(began.set)
+        if cluster.rank:
+            time.sleep(0.5)  # it is the slowness that is tested
+        yield from ()
+
+    def linear(weight: float) -> torch.nn.Linear:
+        layer = torch.nn.Linear(4, 4)
+        torch.nn.init.constant_(layer.weight, weight)
+        return layer
+
+    first = asyncio.ensure_future(cluster.shard(linear(1.0), ignored_modules=ignored()))
+    await began.wait()
+    first.cancel()
+    second = await cluster.shard(linear(2.0))
+    await asyncio.gather(first, return_exceptions=True)
+    return [(await second.full_state_dict())["weight"].unique().tolist()]
+
+
+def test_one_that_is_cancelled_keeps_its_turn() -> None:
+    runner = ClusterRunner()
+    try:
+        assert runner.run(cancels_one, 2) == [[[2.0]]] * 2
+    finally:
+        runner.close()
+
+
+async def refused_once(cluster: Cluster) -> float:
+    """A rank that gives wrong arguments first meets the others when it has them right."""
+    if cluster.rank:
+        with pytest.raises(UsageError, match="units"):
+            await cluster.shard(torch.nn.Linear(4, 4), units=[torch.nn.Conv2d])
+    model = await cluster.shard(torch.nn.Linear(4, 4))
+    return float((await model(torch.ones(1, 4))).sum().item())
+
+
+def test_arguments_that_are_refused_on_one_rank_cost_no_turn() -> None:
+    runner = ClusterRunner()
+    try:
+        first, second = runner.run(refused_once, 2)
+    finally:
+        runner.close()
+    assert first == second
 
 
 async def mixes_up(cluster: Cluster) -> list[float | None]:

@@ -168,6 +168,11 @@ async def test_what_the_program_leaves_there_stays_and_nothing_else(model: Async
     assert await model.run(torch._C._autograd._top_saved_tensors_default_hooks, False) is None
 
 
+async def test_an_autocast_that_a_function_leaves_on_is_off_for_the_next_call(model: AsyncFSDP) -> None:
+    await model.run(torch.set_autocast_enabled, "cpu", True)
+    assert (await model(X))[0].dtype == torch.float32
+
+
 async def test_a_mode_that_was_entered_twice(model: AsyncFSDP) -> None:
     mode = Operations([], "")
     with mode, torch.device("cpu"), mode:

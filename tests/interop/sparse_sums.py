@@ -50,6 +50,24 @@ def sums(rank: int, world_size: int, _: Path) -> None:
                 assert torch.equal(scaled.to_dense(), 2 * right)
 
 
+def halves(rank: int, world_size: int, _: Path) -> None:
+    """Are added up as float32 and rounded once, as dense ones are."""
+    for dtype, values in ((torch.float16, [2048.0, 1.0, 1.0]), (torch.bfloat16, [256.0, 1.0, 1.0])):
+        places = torch.zeros(1, 2, dtype=torch.int64)  # twice the same, so that a rank adds up, too
+        dist.all_reduce(tensor := torch.sparse_coo_tensor(places, torch.tensor([values[rank], 0.0], dtype=dtype), (1,)))
+        assert (tensor.dtype, tensor.to_dense().item()) == (dtype, sum(values))
+    dist.all_reduce(tensor := torch.sparse_coo_tensor(places, torch.full((2,), 30000.0, dtype=torch.float16), (1,)), dist.ReduceOp.AVG)
+    assert tensor.to_dense().item() == pytest.approx(60000, rel=1e-3)
+
+
+def odd_shapes(rank: int, world_size: int, _: Path) -> None:
+    """No sparse dimension, or rows without an element."""
+    dist.all_reduce(whole := torch.sparse_coo_tensor(torch.zeros(0, 1, dtype=torch.int64), torch.ones(1, 3), (3,)))
+    assert whole.to_dense().tolist() == [world_size] * 3
+    dist.all_reduce(rows := torch.sparse_coo_tensor(torch.zeros(1, rank, dtype=torch.int64), torch.ones(rank, 0), (5, 0)))
+    assert (rows.shape, rows.to_dense().shape) == ((5, 0), (5, 0))
+
+
 def nothing(rank: int, world_size: int, _: Path) -> None:
     """No rank has a value anywhere."""
     tensor = torch.sparse_coo_tensor(torch.zeros(1, 0, dtype=torch.int64), torch.zeros(0, 4), (5, 4))
@@ -81,6 +99,8 @@ def wrong(rank: int, world_size: int, _: Path) -> None:
         CollectiveMismatch, match=rf"rank 0 has one of shape \[4\] with 1 sparse dimensions, but rank {world_size - 1} .*\[5\]"
     ):
         dist.all_reduce(torch.sparse_coo_tensor(one_place, torch.ones(1), (5 if rank == world_size - 1 else 4,)))
+    with pytest.raises(CollectiveMismatch, match=r"a sum of sparse tensors .* a mean of sparse tensors|a mean of sparse tensors .* a sum"):
+        dist.all_reduce(_tensor(rank, torch.float32), dist.ReduceOp.AVG if rank else dist.ReduceOp.SUM)
     with pytest.raises(CollectiveMismatch, match="a sum of sparse tensors"):
         dist.all_reduce(torch.sparse_coo_tensor(one_place, torch.ones(1, dtype=torch.float64 if rank else torch.float32), (4,)))
     with pytest.raises(CollectiveMismatch, match="rank 0 is in"):
