@@ -1,9 +1,12 @@
-"""What torch's profiler shows of a collective: a span from its call to its end, `shardnet:all_reduce`, as of gloo and NCCL. Where a thread
-waits for it is a span of its own (`Pending.wait`)."""
+"""What torch's profiler shows of a collective: `shardnet:all_reduce` where it was called, and `shardnet: wait for all_reduce`
+(`Pending.wait`) where a thread waited for it.
+
+Not how long it was under way, as of gloo: such a span ends on another thread, and where the profiler has stopped by then it is written
+into memory that is the profiler's no more.
+"""
 
 from typing import Any
 
-import torch
 from torch.autograd import profiler
 
 from shardnet.backend import Pending
@@ -12,8 +15,5 @@ from shardnet.backend import Pending
 def show(pending: Pending[Any]) -> None:
     """To the profiler that watches this thread, if any does."""
     if profiler._is_profiler_enabled:
-        span = profiler.record_function(f"shardnet:{pending.op_name}")
-        ended: torch.futures.Future[None] = torch.futures.Future()
-        with span:
-            span._call_end_callbacks_on_future(ended)
-        pending.add_done_callback(lambda _: ended.set_result(None))
+        with profiler.record_function(f"shardnet:{pending.op_name}"):
+            pass

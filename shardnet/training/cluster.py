@@ -132,7 +132,9 @@ class Cluster:
                 self._sharding.release()
 
         await self._sharding.acquire()
-        return await asyncio.shield(asyncio.ensure_future(make()))
+        making = asyncio.ensure_future(make())
+        making.add_done_callback(lambda done: done.cancelled() or done.exception())  # whoever was cancelled does not ask for its error
+        return await asyncio.shield(making)
 
     async def record(self, model: AsyncFSDP | None, optimizer: torch.optim.Optimizer) -> PerformanceRecorder:
         """Measure how fast the network is, then watch a training; None for a model that is not sharded. All ranks must
