@@ -1,9 +1,11 @@
 """What every test gets. The guards are a plugin of their own, so that tests/test_guards.py can load them into a fresh run."""
 
+import contextlib
 import os
 import signal
 import sys
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import hypothesis  # noqa: F401 - its plugin imports it at the end of a run otherwise, deep in calls, at which Python 3.11 may fail (gh-106905)
 import pytest
@@ -11,6 +13,9 @@ import pytest
 import shardnet.quiet  # noqa: F401 - before grpc
 from tests.devices import a_thread_each, default_device
 from tests.training.workers import nursery
+
+if TYPE_CHECKING:
+    from shardnet.testing import ClusterRunner
 
 __all__ = ["a_thread_each", "default_device", "nursery"]
 
@@ -43,3 +48,12 @@ def nothing_compiled() -> Iterator[None]:
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         yield
     torch.compiler.reset()
+
+
+@pytest.fixture
+def runner() -> "Iterator[ClusterRunner]":
+    """As the fixture `cluster`, for a test alone: that one's processes live as long as the session, and the guards would find them."""
+    from shardnet.testing import ClusterRunner
+
+    with contextlib.closing(ClusterRunner()) as runner:
+        yield runner

@@ -3,8 +3,6 @@
 The device "meta" stands in for a GPU: what is made there by mistake has no values, and cannot be sent."""
 
 import ast
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +36,6 @@ MAKERS = {
 }
 MAKERS |= {"randperm", "scalar_tensor", "tensor", "zeros"}
 STEPS = 4
-
-
-@pytest.fixture
-def runner() -> Iterator[ClusterRunner]:
-    with contextlib.closing(ClusterRunner()) as runner:
-        yield runner
 
 
 def test_whatever_is_made_says_where() -> None:

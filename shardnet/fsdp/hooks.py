@@ -26,8 +26,7 @@ def attach(unit: Unit, runtime: Runtime, precision: MixedPrecision, known: Known
     @uncompiled
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         _refuse_copy(unit, is_own=module is unit.module)
-        if not runtime.is_called:  # past the wrapper, which has looked
-            known.check()
+        _check_past_wrapper(runtime, known)
         inputs = precision.cast_inputs(args, kwargs)
         runtime.before_forward(unit, inputs)
         return inputs
@@ -57,8 +56,7 @@ def attach_to_parts(
         if torch.compiler.is_dynamo_compiling() or not runtime.before_part(unit, module):
             return None
         _refuse_copy(unit, is_own=module in own)
-        if not runtime.is_called:
-            known.check()
+        _check_past_wrapper(runtime, known)
         inputs = precision.cast_inputs(args, kwargs)
         runtime.before_forward(unit, inputs, module)
         return inputs
@@ -77,6 +75,12 @@ def attach_to_parts(
             part.register_forward_hook(after, always_call=True),
         )
     ]
+
+
+def _check_past_wrapper(runtime: Runtime, known: KnownParameters) -> None:
+    """Where the wrapper is called, it looks itself. What is summoned is whole, and nothing is put in place of anything."""
+    if not (runtime.is_called or runtime.summoned):
+        known.check()
 
 
 def _refuse_copy(unit: Unit, *, is_own: bool) -> None:

@@ -165,8 +165,8 @@ class Runtime:
 
     @property
     def is_called(self) -> bool:
-        """Whether a call of the model, of a unit or of a part is under way, or parameters are whole for any call."""
-        return self._caller is not None or bool(self._calls) or self._backward is not None or self.summoned
+        """Whether a call of the model, of a unit or of a part is under way."""
+        return self._caller is not None or bool(self._calls) or self._backward is not None
 
     def computes_here(self) -> bool:
         """Whether this thread is within a forward or backward of the model."""

@@ -35,7 +35,7 @@ async def trains(cluster: Cluster) -> list[dict[str, torch.Tensor]]:
     return [await average.full_state_dict()]
 
 
-def test_an_average_of_the_weights() -> None:
+def test_an_average_of_the_weights(runner: ClusterRunner) -> None:
     model = make_gpt()
     average = AveragedModel(copy.deepcopy(model), multi_avg_fn=get_ema_multi_avg_fn(DECAY))  # type: ignore[no-untyped-call]
     average.n_averaged.fill_(1)  # it begins as the model does
@@ -45,13 +45,9 @@ def test_an_average_of_the_weights() -> None:
         optimizer.step()
         optimizer.zero_grad()
         average.update_parameters(model)
-    runner = ClusterRunner()
-    try:
-        for (found,) in runner.run(trains, 2, processes=True):
-            for name, value in average.module.state_dict().items():
-                torch.testing.assert_close(found[name], value, rtol=0, atol=1e-5)
-    finally:
-        runner.close()
+    for (found,) in runner.run(trains, 2, processes=True):
+        for name, value in average.module.state_dict().items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=1e-5)
 
 
 async def shards_at_once(cluster: Cluster) -> list[float]:
@@ -60,12 +56,8 @@ async def shards_at_once(cluster: Cluster) -> list[float]:
     return [output.sum().item() for output in outputs]
 
 
-def test_several_models_may_be_sharded_at_the_same_time() -> None:
-    runner = ClusterRunner()
-    try:
-        first, second = runner.run(shards_at_once, 2)
-    finally:
-        runner.close()
+def test_several_models_may_be_sharded_at_the_same_time(runner: ClusterRunner) -> None:
+    first, second = runner.run(shards_at_once, 2)
     assert first == second
     assert len(set(first)) == 5
 
@@ -94,12 +86,8 @@ async def cancels_one(cluster: Cluster) -> list[list[float]]:
     return [(await second.full_state_dict())["weight"].unique().tolist()]
 
 
-def test_one_that_is_cancelled_keeps_its_turn() -> None:
-    runner = ClusterRunner()
-    try:
-        assert runner.run(cancels_one, 2) == [[[2.0]]] * 2
-    finally:
-        runner.close()
+def test_one_that_is_cancelled_keeps_its_turn(runner: ClusterRunner) -> None:
+    assert runner.run(cancels_one, 2) == [[[2.0]]] * 2
 
 
 async def refused_once(cluster: Cluster) -> float:
@@ -111,12 +99,8 @@ async def refused_once(cluster: Cluster) -> float:
     return float((await model(torch.ones(1, 4))).sum().item())
 
 
-def test_arguments_that_are_refused_on_one_rank_cost_no_turn() -> None:
-    runner = ClusterRunner()
-    try:
-        first, second = runner.run(refused_once, 2)
-    finally:
-        runner.close()
+def test_arguments_that_are_refused_on_one_rank_cost_no_turn(runner: ClusterRunner) -> None:
+    first, second = runner.run(refused_once, 2)
     assert first == second
 
 
@@ -130,9 +114,5 @@ async def mixes_up(cluster: Cluster) -> list[float | None]:
     return list(await asyncio.gather(*(tasks if cluster.rank == 0 else reversed(tasks)), cluster.mean(2.0)))
 
 
-def test_means_of_several_tasks_are_told_apart_by_their_labels() -> None:
-    runner = ClusterRunner()
-    try:
-        assert runner.run(mixes_up, 2) == [[None, None, 2.0]] * 2
-    finally:
-        runner.close()
+def test_means_of_several_tasks_are_told_apart_by_their_labels(runner: ClusterRunner) -> None:
+    assert runner.run(mixes_up, 2) == [[None, None, 2.0]] * 2
