@@ -132,6 +132,36 @@ async def test_ranks_that_have_parted_ways_are_told_where_each_of_them_waits(kin
         await each_error(ranks[1:], lambda rank: rank.barrier())
 
 
+async def test_a_receive_that_stands_open_is_named_only_where_there_is_nothing_else(kind: str) -> None:
+    async with cluster(kind, 2) as ranks:
+
+        async def missing() -> str:
+            (error,) = await each_error(ranks[:1], lambda rank: rank.barrier(timeout_s=0.1))
+            await each_error(ranks[1:], lambda rank: rank.barrier())
+            return str(error)
+
+        standing = ranks[1].recv(torch.ones(2), 0, tag="control")
+        assert "; it waits in recv #0 of the channel 'control' from rank 0 to rank 1)" in await missing()
+        groups = [rank.subgroup([0, 1]) for rank in ranks]
+        early = groups[1].barrier(label="elsewhere")
+        assert "; it waits in barrier #0 of elsewhere of the group of ranks [0, 1])" in await missing()
+        await groups[0].barrier(label="elsewhere")
+        await early
+        await ranks[0].send(torch.ones(2), 1, tag="control")
+        await standing
+
+
+async def test_what_a_rank_has_entered_in_the_same_group_is_not_elsewhere(kind: str) -> None:
+    async with cluster(kind) as ranks:
+        early = [rank.barrier() for rank in ranks[:2]]  # rank 2 is late
+        (error,) = await each_error(ranks[:1], lambda rank: rank.all_gather(torch.ones(2), timeout_s=0.1))
+        assert re.search(r"missing rank 1 \(at #1, last entered barrier\S*\); rank 2 \(at #0, last entered nothing\)", str(error)), error
+        late = ranks[2].barrier()
+        for handle in [*early, late]:
+            await handle
+        await each_error(ranks[1:], lambda rank: rank.all_gather(torch.ones(2)))
+
+
 async def test_what_is_given_much_time_is_shown_and_not_told(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     """Such as waiting for the others' disks."""
     async with cluster(kind, 2) as ranks:

@@ -96,18 +96,38 @@ def test_an_error_that_may_be_our_mistake_shows_where_it_was_made(monkeypatch: p
     assert len(shown) > 3
 
 
-def test_what_is_shown_with_it_is_short_too() -> None:
-    async def main() -> None:
+async def refused() -> UsageError:
+    """An error that has come through our rooms."""
+    async with local_cluster(1) as ranks:
         try:
-            async with local_cluster(1) as ranks:
-                await ranks[0].all_gather(torch.ones(2), sizes=[1])
+            await ranks[0].all_gather(torch.ones(2), sizes=[1])
         except UsageError as error:
-            raise ExceptionGroup("several", [error]) from error
+            return error
+    raise AssertionError("it was not refused")
 
+
+async def causes() -> None:
+    raise ValueError("outer") from await refused()
+
+
+async def is_a_member() -> None:
+    raise ExceptionGroup("outer", [await refused()])
+
+
+async def is_a_context() -> None:
+    async with local_cluster(1) as ranks:
+        try:
+            await ranks[0].all_gather(torch.ones(2), sizes=[1])
+        except UsageError:
+            raise ValueError("outer")  # noqa: B904 - that is the case
+
+
+@pytest.mark.parametrize(("main", "function"), [(causes, "refused"), (is_a_member, "refused"), (is_a_context, "is_a_context")])
+def test_what_is_shown_with_it_is_short_too(main: Main, function: str) -> None:
     error = fails(main)
-    assert isinstance(error, ExceptionGroup)
-    assert error.__cause__ is error.exceptions[0]
-    assert functions(error.exceptions[0]) == ["main"]
+    (shown,) = error.exceptions if isinstance(error, ExceptionGroup) else [error.__cause__ or error.__context__]
+    assert isinstance(shown, UsageError)
+    assert functions(shown) == [function]
 
 
 def test_of_what_no_program_has_called_the_call_of_run_is_all() -> None:
