@@ -56,8 +56,9 @@ docs: $(STAMP) ## build the documentation into build/docs; a link that leads now
 	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --nitpicky --fresh-env -c docs $(ARGS) . build/docs
 	@echo "build/docs/index.html"
 
-faults: $(STAMP) ## run the long fault tests, which `make test` leaves out
+faults: $(STAMP) ## run the long fault tests, which `make test` leaves out, and those of promises in seconds, to the letter
 	$(BIN)/python -m pytest -m faults --timeout 600 $(ARGS)
+	grep -rl --include='test_*.py' 'tests.promises' tests | xargs $(BIN)/python -m pytest
 
 test-gpu: $(STAMP) ## run the tests that need a GPU, which skip themselves in `make test` where there is none
 	$(BIN)/python -m pytest -n $(JOBS) tests/gpu $(ARGS)
