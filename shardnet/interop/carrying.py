@@ -4,7 +4,8 @@ Only moved, any dtype is its bytes. Reduced, a complex number is two real ones, 
 `Backend` does not have, is their sum, divided here and cut off, as NCCL has it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -72,6 +73,11 @@ def check(tensors: Sequence[Tensor]) -> None:
             raise UsageError(
                 f"the backend 'shardnet' moves no quantized tensors, got one of {tensor.dtype}; use .int_repr(), or .dequantize()"
             )
+        if tensor.is_conj() or tensor.is_neg():  # torch has yet to compute it
+            raise UsageError(
+                f"the backend 'shardnet' moves what is in memory, got a {'conjugate' if tensor.is_conj() else 'negative'} that is not; use "
+                f".resolve_{'conj' if tensor.is_conj() else 'neg'}()"
+            )
         if tensor.layout is not torch.strided:
             raise UsageError(
                 f"the backend 'shardnet' moves dense tensors, and adds up sparse ones by all_reduce; got one of layout {tensor.layout}; "
@@ -82,13 +88,13 @@ def check(tensors: Sequence[Tensor]) -> None:
 def movable(tensor: Tensor) -> Tensor:
     """A 1-D view of a contiguous tensor's bytes, or of the tensor itself where its dtype is one that a `Backend` knows; a copy if it is not
     contiguous."""
-    flat = tensor.detach().contiguous().view(-1)
+    flat = _flat(tensor)
     return flat if flat.dtype in _KNOWN else _bytes(flat)
 
 
 def reducible(tensor: Tensor, op: ReduceOp) -> Tensor:
     """A 1-D view of a contiguous tensor; a copy if it is not contiguous. Raises DtypeError."""
-    flat = tensor.detach().contiguous().view(-1)
+    flat = _flat(tensor)
     if not flat.is_complex():
         return flat
     if op not in _LINEAR:
@@ -97,7 +103,11 @@ def reducible(tensor: Tensor, op: ReduceOp) -> Tensor:
 
 
 def premultiplied(tensor: Tensor, factor: float | Tensor | None) -> Tensor:
-    return tensor if factor is None else tensor * factor
+    """Raises DtypeError where the product would be of another dtype."""
+    product = tensor if factor is None else tensor * factor
+    if product.dtype != tensor.dtype:
+        raise DtypeError(f"PREMUL_SUM of {tensor.dtype} with a factor of {product.dtype} is not defined; give a factor of the tensor's dtype")
+    return product
 
 
 def put(target: Tensor, result: Tensor) -> None:
@@ -105,16 +115,25 @@ def put(target: Tensor, result: Tensor) -> None:
 
     Where one is expanded, it shows an element several times, and torch does not write it: it gets the first of them.
     """
-    target, result = target.detach(), _like(result, target)
-    for dim, stride in enumerate(target.stride()):
-        if stride == 0 and target.shape[dim] > 1:
-            target, result = target.narrow(dim, 0, 1), result.narrow(dim, 0, 1)
-    with torch.no_grad():
+    with writing(target):
+        target, result = target.detach(), _like(result, target)
+        for dim, stride in enumerate(target.stride()):
+            if stride == 0 and target.shape[dim] > 1:
+                target, result = target.narrow(dim, 0, 1), result.narrow(dim, 0, 1)
         target.copy_(result)
 
 
+@contextmanager
+def writing(target: Tensor) -> Iterator[None]:
+    """For writing to a caller's tensor. If it was made in inference mode, torch lets it be written in that mode only, which is the caller's
+    thread's, and who puts a result in place may be another one."""
+    with torch.inference_mode(target.is_inference()), torch.no_grad():  # in this order: leaving inference mode turns gradients on
+        yield
+
+
 def _put_mean(target: Tensor, ranks: int, in_place: bool, result: Tensor) -> None:
-    mean = result.div_(ranks, rounding_mode="trunc")
+    with writing(result):
+        mean = result.div_(ranks, rounding_mode="trunc")
     if not in_place:
         put(target, mean)
 
@@ -131,6 +150,12 @@ def _like(flat: Tensor, target: Tensor) -> Tensor:
     if flat.dtype != target.dtype:
         flat = flat.clone().view(torch.uint8).view(target.dtype)  # cloned: a slice of bytes may lie where no such element can
     return flat.view(target.shape)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().contiguous().view(-1)
+    # with less than two elements anything is contiguous, whatever the stride, which torch minds where it is seen as bytes
+    return flat if flat.stride() == (1,) else flat.as_strided(flat.shape, (1,))
 
 
 def _bytes(flat: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ they have come, which costs a copy. A group whose ranks ascend never comes here.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -15,6 +16,7 @@ import torch
 from shardnet.backend import Backend, Pending, ReduceOp
 from shardnet.backend.streams import Event, is_on_gpu
 from shardnet.errors import InvalidRankError, SizeMismatchError
+from shardnet.interop.carrying import put
 
 if TYPE_CHECKING:
     from shardnet.telemetry import Telemetry
@@ -89,8 +91,7 @@ class Reordered(Backend):
         pending = self.ascending.all_gather(tensor, sizes=places, after=after, timeout_s=timeout_s, label=label)
         if out is None:
             return _then(pending, tensor, lambda gathered: self._blocks_by_rank(gathered, places))
-        target = out
-        return _then(pending, tensor, lambda gathered: target.copy_(self._blocks_by_rank(gathered, places).view(target.shape)))
+        return _then(pending, tensor, partial(self._put_by_rank, out, places))
 
     def reduce_scatter(
         self,
@@ -161,6 +162,10 @@ class Reordered(Backend):
     def _blocks_by_rank(self, tensor: Tensor, sizes: Sequence[int] | None) -> Tensor:
         blocks = self._blocks(tensor, sizes)
         return torch.cat([blocks[place] for place in self._places])
+
+    def _put_by_rank(self, target: Tensor, sizes: Sequence[int] | None, gathered: Tensor) -> Tensor:
+        put(target, self._blocks_by_rank(gathered, sizes))
+        return target
 
     def _blocks(self, tensor: Tensor, sizes: Sequence[int] | None) -> Sequence[Tensor]:
         """One for each rank, of equal size where there are no sizes."""

@@ -11,7 +11,7 @@ import torch
 
 from shardnet.backend import Backend, Pending, ReduceOp
 from shardnet.errors import CollectiveMismatch, UsageError
-from shardnet.interop.carrying import Reducing, movable, premultiplied
+from shardnet.interop.carrying import Reducing, movable, premultiplied, writing
 from shardnet.interop.work import Finish
 
 Tensor = torch.Tensor
@@ -39,7 +39,7 @@ def sparse_all_reduce(backend: Backend, tensor: Tensor, how: Reducing, timeout_s
         parts = [part.view(dims, count) for part, count in zip(torch.split(indices.wait(), places), counts, strict=True)]
         found = gathered.view(sum(counts), *values.shape[1:])
         total = torch.sparse_coo_tensor(torch.cat(parts, dim=1), found, own.shape, check_invariants=False).coalesce()
-        with torch.no_grad():
+        with writing(tensor):
             tensor.copy_(total / len(counts) if how.op is ReduceOp.MEAN else total)
 
     return pending, finish

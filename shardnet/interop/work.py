@@ -61,10 +61,14 @@ class PendingWork(dist.Work):
         self._finished: list[tuple[torch.device, Event]] = []  # on which GPUs `finish` has put results, and when: maybe on another's stream
         self._failed: Exception | None = None  # what `finish` has raised
         self._futures: dict[Executor, torch.futures.Future[list[Tensor]]] = {}  # by the thread that ends it
+        self._was_waited_for = False
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Block until it is done. Raises the collective's error, or TimeoutError after `timeout` (0: none); it goes on then."""
         self._settle(timeout.total_seconds() if timeout > timedelta(0) else None)
+        self._was_waited_for = True
+        if self._futures and (future := self._futures.get(self._ends.for_caller())) is not None:
+            future.wait()  # who has waited for the work asks for the future's value
         return True
 
     def synchronize(self) -> None:
@@ -116,7 +120,10 @@ class PendingWork(dist.Work):
             devices = {tensor.device for tensor in self._outputs if tensor.is_cuda}
             done: torch.futures.Future[None] = torch.futures.Future(devices=list(devices))
             future = self._futures[thread] = done.then(lambda _: self._result())
-        self._pending.add_done_callback(partial(_end, thread, done))  # at once, if that is done
+        if self._was_waited_for:
+            done.set_result(None)
+        else:
+            self._pending.add_done_callback(partial(_end, thread, done))  # at once, if that is done
         return future
 
     def _result(self) -> list[Tensor]:

@@ -138,6 +138,18 @@ def uneven(rank: int, world_size: int, _: Path) -> None:
     assert strided.tolist() == [[float(each)] * 3 for each in order]
 
 
+def inference(rank: int, world_size: int, _: Path) -> None:
+    """Outputs that only inference mode may write, which is the caller's and not that of whoever puts blocks in order."""
+    order = ORDERS[world_size][0]
+    group = dist.new_group(order, sort_ranks=False)
+    for _ in range(20):  # the caller may be that, too
+        with torch.inference_mode():
+            gathered = torch.zeros(3 * world_size)
+            dist.all_gather_into_tensor(gathered, _mine(), group=group)
+            dist.all_gather([torch.zeros(3) for _ in order], _mine(), group=group)
+        assert gathered[::3].tolist() == [float(each) for each in order]
+
+
 def split(rank: int, world_size: int, _: Path) -> None:
     """Groups of groups, which gloo makes only of its own; and one for each direction between two ranks, as a pipeline has them."""
     everyone = [dist.new_group(list(range(world_size)), backend=backend) for backend in ("shardnet", "gloo")]

@@ -15,7 +15,7 @@ def run(nursery: Nursery, folder: Path, program: str, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("program", ["as_with_gloo", "uneven", "meshes"])
+@pytest.mark.parametrize("program", ["as_with_gloo", "uneven", "inference", "meshes"])
 def test_ranks_are_numbered_as_they_were_given(nursery: Nursery, tmp_path: Path, program: str, world_size: int) -> None:
     run(nursery, tmp_path, program, world_size)
 

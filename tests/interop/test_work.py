@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 
@@ -71,6 +72,32 @@ def test_callbacks_run_one_after_the_other_whatever_they_wait_for(ends: Ends) ->
     inner.set_result(torch.ones(1))
     torch.futures.wait_all([first, second, third])
     assert seen == ["first begins", "first ends", "second", "third"]
+
+
+def test_who_has_waited_for_a_work_has_the_value_of_its_future(ends: Ends) -> None:
+    """Whichever he asked for first, and however busy the thread is that ends futures."""
+    before, after = Future(), Future()
+    works = [PendingWork(Pending(each, "all_reduce"), [torch.full((1,), 7.0)], ends) for each in (before, after)]
+    future = works[0].get_future()
+    ends.for_caller().submit(time.sleep, 0.05)
+    for each in (before, after):
+        each.set_result(torch.ones(1))
+    works[0].wait()
+    assert future.value()[0].item() == 7
+    ends.for_caller().submit(time.sleep, 0.05)
+    works[1].wait()
+    assert works[1].get_future().value()[0].item() == 7
+
+
+def test_a_callback_may_wait_for_a_work_whose_future_comes_after_it(ends: Ends) -> None:
+    inner = [Future(), Future()]
+    first, second = (PendingWork(Pending(each, "all_reduce"), [torch.ones(1)], ends) for each in inner)
+    waited = first.get_future().then(lambda _: second.wait())
+    told = second.get_future()
+    for each in inner:
+        each.set_result(torch.ones(1))
+    assert waited.wait()
+    assert told.wait()[0].item() == 1
 
 
 def test_after_the_end_of_the_world_futures_end_still(ends: Ends) -> None:
