@@ -1,8 +1,18 @@
-"""`python -m shardnet.cli`: the same as `shardnet`, for where the console script is not on the path."""
+"""The `shardnet` command; also `python -m shardnet.cli`, for where the console script is not on the path."""
 
+import signal
 import sys
 
-from shardnet.cli.main import main
+
+def main() -> int:
+    """Run this process's command line; returns the exit status. A Ctrl-C ends it without a traceback, also while it is imported."""
+    try:
+        from shardnet.cli.main import main as command
+
+        return command()
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
 
 if __name__ == "__main__":
     sys.exit(main())

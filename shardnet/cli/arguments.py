@@ -96,7 +96,10 @@ def listen_address(text: str) -> str:
 
 def host(text: str) -> str:
     """A host without a port."""
-    _parsed(f"[{text}]:0" if ":" in text else f"{text}:0")
+    try:
+        Address.parse(f"[{text}]:0" if ":" in text else f"{text}:0")
+    except AddressError:
+        raise argparse.ArgumentTypeError(f"must be the name or the address of a host, without a port, not {text!r}") from None
     return text
 
 

@@ -106,7 +106,9 @@ def premultiplied(tensor: Tensor, factor: float | Tensor | None) -> Tensor:
     """Raises DtypeError where the product would be of another dtype."""
     product = tensor if factor is None else tensor * factor
     if product.dtype != tensor.dtype:
-        raise DtypeError(f"PREMUL_SUM of {tensor.dtype} with a factor of {product.dtype} is not defined; give a factor of the tensor's dtype")
+        raise DtypeError(
+            f"PREMUL_SUM of {tensor.dtype} with a factor of {product.dtype} is not defined; give a factor of the tensor's dtype"
+        )
     return product
 
 

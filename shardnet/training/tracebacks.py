@@ -3,11 +3,13 @@
 [Note: short tracebacks] Between `shardnet.run(main)` and `main` lies the event loop, the same in every traceback, and between a model and
 its layers lie wrappers and hooks. Such passages are left out. An error of ours says itself what went wrong, where and what to do: how it
 came through our rooms and autograd helps nobody, and least of all once for each rank that has lost the same peer. Of a ShardnetError only
-the program's own lines are shown. Any other error keeps all of our lines but passages: it may be a mistake of ours.
+the program's own lines are shown, and no errors that it came from, unless the program raised one of them. Any other error keeps all of our
+lines but passages: it may be a mistake of ours.
 
 The log has the whole, at the level DEBUG.
 """
 
+import sys
 from collections.abc import Iterator
 from types import FrameType, TracebackType
 
@@ -24,6 +26,7 @@ _PASSAGES = (
     "uvloop",
 )
 _ROOMS = (*_PASSAGES, "shardnet", "torch")
+_LIBRARIES = (*_ROOMS, "grpc", *sys.stdlib_module_names)  # what shardnet calls itself
 
 
 def shorten(error: BaseException) -> None:
@@ -33,8 +36,22 @@ def shorten(error: BaseException) -> None:
         each = left.pop()
         if id(each) not in known:
             known.add(id(each))
+            if isinstance(each, ShardnetError) and not any(_is_the_programs(other) for other in _roots(each)):
+                each.__cause__ = None  # nor is a context shown then
             BaseException.with_traceback(each, _linked(_kept(each)))  # not by assignment: classes exist that forbid it
             left += (other for other in _shown_with(each) if isinstance(other, BaseException))
+
+
+def _roots(error: BaseException) -> list[BaseException]:
+    """All that are shown with it, near and far."""
+    found = [error]
+    for each in found:  # which grows
+        found += [other for other in _shown_with(each) if isinstance(other, BaseException) and other not in found]
+    return found[1:]
+
+
+def _is_the_programs(error: BaseException) -> bool:
+    return any(not _is_in(entry.tb_frame, _LIBRARIES) for entry in _entries(error.__traceback__))
 
 
 def _kept(error: BaseException) -> list[TracebackType]:

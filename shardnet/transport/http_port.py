@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from email.message import Message
 from email.parser import BytesHeaderParser
+from functools import partial
 from http import HTTPStatus
 
 from shardnet.address import Address
@@ -23,7 +24,9 @@ from shardnet.transport.socket_tasks import SocketTasks
 
 log = logging.getLogger(__name__)
 
-_CALLERS = 16  # at once; more wait their turn. A browser opens some that say nothing for a while
+_CALLERS = 16  # that are answered at once; more wait their turn
+_SILENT = 16  # who have not said what they want: a browser opens some that say nothing for a while. One more, and the oldest is sent away
+_CONNECTIONS = 64  # of all of them
 _CALL_S = 5.0  # for a whole call, which takes milliseconds
 _HEAD_BYTES = 16 * 1024  # of a request; a browser's has one or two
 _REST_S = 0.1  # before the next try where a connection cannot be had
@@ -77,8 +80,10 @@ class HttpPort:
         self._routes = routes
         self._names = None if names is None else {"localhost", self._listen.host, *(name.lower() for name in names)}
         self._fields = fields or {}
+        self._room = asyncio.Semaphore(_CONNECTIONS)
         self._turns = asyncio.Semaphore(_CALLERS)
         self._tasks = SocketTasks()
+        self._silent: dict[socket.socket, asyncio.Task[None]] = {}  # the oldest first
         self.bound: Address | None = None  # with its real port; None before it is open
 
     @property
@@ -100,22 +105,33 @@ class HttpPort:
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            await self._turns.acquire()
+            await self._room.acquire()
             try:
                 sock, _ = await loop.sock_accept(listener)
             except OSError:  # no descriptors, or an error of that one connection (accept(2)): there will be others
-                self._turns.release()
+                self._room.release()
                 await asyncio.sleep(_REST_S)
                 continue
             sock.setblocking(False)
-            self._tasks.spawn(self._serve(sock), sock).add_done_callback(lambda _: self._turns.release())
+            self._silent[sock] = task = self._tasks.spawn(self._serve(sock), sock)
+            task.add_done_callback(partial(self._end, sock))
+            if len(self._silent) > _SILENT:
+                next(iter(self._silent.values())).cancel()
+            await asyncio.sleep(0)  # what has come with a connection is read before the next one, which may send it away
+
+    def _end(self, sock: socket.socket, _: "asyncio.Task[None]") -> None:
+        self._silent.pop(sock, None)
+        self._room.release()
 
     async def _serve(self, sock: socket.socket) -> None:
         try:
             with suppress(OSError):  # a timeout, too
                 async with asyncio.timeout(_CALL_S):
-                    response = await self._answer(await _head(sock))
-                    await asyncio.get_running_loop().sock_sendall(sock, _as_bytes(response, self._fields))
+                    head = await _head(sock)
+                    self._silent.pop(sock, None)
+                    async with self._turns:
+                        response = await self._answer(head)
+                        await asyncio.get_running_loop().sock_sendall(sock, _as_bytes(response, self._fields))
                     await _linger(sock)
         except Exception:
             log.exception("answering a caller of %s failed", self.url)

@@ -1,7 +1,11 @@
 """The command line: what is understood, and what a wrong one says."""
 
+import sys
+from importlib.abc import MetaPathFinder
+
 import pytest
 
+from shardnet.cli import __main__ as program
 from shardnet.cli.main import COMMANDS, main, parse
 
 
@@ -123,3 +127,14 @@ def test_what_is_refused_without_encryption_names_the_option_that_allows_it(give
     said = capsys.readouterr().err
     assert said.endswith(", or allow it with --insecure on a network that you trust\n"), said
     assert "insecure=True" not in said
+
+
+def test_a_ctrl_c_while_the_command_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted(MetaPathFinder):
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "shardnet.cli.main":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "shardnet.cli.main")
+    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+    assert program.main() == 130

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import logging
+import ssl
 import traceback
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -62,6 +63,45 @@ def test_an_error_of_ours_shows_nothing_of_how_it_came() -> None:
     error = fails(main)
     assert isinstance(error, PeerLost)
     assert functions(error) == ["fails", "main"]
+
+
+def test_an_error_of_ours_shows_none_that_it_came_from() -> None:
+    """A rendezvous that cannot be reached is known by an error of gRPC's, and of sockets."""
+
+    async def main() -> None:
+        try:
+            ssl.create_default_context(cafile="/nowhere")
+        except OSError as error:
+            raise UsageError("there is no such file") from error
+
+    def within_the_rooms() -> None:
+        scope = {"__name__": "shardnet.credentials.somewhere", "ssl": ssl, "UsageError": UsageError}
+        code = "try:\n    ssl.create_default_context(cafile='/nowhere')\nexcept OSError:\n    raise UsageError('there is no such file')"
+        exec(code, scope)
+
+    async def ours() -> None:
+        within_the_rooms()
+
+    assert fails(main).__cause__ is not None, "the program's own call"
+    error = fails(ours)
+    assert "FileNotFoundError" not in "".join(traceback.format_exception(error))
+
+
+def test_an_error_of_ours_shows_one_of_the_programs_that_it_came_from() -> None:
+    """However far."""
+
+    def callback() -> None:
+        raise ValueError("the program's own")
+
+    async def main() -> None:
+        scope = {"__name__": "shardnet.somewhere", "callback": callback, "UsageError": UsageError}
+        code = (
+            "try:\n    try:\n        callback()\n    except ValueError as error:\n        raise OSError('between') from error\n"
+            "except OSError as error:\n    raise UsageError('ours') from error"
+        )
+        exec(code, scope)
+
+    assert "the program's own" in "".join(traceback.format_exception(fails(main)))
 
 
 def test_an_error_of_the_programs_model_shows_no_wrapper() -> None:

@@ -18,12 +18,24 @@ async def echo(request: Request) -> Response:
     return Response(f"{request.path}?{request.query} {request.fields.get('accept')}".encode())
 
 
+HELD: list["asyncio.Future[None]"] = []  # calls of /hold
+WAITING = asyncio.Event()  # as many as are answered at once
+
+
+async def hold(_: Request) -> Response:
+    HELD.append(released := asyncio.get_running_loop().create_future())
+    if len(HELD) == http_port._CALLERS:
+        WAITING.set()
+    await released
+    return Response(b"")
+
+
 async def fail(_: Request) -> Response:
     raise RuntimeError("a secret path")
 
 
 def port(listen: str = HERE, *, insecure: bool = False, names: tuple[str, ...] | None = ("this-machine",)) -> HttpPort:
-    routes = {"/echo": echo, "/fail": fail}
+    routes = {"/echo": echo, "/fail": fail, "/hold": hold}
     return HttpPort(listen, routes, what="the echo", example="127.0.0.1:7", insecure=insecure, names=names, fields={"x-every": "answer"})
 
 
@@ -127,12 +139,26 @@ async def test_who_says_nothing_is_sent_away(monkeypatch: pytest.MonkeyPatch) ->
 
 async def test_more_callers_than_it_takes_wait_their_turn() -> None:
     async with Opened(port()) as address:
-        silent = [await knock(address) for _ in range(http_port._CALLERS)]
+        held = [asyncio.create_task(get(address, "/hold")) for _ in range(http_port._CALLERS)]
+        await WAITING.wait()
         waiting = asyncio.create_task(get(address, "/echo"))
         done, _ = await asyncio.wait({waiting}, timeout=0.2)
         assert not done
-        silent.pop().close()
+        HELD.pop().set_result(None)
         assert (await waiting).status == 200
+        while HELD:
+            HELD.pop().set_result(None)
+        assert {(await each).status for each in held} == {200}
+
+
+async def test_who_says_nothing_holds_up_nobody() -> None:
+    """However many they are: the oldest of them makes room."""
+    async with Opened(port()) as address:
+        silent = [await knock(address) for _ in range(5 * http_port._CONNECTIONS)]
+        for sock in silent[::2]:
+            sock.send(b"GET /echo HTTP/1.1\r\nX: ")
+        async with asyncio.timeout(2.0):  # they would have 5 s each
+            assert (await get(address, "/echo")).status == 200
         for sock in silent:
             sock.close()
 
