@@ -3,7 +3,7 @@
 import asyncio
 import os
 import socket
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import Self
@@ -94,6 +94,12 @@ class Settings:
     limits: Limits = field(default_factory=Limits)
 
     @classmethod
+    def check_names(cls, given: Iterable[str]) -> None:
+        """Raise UsageError if one is no setting."""
+        if unknown := set(given).difference(cls.__dataclass_fields__):
+            raise UsageError(f"connect() has no setting {', '.join(sorted(unknown))}; there are: {', '.join(cls.__dataclass_fields__)}")
+
+    @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None, **given: object) -> Self:
         """Settings from SHARDNET_* variables; what is `given` wins. An empty variable is one that is not set.
 
@@ -102,9 +108,7 @@ class Settings:
         Raises UsageError or AddressError for a value that makes no sense, naming where it came from, and CredentialsError for a token that
         cannot be read.
         """
-        unknown = given.keys() - cls.__dataclass_fields__.keys()
-        if unknown:
-            raise UsageError(f"connect() has no setting {', '.join(sorted(unknown))}; there are: {', '.join(cls.__dataclass_fields__)}")
+        cls.check_names(given)
         environment = os.environ if environment is None else environment
         known = given.get("max_world_size") or _number(
             environment, "SHARDNET_MAX_WORLD_SIZE", _number(environment, "SHARDNET_WORLD_SIZE", 0)

@@ -13,12 +13,12 @@ from shardnet.testing.fault import Action, Fault
 from shardnet.testing.fault_not_fired import FaultNotFired
 from shardnet.testing.harm import Harm
 from shardnet.testing.meeting import Meeting
-from shardnet.testing.news import Ended, Fired, Gone, Joined, News
+from shardnet.testing.news import Doing, Ended, Fired, Gone, Joined, News
 from shardnet.testing.rank_failure import RankFailure, RanksFailed
 from shardnet.testing.relays import Relays
 
 JOINS_S = 20.0  # within which a process has started and asked to join
-STACKS_S = 3.0  # to find out what somebody is stuck in
+DOING_S = 3.0  # to find out what somebody is stuck in
 
 
 class Worker(Protocol):
@@ -30,7 +30,7 @@ class Worker(Protocol):
     def thaw(self) -> None:
         """Let it go on that has frozen itself."""
 
-    def stacks(self, within_s: float) -> str:
+    def doing(self, within_s: float) -> Doing:
         """What it is doing, if that is to be had."""
 
     def join(self) -> int:
@@ -135,8 +135,10 @@ class ClusterRun:
         """The time is over: note who has not ended, and where each is."""
         stuck = [number for number in range(len(self._workers)) if number not in self._ends and number not in self._killed]
         for number in stuck:
-            failure = RankFailure("Hung", f"it had not ended after {timeout_s:g} s", self._workers[number].stacks(STACKS_S))
-            self._ends[number] = Ended(number, failure=failure)
+            doing = self._workers[number].doing(DOING_S)
+            ranks = " and ".join(map(str, doing.waits_for))
+            message = f"it had not ended after {timeout_s:g} s" + (f", and waits for rank {ranks}" if ranks else "")
+            self._ends[number] = Ended(number, failure=RankFailure("Hung", message, doing.stacks, waits_for=doing.waits_for))
 
     def _end(self) -> None:
         """Nothing is left running, whatever has happened."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from shardnet.config import Timeouts
 from shardnet.errors import UsageError
+from shardnet.settings import Settings
 from shardnet.testing.cluster_run import ClusterRun, Worker
 from shardnet.testing.fault import Action
 from shardnet.testing.faults import Faults
@@ -24,7 +25,7 @@ _OWN = {"rendezvous", "job", "min_world_size", "max_world_size", "elastic", "loc
 
 
 class ClusterRunner:
-    """Runs training functions on clusters of this machine, one after the other; close it to end what makes processes."""
+    """Runs training functions on clusters of this machine; close it to end what makes processes."""
 
     def __init__(self) -> None:
         self._nursery: Nursery | None = None
@@ -68,13 +69,15 @@ class ClusterRunner:
         """
         __tracebackhide__ = True
         faults = Faults() if faults is None else faults
-        _check_kinds(args, faults, every, timeout_s)
+        _check_kinds(args, faults, world_size, timeout_s)
         nodes = nodes if nodes is not None else world_size if faults.on_links else 1
         _check(world_size, nodes, processes, elastic, faults)
+        _check_elastic(world_size, elastic, min_workers, every)
         if processes:
             self.warm_up()  # which is none of what `timeout_s` is for
         if own := _OWN.intersection(settings):
             raise UsageError(f"{', '.join(sorted(own))} cannot be given: the run of a cluster says so itself, from its other arguments")
+        Settings.check_names(settings)
         with ExitStack() as stack:
             relays = Relays(world_size if faults.on_links else 0)
             stack.callback(relays.close)
@@ -120,8 +123,6 @@ class ClusterRunner:
 
 
 def _check(world_size: int, nodes: int, processes: bool, elastic: bool, faults: Faults) -> None:
-    if world_size < 1:
-        raise UsageError(f"a cluster has at least 1 rank, got {world_size}")
     if not 1 <= nodes <= world_size or world_size % nodes:
         raise UsageError(f"{world_size} ranks cannot be on {nodes} nodes, equally many on each")
     if faults.joiners and not elastic:
@@ -133,12 +134,21 @@ def _check(world_size: int, nodes: int, processes: bool, elastic: bool, faults: 
             raise UsageError(f"only a process can be frozen: give processes=True to {fault}")
 
 
-def _check_kinds(args: Sequence[Any], faults: Faults, every: int, timeout_s: float) -> None:
+def _check_elastic(world_size: int, elastic: bool, min_workers: int, every: int) -> None:
+    if not elastic and (min_workers, every) != (1, 1):
+        raise UsageError("min_workers and every are those of an elastic run: give elastic=True")
+    if not 1 <= min_workers <= world_size:
+        raise UsageError(f"min_workers must be at least 1 and at most the {world_size} that begin, got {min_workers}")
+    if every < 1:
+        raise UsageError(f"every must be at least 1 step, got {every}")
+
+
+def _check_kinds(args: Sequence[Any], faults: Faults, world_size: Any, timeout_s: float) -> None:
     if not isinstance(args, list | tuple):
         raise UsageError(f"args are a tuple of what the function gets behind its cluster, got {args!r}")
     if not isinstance(faults, Faults):
         raise UsageError(f"faults are an order, Faults().kill(...) for example, got {faults!r}")
-    if every < 1:
-        raise UsageError(f"every must be at least 1 step, got {every}")
+    if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
+        raise UsageError(f"a cluster has a number of ranks, at least 1, got {world_size!r}")
     if not 0 < timeout_s <= threading.TIMEOUT_MAX:
         raise UsageError(f"timeout_s must be a time in seconds, got {timeout_s}")

@@ -1,6 +1,6 @@
 """What the run of a test's cluster hears of its workers. `number` is a worker's own, in the order in which they were started."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,17 @@ class Gone:
     """Nothing is left of it but what it has written."""
 
     number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Doing:
+    """What one does that has not ended, as it says when it is asked.
+
+    waits_for  ranks that have not entered a collective in which it has waited for long
+    """
+
+    stacks: str = ""
+    waits_for: Sequence[int] = ()
 
 
 News = Joined | Fired | Ended | Gone

@@ -101,8 +101,8 @@ class Child:
                 match json.loads(self._channel.recv_bytes()):
                     case {"what": "done"}:
                         self._done.put(None)
-                    case {"what": "stacks"}:
-                        self._say({"what": "stacks", "text": self._diagnosis.text()})
+                    case {"what": "doing"}:
+                        self._say({"what": "doing", "stacks": self._diagnosis.text(), "waits_for": self._diagnosis.waits_for()})
         except (EOFError, OSError):
             os.kill(os.getpid(), signal.SIGKILL)
 

@@ -21,7 +21,7 @@ from shardnet.config import Limits, Timeouts
 from shardnet.errors import UsageError
 from shardnet.testing.fault import Fault
 from shardnet.testing.frames import frames_of, value_of
-from shardnet.testing.news import Ended, Fired, Gone, Joined, News
+from shardnet.testing.news import Doing, Ended, Fired, Gone, Joined, News
 from shardnet.testing.nursery import Nursery
 from shardnet.testing.part import Part
 from shardnet.testing.rank_failure import RankFailure
@@ -37,7 +37,7 @@ class ProcessWorker:
         self._number = number
         self._tell = tell
         self._nursery = nursery
-        self._stacks: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._doing: queue.SimpleQueue[Doing] = queue.SimpleQueue()
         self._output = TemporaryFile("w+", errors="replace")  # noqa: SIM115 - closed by `output`
         ours, theirs = socket.socketpair()
         with theirs, Path(os.devnull).open() as nothing:
@@ -58,13 +58,13 @@ class ProcessWorker:
     def thaw(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
 
-    def stacks(self, within_s: float) -> str:
+    def doing(self, within_s: float) -> Doing:
         """What the process is doing; nothing if it does not answer."""
-        self._say({"what": "stacks"})
+        self._say({"what": "doing"})
         try:
-            return self._stacks.get(timeout=within_s)
+            return self._doing.get(timeout=within_s)
         except queue.Empty:
-            return ""
+            return Doing()
 
     def join(self) -> int:
         """Wait until it has ended; its exit status, negative for a signal."""
@@ -96,8 +96,8 @@ class ProcessWorker:
                 self._tell(Joined(self._number, rank))
             case {"what": "fired", "fault": fault}:
                 self._tell(Fired(self._number, fault, lambda: self._say({"what": "done"})))
-            case {"what": "stacks", "text": text}:
-                self._stacks.put(text)
+            case {"what": "doing", **facts}:
+                self._doing.put(Doing(**facts))
             case {"what": "ended"}:
                 self._tell(Ended(self._number, value_of(self._channel.recv_bytes(), self._channel.recv_bytes())))
             case {"what": "failed", **facts}:

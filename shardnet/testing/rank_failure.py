@@ -22,6 +22,7 @@ class RankFailure:
     traceback  as Python prints it
     error      itself, of a rank in this process
     rank       -1 of a worker that never joined
+    waits_for  ranks for which one that hung was waiting
     """
 
     kind: str
@@ -29,6 +30,7 @@ class RankFailure:
     traceback: str = ""
     error: BaseException | None = None
     rank: int = -1
+    waits_for: Sequence[int] = ()
 
     @classmethod
     def of(cls, error: BaseException) -> "RankFailure":
@@ -52,7 +54,7 @@ class RanksFailed(Exception):
 
     def __init__(self, failures: Sequence[RankFailure], world_size: int) -> None:
         """`failures` in the order in which they were heard."""
-        self.first = min(failures, key=lambda failure: (failure.kind in _OF_OTHERS, failure.rank < 0))
+        self.first = min(failures, key=lambda failure: (failure.kind in _OF_OTHERS or bool(failure.waits_for), failure.rank < 0))
         self.failures = [self.first, *sorted((each for each in failures if each is not self.first), key=lambda failure: failure.rank)]
         self._world_size = world_size
         super().__init__(failures, world_size)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from shardnet.testing.fault import Action, Fault
-from shardnet.testing.news import Ended, Fired, Gone, Joined, News
+from shardnet.testing.news import Doing, Ended, Fired, Gone, Joined, News
 from shardnet.testing.part import Part
 from shardnet.testing.rank_failure import RankFailure
 from shardnet.testing.saboteur import Saboteur
@@ -41,9 +41,9 @@ class ThreadWorker:
     def thaw(self) -> None:
         raise AssertionError("a thread is not frozen")
 
-    def stacks(self, within_s: float) -> str:
-        """What this whole process is doing."""
-        return self._diagnosis.text()
+    def doing(self, within_s: float) -> Doing:
+        """The stacks are those of this whole process."""
+        return Doing(self._diagnosis.text(), self._diagnosis.waits_for())
 
     def join(self) -> int:
         """Wait until it has ended. One that is stuck in code of its own can be ended by nobody, and ends with the process."""

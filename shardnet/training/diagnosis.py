@@ -31,6 +31,10 @@ class Diagnosis:
         """The world is formed. Called on the event loop of the program, whose tasks are told, too."""
         self._telemetry, self._topology, self._loop = telemetry, topology, asyncio.get_running_loop()
 
+    def waits_for(self) -> list[int]:
+        """The ranks that have not entered what this one has waited in for long."""
+        return sorted({absent.rank for each in self._telemetry.waiting if not each.is_over for absent in each.absent})
+
     def text(self, found: str = "") -> str:
         """`found` is the stack of the thread that the signal came to, as it was then."""
         parts = {

@@ -67,12 +67,14 @@ def test_a_process_that_dies_of_itself_is_a_failure(cluster: ClusterRunner, capf
     assert "[rank 1] last words" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize(("processes", "timeout_s"), [(False, 2.0), (True, 4.0)], ids=["threads", "processes"])
+@pytest.mark.parametrize(("processes", "timeout_s"), [(False, 4.0), (True, 5.0)], ids=["threads", "processes"])
 def test_who_hangs_is_shown_with_what_it_hangs_in(cluster: ClusterRunner, processes: bool, timeout_s: float) -> None:
-    """The time is enough for both to have come as far as that."""
+    """The time is enough for rank 0 to have asked where rank 1 is (suspect_s). Rank 1 waits for nobody, and is the one that is shown."""
     with pytest.raises(RanksFailed) as caught:
         cluster.run(training.one_waits_for_ever, 2, processes=processes, timeout_s=timeout_s)
-    assert [failure.kind for failure in caught.value.failures] == ["Hung", "Hung"]
+    assert [(failure.rank, failure.kind) for failure in caught.value.failures] == [(1, "Hung"), (0, "Hung")]
+    assert str(caught.value).splitlines()[-1] == f"then rank 0: Hung: it had not ended after {timeout_s:g} s, and waits for rank 1"
+    assert "one_waits_for_ever" in caught.value.first.traceback
     assert "barrier" in caught.value.of_rank(0).traceback
     assert cluster.run(training.blocking, 2, processes=processes) == [2.0, 2.0], "the next run is not disturbed"
 
@@ -83,14 +85,21 @@ def test_a_result_that_cannot_be_sent_is_refused(cluster: ClusterRunner) -> None
 
 
 def test_settings_reach_connect(cluster: ClusterRunner) -> None:
-    with pytest.raises(RanksFailed, match=r"a worker that had not joined: UsageError: connect\(\) has no setting colour"):
-        cluster.run(training.train, 1, colour="red")
+    with pytest.raises(RanksFailed, match=r"a worker that had not joined: UsageError: routing of connect\(\) must be one of"):
+        cluster.run(training.train, 1, routing="scenic")
 
 
 @pytest.mark.parametrize(
     ("call", "complaint"),
     [
-        ({"world_size": 0}, "a cluster has at least 1 rank, got 0"),
+        ({"world_size": 0}, "a cluster has a number of ranks, at least 1, got 0"),
+        ({"world_size": "2"}, "a cluster has a number of ranks, at least 1, got '2'"),
+        ({"world_size": True}, "a cluster has a number of ranks, at least 1, got True"),
+        ({"world_size": 2, "colour": "red"}, r"connect\(\) has no setting colour"),
+        ({"world_size": 2, "every": 3}, "are those of an elastic run"),
+        ({"world_size": 2, "min_workers": 2}, "are those of an elastic run"),
+        ({"world_size": 2, "elastic": True, "min_workers": 3}, "at most the 2 that begin, got 3"),
+        ({"world_size": 2, "elastic": True, "min_workers": 0}, "min_workers must be at least 1"),
         ({"world_size": 3, "nodes": 2}, "3 ranks cannot be on 2 nodes"),
         ({"world_size": 4, "nodes": 0}, "4 ranks cannot be on 0 nodes"),
         ({"world_size": 2, "args": 5}, "args are a tuple of what the function gets"),
