@@ -4,8 +4,8 @@ Only moved, any dtype is its bytes. Reduced, a complex number is two real ones, 
 `Backend` does not have, is their sum, divided here and cut off, as NCCL has it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -125,12 +125,10 @@ def put(target: Tensor, result: Tensor) -> None:
         target.copy_(result)
 
 
-@contextmanager
-def writing(target: Tensor) -> Iterator[None]:
+def writing(target: Tensor) -> AbstractContextManager[object]:
     """For writing to a caller's tensor. If it was made in inference mode, torch lets it be written in that mode only, which is the caller's
     thread's, and who puts a result in place may be another one."""
-    with torch.inference_mode(target.is_inference()), torch.no_grad():  # in this order: leaving inference mode turns gradients on
-        yield
+    return torch.inference_mode() if target.is_inference() else torch.no_grad()
 
 
 def _put_mean(target: Tensor, ranks: int, in_place: bool, result: Tensor) -> None:

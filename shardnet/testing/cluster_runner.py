@@ -73,11 +73,11 @@ class ClusterRunner:
         nodes = nodes if nodes is not None else world_size if faults.on_links else 1
         _check(world_size, nodes, processes, elastic, faults)
         _check_elastic(world_size, elastic, min_workers, every)
-        if processes:
-            self.warm_up()  # which is none of what `timeout_s` is for
         if own := _OWN.intersection(settings):
             raise UsageError(f"{', '.join(sorted(own))} cannot be given: the run of a cluster says so itself, from its other arguments")
         Settings.check_names(settings)
+        if processes:
+            self.warm_up()  # which is none of what `timeout_s` is for
         with ExitStack() as stack:
             relays = Relays(world_size if faults.on_links else 0)
             stack.callback(relays.close)
