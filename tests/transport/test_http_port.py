@@ -163,6 +163,19 @@ async def test_who_says_nothing_holds_up_nobody() -> None:
             sock.close()
 
 
+async def test_who_has_said_what_he_wants_is_not_sent_away() -> None:
+    """Though so many have come behind him before anybody was accepted."""
+    async with Opened(port()) as address:
+        host, _, number = address.rpartition(":")
+        first, caller, *others = (socket.create_connection((host, int(number))) for _ in range(2 + 2 * http_port._SILENT))
+        caller.sendall(b"GET /echo HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        caller.setblocking(False)
+        async with asyncio.timeout(2.0):
+            assert (await asyncio.get_running_loop().sock_recv(caller, 65536)).startswith(b"HTTP/1.1 200 OK\r\n")
+        for sock in (first, caller, *others):
+            sock.close()
+
+
 def test_where_it_may_listen() -> None:
     with pytest.raises(PlaintextRefused, match=r"the echo at 0\.0\.0\.0:7 would be open .* such as 127\.0\.0\.1:7, or allow it"):
         port("0.0.0.0:7")
