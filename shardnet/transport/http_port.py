@@ -116,7 +116,7 @@ class HttpPort:
             self._silent[sock] = task = self._tasks.spawn(self._serve(sock), sock)
             task.add_done_callback(partial(self._end, sock))
             if len(self._silent) > _SILENT:
-                next(iter(self._silent.values())).cancel()
+                self._silent.pop(next(iter(self._silent))).cancel()
             await asyncio.sleep(0)  # what has come with a connection is read before the next one, which may send it away
 
     def _end(self, sock: socket.socket, _: "asyncio.Task[None]") -> None:
