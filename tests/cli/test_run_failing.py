@@ -1,6 +1,7 @@
 """`shardnet run` when a worker fails: all end, and the one to blame is told last."""
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,10 @@ mistake()
         f"[{rank}] shardnet.errors.UsageError: [rank {rank}/3 epoch 1 step 0] no unit is a Block (with the traceback of rank {first})"
         for rank in sorted({"0", "1", "2"} - {first})
     ]
+    assert re.fullmatch(
+        r"shardnet: rank \d failed: exit code 1(; \d others? ended with it)?\. The end of its stderr stands above\.", lines[end]
+    )
+    assert len(lines) == end + 1
 
 
 def test_a_variable_that_makes_no_sense_is_told_in_one_line_before_anybody_is_started(

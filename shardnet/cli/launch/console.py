@@ -12,7 +12,7 @@ from typing import Self, TextIO
 
 from tqdm import tqdm
 
-from shardnet.cli.launch.tracebacks import Told
+from shardnet.cli.launch.tracebacks import Told, is_reference, of_any_rank
 
 _RECENT_LINES = 100
 _COLOURS = (36, 33, 32, 35, 34, 31)  # ANSI: cyan, yellow, green, magenta, blue, red
@@ -70,8 +70,10 @@ class Console:
         self._thread.submit(self._write, self.err, f"shardnet: {text}\n")
 
     def ends_with(self, lines: Sequence[str]) -> bool:
-        """Whether these are what was written last where the launcher speaks, each behind any prefix."""
-        return list(lines) == list(self._recent)[max(0, len(self._recent) - len(lines)) :]
+        """Whether these are what was written last where the launcher speaks, each behind any prefix; by whichever rank, and whoever has
+        been told since to have ended in the same way."""
+        recent = [line for line in self._recent if not is_reference(line)]
+        return [*map(of_any_rank, lines)] == [*map(of_any_rank, recent[max(0, len(recent) - len(lines)) :])]
 
     def _note(self, lines: Sequence[str]) -> None:
         self._recent += lines

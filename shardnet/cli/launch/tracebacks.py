@@ -13,7 +13,18 @@ HELD_S = 0.2  # from its first line on; by then the rest of it is there, or the 
 _NEAR_LINES = 200  # what is further up is not referred to
 _HEAD = re.compile(r"(  \+ Exception Group )?Traceback \(most recent call last\):$")
 _GROUP = re.compile(r"  \| (\S*ExceptionGroup: .*)$")  # how the outermost one is called
+_REFERENCE = re.compile(r" \(with the traceback of [^()]+\)$")
 _RANK = re.compile(r"\[rank \d+/")  # with which our errors begin
+
+
+def is_reference(line: str) -> bool:
+    """Whether that line stands for a traceback that another worker has shown."""
+    return _REFERENCE.search(line) is not None
+
+
+def of_any_rank(text: str) -> str:
+    """What several ranks have said alike, without who it was."""
+    return _RANK.sub("[rank /", text)
 
 
 def is_head(line: str) -> bool:
@@ -41,7 +52,7 @@ class Told:
 
     def whose(self, text: str, owner: object, label: str) -> str | None:
         """What that one is called who has shown it, if it is somebody else; None: `owner`, called `label`, is to show it now."""
-        key = _RANK.sub("[rank /", text)
+        key = of_any_rank(text)
         self._shown = {each: shown for each, shown in self._shown.items() if self._lines - shown.line <= _NEAR_LINES}
         shown = self._shown.setdefault(key, _Shown(owner, label, self._lines))
         return None if shown.owner is owner else shown.label

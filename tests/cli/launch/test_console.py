@@ -24,6 +24,17 @@ async def test_and_what_not(lines: list[str]) -> None:
         assert not console.ends_with(lines)
 
 
+async def test_who_has_ended_in_the_same_way_since_changes_nothing() -> None:
+    with Console(io.StringIO(), io.StringIO()) as console:
+        await console.write(console.err, ["Traceback (most recent call last):", "UsageError: [rank 1/2 epoch 1] no"], "[1] ")
+        await console.write(console.err, ["UsageError: [rank 0/2 epoch 1] no (with the traceback of rank 1)"], "[0] ")
+        for rank in range(2):
+            assert console.ends_with(["Traceback (most recent call last):", f"UsageError: [rank {rank}/2 epoch 1] no"])
+        assert not console.ends_with(["UsageError: [rank 0/2 epoch 1] yes"])
+        await console.write(console.err, ["bye (with the trains)"], "[0] ")
+        assert not console.ends_with(["UsageError: [rank 1/2 epoch 1] no"])
+
+
 async def test_what_goes_elsewhere_does_not_stand_above() -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
