@@ -202,6 +202,11 @@ class Checkpoints:
 
     # --- loading
 
+    async def has(self, step: int) -> bool:
+        """Whether there is one of that step. A collective."""
+        steps = await asyncio.to_thread(self._folder.steps) if self._backend.rank == 0 else []
+        return step in (await gather_json(self._backend, steps, "which checkpoints there are"))[0]
+
     async def load(self) -> Loaded | None:
         """Bring everything to where the latest checkpoint has it that is whole; None if the folder has none at all. What others have left
         unfinished is removed.

@@ -83,6 +83,11 @@ class Saves:
         else:
             self._step, self._failure = step, None
 
+    async def make_good(self, step: int, values: Mapping[str, Any]) -> None:
+        """Begin the one of the step behind which an epoch goes on, if the end of the last epoch has kept it from becoming one."""
+        if self._checkpoints is not None and step and self.is_due(step) and not await self._checkpoints.has(step):
+            await self.save(step, values)
+
     async def settle(self) -> None:
         """Wait for the one that is being written, whether it succeeds or not."""
         if self._checkpoints is not None:

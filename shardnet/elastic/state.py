@@ -152,6 +152,8 @@ class State:
             await self._load(choice, everyones, sizes, everyone)
         if self._cluster.elastic:
             await self._commit(Mark(self._cluster.topology.epoch, self.step))
+        if choice is not None:
+            await self._saves.make_good(self.step, self.values)
         if self._cluster.elastic or self._saves.wanted:
             self._leavers = Leavers(everyone, self._departure)
         self._say_so(next((rank for rank, said in enumerate(told) if said["was_there"]), None))

@@ -72,8 +72,7 @@ class Inventory:
         for index, (part, tensors, state) in enumerate(zip(self._parts, rest, shared, strict=True)):
             prefix = _prefix(index)
             part.load({name.removeprefix(prefix): piece for name, piece in pieces.items() if name.startswith(prefix)})
-            for name, tensor in part.rest().items():
-                tensor.copy_(tensors[name])
+            part.load_rest(tensors)
             if state is not None:
                 part.load_shared(state)
 

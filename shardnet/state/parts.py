@@ -12,6 +12,7 @@ from shardnet.errors import UsageError
 from shardnet.fsdp import FSDP, AsyncFSDP
 from shardnet.fsdp.state import with_slices
 from shardnet.sharding import ParameterSlice
+from shardnet.state.modules import extra_state, load_extra_state, moments_of, take_back, without_moments
 from shardnet.state.piece import VALUES, Piece, Span
 from shardnet.zero import ZeroOptimizer
 from shardnet.zero.pieces import all_slices, named_parameters, owned, replace_owned
@@ -63,6 +64,9 @@ class Part:
     def rest(self) -> dict[str, Tensor]:
         """What every rank has whole and for itself; the part's own."""
         return {}
+
+    def load_rest(self, kept: Mapping[str, Tensor]) -> None:
+        """Take it back; the tensors are copied."""
 
     def named(self) -> dict[str, Tensor]:
         """If it is a module: the parameters and buffers of its state_dict, by their names there, tied ones under each; the module's own."""
@@ -119,9 +123,27 @@ class ModelPart(Part):
         }
 
     def rest(self) -> dict[str, Tensor]:
+        whole = self._whole()
+        return {**_detached(whole), **dict(self._model.named_buffers()), **moments_of(whole, self._optimizer_of)}
+
+    def load_rest(self, kept: Mapping[str, Tensor]) -> None:
+        others, moments = without_moments(kept)
+        whole = self._whole()
+        take_back(self._model.module, {**_detached(whole), **dict(self._model.named_buffers())}, others)
+        for name, parameter in whole.items():
+            if name in moments and (optimizer := self._optimizer_of(parameter)) is not None:
+                optimizer.state[parameter] = _own(moments[name], parameter)
+
+    def shared(self) -> Any:
+        return extra_state(self._model.module) or None
+
+    def load_shared(self, state: Any) -> None:
+        load_extra_state(self._model.module, state)
+
+    def _whole(self) -> dict[str, nn.Parameter]:
+        """Parameters that are not spread over ranks: those of ignored modules."""
         sharded = set(self.sizes())
-        whole = {name: parameter.detach() for name, parameter in self._model.named_parameters() if name not in sharded}
-        return {**whole, **dict(self._model.named_buffers())}
+        return {name: parameter for name, parameter in self._model.named_parameters() if name not in sharded}
 
     def _held(self) -> Iterator[tuple[ParameterSlice, nn.Parameter]]:
         for group in self._model.groups:
@@ -172,8 +194,17 @@ class ModulePart(Part):
         return _named(self._module, self._module.state_dict())
 
     def rest(self) -> dict[str, Tensor]:
-        own = {name: parameter.detach() for name, parameter in self._module.named_parameters() if parameter not in self._stepped}
-        return {**own, **dict(self._module.named_buffers())}
+        own = {name: parameter for name, parameter in self._module.named_parameters() if parameter not in self._stepped}
+        return {**_detached(own), **dict(self._module.named_buffers())}
+
+    def load_rest(self, kept: Mapping[str, Tensor]) -> None:
+        take_back(self._module, self.rest(), kept)
+
+    def shared(self) -> Any:
+        return extra_state(self._module) or None
+
+    def load_shared(self, state: Any) -> None:
+        load_extra_state(self._module, state)
 
 
 class OptionsPart(Part):
@@ -247,6 +278,10 @@ def parts_of(things: Sequence[object]) -> list[Part]:
 def _named(module: nn.Module, state: Iterable[str]) -> dict[str, Tensor]:
     own = dict(chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)))
     return {name: own[name] for name in state if name in own}
+
+
+def _detached(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach() for name, tensor in named.items()}
 
 
 def _span(piece: ParameterSlice) -> Span:

@@ -60,6 +60,17 @@ async def test_all_are_gone_and_others_begin_where_they_were(tmp_path: Path) -> 
     check(others)
 
 
+async def test_one_that_a_loss_has_cut_short_is_made_good(tmp_path: Path) -> None:
+    """That of the last step, too, behind which nobody would begin another."""
+    async with crew() as members:
+        survivors = [members.hire(trainer(), least=2, most=3, **wanting(tmp_path)) for _ in range(2)]
+        members.hire(trainer(dies("committed", STEPS)), least=2, most=3, **wanting(tmp_path))
+        await members.wait()
+    assert [life.epochs[-1][2:] for life in survivors] == [(2, STEPS)] * 2
+    check(survivors)
+    assert Folder(tmp_path, 2).steps() == [STEPS, STEPS - SAVE_EVERY]
+
+
 async def test_a_checkpoint_is_finished_before_newcomers_are_taken_in(tmp_path: Path) -> None:
     newcomers: list[Life] = []
 

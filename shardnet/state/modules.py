@@ -1,0 +1,90 @@
+"""What each rank has whole of a module, with what optimizers know of it, and how that is given back."""
+
+import copy
+from collections.abc import Callable, Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardnet.errors import UsageError
+from shardnet.zero.codec import Outline
+
+Tensor = torch.Tensor
+_MOMENT = ": "  # between a parameter's name and that of what an optimizer knows of it
+_NUMBER = "number "  # before the latter, where that is Python's and not torch's
+_NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
+
+
+def take_back(module: nn.Module, own: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> None:
+    """Copy what was kept of a module's parameters and buffers into `own`, its tensors by name.
+
+    A buffer that has another size now, or is not there, as it is filled by what is computed, is made anew. Raises UsageError for what is no
+    buffer.
+    """
+    for name, tensor in kept.items():
+        here = own.get(name)
+        if here is not None and here.shape == tensor.shape:
+            here.copy_(tensor)
+        else:
+            _make_anew(module, name, tensor)
+
+
+def _make_anew(module: nn.Module, name: str, tensor: Tensor) -> None:
+    where, _, leaf = name.rpartition(".")
+    holder = dict(module.named_modules()).get(where)
+    if holder is None or leaf in holder._parameters or (leaf not in holder._buffers and hasattr(holder, leaf)):
+        raise UsageError(f"{name} had shape {list(tensor.shape)} before, and is no buffer of that shape now: build the model alike")
+    like = next(chain([holder._buffers.get(leaf)], holder.parameters(), holder.buffers()), None)
+    holder._buffers[leaf] = tensor.to("cpu" if like is None else like.device, copy=True)
+
+
+def moments_of(whole: Mapping[str, Tensor], optimizer_of: Callable[[Tensor], torch.optim.Optimizer | None]) -> dict[str, Tensor]:
+    """What optimizers know of these parameters, under names that no parameter has. Raises UsageError for what cannot be kept."""
+    found = {}
+    for name, parameter in whole.items():
+        optimizer = optimizer_of(parameter)
+        for key, value in {} if optimizer is None else optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                found[f"{name}{_MOMENT}{key}"] = value
+            elif type(value) in _NUMBERS:
+                found[f"{name}{_MOMENT}{_NUMBER}{key}"] = torch.tensor(value, dtype=_NUMBERS[type(value)], device="cpu")
+            elif value is not None:
+                raise UsageError(f"what {type(optimizer).__name__} knows of {name} cannot be kept: its {key} is a {type(value).__name__}")
+    return found
+
+
+def without_moments(kept: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
+    """The others, and what `moments_of` has found, by parameter."""
+    others: dict[str, Tensor] = {}
+    moments: dict[str, dict[str, Any]] = {}
+    for name, tensor in kept.items():
+        parameter, is_moment, key = name.partition(_MOMENT)
+        if is_moment:
+            moments.setdefault(parameter, {})[key.removeprefix(_NUMBER)] = tensor.item() if key.startswith(_NUMBER) else tensor
+        else:
+            others[name] = tensor
+    return others, moments
+
+
+def extra_state(module: nn.Module) -> dict[str, Any]:
+    """What modules say of themselves by `get_extra_state`, by their names. Raises UsageError for what cannot be kept."""
+    found = {
+        name: each.get_extra_state() for name, each in module.named_modules() if type(each).get_extra_state is not nn.Module.get_extra_state
+    }
+    for name, state in found.items():
+        try:
+            Outline.of(state)
+        except UsageError as error:
+            raise UsageError(f"get_extra_state() of {name or 'the model'}: {error}") from None
+    return found
+
+
+def load_extra_state(module: nn.Module, kept: Mapping[str, Any]) -> None:
+    """Tell them. Raises UsageError for a module that is not there."""
+    modules = dict(module.named_modules())
+    for name, state in kept.items():
+        if name not in modules:
+            raise UsageError(f"{name} had a get_extra_state() before, and there is no such module now: build the model alike")
+        modules[name].set_extra_state(copy.deepcopy(state))

@@ -1,0 +1,137 @@
+"""What is kept of what each rank has whole."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardnet import AsyncFSDP
+from shardnet.errors import UsageError
+from shardnet.state import Inventory
+from shardnet.testing import local_cluster
+
+Tensor = torch.Tensor
+
+
+class Counting(torch.optim.SGD):
+    """Knows a number of each parameter that is none of torch's, and something that is nothing."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state.update(steps=state.get("steps", 0) + 1, rate=0.1, done=True, nothing=None)
+
+
+class Whole(nn.Module):
+    """With a layer that is not sharded, and buffers that are made by what is computed."""
+
+    first: Tensor | None
+    recent: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sharded = nn.Linear(3, 3)
+        self.layer = nn.Linear(3, 3)
+        self.register_buffer("first", None)
+        self.register_buffer("recent", torch.zeros(0))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        mean = x.detach().mean()[None]
+        self.first = mean if self.first is None else self.first
+        self.recent = torch.cat([self.recent, mean])
+        if not hasattr(self, "late"):
+            self.register_buffer("late", mean.clone())
+        out: Tensor = self.layer(self.sharded(x)) + self.first
+        return out
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"calls": self.calls, "by": ["tensor", torch.tensor(self.calls)]}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        assert state["by"][1].item() == state["calls"]
+        self.calls = state["calls"]
+
+
+class Run:
+    """A training of it on one rank."""
+
+    def __init__(self, model: AsyncFSDP, optimizer: torch.optim.Optimizer) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.inventory = Inventory([model, optimizer])
+
+    async def steps(self, first: int, last: int) -> None:
+        for step in range(first, last):
+            x = torch.randn(4, 3, generator=torch.Generator().manual_seed(step))
+            await self.model.backward((await self.model(x)).square().mean())
+            await self.model.step(self.optimizer)
+            self.optimizer.zero_grad()
+
+    def kept(self) -> tuple[Any, ...]:
+        pieces = {piece.span.name: piece for piece, _ in self.inventory.pieces()}
+        return copy.deepcopy((pieces, self.inventory.rest(), self.inventory.shared()))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, Counting])
+async def test_what_every_rank_has_whole_goes_on_where_it_was(kind: type[torch.optim.SGD]) -> None:
+    runs: list[tuple[Whole, dict[str, Any], dict[str, Tensor]]] = []
+    async with local_cluster(1) as (backend,):
+        for _ in range(2):
+            torch.manual_seed(1)
+            module = Whole()
+            async with AsyncFSDP(module, backend, ignored_modules=[module.layer]) as model:
+                run = Run(model, kind(model.parameters(), lr=0.1))
+                if not runs:
+                    await run.steps(0, 2)
+                    kept = run.kept()
+                    await run.steps(2, 4)
+                else:
+                    run.inventory.load(*kept)
+                    assert module.calls == 2
+                    await run.steps(2, 4)
+                runs.append((module, run.optimizer.state[module.layer.weight], run.inventory.rest()[0]))
+    (one, state, rest), (other, state_there, rest_there) = runs
+    assert (one.calls, len(one.recent)) == (other.calls, len(other.recent)) == (4, 4)
+    assert {key: type(value) for key, value in state.items()} == {key: type(value) for key, value in state_there.items()}
+    assert rest.keys() == rest_there.keys()
+    assert {"first", "recent", "late", "layer.weight"} < rest.keys()
+    for name, tensor in rest.items():
+        assert torch.equal(tensor, rest_there[name]), name
+
+
+async def test_what_is_no_buffer_has_its_shape() -> None:
+    async with local_cluster(1) as (backend,):
+        module = Whole()
+        async with AsyncFSDP(module, backend, ignored_modules=[module.layer]) as model:
+            inventory = Inventory([model])
+            pieces = {piece.span.name: piece for piece, _ in inventory.pieces()}
+            for name in ("layer.weight", "layer.in_features", "nowhere.weight"):
+                with pytest.raises(
+                    UsageError, match=rf"{name} had shape \[7\] before, and is no buffer of that shape now: build the model alike"
+                ):
+                    inventory.load(pieces, [{name: torch.zeros(7)}], [None])
+            with pytest.raises(UsageError, match="head had a get_extra_state"):
+                inventory.load(pieces, [{}], [{"head": 1}])
+
+
+async def test_what_cannot_be_kept_is_named() -> None:
+    class Odd(nn.Linear):
+        def get_extra_state(self) -> object:
+            return {1, 2}
+
+    async with local_cluster(1) as (backend,):
+        odd = Odd(3, 3)
+        async with AsyncFSDP(nn.Sequential(nn.Linear(3, 3), odd), backend, ignored_modules=[odd]) as model:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            inventory = Inventory([model, optimizer])
+            with pytest.raises(UsageError, match=r"get_extra_state\(\) of 1: a value of type set cannot be kept"):
+                inventory.shared()
+            optimizer.state[odd.weight] = {"history": [1]}
+            with pytest.raises(UsageError, match=r"what SGD knows of 1\.weight cannot be kept: its history is a list"):
+                inventory.rest()
