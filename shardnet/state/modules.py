@@ -34,7 +34,7 @@ def take_back(module: nn.Module, own: Mapping[str, Tensor], kept: Mapping[str, T
 def _make_anew(module: nn.Module, name: str, tensor: Tensor) -> None:
     where, _, leaf = name.rpartition(".")
     holder = dict(module.named_modules()).get(where)
-    if holder is None or leaf in holder._parameters or (leaf not in holder._buffers and hasattr(holder, leaf)):
+    if holder is None or (leaf not in holder._buffers and hasattr(holder, leaf)):
         raise UsageError(f"{name} had shape {list(tensor.shape)} before, and is no buffer of that shape now: build the model alike")
     like = next(chain([holder._buffers.get(leaf)], holder.parameters(), holder.buffers()), None)
     holder._buffers[leaf] = tensor.to("cpu" if like is None else like.device, copy=True)

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 from torch import nn
 
-from shardnet import Cluster
+from shardnet import AsyncFSDP, Cluster
 from shardnet.checkpoint.folder import Folder
 from shardnet.elastic import State
+from shardnet.elastic.saves import Saves, Saving
 from shardnet.errors import CheckpointError, UsageError
+from shardnet.testing import local_cluster
 from tests.elastic.crew import Life, crew
 from tests.elastic.trainer import STEPS, check, dies, trainer, until_joined
 
@@ -69,6 +71,20 @@ async def test_one_that_a_loss_has_cut_short_is_made_good(tmp_path: Path) -> Non
     assert [life.epochs[-1][2:] for life in survivors] == [(2, STEPS)] * 2
     check(survivors)
     assert Folder(tmp_path, 2).steps() == [STEPS, STEPS - SAVE_EVERY]
+
+
+async def test_one_that_is_there_is_not_made_again(tmp_path: Path) -> None:
+    async with local_cluster(1) as (backend,), AsyncFSDP(nn.Linear(2, 2), backend) as model:
+        made = []
+        for _ in range(2):
+            saves = Saves(Saving(tmp_path, every=2))
+            saves.begin_epoch(backend, model)
+            for step in (0, 2, 3):
+                await saves.make_good(step, {})
+            await saves.saved()
+            made.append(Folder(tmp_path, 2).of(2).stat().st_ino)
+    assert made[0] == made[1]
+    assert Folder(tmp_path, 2).steps() == [2]
 
 
 async def test_a_checkpoint_is_finished_before_newcomers_are_taken_in(tmp_path: Path) -> None:
