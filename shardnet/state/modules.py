@@ -36,7 +36,8 @@ def _make_anew(module: nn.Module, name: str, tensor: Tensor) -> None:
     holder = dict(module.named_modules()).get(where)
     if holder is None or (leaf not in holder._buffers and hasattr(holder, leaf)):
         raise UsageError(f"{name} had shape {list(tensor.shape)} before, and is no buffer of that shape now: build the model alike")
-    like = next(chain([holder._buffers.get(leaf)], holder.parameters(), holder.buffers()), None)
+    beside = chain([holder._buffers.get(leaf)], holder.parameters(), holder.buffers())
+    like = next((each for each in beside if each is not None), None)
     holder._buffers[leaf] = tensor.to("cpu" if like is None else like.device, copy=True)
 
 

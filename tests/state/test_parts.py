@@ -105,6 +105,15 @@ async def test_what_every_rank_has_whole_goes_on_where_it_was(kind: type[torch.o
         assert torch.equal(tensor, rest_there[name]), name
 
 
+async def test_a_buffer_is_made_where_its_module_is() -> None:
+    """ "meta" stands in for a GPU."""
+    module = nn.Linear(2, 2, device="meta")
+    module.register_buffer("seen", None)
+    Inventory([module]).load({}, [{"seen": torch.ones(1)}], [None])
+    assert module.seen is not None
+    assert module.seen.device.type == "meta"
+
+
 async def test_what_is_no_buffer_has_its_shape() -> None:
     async with local_cluster(1) as (backend,):
         module = Whole()
