@@ -20,6 +20,7 @@ from shardnet.rendezvous.events import JobState, Waiting
 from shardnet.rendezvous.refusal import Refusal
 from shardnet.transport.endpoint import Endpoint
 from shardnet.transport.handlers import Context, stream
+from tests.promises import within_s
 from tests.rendezvous.builders import worker
 from tests.rendezvous.people import TIMEOUTS, Person, people, rendezvous
 from tests.rendezvous.relay import relay
@@ -104,8 +105,8 @@ class TestJoining:
     @on_shared_loop
     async def test_waiting_for_others_is_not_silence(self) -> None:
         """A world may take longer to form than a rendezvous may take to answer."""
-        timeouts = replace(TIMEOUTS, connect_s=0.3)
-        async with rendezvous(settle_s=0.8) as server, people(server.address, worker(0, least=1), timeouts=timeouts) as (patient,):
+        timeouts = replace(TIMEOUTS, connect_s=1.0)
+        async with rendezvous(settle_s=1.8) as server, people(server.address, worker(0, least=1), timeouts=timeouts) as (patient,):
             assert await patient.rank() == 0
             assert patient.waiting.qsize() == 1  # it has joined once
 
@@ -144,14 +145,13 @@ class TestJoining:
 class TestFailures:
     @on_shared_loop
     async def test_nobody_answers(self) -> None:
+        """The time is enough for one try to fail on a busy machine."""
         address = f"127.0.0.1:{free_port()}"
         started = time.monotonic()
-        with pytest.raises(
-            RendezvousUnavailable, match=rf"no rendezvous answered at {address} for 0\.5 s \(last: .*refused.*start it with"
-        ):
-            async with join(address, worker(0), timeouts=replace(TIMEOUTS, connect_s=0.5)):
+        with pytest.raises(RendezvousUnavailable, match=rf"no rendezvous answered at {address} for 3 s \(last: .*refused.*start it with"):
+            async with join(address, worker(0), timeouts=replace(TIMEOUTS, connect_s=3.0)):
                 pass
-        assert time.monotonic() - started < 2.0
+        assert time.monotonic() - started < within_s(4.5)
 
     @on_shared_loop
     async def test_name_that_does_not_exist(self) -> None:
@@ -191,10 +191,10 @@ class TestFailures:
 
     @on_shared_loop
     async def test_too_few_in_time(self) -> None:
-        timeouts = replace(TIMEOUTS, join_s=0.4)
+        timeouts = replace(TIMEOUTS, join_s=1.5)
         async with rendezvous() as server, people(server.address, worker(0, least=3, most=4)) as (first,):
             with pytest.raises(
-                JoinTimeout, match=rf"job 'job': only 2 of 3 to 4 workers joined at {server.address} within 0\.4 s; start the missing"
+                JoinTimeout, match=rf"job 'job': only 2 of 3 to 4 workers joined at {server.address} within 1\.5 s; start the missing"
             ):
                 async with join(server.address, worker(1, least=3, most=4), timeouts=timeouts):
                     pass
@@ -205,12 +205,12 @@ class TestFailures:
     async def test_waiting_long_is_told_once_a_machine(
         self, hint: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        monkeypatch.setattr(joining, "PATIENCE_S", 0.1)
+        monkeypatch.setattr(joining, "PATIENCE_S", 0.5)
         async with rendezvous() as server:
             with caplog.at_level(logging.WARNING), pytest.raises(JoinTimeout):
-                async with join(server.address, worker(0, hint=hint), timeouts=replace(TIMEOUTS, join_s=0.4)):
+                async with join(server.address, worker(0, hint=hint), timeouts=replace(TIMEOUTS, join_s=1.0)):
                     pass
-            told = f"job 'job': 1 of 2 workers have joined at {server.address}; waiting up to 0.4 s for the others"
+            told = f"job 'job': 1 of 2 workers have joined at {server.address}; waiting up to 1 s for the others"
             assert [record.getMessage() for record in caplog.records] == ([told] if hint == 0 else [])
 
     @on_shared_loop
