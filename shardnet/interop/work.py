@@ -64,7 +64,10 @@ class PendingWork(dist.Work):
         self._was_waited_for = False
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Block until it is done. Raises the collective's error, or TimeoutError after `timeout` (0: none); it goes on then."""
+        """Block until it is done. Raises the collective's error, or TimeoutError after `timeout` (0: none); it goes on then.
+
+        Who has asked for its future before finds that done, too: it ends behind the callbacks of what ended before.
+        """
         self._settle(timeout.total_seconds() if timeout > timedelta(0) else None)
         self._was_waited_for = True
         if self._futures and (future := self._futures.get(self._ends.for_caller())) is not None:

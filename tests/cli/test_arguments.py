@@ -138,3 +138,10 @@ def test_a_ctrl_c_while_the_command_is_imported(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delitem(sys.modules, "shardnet.cli.main")
     monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
     assert program.main() == 130
+
+
+@pytest.mark.parametrize("given", ["bad host", "", "a:b", "10.0.0.1:70"])
+def test_a_host_has_no_port(given: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parse(["certs", "issue", "cluster", "x", "--host", given])
+    assert f"must be the name or the address of a host, without a port, not {given!r}" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """What is kept of what each rank has whole."""
 
 import copy
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -15,15 +16,17 @@ from shardnet.testing import local_cluster
 Tensor = torch.Tensor
 
 
-class Counting(torch.optim.SGD):
-    """Knows a number of each parameter that is none of torch's, and something that is nothing."""
+def counting(parameters: Iterable[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+    """Knows numbers of each parameter that are none of torch's, and something that is nothing."""
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        super().step(closure)
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                state = self.state[parameter]
-                state.update(steps=state.get("steps", 0) + 1, rate=0.1, done=True, nothing=None)
+    def count(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        for parameter in optimizer.param_groups[0]["params"]:
+            state = optimizer.state[parameter]
+            state.update(steps=state.get("steps", 0) + 1, rate=0.1, done=True, nothing=None)
+
+    optimizer = torch.optim.SGD(parameters, lr)
+    optimizer.register_step_post_hook(count)
+    return optimizer
 
 
 class Whole(nn.Module):
@@ -78,15 +81,15 @@ class Run:
         return copy.deepcopy((pieces, self.inventory.rest(), self.inventory.shared()))
 
 
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, Counting])
-async def test_what_every_rank_has_whole_goes_on_where_it_was(kind: type[torch.optim.SGD]) -> None:
+@pytest.mark.parametrize("make", [torch.optim.AdamW, counting])
+async def test_what_every_rank_has_whole_goes_on_where_it_was(make: Callable[..., torch.optim.Optimizer]) -> None:
     runs: list[tuple[Whole, dict[str, Any], dict[str, Tensor]]] = []
     async with local_cluster(1) as (backend,):
         for _ in range(2):
             torch.manual_seed(1)
             module = Whole()
             async with AsyncFSDP(module, backend, ignored_modules=[module.layer]) as model:
-                run = Run(model, kind(model.parameters(), lr=0.1))
+                run = Run(model, make(model.parameters(), lr=0.1))
                 if not runs:
                     await run.steps(0, 2)
                     kept = run.kept()
@@ -106,7 +109,7 @@ async def test_what_every_rank_has_whole_goes_on_where_it_was(kind: type[torch.o
 
 
 async def test_a_buffer_is_made_where_its_module_is() -> None:
-    """ "meta" stands in for a GPU."""
+    """The device "meta" stands in for a GPU."""
     module = nn.Linear(2, 2, device="meta")
     module.register_buffer("seen", None)
     Inventory([module]).load({}, [{"seen": torch.ones(1)}], [None])

@@ -66,7 +66,7 @@ def test_an_error_of_ours_shows_nothing_of_how_it_came() -> None:
 
 
 def test_an_error_of_ours_shows_none_that_it_came_from() -> None:
-    """A rendezvous that cannot be reached is known by an error of gRPC's, and of sockets."""
+    """What a library has told us is in its text; what it has told the program, the program may want to see."""
 
     async def main() -> None:
         try:
