@@ -202,10 +202,10 @@ class Checkpoints:
 
     # --- loading
 
-    async def has(self, step: int) -> bool:
-        """Whether there is one of that step. A collective."""
+    async def latest(self) -> int | None:
+        """The step of the latest one that is there, None if there is none. A collective."""
         steps = await asyncio.to_thread(self._folder.steps) if self._backend.rank == 0 else []
-        return step in (await gather_json(self._backend, steps, "which checkpoints there are"))[0]
+        return next(iter((await gather_json(self._backend, steps, "which checkpoints there are"))[0]), None)
 
     async def load(self) -> Loaded | None:
         """Bring everything to where the latest checkpoint has it that is whole; None if the folder has none at all. What others have left

@@ -108,7 +108,7 @@ def _table(found: list[_Found]) -> str:
             f"{each.saved:%Y-%m-%d %H:%M:%S}",
             str(len(each.manifest.files)),
             short_bytes(each.size),
-            _things(each.manifest),
+            ", ".join(each.manifest.kinds),
         )
         for each in found
     ]
@@ -179,8 +179,3 @@ def _paths(folder: Path, step: int | None) -> list[Path]:
 
 def _complain(problem: object) -> None:
     print(f"shardnet checkpoint: {problem}", file=sys.stderr)
-
-
-def _things(manifest: "Manifest") -> str:
-    """With what a user would call them: the parts' names are those of their classes."""
-    return ", ".join(kind.removesuffix("Part").lower() for kind in manifest.kinds)

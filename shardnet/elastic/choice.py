@@ -57,8 +57,7 @@ def choose(offers: Sequence[Offer], sizes: Mapping[str, int]) -> Choice | None:
         return None
     latest = max(offer.mark for offer in offers)
     raise StateLost(
-        f"the state of step {latest.step} (epoch {latest.epoch}) is lost: more workers are gone than there were copies of what they held; "
-        "load the last checkpoint and start again from there"
+        f"the state of step {latest.step} (epoch {latest.epoch}) is lost: more workers are gone than there were copies of what they held"
     )
 
 

@@ -13,6 +13,11 @@ from shardnet.errors import CheckpointError, UsageError
 log = logging.getLogger(__name__)
 
 
+def passes(before: int, step: int, every: int) -> bool:
+    """Whether a multiple of `every` lies behind `before` and not behind `step`: programs may count steps otherwise than by one."""
+    return step // every > before // every
+
+
 @dataclass(frozen=True, slots=True)
 class Saving:
     """What is wanted of checkpoints: where, how often, and how many are kept."""
@@ -68,8 +73,16 @@ class Saves:
         """What `load` has found is the last one now: the same on all ranks, whoever came when."""
         self._step = -1 if loaded is None else loaded.step
 
-    def is_due(self, step: int) -> bool:
-        return self._saving is not None and step % self._saving.every == 0
+    @property
+    def without(self) -> str:
+        """What to do if there is neither a state in memory nor one that `load` has found, in words."""
+        if self._saving is None:
+            return "start the training again; from a folder of checkpoints, had elastic.run() one, it would have gone on by itself"
+        return f"start the training again, for {self._saving.folder} has no checkpoint yet"
+
+    def is_due(self, before: int, step: int) -> bool:
+        """Whether the steps of two commits, one behind the other, make one due."""
+        return self._saving is not None and passes(before, step, self._saving.every)
 
     async def save(self, step: int, values: Mapping[str, Any]) -> None:
         """Begin one, if this step has none. What goes wrong is logged, but for a value that no file can hold: UsageError."""
@@ -84,8 +97,9 @@ class Saves:
             self._step, self._failure = step, None
 
     async def make_good(self, step: int, values: Mapping[str, Any]) -> None:
-        """Begin the one of the step behind which an epoch goes on, if the end of the last epoch has kept it from becoming one."""
-        if self._checkpoints is not None and step and self.is_due(step) and not await self._checkpoints.has(step):
+        """Begin one of the step behind which an epoch goes on, if one has been due since the last that is there: the end of the epoch
+        before may have kept it from becoming one."""
+        if self._checkpoints is not None and self.is_due(await self._checkpoints.latest() or 0, step):
             await self.save(step, values)
 
     async def settle(self) -> None:

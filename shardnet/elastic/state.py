@@ -18,7 +18,7 @@ from shardnet.elastic.copying import Copying
 from shardnet.elastic.generation import Generation, Mark, plain
 from shardnet.elastic.leavers import Leavers
 from shardnet.elastic.moving import move
-from shardnet.elastic.saves import Saves, Saving
+from shardnet.elastic.saves import Saves, Saving, passes
 from shardnet.errors import Preempted, ShardnetError, StateError, StateLost, UsageError, WorldChanges
 from shardnet.state import Inventory, Piece, Span, random_state, set_random_state
 from shardnet.training import Cluster, Departure
@@ -146,7 +146,7 @@ class State:
         elif choice is None:
             self.step, self.values = 0, dict(values)
             if self._cluster.topology.epoch > 1 and self._cluster.rank == 0:
-                log.warning("epoch %d: nobody has a state of the epochs before; it is as at the beginning", self._cluster.topology.epoch)
+                log.warning("epoch %d begins at step 0: nobody has a state of an epoch before", self._cluster.topology.epoch)
         else:
             everyones = [{name: Span(name, start, stop) for name, start, stop in said["wanted"]} for said in told]
             await self._load(choice, everyones, sizes, everyone)
@@ -168,7 +168,7 @@ class State:
             lost = error
         loaded = await self._saves.load()
         if loaded is None and lost is not None:
-            raise lost
+            raise StateLost(f"{lost}; {self._saves.without}")
         if loaded is not None and self._cluster.rank == 0:
             log.warning(
                 "epoch %d: it goes on behind step %d, from checkpoint %s%s",
@@ -209,11 +209,12 @@ class State:
     # --- steps
 
     async def commit(self, step: SupportsIndex, **values: Any) -> None:
-        """Say that all ranks have done a step, and make the state after it safe, unless it is not `every`-th; `values` are set before.
+        """Say that all ranks have done a step, and make the state after it safe if it is `every`-th, or passes one that is; `values` are
+        set before.
 
         When it returns the step is done for good: whoever dies from now on, the training goes on behind it. If it raises PeerLost,
         either all survivors go on behind it or none does. Waits for the copies to be exchanged. Where checkpoints are wanted one is begun
-        at every `save_every`-th step; it is written meanwhile, and what goes wrong with it is logged.
+        at every `save_every`-th step, likewise; it is written meanwhile, and what goes wrong with it is logged.
 
         When workers were told to leave (SIGTERM) the step is committed and saved in any case, and they leave: their program is cancelled.
 
@@ -229,15 +230,16 @@ class State:
         before, self.values = self.values, {**self.values, **values}
         joiners = False
         leaving = self._leavers is not None and await self._leavers.any_at(done)
-        if self._cluster.elastic and (done % self.every == 0 or leaving):
+        if self._cluster.elastic and (passes(self.step, done, self.every) or leaving):
             try:
                 joiners = await self._commit(Mark(self._cluster.topology.epoch, done))
             except UsageError:
                 self.values = before
                 raise
+        is_due = self._saves.is_due(self.step, done)
         self.step, self.settled = done, True
         self._cluster.telemetry.reach(done)
-        if self._saves.is_due(done) or leaving:
+        if is_due or leaving:
             await self.save()
         if leaving:
             await self._part()

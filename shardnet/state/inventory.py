@@ -31,7 +31,7 @@ class Inventory:
     @property
     def kinds(self) -> list[str]:
         """What the parts are; equal wherever the same things were given in the same order."""
-        return [type(part).__name__ for part in self._parts]
+        return [part.kind for part in self._parts]
 
     def sizes(self) -> dict[str, int]:
         """The elements of each parameter that is spread over ranks; the same on all of them."""

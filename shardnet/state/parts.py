@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from shardnet.errors import UsageError
 from shardnet.fsdp import FSDP, AsyncFSDP
@@ -44,6 +45,7 @@ class Whole(NamedTuple):
 class Part:
     """One thing that a training has. What it does not override it has nothing of."""
 
+    kind: str  # what it is in a word or two, with the class of what would take another one's state and be wrong
     replicated = False  # whether other ranks hold the same pieces
 
     def sizes(self) -> dict[str, int]:
@@ -86,6 +88,8 @@ class Part:
 
 class ModelPart(Part):
     """A sharded model, with what plain optimizers know of its parameters."""
+
+    kind = "model"
 
     def __init__(self, model: FSDP, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._model = model
@@ -160,6 +164,7 @@ class ZeroPart(Part):
 
     def __init__(self, optimizer: ZeroOptimizer) -> None:
         self._optimizer = optimizer
+        self.kind = f"{type(optimizer).__name__} of {optimizer.optimizer_class.__name__}"
 
     def sizes(self) -> dict[str, int]:
         return {piece.name: torch.Size(piece.shape).numel() for piece in all_slices(self._optimizer)}
@@ -185,6 +190,8 @@ class ZeroPart(Part):
 
 class ModulePart(Part):
     """A module that every rank has whole, such as a running average of another one; `stepped` are parameters that a ZeroPart has."""
+
+    kind = "module"
 
     def __init__(self, module: nn.Module, stepped: AbstractSet[Tensor]) -> None:
         self._module = module
@@ -212,6 +219,7 @@ class OptionsPart(Part):
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
+        self.kind = f"options of {type(optimizer).__name__}"
 
     def shared(self) -> list[dict[str, Any]]:
         return [
@@ -234,6 +242,7 @@ class StatefulPart(Part):
 
     def __init__(self, thing: Stateful) -> None:
         self._thing = thing
+        self.kind = f"state of {type(thing).__name__}" if isinstance(thing, LRScheduler) else "state"
 
     def shared(self) -> Any:
         return self._thing.state_dict()
@@ -255,6 +264,7 @@ def parts_of(things: Sequence[object]) -> list[Part]:
             )
     zeros = [thing for thing in things if isinstance(thing, ZeroOptimizer)]
     stepped = {parameter for optimizer in zeros for group in optimizer.param_groups for parameter in group["params"]}
+    _check_modules(zeros, things, stepped)
     parts: list[Part] = []
     for thing in things:
         match thing:
@@ -273,6 +283,19 @@ def parts_of(things: Sequence[object]) -> list[Part]:
             case _:
                 raise UsageError(f"a {type(thing).__name__} has no state_dict() and load_state_dict(), so it cannot be kept: {thing!r}")
     return parts
+
+
+def _check_modules(zeros: Sequence[ZeroOptimizer], things: Sequence[object], stepped: AbstractSet[Tensor]) -> None:
+    """Raise UsageError for a module that was given to an optimizer, but not here, and has more than what is stepped."""
+    given = {module for thing in things if isinstance(thing, nn.Module) for module in thing.modules()}
+    for module in (optimizer.module for optimizer in zeros):
+        if module is None or module in given:
+            continue
+        lost = next((name for name, tensor in _named(module, module.state_dict()).items() if tensor not in stepped), None)
+        if lost is not None:
+            raise UsageError(
+                f"a {ZeroOptimizer.__name__} is to be kept without its module, whose {lost} it does not step: give the module, too"
+            )
 
 
 def _named(module: nn.Module, state: Iterable[str]) -> dict[str, Tensor]:

@@ -94,6 +94,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._inner: torch.optim.Optimizer | None = None
         super().__init__(params, defaults_of(optimizer_class, options))
         self.optimizer_class = optimizer_class
+        self.module = module
         self._backend = backend
         self._reduces = reduce_gradients
         self._character = f"{optimizer_class.__name__} split by {self.split}, buckets of {bucket_bytes} bytes, reducing: {reduce_gradients}"

@@ -104,10 +104,10 @@ def test_list(saved: tuple[Path, dict[str, torch.Tensor]], capsys: pytest.Captur
     head, *rows = capsys.readouterr().out.splitlines()
     assert head.split() == ["step", "saved", "ranks", "size", "things"]
     assert [row.split()[0] for row in rows] == [str(STEP), str(STEP - 1)]
-    assert re.search(rf" {RANKS}  +\d+\.\d KiB  model, options$", rows[0])
+    assert re.search(rf" {RANKS}  +\d+\.\d KiB  model, options of AdamW$", rows[0])
     assert main(["checkpoint", "list", "--json", str(folder)]) == 0
     last, _ = json.loads(capsys.readouterr().out)
-    assert (last["step"], last["ranks"], last["things"]) == (STEP, RANKS, ["ModelPart", "OptionsPart"])
+    assert (last["step"], last["ranks"], last["things"]) == (STEP, RANKS, ["model", "options of AdamW"])
     assert last["path"] == str(folder / f"step-{STEP:08d}")
     files = Path(last["path"]).glob("*.safetensors")
     assert last["bytes"] == sum(path.stat().st_size for path in files)

@@ -1,6 +1,7 @@
 """What is lost in memory is found in files: trainings that go on from their last checkpoint."""
 
 import asyncio
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -73,18 +74,34 @@ async def test_one_that_a_loss_has_cut_short_is_made_good(tmp_path: Path) -> Non
     assert Folder(tmp_path, 2).steps() == [STEPS, STEPS - SAVE_EVERY]
 
 
-async def test_one_that_is_there_is_not_made_again(tmp_path: Path) -> None:
+async def test_one_that_was_due_is_made_once(tmp_path: Path) -> None:
+    """In an epoch that goes on behind that step, or further."""
     async with local_cluster(1) as (backend,), AsyncFSDP(nn.Linear(2, 2), backend) as model:
         made = []
-        for _ in range(2):
-            saves = Saves(Saving(tmp_path, every=2))
+        for behind, there in ((0, []), (2, []), (4, [4]), (4, [4]), (5, [4]), (6, [6, 4])):
+            saves = Saves(Saving(tmp_path, every=3))
             saves.begin_epoch(backend, model)
-            for step in (0, 2, 3):
-                await saves.make_good(step, {})
+            await saves.make_good(behind, {})
             await saves.saved()
-            made.append(Folder(tmp_path, 2).of(2).stat().st_ino)
-    assert made[0] == made[1]
-    assert Folder(tmp_path, 2).steps() == [2]
+            assert Folder(tmp_path, 2).steps() == there
+            made += [Folder(tmp_path, 2).of(step).stat().st_ino for step in there if step == 4]
+    assert len(set(made)) == 1
+
+
+@pytest.mark.parametrize(
+    ("every", "steps", "due"),
+    [
+        (1, [1, 2, 3], [1, 2, 3]),
+        (2, [1, 2, 3, 4], [2, 4]),
+        (2, [1, 3, 5], [3, 5]),
+        (3, [1, 3, 5, 7, 9, 11], [3, 7, 9]),
+        (10, [25, 26, 29, 30], [25, 30]),
+    ],
+)
+def test_one_is_due_at_the_first_step_that_passes_its_time(every: int, steps: list[int], due: list[int], tmp_path: Path) -> None:
+    saves = Saves(Saving(tmp_path, every))
+    assert [step for before, step in pairwise([0, *steps]) if saves.is_due(before, step)] == due
+    assert not Saves(None).is_due(0, 1000)
 
 
 async def test_a_checkpoint_is_finished_before_newcomers_are_taken_in(tmp_path: Path) -> None:

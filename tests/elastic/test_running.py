@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import nn
 from shardnet import Cluster, ShardingStrategy
 from shardnet.elastic import State, running
 from shardnet.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, JoinTimeout, PeerLost, StateLost, UsageError
-from tests.elastic.crew import WIDTH, Died, Life, crew
+from tests.elastic.crew import WIDTH, Died, Life, Train, crew
 from tests.elastic.trainer import Event, check, dies, joined, lives, trainer, until_joined
 
 
@@ -151,8 +152,16 @@ async def test_without_enough_workers_the_rest_gives_up_in_words() -> None:
     assert "only 1 of 2 elastic workers joined" in str(one.error)
 
 
-async def test_more_losses_than_copies_are_said_so() -> None:
+@pytest.mark.parametrize(
+    ("has_folder", "advice"),
+    [
+        (False, "start the training again; from a folder of checkpoints, had elastic.run() one, it would have gone on by itself"),
+        (True, "start the training again, for {} has no checkpoint yet"),
+    ],
+)
+async def test_more_losses_than_copies_are_said_so(has_folder: bool, advice: str, tmp_path: Path) -> None:
     """Two neighbours at once: what the first held is gone with the second, which had the copy."""
+    settings: dict[str, Any] = {"checkpoints": tmp_path} if has_folder else {}
     both = asyncio.Barrier(2)
 
     async def train(cluster: Cluster, state: State, life: Life) -> object:
@@ -165,11 +174,13 @@ async def test_more_losses_than_copies_are_said_so() -> None:
         return await trainer()(cluster, state, life)
 
     async with crew() as members:
-        lives_ = [members.hire(train, least=2, most=4) for _ in range(4)]
+        lives_ = [members.hire(train, least=2, most=4, **settings) for _ in range(4)]
         await members.wait()
     lost = [life.error for life in lives_ if isinstance(life.error, StateLost)]
     assert len(lost) == 2
-    assert "the state of step 3 (epoch 1) is lost: more workers are gone than there were copies" in str(lost[0])
+    assert str(lost[0]) == (
+        "the state of step 3 (epoch 1) is lost: more workers are gone than there were copies of what they held; " + advice.format(tmp_path)
+    )
 
 
 async def test_every_other_step_may_be_committed() -> None:
@@ -179,6 +190,31 @@ async def test_every_other_step_may_be_committed() -> None:
         await members.wait()
     check(survivors)
     assert [step for *_, step in survivors[0].epochs] == [0, 3]
+
+
+async def test_steps_may_be_counted_otherwise_than_by_one() -> None:
+    """Of 3, 6, 9 and 12 those are committed that pass a multiple of 4."""
+    seen: list[tuple[int, int]] = []
+
+    def trainer_of(event: Event) -> Train:
+        async def train(cluster: Cluster, state: State, life: Life) -> None:
+            model = await cluster.shard(nn.Linear(3, 1))
+            await state.resume(model)
+            seen.append((cluster.world_size, state.step))
+            while state.step < 12:
+                event("begin", state.step)
+                await cluster.backend.barrier()  # who begins this step knows that all others have committed the one before
+                await state.commit(state.step + 3)
+
+        return train
+
+    for at, behind in ((3, 0), (6, 6), (9, 9)):
+        seen.clear()
+        async with crew() as members:
+            for event in (lives, lives, dies("begin", at)):
+                members.hire(trainer_of(event), least=2, most=3, every=4)
+            await members.wait()
+        assert seen == [(3, 0)] * 3 + [(2, behind)] * 2
 
 
 async def test_an_error_of_the_training_itself_is_not_taken_for_a_loss() -> None:

@@ -1,5 +1,6 @@
 """What is kept of what each rank has whole."""
 
+import asyncio
 import copy
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -7,11 +8,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, StepLR
 
 from shardnet import AsyncFSDP
+from shardnet.backend.base import Backend
 from shardnet.errors import UsageError
+from shardnet.fsdp import GradScaler
 from shardnet.state import Inventory
 from shardnet.testing import local_cluster
+from shardnet.zero import ZeroOptimizer
 
 Tensor = torch.Tensor
 
@@ -147,3 +152,52 @@ async def test_what_cannot_be_kept_is_named() -> None:
             optimizer.state[odd.weight] = {"history": [1]}
             with pytest.raises(UsageError, match=r"what SGD knows of 1\.weight cannot be kept: its history is a list"):
                 inventory.rest()
+
+
+async def test_of_an_optimizer_and_a_scheduler_the_class_counts() -> None:
+    """Another one would take the state, and go wrong later."""
+    async with local_cluster(1) as (backend,), AsyncFSDP(nn.Linear(1, 1), backend) as model:
+
+        def kept(make: Callable[..., torch.optim.Optimizer], schedule: Callable[..., LRScheduler]) -> Inventory:
+            optimizer = make(model.parameters(), lr=0.1)
+            return Inventory([model, optimizer, schedule(optimizer, 5), GradScaler(backend)])
+
+        now = kept(torch.optim.SGD, StepLR)
+        now.check_kinds(kept(torch.optim.SGD, StepLR).kinds, "before")
+        for other, named in (
+            (kept(torch.optim.AdamW, StepLR), "options of AdamW, state of StepLR"),
+            (kept(torch.optim.SGD, CosineAnnealingLR), "options of SGD, state of CosineAnnealingLR"),
+        ):
+            with pytest.raises(UsageError) as refused:
+                now.check_kinds(other.kinds, "before")
+            assert str(refused.value) == (
+                f"other things were given before (model, {named}, state) than now (model, options of SGD, state of StepLR, state): "
+                "give the same in the same order"
+            )
+
+        def zero(make: type[torch.optim.Optimizer]) -> list[str]:
+            return Inventory([ZeroOptimizer(nn.Linear(1, 1).parameters(), make, backend, lr=0.1)]).kinds
+
+        assert await asyncio.to_thread(zero, torch.optim.Adam) == ["ZeroOptimizer of Adam", "options of ZeroOptimizer"]
+
+
+async def test_an_optimizer_is_not_kept_without_what_else_its_module_has() -> None:
+    def check(backend: Backend) -> None:
+        for module, lost in (
+            (nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), "1.running_mean"),
+            (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "1.weight"),
+        ):
+            parameters = [parameter for name, parameter in module.named_parameters() if name != lost]
+            optimizer = ZeroOptimizer(parameters, torch.optim.SGD, backend, module=module, lr=0.1)
+            with pytest.raises(
+                UsageError, match=rf"a ZeroOptimizer is to be kept without its module, whose {lost} it does not step: give the"
+            ):
+                Inventory([optimizer])
+            Inventory([optimizer, module])
+            Inventory([nn.ModuleDict({"inner": module}), optimizer])
+        plain = nn.Linear(2, 2)
+        plain.register_buffer("anew", torch.ones(1), persistent=False)
+        Inventory([ZeroOptimizer(plain.parameters(), torch.optim.SGD, backend, module=plain, lr=0.1)])
+
+    async with local_cluster(1) as (backend,):
+        await asyncio.to_thread(check, backend)
