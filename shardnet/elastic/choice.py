@@ -77,7 +77,8 @@ def sources(wanted: Span, holders: Sequence[tuple[Span, int]], rank: int) -> lis
 def keeper(rank: int, nodes: Sequence[Sequence[int]]) -> int:
     """The rank to which `rank` entrusts a copy of what it holds: each has one to keep.
 
-    On another node, if there are several of one size: then a whole node may be lost. With nodes of different sizes most are.
+    On another node, if there are several of one size: then a whole node may be lost. With nodes of different sizes that is so for most
+    ranks.
     """
     world_size = sum(len(node) for node in nodes)
     shift = max(len(node) for node in nodes) if len(nodes) > 1 else 1

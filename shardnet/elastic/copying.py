@@ -60,6 +60,5 @@ class Copying:
             if isinstance(outcome, BaseException):
                 raise outcome
         generation.complete = True
-        if any(row.payload_bytes for row in rows):
-            await self._backend.barrier(label=label)
+        await self._backend.barrier(label=label)
         return any(row.joiners for row in rows)

@@ -17,12 +17,12 @@ class Mark(NamedTuple):
 
 @dataclass
 class Generation:
-    """Copies of what this rank and the rank before it hold; lives through epochs, and is written to again when it is out of date."""
+    """Copies of what this rank and the one that entrusts it hold; lives through epochs, and is written to again when it is out of date."""
 
     mark: Mark
     complete: bool = False  # everything below is there
     spread: Snapshot = field(default_factory=Snapshot)  # this rank's pieces that nobody else has
-    entrusted: Snapshot = field(default_factory=Snapshot)  # the same of the rank before this one
+    entrusted: Snapshot = field(default_factory=Snapshot)  # the same of the rank whose `keeper` this one is
     has_entrusted: bool = False
     local: Snapshot = field(default_factory=Snapshot)  # what others have as well, or what nobody else needs
 

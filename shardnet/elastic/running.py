@@ -7,6 +7,7 @@ step is done, and who has an error of its own, end themselves. Of several newcom
 the mismatch, and comes once more: a mismatch with them is tried again a few times.
 """
 
+import asyncio
 import gc
 import logging
 import os
@@ -73,19 +74,23 @@ async def run(
     others come within `join_s`.
     """
     saving = None if checkpoints is None else Saving(Path(checkpoints), save_every, keep)
+    departure = Departure.current()
+    result: T | None = None
     try:
         async with connect(**settings) as cluster:
             state = State(cluster, every=every, saving=saving)
             try:
-                with Departure.current().heeded(lambda: state.can_part):
-                    return await _epochs(train, cluster, state)
+                with departure.heeded(lambda: state.can_part):
+                    result = await _epochs(train, cluster, state)
             finally:
                 await state.abandon()
     except JoinRefused as refusal:
         if refusal.reason != Refusal.ENDED:
             raise
         log.warning("%s", refusal)
-        return None
+    if departure.wanted:  # since the last steps: there was no commit any more that would have met it
+        await departure.leave()
+    return result
 
 
 async def _epochs(train: Train[T], cluster: Cluster, state: State) -> T:
@@ -95,6 +100,7 @@ async def _epochs(train: Train[T], cluster: Cluster, state: State) -> T:
         result: list[T] = []
         try:
             result.append(await train(cluster, state))
+            state.stay()
             await _saved(state, cluster)
             if cluster.elastic:  # one that left now would be missed by those that have to do a step again
                 await cluster.backend.barrier(timeout_s=END_S, label="the end of the training")
@@ -121,7 +127,7 @@ async def _epochs(train: Train[T], cluster: Cluster, state: State) -> T:
             return result[0]  # somebody was lost at the very end; others were through, so that all had come there
         why = None  # with what it refers to: the frames of `train` and all that is in them
         forget_graphs(ended)
-        _collect_models()
+        await asyncio.to_thread(_collect_models)
 
 
 async def _saved(state: State, cluster: Cluster) -> None:

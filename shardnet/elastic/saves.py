@@ -34,7 +34,7 @@ class Saving:
 class Saves:
     """Begins checkpoints where they are wanted, and finds the last one; lives through all epochs. Does nothing where none are wanted.
 
-    Everything but `is_due` and `begin_epoch` is a collective.
+    `load`, `save` and `make_good` are collectives.
     """
 
     def __init__(self, saving: Saving | None) -> None:

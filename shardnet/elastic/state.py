@@ -19,7 +19,7 @@ from shardnet.elastic.generation import Generation, Mark, plain
 from shardnet.elastic.leavers import Leavers
 from shardnet.elastic.moving import move
 from shardnet.elastic.saves import Saves, Saving, passes
-from shardnet.errors import Preempted, ShardnetError, StateError, StateLost, UsageError, WorldChanges
+from shardnet.errors import CollectiveError, Preempted, ShardnetError, StateError, StateLost, UsageError, WorldChanges
 from shardnet.state import Inventory, Piece, Span, random_state, set_random_state
 from shardnet.training import Cluster, Departure
 from shardnet.zero.codec import decode, encode
@@ -84,6 +84,10 @@ class State:
         """Whether this worker could leave after the next commits without a loss."""
         return self._leavers is not None
 
+    def stay(self) -> None:
+        """No commit comes any more in this epoch: nobody can part in it."""
+        self._leavers = None
+
     def end_epoch(self, why: str) -> None:
         """Let go of what was to be kept, for the program makes it anew; the copies stay."""
         self._ended = Ended(time.perf_counter(), why)
@@ -134,6 +138,8 @@ class State:
         self._saves.begin_epoch(backend, *things)
         try:
             choice, loaded = await self._choose(offers, sizes)
+        except CollectiveError:
+            raise  # somebody is lost, and the others go on in another epoch
         except ShardnetError:
             await backend.aclose()  # in peace: all ranks end here, and who is later than others must not take those for lost
             raise
@@ -229,13 +235,13 @@ class State:
             raise UsageError(f"step {done} is committed after step {self.step}: commit steps in order, and each once")
         before, self.values = self.values, {**self.values, **values}
         joiners = False
-        leaving = self._leavers is not None and await self._leavers.any_at(done)
-        if self._cluster.elastic and (passes(self.step, done, self.every) or leaving):
-            try:
+        try:
+            leaving = self._leavers is not None and await self._leavers.any_at(done)
+            if self._cluster.elastic and (passes(self.step, done, self.every) or leaving):
                 joiners = await self._commit(Mark(self._cluster.topology.epoch, done))
-            except UsageError:
-                self.values = before
-                raise
+        except BaseException:
+            self.values = before  # which are those of `step`, still
+            raise
         is_due = self._saves.is_due(self.step, done)
         self.step, self.settled = done, True
         self._cluster.telemetry.reach(done)

@@ -18,7 +18,7 @@ from shardnet.errors import HandshakeError, JoinTimeout, ProtocolError
 from shardnet.rendezvous.identity import node_identity
 from shardnet.topology import Member, Topology
 
-_COUNT = "shardnet/ranks"  # that have ever come here: a store may see several worlds of the same ranks, one after the other
+_COUNT = "shardnet/ranks"  # that have come here and not given up: a store may see several worlds of the same ranks, one after the other
 _PAUSE_S = 0.02
 _GONE = "gone"  # in place of the card of a rank that has given up
 P = ParamSpec("P")
@@ -60,6 +60,7 @@ async def meet(
         with suppress(RuntimeError):  # the store may be what has failed
             # Who comes later would look for this rank where it is no more. Not deleted: who has just found it would wait for it.
             await _ask(store.set, _key(number, rank), _GONE)
+            await _ask(store.add, _COUNT, -1)  # it may come again, and is one of this world then
         raise
     _check_protection(cards)
     return Topology(number + 1, rank, _placed(cards))

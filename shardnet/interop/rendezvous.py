@@ -22,6 +22,8 @@ def rendezvous(url: str, timeout: timedelta = _DEFAULT, **_: Any) -> Iterator[tu
 
     Raises what `World.join` does.
     """
+    for store in _latest:
+        store.world.close()  # of a group that could not be made, or was none of ours, so that nobody has closed it
     world = World.join(timeout.total_seconds(), _given(url))
     _tell_others(world)
     _latest[:] = [WorldStore(world)]

@@ -10,6 +10,7 @@ For results on a GPU everything here is in the order of streams, as with NCCL: `
 of the device has that of whoever waits for it do so.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
@@ -26,6 +27,8 @@ from shardnet.backend import Pending
 from shardnet.backend.streams import Event, is_on_gpu, join, now
 from shardnet.interop.ends import Ends
 from shardnet.uncompiled import uncompiled
+
+_AT_ONCE_S = 1e-6  # the shortest time that there is: zero means another thing
 
 Tensor = torch.Tensor
 Finish = Callable[[Any], None]  # puts a result where the caller wants it
@@ -180,11 +183,12 @@ class Works(dist.Work):
         self._works = list(works)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait for all, also where one fails; raises the first error."""
+        """Wait for all, also where one fails; raises the first error. `timeout` is that of all together, zero each one's own."""
+        until_s = time.monotonic() + timeout.total_seconds()
         errors = []
         for work in self._works:
             try:
-                work.wait(timeout)
+                work.wait(timedelta(seconds=max(until_s - time.monotonic(), _AT_ONCE_S)) if timeout > timedelta(0) else timeout)
             except Exception as error:  # noqa: BLE001 - it is raised below, when nothing is under way any more
                 errors.append(error)
         if errors:

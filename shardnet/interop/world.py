@@ -13,7 +13,7 @@ from typing import Any, Self, TypeVar
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from shardnet.backend import Backend
-from shardnet.errors import ClosedError, JoinRefused, StateError, UsageError
+from shardnet.errors import ClosedError, JoinRefused, ShardnetError, StateError, UsageError
 from shardnet.interop.ends import Ends
 from shardnet.interop.meeting import meet
 from shardnet.loop import LoopThread
@@ -112,19 +112,22 @@ class World:
 
     def close(self) -> None:
         """Finish what is under way, take leave of the other ranks, close the port. Safe to call again."""
-        if not self._closed:
-            self._closed = True
-            _wait(self._close())
-            self.ends.shutdown(wait=False)  # a callback may be what closes this
+        self._end(None)
 
     def abort(self) -> None:
-        """Fail what is under way, and close at once. Safe to call again."""
-        self.backend.abort()
-        self.close()
+        """Fail what is under way, and close at once, without a goodbye. Safe to call again."""
+        self.backend.abort()  # also where a `close` in another thread waits for something
+        self._end(ClosedError("the process group was aborted"))
 
-    async def _close(self) -> None:
+    def _end(self, error: ShardnetError | None) -> None:
+        if not self._closed:
+            self._closed = True
+            _wait(self._leave(error))
+            self.ends.shutdown(wait=False)  # a callback may be what closes this
+
+    async def _leave(self, error: ShardnetError | None) -> None:
         async with self._stack:
-            await self._seat.leave(None)
+            await self._seat.leave(error)
 
 
 def _asking(keys: StoreService, topology: Topology, settings: Settings, stack: AsyncExitStack) -> Ask:

@@ -19,6 +19,7 @@ from shardnet.errors import StateError, UsageError
 from shardnet.fsdp import AsyncFSDP, Compression, MixedPrecision, ShardingStrategy
 from shardnet.fsdp.initial_values import InitFunction
 from shardnet.performance import PerformanceRecorder, measure_link
+from shardnet.rendezvous.client import Membership
 from shardnet.settings import Settings
 from shardnet.telemetry import Progress, Telemetry
 from shardnet.topology import Topology
@@ -43,6 +44,7 @@ class Cluster:
         self._station: Station | None = None
         self._models: list[AsyncFSDP] = []
         self._sharding = asyncio.Lock()
+        self._making: set[asyncio.Future[AsyncFSDP]] = set()
         self._recorders: list[PerformanceRecorder] = []
         self._tracker = Tracker(None)
 
@@ -105,8 +107,8 @@ class Cluster:
         cpu_offload: bool = False,
     ) -> AsyncFSDP:
         """Shard a module over the cluster; see `FSDP` for the arguments. All ranks must call it; calls at the same time take turns, in the
-        order in which they were made. One that is cancelled at work goes on to its end, since the other ranks take part in it. Closed with
-        the cluster."""
+        order in which they were made. One that is cancelled at work goes on to its end, since the other ranks take part in it, or to that
+        of the cluster. Closed with the cluster."""
 
         async def make() -> AsyncFSDP:
             try:
@@ -133,6 +135,8 @@ class Cluster:
 
         await self._sharding.acquire()
         making = asyncio.ensure_future(make())
+        self._making.add(making)
+        making.add_done_callback(self._making.discard)
         making.add_done_callback(lambda done: done.cancelled() or done.exception())  # whoever was cancelled does not ask for its error
         return await asyncio.shield(making)
 
@@ -202,15 +206,14 @@ class Cluster:
             )
         if not agreed:
             self.backend.abort()  # first, so that no compute thread waits for a collective any more
-        await self._close_models()
-        self._seat = await self._station.join(await self._seat.abandon(), missing)
+        membership = await self._abandon()
+        self._seat = await self._station.join(membership, missing)
 
     async def withdraw(self) -> None:
         """Leave this epoch and the job, in peace with the peers, while the others form the next epoch: all ranks must be at the same point
         and know of it. For a worker that is told to leave; of an elastic job, leaving `connect` says that the training is over. The
         cluster is closed then."""
-        await self._close_models()
-        membership = await self._seat.abandon()
+        membership = await self._abandon()
         if membership is not None:
             await end_membership(membership, goodbye=not self.elastic)
 
@@ -221,12 +224,28 @@ class Cluster:
             await self._close_models()
         finally:
             await self._seat.leave(error)
+            if error is None:  # else nobody waits for what may be stuck in code of the program's
+                await self._close_late_models()
+
+    async def _abandon(self) -> Membership | None:
+        """End what was made in this epoch, and its backend; what is left of its seat."""
+        await self._close_models()
+        membership = await self._seat.abandon()
+        await self._close_late_models()
+        return membership
 
     async def _close_models(self) -> None:
         while self._recorders:
             self._recorders.pop().close()
         while self._models:
             await self._models.pop().aclose()
+
+    async def _close_late_models(self) -> None:
+        """Those that were still being made, by a call that was cancelled: without a backend they do not become any, but for what was done
+        already."""
+        if self._making:
+            await asyncio.wait(self._making)
+        await self._close_models()
 
 
 @asynccontextmanager

@@ -11,12 +11,14 @@ from shardnet.errors import PeerLost
 from shardnet.testing import loopback_cluster
 
 
-async def test_nobody_is_through_before_all_have_written() -> None:
-    """Rank 3 of four dies with its copy unsent. Rank 1, which has no part in that exchange, must not take the step for committed."""
+@pytest.mark.parametrize(("spread", "complete"), [(True, [False, True, False, False]), (False, [True, True, True, False])])
+async def test_nobody_is_through_before_all_have_written(spread: bool, complete: list[bool]) -> None:
+    """Rank 3 of four dies with its copy unsent, or, where each has the whole and there is nothing to send, with its step not taken for
+    complete. Rank 1, which has no part in that exchange, must not take the step for committed."""
     async with loopback_cluster(4) as backends:
         generations = [Generation(Mark(1, 1)) for _ in backends]
         for rank, generation in enumerate(generations):
-            generation.spread.take([("weight", rank, rank + 1, {"parameter": torch.ones(1)})])
+            generation.spread.take([("weight", rank, rank + 1, {"parameter": torch.ones(1)})] if spread else [])
             generation.local.take({})
         commits = [
             asyncio.create_task(Copying(backend).commit(generation, 0))
@@ -31,4 +33,4 @@ async def test_nobody_is_through_before_all_have_written() -> None:
         for commit in commits:
             with pytest.raises(PeerLost):
                 await commit
-        assert [generation.complete for generation in generations] == [False, True, False, False]
+        assert [generation.complete for generation in generations] == complete

@@ -214,8 +214,11 @@ async def test_what_cannot_be_kept_is_refused_in_words() -> None:
 
 async def test_ranks_that_commit_different_steps_are_told() -> None:
     async def train(cluster: Cluster, state: State, life: Life) -> None:
-        await state.resume(await cluster.shard(nn.Linear(2, 1)))
-        await state.commit(1 + cluster.rank)
+        await state.resume(await cluster.shard(nn.Linear(2, 1)), position=0)
+        try:
+            await state.commit(1 + cluster.rank, position=10)
+        finally:
+            life.result = (state.step, state["position"])
 
     async with crew() as members:
         lives_ = [members.hire(train, least=2, most=2) for _ in range(2)]
@@ -224,6 +227,7 @@ async def test_ranks_that_commit_different_steps_are_told() -> None:
         assert isinstance(life.error, CollectiveMismatch)
         assert "commit of step 1" in str(life.error)
         assert "commit of step 2" in str(life.error)
+        assert life.result == (0, 0)
 
 
 async def test_other_models_than_before_are_refused() -> None:

@@ -54,6 +54,16 @@ async def test_who_has_given_up_is_not_looked_for() -> None:
         await come(store, 1, 2, timeout_s=0.1)
 
 
+async def test_who_comes_again_meets_who_comes_late() -> None:
+    store = HashStore()
+    for _ in range(3):
+        with pytest.raises(JoinTimeout, match="ranks 1 of 2"):
+            await come(store, 0, 2, timeout_s=0.1)
+    for epoch in (1, 2):
+        first, second = await asyncio.gather(*(come(store, rank, 2) for rank in range(2)))
+        assert (first.epoch, second.epoch) == (epoch, epoch)
+
+
 def test_who_is_gone_is_looked_for_no_longer_than_the_time_to_begin() -> None:
     store = HashStore()
     store.set("shardnet/world 0/rank 0", json.dumps({"address": "127.0.0.1:1", "node": "here", "incarnation": "gone", "identity": ""}))

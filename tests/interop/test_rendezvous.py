@@ -1,7 +1,9 @@
 """init_method="shardnet://": ranks that shardnet's own rendezvous places. Where it does not matter who starts them they are forked."""
 
+import asyncio
 import re
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +13,9 @@ import torch.distributed as dist
 from shardnet.errors import JoinRefused, UsageError
 from shardnet.interop import world
 from shardnet.interop.rendezvous import rendezvous
+from shardnet.interop.world import World
 from shardnet.rendezvous.refusal import Refusal
+from shardnet.rendezvous.server import RendezvousServer
 from shardnet.settings import Settings
 from shardnet.training.seat import Seat
 from tests.interop.sessions import run
@@ -200,6 +204,45 @@ async def test_who_was_in_a_world_before_waits_until_the_others_have_left_it(mon
     hurried = replace(settings, timeouts=replace(settings.timeouts, join_s=0.01))
     with pytest.raises(JoinRefused):
         await world._seat(Crowded(*[Refusal.RUNNING] * 100), hurried)
+
+
+NOT_MADE = """
+import torch.distributed as dist
+
+def broken(*_):
+    raise RuntimeError("no such device")
+
+dist.Backend.register_backend("broken", broken, devices=["cpu"])
+for name in ("broken", "broken", "shardnet", "gloo", "shardnet"):
+    try:
+        dist.init_process_group(name, init_method="shardnet://")
+    except RuntimeError as error:
+        assert name == "broken" and "no such device" in str(error), error
+    else:
+        dist.barrier()
+        dist.destroy_process_group()
+print("met in the end", flush=True)
+"""
+
+
+def test_a_group_that_could_not_be_made_is_in_nobodys_way(tmp_path: Path) -> None:
+    """Nor is one of another backend, which has met in a store of ours and does not close it."""
+    status, out, err = launched(tmp_path, NOT_MADE)
+    assert status == 0, err
+    assert out.count("met in the end") == 3
+
+
+@pytest.mark.parametrize("peaceful", [True, False])
+async def test_only_a_group_that_was_destroyed_has_ended_in_peace(peaceful: bool) -> None:
+    ended = threading.Event()
+    async with RendezvousServer("127.0.0.1:0", on_done=ended.set) as server:
+        given = {"rendezvous": server.address, "min_world_size": 1, "max_world_size": 1}
+        first = await asyncio.to_thread(World.join, 20.0, given)
+        await asyncio.to_thread(first.close if peaceful else first.abort)
+        await asyncio.to_thread(first.abort)  # nothing any more
+        second = await asyncio.to_thread(World.join, 20.0, given)  # by then the rendezvous has heard of the first one's end
+        assert ended.is_set() == peaceful
+        await asyncio.to_thread(second.abort)
 
 
 def test_a_world_of_one_needs_no_rendezvous() -> None:

@@ -4,6 +4,7 @@ import concurrent.futures
 import threading
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from functools import partial
 
 import pytest
@@ -47,6 +48,20 @@ def test_all_well(ends: Ends) -> None:
     assert (works.is_completed(), works.is_success(), works.exception()) == (True, True, None)
     assert [each.item() for each in works.result()] == [7.0, 7.0]
     assert [each.item() for each in works.get_future().wait()] == [7.0, 7.0]
+
+
+def test_the_time_is_that_of_all_together(ends: Ends) -> None:
+    futures = [Future() for _ in range(20)]
+    works = Works([PendingWork(Pending(each, "all_reduce"), [torch.ones(1)], ends) for each in futures])
+    futures[7].set_result(torch.ones(1))
+    begin_s = time.monotonic()
+    with pytest.raises(TimeoutError):
+        works.wait(timedelta(seconds=0.5))
+    assert 0.5 <= time.monotonic() - begin_s < 5
+    for each in futures:
+        if not each.done():
+            each.set_result(torch.ones(1))
+    assert works.wait(timedelta(seconds=0.5))
 
 
 def test_callbacks_run_one_after_the_other_whatever_they_wait_for(ends: Ends) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import re
 import signal
+import threading
 import time
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
@@ -48,6 +49,27 @@ async def test_without_a_launcher_it_is_a_world_of_one() -> None:
     assert (cluster.telemetry.step, cluster.telemetry.progress.total_steps) == (4, 9)
     with pytest.raises(ClosedError, match=r"\[rank 0/1 epoch 1 step 4\] the backend is closed"):
         cluster.backend.barrier()
+
+
+async def test_a_model_that_is_still_being_made_is_closed_with_the_cluster() -> None:
+    """Nobody waits for it any more; the guards see a thread that would be left."""
+    begun = threading.Event()
+
+    def init(module: torch.nn.Module) -> None:
+        begun.set()
+        while True:
+            try:
+                cluster.backend.barrier().wait()
+            except ClosedError:
+                return
+
+    async with shardnet.connect() as cluster:
+        making = asyncio.create_task(cluster.shard(torch.nn.Linear(3, 1, device="meta"), param_init_fn=init))
+        assert await asyncio.to_thread(begun.wait, 10)
+        making.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await making
+    assert not any(thread.name.startswith("shardnet-compute") for thread in threading.enumerate())
 
 
 async def test_a_training_is_recorded_until_the_cluster_is_left() -> None:
