@@ -67,8 +67,9 @@ class Limits:
     window_bytes       memory in which a rank's data waits for the other ranks of its node, where they share memory; not what they
                        can read from where it is
     inline_bytes       less than this goes over gRPC in any case, which is sooner than copied and announced
-    letter_bytes       a collective of ranks of one node in which none sends more than this goes through their mailboxes, in the
-                       threads that wait for it; in a larger one they say there where their data is; 0: none does either
+    letter_bytes       a collective of ranks of one node in which none sends more than this, nor than eager_bytes or chunk_bytes, goes
+                       through their mailboxes, in the threads that wait for it; in a larger one they say there where their data is; 0:
+                       none does either
     max_outstanding    collectives under way per group and rank; more wait their turn. With eager_bytes it
                        bounds what a peer that runs ahead can make this rank hold
 

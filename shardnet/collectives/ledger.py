@@ -6,7 +6,7 @@ that takes it for something else aborts it for everyone, naming both sides. Sinc
 connect all ranks, no two ranks can disagree unnoticed. A failed collective burns its number and nothing else: the
 next one is unaffected, and what arrives late for it is recognised by its number and dropped.
 
-Data goes only to a peer that has announced, except for the first `Limits.eager_bytes` a peer of a collective in which every rank waits
+Data goes only to a peer that has announced, except for the first `Limits.direct_bytes` a peer of a collective in which every rank waits
 for every other: these are sent at once, behind the announcement or with it, and may arrive before the call. So of a group that it has made
 a rank never holds more than max_outstanding × eager_bytes a peer for collectives that it has not entered yet, and of all that it has yet to
 make, which get words and no data, no more than that together; a peer that sends more is cut off (early.py). What is lent stays with its

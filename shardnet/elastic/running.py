@@ -55,8 +55,8 @@ async def run(
 
         await elastic.run(train)
 
-    How many workers there may be and whether the job is elastic say `shardnet run --min-workers` and --restarts, or the settings
-    `min_world_size`, `max_world_size` and `elastic`. In a job that is not, `train` is called once, commits cost nothing, and the
+    Whether the job is elastic, and how many workers it may have, is told by `shardnet run --min-workers` and --restarts, or by the settings
+    `elastic`, `min_world_size` and `max_world_size`. In a job that is not, `train` is called once, commits cost nothing, and the
     first loss ends the run, as it does with `connect`.
 
     train     makes everything that it needs, for the cluster as it is now; `State.resume` brings it to where the training stands.

@@ -10,6 +10,7 @@ import torch
 from shardnet.backend import Pending, ReduceOp
 from shardnet.backend.streams import Stream, new_stream, using
 from shardnet.fsdp.communicators import Communicators
+from shardnet.fsdp.refusal import refuse
 
 Tensor = torch.Tensor
 
@@ -76,22 +77,9 @@ class ReplicaAverages:
         average.second.add_done_callback(lambda done: _pass_on(done, average))
 
     def _refuse(self, average: _Average, error: BaseException) -> None:
-        """The node's half failed: the replicas, whose half may not have, must not wait, and the numbers stay in step.
-
-        What this rank takes part with is something that nobody else takes it for, so it fails for everyone.
-        """
+        """The node's half failed: the replicas, whose half may not have, must not wait."""
         average.result.set_exception(error)
-        try:
-            refusal = self._comms.averages.all_reduce(
-                torch.zeros(1, device="cpu"), label=f"{average.label}, whose reduction within a node failed"
-            )
-        except Exception:  # noqa: BLE001 - the backend is closed, and the replicas know
-            return
-        refusal.add_done_callback(_forget)
-
-
-def _forget(done: Pending[Tensor]) -> None:
-    done.exception()  # seen, so that dropping the handle is no warning
+        refuse(self._comms.averages, f"{average.label}, whose reduction within a node failed")
 
 
 def _pass_on(done: Pending[Tensor], average: _Average) -> None:

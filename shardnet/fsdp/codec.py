@@ -35,6 +35,15 @@ class Codec(ABC):
     def unpack(self, packed: Tensor, out: Tensor) -> Tensor:
         """Write what `packed` [size(n)] stands for into floating `out` [n], rounded to its dtype; returns `out`."""
 
+    def mean(self, rows: Tensor, numel: int, ranks: int) -> Tensor:
+        """The sum of what each of `rows` [r, size(numel)] stands for, in their order, divided by `ranks`: float32 [numel]."""
+        first, *others = rows
+        total, contribution = (torch.empty(numel, dtype=torch.float32, device=rows.device) for _ in range(2))
+        self.unpack(first, total)
+        for row in others:
+            total.add_(self.unpack(row, contribution))
+        return total.div_(ranks)
+
     def received(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         """What ranks get that are sent `values` [n]: new memory."""
         packed = torch.empty(self.size(values.numel()), dtype=self.wire_dtype, device=values.device)

@@ -21,6 +21,7 @@ import torch
 from shardnet.backend import Pending
 from shardnet.fsdp.codec import Codec
 from shardnet.fsdp.node_grid import NodeGrid
+from shardnet.fsdp.refusal import refuse
 from shardnet.fsdp.residual import Residual
 from shardnet.fsdp.wire_memory import WireMemory
 from shardnet.sharding import FlatLayout
@@ -102,37 +103,19 @@ class CompressedAcross:
 
     def send(self, total: Tensor, packed: Tensor, label: str) -> Pending[Tensor]:
         """Pack the node's sum [sum of the parts], which is overwritten, and start sending it."""
-        self.residual.add_to(total)
-        for part, target in zip(total.split_with_sizes(self._parts), packed.split_with_sizes(self._packed), strict=True):
-            self.codec.pack(part, target)
-            if self.residual.wanted:
-                part.sub_(self.codec.unpack(target, torch.empty_like(part)))
-        self.residual.keep(total)
+        self.residual.pack(self.codec, total, self._parts, packed, self._packed)
         own = self._packed[self._grid.across.rank]
         received = [own] * self._grid.across.world_size
         return self._grid.across.all_to_all(packed, send_sizes=self._packed, recv_sizes=received, label=label)
 
     def refuse(self, label: str) -> None:
-        """The node's sum is missing: the other nodes, which may have theirs, must not wait, and the numbers stay in step.
-
-        What this rank takes part with is something that nobody else takes it for, so it fails for everyone.
-        """
-        try:
-            refusal = self._grid.across.all_reduce(torch.zeros(1, device="cpu"), label=f"{label}, whose sum inside a node failed")
-        except Exception:  # noqa: BLE001 - the backend is closed, and the other nodes know
-            return
-        refusal.quietly()
+        """The node's sum is missing: the other nodes, which may have theirs, must not wait."""
+        refuse(self._grid.across, f"{label}, whose sum inside a node failed")
 
     def mean(self, received: Tensor) -> Tensor:
         """What the nodes have sent, float32 [this rank's part]."""
         across = self._grid.across
-        numel = self._parts[across.rank]
-        first, *others = received.view(across.world_size, self._packed[across.rank])
-        total, contribution = (torch.empty(numel, dtype=torch.float32, device="cpu") for _ in range(2))
-        self.codec.unpack(first, total)
-        for part in others:
-            total.add_(self.codec.unpack(part, contribution))
-        return total.div_(self._ranks)
+        return self.codec.mean(received.view(across.world_size, self._packed[across.rank]), self._parts[across.rank], self._ranks)
 
     # --- on the training thread
 

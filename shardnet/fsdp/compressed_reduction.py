@@ -39,7 +39,8 @@ class CompressedReduction:
         """Pack float32 `full` [N], which is overwritten and free again when this returns, and start sending."""
         packed = self._memory.take(sum(self._sizes), self.codec.wire_dtype)
         try:
-            self._pack(full, packed)
+            self.residual.make_room(len(full))
+            self.residual.pack(self.codec, full, self._layout.sizes, packed, self._sizes)
             own = self._sizes[self._ranks.rank]
             received = self._ranks.all_to_all(packed, send_sizes=self._sizes, recv_sizes=[own] * self._ranks.world_size, label=label)
         except BaseException:
@@ -55,25 +56,8 @@ class CompressedReduction:
             self._memory.give(packed)
             raise
         self._memory.give(packed)
-        return self._mean(parts)
-
-    def _pack(self, full: Tensor, packed: Tensor) -> None:
-        self.residual.make_room(len(full))
-        self.residual.add_to(full)
-        for part, target in zip(full.split_with_sizes(list(self._layout.sizes)), packed.split_with_sizes(self._sizes), strict=True):
-            self.codec.pack(part, target)
-            if self.residual.wanted:
-                part.sub_(self.codec.unpack(target, torch.empty_like(part)))
-        self.residual.keep(full)
-
-    def _mean(self, parts: Tensor) -> Tensor:
-        first, *others = parts.view(self._ranks.world_size, self._sizes[self._ranks.rank])
-        numel = self._layout.sizes[self._ranks.rank]
-        total, contribution = (torch.empty(numel, dtype=torch.float32, device=parts.device) for _ in range(2))
-        self.codec.unpack(first, total)
-        for part in others:
-            total.add_(self.codec.unpack(part, contribution))
-        return total.div_(self._ranks.world_size)
+        rank, ranks = self._ranks.rank, self._ranks.world_size
+        return self.codec.mean(parts.view(ranks, self._sizes[rank]), self._layout.sizes[rank], ranks)
 
 
 class Exchange:

@@ -6,8 +6,11 @@ Karimireddy et al., https://arxiv.org/abs/1901.09847). An element that is not fi
 would stay there for ever.
 """
 
+from collections.abc import Sequence
+
 import torch
 
+from shardnet.fsdp.codec import Codec
 from shardnet.fsdp.memory import Gauge
 
 Tensor = torch.Tensor
@@ -22,24 +25,23 @@ class Residual:
         self._gauge = gauge
         self._kept: Tensor | None = None
 
-    @property
-    def wanted(self) -> bool:
-        return self._dtype is not None
-
     def make_room(self, numel: int) -> None:
         """Have memory for `numel` elements, if any are to be kept."""
         if self._kept is None and self._dtype is not None:
             self._kept = torch.zeros(numel, dtype=self._dtype, device=self._device)
             self._gauge.add(self._kept.nbytes)
 
-    def add_to(self, gradients: Tensor) -> None:
+    def pack(self, codec: Codec, gradients: Tensor, sizes: Sequence[int], packed: Tensor, packed_sizes: Sequence[int]) -> None:
+        """Pack `gradients` [n], which are overwritten, part by part, with what is kept of those before. What rounding takes is kept;
+        NaN, of blocks that are not finite, counts as nothing."""
         if self._kept is not None:
             gradients.add_(self._kept)
-
-    def keep(self, errors: Tensor) -> None:
-        """Replace it by `errors` [n]; NaN, of blocks that were not finite, counts as none."""
+        for part, target in zip(gradients.split_with_sizes(list(sizes)), packed.split_with_sizes(list(packed_sizes)), strict=True):
+            codec.pack(part, target)
+            if self._kept is not None:
+                part.sub_(codec.unpack(target, torch.empty_like(part)))
         if self._kept is not None:
-            self._kept.copy_(errors).nan_to_num_(0.0, 0.0, 0.0)
+            self._kept.copy_(gradients).nan_to_num_(0.0, 0.0, 0.0)
 
     def clear(self) -> None:
         if self._kept is not None:

@@ -75,7 +75,7 @@ class UnevenSteps(Generic[T]):
                 coming = self._announce()
                 yield from step
         finally:
-            coming.counts.add_done_callback(_forget)
+            coming.counts.quietly()
 
     async def __aiter__(self) -> AsyncIterator[Part[T]]:
         coming = self._announce()
@@ -85,7 +85,7 @@ class UnevenSteps(Generic[T]):
                 for part in step:
                     yield part
         finally:
-            coming.counts.add_done_callback(_forget)
+            coming.counts.quietly()
 
     def _announce(self) -> _Announced[T]:
         read = list(islice(self._batches, self._accumulate))
@@ -112,7 +112,3 @@ class UnevenSteps(Generic[T]):
             batches.append((self._at_hand, 0))
         scale = len(samples) / total if total else 0.0
         return [Part(batch, count * scale, count, total, index == parts - 1) for index, (batch, count) in enumerate(batches)]
-
-
-def _forget(done: Pending[Tensor]) -> None:
-    done.exception()  # seen, so that leaving the loop early is no warning

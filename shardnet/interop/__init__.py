@@ -7,6 +7,7 @@ store          what torch keeps in a store there
 world          their connections
 process_group  what torch makes of "shardnet", and how it ends
 collectives    torch's collectives, in the words of `Backend`
+overloads      the other forms in which torch calls them
 mixed          groups in which other backends have some devices
 reordered      groups whose ranks do not ascend
 sparse         sums of sparse tensors

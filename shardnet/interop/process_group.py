@@ -18,7 +18,7 @@ from shardnet.interop.store import placed_world
 from shardnet.interop.world import World
 from shardnet.uncompiled import uncompiled
 
-_worlds: list[World] = []  # that this process is a member of: one at most, or none
+_worlds: list[World] = []  # that this process is a member of: one at most
 
 
 def create(options: Any) -> "ShardnetProcessGroup":

@@ -39,7 +39,7 @@ class Cluster:
     epoch, until `reform`."""
 
     def __init__(self, backend: Backend, topology: Topology) -> None:
-        """A cluster that somebody else has formed, and closes."""
+        """Around a backend that somebody else has made, and closes; `connect` joins by `_at`."""
         self._seat = Seat(backend, topology)
         self._station: Station | None = None
         self._models: list[AsyncFSDP] = []

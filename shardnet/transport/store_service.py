@@ -106,10 +106,13 @@ class StoreService:
         """Wait for this rank's place in a world, which others may know of before it does. Raises Refused for callers of another one."""
         if self._epoch is None and not self._closed:
             await self._opened()
-        if self._closed:
-            raise Refused(grpc.StatusCode.UNAVAILABLE, "the worker that keeps the store of this world is closing")
+        self._check_open()
         if epoch != self._epoch:
             _refuse(f"this is the store of epoch {self._epoch}, the caller is of epoch {epoch}")
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Refused(grpc.StatusCode.UNAVAILABLE, "the worker that keeps the store of this world is closing")
 
     async def _opened(self) -> None:
         try:
@@ -126,7 +129,7 @@ class StoreService:
             async with asyncio.timeout(within_s):
                 while missing := [key for key in keys if key not in self._values]:
                     await self._changed.wait()
-                    await self._expect(self._epoch or 0)
+                    self._check_open()
         except TimeoutError:
             pass
         return missing

@@ -168,7 +168,7 @@ async def test_who_waits_for_the_others_at_the_end_is_not_waited_for() -> None:
         if cluster.rank == 0:
             first.append((cluster, life))
             return result
-        while not first or first[0][0].telemetry.flights.last(1)[0].label != "the end of the training":
+        while not first or first[0][0].telemetry.flights.last(1)[0].label != "the end of the training":  # noqa: ASYNC110 - nobody says so
             await asyncio.sleep(0)
         asked.append(first[0][1].departure.ask())
         return result
