@@ -389,7 +389,8 @@ class MeshBackend(Backend):
         return SubBackend(self, members)
 
     async def aclose(self) -> None:
-        await self._board.loop.run_here(self._board.aclose())
+        if not self._board.is_inherited:
+            await self._board.loop.run_here(self._board.aclose())
 
     def abort(self) -> None:
         self._board.abort()
@@ -408,6 +409,7 @@ class MeshBackend(Backend):
         return any(map(self._is_on_gpu, tensors))
 
     def _call(self, op: str, detail: str, timeout_s: float | None, label: str, *tensors: Tensor, on_the_wire: str = "") -> Call:
+        self._board.check_ours()
         if any(map(is_on_gpu, tensors)):
             detail += " on a GPU"  # for what is on the CPU may take another way
         return Call(op, label, detail, self._timeouts.collective_s if timeout_s is None else seconds(timeout_s), on_the_wire or op)

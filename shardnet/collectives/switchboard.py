@@ -4,15 +4,21 @@
 may be gone itself before the last one does, which would then take it for the dead one. So a rank that loses another tells all
 others at once whom, and whoever loses a rank that has said so names that one instead. What is said changes no state: whether a
 rank is lost each one decides by its own connection.
+
+[Note: forked children] A child of `os.fork`, such as a worker of a DataLoader or of a Pool, has in memory what its parent has, and the same
+mappings and descriptors, but none of its threads. What it said by letter the other ranks would take for its parent's, and what it handed to
+the loop thread would never be done. So to a child all is closed, before it does anything.
 """
 
 import asyncio
 import hashlib
+import os
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from itertools import islice, permutations
 from typing import Any
+from weakref import WeakSet
 
 from shardnet.collectives.any_source import AnySource
 from shardnet.collectives.attendant import Attendant
@@ -37,6 +43,7 @@ WORLD = 0  # group id of all ranks
 _RETIRED_TOLD = 4096  # channels: about 60 kB of a goodbye
 _LOOKED_AT = 4  # left groups, each time one is made: more than one, so that they do not become more
 _END_S = 2.0  # at most, for threads that end with the mesh: one may be held up by a peer that hangs
+_boards = WeakSet["Switchboard"]()  # of this process
 MAX_STALE = 4096  # chunks in a row: 8 GiB of late data, of which a peer that is well has far less on its way when a collective fails
 
 
@@ -77,8 +84,10 @@ class Switchboard:
         self._stale = Counter[int]()  # chunks in a row that were dropped, by sender
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closed = False
+        self.is_inherited = False  # by this process from the one that has forked it; see [Note: forked children]
         self._closing = asyncio.Lock()
         self.world = self._add(Group(self, WORLD, tuple(range(mesh.world_size))))
+        _boards.add(self)
 
     # --- groups (any thread)
 
@@ -326,7 +335,16 @@ class Switchboard:
         """Whether a collective that is begun now may be impossible."""
         return self._closed or bool(self.lost)
 
+    def check_ours(self) -> None:
+        """Raise in a forked child."""
+        if self.is_inherited:
+            raise ClosedError(
+                f"{self.where()} this process was forked from the rank and has no part in the cluster: call collectives and sharded models "
+                "in the process that has joined, or have this one join as a rank of its own"
+            )
+
     def check_open(self) -> None:
+        self.check_ours()
         if self._closed:
             raise ClosedError(f"{self.where()} the backend is closed")
 
@@ -381,6 +399,15 @@ class Switchboard:
         for commons in self._commons.values():
             commons.close()
         return [ending for end in list(self.at_end) for ending in end(aborted)]
+
+
+def _disown_all() -> None:
+    """See [Note: forked children]."""
+    for board in list(_boards):
+        board.is_inherited = board._closed = True
+
+
+os.register_at_fork(after_in_child=_disown_all)
 
 
 def _mutual(node: tuple[int, ...], rows: list[list[bool]]) -> frozenset[tuple[int, int]]:

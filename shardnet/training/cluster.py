@@ -32,6 +32,7 @@ from shardnet.training.trace import gather_spans, write_trace
 from shardnet.training.tracking import Callback, Record, Tracker, numbers
 
 log = logging.getLogger(__name__)
+_inherited: list[AsyncExitStack] = []  # from the process that has forked this one: see [Note: forked children] in switchboard.py
 
 
 class Cluster:
@@ -263,6 +264,7 @@ async def connect(**settings: Any) -> AsyncIterator[Cluster]:
     trace, flight = _trace_file(chosen), _flight_folder(chosen)
     process.tune()
     diagnosis = Diagnosis()
+    pid = os.getpid()
     async with AsyncExitStack() as stack:
         stack.enter_context(answering(diagnosis.text))
         cluster = await Cluster._at(await stack.enter_async_context(open_station(chosen)))
@@ -273,8 +275,12 @@ async def connect(**settings: Any) -> AsyncIterator[Cluster]:
         cluster._tracker = Tracker(Path(chosen.track) if chosen.track else None)
         stack.push_async_callback(asyncio.to_thread, cluster._tracker.close)
         stack.push_async_exit(lambda kind, error, trace: cluster._leave(error))
-        yield cluster
-        if trace is not None:
+        try:
+            yield cluster
+        finally:
+            if os.getpid() != pid:  # a child that was forked, for which it is not to close anything; kept, or it would be closed even so
+                _inherited.append(stack.pop_all())
+        if trace is not None and os.getpid() == pid:
             await _write_trace(cluster, trace)
 
 

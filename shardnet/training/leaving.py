@@ -13,7 +13,26 @@ import gc
 import io
 import os
 import sys
+import traceback
 from contextlib import suppress
+from typing import NoReturn
+
+
+def leave_child() -> NoReturn:
+    """End a child that the program has forked and that comes out of it as if it were its parent: by what it has raised, as Python would,
+    but without taking down an event loop and threads that are its parent's."""
+    error, status = sys.exception(), 0
+    if isinstance(error, SystemExit):
+        status = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+        if status == 1 and not isinstance(error.code, int):
+            print(error.code, file=sys.stderr)
+    elif error is not None:
+        traceback.print_exception(error)
+        status = 1
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):  # there is none, or nobody reads it
+            stream.flush()
+    os._exit(status)
 
 
 class Interrupted(SystemExit):

@@ -1,35 +1,49 @@
-"""Running an async training program so that signals end it cleanly."""
+"""Running an async training program so that signals end it cleanly.
+
+[Note: signals of children] A handler of an event loop is one in C, which writes the number of the signal into a socket that the loop reads.
+A forked child has both, and so what is sent to it, as by `Process.terminate()` or by a Pool that ends its workers, would end its parent.
+Therefore a child first gets the handlers that were there before the program began, and no signal comes to it sooner.
+"""
 
 import asyncio
 import inspect
 import logging
+import os
 import signal
+import threading
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 import uvloop
 
 from shardnet.errors import UsageError
 from shardnet.training.departure import Departure
-from shardnet.training.leaving import Interrupted
+from shardnet.training.leaving import Interrupted, leave_child
 from shardnet.training.tracebacks import shorten
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_before: dict[signal.Signals, Any] = {}  # what had handled them before the program that runs, if one does
+_forking = threading.local()  # `mask`: the signals that were blocked before a fork
 
 
-def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run `main()` to its end on a uvloop. The first SIGINT or SIGTERM cancels it, so that its `finally` blocks run and the process exits
-    with 130 or 143, without delay ([Note: leaving at once] in leaving.py); a second one kills the process at once. (asyncio.run makes an
-    exception of the second one, at any place, which may be inside the loop: then what that was about to do is never done, and a program
-    may hang.) While `shardnet.elastic.run` trains, SIGTERM is met when the next step or two are done and safe: departure.py.
+def run(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Run `main()` to its end on a uvloop, and return what it returns. The first SIGINT or SIGTERM cancels it, so that its `finally` blocks
+    run and the process exits with 130 or 143, without delay ([Note: leaving at once] in leaving.py); a second one kills the process
+    at once. (asyncio.run makes an exception of the second one, at any place, which may be inside the loop: then what that was about
+    to do is never done, and a program may hang.) While `shardnet.elastic.run` trains, SIGTERM is met when the next step or two are
+    done and safe: departure.py. In another thread than the main one, signals are left alone.
 
     What `main` raises is raised, with a traceback that is about the program ([Note: short tracebacks] in tracebacks.py); UsageError for a
-    coroutine in place of the function.
+    coroutine in place of the function, and where an event loop runs already.
     """
     received: list[int] = []
     _check(main)
+    hears = threading.current_thread() is threading.main_thread()
+    pid = os.getpid()
 
-    async def guarded() -> None:
+    async def guarded() -> T:
         task = asyncio.current_task()
         assert task is not None
         loop = asyncio.get_running_loop()
@@ -45,12 +59,18 @@ def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
             _kill_by(loop, signal.SIGINT, signal.SIGTERM)
             task.cancel()
 
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in _SIGNALS if hears else ():
             loop.add_signal_handler(number, stop, number)
-        await main()
+        try:
+            return await main()
+        finally:
+            if os.getpid() != pid:
+                leave_child()
 
+    if hears:
+        _before.update({number: signal.getsignal(number) for number in _SIGNALS})
     try:
-        uvloop.run(guarded())
+        return uvloop.run(guarded())
     except asyncio.CancelledError:
         if not received:
             raise
@@ -59,12 +79,44 @@ def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
         log.debug("the program has failed", exc_info=True)
         shorten(error)
         raise
+    finally:
+        for number, handler in _before.items() if not received and hears else ():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        if hears:
+            _before.clear()
 
 
 def _check(main: object) -> None:
     if inspect.iscoroutine(main):
         main.close()
         raise UsageError("shardnet.run calls the function itself: shardnet.run(main), and not shardnet.run(main()), as asyncio.run has it")
+    if asyncio._get_running_loop() is not None:
+        raise UsageError("an event loop runs in this thread already, as in a notebook: write `await main()` in place of shardnet.run(main)")
+
+
+def _hold_signals() -> None:
+    """Before a fork. See [Note: signals of children]."""
+    if _before:
+        _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+
+
+def _hear_signals() -> None:
+    """After a fork, in the parent."""
+    if (mask := _forking.__dict__.pop("mask", None)) is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _give_back_signals() -> None:
+    """After a fork, in the child."""
+    if _before:
+        signal.set_wakeup_fd(-1)
+        for number, handler in _before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        _before.clear()
+    _hear_signals()
+
+
+os.register_at_fork(before=_hold_signals, after_in_parent=_hear_signals, after_in_child=_give_back_signals)
 
 
 def _kill_by(loop: asyncio.AbstractEventLoop, *numbers: signal.Signals) -> None:

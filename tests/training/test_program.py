@@ -4,12 +4,14 @@ import gzip
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 import shardnet
 from shardnet.errors import UsageError
+from tests.cli.launched import Launched
 
 PROGRAM = """
 import asyncio, atexit, gzip, sys, threading, time
@@ -55,6 +57,78 @@ def test_all_that_python_promises_is_done_and_nothing_else(number: signal.Signal
 
 def test_who_catches_it_goes_on_as_ever(tmp_path: Path) -> None:
     assert _interrupt(signal.SIGINT, tmp_path, "catch") == (7, [*ENDED[:2], "caught 130", *ENDED[2:], "freed"])
+
+
+def test_it_returns_what_the_program_does_in_any_thread() -> None:
+    async def main() -> int:
+        return 42
+
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(shardnet.run, main).result() == 42
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    assert shardnet.run(main) == 42
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+
+
+async def test_within_a_loop_it_says_what_to_write_instead() -> None:
+    async def main() -> None:
+        """Never begun."""
+
+    with pytest.raises(UsageError, match=r"an event loop runs in this thread already, as in a notebook: write `await main\(\)`"):
+        shardnet.run(main)
+
+
+CHILDREN = """
+import asyncio, multiprocessing, os, sys, time
+import shardnet, torch
+
+def forked(then):
+    child = os.fork()
+    if child == 0:
+        then()
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+def raises():
+    raise ValueError("in a child")
+
+async def main():
+    async with shardnet.connect() as cluster:
+        mine = torch.ones(2)
+
+        def joins_in():
+            cluster.backend.all_reduce(mine).wait()
+
+        fork = multiprocessing.get_context("fork")
+        with fork.Pool(2) as pool:  # its end terminates its workers
+            assert pool.map(abs, range(-3, 0)) == [3, 2, 1]
+        child = fork.Process(target=time.sleep, args=(60,))
+        child.start()
+        child.terminate()
+        child.join()
+        assert child.exitcode == -15
+        assert [forked(then) for then in (lambda: sys.exit(5), lambda: sys.exit("bad"), sys.exit, raises, joins_in)] == [5, 1, 0, 1, 1]
+        if os.fork() == 0:
+            return "a child's"  # as if it were the program
+        assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
+        for _ in range(3):
+            assert (await cluster.backend.all_reduce(mine)).tolist() == [2.0, 2.0]
+            await asyncio.sleep(0.1)  # what a child has done may take a moment to do harm
+    return "the program's"
+
+print("returned", shardnet.run(main), flush=True)
+"""
+
+
+def test_children_that_a_program_forks_do_their_parents_no_harm(tmp_path: Path) -> None:
+    """What is sent to them is theirs, and what they inherit is not."""
+    (tmp_path / "program.py").write_text(CHILDREN)
+    with Launched(tmp_path, "run", "--nproc", "2", "program.py") as run:
+        result = run.finish()
+    assert result.status == 0, result
+    assert result.out.count("returned the program's") == 2
+    assert result.out.count("returned") == 2
+    assert "ValueError: in a child" in result.err
+    assert "this process was forked from the rank and has no part in the cluster" in result.err
 
 
 def test_a_coroutine_in_place_of_the_function_is_refused_in_words() -> None:
