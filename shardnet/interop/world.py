@@ -1,8 +1,6 @@
 """`World`: all processes of a torch job, connected, as one of them has it."""
 
-import asyncio
 import os
-import time
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
@@ -13,25 +11,21 @@ from typing import Any, Self, TypeVar
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from shardnet.backend import Backend
-from shardnet.errors import ClosedError, JoinRefused, ShardnetError, StateError, UsageError
+from shardnet.errors import ClosedError, ShardnetError, StateError, UsageError
 from shardnet.interop.ends import Ends
 from shardnet.interop.meeting import meet
 from shardnet.loop import LoopThread
 from shardnet.pb.store_pb2 import StoreReply, StoreRequest
-from shardnet.rendezvous.backoff import delays
 from shardnet.rendezvous.identity import new_incarnation
-from shardnet.rendezvous.refusal import Refusal
 from shardnet.settings import Settings
 from shardnet.topology import Topology
 from shardnet.training.seat import Seat
-from shardnet.training.station import Meet, Station, open_station
+from shardnet.training.station import Meet, open_station, take_seat
 from shardnet.transport.store_service import StoreClient, StoreService
 
 JOB = "torch"  # where nobody gives it a name
 T = TypeVar("T")
 Ask = Callable[[StoreRequest], Coroutine[Any, Any, StoreReply]]
-_PAUSE_S = 0.3
-_been_in = set[tuple[str, str]]()  # rendezvous and job of worlds of this process
 _NOWHERE = "127.0.0.1:1"  # where ranks meet that share a file: the address from which that is reached is loopback
 
 
@@ -85,7 +79,7 @@ class World:
         keys = StoreService(settings.job) if meet is None else None
         async with AsyncExitStack() as stack:
             station = await stack.enter_async_context(open_station(settings, meet, keys))
-            seat = await _seat(station, settings)
+            seat = await take_seat(station, settings)
             try:
                 ask = None if keys is None else _asking(keys, seat.topology, settings, stack)
             except BaseException as error:
@@ -139,22 +133,6 @@ def _asking(keys: StoreService, topology: Topology, settings: Settings, stack: A
     client = StoreClient(topology.members[0].address, settings.security(), settings.timeouts, settings.limits)
     stack.push_async_callback(client.aclose)
     return client.ask
-
-
-async def _seat(station: Station, settings: Settings) -> Seat:
-    """A place in the world. A process that was in one before may come when others have not left that yet: it waits for them."""
-    gives_up_s = time.monotonic() + settings.timeouts.join_s
-    for pause_s in delays(most_s=_PAUSE_S):
-        try:
-            seat = await station.join()
-            _been_in.add((settings.rendezvous, settings.job))
-            return seat
-        except JoinRefused as refusal:
-            is_ours = (settings.rendezvous, settings.job) in _been_in and refusal.reason in (Refusal.RUNNING, Refusal.FULL)
-            if not is_ours or time.monotonic() >= gives_up_s:
-                raise
-        await asyncio.sleep(pause_s)
-    raise AssertionError("unreachable: delays() does not end")
 
 
 def _wait(coroutine: Coroutine[Any, Any, T]) -> T:

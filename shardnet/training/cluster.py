@@ -27,7 +27,7 @@ from shardnet.training.black_box import BlackBox
 from shardnet.training.diagnosis import Diagnosis
 from shardnet.training.doorbell import answering
 from shardnet.training.seat import Seat, end_membership
-from shardnet.training.station import Station, open_station
+from shardnet.training.station import Station, open_station, take_seat
 from shardnet.training.trace import gather_spans, write_trace
 from shardnet.training.tracking import Callback, Record, Tracker, numbers
 
@@ -50,8 +50,8 @@ class Cluster:
         self._tracker = Tracker(None)
 
     @classmethod
-    async def _at(cls, station: Station) -> "Cluster":
-        seat = await station.join()
+    async def _at(cls, station: Station, settings: Settings) -> "Cluster":
+        seat = await take_seat(station, settings)
         cluster = cls(seat.backend, seat.topology)
         cluster._seat, cluster._station = seat, station
         return cluster
@@ -267,7 +267,7 @@ async def connect(**settings: Any) -> AsyncIterator[Cluster]:
     pid = os.getpid()
     async with AsyncExitStack() as stack:
         stack.enter_context(answering(diagnosis.text))
-        cluster = await Cluster._at(await stack.enter_async_context(open_station(chosen)))
+        cluster = await Cluster._at(await stack.enter_async_context(open_station(chosen)), chosen)
         diagnosis.about(cluster.telemetry, lambda: cluster.topology)
         if flight is not None:
             box = BlackBox(flight, chosen.job, cluster.telemetry, lambda: cluster.topology)

@@ -15,12 +15,13 @@ from shardnet.backend.cluster import ClusterBackend
 from shardnet.backend.hybrid_backend import with_engine
 from shardnet.backend.loopback import LoopbackBackend
 from shardnet.backend.torch_source import check_engine
-from shardnet.errors import PeerLost
+from shardnet.errors import JoinRefused, PeerLost
 from shardnet.loop import LoopThread
 from shardnet.pb import stats_pb2
 from shardnet.rendezvous.backoff import delays
 from shardnet.rendezvous.client import Membership, join
 from shardnet.rendezvous.identity import new_incarnation, node_identity
+from shardnet.rendezvous.refusal import Refusal
 from shardnet.rendezvous.request import JoinRequest
 from shardnet.settings import Settings
 from shardnet.telemetry import Telemetry
@@ -36,6 +37,8 @@ from shardnet.transport.store_service import StoreService
 
 log = logging.getLogger(__name__)
 Meet = Callable[[str, str], Awaitable[Topology]]  # the topology of all, for this worker's address and what its certificate says
+_left = set[tuple[str, str]]()  # rendezvous and job of worlds that this process has been in
+_LEAVING_S = 0.3  # at most, between tries to come again while others are yet to leave
 _PAUSE_S = 2.0  # at most, between tries to form an elastic world: somebody may die in each, and a network may be away for a while
 
 
@@ -70,7 +73,25 @@ async def open_station(settings: Settings, meet: Meet | None = None, store: Stor
         return
     station = _Connected(settings, await settings.listen_address(), meet, store)
     async with _metrics(settings, station), _on_loop(station.endpoint):
-        yield station
+        try:
+            yield station
+        finally:
+            if station.was_member:
+                _left.add((settings.rendezvous, settings.job))
+
+
+async def take_seat(station: Station, settings: Settings) -> Seat:
+    """A place in the world. A process that has left the job before may come when others have not left that yet: it waits for them."""
+    gives_up_s = time.monotonic() + settings.timeouts.join_s
+    for pause_s in delays(most_s=_LEAVING_S):
+        try:
+            return await station.join()
+        except JoinRefused as refusal:
+            is_ours = (settings.rendezvous, settings.job) in _left and refusal.reason in (Refusal.RUNNING, Refusal.FULL)
+            if not is_ours or time.monotonic() >= gives_up_s:
+                raise
+        await asyncio.sleep(pause_s)
+    raise AssertionError("unreachable: delays() does not end")
 
 
 @asynccontextmanager
@@ -181,6 +202,10 @@ class _Connected:
     @property
     def snapshot(self) -> Snapshot:
         return self.endpoint.snapshot
+
+    @property
+    def was_member(self) -> bool:
+        return self._topology is not None
 
     def _snapshot(self) -> stats_pb2.SnapshotReply:
         reply = worker_snapshot(self._telemetry, self._topology)

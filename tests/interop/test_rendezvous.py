@@ -11,13 +11,14 @@ import pytest
 import torch.distributed as dist
 
 from shardnet.errors import JoinRefused, UsageError
-from shardnet.interop import world
 from shardnet.interop.rendezvous import rendezvous
 from shardnet.interop.world import World
 from shardnet.rendezvous.refusal import Refusal
 from shardnet.rendezvous.server import RendezvousServer
 from shardnet.settings import Settings
+from shardnet.training import station
 from shardnet.training.seat import Seat
+from shardnet.training.station import take_seat
 from tests.interop.sessions import run
 from tests.interop.test_docs import PAGE
 from tests.training.programs import run_program
@@ -187,23 +188,23 @@ class Crowded:
 
 
 async def test_who_was_in_a_world_before_waits_until_the_others_have_left_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(world, "_been_in", set())
+    monkeypatch.setattr(station, "_left", set())
     settings = Settings(rendezvous="127.0.0.1:7000", job="again")
     for early in (Crowded(Refusal.RUNNING), Crowded(Refusal.FULL)):
         with pytest.raises(JoinRefused):
-            await world._seat(early, settings)
+            await take_seat(early, settings)
         assert early.asked == 1, "a stranger to the job is told at once"
-    await world._seat(Crowded(), settings)
+    station._left.add((settings.rendezvous, settings.job))
     late = Crowded(Refusal.RUNNING, Refusal.FULL, Refusal.RUNNING)
-    await world._seat(late, settings)
+    await take_seat(late, settings)
     assert late.asked == 4
     ended = Crowded(Refusal.ENDED)
     with pytest.raises(JoinRefused):
-        await world._seat(ended, settings)
+        await take_seat(ended, settings)
     assert ended.asked == 1
     hurried = replace(settings, timeouts=replace(settings.timeouts, join_s=0.01))
     with pytest.raises(JoinRefused):
-        await world._seat(Crowded(*[Refusal.RUNNING] * 100), hurried)
+        await take_seat(Crowded(*[Refusal.RUNNING] * 100), hurried)
 
 
 NOT_MADE = """
