@@ -29,6 +29,7 @@ from shardnet.checkpoint.rank_file import FileEntry, write_rank_file
 from shardnet.checkpoint.reading import Reading, read
 from shardnet.errors import CheckpointError, ShardnetError, UsageError
 from shardnet.state import Inventory, Piece, Snapshot, Span, random_state, set_random_state
+from shardnet.unbroken import unbroken
 
 log = logging.getLogger(__name__)
 DISK_S = 24 * 3600.0  # a disk may take its time; who is dead is noticed in any case
@@ -73,9 +74,12 @@ class Checkpoints:
         taken: files are written meanwhile, and are a checkpoint some time after; `wait` says when. Waits for the save before.
 
         A collective. What it raises, it raises on all ranks: CheckpointError if the save before failed or this one cannot begin,
-        CollectiveMismatch if ranks save different steps, UsageError for a state or value that no file can hold. Cancelling it leaves no
-        checkpoint of this step.
+        CollectiveMismatch if ranks save different steps, UsageError for a state or value that no file can hold. Cancelling it waits until
+        the copy is taken, and leaves the checkpoint to be written; cancelling it once more ends it, and what the other ranks are in.
         """
+        await unbroken(self._save(step, values))
+
+    async def _save(self, step: int, values: dict[str, Any]) -> None:
         await self.wait()
         checkpoint = await self._begin(step)
         try:

@@ -22,6 +22,7 @@ from shardnet.elastic.saves import Saves, Saving, passes
 from shardnet.errors import CollectiveError, Preempted, ShardnetError, StateError, StateLost, UsageError, WorldChanges
 from shardnet.state import Inventory, Piece, Span, random_state, set_random_state
 from shardnet.training import Cluster, Departure
+from shardnet.unbroken import unbroken
 from shardnet.zero.codec import decode, encode
 
 log = logging.getLogger(__name__)
@@ -223,6 +224,8 @@ class State:
         at every `save_every`-th step, likewise; it is written meanwhile, and what goes wrong with it is logged.
 
         When workers were told to leave (SIGTERM) the step is committed and saved in any case, and they leave: their program is cancelled.
+        Cancelling it waits until all ranks are through; the step is committed then, and `step` says so. Cancelling it once more ends it,
+        and with it what the other ranks are in.
 
         A collective. Raises WorldChanges, for `run` and nobody else to catch, if workers wait to join or leave, Preempted if some leave
         and the job is not elastic, CollectiveMismatch if ranks commit different steps, StateError before `resume`, and UsageError for a
@@ -233,6 +236,15 @@ class State:
         done = _whole(step, "the step of a commit")
         if done <= self.step:
             raise UsageError(f"step {done} is committed after step {self.step}: commit steps in order, and each once")
+        joiners, leaving = await unbroken(self._reach(done, values))
+        if leaving:
+            await self._part()
+        if joiners:
+            await self._saves.settle()  # in the next epoch there are others
+            raise WorldChanges(f"step {done} is committed, and workers wait to join")
+
+    async def _reach(self, done: int, values: dict[str, Any]) -> tuple[bool, bool]:
+        """Commit a step, and save it if that is due. Whether workers wait to join, and whether some leave."""
         before, self.values = self.values, {**self.values, **values}
         joiners = False
         try:
@@ -247,11 +259,7 @@ class State:
         self._cluster.telemetry.reach(done)
         if is_due or leaving:
             await self.save()
-        if leaving:
-            await self._part()
-        if joiners:
-            await self._saves.settle()  # in the next epoch there are others
-            raise WorldChanges(f"step {done} is committed, and workers wait to join")
+        return joiners, leaving
 
     async def _part(self) -> NoReturn:
         """Ranks leave, which all ranks know; what there is to save is being saved. See [Note: wishes to leave] in leavers.py."""

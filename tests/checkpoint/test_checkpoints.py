@@ -15,6 +15,7 @@ from shardnet.backend import Backend
 from shardnet.checkpoint import Checkpoints, Loaded, rank_file
 from shardnet.checkpoint.blocks import BLOCK_BYTES, is_intact
 from shardnet.checkpoint.folder import Folder
+from shardnet.checkpoint.looking import whole_weights
 from shardnet.checkpoint.manifest import Manifest
 from shardnet.errors import CheckpointError, CollectiveMismatch, PeerLost, UsageError
 from shardnet.testing import each_error, each_rank, local_cluster, same_bits
@@ -388,6 +389,30 @@ async def test_a_rank_is_lost_while_a_checkpoint_is_written(tmp_path: Path, monk
     async with local_cluster(2) as ranks:
         assert await each_rank(ranks, load) == [1, 1]
     assert names_in(tmp_path) == {"step-00000001"}
+
+
+async def test_a_save_that_is_cancelled_takes_its_copy_first(tmp_path: Path) -> None:
+    """However far each rank is; so the ranks stay together, and what is saved is of that step."""
+
+    async def save(backend: Backend) -> None:
+        async with AsyncFSDP(Weighted(), backend) as model:
+            checkpoints = Checkpoints(backend, tmp_path, model, keep=20)
+            for step in range(1, 11):
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.fill_(step)
+                saving = asyncio.create_task(checkpoints.save(step))
+                for _ in range(7 * step if backend.rank else step):
+                    await asyncio.sleep(0)
+                saving.cancel()
+                await asyncio.wait([saving])
+            await checkpoints.wait()
+
+    async with local_cluster(2) as ranks:
+        await each_rank(ranks, save)
+    for step in range(1, 11):
+        (weight,) = whole_weights(tmp_path / f"step-{step:08d}").values()
+        assert bool((weight == step).all())
 
 
 async def test_another_model_other_things_and_wrong_calls(tmp_path: Path) -> None:

@@ -230,6 +230,33 @@ async def test_ranks_that_commit_different_steps_are_told() -> None:
         assert life.result == (0, 0)
 
 
+async def test_a_commit_that_is_cancelled_on_one_rank_comes_to_its_end() -> None:
+    """However far it is; the other rank has done nothing wrong, and neither loses the epoch."""
+
+    async def train(cluster: Cluster, state: State, life: Life) -> dict[str, torch.Tensor]:
+        model = await cluster.shard(net(), units=(nn.Sequential,))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        await state.resume(model, optimizer)
+        life.epochs.append((cluster.topology.epoch, cluster.rank, cluster.world_size, state.step))
+        while state.step < STEPS:
+            await train_step(model, optimizer, state.step)
+            done = state.step + 1
+            committing = asyncio.create_task(state.commit(done))
+            if cluster.rank == 1:
+                for _ in range(3 * done):
+                    await asyncio.sleep(0)
+                committing.cancel()
+            await asyncio.wait([committing])
+            assert state.step == done
+        return await model.full_state_dict()
+
+    async with crew() as members:
+        lives_ = [members.hire(train, least=2, most=2) for _ in range(2)]
+        await members.wait()
+    check(lives_)
+    assert [len(life.epochs) for life in lives_] == [1, 1]
+
+
 async def test_other_models_than_before_are_refused() -> None:
     async def train(cluster: Cluster, state: State, life: Life) -> None:
         model = await cluster.shard(nn.Linear(9, 2 if cluster.world_size == 3 else 3))
