@@ -16,6 +16,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+import shardnet
+
 ROOT = Path(__file__).resolve().parent.parent
 PB = ROOT / "shardnet" / "pb"
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -95,6 +97,10 @@ def make(*arguments: str) -> str:
     # The make that may be running these tests hands its own variables down; they are not what is tested.
     environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "PYTHON", "ARGS")}
     return subprocess.run(["make", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
+
+
+def test_what_is_imported_when_it_is_used_is_listed_before() -> None:
+    assert {"connect", "run", "FSDP"} <= set(dir(shardnet))
 
 
 def test_make_alone_lists_every_target() -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import contextvars
 import inspect
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterable, Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -116,7 +116,10 @@ class AsyncFSDP:
         def work() -> T:
             # torch has one thread for the backwards of all models on a GPU, where those of several ranks would wait for each other
             with torch.autograd.set_multithreading_enabled(False), surroundings.entered(), self.fsdp.no_sync() if adds_up else _SYNC:
-                return call(function, *args, **kwargs)
+                try:
+                    return call(function, *args, **kwargs)
+                except StopIteration as error:  # a future cannot hold one, and nor can a coroutine
+                    raise RuntimeError(f"{getattr(function, '__qualname__', function)} raised StopIteration") from error
 
         return await asyncio.wrap_future(self._thread.submit(work))
 
@@ -177,9 +180,14 @@ class AsyncFSDP:
         self.fsdp.zero_grad(set_to_none)
 
     def uneven(
-        self, batches: Iterable[T], *, samples: Callable[[T], int] = count_samples, accumulate: int = 1, dummy: T | None = None
+        self,
+        batches: Iterable[T] | AsyncIterable[T],
+        *,
+        samples: Callable[[T], int] = count_samples,
+        accumulate: int = 1,
+        dummy: T | None = None,
     ) -> UnevenSteps[T]:
-        """See `FSDP.uneven`; for `async for`. Batches are read on the event loop's thread."""
+        """See `FSDP.uneven`; for `async for`. Batches are read on the event loop's thread, or awaited there."""
         return self.fsdp.uneven(batches, samples=samples, accumulate=accumulate, dummy=dummy)
 
     # --- parameters

@@ -4,6 +4,11 @@
 and views this rank's slice of it, possibly empty, in the group's shard: optimizers, `clip_grad_norm_` and whoever else
 kept a reference see these. While a unit computes, its modules hold other tensors in their places: leaves in the full
 shape that view the full buffer. Autograd puts their gradients on the leaves, from where they are collected.
+
+[Note: parameters that change] Between forward and backward an optimizer may step: then what is gathered for backward is not what
+forward computed with, and gradients would be wrong. Autograd refuses that where it finds another version of a tensor than it has saved.
+So a leaf gets a new version when it is shown and its parameter has one, and a backward that reads it raises as in one process; one that
+does not goes on.
 """
 
 import weakref
@@ -13,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 
 from shardnet.backend import NodeBuffer, Pending
 from shardnet.backend.streams import is_on_gpu
@@ -82,7 +88,9 @@ class FlatGroup:
             self._full = WholeShard(self.shard)
         else:
             self._full = FullBuffer(self.layout.numel, dtypes.compute, device, owner=label, gauge=meter.full_parameters, pool=pool)
-        self.leaves = [nn.Parameter(view, requires_grad=False) for view in self.layout.views(self._full.tensor)]
+        # of `data`: each has a version counter of its own
+        self.leaves = [nn.Parameter(view.data, requires_grad=False) for view in self.layout.views(self._full.tensor)]
+        self._versions = [0] * len(self.leaves)  # of the parameters, as of when they were shown last
         self._full.free()
         self._arriving: Pending[NodeBuffer] | None = None
         self._secondary: SecondaryShard | None = None
@@ -253,8 +261,11 @@ class FlatGroup:
             self._secondary.drop()
 
     def show_full(self) -> None:
-        """Put the gathered parameters into the modules."""
+        """Put the gathered parameters into the modules. See [Note: parameters that change]."""
         for index, (entry, leaf) in enumerate(zip(self.placed, self.leaves, strict=True)):
+            if self._versions[index] != entry.parameter._version:
+                self._versions[index] = entry.parameter._version
+                increment_version(leaf)
             if leaf.requires_grad != entry.parameter.requires_grad:
                 leaf.requires_grad_(entry.parameter.requires_grad)
             if leaf.requires_grad and index not in self._watched:

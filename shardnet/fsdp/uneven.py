@@ -9,7 +9,7 @@ would be a second way through the units, to be kept in step with whatever a forw
 only sometimes.
 """
 
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Generic, TypeVar
@@ -58,37 +58,59 @@ class UnevenSteps(Generic[T]):
     """
 
     def __init__(
-        self, batches: Iterable[T], comms: Communicators, *, samples: Callable[[T], int], accumulate: int, dummy: T | None
+        self,
+        batches: Iterable[T] | AsyncIterable[T],
+        comms: Communicators,
+        *,
+        samples: Callable[[T], int],
+        accumulate: int,
+        dummy: T | None,
     ) -> None:
         if accumulate < 1:
             raise UsageError(f"accumulate must be at least 1, got {accumulate}")
-        self._batches = iter(batches)
+        self._batches = aiter(batches) if isinstance(batches, AsyncIterable) else iter(batches)
         self._comms = comms
         self._samples = samples
         self._accumulate = accumulate
         self._at_hand = dummy  # computed with weight 0 where there is nothing else
 
     def __iter__(self) -> Iterator[Part[T]]:
-        coming = self._announce()
+        coming = self._announce(self._read())
         try:
             while (step := self._step(coming, self._comms.wait(coming.counts, "counts of samples"))) is not None:
-                coming = self._announce()
+                coming = self._announce(self._read())
                 yield from step
         finally:
             coming.counts.quietly()
 
     async def __aiter__(self) -> AsyncIterator[Part[T]]:
-        coming = self._announce()
+        coming = self._announce(await self._read_async())
         try:
             while (step := self._step(coming, await coming.counts)) is not None:
-                coming = self._announce()
+                coming = self._announce(await self._read_async())
                 for part in step:
                     yield part
         finally:
             coming.counts.quietly()
 
-    def _announce(self) -> _Announced[T]:
-        read = list(islice(self._batches, self._accumulate))
+    def _read(self) -> list[T]:
+        """The batches of a step."""
+        if isinstance(self._batches, AsyncIterator):
+            raise UsageError("these batches are awaited, so their steps are, too: `async for part in model.uneven(batches)`")
+        return list(islice(self._batches, self._accumulate))
+
+    async def _read_async(self) -> list[T]:
+        if not isinstance(self._batches, AsyncIterator):
+            return self._read()
+        read: list[T] = []
+        while len(read) < self._accumulate:
+            try:
+                read.append(await anext(self._batches))
+            except StopAsyncIteration:
+                break
+        return read
+
+    def _announce(self, read: list[T]) -> _Announced[T]:
         batches = [(batch, count) for batch, count in zip(read, map(self._samples, read), strict=True) if count > 0]
         if batches:
             self._at_hand = batches[-1][0]

@@ -1,6 +1,6 @@
 """`FSDP`: the module wrapper that users see."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -206,7 +206,7 @@ class FSDP(nn.Module):
 
     def uneven(
         self,
-        batches: Iterable[T],
+        batches: Iterable[T] | AsyncIterable[T],
         *,
         samples: Callable[[T], int] = count_samples,
         accumulate: int = 1,

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mappi
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, SupportsFloat
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -43,7 +44,7 @@ class Cluster:
         """Around a backend that somebody else has made, and closes; `connect` joins by `_at`."""
         self._seat = Seat(backend, topology)
         self._station: Station | None = None
-        self._models: list[AsyncFSDP] = []
+        self._models = WeakSet[AsyncFSDP]()
         self._sharding = asyncio.Lock()
         self._making: set[asyncio.Future[AsyncFSDP]] = set()
         self._recorders: list[PerformanceRecorder] = []
@@ -109,7 +110,7 @@ class Cluster:
     ) -> AsyncFSDP:
         """Shard a module over the cluster; see `FSDP` for the arguments. All ranks must call it; calls at the same time take turns, in the
         order in which they were made. One that is cancelled at work goes on to its end, since the other ranks take part in it, or to that
-        of the cluster. Closed with the cluster."""
+        of the cluster. Closed with the cluster; before that, whoever has no use for it any more calls `aclose` or drops it."""
 
         async def make() -> AsyncFSDP:
             try:
@@ -129,7 +130,7 @@ class Cluster:
                     device=device,
                     cpu_offload=cpu_offload,
                 )
-                self._models.append(model)
+                self._models.add(model)
                 return model
             finally:
                 self._sharding.release()

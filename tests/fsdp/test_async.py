@@ -240,6 +240,13 @@ async def test_an_error_in_forward_comes_to_the_caller_and_the_model_goes_on(bac
     await asyncio.gather(*(work(backend) for backend in backends))
 
 
+async def test_a_stop_iteration_in_a_call_is_an_error_as_in_a_coroutine(backends: list[LoopbackBackend]) -> None:
+    async with AsyncFSDP(Weighted(), backends[0].subgroup([0])) as model:
+        with pytest.raises(RuntimeError, match="next raised StopIteration"):
+            await model.run(next, iter(()))
+        assert await model.run(next, iter([1])) == 1
+
+
 async def test_a_call_cancelled_before_it_began_never_runs(backends: list[LoopbackBackend]) -> None:
     async def work(backend: LoopbackBackend) -> None:
         async with AsyncFSDP(Weighted(), backend) as model:

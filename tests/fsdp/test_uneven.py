@@ -1,6 +1,7 @@
 """Ranks that hold unequal numbers of samples: the mean is that over samples, also where a rank has none."""
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable
 from contextlib import nullcontext
 from itertools import zip_longest
 
@@ -150,11 +151,18 @@ def test_the_loop_may_be_left_early() -> None:
     assert run_ranks(2, work) == [[3, 3], [3, 3]]
 
 
-async def test_it_is_the_same_for_async_programs() -> None:
+async def _awaited(batches: list[Tensor]) -> AsyncIterator[Tensor]:
+    for batch in batches:
+        await asyncio.sleep(0)
+        yield batch
+
+
+@pytest.mark.parametrize("read", [list, _awaited])
+async def test_it_is_the_same_for_async_programs(read: Callable[[list[Tensor]], Iterable[Tensor] | AsyncIterable[Tensor]]) -> None:
     async def work(backend: Backend) -> dict[str, Tensor]:
         async with AsyncFSDP(make_gpt(), backend, units=[Block]) as model:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
-            async for part in model.uneven(batches_of(backend.rank, 5), dummy=SAMPLES[:1]):
+            async for part in model.uneven(read(batches_of(backend.rank, 5)), dummy=SAMPLES[:1]):
                 await model.backward(part.weight * await model.run(loss_of, model.fsdp, part.batch))
                 await model.clip_grad_norm(MAX_NORM)
                 await model.step(optimizer)
@@ -162,3 +170,11 @@ async def test_it_is_the_same_for_async_programs() -> None:
 
     async with loopback_cluster(4) as backends:
         check(await each_rank(backends, work), train_alone([SAMPLES]))
+
+
+def test_batches_that_are_awaited_want_steps_that_are() -> None:
+    def work(backend: Backend) -> None:
+        with pytest.raises(UsageError, match="these batches are awaited, so their steps are, too: `async for part in"):
+            next(iter(flat(backend).uneven(_awaited([]))))
+
+    run_ranks(1, work)

@@ -1,10 +1,12 @@
 """`connect()`: worlds of one in this process, members of a real cluster, and what becomes of a cluster when a worker dies or freezes."""
 
 import asyncio
+import gc
 import re
 import signal
 import threading
 import time
+import weakref
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -69,6 +71,24 @@ async def test_a_model_that_is_still_being_made_is_closed_with_the_cluster() -> 
         making.cancel()
         with pytest.raises(asyncio.CancelledError):
             await making
+
+
+@pytest.mark.parametrize("is_closed", [True, False])
+async def test_a_model_that_is_dropped_is_gone_before_its_cluster(is_closed: bool) -> None:
+    """As in a search over many."""
+    async with shardnet.connect() as cluster:
+        module = torch.nn.Linear(3, 1)
+        model = await cluster.shard(module)
+        await model.backward((await model(torch.ones(2, 3))).sum())
+        if is_closed:
+            await model.aclose()
+        gone: list[str] = []
+        weakref.finalize(module, gone.append, "module")
+        weakref.finalize(model, gone.append, "model")
+        del module, model
+        while sorted(gone) != ["model", "module"]:  # its thread may be about to let go of its last call
+            gc.collect()
+            await asyncio.sleep(0)
 
 
 async def test_a_training_is_recorded_until_the_cluster_is_left() -> None:
