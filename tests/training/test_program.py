@@ -79,7 +79,7 @@ async def test_within_a_loop_it_says_what_to_write_instead() -> None:
 
 
 CHILDREN = """
-import asyncio, multiprocessing, os, sys, time
+import asyncio, multiprocessing, os, signal, sys, time
 import shardnet, torch
 
 def forked(then):
@@ -91,6 +91,10 @@ def forked(then):
 def raises():
     raise ValueError("in a child")
 
+def sleeps(begun):
+    begun.set()
+    time.sleep(60)
+
 async def main():
     async with shardnet.connect() as cluster:
         mine = torch.ones(2)
@@ -101,11 +105,14 @@ async def main():
         fork = multiprocessing.get_context("fork")
         with fork.Pool(2) as pool:  # its end terminates its workers
             assert pool.map(abs, range(-3, 0)) == [3, 2, 1]
-        child = fork.Process(target=time.sleep, args=(60,))
-        child.start()
-        child.terminate()
-        child.join()
-        assert child.exitcode == -15
+        for number, status in ((signal.SIGTERM, -15), (signal.SIGINT, 1)):
+            begun = fork.Event()
+            child = fork.Process(target=sleeps, args=(begun,))
+            child.start()
+            begun.wait()
+            os.kill(child.pid, number)
+            child.join()
+            assert child.exitcode == status
         assert [forked(then) for then in (lambda: sys.exit(5), lambda: sys.exit("bad"), sys.exit, raises, joins_in)] == [5, 1, 0, 1, 1]
         if os.fork() == 0:
             return "a child's"  # as if it were the program
