@@ -20,6 +20,7 @@ ShardnetError
 ├── HandshakeError (ConnectionError)  one end would not trust the other
 ├── ProtocolError                  a peer sent what no shardnet worker sends
 ├── ClosedError (RuntimeError)     the backend or cluster is closed
+│   └── InheritedError             this process was forked from the rank that has it
 ├── StateLost                      more workers are gone than there were copies of their state
 ├── CheckpointError                a checkpoint cannot be written, or none that is there can be read
 ├── Preempted                      a worker was told to leave, and the job cannot go on without it
@@ -158,6 +159,17 @@ class ProtocolError(ShardnetError):
 
 class ClosedError(ShardnetError, RuntimeError):
     """The backend or cluster was closed before or during the call. A RuntimeError for the same reason as `CollectiveError`."""
+
+
+class InheritedError(ClosedError):
+    """A forked child has called what belongs to the rank that it was forked from."""
+
+    def __init__(self, where: str = "") -> None:
+        text = (
+            "this process was forked from a rank and has no part in the cluster: call collectives and sharded models in the process "
+            'that has joined; one that is to join, too, is made by "spawn"'
+        )
+        super().__init__(f"{where} {text}" if where else text)
 
 
 class StateLost(ShardnetError):

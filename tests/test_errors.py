@@ -15,6 +15,7 @@ WITH_MORE = [
     errors.CollectiveTimeout("late", [1, 2]),
     errors.PeerLost("gone", 3),
     errors.JoinRefused("full", "FULL"),
+    errors.InheritedError("[rank 0/2]"),
 ]
 
 

@@ -31,7 +31,7 @@ from shardnet.collectives.route import Nodes, Routing
 from shardnet.collectives.turns import Turns
 from shardnet.collectives.watch import Watch
 from shardnet.config import Limits
-from shardnet.errors import ClosedError, ProtocolError, ShardnetError
+from shardnet.errors import ClosedError, InheritedError, ProtocolError, ShardnetError
 from shardnet.loop import LoopThread
 from shardnet.pb import mesh_pb2
 from shardnet.telemetry import Telemetry
@@ -338,10 +338,7 @@ class Switchboard:
     def check_ours(self) -> None:
         """Raise in a forked child."""
         if self.is_inherited:
-            raise ClosedError(
-                f"{self.where()} this process was forked from the rank and has no part in the cluster: call collectives and sharded models "
-                "in the process that has joined, or have this one join as a rank of its own"
-            )
+            raise InheritedError(self.where())
 
     def check_open(self) -> None:
         self.check_ours()

@@ -3,6 +3,7 @@
 import asyncio
 import contextvars
 import inspect
+import os
 from collections.abc import AsyncIterable, Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 from shardnet.backend import Backend
-from shardnet.errors import ClosedError, StateError, UsageError
+from shardnet.errors import ClosedError, InheritedError, StateError, UsageError
 from shardnet.fsdp.compression import Compression
 from shardnet.fsdp.grad_scaler import GradScaler
 from shardnet.fsdp.initial_values import InitFunction
@@ -97,6 +98,7 @@ class AsyncFSDP:
         )
         self._fsdp: FSDP | None = None
         self._closed = False
+        self._pid = os.getpid()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"shardnet-compute-{backend.rank}")
 
     @property
@@ -108,6 +110,8 @@ class AsyncFSDP:
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a function on the compute thread. Raises ClosedError after `aclose`."""
+        if os.getpid() != self._pid:
+            raise InheritedError  # its thread is the other process's
         if self._closed:
             raise ClosedError("this model was closed, by aclose() or with its cluster or epoch; make it anew with cluster.shard()")
         call, surroundings = contextvars.copy_context().run, Surroundings()

@@ -98,9 +98,14 @@ def sleeps(begun):
 async def main():
     async with shardnet.connect() as cluster:
         mine = torch.ones(2)
+        model = await cluster.shard(torch.nn.Linear(2, 1))
+        await model(mine)
 
         def joins_in():
             cluster.backend.all_reduce(mine).wait()
+
+        def computes():
+            asyncio.run(model.run(model.fsdp, mine))
 
         fork = multiprocessing.get_context("fork")
         with fork.Pool(2) as pool:  # its end terminates its workers
@@ -113,7 +118,10 @@ async def main():
             os.kill(child.pid, number)
             child.join()
             assert child.exitcode == status
-        assert [forked(then) for then in (lambda: sys.exit(5), lambda: sys.exit("bad"), sys.exit, raises, joins_in)] == [5, 1, 0, 1, 1]
+        for then in (lambda: sys.exit("bad"), raises, joins_in, computes):
+            assert forked(then) == 1
+        assert forked(lambda: sys.exit(5)) == 5
+        assert forked(sys.exit) == 0
         if os.fork() == 0:
             return "a child's"  # as if it were the program
         assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
@@ -135,7 +143,7 @@ def test_children_that_a_program_forks_do_their_parents_no_harm(tmp_path: Path) 
     assert result.out.count("returned the program's") == 2
     assert result.out.count("returned") == 2
     assert "ValueError: in a child" in result.err
-    assert "this process was forked from the rank and has no part in the cluster" in result.err
+    assert result.err.count("this process was forked from a rank and has no part in the cluster") >= 2
 
 
 def test_a_coroutine_in_place_of_the_function_is_refused_in_words() -> None:
