@@ -249,7 +249,12 @@ class Switchboard:
         flights = [each.flight for group in self.groups if group.id != but for each in group.under_way if each.may_be_stuck]
         entered = [flight for flight in flights if flight.entered_ns]
         oldest = min(entered, key=lambda flight: (bool(flight.party.channel), flight.entered_ns), default=None)
-        return "" if oldest is None else oldest.full_name
+        if oldest is None:
+            return ""
+        asked = self._groups.get(but)
+        if asked is not None and asked.id != WORLD and asked.party.members == oldest.party.members and not oldest.party.channel:
+            return f"{oldest.name} of another group of the same ranks"  # two models of one class have units of the same names
+        return oldest.full_name
 
     def _on_chunk_of_none(self, source: int, chunk: Chunk) -> None:
         """Its group is retired, or this rank has not made it yet: there it is nowhere."""

@@ -114,13 +114,13 @@ async def test_ranks_that_have_parted_ways_are_told_where_each_of_them_waits(kin
         early: list[Pending[Any]] = [first[0].all_gather(torch.ones(2), label="forward"), second[1].barrier(label="backward")]
         await until(lambda: all(rank.telemetry.waiting for rank in ranks))
         shown = [str(rank.telemetry.waiting[0].absent[0]) for rank in ranks]
-        of = "of the group of ranks [0, 1]"
+        of, other = "of the group of ranks [0, 1]", "of another group of the same ranks"
         assert shown == [
-            f"rank 1 (at #0, last entered nothing; it waits in barrier #0 of backward {of})",
-            f"rank 0 (at #0, last entered nothing; it waits in all_gather #0 of forward {of})",
+            f"rank 1 (at #0, last entered nothing; it waits in barrier #0 of backward {other})",
+            f"rank 0 (at #0, last entered nothing; it waits in all_gather #0 of forward {other})",
         ]
         (stuck,) = read_stats(worker_snapshot(ranks[0].telemetry, None)).waiting
-        assert stuck.absent[0].waits_in == f"barrier #0 of backward {of}"
+        assert stuck.absent[0].waits_in == f"barrier #0 of backward {other}"
         (error,) = await each_error(ranks[:1], lambda rank: rank.barrier(timeout_s=0.1))
         assert f"it waits in barrier #0 of backward {of})" in str(error)
         await each_error(ranks[1:], lambda rank: rank.barrier())
