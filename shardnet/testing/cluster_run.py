@@ -165,7 +165,10 @@ class ClusterRun:
             if end.failure is not None and number not in self._killed
         ]
         if failures:
-            raise RanksFailed(failures, len(self._workers))
+            failed = RanksFailed(failures, len(self._workers))
+            if (skip := failed.skip) is not None:
+                raise skip
+            raise failed
         missing = [str(fault) for number, fault in self._faults.items() if number not in self._fired]
         if missing:
             raise FaultNotFired(

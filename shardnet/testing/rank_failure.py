@@ -1,10 +1,12 @@
 """`RankFailure`: how one rank of a test's cluster has failed; `RanksFailed`: the error that has all of them."""
 
+import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from shardnet.errors import PeerLost
 
@@ -58,6 +60,15 @@ class RanksFailed(Exception):
         self.failures = [self.first, *sorted((each for each in failures if each is not self.first), key=lambda failure: failure.rank)]
         self._world_size = world_size
         super().__init__(failures, world_size)
+
+    @property
+    def skip(self) -> BaseException | None:
+        """What `pytest.skip()` has raised in ranks of this process, where others have only lost these."""
+        pytest: Any = sys.modules.get("pytest")  # who has called it has imported it
+        if pytest is None or not isinstance(self.first.error, pytest.skip.Exception):
+            return None
+        others = (failure for failure in self.failures if failure.kind not in _OF_OTHERS)
+        return self.first.error if all(isinstance(failure.error, pytest.skip.Exception) for failure in others) else None
 
     def of_rank(self, rank: int) -> RankFailure:
         """The failure of a rank. Raises KeyError if it has none."""

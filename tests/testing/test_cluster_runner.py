@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from shardnet import Cluster
 from shardnet.errors import UsageError
 from shardnet.testing import ClusterRunner, Faults, RanksFailed, same_bits
 from tests.testing import training
@@ -59,6 +60,29 @@ def test_a_failure_says_which_rank_raised_what(cluster: ClusterRunner, processes
     assert [line[:22] for line in lines if line.startswith("then ")] == ["then rank 0: PeerLost:", "then rank 2: PeerLost:"]
     assert "rank 1" in caught.value.of_rank(2).message
     assert isinstance(caught.value.of_rank(1).error, LookupError) is not processes
+
+
+@pytest.mark.parametrize("skipping", [{0, 1}, {1}])
+def test_a_skip_in_ranks_is_one_of_the_test(cluster: ClusterRunner, skipping: set[int]) -> None:
+    """The others have lost who skips, and nothing else."""
+
+    async def train(cluster: Cluster) -> None:
+        if cluster.rank in skipping:
+            pytest.skip("not on this machine")
+        await cluster.backend.barrier()
+
+    with pytest.raises(pytest.skip.Exception, match="not on this machine"):
+        cluster.run(train, 2)
+
+
+def test_a_skip_hides_no_failure(cluster: ClusterRunner) -> None:
+    async def train(cluster: Cluster) -> None:
+        if cluster.rank:
+            pytest.skip("not on this machine")
+        raise ValueError("a mistake")
+
+    with pytest.raises(RanksFailed, match="a mistake"):
+        cluster.run(train, 2)
 
 
 def test_a_process_that_dies_of_itself_is_a_failure(cluster: ClusterRunner, capfd: pytest.CaptureFixture[str]) -> None:
