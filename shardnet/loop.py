@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 
 import uvloop
 
+from shardnet.errors import InheritedError
+
 T = TypeVar("T")
 
 THREAD_NAME = "shardnet-loop"
@@ -74,6 +76,9 @@ class LoopThread:
         rest. It may have come to its end all the same: who acquires something by it gives that back in either case. Cancelling it again
         does not wait.
         """
+        if self._pid != os.getpid():
+            coroutine.close()
+            raise InheritedError
         if self.is_current():
             return await coroutine
         task: asyncio.Task[T]

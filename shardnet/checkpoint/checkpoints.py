@@ -74,13 +74,14 @@ class Checkpoints:
         taken: files are written meanwhile, and are a checkpoint some time after; `wait` says when. Waits for the save before.
 
         A collective. What it raises, it raises on all ranks: CheckpointError if the save before failed or this one cannot begin,
-        CollectiveMismatch if ranks save different steps, UsageError for a state or value that no file can hold. Cancelling it waits until
-        the copy is taken, and leaves the checkpoint to be written; cancelling it once more ends it, and what the other ranks are in.
+        CollectiveMismatch if ranks save different steps, UsageError for a state or value that no file can hold. Cancelling it, once
+        it does not wait for the one before any more, waits until the copy is taken, and leaves the checkpoint to be written; cancelling it
+        once more ends it, and what the other ranks are in.
         """
+        await self.wait()
         await unbroken(self._save(step, values))
 
     async def _save(self, step: int, values: dict[str, Any]) -> None:
-        await self.wait()
         checkpoint = await self._begin(step)
         try:
             problem = await self._try(self._take, step, values, await self._has_own())

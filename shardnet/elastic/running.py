@@ -88,8 +88,8 @@ async def run(
         if refusal.reason != Refusal.ENDED:
             raise
         log.warning("%s", refusal)
-    if departure.wanted:  # since the last steps: there was no commit any more that would have met it
-        await departure.leave()
+    if departure.wanted:  # since the last steps: no commit has met it any more, and what has come of the training is worth more
+        log.warning("the training was over before this worker could leave: its program goes on; SIGTERM once more ends it")
     return result
 
 
@@ -100,7 +100,6 @@ async def _epochs(train: Train[T], cluster: Cluster, state: State) -> T:
         result: list[T] = []
         try:
             result.append(await train(cluster, state))
-            state.stay()
             await _saved(state, cluster)
             if cluster.elastic:  # one that left now would be missed by those that have to do a step again
                 await cluster.backend.barrier(timeout_s=END_S, label="the end of the training")

@@ -85,10 +85,6 @@ class State:
         """Whether this worker could leave after the next commits without a loss."""
         return self._leavers is not None
 
-    def stay(self) -> None:
-        """No commit comes any more in this epoch: nobody can part in it."""
-        self._leavers = None
-
     def end_epoch(self, why: str) -> None:
         """Let go of what was to be kept, for the program makes it anew; the copies stay."""
         self._ended = Ended(time.perf_counter(), why)
@@ -236,7 +232,10 @@ class State:
         done = _whole(step, "the step of a commit")
         if done <= self.step:
             raise UsageError(f"step {done} is committed after step {self.step}: commit steps in order, and each once")
+        is_due = self._saves.is_due(self.step, done)
         joiners, leaving = await unbroken(self._reach(done, values))
+        if is_due or leaving:
+            await self.save()
         if leaving:
             await self._part()
         if joiners:
@@ -244,7 +243,7 @@ class State:
             raise WorldChanges(f"step {done} is committed, and workers wait to join")
 
     async def _reach(self, done: int, values: dict[str, Any]) -> tuple[bool, bool]:
-        """Commit a step, and save it if that is due. Whether workers wait to join, and whether some leave."""
+        """Commit a step. Whether workers wait to join, and whether some leave."""
         before, self.values = self.values, {**self.values, **values}
         joiners = False
         try:
@@ -254,11 +253,8 @@ class State:
         except BaseException:
             self.values = before  # which are those of `step`, still
             raise
-        is_due = self._saves.is_due(self.step, done)
         self.step, self.settled = done, True
         self._cluster.telemetry.reach(done)
-        if is_due or leaving:
-            await self.save()
         return joiners, leaving
 
     async def _part(self) -> NoReturn:

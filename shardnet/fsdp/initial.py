@@ -33,6 +33,7 @@ def copy_buffers_from_root(module: nn.Module, comms: Communicators, ignored: Ign
     for name, buffer in module.named_buffers():
         if ignored is not None and buffer in ignored.buffers:
             continue
-        pending = comms.everyone.broadcast(buffer.contiguous(), ROOT, label=f"buffer {name} (initial)")
+        content = buffer.detach().resolve_conj().resolve_neg().contiguous()
+        pending = comms.everyone.broadcast(content.view(-1).view(torch.uint8), ROOT, label=f"buffer {name} (initial)")  # of any dtype
         with torch.no_grad():
-            buffer.copy_(comms.wait(pending, f"initial {name}"))
+            buffer.copy_(comms.wait(pending, f"initial {name}").view(content.dtype).view(content.shape))

@@ -6,10 +6,12 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from shardnet import process
 from shardnet.backend import Backend, Pending
-from shardnet.errors import StateError, UsageError
+from shardnet.collectives.reduction import dtype_name
+from shardnet.errors import DtypeError, StateError, UsageError
 from shardnet.fsdp import offload, state
 from shardnet.fsdp.absent import unwatch_parameters, watch_parameters
 from shardnet.fsdp.alike import check_alike, describe_model
@@ -52,6 +54,17 @@ def _check_kinds(module: object, backend: object, prefetch: object, mixed_precis
         raise UsageError(f"mixed_precision must be a MixedPrecision, such as MixedPrecision(torch.bfloat16), got {mixed_precision!r}")
     if not isinstance(compression, Compression | None):
         raise UsageError(f"compression must be a Compression, such as Compression(weights='int8', gradients='int8'), got {compression!r}")
+
+
+def _check_parameters(module: nn.Module, ignored: IgnoredModules) -> None:
+    """Raise UsageError for one that cannot be sharded."""
+    for name, parameter in module.named_parameters():
+        if parameter in ignored.parameters:
+            continue
+        if is_lazy(parameter):
+            raise UsageError(f"{name} has no shape yet: call the module once, with an input like those to come, before you shard it")
+        if parameter.is_complex():
+            raise DtypeError(f"{name} is {dtype_name(parameter.dtype)}: keep it as real numbers (torch.view_as_real), or ignore its module")
 
 
 @uncompiled
@@ -129,6 +142,7 @@ class FSDP(nn.Module):
         self.strategy = ShardingStrategy(strategy)
         self.memory = MemoryMeter()
         ignored = IgnoredModules(module, ignored_modules)
+        _check_parameters(module, ignored)
         compute_device = offload.compute_device(module, device) if cpu_offload else None
         meta: MetaModel | None = None
         if is_on_meta(module, ignored):

@@ -314,5 +314,9 @@ def _flight_folder(settings: Settings) -> Path | None:
 async def _write_trace(cluster: Cluster, path: Path) -> None:
     spans = await gather_spans(cluster.backend, cluster.topology.me.address)
     if cluster.rank == 0:
-        write_trace(path, spans)
+        try:
+            write_trace(path, spans)
+        except OSError as error:  # the training is done, and its program has more to do
+            log.error("the trace cannot be written to %s: %s", path, error.strerror)
+            return
         log.info("timeline of %d ranks for https://ui.perfetto.dev: %s", len(spans), path)

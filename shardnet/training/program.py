@@ -25,6 +25,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _before: dict[signal.Signals, Any] = {}  # what had handled them before the program that runs, if one does
+_ours: dict[signal.Signals, Any] = {}  # what does while it runs, unless it has set something else
 _forking = threading.local()  # `mask`: the signals that were blocked before a fork
 
 
@@ -61,6 +62,7 @@ def run(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
 
         for number in _SIGNALS if hears else ():
             loop.add_signal_handler(number, stop, number)
+            _ours[number] = signal.getsignal(number)
         try:
             return await main()
         finally:
@@ -111,7 +113,8 @@ def _give_back_signals() -> None:
     if _before:
         signal.set_wakeup_fd(-1)
         for number, handler in _before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            if signal.getsignal(number) == _ours.get(number):
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
         _before.clear()
     _hear_signals()
 

@@ -6,7 +6,9 @@ import math
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import Set as AbstractSet
 from contextlib import asynccontextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Protocol
 
@@ -38,6 +40,7 @@ from shardnet.transport.store_service import StoreService
 log = logging.getLogger(__name__)
 Meet = Callable[[str, str], Awaitable[Topology]]  # the topology of all, for this worker's address and what its certificate says
 _left = set[tuple[str, str]]()  # rendezvous and job of worlds that this process has been in
+_within = ContextVar[AbstractSet[tuple[str, str]]]("within", default=frozenset())  # the same, of those that this task is in
 _LEAVING_S = 0.3  # at most, between tries to come again while others are yet to leave
 _PAUSE_S = 2.0  # at most, between tries to form an elastic world: somebody may die in each, and a network may be away for a while
 
@@ -73,9 +76,11 @@ async def open_station(settings: Settings, meet: Meet | None = None, store: Stor
         return
     station = _Connected(settings, await settings.listen_address(), meet, store)
     async with _metrics(settings, station), _on_loop(station.endpoint):
+        before = _within.get()
         try:
             yield station
         finally:
+            _within.set(before)
             if station.was_member:
                 _left.add((settings.rendezvous, settings.job))
 
@@ -85,9 +90,11 @@ async def take_seat(station: Station, settings: Settings) -> Seat:
     gives_up_s = time.monotonic() + settings.timeouts.join_s
     for pause_s in delays(most_s=_LEAVING_S):
         try:
-            return await station.join()
+            seat = await station.join()
+            _within.set({*_within.get(), (settings.rendezvous, settings.job)})
+            return seat
         except JoinRefused as refusal:
-            is_ours = (settings.rendezvous, settings.job) in _left and refusal.reason in (Refusal.RUNNING, Refusal.FULL)
+            is_ours = (settings.rendezvous, settings.job) in _left - _within.get() and refusal.reason in (Refusal.RUNNING, Refusal.FULL)
             if not is_ours or time.monotonic() >= gives_up_s:
                 raise
         await asyncio.sleep(pause_s)

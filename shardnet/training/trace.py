@@ -50,9 +50,15 @@ async def gather_spans(backend: Backend, name: str) -> list[RankSpans]:
 
 
 def write_trace(path: Path, ranks: Sequence[RankSpans]) -> None:
-    """Write a file for https://ui.perfetto.dev or chrome://tracing: a process for each rank, a thread for each lane."""
+    """Write a file for https://ui.perfetto.dev or chrome://tracing: a process for each rank, a thread for each lane. Raises OSError, and
+    leaves what was there."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(chrome_trace(ranks), separators=(",", ":")), encoding="utf-8")
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    try:
+        unfinished.write_text(json.dumps(chrome_trace(ranks), separators=(",", ":")), encoding="utf-8")
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def chrome_trace(ranks: Sequence[RankSpans]) -> dict[str, Any]:

@@ -401,6 +401,7 @@ async def test_a_save_that_is_cancelled_takes_its_copy_first(tmp_path: Path) -> 
                 with torch.no_grad():
                     for parameter in model.parameters():
                         parameter.fill_(step)
+                await checkpoints.wait()
                 saving = asyncio.create_task(checkpoints.save(step))
                 for _ in range(7 * step if backend.rank else step):
                     await asyncio.sleep(0)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 from shardnet.backend import Backend, LoopbackBackend
-from shardnet.errors import StateError, UsageError
+from shardnet.errors import DtypeError, StateError, UsageError
 from shardnet.fsdp import FSDP, AsyncFSDP
 from tests.fsdp.ranks import run_ranks
 from tests.fsdp.stacks import WIDTH, Layer, Stack, stack_of
@@ -203,3 +203,31 @@ async def test_names_of_the_model_inside_are_pointed_at_by_async_models() -> Non
                 getattr(model, name)
         with pytest.raises(AttributeError, match="object has no attribute 'no_such'"):
             model.no_such  # noqa: B018
+
+
+def test_parameters_that_cannot_be_sharded_are_named() -> None:
+    def work(backend: Backend) -> None:
+        with pytest.raises(UsageError, match=r"0\.weight has no shape yet: call the module once"):
+            FSDP(nn.Sequential(nn.LazyLinear(3)), backend)
+        turned = nn.Linear(2, 2, dtype=torch.cfloat)
+        with pytest.raises(
+            DtypeError, match=r"1\.weight is complex64: keep it as real numbers \(torch\.view_as_real\), or ignore its module"
+        ):
+            FSDP(nn.Sequential(nn.Linear(2, 2), turned), backend)
+        FSDP(nn.Sequential(nn.Linear(2, 2), turned), backend, ignored_modules=[turned])
+
+    run_ranks(1, work)
+
+
+@pytest.mark.parametrize("dtype", [torch.cfloat, torch.uint16, torch.float8_e4m3fn, torch.bool, torch.float64])
+def test_buffers_may_have_any_dtype(dtype: torch.dtype) -> None:
+    def work(backend: Backend) -> list[torch.Tensor]:
+        module = nn.Linear(2, 2)
+        for name, shape in (("scalar", ()), ("turns", (3, 2)), ("none", (0, 2))):
+            module.register_buffer(name, torch.full(shape, 1 - backend.rank).to(dtype))
+        module.register_buffer("columns", torch.full((2, 3), 1 - backend.rank).to(dtype).T, persistent=False)
+        return [(buffer.real if buffer.is_complex() else buffer).float() for buffer in FSDP(module, backend).buffers()]
+
+    for buffers in run_ranks(2, work):
+        assert all(bool((buffer == 1).all()) for buffer in buffers)
+        assert [list(buffer.shape) for buffer in buffers] == [[], [3, 2], [0, 2], [3, 2]]

@@ -19,7 +19,7 @@ import shardnet
 from shardnet.backend import Backend
 from shardnet.backend.hybrid_backend import HybridBackend
 from shardnet.config import Limits, Timeouts
-from shardnet.errors import ClosedError, JoinTimeout, ListenError, PeerLost, PlaintextRefused, UsageError
+from shardnet.errors import ClosedError, JoinRefused, JoinTimeout, ListenError, PeerLost, PlaintextRefused, UsageError
 from shardnet.loop import LoopThread
 from shardnet.rendezvous.client import join, status
 from shardnet.rendezvous.request import JoinRequest
@@ -180,6 +180,19 @@ async def test_a_member_may_come_again_before_others_have_left(meeting: str) -> 
             has_left.set()
 
     await asyncio.wait_for(asyncio.gather(member(0), member(1)), 30)
+
+
+async def test_a_second_membership_within_the_first_is_refused_at_once(meeting: str) -> None:
+    """Also where the process has been in that job before: nobody would leave it."""
+    alone = two(meeting) | {"min_world_size": 1, "max_world_size": 1}
+    async with shardnet.connect(**alone):
+        pass
+    async with shardnet.connect(**alone):
+        begin_s = time.monotonic()
+        with pytest.raises(JoinRefused):
+            async with shardnet.connect(**alone, local_rank=1):
+                pass
+        assert time.monotonic() - begin_s < 5
 
 
 async def test_members_of_one_process_meet_and_may_meet_again(meeting: str) -> None:

@@ -118,6 +118,9 @@ async def main():
             os.kill(child.pid, number)
             child.join()
             assert child.exitcode == status
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # what the program sets itself is its children's, too
+        assert forked(lambda: os._exit(signal.getsignal(signal.SIGINT) == signal.SIG_IGN)) == 1
+        signal.signal(signal.SIGINT, before)
         for then in (lambda: sys.exit("bad"), raises, joins_in, computes):
             assert forked(then) == 1
         assert forked(lambda: sys.exit(5)) == 5
@@ -144,6 +147,27 @@ def test_children_that_a_program_forks_do_their_parents_no_harm(tmp_path: Path) 
     assert result.out.count("returned") == 2
     assert "ValueError: in a child" in result.err
     assert result.err.count("this process was forked from a rank and has no part in the cluster") >= 2
+
+
+LOADERS = """
+import shardnet, torch
+from torch.utils.data import DataLoader, TensorDataset
+
+async def main():
+    async with shardnet.connect():
+        seen = [int(batch[0].sum()) for _ in range(6) for batch in DataLoader(TensorDataset(torch.arange(64)), 16, num_workers=2)]
+    print("seen", sum(seen), flush=True)
+
+shardnet.run(main)
+"""
+
+
+def test_workers_of_a_loader_live_beside_a_rank_that_is_alone(tmp_path: Path) -> None:
+    """It has no streams, which keep gRPC from what it does at a fork."""
+    (tmp_path / "program.py").write_text(LOADERS)
+    with Launched(tmp_path, "run", "--nproc", "1", "program.py") as run:
+        result = run.finish()
+    assert (result.status, result.out.split()[-2:]) == (0, ["seen", str(6 * sum(range(64)))]), result
 
 
 def test_a_coroutine_in_place_of_the_function_is_refused_in_words() -> None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import shardnet
 from shardnet.backend.gather import gather_json
 from shardnet.backend.loopback import LoopbackBackend
 from shardnet.errors import ProtocolError
@@ -88,6 +89,16 @@ def test_every_rank_is_a_process_and_every_track_a_named_thread(tmp_path: Path) 
 
 async def gather_all(backends: list[LoopbackBackend]) -> list[list[RankSpans]]:
     return await asyncio.gather(*(gather_spans(backend, f"place {backend.rank}") for backend in backends))
+
+
+async def test_one_that_cannot_be_written_ends_no_program(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """And what was there stays."""
+    path = tmp_path / "folder" / "trace.json"
+    async with shardnet.connect(trace=str(path)):
+        path.write_text("an older one")
+        (path.parent / f".{path.name}.unfinished").mkdir()  # in the way
+    assert path.read_text() == "an older one"
+    assert f"the trace cannot be written to {path}: Is a directory" in caplog.text
 
 
 async def test_gathered_spans_are_those_recorded_on_wall_clock_time() -> None:

@@ -14,7 +14,7 @@ from shardnet import Cluster, connect
 from shardnet.config import Timeouts
 from shardnet.errors import UsageError
 from shardnet.training.tracking import Record, Tracker
-from shardnet.training.tracking.json_lines import NAME
+from shardnet.training.tracking.json_lines import NAME, JsonLines
 from tests.training.workers import rendezvous
 
 
@@ -118,6 +118,19 @@ def test_a_run_that_goes_back_takes_the_place_of_the_later_steps(tmp_path: Path)
     take(Tracker(tmp_path), 2, loss=5.0)
     assert [(line["step"], line["loss"]) for line in lines(tmp_path)] == [(1, 1.0), (2, 1.0), (3, 1.0), (2, 5.0)]
     assert scalars(tmp_path, "loss") == [(1, 1.0), (2, 5.0)]
+
+
+def test_a_line_that_was_not_written_to_its_end_is_dropped(tmp_path: Path) -> None:
+    """As where the disk was full; what was whole stays."""
+    path = tmp_path / NAME
+    for found, kept in (('{"step": 1}\n{"step": 2, "w', '{"step": 1}\n'), ('{"st', ""), ('{"step": 1}\n', '{"step": 1}\n'), ("", "")):
+        path.write_text(found)
+        lines = JsonLines(tmp_path)
+        lines.write(Record(3, 0.0, 1, 1, {}))
+        lines.close()
+        text = path.read_text()
+        assert text.startswith(kept)
+        assert json.loads(text.removeprefix(kept))["step"] == 3
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])

@@ -1,11 +1,13 @@
 """`JsonLines`: a line for each record, at the end of a file."""
 
+import os
 from pathlib import Path
 from typing import TextIO
 
 from shardnet.training.tracking.record import Record
 
 NAME = "metrics.jsonl"
+_LONGEST = 1 << 20  # bytes of a record
 
 
 class JsonLines:
@@ -23,9 +25,19 @@ class JsonLines:
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("a")
+            _drop_broken_line(self._path)
         self._file.write(record.as_json() + "\n")
         self._file.flush()  # whoever follows the file sees it
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
+
+
+def _drop_broken_line(path: Path) -> None:
+    """What an earlier run has not written to its end, as where the disk was full."""
+    with path.open("r+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        tail = min(end, _LONGEST)
+        file.seek(end - tail)
+        file.truncate(end - tail + file.read(tail).rfind(b"\n") + 1)
