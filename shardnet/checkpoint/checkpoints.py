@@ -75,11 +75,11 @@ class Checkpoints:
 
         A collective. What it raises, it raises on all ranks: CheckpointError if the save before failed or this one cannot begin,
         CollectiveMismatch if ranks save different steps, UsageError for a state or value that no file can hold. Cancelling it, once
-        it does not wait for the one before any more, waits until the copy is taken, and leaves the checkpoint to be written; cancelling it
-        once more ends it, and what the other ranks are in.
+        it does not wait for the one before any more, gives it 0.25 s to take the copy, and leaves the checkpoint to be written; if that
+        is not enough, this rank leaves the others, which lose it.
         """
         await self.wait()
-        await unbroken(self._save(step, values))
+        await unbroken(self._save(step, values), f"a save of step {step}", self._backend.abort)
 
     async def _save(self, step: int, values: dict[str, Any]) -> None:
         checkpoint = await self._begin(step)

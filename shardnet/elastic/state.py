@@ -220,8 +220,8 @@ class State:
         at every `save_every`-th step, likewise; it is written meanwhile, and what goes wrong with it is logged.
 
         When workers were told to leave (SIGTERM) the step is committed and saved in any case, and they leave: their program is cancelled.
-        Cancelling it waits until all ranks are through; the step is committed then, and `step` says so. Cancelling it once more ends it,
-        and with it what the other ranks are in.
+        Cancelling it gives all ranks 0.25 s to come through; the step is committed then, and `step` says so. If that is not enough, this
+        rank leaves the epoch, and the others go on without it.
 
         A collective. Raises WorldChanges, for `run` and nobody else to catch, if workers wait to join or leave, Preempted if some leave
         and the job is not elastic, CollectiveMismatch if ranks commit different steps, StateError before `resume`, and UsageError for a
@@ -233,17 +233,18 @@ class State:
         if done <= self.step:
             raise UsageError(f"step {done} is committed after step {self.step}: commit steps in order, and each once")
         is_due = self._saves.is_due(self.step, done)
-        joiners, leaving = await unbroken(self._reach(done, values))
-        if is_due or leaving:
-            await self.save()
+        if is_due:
+            await self._saves.settle()  # a disk may take its time: whoever is cancelled meanwhile has begun nothing
+        reaching = self._reach(done, values, is_due)
+        joiners, leaving = await unbroken(reaching, f"the commit of step {done}", self._cluster.backend.abort)
         if leaving:
             await self._part()
         if joiners:
             await self._saves.settle()  # in the next epoch there are others
             raise WorldChanges(f"step {done} is committed, and workers wait to join")
 
-    async def _reach(self, done: int, values: dict[str, Any]) -> tuple[bool, bool]:
-        """Commit a step. Whether workers wait to join, and whether some leave."""
+    async def _reach(self, done: int, values: dict[str, Any], is_due: bool) -> tuple[bool, bool]:
+        """Commit a step, and begin its checkpoint if that is due. Whether workers wait to join, and whether some leave."""
         before, self.values = self.values, {**self.values, **values}
         joiners = False
         try:
@@ -255,6 +256,8 @@ class State:
             raise
         self.step, self.settled = done, True
         self._cluster.telemetry.reach(done)
+        if is_due or leaving:
+            await self.save()
         return joiners, leaving
 
     async def _part(self) -> NoReturn:

@@ -10,7 +10,7 @@ from torch import nn
 from shardnet import AsyncFSDP, Cluster
 from shardnet.backend.base import Backend
 from shardnet.elastic import State
-from shardnet.errors import CollectiveMismatch, StateError, StateLost, UsageError
+from shardnet.errors import ClosedError, CollectiveMismatch, StateError, StateLost, UsageError
 from shardnet.training.sampler import ShardedSampler
 from shardnet.zero import ZeroOptimizer
 from tests.elastic.crew import Died, Life, Train, batch, crew, loss_of, net, train_step
@@ -255,6 +255,34 @@ async def test_a_commit_that_is_cancelled_on_one_rank_comes_to_its_end() -> None
         await members.wait()
     check(lives_)
     assert [len(life.epochs) for life in lives_] == [1, 1]
+
+
+async def test_a_commit_that_is_cancelled_where_another_rank_does_not_come_ends_the_epoch() -> None:
+    """For the one that is cancelled; the other one goes on, having lost it."""
+    given_up = asyncio.Event()
+
+    async def train(cluster: Cluster, state: State, life: Life) -> int:
+        model = await cluster.shard(nn.Linear(2, 1))
+        await state.resume(model)
+        if cluster.world_size == 2 and cluster.rank == 0:
+            committing = asyncio.create_task(state.commit(1))
+            while committing not in asyncio.all_tasks() or cluster.telemetry.flights.last(1)[0].label != "commit of step 1":  # noqa: ASYNC110 - nobody says so
+                await asyncio.sleep(0)
+            committing.cancel()
+            await asyncio.wait([committing])
+            given_up.set()
+            assert committing.cancelled()
+            await cluster.backend.barrier()
+        await given_up.wait()
+        await state.commit(1)
+        return cluster.world_size
+
+    async with crew() as members:
+        lives_ = [members.hire(train, least=1, most=2) for _ in range(2)]
+        await members.wait()
+    left, stayed = sorted(lives_, key=lambda life: life.error is None)
+    assert isinstance(left.error, ClosedError)
+    assert (stayed.error, stayed.result) == (None, 1)
 
 
 async def test_other_models_than_before_are_refused() -> None:
