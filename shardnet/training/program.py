@@ -11,7 +11,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 import uvloop
@@ -82,10 +82,8 @@ def run(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
         shorten(error)
         raise
     finally:
-        for number, handler in _before.items() if not received and hears else ():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
         if hears:
-            _before.clear()
+            _give_back(() if received else _SIGNALS)  # after one the next one still kills
 
 
 def _check(main: object) -> None:
@@ -112,11 +110,17 @@ def _give_back_signals() -> None:
     """After a fork, in the child."""
     if _before:
         signal.set_wakeup_fd(-1)
-        for number, handler in _before.items():
-            if signal.getsignal(number) == _ours.get(number):
-                signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        _before.clear()
+        _give_back(_SIGNALS)
     _hear_signals()
+
+
+def _give_back(numbers: Iterable[signal.Signals]) -> None:
+    """What handled these signals before the program began, unless it has set something itself."""
+    for number in numbers:
+        if signal.getsignal(number) == _ours.get(number):
+            before = _before.get(number)
+            signal.signal(number, signal.SIG_DFL if before is None else before)
+    _before.clear()
 
 
 os.register_at_fork(before=_hold_signals, after_in_parent=_hear_signals, after_in_child=_give_back_signals)

@@ -53,9 +53,11 @@ def launched(folder: Path, text: str, *options: str) -> "tuple[int, str, str]":
 def test_again_and_again(nursery: Nursery, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     out = run_program(nursery, tmp_path, "run", "--nproc", "3", "program.py")
-    ports = re.findall(r"answers at 127\.0\.0\.1:(\d+)", out)
-    assert len(ports) == 6
-    assert len(set(ports)) >= 3, "each rank has one port, by chance the same one again"
+    found = re.findall(r"rank (\d) answers at 127\.0\.0\.1:(\d+)", out)
+    ports = {rank: [port for each, port in found if each == rank] for rank in "012"}
+    for epoch in range(2):  # the system may give a rank the port that it had before, or another rank had
+        assert len({of[epoch] for of in ports.values()}) == 3, "each rank has one port"
+    assert [len(of) for of in ports.values()] == [2, 2, 2]
 
 
 def test_the_program_of_the_page(nursery: Nursery, tmp_path: Path) -> None:
