@@ -6,15 +6,14 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from shardnet import process
 from shardnet.backend import Backend, Pending
-from shardnet.collectives.reduction import dtype_name
-from shardnet.errors import DtypeError, StateError, UsageError
+from shardnet.errors import StateError, UsageError
 from shardnet.fsdp import offload, state
 from shardnet.fsdp.absent import unwatch_parameters, watch_parameters
 from shardnet.fsdp.alike import check_alike, describe_model
+from shardnet.fsdp.arguments import check_kinds, check_parameters
 from shardnet.fsdp.clipping import global_norm, scale_to_norm
 from shardnet.fsdp.communicators import Communicators
 from shardnet.fsdp.compression import Compression
@@ -40,31 +39,6 @@ from shardnet.uncompiled import uncompiled
 
 T = TypeVar("T")
 Tensor = torch.Tensor
-
-
-def _check_kinds(module: object, backend: object, prefetch: object, mixed_precision: object, compression: object) -> None:
-    """Raise UsageError for an argument of another kind than it must be."""
-    if not isinstance(backend, Backend):
-        raise UsageError(f"backend must be a Backend, such as `cluster.backend`, got a value of type {type(backend).__name__}")
-    if not isinstance(module, nn.Module):
-        raise UsageError(f"only an nn.Module can be sharded, got a value of type {type(module).__name__}")
-    if not isinstance(prefetch, int) or prefetch < 0:
-        raise UsageError(f"prefetch must be a number of units and not negative, got {prefetch!r}")
-    if not isinstance(mixed_precision, MixedPrecision | None):
-        raise UsageError(f"mixed_precision must be a MixedPrecision, such as MixedPrecision(torch.bfloat16), got {mixed_precision!r}")
-    if not isinstance(compression, Compression | None):
-        raise UsageError(f"compression must be a Compression, such as Compression(weights='int8', gradients='int8'), got {compression!r}")
-
-
-def _check_parameters(module: nn.Module, ignored: IgnoredModules) -> None:
-    """Raise UsageError for one that cannot be sharded."""
-    for name, parameter in module.named_parameters():
-        if parameter in ignored.parameters:
-            continue
-        if is_lazy(parameter):
-            raise UsageError(f"{name} has no shape yet: call the module once, with an input like those to come, before you shard it")
-        if parameter.is_complex():
-            raise DtypeError(f"{name} is {dtype_name(parameter.dtype)}: keep it as real numbers (torch.view_as_real), or ignore its module")
 
 
 @uncompiled
@@ -130,19 +104,16 @@ class FSDP(nn.Module):
         cpu_offload: bool = False,
     ) -> None:
         super().__init__()
-        _check_kinds(module, backend, prefetch, mixed_precision, compression)
+        check_kinds(module, backend, prefetch, mixed_precision, compression)
         if intra_node_size is not None and strategy != ShardingStrategy.HYBRID_SHARD:
             raise UsageError(f"intra_node_size is for HYBRID_SHARD; {ShardingStrategy(strategy).name} has no nodes")
         if any(isinstance(inner, FSDP) for inner in module.modules()):
             raise UsageError("the module contains an FSDP module already; name its parts in `units` instead of wrapping twice")
-        for name, parameter in module.named_parameters():
-            if (unit := sharded_by(parameter)) is not None:
-                raise UsageError(f"{name} is sharded already, in {unit} of another FSDP model; models cannot share parameters")
         self.module = module
         self.strategy = ShardingStrategy(strategy)
         self.memory = MemoryMeter()
         ignored = IgnoredModules(module, ignored_modules)
-        _check_parameters(module, ignored)
+        check_parameters(module, ignored)
         compute_device = offload.compute_device(module, device) if cpu_offload else None
         meta: MetaModel | None = None
         if is_on_meta(module, ignored):
