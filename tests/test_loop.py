@@ -1,6 +1,8 @@
 """Work that is handed to the loop thread from another loop: its result, its error, and cancelling it."""
 
 import asyncio
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -93,3 +95,25 @@ async def test_cancelling_twice_does_not_wait() -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     LoopThread.shared().call(free.set)
+
+
+FORKS = """
+import asyncio, os
+from shardnet.errors import InheritedError
+from shardnet.loop import LoopThread
+
+loop = LoopThread.shared()
+child = os.fork()
+if child == 0:
+    try:
+        asyncio.run(loop.run_here(asyncio.sleep(0)))
+    except InheritedError:
+        os._exit(7)
+    os._exit(1)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_forked_child_does_not_wait_for_the_thread_of_its_parent() -> None:
+    ended = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=30, check=False)
+    assert (ended.stdout, ended.returncode) == ("7\n", 0), ended.stderr
