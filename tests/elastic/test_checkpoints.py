@@ -9,12 +9,13 @@ import pytest
 from torch import nn
 
 from shardnet import AsyncFSDP, Cluster
+from shardnet.backend.gather import gather_json
 from shardnet.checkpoint.folder import Folder
 from shardnet.elastic import State
 from shardnet.elastic.saves import Saves, Saving
-from shardnet.errors import CheckpointError, UsageError
+from shardnet.errors import CheckpointError, PeerLost, ShardnetError, UsageError
 from shardnet.testing import local_cluster
-from tests.elastic.crew import Life, crew
+from tests.elastic.crew import Died, Life, crew
 from tests.elastic.trainer import STEPS, check, dies, trainer, until_joined
 
 SAVE_EVERY = 2
@@ -102,6 +103,33 @@ def test_one_is_due_at_the_first_step_that_passes_its_time(every: int, steps: li
     saves = Saves(Saving(tmp_path, every))
     assert [step for before, step in pairwise([0, *steps]) if saves.is_due(before, step)] == due
     assert not Saves(None).is_due(0, 1000)
+
+
+async def test_who_is_lost_while_others_look_for_a_checkpoint_ends_the_epoch_and_not_the_training(tmp_path: Path) -> None:
+    """They take no leave of each other, as where all of them end."""
+    after: list[type[BaseException]] = []
+
+    async def train(cluster: Cluster, state: State, life: Life) -> int:
+        model = await cluster.shard(nn.Linear(3, 1))
+        if cluster.world_size == 3 and cluster.rank == 1:
+            everyone = cluster.backend.subgroup(range(3))
+            await gather_json(everyone, {"offers": [], "wanted": [], "was_there": False}, "what is left of the state")  # as resume begins
+            raise Died
+        try:
+            await state.resume(model)
+        except PeerLost:
+            try:
+                await cluster.backend.barrier()
+            except ShardnetError as error:
+                after.append(type(error))
+            raise
+        return cluster.world_size
+
+    async with crew() as members:
+        lives = [members.hire(train, least=2, most=3, **wanting(tmp_path)) for _ in range(3)]
+        await members.wait()
+    assert sorted(life.result or 0 for life in lives) == [0, 2, 2]
+    assert after == [PeerLost, PeerLost]
 
 
 async def test_a_checkpoint_is_finished_before_newcomers_are_taken_in(tmp_path: Path) -> None:
