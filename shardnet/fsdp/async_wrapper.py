@@ -4,29 +4,26 @@ import asyncio
 import contextvars
 import inspect
 import os
-from collections.abc import AsyncIterable, Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterable, Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, Unpack
 
 import torch
 from torch import nn
 
 from shardnet.backend import Backend
 from shardnet.errors import ClosedError, InheritedError, StateError, UsageError
-from shardnet.fsdp.compression import Compression
 from shardnet.fsdp.grad_scaler import GradScaler
-from shardnet.fsdp.initial_values import InitFunction
 from shardnet.fsdp.optimizers import check_state
+from shardnet.fsdp.options import ShardingOptions
 from shardnet.fsdp.placement import UnitChoice
-from shardnet.fsdp.precision import MixedPrecision
 from shardnet.fsdp.state import FullState
 from shardnet.fsdp.surroundings import Surroundings
 from shardnet.fsdp.uneven import UnevenSteps, count_samples
 from shardnet.fsdp.wrapper import FSDP
-from shardnet.sharding import ShardingStrategy
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -62,40 +59,9 @@ class AsyncFSDP:
     begun means that it never does; one that runs goes on to its end, since the other ranks take part in it. The backend is not closed.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        backend: Backend,
-        *,
-        units: UnitChoice = None,
-        strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
-        intra_node_size: int | None = None,
-        prefetch: int = 1,
-        mixed_precision: MixedPrecision | None = None,
-        reshard_after_forward: bool | int | None = None,
-        compression: Compression | None = None,
-        ignored_modules: Iterable[nn.Module] = (),
-        param_init_fn: InitFunction | None = None,
-        initial_state: Mapping[str, Tensor] | None = None,
-        device: torch.device | str | None = None,
-        cpu_offload: bool = False,
-    ) -> None:
-        self._make = lambda: FSDP(
-            module,
-            backend,
-            units=units,
-            strategy=strategy,
-            intra_node_size=intra_node_size,
-            prefetch=prefetch,
-            mixed_precision=mixed_precision,
-            reshard_after_forward=reshard_after_forward,
-            compression=compression,
-            ignored_modules=ignored_modules,
-            param_init_fn=param_init_fn,
-            initial_state=initial_state,
-            device=device,
-            cpu_offload=cpu_offload,
-        )
+    def __init__(self, module: nn.Module, backend: Backend, *, units: UnitChoice = None, **options: Unpack[ShardingOptions]) -> None:
+        """The arguments are those of `FSDP`."""
+        self._make = lambda: FSDP(module, backend, units=units, **options)
         self._fsdp: FSDP | None = None
         self._closed = False
         self._pid = os.getpid()

@@ -5,10 +5,10 @@ import errno
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any, SupportsFloat
+from typing import Any, SupportsFloat, Unpack
 from weakref import WeakSet
 
 import torch
@@ -17,8 +17,9 @@ from torch import nn
 from shardnet import process
 from shardnet.backend.base import Backend
 from shardnet.errors import StateError, UsageError
-from shardnet.fsdp import AsyncFSDP, Compression, MixedPrecision, ShardingStrategy
-from shardnet.fsdp.initial_values import InitFunction
+from shardnet.fsdp import AsyncFSDP
+from shardnet.fsdp.options import ShardingOptions
+from shardnet.fsdp.placement import UnitChoice
 from shardnet.performance import PerformanceRecorder, measure_link
 from shardnet.rendezvous.client import Membership
 from shardnet.settings import Settings
@@ -91,45 +92,14 @@ class Cluster:
     def telemetry(self) -> Telemetry:
         return self.backend.telemetry
 
-    async def shard(
-        self,
-        module: nn.Module,
-        units: Sequence[type[nn.Module]] | Callable[[str, nn.Module], bool] | None = None,
-        *,
-        strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
-        intra_node_size: int | None = None,
-        prefetch: int = 1,
-        mixed_precision: MixedPrecision | None = None,
-        reshard_after_forward: bool | int | None = None,
-        compression: Compression | None = None,
-        ignored_modules: Iterable[nn.Module] = (),
-        param_init_fn: InitFunction | None = None,
-        initial_state: Mapping[str, torch.Tensor] | None = None,
-        device: torch.device | str | None = None,
-        cpu_offload: bool = False,
-    ) -> AsyncFSDP:
+    async def shard(self, module: nn.Module, units: UnitChoice = None, **options: Unpack[ShardingOptions]) -> AsyncFSDP:
         """Shard a module over the cluster; see `FSDP` for the arguments. All ranks must call it; calls at the same time take turns, in the
         order in which they were made. One that is cancelled at work goes on to its end, since the other ranks take part in it, or to that
         of the cluster. Closed with the cluster; before that, whoever has no use for it any more calls `aclose` or drops it."""
 
         async def make() -> AsyncFSDP:
             try:
-                model = await AsyncFSDP(
-                    module,
-                    self.backend,
-                    units=units,
-                    strategy=strategy,
-                    intra_node_size=intra_node_size,
-                    prefetch=prefetch,
-                    mixed_precision=mixed_precision,
-                    reshard_after_forward=reshard_after_forward,
-                    compression=compression,
-                    ignored_modules=ignored_modules,
-                    param_init_fn=param_init_fn,
-                    initial_state=initial_state,
-                    device=device,
-                    cpu_offload=cpu_offload,
-                )
+                model = await AsyncFSDP(module, self.backend, units=units, **options)
                 self._models.add(model)
                 return model
             finally:
