@@ -11,8 +11,8 @@ one after the other), early.py (what comes too soon).
 By letter, among ranks of one node: round.py (the idea, and its parts) with letter_round.py and shares.py (small), loan_round.py and
 loans.py (large); mail.py, rounds.py and attendant.py (a group's). commons.py is memory that they gather into.
 
-All of them: group.py (some ranks), switchboard.py (all groups of a mesh), channels.py, turns.py and any_source.py (sends and
-receives).
+All of them: group.py (some ranks) with first_contact.py and farewell.py (how it begins to be, and to be forgotten), switchboard.py
+(all groups of a mesh), channels.py, turns.py and any_source.py (sends and receives).
 
 When it does not go well: verdict.py (what ends a collective on all ranks), watch.py and roll_call.py (who is waited for).
 """

@@ -3,20 +3,10 @@
 [Note: the end of a group] A rank that ends a group tells the others, and how far it has come: what it has done they may still do, and
 what it has not they cannot. Each of them says the same to all, for what goes on among those who are left ends only where all of
 them have begun it. Sends and receives are groups of two: who ends a group ends those first.
-
-[Note: first contact] Each rank makes a sub-group at its own time, and until then has nowhere to put what is sent to it there. So each one
-tells the others when it has made one, and waits in its first collectives until it has heard that of all of them: what a rank has to keep
-of groups that it has yet to make is small, for tens of thousands of them, however much goes ahead in them afterwards (early.py). The world
-needs no such word, for it is made with the mesh, nor do channels, which carry nothing that was not asked for (turns.py).
-
-[Note: left groups] A program may make groups again and again. When one has ended on a rank, or nobody there has it any more, and all that
-was begun has come to its end, the rank says so to the others. When it has heard that of all of them, nothing can come or be asked for any
-more, and it keeps the ids alone of the group and its channels. Until then others may read its letters, and ask how far it is.
 """
 
 import asyncio
 import math
-import time
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
@@ -25,6 +15,8 @@ from shardnet.collectives import verdict
 from shardnet.collectives.any_source import Ending
 from shardnet.collectives.channels import Channels
 from shardnet.collectives.commons import Commons
+from shardnet.collectives.farewell import Farewell
+from shardnet.collectives.first_contact import FirstContact
 from shardnet.collectives.ledger import Ledger
 from shardnet.collectives.mail import Mail
 from shardnet.collectives.operation import Operation
@@ -34,7 +26,7 @@ from shardnet.collectives.round import Round
 from shardnet.collectives.rounds import Rounds
 from shardnet.collectives.route import Route
 from shardnet.errors import ClosedError, CollectiveError, CollectiveMismatch, CollectiveTimeout, PeerLost, ProtocolError, ShardnetError
-from shardnet.flight import Party, State
+from shardnet.flight import Party
 from shardnet.pb import mesh_pb2
 from shardnet.telemetry import Telemetry
 from shardnet.transport.shared_memory import Loan
@@ -59,7 +51,7 @@ class Group:
         known: bool = True,
     ) -> None:
         """`channel` says which one, if it is one, and `first` is the number of its first collective. If it is not `known`, its members tell
-        each other; see [Note: first contact]."""
+        each other; see [Note: first contact] in first_contact.py."""
         self.board = board
         self.telemetry = telemetry or board.telemetry
         self.id = group_id
@@ -82,12 +74,8 @@ class Group:
         self._ended: Ending | None = None  # why nothing is begun any more, where it is not the mesh that has closed
         self._outlasting = frozenset[int]()  # the collectives that may still end well then; see [Note: the end of a group]
         self._undone = math.inf  # the first collective that has failed because this rank has ended it all, of which others are not told
-        self._is_left = False  # nobody on this rank begins anything any more
-        self._is_done = False  # and what was begun has ended, of which the others know
-        self._done_on = set[int]()  # the other ranks where it is so
-        self._unmet = set[int]() if known else set(self.peers)  # who have not said that they have made it; see [Note: first contact]
-        self._last_met = self.rank  # of them
-        self._met = asyncio.Event()  # nobody of them is left
+        self.first_contact = FirstContact(self, needed=not known)
+        self.farewell = Farewell(self)
 
     @property
     def epoch(self) -> int:
@@ -116,17 +104,12 @@ class Group:
     @property
     def is_idle(self) -> bool:
         """Whether it is open, and nothing is under way or has come that is yet to be asked for. Loop thread."""
-        return self._ended is None and self._is_at_rest and self._ledger.is_settled
+        return self._ended is None and self.is_at_rest and self._ledger.is_settled
 
     @property
-    def _is_at_rest(self) -> bool:
+    def is_at_rest(self) -> bool:
         """Whether nothing is under way. Loop thread."""
         return not (self.under_way or self.operations.are_queued)
-
-    @property
-    def is_met(self) -> bool:
-        """Whether all members have made it. Any thread."""
-        return not self._unmet
 
     def may_go_on(self, sequence: int) -> bool:
         """Whether a collective that has been called may still end well. Any thread."""
@@ -142,30 +125,7 @@ class Group:
         """When something first came for the next collective, which nobody here has begun, by time.monotonic_ns; None: nothing has."""
         return self._ledger.announced_since()
 
-    # --- first contact, and who may go on (loop thread)
-
-    def greet(self) -> None:
-        """Tell the other members that this rank has made it, unless they know."""
-        for peer in self._unmet:
-            self.tell(peer, 0, mesh_pb2.Control(group_made=mesh_pb2.GroupMade()))
-
-    def _meet(self, peer: int) -> None:
-        """Another rank has made it."""
-        if peer not in self._unmet:
-            self.telemetry.count_stale()
-            return
-        self._unmet.discard(peer)
-        if self.is_met:
-            self._last_met = peer
-            self._met.set()
-            self.rounds.meet()
-
-    async def meet_all(self, operation: Operation) -> None:
-        """Wait until all members have made it."""
-        operation.flight.state, start = State.WAITING, time.perf_counter_ns()
-        await self._met.wait()
-        operation.flight.state = State.BEGUN
-        operation.waited(self._last_met, start)
+    # --- who may go on (loop thread)
 
     def check(self, operation: Operation | Round) -> None:
         """Raise if the operation cannot end, or was failed before it began."""
@@ -225,9 +185,9 @@ class Group:
         if chunk.control is not None and chunk.control.HasField("group_ended"):
             self._hear_end(chunk.control.group_ended)
         elif chunk.control is not None and chunk.control.HasField("group_over"):
-            self._hear_over(source)
+            self.farewell.hear(source)
         elif chunk.control is not None and chunk.control.HasField("group_made"):
-            self._meet(source)
+            self.first_contact.hear(source)
         elif chunk.control is not None and chunk.control.HasField("abort_heard"):
             self.board.turns.hear(source_global, self.id)
         elif chunk.control is not None and chunk.control.HasField("probe"):
@@ -346,7 +306,7 @@ class Group:
         word = mesh_pb2.GroupEnded(rank=ended.rank, detail=ended.detail, next_sequence=position, of_channel=of_channel)
         for peer in self.peers:
             self.tell(peer, 0, mesh_pb2.Control(group_ended=word))
-        self._leave()
+        self.farewell.leave()
 
     def _hear_end(self, ended: mesh_pb2.GroupEnded) -> None:
         by_whom = f"was aborted by rank {ended.rank}: {ended.detail}"
@@ -360,29 +320,8 @@ class Group:
         self.end(partial(CollectiveError, f"{self.board.where()} {self.party.title} {by_whom}"), ended)
 
     def release(self) -> None:
-        """Nobody can begin anything in it on this rank any more. Any thread. See [Note: left groups]."""
-        self.board.loop.call(self._leave)
-
-    def _leave(self) -> None:
-        self._is_left = True
-        if not self.party.channel:  # they go with theirs
-            self.board.leave(self)
-
-    def settle(self) -> bool:
-        """Tell the others if this rank has no use for the group any more; return whether no rank has. Loop thread."""
-        if not self._is_done:
-            at_rest = all(each._is_at_rest for each in (self, *self.channels.groups))
-            self._is_done = self._is_left and at_rest and all(self._is_lost(peer) for peer in self._unmet)
-            for peer in self.peers if self._is_done else ():
-                self.tell(peer, 0, mesh_pb2.Control(group_over=mesh_pb2.GroupOver()))
-        return self._is_done and all(peer in self._done_on or self._is_lost(peer) for peer in self.peers)
-
-    def _is_lost(self, peer: int) -> bool:
-        return self.members[peer] in self.board.lost
-
-    def _hear_over(self, peer: int) -> None:
-        self._done_on.add(peer)
-        self.board.settle(self)
+        """Nobody can begin anything in it on this rank any more. Any thread. See [Note: left groups] in farewell.py."""
+        self.board.loop.call(self.farewell.leave)
 
     @property
     def position(self) -> int:

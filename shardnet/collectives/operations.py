@@ -137,8 +137,8 @@ class Operations:
                 group.check(operation)
                 if operation.prelude is not None:
                     await operation.prelude()
-                if not group.is_met:
-                    await group.meet_all(operation)
+                if not group.first_contact.is_over:
+                    await group.first_contact.wait(operation)
                 # The algorithm sets its sink before it first waits; only then is what came early handed to it.
                 self._board.loop.loop.call_soon(self._replay, operation)
                 await operation.algorithm(operation)

@@ -200,7 +200,7 @@ class Round(concurrent.futures.Future[Any], ABC):
             self.flight.bytes_sent = sum(self._sent().values())
             try:
                 self._posted = mail.mailbox.post(mail.group.id, self.sequence, self._note, self._letter, mail.readers)
-                if self._posted is None and not mail.group.is_met:
+                if self._posted is None and not mail.group.first_contact.is_over:
                     return  # its readers would have to keep it: `Rounds.meet` calls this again
                 if self._posted is None:
                     self._send_letter()

@@ -120,7 +120,7 @@ class Rounds:
     # --- over streams (loop thread)
 
     def meet(self) -> None:
-        """All ranks have made the group: letters that found no room may go over streams. See [Note: first contact] in group.py."""
+        """All ranks have made the group: letters that found no room may go over streams. See [Note: first contact] in first_contact.py."""
         begun, mail = self._begun(), self._group.mail
         for each in begun:
             each.begin()

@@ -119,13 +119,13 @@ class Switchboard:
         return True
 
     def leave(self, group: Group) -> None:
-        """Nobody on this rank begins anything in it any more. See [Note: left groups] in group.py. Loop thread."""
+        """Nobody on this rank begins anything in it any more. See [Note: left groups] in farewell.py. Loop thread."""
         if not self._closed and not self.settle(group):
             self._left[group.id] = group
 
     def settle(self, group: Group) -> bool:
         """Forget a group if it is over; return whether it was. Loop thread."""
-        if group.settle():
+        if group.farewell.settle():
             self._left.pop(group.id, None)
             for each in (*group.channels.groups, group):
                 self._groups.pop(each.id, None)
@@ -184,7 +184,7 @@ class Switchboard:
             del self._left[left.id]
             self.leave(left)  # behind the others, if there is still use for it
         self._groups[group.id] = group
-        group.greet()
+        group.first_contact.greet()
         for source, chunk in self._unknown.take(group.id):
             group.on_chunk(source, chunk)
         if self.is_impaired:
