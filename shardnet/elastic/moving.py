@@ -1,6 +1,7 @@
 """Bringing pieces from the ranks that have them to those that need them."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -41,6 +42,18 @@ async def move(
     if missing := [span for name, span in wanted[me].items() if name not in arrived or arrived[name].span != span]:
         raise ProtocolError(f"{missing[0]} did not arrive as it was wanted")
     return arrived
+
+
+async def give_all(backend: Backend, root: int, value: Any) -> Any:
+    """Root's value on every rank. A collective."""
+    header, payload = encode(value)
+    label = "state that is the same on all ranks"
+    sizes = (await backend.broadcast(torch.tensor([header.numel(), payload.numel()], device="cpu"), root, label=label)).tolist()
+    if backend.rank != root:
+        header, payload = (torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes)
+    header = await backend.broadcast(header, root, label=label)
+    payload = await backend.broadcast(payload, root, label=label)
+    return decode(header, payload)
 
 
 def _batches(sizes: Mapping[str, int]) -> Iterator[list[str]]:

@@ -8,22 +8,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, SupportsIndex
 
-import torch
-
 from shardnet.backend import Backend
-from shardnet.backend.gather import gather_json
 from shardnet.checkpoint import Loaded
 from shardnet.elastic.choice import Choice, Offer, choose, structure_of
 from shardnet.elastic.copying import Copying
 from shardnet.elastic.generation import Generation, Mark, plain
 from shardnet.elastic.leavers import Leavers
-from shardnet.elastic.moving import move
+from shardnet.elastic.moving import give_all, move
 from shardnet.elastic.saves import Saves, Saving, passes
+from shardnet.elastic.told import Told
 from shardnet.errors import CollectiveError, Preempted, ShardnetError, StateError, StateLost, UsageError, WorldChanges
 from shardnet.state import Inventory, Piece, Span, random_state, set_random_state
 from shardnet.training import Cluster, Departure
 from shardnet.unbroken import unbroken
-from shardnet.zero.codec import decode, encode
 
 log = logging.getLogger(__name__)
 
@@ -121,20 +118,11 @@ class State:
         backend = self._cluster.backend
         everyone = backend.subgroup(range(backend.world_size))
         self._copying = Copying(everyone)
-        sizes, wanted = inventory.sizes(), inventory.wanted()
-        told = await gather_json(
-            everyone,
-            {
-                "offers": [_tell(each) for each in self._generations()],
-                "wanted": [[s.name, s.start, s.stop] for s in wanted.values()],
-                "was_there": self._ended is not None,
-            },
-            "what is left of the state",
-        )
-        offers = [_heard(rank, offer) for rank, said in enumerate(told) for offer in said["offers"]]
+        sizes = inventory.sizes()
+        told = await Told.by_all(everyone, self._generations(), inventory.wanted(), was_there=self._ended is not None)
         self._saves.begin_epoch(backend, *things)
         try:
-            choice, loaded = await self._choose(offers, sizes)
+            choice, loaded = await self._choose(told.offers, sizes)
         except CollectiveError:
             raise  # somebody is lost, and the others go on in another epoch
         except ShardnetError:
@@ -151,15 +139,14 @@ class State:
             if self._cluster.topology.epoch > 1 and self._cluster.rank == 0:
                 log.warning("epoch %d begins at step 0: nobody has a state of an epoch before", self._cluster.topology.epoch)
         else:
-            everyones = [{name: Span(name, start, stop) for name, start, stop in said["wanted"]} for said in told]
-            await self._load(choice, everyones, sizes, everyone)
+            await self._load(choice, told.wanted, sizes, everyone)
         if self._cluster.elastic:
             await self._commit(Mark(self._cluster.topology.epoch, self.step))
         if choice is not None:
             await self._saves.make_good(self.step, self.values)
         if self._cluster.elastic or self._saves.wanted:
             self._leavers = Leavers(everyone, self._departure)
-        self._say_so(next((rank for rank, said in enumerate(told) if said["was_there"]), None))
+        self._say_so(told.witness)
 
     async def _choose(self, offers: Sequence[Offer], sizes: dict[str, int]) -> tuple[Choice | None, Loaded | None]:
         """The state that ranks have in memory; else the last checkpoint, which is loaded; or neither. Raises as `resume` does."""
@@ -179,10 +166,10 @@ class State:
             )
         return None, loaded
 
-    def _say_so(self, teller: int | None) -> None:
+    def _say_so(self, witness: int | None) -> None:
         """One line a changed world, from the first rank that was there before: rank 0 may be a newcomer, which knows of nothing."""
         ended, self._ended = self._ended, None
-        if ended is not None and self._cluster.rank == teller:
+        if ended is not None and self._cluster.rank == witness:
             workers = f"{self._cluster.world_size} worker{'s' if self._cluster.world_size > 1 else ''}"
             log.warning(
                 "epoch %d with %s: it goes on behind step %d, %.1f s after: %s",
@@ -199,7 +186,7 @@ class State:
             self._committed, self._next = self._next, self._committed
         arrived = await move(everyone, choice, wanted, [] if mine is None else mine.pieces(), sizes)
         local = None if mine is None else mine.local.value()
-        leading = await _broadcast(everyone, choice.ranks[0], local and {"shared": local["shared"], "rest": local["rest"]})
+        leading = await give_all(everyone, choice.ranks[0], local and {"shared": local["shared"], "rest": local["rest"]})
         rest = leading["rest"] if local is None else local["rest"]
         shared = leading["shared"]
         self._inventory.check_kinds(shared["kinds"], "to State.resume() in the epoch before")
@@ -325,28 +312,3 @@ def _whole(number: SupportsIndex, what: str) -> int:
         return operator.index(number)
     except TypeError:
         raise UsageError(f"{what} must be a whole number, got {number!r}") from None
-
-
-def _tell(generation: Generation) -> dict[str, Any]:
-    structure = generation.local.value()["structure"]
-    return {
-        "mark": generation.mark,
-        "structure": structure,
-        "spans": [[p.span.name, p.span.start, p.span.stop] for p in generation.pieces()],
-    }
-
-
-def _heard(rank: int, offer: dict[str, Any]) -> Offer:
-    return Offer(rank, Mark(*offer["mark"]), offer["structure"], tuple(Span(*span) for span in offer["spans"]))
-
-
-async def _broadcast(backend: Backend, root: int, value: Any) -> Any:
-    """Root's value on every rank. A collective."""
-    header, payload = encode(value)
-    label = "state that is the same on all ranks"
-    sizes = (await backend.broadcast(torch.tensor([header.numel(), payload.numel()], device="cpu"), root, label=label)).tolist()
-    if backend.rank != root:
-        header, payload = (torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes)
-    header = await backend.broadcast(header, root, label=label)
-    payload = await backend.broadcast(payload, root, label=label)
-    return decode(header, payload)

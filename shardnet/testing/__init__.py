@@ -1,5 +1,14 @@
 """Helpers for testing what is built on shardnet; the project's own tests use them, too.
 
+The fixture `cluster`: plugin.py, cluster_runner.py and cluster_run.py (one run) with meeting.py and news.py; thread_worker.py, or
+process_worker.py and on its other side process.py, part.py and frames.py, begun by nursery.py and forking.py; rank_failure.py.
+
+What goes wrong in it: fault.py and faults.py, saboteur.py (in a worker) and relays.py (between them), fault_not_fired.py.
+
+A network: relay.py with lane.py, pipe.py, conditions.py and harm.py (in front of a port), namespaces.py (of the kernel's).
+
+Clusters in one process: cluster.py and jitter.py with ranks.py; what they must give: reference.py and bitwise.py.
+
 The names below are imported when they are first used: whoever only makes namespaces need not wait for torch. So no module here may
 be called like a name of another one.
 """
