@@ -37,7 +37,7 @@ nitpick_ignore = [
         "credentials.bundle.Credentials",
         "credentials.security.Security",
         "elastic.saves.Saving",
-        "fsdp.codec.Codec",
+        "fsdp.compressed.codec.Codec",
         "fsdp.communicators.Communicators",
         "fsdp.group.FlatGroup",
         "fsdp.precision.Dtypes",

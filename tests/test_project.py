@@ -1,11 +1,13 @@
 """The project's own files say the same thing: versions, pins, generated code, make targets."""
 
+import ast
 import importlib.metadata
 import os
 import re
 import shutil
 import subprocess
 import tomllib
+from collections import Counter
 from importlib import util
 from itertools import chain
 from pathlib import Path
@@ -113,3 +115,31 @@ def test_make_alone_lists_every_target() -> None:
 @pytest.mark.parametrize(("python", "environment"), [("python3.13", ".venv-python3.13"), ("/opt/py/bin/python3.12", ".venv-python3.12")])
 def test_each_interpreter_has_an_environment_of_its_own(python: str, environment: str) -> None:
     assert f"{environment}/bin/python -m pytest -n 0 --dist loadfile -x" in make("-n", "test", f"PYTHON={python}", "JOBS=0", "ARGS=-x")
+
+
+ROOMS = [file.parent for file in sorted((ROOT / "shardnet").rglob("__init__.py")) if file.parent not in (ROOT / "shardnet", PB)]
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=lambda room: str(room.relative_to(ROOT)))
+def test_each_room_says_where_each_of_its_files_comes_in(room: Path) -> None:
+    text = ast.get_docstring(ast.parse((room / "__init__.py").read_text())) or ""
+    files = {file.name for file in room.glob("*.py")} - {"__init__.py"}
+    assert {file for file in files if Path(file).stem not in re.findall(r"\w+", text)} == set()
+    assert set(re.findall(r"(?<![\w/])\w+\.py", text)) - files == set(), "named, but not there"
+
+
+SOURCES = [file for file in sorted((ROOT / "shardnet").rglob("*.py")) if file.parent != PB]
+NOTES = [(note, file) for file in SOURCES for note in re.findall(r"^ *(?:# |\"\"\")?\[Note: ([^]]+)\] \w", file.read_text(), re.M)]
+
+
+def test_each_note_is_written_once() -> None:
+    assert [name for name, count in Counter(name for name, _ in NOTES).items() if count > 1] == []
+
+
+@pytest.mark.parametrize("file", [*SOURCES, *sorted((ROOT / "docs").glob("*.md"))], ids=lambda file: str(file.relative_to(ROOT)))
+def test_notes_are_where_readers_are_sent(file: Path) -> None:
+    text = re.sub(r"\n\s*(?:# )?", " ", file.read_text())
+    for name, where in re.findall(r"\[Note: ([^]]+)\](?: (?:in|of) `?([\w/]+\.py))?", text):
+        homes = [home for note, home in NOTES if note == name]
+        assert homes, f"nobody has written [Note: {name}]"
+        assert not where or homes[0].as_posix().endswith(f"/{where}"), f"[Note: {name}] is in {homes[0]}, not in {where}"

@@ -11,6 +11,7 @@ idle_thread.py  where files are written while the training goes on
 reading.py      what one rank needs
 checkpoints.py  saving and loading, with all ranks
 weights.py      a model's parameters as files for others, and back
+looking.py      checkpoints as files, without a training
 """
 
 from shardnet.checkpoint.checkpoints import Checkpoints, Loaded

@@ -1,6 +1,7 @@
 """What may keep a cluster from working, or from being fast, found before a training is begun.
 
-`machine` looks at this machine, `trust` at its certificate, `meeting` at the rendezvous, and `peers` at the links to the other machines.
+`machine` looks at this machine, `trust` at its certificate, `meeting` at the rendezvous, and `peers` at the links to the
+other machines. What each has looked at is a `finding`.
 """
 
 from shardnet.doctor.finding import Finding, Level

@@ -1,1 +1,1 @@
-"""Processes that begin where another one is, with everything imported: see [Note: fork server] in server.py."""
+"""Processes that begin where another one is, with everything imported: server.py forks them, for whom nursery.py speaks."""

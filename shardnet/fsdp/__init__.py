@@ -1,13 +1,24 @@
 """Fully sharded data parallel training: parameters, gradients and optimizer state spread over ranks.
 
-Read in this order: wrapper.py (what users call) and arguments.py (of what it is made), placement.py (what becomes a
-unit), group.py (one flat buffer), full_buffer.py (how its memory comes and goes), unit.py (its states), runtime.py
-(what happens at each hook), absent.py (what is read where it is not whole), known.py and optimizers.py (what is
-refused), prefetch.py and reductions.py (what overlaps), precision.py (in which dtypes), secondary.py (shards kept for
-backward), compression.py (what is sent in fewer bits; then codec.py, compressed_gather.py, compressed_reduction.py,
-compressed_across.py), meta.py (models that are built without memory), ignored.py (what is left alone), uneven.py (steps
-of ranks that hold unequal numbers of samples), async_wrapper.py and surroundings.py (the same for async programs, and
-what torch's thread state has to do with it).
+Read in this order.
+
+What users call: wrapper.py; async_wrapper.py with surroundings.py (the same for async programs, and what torch keeps for each thread).
+What it is made of: arguments.py, options.py, precision.py (in which dtypes), resharding.py (what is freed when), compression.py (what is
+sent in fewer bits), ignored.py (what is left alone), offload.py (GPUs that hold one unit at a time).
+
+A model at work: placement.py (what becomes a unit), group.py (one flat buffer) with full_buffer.py and pool.py (how its memory comes and
+goes), unit.py (its states), hooks.py and runtime.py (what happens at each of them) with passes.py and tensors.py. What overlaps:
+prefetch.py and reductions.py, with communicators.py (who talks to whom) and shard_streams.py (from a GPU); secondary.py (shards kept for
+backward). stepping.py (optimizers that step in backward).
+
+Gradients: gradients.py and lent_gradients.py (until they are reduced), averages.py over node_grid.py (where several ranks hold one
+shard), refusal.py (when a reduction fails). clipping.py, grad_scaler.py, uneven.py (ranks that hold unequal numbers of samples). Packed:
+compressed/.
+
+The first contents: initial.py, and meta/ for models that are built without memory. Contents as states: state.py.
+
+What is refused: alike.py (ranks that shard differently), absent.py (what is read where it is not whole), known.py (parameters that were
+not sharded), optimizers.py. What is counted: memory.py, timeline.py.
 """
 
 from shardnet.fsdp.async_wrapper import AsyncFSDP

@@ -3,7 +3,7 @@
 from typing import TypeVar
 
 from shardnet.backend import Backend, Pending
-from shardnet.fsdp.compressed_across import Packer
+from shardnet.fsdp.compressed.across import Packer
 from shardnet.fsdp.node_grid import NodeGrid
 from shardnet.fsdp.shard_streams import ShardStreams
 from shardnet.fsdp.timeline import Timeline

@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 
 from shardnet.errors import DtypeError, UsageError
-from shardnet.fsdp.codec import Bfloat16Codec, BlockwiseInt8Codec, Codec
+from shardnet.fsdp.compressed.codec import Bfloat16Codec, BlockwiseInt8Codec, Codec
 from shardnet.fsdp.precision import Dtypes, MixedPrecision
 from shardnet.sharding import ShardingStrategy
 

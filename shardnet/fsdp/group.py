@@ -24,9 +24,11 @@ from shardnet.backend import NodeBuffer, Pending
 from shardnet.backend.streams import is_on_gpu
 from shardnet.errors import SizeMismatchError, UsageError
 from shardnet.fsdp.communicators import Communicators
-from shardnet.fsdp.compressed_across import CompressedAcross
-from shardnet.fsdp.compressed_gather import CompressedGather
-from shardnet.fsdp.compressed_reduction import CompressedReduction
+from shardnet.fsdp.compressed.across import CompressedAcross
+from shardnet.fsdp.compressed.gather import CompressedGather
+from shardnet.fsdp.compressed.reduction import CompressedReduction
+from shardnet.fsdp.compressed.residual import Residual
+from shardnet.fsdp.compressed.wire_memory import WireMemory
 from shardnet.fsdp.compression import Compression
 from shardnet.fsdp.full_buffer import FullBuffer, WholeShard
 from shardnet.fsdp.gradients import GradientBuffer
@@ -35,9 +37,7 @@ from shardnet.fsdp.memory import MemoryMeter
 from shardnet.fsdp.placement import PlacedParameter
 from shardnet.fsdp.pool import BufferPool
 from shardnet.fsdp.precision import Dtypes
-from shardnet.fsdp.residual import Residual
 from shardnet.fsdp.secondary import SecondaryShard
-from shardnet.fsdp.wire_memory import WireMemory
 from shardnet.sharding import FlatLayout, ParameterSlice
 from shardnet.uncompiled import uncompiled
 

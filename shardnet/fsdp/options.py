@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from shardnet.fsdp.compression import Compression
-from shardnet.fsdp.initial_values import InitFunction
+from shardnet.fsdp.meta.initial_values import InitFunction
 from shardnet.fsdp.precision import MixedPrecision
 from shardnet.sharding import ShardingStrategy
 

@@ -16,8 +16,8 @@ import torch
 from shardnet.backend import Pending, ReduceOp
 from shardnet.fsdp.averages import ReplicaAverages
 from shardnet.fsdp.communicators import Communicators
-from shardnet.fsdp.compressed_across import CompressedAcross, Crossing
-from shardnet.fsdp.compressed_reduction import CompressedReduction, Exchange
+from shardnet.fsdp.compressed.across import CompressedAcross, Crossing
+from shardnet.fsdp.compressed.reduction import CompressedReduction, Exchange
 from shardnet.fsdp.gradients import GradientBuffer
 from shardnet.fsdp.group import FlatGroup
 from shardnet.fsdp.lent_gradients import LentGradients

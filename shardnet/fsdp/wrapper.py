@@ -21,10 +21,10 @@ from shardnet.fsdp.group import FlatGroup, sharded_by
 from shardnet.fsdp.hooks import attach, attach_to_parts
 from shardnet.fsdp.ignored import IgnoredModules
 from shardnet.fsdp.initial import copy_buffers_from_root, shard_from_root
-from shardnet.fsdp.initial_values import InitFunction, InitialValues
 from shardnet.fsdp.known import KnownParameters
 from shardnet.fsdp.memory import MemoryMeter
-from shardnet.fsdp.meta import MetaModel, is_on_meta
+from shardnet.fsdp.meta.initial_values import InitFunction, InitialValues
+from shardnet.fsdp.meta.model import MetaModel, is_on_meta
 from shardnet.fsdp.optimizers import check_optimizer
 from shardnet.fsdp.placement import UnitChoice, parts_of, plan_units
 from shardnet.fsdp.pool import BufferPool
@@ -67,7 +67,7 @@ class FSDP(nn.Module):
 
     A module that was built under `torch.device("meta")` is materialised on `device`, the CPU if left out, unit by unit: besides
     its shards a rank holds the units around one module. Each module fills what it holds itself in `reset_parameters()`, or
-    `param_init_fn(module)` does, for every module, those inside first ([Note: order of initialisation] in meta.py says
+    `param_init_fn(module)` does, for every module, those inside first ([Note: order of initialisation] in meta/model.py says
     when that gives the numbers of a module built with memory). Or `initial_state`, rank 0's, a mapping of whole tensors by name
     such as a lazily read file, has parameters and buffers; each is read once, when its turn comes. The other ranks' is not
     read and may be {}, and functions are then called for modules alone that have buffers which are in no state. For a

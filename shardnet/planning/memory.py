@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import torch
 
 from shardnet.config import MIB
-from shardnet.fsdp.codec import Codec
+from shardnet.fsdp.compressed.codec import Codec
 from shardnet.planning.model import GroupSize, ModelSize, UnitSize
 from shardnet.planning.setting import Setting, Strategy, packed_bytes
 from shardnet.sharding import shard_sizes

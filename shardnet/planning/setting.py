@@ -7,7 +7,7 @@ import torch
 
 from shardnet.errors import InvalidWorldSizeError, UsageError
 from shardnet.fsdp import Compression, MixedPrecision
-from shardnet.fsdp.codec import Codec
+from shardnet.fsdp.compressed.codec import Codec
 from shardnet.fsdp.precision import Dtypes
 from shardnet.fsdp.resharding import Resharding
 from shardnet.planning.model import GroupSize, ModelSize

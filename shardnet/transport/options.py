@@ -5,7 +5,7 @@
 `http2.ping_timeout` must equal it: gRPC's default of 60 s wins otherwise, and a frozen peer is noticed after 61 s.
 Both sides ping, so that either may be the one that freezes: the server's pings end the lease of a frozen worker.
 
-[Note: flow control] For mesh streams that come through a proxy; the others do without grpcio (http2/). A sender may be
+[Note: flow control of grpcio] For mesh streams that come through a proxy; the others do without grpcio (http2/). A sender may be
 this far ahead of the window updates that its receiver sends. By default the window starts at 64 KiB and grows as gRPC
 estimates the link, and a stream of large messages stalls on it: an all-gather of 16 MiB between two ranks took 47 ms, of
 which 13 were work. With a fixed window of 16 MiB and frames of 4 MiB instead of 16 KiB it took 17. It is no memory that
@@ -41,7 +41,7 @@ def _sizes(limits: Limits) -> list[tuple[str, int]]:
     ]
 
 
-# See [Note: flow control].
+# See [Note: flow control of grpcio].
 _FRAME_BYTES = 4 * 1024 * 1024
 _WINDOW_BYTES = 16 * 1024 * 1024
 

@@ -1,4 +1,5 @@
-"""A cluster as a web page: `watcher` looks, `story` keeps what was seen, `answer` tells it, `page_port` serves that, and `page/` draws it.
+"""A cluster as a web page: `watcher` looks, `story` keeps what was seen (of each job its `history`), `answer` tells it, `page_port` serves
+that, and `page/` draws it.
 
 The scripts in `page/` put what they are told into the page as text, never as markup.
 """

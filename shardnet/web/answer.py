@@ -1,4 +1,6 @@
-"""`answer`: what the page is told, as a value for JSON. [Note: what the page is told]
+"""`answer`: what the page is told, as a value for JSON.
+
+[Note: what the page is told] Fields, and those of values within:
 
 version     1; another one where a field changes its meaning
 run         which process tells; number, at_s: its last look

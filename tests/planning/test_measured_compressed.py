@@ -6,8 +6,8 @@ import torch
 from shardnet.backend import Backend
 from shardnet.config import Limits
 from shardnet.fsdp import FSDP, Compression, MemoryReport, MixedPrecision, memory_report
-from shardnet.fsdp.compressed_across import Crossing
-from shardnet.fsdp.compressed_reduction import Exchange
+from shardnet.fsdp.compressed.across import Crossing
+from shardnet.fsdp.compressed.reduction import Exchange
 from shardnet.planning import MemoryPlan, Setting, Strategy, plan
 from shardnet.sharding import ShardingStrategy
 from tests.fsdp.models import Block, loss_of, make_gpt, token_batches

@@ -1,4 +1,6 @@
-"""A training's metrics, where others look for them: JSON lines, TensorBoard, and functions of the user's."""
+"""A training's metrics, where others look for them: a record.py for each step, which tracker.py hands on to json_lines.py, tensorboard.py
+and functions of the user's.
+"""
 
 from shardnet.training.tracking.record import Record, numbers
 from shardnet.training.tracking.tracker import Callback, Tracker

@@ -16,7 +16,8 @@ What need not be copied into a window is lent: see [Note: loans] in `lending.py`
 write it into one segment (`segment.py`). And what is small is left in a mailbox, of which nobody is told: see [Note: mailboxes] in
 `mailbox.py`.
 
-`window.py` is the writer's side, `view.py` the reader's, `sharing.py` what a mesh does with both.
+`window.py` is the writer's side, `view.py` the reader's, `sharing.py` what a mesh does with both. Whoever sleeps at a mailbox is
+woken by what is in `bell.py`, `alarm.py` and `futex.py`; `memfd.py` and `mapping.py` are how memory is made and mapped.
 """
 
 from shardnet.transport.shared_memory.alarm import Alarm

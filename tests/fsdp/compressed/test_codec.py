@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from shardnet.fsdp.codec import Bfloat16Codec, BlockwiseInt8Codec, Codec
+from shardnet.fsdp.compressed.codec import Bfloat16Codec, BlockwiseInt8Codec, Codec
 
 Tensor = torch.Tensor
 CODECS = [Bfloat16Codec(), BlockwiseInt8Codec(16), BlockwiseInt8Codec(256)]

@@ -22,11 +22,11 @@ from torch import nn
 from shardnet.errors import UsageError
 from shardnet.fsdp.communicators import Communicators
 from shardnet.fsdp.ignored import IgnoredModules
-from shardnet.fsdp.initial_values import InitialValues, listed
 from shardnet.fsdp.memory import MemoryMeter
+from shardnet.fsdp.meta.initial_values import InitialValues, listed
+from shardnet.fsdp.meta.whole_unit import WholeUnit
 from shardnet.fsdp.pool import BufferPool
 from shardnet.fsdp.unit import Unit
-from shardnet.fsdp.whole_unit import WholeUnit
 
 Tensor = torch.Tensor
 

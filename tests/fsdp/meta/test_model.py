@@ -18,8 +18,8 @@ from shardnet.errors import SizeMismatchError, UsageError
 from shardnet.fsdp import FSDP, MixedPrecision, memory_report
 from shardnet.sharding import ShardingStrategy
 from tests.devices import TEST_DEVICE
-from tests.fsdp import meta_worker
 from tests.fsdp.conftest import START_S
+from tests.fsdp.meta import worker
 from tests.fsdp.models import GPT, Block, _seeding, loss_of, make_gpt, token_batches
 from tests.fsdp.ranks import run_ranks
 
@@ -335,10 +335,10 @@ def test_a_state_that_cannot_be_read_ends_every_rank() -> None:
 
 @pytest.mark.timeout(2 * START_S)
 def test_the_process_never_holds_more_than_shards_and_a_unit_per_rank() -> None:
-    command = [sys.executable, "-m", "tests.fsdp.meta_worker"]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=START_S, check=False)
+    command = [sys.executable, "-m", "tests.fsdp.meta.worker"]
+    done = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=START_S, check=False)
     assert done.returncode == 0, done.stderr
     grown, models = map(int, done.stdout.split())
-    assert models == meta_worker.WORLD_SIZE
+    assert models == worker.WORLD_SIZE
     # the shards of all ranks are one model; besides them a rank may have a unit, a copy of it on the way, and one in the pool
-    assert 0.9 * meta_worker.MODEL_BYTES <= grown <= meta_worker.MODEL_BYTES + meta_worker.WORLD_SIZE * 4 * meta_worker.UNIT_BYTES
+    assert 0.9 * worker.MODEL_BYTES <= grown <= worker.MODEL_BYTES + worker.WORLD_SIZE * 4 * worker.UNIT_BYTES

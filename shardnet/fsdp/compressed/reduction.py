@@ -3,7 +3,7 @@
 Every rank packs, for each rank, that one's part of its full gradients, and sends it there (all_to_all). Who receives
 unpacks one after the other in rank order and adds them up in float32: the same bits each time. What packing rounded off is
 kept by the sender and added to its next gradients ([Note: error feedback] in residual.py). Both ends run on the training thread, see
-[Note: where packing runs]. Where nodes hold several ranks there is a better way, compressed_across.py.
+[Note: where packing runs]. Where nodes hold several ranks there is a better way, across.py.
 """
 
 import concurrent.futures
@@ -14,10 +14,10 @@ import torch
 from shardnet.backend import Pending
 from shardnet.backend.streams import is_on_gpu, join, now
 from shardnet.errors import ShardnetError
-from shardnet.fsdp.codec import Codec
 from shardnet.fsdp.communicators import Communicators
-from shardnet.fsdp.residual import Residual
-from shardnet.fsdp.wire_memory import WireMemory
+from shardnet.fsdp.compressed.codec import Codec
+from shardnet.fsdp.compressed.residual import Residual
+from shardnet.fsdp.compressed.wire_memory import WireMemory
 from shardnet.sharding import FlatLayout
 
 Tensor = torch.Tensor

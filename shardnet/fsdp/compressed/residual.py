@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from shardnet.fsdp.codec import Codec
+from shardnet.fsdp.compressed.codec import Codec
 from shardnet.fsdp.memory import Gauge
 
 Tensor = torch.Tensor

@@ -13,7 +13,7 @@ import torch
 from shardnet.backend import Backend
 from shardnet.errors import ShardnetError
 from shardnet.fsdp import FSDP, AsyncFSDP, Compression, memory_report
-from shardnet.fsdp.codec import BlockwiseInt8Codec
+from shardnet.fsdp.compressed.codec import BlockwiseInt8Codec
 from shardnet.fsdp.lent_gradients import LentGradients
 from shardnet.sharding import ShardingStrategy
 from shardnet.testing import local_cluster

@@ -7,8 +7,8 @@ for. On the loop thread, which finishes collectives, they would hold up the tran
 import torch
 
 from shardnet.backend import Backend, Pending
-from shardnet.fsdp.codec import Codec
-from shardnet.fsdp.wire_memory import WireMemory
+from shardnet.fsdp.compressed.codec import Codec
+from shardnet.fsdp.compressed.wire_memory import WireMemory
 from shardnet.sharding import FlatLayout
 
 Tensor = torch.Tensor

@@ -9,8 +9,8 @@ from torch import nn
 from shardnet.errors import SizeMismatchError, UsageError
 from shardnet.fsdp.communicators import Communicators
 from shardnet.fsdp.initial import spread_from_root
-from shardnet.fsdp.initial_values import InitialValues, listed
 from shardnet.fsdp.memory import MemoryMeter
+from shardnet.fsdp.meta.initial_values import InitialValues, listed
 from shardnet.fsdp.placement import PlacedParameter
 from shardnet.fsdp.pool import BufferPool
 from shardnet.fsdp.unit import Unit

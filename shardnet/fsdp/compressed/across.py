@@ -19,11 +19,11 @@ from itertools import accumulate, pairwise
 import torch
 
 from shardnet.backend import Pending
-from shardnet.fsdp.codec import Codec
+from shardnet.fsdp.compressed.codec import Codec
+from shardnet.fsdp.compressed.residual import Residual
+from shardnet.fsdp.compressed.wire_memory import WireMemory
 from shardnet.fsdp.node_grid import NodeGrid
 from shardnet.fsdp.refusal import refuse
-from shardnet.fsdp.residual import Residual
-from shardnet.fsdp.wire_memory import WireMemory
 from shardnet.sharding import FlatLayout
 
 Tensor = torch.Tensor
