@@ -32,7 +32,7 @@ from benchmarks.parts import (
 )
 from benchmarks.race import Contender
 from shardnet import Backend
-from shardnet.collectives.round import Round
+from shardnet.collectives.letters.round import Round
 from shardnet.loop import LoopThread
 
 RUNS = 5

@@ -5,7 +5,7 @@ from typing import Self
 import torch
 
 from shardnet.backend.mesh_backend import MeshBackend
-from shardnet.collectives.mail import Mail
+from shardnet.collectives.letters.mail import Mail
 from shardnet.collectives.route import Routing
 from shardnet.collectives.switchboard import Switchboard
 from shardnet.config import Limits, Timeouts

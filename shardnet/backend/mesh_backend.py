@@ -28,14 +28,15 @@ from shardnet.backend.node_buffer import NodeBuffer
 from shardnet.backend.pending import Pending
 from shardnet.backend.staging import Staging
 from shardnet.backend.streams import Event, is_on_gpu, join, now
-from shardnet.collectives import loans, plans, shares
+from shardnet.collectives import plans
 from shardnet.collectives.commons import Release
 from shardnet.collectives.exchange import Exchange
 from shardnet.collectives.group import Group
 from shardnet.collectives.hierarchical import Bounds, Hierarchical
-from shardnet.collectives.letter_round import LetterRound, Share
-from shardnet.collectives.loan_round import Lending, LoanRound
-from shardnet.collectives.mail import Mail
+from shardnet.collectives.letters import loans, shares
+from shardnet.collectives.letters.letter_round import LetterRound, Share
+from shardnet.collectives.letters.loan_round import Lending, LoanRound
+from shardnet.collectives.letters.mail import Mail
 from shardnet.collectives.operation import Algorithm, Call
 from shardnet.collectives.parts import Pieces
 from shardnet.collectives.reduction import Array, ReduceOp, Reduction, as_array, as_tensor, dtype_name

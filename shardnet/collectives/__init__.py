@@ -8,8 +8,7 @@ plans.py (which algorithm it is) and route.py (over which nodes), operation.py (
 Over streams: exchange.py and two_shot.py (small), hierarchical.py (large) with cut.py, lane.py and parts.py; operations.py (a group's,
 one after the other), early.py (what comes too soon).
 
-By letter, among ranks of one node: round.py (the idea, and its parts) with letter_round.py and shares.py (small), loan_round.py and
-loans.py (large); mail.py, rounds.py and attendant.py (a group's). commons.py is memory that they gather into.
+By letter, among ranks of one node: letters/. commons.py is memory that they gather into.
 
 All of them: group.py (some ranks) with first_contact.py and farewell.py (how it begins to be, and to be forgotten), switchboard.py
 (all groups of a mesh), channels.py, turns.py and any_source.py (sends and receives).

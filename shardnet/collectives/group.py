@@ -18,12 +18,12 @@ from shardnet.collectives.commons import Commons
 from shardnet.collectives.farewell import Farewell
 from shardnet.collectives.first_contact import FirstContact
 from shardnet.collectives.ledger import Ledger
-from shardnet.collectives.mail import Mail
+from shardnet.collectives.letters.mail import Mail
+from shardnet.collectives.letters.round import Round
+from shardnet.collectives.letters.rounds import Rounds
 from shardnet.collectives.operation import Operation
 from shardnet.collectives.operations import Operations
 from shardnet.collectives.roll_call import RollCall
-from shardnet.collectives.round import Round
-from shardnet.collectives.rounds import Rounds
 from shardnet.collectives.route import Route
 from shardnet.errors import ClosedError, CollectiveError, CollectiveMismatch, CollectiveTimeout, PeerLost, ProtocolError, ShardnetError
 from shardnet.flight import Party

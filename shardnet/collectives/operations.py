@@ -1,6 +1,6 @@
 """`Operations`: what one group does over streams: numbers its operations, begins as many at once as it may, and ends each of them.
 
-What goes by letters does not come here (rounds.py).
+What goes by letters does not come here (letters/rounds.py).
 """
 
 import asyncio

@@ -21,12 +21,12 @@ from typing import Any
 from weakref import WeakSet
 
 from shardnet.collectives.any_source import AnySource
-from shardnet.collectives.attendant import Attendant
 from shardnet.collectives.commons import Commons
 from shardnet.collectives.early import Early
 from shardnet.collectives.group import Group
-from shardnet.collectives.mail import Mail
-from shardnet.collectives.round import Round
+from shardnet.collectives.letters.attendant import Attendant
+from shardnet.collectives.letters.mail import Mail
+from shardnet.collectives.letters.round import Round
 from shardnet.collectives.route import Nodes, Routing
 from shardnet.collectives.turns import Turns
 from shardnet.collectives.watch import Watch

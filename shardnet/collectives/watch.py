@@ -21,7 +21,7 @@ from shardnet.waiting import Waiting
 
 if TYPE_CHECKING:
     from shardnet.collectives.group import Group
-    from shardnet.collectives.round import Round
+    from shardnet.collectives.letters.round import Round
     from shardnet.collectives.switchboard import Switchboard
 
 log = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from benchmarks.explain import _part_of
 from benchmarks.parts import CHECKSUMS, COLLECTIVES, COPYING, PEERS, RECEIVING, REDUCING, SENDING, TLS, TRANSPORT
 from shardnet import wire
 from shardnet.collectives.exchange import Exchange
+from shardnet.collectives.letters.round import Round
 from shardnet.collectives.reduction import Reduction, copy_bytes
-from shardnet.collectives.round import Round
 from shardnet.pb import mesh_pb2
 from shardnet.transport.grpc_mesh import GrpcMesh
 from shardnet.transport.shared_memory import Mailbox, futex

@@ -11,8 +11,8 @@ import torch
 from shardnet.backend import Backend
 from shardnet.backend.cluster import ClusterBackend
 from shardnet.collectives.hierarchical import Hierarchical
-from shardnet.collectives.letter_round import LetterRound
-from shardnet.collectives.loan_round import LoanRound
+from shardnet.collectives.letters.letter_round import LetterRound
+from shardnet.collectives.letters.loan_round import LoanRound
 from shardnet.config import KIB
 from shardnet.errors import InvalidRankError, UsageError
 from shardnet.testing import each_rank, local_cluster, loopback_cluster

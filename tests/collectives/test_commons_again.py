@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from shardnet.backend import NodeBuffer
-from shardnet.collectives.loan_round import LoanRound
-from shardnet.collectives.round import Course
+from shardnet.collectives.letters.loan_round import LoanRound
+from shardnet.collectives.letters.round import Course
 from shardnet.errors import ClosedError, CollectiveError, CollectiveMismatch, CollectiveTimeout
 from shardnet.testing import each_error, each_rank, local_cluster
 from shardnet.transport.shared_memory import futex

@@ -14,8 +14,8 @@ import torch
 
 from shardnet.backend import Pending
 from shardnet.backend.mesh_backend import MeshBackend
-from shardnet.collectives.attendant import Attendant
 from shardnet.collectives.group import Group
+from shardnet.collectives.letters.attendant import Attendant
 from shardnet.collectives.operation import Call, Operation
 from shardnet.collectives.roll_call import Attendance, RollCall
 from shardnet.collectives.watch import ALIKE, PATIENT_S

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from shardnet.backend import Backend, ReduceOp
-from shardnet.collectives.letter_round import LetterRound
-from shardnet.collectives.loan_round import LoanRound
+from shardnet.collectives.letters.letter_round import LetterRound
+from shardnet.collectives.letters.loan_round import LoanRound
 from shardnet.collectives.route import Routing
 from shardnet.testing import bits, each_rank, local_cluster, loopback_cluster, same_bits
 from shardnet.transport.shared_memory import Sharing

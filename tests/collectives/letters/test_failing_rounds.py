@@ -12,7 +12,7 @@ import torch
 
 from shardnet.backend import Backend, Pending
 from shardnet.collectives.group import Group
-from shardnet.collectives.letter_round import LetterRound
+from shardnet.collectives.letters.letter_round import LetterRound
 from shardnet.collectives.reduction import Reduction
 from shardnet.collectives.switchboard import Switchboard
 from shardnet.config import KIB, Timeouts
@@ -20,7 +20,7 @@ from shardnet.errors import ClosedError, CollectiveError, CollectiveMismatch, Co
 from shardnet.testing import each_error, each_rank, local_cluster
 from shardnet.transport.shared_memory import futex, mailbox
 from shardnet.wire import Chunk
-from tests.collectives.rounds import LARGE, LARGER, LIMITS, SMALL, interrupt, ones_of, result_of
+from tests.collectives.letters.rounds import LARGE, LARGER, LIMITS, SMALL, interrupt, ones_of, result_of
 from tests.promises import within_s
 
 pytestmark = pytest.mark.skipif(not futex.available, reason="mailboxes need Linux on x86-64")

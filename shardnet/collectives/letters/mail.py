@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 from shardnet.transport.shared_memory import Mailbox, MailboxView
 
 if TYPE_CHECKING:
-    from shardnet.collectives.attendant import Attendant
     from shardnet.collectives.group import Group
+    from shardnet.collectives.letters.attendant import Attendant
 
 SPIN_S = 0.0002  # longer than the ranks of a busy node are usually apart; halved whenever it was in vain, down to the next one
 LEAST_SPIN_S = 0.00001

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardnet.collectives.mail import Mail
+from shardnet.collectives.letters.mail import Mail
+from shardnet.collectives.letters.round import Course, Round
 from shardnet.collectives.operation import Call
 from shardnet.collectives.reduction import Array
-from shardnet.collectives.round import Course, Round
 from shardnet.transport.shared_memory import Lender, Loan
 from shardnet.wire import Buffer, Lent
 

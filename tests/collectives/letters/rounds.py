@@ -8,8 +8,8 @@ import torch
 
 from shardnet.backend import Pending
 from shardnet.backend.cluster import ClusterBackend
-from shardnet.collectives.attendant import Attendant
-from shardnet.collectives.letter_round import LetterRound
+from shardnet.collectives.letters.attendant import Attendant
+from shardnet.collectives.letters.letter_round import LetterRound
 from shardnet.config import KIB, Limits
 
 Ranks = Sequence[ClusterBackend]

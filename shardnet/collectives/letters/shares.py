@@ -9,7 +9,7 @@ import numpy as np
 
 from shardnet.collectives.group import Group
 from shardnet.collectives.hierarchical import Bounds
-from shardnet.collectives.letter_round import Share
+from shardnet.collectives.letters.letter_round import Share
 from shardnet.collectives.plans import apart
 from shardnet.collectives.reduction import Array, Reduction, as_bytes, copy_bytes
 from shardnet.wire import Buffer

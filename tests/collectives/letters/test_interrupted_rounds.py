@@ -19,7 +19,7 @@ from shardnet.backend import Backend, NodeBuffer, Pending
 from shardnet.loop import LoopThread
 from shardnet.testing import each_rank, local_cluster
 from shardnet.transport.shared_memory import futex
-from tests.collectives.rounds import LARGE, LIMITS, SMALL, ones_of
+from tests.collectives.letters.rounds import LARGE, LIMITS, SMALL, ones_of
 
 pytestmark = pytest.mark.skipif(not futex.available, reason="mailboxes need Linux on x86-64")
 

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from shardnet.collectives.mail import Mail
+from shardnet.collectives.letters.mail import Mail
+from shardnet.collectives.letters.round import Course, Round
 from shardnet.collectives.operation import Call
-from shardnet.collectives.round import Course, Round
 from shardnet.wire import Buffer
 
 

@@ -6,9 +6,9 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from shardnet.collectives.ledger import Ledger
-from shardnet.collectives.loan_round import LoanRound
-from shardnet.collectives.mail import Mail
-from shardnet.collectives.round import Round
+from shardnet.collectives.letters.loan_round import LoanRound
+from shardnet.collectives.letters.mail import Mail
+from shardnet.collectives.letters.round import Round
 from shardnet.errors import ProtocolError, ShardnetError
 from shardnet.pb import mesh_pb2
 from shardnet.wire import Chunk

@@ -12,7 +12,7 @@ from shardnet.backend import Pending
 from shardnet.errors import CollectiveTimeout, StateError
 from shardnet.testing import local_cluster
 from shardnet.transport.shared_memory import MailboxView, futex
-from tests.collectives.rounds import LIMITS, SMALL, interrupt, ones_of, result_of, wait
+from tests.collectives.letters.rounds import LIMITS, SMALL, interrupt, ones_of, result_of, wait
 from tests.promises import within_s
 
 pytestmark = pytest.mark.skipif(not futex.available, reason="mailboxes need Linux on x86-64")

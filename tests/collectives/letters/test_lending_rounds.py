@@ -15,9 +15,9 @@ import torch
 
 from shardnet.backend import Backend, Pending
 from shardnet.backend.mesh_backend import MeshBackend
-from shardnet.collectives.loan_round import LoanRound
-from shardnet.collectives.round import Course
-from shardnet.collectives.rounds import Rounds
+from shardnet.collectives.letters.loan_round import LoanRound
+from shardnet.collectives.letters.round import Course
+from shardnet.collectives.letters.rounds import Rounds
 from shardnet.collectives.route import Routing
 from shardnet.errors import ClosedError, CollectiveError, CollectiveTimeout, PeerLost
 from shardnet.testing import each_rank, local_cluster
@@ -25,7 +25,7 @@ from shardnet.transport.shared_memory import futex
 from shardnet.transport.shared_memory.lending import Borrowed
 from shardnet.transport.shared_memory.mailbox import Mailbox
 from shardnet.wire import LoanRevoked
-from tests.collectives.rounds import LARGE, LARGER, LIMITS, interrupt, leave_all_to_threads, ones_of
+from tests.collectives.letters.rounds import LARGE, LARGER, LIMITS, interrupt, leave_all_to_threads, ones_of
 from tests.contract.programs import Runner, random_step
 
 pytestmark = pytest.mark.skipif(not futex.available, reason="mailboxes need Linux on x86-64")

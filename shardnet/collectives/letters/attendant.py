@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from itertools import islice
 
-from shardnet.collectives.round import Progress, Round
+from shardnet.collectives.letters.round import Progress, Round
 from shardnet.loop import help_out
 from shardnet.transport.shared_memory import Alarm, Bell, MailboxView, futex
 

@@ -31,7 +31,7 @@ from contextlib import contextmanager, suppress
 from enum import Enum
 from typing import Any
 
-from shardnet.collectives.mail import Mail
+from shardnet.collectives.letters.mail import Mail
 from shardnet.collectives.operation import Call
 from shardnet.errors import ProtocolError
 from shardnet.flight import Flight, Party, State

@@ -10,11 +10,11 @@ import numpy as np
 from shardnet.collectives.commons import Release
 from shardnet.collectives.group import Group
 from shardnet.collectives.hierarchical import Bounds
-from shardnet.collectives.loan_round import Lending, LoanRound
+from shardnet.collectives.letters.loan_round import Lending, LoanRound
+from shardnet.collectives.letters.round import Course
 from shardnet.collectives.parts import Part, Pieces, piecewise
 from shardnet.collectives.plans import apart, balanced_bounds, is_small
 from shardnet.collectives.reduction import Array, Reduction
-from shardnet.collectives.round import Course
 from shardnet.collectives.route import Routing
 from shardnet.pb.mesh_pb2 import Announcement
 

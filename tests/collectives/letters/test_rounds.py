@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from shardnet.backend import Backend, Pending
-from shardnet.collectives.attendant import Attendant
-from shardnet.collectives.round import Round
-from shardnet.collectives.rounds import Rounds
+from shardnet.collectives.letters.attendant import Attendant
+from shardnet.collectives.letters.round import Round
+from shardnet.collectives.letters.rounds import Rounds
 from shardnet.config import KIB, Limits
 from shardnet.testing import each_rank, local_cluster, loopback_cluster
 from shardnet.transport.shared_memory import futex
-from tests.collectives.rounds import LARGE, LIMITS, SMALL, is_round, ones_of, result_of, wait
+from tests.collectives.letters.rounds import LARGE, LIMITS, SMALL, is_round, ones_of, result_of, wait
 from tests.contract.programs import Runner, random_step
 
 pytestmark = pytest.mark.skipif(not futex.available, reason="mailboxes need Linux on x86-64")

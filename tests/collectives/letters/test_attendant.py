@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from shardnet.backend import Backend, NodeBuffer, Pending
-from shardnet.collectives import attendant
-from shardnet.collectives.attendant import Attendant
-from shardnet.collectives.rounds import Rounds
+from shardnet.collectives.letters import attendant
+from shardnet.collectives.letters.attendant import Attendant
+from shardnet.collectives.letters.rounds import Rounds
 from shardnet.errors import ClosedError
 from shardnet.testing import each_rank, local_cluster
 from shardnet.transport.shared_memory import MailboxView, futex
 from shardnet.transport.shared_memory.mailbox import Mailbox
-from tests.collectives.rounds import LARGE, LARGER, LIMITS, SMALL, ones_of, result_of
+from tests.collectives.letters.rounds import LARGE, LARGER, LIMITS, SMALL, ones_of, result_of
 
 pytestmark = pytest.mark.skipif(futex.most < 8, reason="sleeping at several words needs Linux 5.16 on x86-64")
 
