@@ -126,6 +126,8 @@ def execute(options: arguments.Arguments) -> int:
     without protection."""
     if not options.module and not Path(options.script).exists():
         raise UsageError(f"there is no file {options.script!r}; to run a module, put -m before its name")
+    if not options.module and str(Path(options.script).absolute()).startswith(("/dev/fd/", "/dev/stdin", "/proc/")):
+        raise UsageError(f"{options.script} is something else in each process that opens it; put the program into a file, for all workers")
     protection = Protection.of(options)
     identity = _check(options, protection)
     return run_job(

@@ -57,6 +57,7 @@ def test_where_the_page_is(given: list[str], web: str | None, script: str, args:
         (["run", "--listen", "10.0.0.1:7000", "a.py"], "shardnet run: argument --listen: "),
         (["run", "--job", "two words", "a.py"], "shardnet run: argument --job: must be a name without blanks"),
         (["run", "no-such-file.py"], "shardnet run: there is no file 'no-such-file.py'; to run a module, put -m before its name"),
+        (["run", "/dev/stdin"], "shardnet run: /dev/stdin is something else in each process that opens it; put the program into a file"),
         (["run", "--nnodes", "2", "-m", "a"], "shardnet run: 2 nodes need --rendezvous HOST:PORT"),
         (["run", "--rendezvous", "10.0.0.1:7000", "-m", "a"], "shardnet run: 10.0.0.1:7000 is no loopback address"),
         (["run", "--listen", "::", "-m", "a"], "shardnet run: [::]:0 is no loopback address"),
