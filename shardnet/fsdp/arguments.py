@@ -10,6 +10,7 @@ from shardnet.fsdp.compression import Compression
 from shardnet.fsdp.group import sharded_by
 from shardnet.fsdp.ignored import IgnoredModules
 from shardnet.fsdp.precision import MixedPrecision
+from shardnet.sharding.overlap import refuse_overlaps
 
 
 def check_kinds(module: object, backend: object, prefetch: object, mixed_precision: object, compression: object) -> None:
@@ -37,3 +38,4 @@ def check_parameters(module: nn.Module, ignored: IgnoredModules) -> None:
             raise UsageError(f"{name} has no shape yet: call the module once, with an input like those to come, before you shard it")
         if parameter.is_complex():
             raise DtypeError(f"{name} is {dtype_name(parameter.dtype)}: keep it as real numbers (torch.view_as_real), or ignore its module")
+    refuse_overlaps((name, parameter) for name, parameter in module.named_parameters() if parameter not in ignored.parameters)

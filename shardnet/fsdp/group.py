@@ -9,6 +9,15 @@ shape that view the full buffer. Autograd puts their gradients on the leaves, fr
 forward computed with, and gradients would be wrong. Autograd refuses that where it finds another version of a tensor than it has saved.
 So a leaf gets a new version when it is shown and its parameter has one, and a backward that reads it raises as in one process; one that
 does not goes on.
+
+[Note: writes that would be lost] A forward may write to a parameter, as `nn.Embedding(max_norm=...)` does. Then the leaf is written,
+whose memory goes when the unit is freed, or it is given other memory, which the next gather does not fill. And a forward may write to
+slices of a unit that is being gathered already, which would compute with what was there before. Both are refused. Where a rank has all
+of a group, the leaf's memory is the shard's, and what is written lasts.
+
+[Note: gradients from elsewhere] A loss may be computed with parameters themselves, such as a penalty of their size. Autograd puts such
+gradients on the slices, beside what is reduced: the ranks' slices add up to the whole. Where a rank has all of a group, other ranks have
+the same parameters and may have other gradients for them, so these are averaged with the rest.
 """
 
 import weakref
@@ -18,11 +27,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import increment_version
+from torch.autograd.graph import Node, get_gradient_edge, increment_version
+from torch.utils.hooks import RemovableHandle
 
 from shardnet.backend import NodeBuffer, Pending
 from shardnet.backend.streams import is_on_gpu
-from shardnet.errors import SizeMismatchError, UsageError
+from shardnet.errors import SizeMismatchError, StateError, UsageError
 from shardnet.fsdp.communicators import Communicators
 from shardnet.fsdp.compressed.across import CompressedAcross
 from shardnet.fsdp.compressed.gather import CompressedGather
@@ -88,9 +98,13 @@ class FlatGroup:
             self._full = WholeShard(self.shard)
         else:
             self._full = FullBuffer(self.layout.numel, dtypes.compute, device, owner=label, gauge=meter.full_parameters, pool=pool)
+        self._views = self.layout.views(self._full.tensor.detach())
         # of `data`: each has a version counter of its own
-        self.leaves = [nn.Parameter(view.data, requires_grad=False) for view in self.layout.views(self._full.tensor)]
+        self.leaves = [nn.Parameter(view.data, requires_grad=False) for view in self._views]
+        self._offsets = [leaf.data_ptr() - self._full.tensor.data_ptr() for leaf in self.leaves]  # in bytes
         self._versions = [0] * len(self.leaves)  # of the parameters, as of when they were shown last
+        self._shown = [0] * len(self.leaves)  # versions of the leaves, of then
+        self._gathered = [0] * len(self.leaves)  # of the parameters, as of when a gather began to read them
         self._full.free()
         self._arriving: Pending[NodeBuffer] | None = None
         self._secondary: SecondaryShard | None = None
@@ -117,7 +131,9 @@ class FlatGroup:
         else:
             self.gradients = GradientBuffer(self.layout, dtypes, device, gauge=meter.full_gradients, pool=pool)
         self._on_gradient: OnGradient = lambda group, index: None
+        self._on_gradient_from_elsewhere: OnGradient = lambda group, index: None
         self._watched: set[int] = set()  # leaves with a gradient hook
+        self._elsewhere: dict[int, tuple[Node, RemovableHandle]] = {}  # hooks for gradients from there, which live as long as their nodes
 
     # --- content
 
@@ -170,6 +186,8 @@ class FlatGroup:
             parameter.data = piece
             parameter.grad = None
             setattr(parameter, _MARK, self.label)
+        for index in self.trainable:
+            self._watch_elsewhere(index)
 
     def release(self, flat: Tensor) -> None:
         """Make the parameters whole again, with memory of their own: the end of sharding."""
@@ -177,6 +195,8 @@ class FlatGroup:
             parameter.data = view.clone()
             parameter.grad = None
             delattr(parameter, _MARK)
+        while self._elsewhere:
+            self._elsewhere.popitem()[1][1].remove()
 
     @contextmanager
     def gathered(self, purpose: str) -> Iterator[Tensor]:
@@ -198,6 +218,7 @@ class FlatGroup:
         its shard as it was at some time, or torn, which is stale.
         """
         self._reattach()
+        self._gathered = self._versions_now()
         if isinstance(self._full, WholeShard):
             return Pending.done_with(self.shard, f"all_gather of {self.label}")
         secondary = for_backward and self._secondary is not None and self._secondary.held
@@ -249,7 +270,25 @@ class FlatGroup:
             now = self.shard.to(gathered.device, gathered.dtype)
         else:
             now = self._compressed_gather.received(self.shard.to(gathered.device), gathered.dtype)
-        return torch.equal(gathered.view(torch.uint8), now.view(torch.uint8))
+        if not torch.equal(gathered.view(torch.uint8), now.view(torch.uint8)):
+            return False
+        self._gathered = self._versions_now()
+        return True
+
+    def check_fresh(self) -> None:
+        """Raise StateError if parameters were written to since what is gathered was read. See [Note: writes that would be lost]."""
+        if isinstance(self._full, WholeShard):
+            self._reattach()
+            return
+        for entry, piece, gathered in zip(self.placed, self._slices, self._gathered, strict=True):
+            if entry.parameter._version != gathered or (piece.numel() and entry.parameter.data_ptr() != piece.data_ptr()):
+                raise StateError(
+                    f"{entry.name} was written to in a forward that had begun to gather it for {self.label}, which would compute with what "
+                    "it was before: write to it before the forward or behind the step, or shard with prefetch=0"
+                )
+
+    def _versions_now(self) -> list[int]:
+        return [parameter._version for parameter in self.originals]
 
     def keep_secondary(self) -> None:
         """Keep a secondary shard of the full buffer, which must be complete, for backward; if the model does so at all."""
@@ -270,6 +309,7 @@ class FlatGroup:
                 leaf.requires_grad_(entry.parameter.requires_grad)
             if leaf.requires_grad and index not in self._watched:
                 self._watch(index)
+            self._shown[index] = leaf._version
             for slot in entry.slots:
                 slot.put(leaf)
 
@@ -283,6 +323,21 @@ class FlatGroup:
         for entry in self.placed:
             for slot in entry.slots:
                 slot.put(entry.parameter)
+
+    def written(self) -> str | None:
+        """The name of a parameter to which somebody has written since it was shown, if that is going to be lost; undoes what can be undone.
+        See [Note: writes that would be lost]."""
+        start, found = self._full.tensor.data_ptr(), None
+        for index, (entry, leaf, view) in enumerate(zip(self.placed, self.leaves, self._views, strict=True)):
+            replaced = leaf.numel() != view.numel() or (view.numel() and leaf.data_ptr() != start + self._offsets[index])
+            if self.computes_with_shard:
+                if replaced:
+                    view.copy_(leaf.detach())
+            elif replaced or leaf._version != self._shown[index]:
+                found = entry.name
+            if replaced:
+                leaf.data = view
+        return found
 
     def free(self, *, keep_memory: bool = True) -> None:
         """Free the full buffer, and what came for it. No gather may be under way. With `keep_memory` the next gathers may have it."""
@@ -308,9 +363,10 @@ class FlatGroup:
         if self.compressed_reduction is not None:
             self.compressed_reduction.residual.clear()
 
-    def on_gradient(self, callback: OnGradient) -> None:
-        """Call `callback(group, index)` whenever a leaf has got its gradient and it was put into `gradients`."""
-        self._on_gradient = callback
+    def on_gradient(self, callback: OnGradient, from_elsewhere: OnGradient) -> None:
+        """Call `callback(group, index)` whenever a leaf has got its gradient and it was put into `gradients`, and the other one when that
+        has happened to one that comes from elsewhere."""
+        self._on_gradient, self._on_gradient_from_elsewhere = callback, from_elsewhere
 
     def place_for_gradient(self, dtype: torch.dtype) -> Tensor | None:
         """Memory [shard] for a reduced gradient where it is wanted elsewhere than the full one is; else None."""
@@ -340,6 +396,25 @@ class FlatGroup:
 
         self.leaves[index].register_post_accumulate_grad_hook(collect)  # type: ignore[no-untyped-call]  # torch has no annotation for it
         self._watched.add(index)
+        self._watch_elsewhere(index)
+
+    def _watch_elsewhere(self, index: int) -> None:
+        """See [Note: gradients from elsewhere]."""
+        if self._comms.shard_count > 1 or self._comms.replica_count == 1 or index in self._elsewhere:
+            return
+        reference, leaf = weakref.ref(self), self.leaves[index]
+        shape, dtype = leaf.shape, leaf.dtype
+
+        def collect(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
+            group, (gradient, *_) = reference(), gradients
+            if group is None or gradient is None:
+                return None
+            group.gradients.add(index, gradient.detach().to(dtype).view(shape))
+            group._on_gradient_from_elsewhere(group, index)
+            return (None,)  # so that autograd puts it nowhere
+
+        node = get_gradient_edge(self.originals[index]).node
+        self._elsewhere[index] = node, node.register_prehook(collect)
 
     def _reattach(self) -> None:
         """Bring parameters back whose `.data` was set to other memory, as vector_to_parameters and weight averaging do."""

@@ -9,6 +9,7 @@ from shardnet.fsdp.group import sharded_by
 _REFUSED = {
     optim.LBFGS: "its line search takes all parameters as one vector, of which this rank has a part",
     optim.Adafactor: "it looks at rows and columns of a parameter, of which this rank has some elements; use ZeroOptimizer",
+    optim.SparseAdam: "gradients of what is sharded are dense; use ZeroOptimizer",
     optim.Muon: "it looks at a parameter as a matrix, of which this rank has some elements; use ZeroOptimizer",
 }
 

@@ -84,7 +84,7 @@ class Runtime:
         self.summoned = False  # every unit is in FORWARD, and stays so, whoever calls it
         for unit in self.units:
             for group in unit.groups:
-                group.on_gradient(partial(self.on_gradient, unit))
+                group.on_gradient(partial(self.on_gradient, unit), partial(self.on_gradient_from_elsewhere, unit))
         with _lock:
             _everyone.add(self)
 
@@ -123,7 +123,9 @@ class Runtime:
                 call.forward.left(call)
             call.hooks.append(register_multi_grad_hook(with_bases(tensors), lambda _: self.before_backward(call), mode="any"))
             self._traced.add(call)
+        written = None
         if unit.state is UnitState.FORWARD and all(outer.unit is not unit for outer in self._calls):
+            written = unit.written()
             if tensors and self._worth_holding():
                 unit.hold()
             else:
@@ -131,6 +133,8 @@ class Runtime:
         self._timeline.compute(call.resumes)
         if not self._calls and not self._recomputing:
             self._end_forward(call.forward, completed=outputs is not None, backward_follows=bool(tensors))
+        if written is not None and outputs is not None:
+            raise lost_write(written, f"the forward of {unit.name}")
 
     def before_part(self, unit: Unit, part: nn.Module) -> bool:
         """A module of the unit is called. Whether it is so alone, the unit not being at work: then `before_forward` and `after_forward` are
@@ -210,6 +214,7 @@ class Runtime:
                 self.prefetcher.only(unit)
             else:
                 self.prefetcher.in_forward(unit)
+                unit.check_fresh()
             unit.use(UnitState.FORWARD)
         if not self._recomputing:
             call.forward.entered(unit, grad=torch.is_grad_enabled())
@@ -255,6 +260,13 @@ class Runtime:
                 backward.finished.append(unit)
             if self.synchronise:
                 self._reductions.ready(unit)
+
+    def on_gradient_from_elsewhere(self, unit: Unit, _: FlatGroup, __: int) -> None:
+        """See [Note: gradients from elsewhere] in group.py."""
+        going_on = self._forward is not None and not self._forward.reduced
+        backward = self._backward or self._enter_backward(self._forward if self._forward is not None and going_on else ForwardPass())
+        backward.received = True
+        self._owe(backward, [unit])
 
     def after_backward(self, call: Call) -> None:
         backward, unit = self._backward, call.unit
@@ -382,12 +394,16 @@ class Runtime:
         self.prefetcher.reset()
         self.summoned = True
 
-    def dismiss(self) -> None:
-        """Shard everything that `summon` has gathered. Its memory goes back to the system: a step needs less."""
-        if self.summoned:
-            self.summoned = False
-            for unit in self.units:
-                unit.reshard(keep_memory=False)
+    def dismiss(self) -> StateError | None:
+        """Shard everything that `summon` has gathered; what to raise where somebody has written to it. Its memory goes back to the
+        system: a step needs less."""
+        if not self.summoned:
+            return None
+        self.summoned = False
+        written = [name for name in [unit.written() for unit in self.units] if name is not None]
+        for unit in self.units:
+            unit.reshard(keep_memory=False)
+        return lost_write(written[0], "summon_full_params()") if written else None
 
     def require_slices(self, purpose: str) -> None:
         """Parameters are about to be taken for this rank's slices. After an interrupted call of the module inside they may still be whole.
@@ -425,6 +441,14 @@ class Runtime:
                 unit.reshard()
             unit.drop_secondary()
         self._timeline.compute(None)
+
+
+def lost_write(name: str, where: str) -> StateError:
+    """See [Note: writes that would be lost] in group.py."""
+    return StateError(
+        f"{name} was written to within {where}, where it is whole for a moment only, and what was written is lost: write to the slices "
+        "that parameters() has, behind the step (docs/scripts.md), or choose NO_SHARD"
+    )
 
 
 def _in_backward() -> bool:

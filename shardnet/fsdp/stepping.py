@@ -4,6 +4,9 @@
 called when that one has gradients and no other has: per-parameter optimizers, which those for sharded parameters are, do the same as in one
 step at the end. While it steps, other gradients are on their way, and reduced ones of one group at most are there.
 
+The loss may bring gradients of its own to slices ([Note: gradients from elsewhere] in group.py). Those of other groups are put away
+meanwhile, and what comes to one that was stepped already comes too late.
+
 What backward still computes with is the full buffer, and not the shard that is stepped. Where a rank has all of a group, the shard is
 the full buffer; and a unit that forward has used several times may be gathered again. Their gradients are put aside until backward has
 ended.
@@ -56,11 +59,12 @@ class BackwardSteps:
             self._step([group])
 
     def end(self) -> None:
-        """All gradients are, and nothing computes any more."""
+        """All gradients are, and nothing computes any more. Raises StateError for one that has come too late."""
         try:
+            self._refuse_late_gradients()
             if self._aside:
                 for parameter, gradient in self._aside:
-                    parameter.grad = gradient
+                    parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
                 self._step(self._groups)
         finally:
             self.forget()
@@ -74,6 +78,10 @@ class BackwardSteps:
             _drop_gradients(group)
 
     def _step(self, groups: Sequence[FlatGroup]) -> None:
+        others = [each for group in self._groups if group not in groups for each in group.originals if each.grad is not None]
+        gradients = [each.grad for each in others]
+        for parameter in others:
+            parameter.grad = None
         computing, self.under_way = self._timeline.computing, True
         self._timeline.compute(OPTIMIZER)
         try:
@@ -84,6 +92,18 @@ class BackwardSteps:
             self._timeline.compute(computing)
             for group in groups:
                 _drop_gradients(group)
+            for parameter, gradient in zip(others, gradients, strict=True):
+                parameter.grad = gradient
+
+    def _refuse_late_gradients(self) -> None:
+        aside = {id(parameter) for parameter, _ in self._aside}
+        for group in self._stepped:
+            for parameter, name in zip(group.originals, group.names, strict=True):
+                if parameter.grad is not None and id(parameter) not in aside:
+                    raise StateError(
+                        f"the loss has brought a gradient of its own to {name} when backward had stepped that already: leave "
+                        "step_in_backward() out, or have the forward compute what the loss wants of it"
+                    )
 
     def _check(self) -> None:
         own = {id(parameter): name for group in self._groups for parameter, name in zip(group.originals, group.names, strict=True)}

@@ -102,6 +102,15 @@ class Unit:
             group.free(keep_memory=keep_memory)
         self.state = UnitState.SHARDED
 
+    def check_fresh(self) -> None:
+        """Raise StateError if what is gathered, or comes, is not what its parameters are now."""
+        for group in self.groups:
+            group.check_fresh()
+
+    def written(self) -> str | None:
+        """The name of a parameter that was written to while it was whole; None if nothing is lost with that. Asked before it is freed."""
+        return next((name for name in [group.written() for group in self.groups] if name is not None), None)
+
     def drop_secondary(self) -> None:
         """Backward is over, or a forward begins; see [Note: secondary shards]."""
         for group in self.groups:

@@ -345,9 +345,10 @@ class FSDP(nn.Module):
                 text = model.module.generate(prompt)
 
         Entering it is a collective; what is computed within it is none, and has no gradients (`torch.no_grad()`). Parameters are those that
-        forward computes with, in its dtype, and are to be read only: what is written to them is lost at the end, or not. A node needs the
-        memory of the whole model, each rank where the ranks of a node share none. Who comes out first waits in its next collective for the
-        others, as long as one may take (`Timeouts.collective_s`).
+        forward computes with, in its dtype, and are to be read only: what is written to them is lost, but where a rank has all of them
+        anyway. That raises StateError at the end if it can be seen, which it cannot through `.data`. A node needs the memory of the whole
+        model, each rank where the ranks of a node share none. Who comes out first waits in its next collective for the others, as long as
+        one may take (`Timeouts.collective_s`).
 
         One within another changes nothing. Raises StateError within a forward or backward; so do within it all methods
         that take or give slices, and calls of the model with gradients on. Of an `AsyncFSDP`, use it in a function given to `run`.
@@ -360,7 +361,9 @@ class FSDP(nn.Module):
             with torch.no_grad():
                 yield
         finally:
-            self._runtime.dismiss()
+            lost = self._runtime.dismiss()
+        if lost is not None:
+            raise lost
 
     def settle(self) -> None:
         """Wait for whatever is under way, well or not, and shard everything, as before the first forward; for who ends in the middle of
@@ -412,8 +415,12 @@ class FSDP(nn.Module):
         """The same as `full_state_dict()`; a collective."""
         return self.full_state_dict()
 
-    def load_state_dict(self, full: Mapping[str, Any], strict: bool = True) -> Any:  # type: ignore[override]
-        """The same as `load_full_state_dict`."""
+    def load_state_dict(self, full: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """The same as `load_full_state_dict`. Raises UsageError for `assign`."""
+        if assign:
+            raise UsageError(
+                "a sharded model keeps the memory of its slices: load_state_dict(..., assign=True) is for before it is sharded"
+            )
         return self.load_full_state_dict(full, strict=strict)
 
     # --- nn.Module, with the names of the inner module

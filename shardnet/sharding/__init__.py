@@ -1,6 +1,7 @@
 """How flat buffers are cut into shards: pure arithmetic over torch shapes, no communication.
 
-Read in this order: strategy.py (what is sharded), ranks.py (over whom), split.py (how one buffer is cut), layout.py (what lies where).
+Read in this order: strategy.py (what is sharded), ranks.py (over whom), split.py (how one buffer is cut), layout.py (what lies where);
+overlap.py (what cannot be cut).
 """
 
 from shardnet.sharding.layout import FlatLayout, ParameterSlice, ParameterSpec

@@ -18,6 +18,7 @@ from shardnet.fsdp.initial import ROOT
 from shardnet.fsdp.memory import MemoryMeter
 from shardnet.fsdp.placement import UnitChoice
 from shardnet.sharding import ShardingStrategy, sharding_ranks
+from shardnet.sharding.overlap import refuse_overlaps
 from shardnet.uncompiled import uncompiled
 from shardnet.zero import reduction
 from shardnet.zero.agreement import agree_on_step, describe
@@ -312,6 +313,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         named = {index: self._named(index) for index in indices}
         together = [entry for entries in named.values() for entry in entries]
         refuse_sharded(together)
+        refuse_overlaps(together)
         lines = [self._character, *describe(self.param_groups, named)]
         check_alike(lines, self._comms, "the optimizers", "give the same parameters in the same order and the same options on all ranks")
         self._sharded.add(together)

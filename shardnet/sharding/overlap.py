@@ -1,0 +1,29 @@
+"""Parameters that share memory without being the same one."""
+
+from collections.abc import Iterable
+
+import torch
+
+from shardnet.errors import UsageError
+
+Tensor = torch.Tensor
+
+
+def refuse_overlaps(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise UsageError for two parameters with memory in common: sharded each gets memory of its own.
+
+    Of those that are not contiguous only two that begin at the same place are found.
+    """
+    held = [(parameter.data_ptr(), name, parameter) for name, parameter in named if parameter.numel() and parameter.device.type != "meta"]
+    held.sort(key=lambda entry: entry[0])
+    begun, begins = -1, ""  # where the one before begins, and its name
+    until, ends = -1, ""  # where the last one ends of those before that are contiguous, and its name
+    for start, name, parameter in held:
+        if start == begun or (start < until and parameter.is_contiguous()):
+            raise UsageError(
+                f"{name} and {begins if start == begun else ends} are two parameters with the same memory, and would part once they are "
+                "sharded: tie them by having both modules hold one nn.Parameter (decoder.weight = encoder.weight)"
+            )
+        begun, begins = start, name
+        if parameter.is_contiguous():
+            until, ends = start + parameter.nbytes, name

@@ -1,0 +1,173 @@
+"""Losses that are computed with parameters themselves: their gradients come to the slices, beside what is reduced."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardnet.backend import Backend
+from shardnet.errors import StateError
+from shardnet.fsdp import FSDP, MixedPrecision
+from shardnet.sharding import ShardingStrategy
+from tests.fsdp.ranks import run_ranks
+
+Tensor = torch.Tensor
+STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
+X = torch.linspace(-1, 1, 48, dtype=torch.float64).reshape(2, 6, 4)  # of two ranks
+STEPS = 3
+
+
+class Scaled(nn.Module):
+    """With a scale that the forward does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
+        self.head, self.scale = nn.Linear(4, 1), nn.Parameter(torch.tensor([0.5]))
+        self.double()
+        with torch.no_grad():
+            for number, parameter in enumerate(self.parameters()):
+                parameter.copy_(torch.linspace(-1, 1, parameter.numel()).add(number).cos().view_as(parameter))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(x))  # type: ignore[no-any-return]
+
+
+Train = Callable[[nn.Module, Scaled, Tensor], torch.optim.Optimizer]
+
+
+def penalty(module: nn.Module) -> Tensor:
+    """Of biases, which backward does not read: torch would refuse to step what it still needs."""
+    return torch.stack([each.abs().sum() for name, each in module.named_parameters() if name.endswith("bias")]).sum()
+
+
+def train_with_penalty(model: nn.Module, _: Scaled, x: Tensor, *, in_backward: bool = False) -> torch.optim.Optimizer:
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    if isinstance(model, FSDP) and in_backward:
+        model.step_in_backward(optimizer)
+    for _ in range(STEPS):
+        (model(x).square().mean() + 0.1 * penalty(model)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+def train_with_scale(model: nn.Module, inner: Scaled, x: Tensor) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        (model(x) * inner.scale.exp() - 1).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+def train_in_parts(model: nn.Module, inner: Scaled, x: Tensor) -> torch.optim.Optimizer:
+    """Backwards of the penalty and the scale alone, before and behind that of the model, and one before there was any forward."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    (inner.scale.square() * x.mean()).sum().backward()  # type: ignore[no-untyped-call]
+    for _ in range(STEPS):
+        (0.1 * penalty(model)).backward()  # type: ignore[no-untyped-call]
+        model(x).square().mean().backward()
+        (inner.scale * x.square().mean()).sum().backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+def train_by_accumulation(model: nn.Module, inner: Scaled, x: Tensor) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        if isinstance(model, FSDP):
+            with model.no_sync():
+                (model(x[:2]) * inner.scale.exp()).square().mean().backward()
+        else:
+            (model(x.view(2, 6, 4)[:, :2].flatten(0, 1)) * inner.scale.exp()).square().mean().backward()
+        (model(x) * inner.scale.exp() - 1).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+def compare(train: Train, strategy: ShardingStrategy, units: list[type[nn.Module]] | None) -> None:
+    def work(backend: Backend) -> tuple[dict[str, Tensor], set[float]]:
+        inner = Scaled()
+        model = FSDP(inner, backend, units=units, strategy=strategy)
+        optimizer = train(model, inner, X[backend.rank])
+        return model.full_state_dict(), {float(state["step"]) for state in optimizer.state.values() if "step" in state}
+
+    alone = Scaled()
+    train(alone, alone, X.flatten(0, 1))
+    for found, counts in run_ranks(2, work):
+        torch.testing.assert_close(found, alone.state_dict(), rtol=0, atol=1e-12)
+        assert counts <= {STEPS}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_penalty(strategy: ShardingStrategy, in_backward: bool) -> None:
+    compare(partial(train_with_penalty, in_backward=in_backward), strategy, [nn.Sequential])
+
+
+@pytest.mark.parametrize("units", [None, [nn.Sequential]])
+@pytest.mark.parametrize("train", [train_with_scale, train_in_parts, train_by_accumulation])
+def test_where_a_rank_has_all_parameters_theirs_are_averaged_too(train: Train, units: list[type[nn.Module]] | None) -> None:
+    compare(train, ShardingStrategy.NO_SHARD, units)
+
+
+def test_a_model_that_computes_in_another_dtype() -> None:
+    def work(backend: Backend) -> dict[str, Tensor]:
+        inner = Scaled()
+        precision = MixedPrecision(torch.float32, torch.float32)
+        model = FSDP(inner, backend, strategy=ShardingStrategy.NO_SHARD, mixed_precision=precision)
+        train_with_scale(model, inner, X[backend.rank])
+        return model.full_state_dict()
+
+    alone = Scaled()
+    train_with_scale(alone, alone, X.flatten(0, 1))
+    first, second = run_ranks(2, work)
+    torch.testing.assert_close(first, alone.state_dict(), rtol=0, atol=1e-5)
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+def test_a_model_that_is_whole_again_is_left_alone() -> None:
+    def work(backend: Backend) -> Tensor:
+        inner = Scaled()
+        model = FSDP(inner, backend, strategy=ShardingStrategy.NO_SHARD)
+        train_with_scale(model, inner, X[backend.rank])
+        module = model.unwrap()
+        assert isinstance(module, Scaled)
+        (module(X[0]) * module.scale).sum().backward()
+        assert module.scale.grad is not None
+        return module.scale.grad
+
+    first, second = run_ranks(2, work)
+    assert torch.equal(first, second)
+
+
+class Late(torch.autograd.Function):
+    """Brings a gradient to a slice when backward is through with everything else: what was made first comes last."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, held: Tensor) -> Tensor:
+        ctx.shape = held.shape
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        return gradients[0], torch.ones(ctx.shape, dtype=gradients[0].dtype)
+
+
+def test_a_gradient_that_comes_when_its_parameter_was_stepped_is_refused() -> None:
+    def work(backend: Backend) -> None:
+        model = FSDP(Scaled(), backend, units=[nn.Sequential], prefetch=0)
+        model.step_in_backward(torch.optim.SGD(model.parameters(), lr=0.1))
+        last = dict(model.named_parameters())["layers.2.0.bias"]
+        x = Late.apply(X[backend.rank].clone().requires_grad_(), last)
+        late = r"^the loss has brought a gradient of its own to layers\.2\.0\.bias when backward had stepped that already: leave step_in"
+        with pytest.raises(StateError, match=late):
+            model(x).square().mean().backward()
+
+    run_ranks(2, work)
