@@ -101,6 +101,7 @@ class Runtime:
             self._calls.clear()  # of a forward that was interrupted, of the module inside: `begin_call` has seen to others
         if unit.state is UnitState.BACKWARD:
             return  # see [Note: recomputation]
+        _refuse_transforms(unit)
         forward = self._calls[0].forward if self._calls else self._begin_forward()
         call = Call(unit, forward, threading.get_ident(), resumes=self._timeline.computing, part=part)
         self._calls.append(call)
@@ -449,6 +450,17 @@ def lost_write(name: str, where: str) -> StateError:
         f"{name} was written to within {where}, where it is whole for a moment only, and what was written is lost: write to the slices "
         "that parameters() has, behind the step (docs/scripts.md), or choose NO_SHARD"
     )
+
+
+def _refuse_transforms(unit: Unit) -> None:
+    """Raise StateError within what calls a forward with stand-ins for tensors: they would reach the collectives."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise StateError(
+            f"{unit.name} is called by a transform of torch.func (vmap, grad, jvp, ...), which cannot go through a sharded forward: call "
+            "it with a batch, and use .backward() or torch.autograd.functional; vmap works within summon_full_params()"
+        )
+    if torch._C._get_tracing_state() is not None:
+        raise StateError(f"{unit.name} is being traced by torch.jit: trace the module that unwrap() returns, or its copy on one process")
 
 
 def _in_backward() -> bool:

@@ -418,9 +418,7 @@ class FSDP(nn.Module):
     def load_state_dict(self, full: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """The same as `load_full_state_dict`. Raises UsageError for `assign`."""
         if assign:
-            raise UsageError(
-                "a sharded model keeps the memory of its slices: load_state_dict(..., assign=True) is for before it is sharded"
-            )
+            raise UsageError("slices stay where they are: load_state_dict(..., assign=True) is for before a model is sharded")
         return self.load_full_state_dict(full, strict=strict)
 
     # --- nn.Module, with the names of the inner module

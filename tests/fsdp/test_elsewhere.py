@@ -44,7 +44,7 @@ def penalty(module: nn.Module) -> Tensor:
     return torch.stack([each.abs().sum() for name, each in module.named_parameters() if name.endswith("bias")]).sum()
 
 
-def train_with_penalty(model: nn.Module, _: Scaled, x: Tensor, *, in_backward: bool = False) -> torch.optim.Optimizer:
+def train_with_penalty(model: nn.Module, inner: Scaled, x: Tensor, *, in_backward: bool = False) -> torch.optim.Optimizer:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     if isinstance(model, FSDP) and in_backward:
         model.step_in_backward(optimizer)

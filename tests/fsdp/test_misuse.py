@@ -12,7 +12,7 @@ from torch.nn.utils import prune
 
 from shardnet.backend import Backend, LoopbackBackend
 from shardnet.errors import DtypeError, StateError, UsageError
-from shardnet.fsdp import FSDP, AsyncFSDP
+from shardnet.fsdp import FSDP, AsyncFSDP, ShardingStrategy
 from tests.fsdp.ranks import run_ranks
 from tests.fsdp.stacks import WIDTH, Layer, Stack, stack_of
 
@@ -87,11 +87,11 @@ def test_what_is_no_backend_is_told() -> None:
         FSDP(Stack(), Stack())  # type: ignore[arg-type]  # that is the misuse
 
 
-@pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.Adafactor])
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.SparseAdam])
 async def test_optimizers_that_look_beyond_elements_are_refused(kind: Callable[..., torch.optim.Optimizer]) -> None:
     async with alone() as model:
         for step in (model.step, lambda optimizer: model.run(model.step_in_backward, optimizer)):
-            with pytest.raises(UsageError, match=r"^(LBFGS|Adafactor) cannot step what is sharded, such as the parameters of "):
+            with pytest.raises(UsageError, match=r"^(LBFGS|Adafactor|SparseAdam) cannot step what is sharded, such as the parameters of "):
                 await step(kind(model.parameters()))
 
 
@@ -231,3 +231,45 @@ def test_buffers_may_have_any_dtype(dtype: torch.dtype) -> None:
     for buffers in run_ranks(2, work):
         assert all(bool((buffer == 1).all()) for buffer in buffers)
         assert [list(buffer.shape) for buffer in buffers] == [[], [3, 2], [0, 2], [3, 2]]
+
+
+TRANSFORMS: dict[str, Callable[[nn.Module], object]] = {
+    "vmap": lambda model: torch.func.vmap(model)(batch()),
+    "grad": lambda model: torch.func.grad(lambda x: model(x).sum())(batch()),
+    "jacrev": lambda model: torch.func.jacrev(model)(batch()),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS.keys())
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
+def test_transforms_of_functions(transform: Callable[[nn.Module], object], strategy: ShardingStrategy) -> None:
+    def work(backend: Backend) -> torch.Tensor:
+        model = FSDP(Stack(), backend, units=[Layer], strategy=strategy)
+        for _ in range(2):
+            with pytest.raises(StateError, match=r"is called by a transform of torch\.func .*; vmap works within summon_full_params\(\)"):
+                transform(model)
+            model(batch()).sum().backward()
+        with model.summon_full_params():
+            TRANSFORMS["vmap"](model.module)
+        return model.clip_grad_norm_(1.0)
+
+    assert len({float(norm) for norm in run_ranks(2, work)}) == 1
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning")
+def test_tracing() -> None:
+    def work(backend: Backend) -> None:
+        model = FSDP(Stack(), backend, units=[Layer])
+        with pytest.raises(StateError, match=r"is being traced by torch\.jit: trace the module that unwrap\(\) returns"):
+            torch.jit.trace(model, batch())  # type: ignore[no-untyped-call]
+
+    run_ranks(1, work)
+
+
+def test_loading_by_assignment() -> None:
+    def work(backend: Backend) -> None:
+        model = FSDP(Stack(), backend, units=[Layer])
+        with pytest.raises(UsageError, match=r"load_state_dict\(\.\.\., assign=True\) is for before a model is sharded"):
+            model.load_state_dict(model.state_dict(), assign=True)
+
+    run_ranks(1, work)

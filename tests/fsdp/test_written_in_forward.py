@@ -30,7 +30,7 @@ class Renormed(nn.Module):
         self.embedding = nn.Embedding(6, 4, max_norm=0.5, _weight=weights(6, 4, start=0.0).data)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.embedding(torch.arange(len(x)) % 6)
+        return x + self.embedding(torch.arange(len(x)) % 6)  # type: ignore[no-any-return]
 
 
 class Normed(nn.Module):
@@ -110,20 +110,17 @@ def test_a_model_goes_on_when_it_writes_no_more(strategy: ShardingStrategy) -> N
                 self.weight.data = torch.ones(1, 4)
             return F.linear(x, self.weight)
 
-    def once() -> Around:
-        return Around(Once())
-
     def work(backend: Backend) -> list[Tensor]:
-        inner = once()
-        model = FSDP(inner, backend, units=[Once], strategy=strategy)
+        inner = Once()
+        model = FSDP(Around(inner), backend, units=[Once], strategy=strategy)
         with pytest.raises(StateError, match="was written to"):
             model(X)
-        inner.inner.writes = False
+        inner.writes = False
         return steps(model)
 
-    expected = once()
-    expected.inner.writes = False
-    losses = steps(expected)
+    inner = Once()
+    inner.writes = False
+    losses = steps(Around(inner))
     for found in run_ranks(2, work):
         torch.testing.assert_close(found, losses)
 
@@ -142,12 +139,13 @@ def test_where_a_rank_has_all_of_it_it_lasts(writer: type[nn.Module]) -> None:
 
 def test_within_summon_full_params() -> None:
     def work(backend: Backend) -> list[Tensor]:
-        model = FSDP(Around(nn.Linear(4, 4)), backend, units=[nn.Linear])
+        inner = Around(nn.Linear(4, 4))
+        model = FSDP(inner, backend, units=[nn.Linear])
         before = model.full_state_dict()
         with pytest.raises(StateError, match=r"^head was written to within summon_full_params\(\)"), model.summon_full_params():
-            model.module.head.zero_()
+            inner.head.zero_()
         with pytest.raises(ValueError, match="first"), model.summon_full_params():  # noqa: PT012 - nothing else is told then
-            model.module.head.zero_()
+            inner.head.zero_()
             raise ValueError("first")
         assert all(torch.equal(value, before[name]) for name, value in model.full_state_dict().items())
         return steps(model)
@@ -175,7 +173,7 @@ class Momentum(nn.Module):
             for mean, parameter in zip(*reversed(self.followed), strict=True):
                 self.change(mean, parameter)
             key = self.key(x)
-        return query * key
+        return query * key  # type: ignore[no-any-return]
 
 
 def in_place(mean: Tensor, parameter: Tensor) -> None:
