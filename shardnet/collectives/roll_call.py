@@ -1,6 +1,7 @@
 """`RollCall`: asks the ranks of a group how far they are, when a collective takes too long."""
 
 import asyncio
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,8 @@ WAIT_S = 0.4  # a hang must not outlive its timeout by more than 0.5 s
 class Attendance:
     """What the ranks of a group have said."""
 
-    absent: tuple[Absent, ...]  # who have not entered the collective, or did not answer
+    absent: tuple[Absent, ...]  # who have not entered the collective, or are silent
+    busy: tuple[Absent, ...]  # who answer pings, but have not said where they are: what they say queues behind data, or they compute
     entered_below: int  # all have entered the collectives with lower numbers
 
 
@@ -30,15 +32,15 @@ class RollCall:
         self._count = 0
         self._open: dict[int, tuple[dict[int, ProbeReply], set[int], asyncio.Event]] = {}  # by number; the set of who is still to answer
 
-    async def hold(self, sequence: int) -> Attendance:
-        """Ask every other member whether it has entered a collective. Takes at most WAIT_S: who does not answer counts as absent.
+    async def hold(self, sequence: int, present: Collection[int] = ()) -> Attendance:
+        """Ask every other member whether it has entered a collective, but for those who are known to be `present`. Takes at most WAIT_S.
 
         Who does not answer pings either is not even asked, or it would seem to be alive (tests/training/test_connect.py, frozen).
         """
         self._count += 1
         number, group = self._count, self._group
         replies: dict[int, ProbeReply] = {}
-        asked = {peer for peer in group.peers if not group.board.mesh.is_silent(group.members[peer])}
+        asked = {peer for peer in group.peers if peer not in present and not self._is_silent(peer)}
         self._open[number] = replies, _, complete = replies, set(asked), asyncio.Event()
         try:
             for peer in asked:
@@ -50,11 +52,21 @@ class RollCall:
             pass
         finally:
             del self._open[number]
-        absent = tuple(
-            self._absent(peer, replies.get(peer)) for peer in sorted(group.peers) if peer not in replies or not replies[peer].entered
-        )
-        positions = [replies[peer].next_sequence if peer in replies else 0 for peer in group.peers]
-        return Attendance(absent, max(min(positions, default=0), 0 if absent else sequence + 1))
+        absent, busy, positions = list[Absent](), list[Absent](), list[int]()
+        for peer in sorted(group.peers):
+            reply = replies.get(peer)
+            if peer in present:
+                positions.append(sequence + 1)
+                continue
+            positions.append(0 if reply is None else reply.next_sequence)
+            if reply is None and peer in asked and not self._is_silent(peer):
+                busy.append(self._absent(peer, None))
+            elif reply is None or not reply.entered:
+                absent.append(self._absent(peer, reply))
+        return Attendance(tuple(absent), tuple(busy), max(min(positions, default=0), 0 if absent or busy else sequence + 1))
+
+    def _is_silent(self, peer: int) -> bool:
+        return self._group.board.mesh.is_silent(self._group.members[peer])
 
     def _absent(self, peer: int, reply: ProbeReply | None) -> Absent:
         rank = self._group.members[peer]

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import re
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import pairwise
@@ -25,6 +25,8 @@ from shardnet.loop import LoopThread
 from shardnet.observation.replies import read_stats
 from shardnet.testing import each_error, each_rank, local_cluster, loopback_cluster
 from shardnet.training.snapshot import worker_snapshot
+from shardnet.transport.base import Mesh
+from shardnet.transport.grpc_mesh import GrpcMesh
 from shardnet.transport.shared_memory import futex
 
 NEEDS_MAILBOXES = pytest.mark.skipif(not futex.available, reason="mailboxes need x86-64")
@@ -57,9 +59,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     asked: list[tuple[int, int]] = []
     hold = RollCall.hold
 
-    async def held(self: RollCall, sequence: int) -> Attendance:
+    async def held(self: RollCall, sequence: int, present: Collection[int]) -> Attendance:
         asked.append((self._group.board.mesh.rank, sequence))
-        return await hold(self, sequence)
+        return await hold(self, sequence, present)
 
     monkeypatch.setattr(RollCall, "hold", held)
     return asked
@@ -265,8 +267,9 @@ async def test_of_many_that_are_alike_those_are_asked_for_that_time_out_first() 
         assert into.flatten().tolist() == [*range(20)]
 
 
-async def test_who_does_not_answer_is_shown_with_its_address(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Group, "_answer_probe", lambda *_: None)
+async def test_who_is_silent_is_shown_with_its_address(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for mesh in (GrpcMesh, Mesh):
+        monkeypatch.setattr(mesh, "is_silent", lambda *_: True)
     async with cluster(kind, 2) as ranks:
         early = ranks[0].barrier()
         await until(lambda: ranks[0].telemetry.waiting)
@@ -275,6 +278,44 @@ async def test_who_does_not_answer_is_shown_with_its_address(kind: str, monkeypa
         assert re.search(r"for rank 1 \((memory:1|127\.0\.0\.1:\d+), no answer\)", str(ranks[0].telemetry.waiting[0]))
         await ranks[1].barrier()
         await early
+
+
+async def test_who_answers_pings_alone_is_busy_and_not_missing(
+    kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where the answer queues behind data, on a slow link."""
+    asked: list[int] = []
+    monkeypatch.setattr(Group, "_answer_probe", lambda self, *_: asked.append(self.board.mesh.rank))
+    async with cluster(kind, 2) as ranks:
+        early = ranks[0].barrier(timeout_s=3 * SUSPECT_S)
+        await until(lambda: asked)
+        with pytest.raises(
+            CollectiveTimeout, match=r"rank 1 \(.*\) did not say where it is, but is alive, so the network or a rank"
+        ) as caught:
+            await early
+        assert caught.value.missing == ()
+        assert ranks[0].telemetry.stalls.count == 0
+        with pytest.raises(CollectiveTimeout):
+            await ranks[1].barrier()
+    assert said(caplog) == []
+
+
+async def test_who_has_sent_something_is_there_and_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    answer = Group._answer_probe
+
+    def answer_probe(self: Group, *probe: Any) -> None:
+        asked.append(self.board.mesh.rank)
+        answer(self, *probe)
+
+    monkeypatch.setattr(Group, "_answer_probe", answer_probe)
+    async with cluster("grpc", 3) as ranks:
+        started = [rank.barrier() for rank in ranks[:2]]
+        await until(lambda: asked)
+        assert set(asked) == {2}
+        await ranks[2].barrier()
+        for each in started:
+            await each
 
 
 async def test_who_does_not_answer_pings_is_not_asked(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
