@@ -51,6 +51,20 @@ class Timeouts:
         )
 
     @classmethod
+    def parse(cls, text: str) -> "Timeouts":
+        """From what a variable holds, "collective_s=300,join_s=60"; what it does not name is as usual. Raises UsageError."""
+        given: dict[str, float] = {}
+        for part in filter(None, (part.strip() for part in text.split(","))):
+            name, _, value = (each.strip() for each in part.partition("="))
+            if name not in cls.__dataclass_fields__:
+                raise UsageError(f"{part!r} sets no timeout; write {', '.join(f'{known}=SECONDS' for known in cls.__dataclass_fields__)}")
+            try:
+                given[name] = float(value)
+            except ValueError:
+                raise UsageError(f"{part!r} must be a number of seconds, as in {name}={getattr(cls(), name):g}") from None
+        return cls(**given)
+
+    @classmethod
     def for_tests(cls) -> "Timeouts":
         """Short enough that a hang fails a test with our error rather than the runner's."""
         return cls(connect_s=10.0, join_s=20.0, suspect_s=2.0, lost_s=4.0, collective_s=15.0, drain_s=1.0)

@@ -1,8 +1,10 @@
 """What `connect()` needs to know, read from the environment that a launcher or a scheduler sets."""
 
 import asyncio
+import logging
 import os
 import socket
+import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
@@ -17,7 +19,10 @@ from shardnet.rendezvous.request import MAX_WORLD_SIZE, check_text
 from shardnet.settings.hints import Hints
 from shardnet.variables import flag, misspelt
 
+log = logging.getLogger(__name__)
 RESOLVE_EVERY_S = 0.5  # a rendezvous that starts later may have no name yet (container networks)
+PATIENCE_S = 5.0  # until the log says what is waited for
+ANSWER_S = 2.0  # for one of several addresses
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +31,7 @@ class Settings:
     these leave open from those of the scheduler that has started this process (`from_environment`).
 
     The variable of a field is SHARDNET_ and its name in capitals. SHARDNET_WORLD_SIZE sets both world sizes, SHARDNET_TOKEN_FILE names a
-    file with the token; `timeouts` and `limits` have none.
+    file with the token, SHARDNET_TIMEOUTS holds those that are to be others ("collective_s=300,join_s=60"); `limits` have none.
 
     rendezvous      host:port; empty: no cluster, a world of one
     job             which one of those at the rendezvous. Alike on all ranks
@@ -139,6 +144,7 @@ class Settings:
             "flight": environment.get("SHARDNET_FLIGHT", ""),
             "reflection": flag(environment, "SHARDNET_REFLECTION"),
             "metrics": environment.get("SHARDNET_METRICS", ""),
+            "timeouts": given.get("timeouts") or _timeouts(environment),
         }
         merged = {**found, **given}
         for name, kind in (("routing", Routing), ("node_engine", NodeEngine)):
@@ -151,7 +157,7 @@ class Settings:
     @classmethod
     def misspelt(cls, environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
         """Variables that nobody reads but that look like one of those above, and which one that is."""
-        own = {f"SHARDNET_{each.name.upper()}" for each in fields(cls)} - {"SHARDNET_TIMEOUTS", "SHARDNET_LIMITS"}
+        own = {f"SHARDNET_{each.name.upper()}" for each in fields(cls)} - {"SHARDNET_LIMITS"}
         return misspelt(environment, own | {"SHARDNET_WORLD_SIZE", "SHARDNET_LOCAL_WORLD_SIZE", "SHARDNET_TOKEN_FILE"})
 
     def _check(self, given: Collection[str], environment: Mapping[str, str], hints: Hints) -> None:
@@ -236,29 +242,43 @@ class Settings:
 
     async def _local_address(self) -> str:
         """The address of this machine from which it reaches the rendezvous."""
-        target = Address.parse(self.rendezvous)
+        target, begin_s, told = Address.parse(self.rendezvous), time.monotonic(), False
+        problem: OSError = TimeoutError()
         try:
             async with asyncio.timeout(self.timeouts.connect_s):
-                while (found := await _route_to(target)) is None:  # noqa: ASYNC110 - DNS tells nobody when it changes
+                while True:
+                    try:
+                        return await _route_to(target)
+                    except OSError as error:  # the name may come to be known, or the network up
+                        problem = error
+                    if not told and time.monotonic() >= begin_s + PATIENCE_S:
+                        log.warning("no way yet to the rendezvous at %s: %s", target, problem.strerror)
+                        told = True
                     await asyncio.sleep(RESOLVE_EVERY_S)
         except TimeoutError:
+            if not isinstance(problem, socket.gaierror | TimeoutError):
+                raise RendezvousUnavailable(f"this machine has no way to the rendezvous at {target}: {problem.strerror}") from None
             raise RendezvousUnavailable(
                 f"the name {target.host!r} of the rendezvous was not known within {self.timeouts.connect_s:g} s; "
                 "check it, or give its IP address"
             ) from None
-        return found
 
 
-async def _route_to(target: Address) -> str | None:
-    """The local end of the route to `target`, None while its name is unknown. Connecting UDP sends no packet."""
+async def _route_to(target: Address) -> str:
+    """The local end of the route to `target`: of several addresses that it may have, to the first one that answers, and to the first one
+    at all if nobody does so soon. Raises OSError while its name is unknown, or where there is no route."""
     loop = asyncio.get_running_loop()
-    try:
-        family, kind, protocol, _, where = (await loop.getaddrinfo(target.host, target.port, type=socket.SOCK_DGRAM))[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(where)
-            return str(probe.getsockname()[0])
-    except OSError:
-        return None
+    found = [(family, where) for family, *_, where in await loop.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)]
+    for family, where in found if len(found) > 1 else ():
+        with socket.socket(family, socket.SOCK_STREAM) as caller, suppress(OSError):  # a timeout, too
+            caller.setblocking(False)
+            async with asyncio.timeout(ANSWER_S):
+                await loop.sock_connect(caller, where)
+            return str(caller.getsockname()[0])
+    family, where = found[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(where)  # which sends no packet
+        return str(probe.getsockname()[0])
 
 
 def _with_port(listen: str) -> str:
@@ -272,6 +292,13 @@ def _parse(source: str, text: str) -> Address:
         return Address.parse(text)
     except AddressError as error:
         raise AddressError(f"{source}: {error}") from None
+
+
+def _timeouts(environment: Mapping[str, str]) -> Timeouts:
+    try:
+        return Timeouts.parse(environment.get("SHARDNET_TIMEOUTS", ""))
+    except UsageError as error:
+        raise UsageError(f"SHARDNET_TIMEOUTS: {error}") from None
 
 
 def _number(environment: Mapping[str, str], name: str, default: int) -> int:

@@ -1,7 +1,10 @@
 """Settings of `connect()`: where each comes from, and what is said of one that makes no sense."""
 
+import socket
+
 import pytest
 
+from shardnet.address import Address
 from shardnet.collectives.route import Routing
 from shardnet.config import Limits, NodeEngine, Timeouts
 from shardnet.errors import AddressError, RendezvousUnavailable, UsageError
@@ -197,3 +200,52 @@ async def test_a_rendezvous_whose_name_stays_unknown_is_unavailable() -> None:
 
 def test_the_engine_inside_nodes_is_read() -> None:
     assert Settings.from_environment({"SHARDNET_NODE_ENGINE": "gloo"}).node_engine is NodeEngine.GLOO
+
+
+@pytest.mark.parametrize("first", ["::1", "127.0.0.1"])
+async def test_of_several_addresses_the_one_that_answers_counts(first: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others may lead nowhere, as where IPv6 is broken."""
+    families = {"::1": socket.AF_INET6, "127.0.0.1": socket.AF_INET}
+    for answering, family in families.items():
+        with socket.socket(family) as rendezvous:
+            try:
+                rendezvous.bind((answering, 0))
+            except OSError:
+                pytest.skip("no IPv6 here")
+            rendezvous.listen()
+            port = rendezvous.getsockname()[1]
+            order = sorted(families, key=lambda address: address != first)
+            found = [(families[address], socket.SOCK_STREAM, 6, "", (address, port)) for address in order]
+            monkeypatch.setattr(socket, "getaddrinfo", lambda *_, found=found, **__: found)
+            settings = Settings.from_environment(LAUNCHED, rendezvous=f"somewhere.example:{port}", listen="")
+            assert await settings.listen_address() == str(Address(answering, 0))
+        assert await settings.listen_address() == str(Address(first, 0)), "nobody answers yet"
+
+
+async def test_where_there_is_no_route_that_is_said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardnet.settings.settings.PATIENCE_S", 0.0)
+    settings = Settings.from_environment(LAUNCHED, rendezvous="[fe80::1]:7000", listen="", timeouts=Timeouts(connect_s=0.2))
+    with pytest.raises(RendezvousUnavailable, match=r"^this machine has no way to the rendezvous at \[fe80::1\]:7000: Invalid argument$"):
+        await settings.listen_address()
+    assert caplog.messages == ["no way yet to the rendezvous at [fe80::1]:7000: Invalid argument"]
+
+
+def test_timeouts_may_come_from_the_environment() -> None:
+    settings = Settings.from_environment({"SHARDNET_TIMEOUTS": "collective_s=300, join_s=60.5,"})
+    assert settings.timeouts == Timeouts(collective_s=300.0, join_s=60.5)
+    assert Settings.from_environment({"SHARDNET_TIMEOUTS": "collective_s=300"}, timeouts=Timeouts()).timeouts == Timeouts()
+    assert Settings.from_environment({}).timeouts == Timeouts()
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("300", r"SHARDNET_TIMEOUTS: '300' sets no timeout; write connect_s=SECONDS, join_s=SECONDS, "),
+        ("collective=300", r"SHARDNET_TIMEOUTS: 'collective=300' sets no timeout"),
+        ("collective_s=long", r"SHARDNET_TIMEOUTS: 'collective_s=long' must be a number of seconds, as in collective_s=60$"),
+        ("collective_s=-1", r"SHARDNET_TIMEOUTS: .*collective_s"),
+    ],
+)
+def test_timeouts_that_make_no_sense(text: str, complaint: str) -> None:
+    with pytest.raises(UsageError, match=f"^{complaint}"):
+        Settings.from_environment({"SHARDNET_TIMEOUTS": text})
