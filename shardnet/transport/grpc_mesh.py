@@ -6,6 +6,7 @@ died, and a direct exchange needs no relay. A connection costs a socket and a pi
 
 import asyncio
 import concurrent.futures
+import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+from shardnet.address import Address
 from shardnet.config import Limits, Timeouts
 from shardnet.credentials import Identity, Security
 from shardnet.errors import PeerLost
@@ -30,6 +32,9 @@ from shardnet.transport.shared_memory import Loan, Mailbox, MailboxView, Sharing
 from shardnet.transport.vigil import attend, watchers_of
 from shardnet.wire import Chunk
 
+log = logging.getLogger(__name__)
+PATIENCE_S = 10.0  # after so long people wonder
+ADVICE = "the port of each worker must be open to the others; `shardnet doctor` on each machine finds which is not"
 FLUSH_S = 0.2  # how long an abort waits for the peers to take what was sent; those that live take it in milliseconds
 
 
@@ -97,19 +102,39 @@ class GrpcMesh(Mesh):
             self._spawn(self._run(outbox))
         await self._service.attach(self)
         why = "not connected yet"  # a peer that gave up first is lost, but those that it waited for are the cause
+        notice = asyncio.get_running_loop().call_later(PATIENCE_S, self._say_who_is_not_connected)
         try:
             await self._wait(lambda: bool(self._lost) or not self._absent(), self._timeouts.connect_s)
         except TimeoutError:
             why = f"no connection within {self._timeouts.connect_s:g} s"
+        finally:
+            notice.cancel()
         if (absent := self._absent()) or self._lost:
-            self._lost = {**dict.fromkeys(absent, why), **self._lost}
+            advice = "" if self._lost else f"; {ADVICE}"
+            self._lost = {**{peer: f"{why}{self._obstacle(peer)}" for peer in absent}, **self._lost}
             names = "; ".join(f"rank {peer} ({self.address(peer)}): {why}" for peer, why in sorted(self._lost.items()))
-            raise PeerLost(f"{self.where} the mesh could not be formed: {names}", min(self._lost))
+            raise PeerLost(f"{self.where} the mesh could not be formed: {names}{advice}", min(self._lost))
         self._formed = True
         if self._watched:
             await self._have_it_watched()
         if self._shared_memory:
             await self._sharing.open(HANDSHAKE_S)
+
+    def _say_who_is_not_connected(self) -> None:
+        names = "; ".join(f"rank {peer} ({self.address(peer)}){self._obstacle(peer)}" for peer in self._absent())
+        log.warning("%s no connection yet with %s", self.where, names)
+
+    def _obstacle(self, peer: int) -> str:
+        """What is known of why there is no connection with a peer."""
+        member, own = self._topology.members[peer], self._topology.me
+        outbox = self._outboxes[peer]
+        if outbox.accepted:
+            there, reason = own, f": it can be called, but does not reach this rank at {own.address}"
+        else:
+            there, reason = member, f": {outbox.problem}" if outbox.problem else ""
+        if member.node != own.node and Address.parse(there.address).is_loopback:
+            reason += f", an address of {'that' if there is member else 'this'} machine only (give its worker --listen HOST)"
+        return reason
 
     async def _have_it_watched(self) -> None:
         """Call those who watch this rank, and wait until they do, so that it is missed from now on. Not for ever: it can do without."""

@@ -1,6 +1,7 @@
 """The outgoing half of a link: one stream to one peer."""
 
 import asyncio
+import os
 from collections.abc import Callable
 
 import grpc
@@ -33,6 +34,7 @@ class Outbox:
     def __init__(self, peer: Member, hello: Hello, security: Security, timeouts: Timeouts, limits: Limits) -> None:
         self.peer = peer.rank
         self.accepted = False
+        self.problem = ""  # of the last try to connect
         security.check(peer.address)
         self._address = Address.parse(peer.address)
         self._identity = peer.identity
@@ -128,7 +130,8 @@ class Outbox:
                     connection = await self._dial()
             except HandshakeError:
                 raise  # the next try would end like this one
-            except OSError:  # a timeout, too
+            except OSError as error:  # a timeout, too
+                self.problem = os.strerror(error.errno) if error.errno else "nothing answers there"
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _MAX_RETRY_S)
             else:

@@ -48,10 +48,10 @@ async def _close(endpoint: Endpoint) -> None:
 
 
 def start(
-    rank: int, members: tuple[Member, ...], service: MeshService, *, job: str = "job", epoch: int = 1
+    rank: int, members: tuple[Member, ...], service: MeshService, *, job: str = "job", epoch: int = 1, timeouts: Timeouts = TIMEOUTS
 ) -> "asyncio.Task[ClusterBackend]":
     topology = Topology(epoch, rank, members)
-    mesh = GrpcMesh(job, topology, service, Security(), TIMEOUTS, Limits())
+    mesh = GrpcMesh(job, topology, service, Security(), timeouts, Limits())
     return asyncio.ensure_future(ClusterBackend.start(mesh, topology, timeouts=TIMEOUTS, limits=Limits()))
 
 
@@ -64,10 +64,41 @@ async def test_who_is_missing_is_named() -> None:
             text = str(caught.value)
             assert "the mesh could not be formed: " in text
             # one of the two gives up first, and the other may see that before its own time is over
-            assert re.search(rf"rank 2 \({NOBODY}\): (no connection within 0.6 s|not connected yet)", text)
-            assert re.search(rf"rank 3 \({NOBODY}\): (no connection within 0.6 s|not connected yet)", text)
+            for rank in (2, 3):
+                assert re.search(rf"rank {rank} \({NOBODY}\): (no connection within 0.6 s|not connected yet): Connection refused", text)
             texts.append(text)
-    assert any(f"rank 2 ({NOBODY}): no connection within 0.6 s; rank 3 ({NOBODY}): no connection within 0.6 s" in text for text in texts)
+    said = "; ".join(f"rank {rank} ({NOBODY}): no connection within 0.6 s: Connection refused" for rank in (2, 3))
+    assert any(f"{said}; the port of each worker must be open to the others; `shardnet doctor`" in text for text in texts)
+
+
+async def test_who_is_missing_is_said_before_the_time_is_over(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("shardnet.transport.grpc_mesh.PATIENCE_S", 0.2)
+    async with places(1, 2) as (services, members):
+        with pytest.raises(PeerLost):
+            await start(0, members, services[0])
+    assert caplog.messages == [f"[rank 0/2 epoch 1] no connection yet with rank 1 ({NOBODY}): Connection refused"]
+
+
+async def test_an_address_of_another_machine_alone_is_named_as_such() -> None:
+    async with places(1, 2) as (services, members):
+        elsewhere = members[0], replace(members[1], node="another")
+        with pytest.raises(PeerLost, match=r"Connection refused, an address of that machine only \(give its worker --listen HOST\)"):
+            await start(0, elsewhere, services[0])
+
+
+async def test_who_can_be_called_but_does_not_call_is_told_apart() -> None:
+    """As where this rank's port is closed, or has an address of this machine only."""
+    async with places(2, 2) as (services, (own, other)):
+        here = replace(own, address=own.address, node="here"), other
+        there = replace(own, address=NOBODY, node="here"), other
+        closed = start(1, there, services[1], timeouts=replace(TIMEOUTS, connect_s=10.0))
+        calling = start(0, here, services[0])
+        with pytest.raises(
+            PeerLost, match=rf"rank 1 .*: it can be called, but does not reach this rank at {own.address}, an address of this"
+        ):
+            await calling
+        with pytest.raises(PeerLost):
+            await closed
 
 
 async def test_a_rank_that_comes_late_is_waited_for() -> None:
