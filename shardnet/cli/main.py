@@ -3,6 +3,7 @@
 Exit statuses: 0 all is well, 1 it failed, 2 the command line is wrong, 128 + n signal n; `run` gives that of its worker.
 """
 
+import errno
 import io
 import logging
 import os
@@ -17,6 +18,11 @@ from shardnet.cli.arguments import Arguments, Parser
 from shardnet.errors import AddressError, PlaintextRefused, ShardnetError, UsageError
 from shardnet.version import VERSION
 
+_STDOUT, _STDERR = 1, 2
+_ADVICE = {  # what to do about errors of the system
+    errno.EMFILE: "; raise the limit on open files (ulimit -n)",
+    errno.EAGAIN: "; raise the limit on processes (ulimit -u, or that of the container)",
+}
 COMMANDS = (
     run,
     demo,
@@ -80,6 +86,7 @@ def _meant(arguments: Arguments, unknown: Sequence[str]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line, by default this process's; returns the exit status."""
+    _have_streams()
     _tolerate_any_text()
     logging.basicConfig(level=logging.WARNING, format="shardnet: %(message)s")
     arguments = parse(argv)
@@ -100,7 +107,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _complain(command: str, error: Exception, code: int) -> int:
-    print(f"shardnet {command}: {error}", file=sys.stderr)
+    advice = _ADVICE.get(error.errno or 0, "") if isinstance(error, OSError) else ""
+    print(f"shardnet {command}: {error}{advice}", file=sys.stderr)
     return code
 
 
@@ -108,6 +116,15 @@ def _on_broken_pipe() -> int:
     """Nobody reads stdout any more. Without the redirection Python would complain of that at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 128 + signal.SIGPIPE
+
+
+def _have_streams() -> None:
+    """Standard streams that were closed go nowhere. Or what is opened next would have their numbers, and somebody write into it."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= _STDERR:
+        pass
+    os.close(descriptor)
+    sys.stdout = sys.stdout or os.fdopen(_STDOUT, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(_STDERR, "w", closefd=False)
 
 
 def _tolerate_any_text() -> None:

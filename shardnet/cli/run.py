@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import functools
 import os
+import resource
 import secrets
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from shardnet.errors import CredentialsError, UsageError
 from shardnet.scheduler import Task
 from shardnet.settings import Settings
 
+MANY_FILES = 65536
 _TO_COME = "127.0.0.1:1"  # a rendezvous that is not there yet
 
 DESCRIPTION = """\
@@ -124,6 +126,10 @@ def add_to(commands: arguments.Commands) -> None:
 def execute(options: arguments.Arguments) -> int:
     """Raises UsageError for a script that is not there, for certificates that are of no use, or for addresses off this machine
     without protection."""
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise UsageError("the working directory is not there any more, in which the workers would begin; change to another one") from None
     if not options.module and not Path(options.script).exists():
         raise UsageError(f"there is no file {options.script!r}; to run a module, put -m before its name")
     if not options.module and str(Path(options.script).absolute()).startswith(("/dev/fd/", "/dev/stdin", "/proc/")):
@@ -162,6 +168,14 @@ def _node_rank(options: arguments.Arguments) -> int | None:
     return None if task is None else task.rank
 
 
+def _allow_many_files() -> None:
+    """As many as this user may have: each worker needs some of the launcher's, and workers need some for each other one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MANY_FILES if hard == resource.RLIM_INFINITY else min(hard, MANY_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
 def _check(options: arguments.Arguments, protection: Protection) -> Identity | None:
     """Whose certificate the workers have. Here, where it is one line: the workers would all say what is wrong, each with a traceback."""
     security = protection.security(Role.WORKER)
@@ -180,6 +194,7 @@ def _check(options: arguments.Arguments, protection: Protection) -> Identity | N
 
 def run_job(job: Job) -> int:
     """Launch in the foreground; returns the exit status. Raises UsageError or AddressError for SHARDNET_* variables that make no sense."""
+    _allow_many_files()
     # As the first worker will read them. Here, where what is wrong is one line: the workers would all say it, each with a traceback.
     Settings.from_environment(worker_environment(job, 0, job.rendezvous or _TO_COME))
     ask = functools.partial(worker_progress, security=job.protection.security(Role.OPERATOR))

@@ -73,8 +73,17 @@ class Nursery:
             except ConnectionError:
                 answer = b""
         if not answer:
-            raise ConnectionResetError(f"the process that makes others has ended (pid {self._process.pid})")
+            raise ConnectionResetError(f"the process that makes others {self._ending} (pid {self._process.pid})")
         return int(answer)
+
+    @property
+    def _ending(self) -> str:
+        with suppress(subprocess.TimeoutExpired):  # what it has started may hold the other end
+            code = self._process.wait(PATIENCE_S)
+            if code < 0:
+                hint = " as the system does when memory runs out" if code == -signal.SIGKILL else ""
+                return f"was killed by {signal.Signals(-code).name}{hint}"
+        return "has ended"
 
     @property
     def ended(self) -> bool:

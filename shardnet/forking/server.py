@@ -61,6 +61,7 @@ def serve(*, sessions: bool = False) -> Forked | None:
         )
     gc.collect()
     gc.freeze()  # or each process's first collection copies all that it shares with the others
+    usual = signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # which is meant for one of the others, and would end all of them
     while True:
         request, descriptors, _, _ = socket.recv_fds(control, MAX_REQUEST_BYTES, MAX_DESCRIPTORS)
         match os.fsdecode(request).split(SEPARATOR):
@@ -76,6 +77,7 @@ def serve(*, sessions: bool = False) -> Forked | None:
                 except OSError as error:  # the others are none the worse for it
                     child = -(error.errno or errno.EAGAIN)
                 if child == 0:
+                    signal.signal(signal.SIGUSR1, usual)
                     control.close()
                     for number, descriptor in enumerate(descriptors[:3]):
                         _put(descriptor, number)

@@ -235,9 +235,13 @@ class _Connected:
         self.endpoint.set_serving(self._mesh.is_whole)
 
     def _tell_launcher(self, topology: Topology) -> None:
-        if self._settings.report_file:
+        if not self._settings.report_file:
+            return
+        try:
             with Path(self._settings.report_file).open("a") as report:
                 report.write(f"{topology.me.address} {topology.rank} {topology.world_size}\n")
+        except OSError as error:  # it shows less then, and that is all
+            log.warning("the launcher cannot be told of rank %d: %s: %s", topology.rank, self._settings.report_file, error.strerror)
 
     async def _take_seat(self, after: Membership | None, missing: tuple[int, ...]) -> Seat:
         if self._meet is not None:

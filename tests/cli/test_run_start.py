@@ -239,9 +239,7 @@ def test_nobody_is_left_when_one_of_them_is_killed(tmp_path: Path, victim: str) 
         os.kill(server if victim == "server" else run.process.pid, signal.SIGKILL)
         assert all(has_ended(pid) for pid in (*pids, server))
         if victim == "server":
-            result = run.finish()
-            assert result.status == 128 + signal.SIGKILL
-            assert "SIGKILL" in result.err
+            assert run.finish().status == 1  # and says so: test_run_machine.py
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -35,8 +35,12 @@ def main(argv: Sequence[str]) -> None:
     from shardnet.forking.server import preload, serve
 
     _look_first_in(_place(target, is_module))
-    with contextlib.suppress(Exception), _cuda_untouched():  # the program will fail of it as well, and say so
-        preload(needs(target, is_module))
+    problem: Exception | None = None
+    try:
+        with _cuda_untouched():
+            preload(needs(target, is_module))
+    except Exception as error:  # noqa: BLE001 - the program will fail of it as well, or can do without
+        problem = error
     worker = serve(sessions=True)
     if worker is None:
         os._exit(0)
@@ -47,7 +51,7 @@ def main(argv: Sequence[str]) -> None:
     os.environ["SHARDNET_REPORT_FILE"] = f"/dev/fd/{report}"  # a pipe, not a file: nothing is left on disk however this ends
     sys.argv = [target, *arguments]
     sys.orig_argv = [sys.executable, "-u", *argv]
-    _end(run(target, is_module))
+    _end(run(target, is_module, problem))
 
 
 def needs(target: str, is_module: bool) -> Sequence[str]:
@@ -90,8 +94,12 @@ def _environment_lines(tree: ast.Module) -> Iterator[int]:
             yield node.lineno
 
 
-def run(target: str, is_module: bool) -> int:
-    """Run a program as `__main__`; its exit status. What it does not catch is shown as Python shows it, without the frames of this file."""
+def run(target: str, is_module: bool, problem: Exception | None = None) -> int:
+    """Run a program as `__main__`; its exit status. What it does not catch is shown as Python shows it, without the frames of this file.
+
+    problem  what has kept this process from importing everything ahead. It is shown above what the program fails of then: torch says only
+             the first time why it cannot be imported
+    """
     was_main, main_module = sys.modules["__main__"], ModuleType("__main__")
     main_module.__dict__.update({"__builtins__": builtins} | ({"__annotations__": {}} if hasattr(was_main, "__annotations__") else {}))
     sys.modules["__main__"] = main_module
@@ -111,9 +119,20 @@ def run(target: str, is_module: bool) -> int:
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
             trace = trace.tb_next
+        _begin_with(problem, error)
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     return 0
+
+
+def _begin_with(problem: Exception | None, error: BaseException) -> None:
+    """Have a traceback of `error` begin with that of `problem`, as of one that it was raised in the handling of."""
+    first, seen = error, set[int]()
+    while (before := first.__cause__ or first.__context__) is not None and id(before) not in seen:
+        seen.add(id(before))
+        first = before
+    if problem is not None and isinstance(error, ImportError | AttributeError) and first is not problem:
+        first.__context__ = problem
 
 
 def _run_script(main_module: ModuleType, path: str) -> None:

@@ -4,8 +4,10 @@ import asyncio
 import contextlib
 import functools
 import signal
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
+from pathlib import Path
 from typing import Protocol
 
 from shardnet.cli.launch.console import Console
@@ -19,6 +21,7 @@ from shardnet.cli.launch.supervisor import Supervisor, Verdict
 from shardnet.cli.launch.worker import Worker
 
 BROKEN_PIPE_STATUS = 128 + signal.SIGPIPE
+CLOCK_S = 2.0  # a file system may round times to so many seconds, and a server's clock be as late
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -40,7 +43,7 @@ async def launch(job: Job, console: Console, open_rendezvous: OpenRendezvous, as
 
     The status is that of the worker whose failure ended the run, 128 + n if it died of signal n or the user sent n, 141 if
     nobody reads the output any more, and 0 if all is well. Cancelling kills the workers. Raises RendezvousError or OSError
-    if the rendezvous or a worker cannot be started.
+    if the rendezvous or a worker cannot be started, or if the process that forks them is lost.
     """
     try:
         async with _meeting_point(job, open_rendezvous) as address, starting(job) as start:
@@ -70,14 +73,23 @@ async def _meeting_point(job: Job, open_rendezvous: OpenRendezvous) -> AsyncIter
 async def _supervise(job: Job, console: Console, rendezvous: str, start: Start, ask: Ask) -> Verdict:
     places = [Place(local_rank, job, rendezvous, start, console) for local_rank in range(job.nproc)]
     supervisor = Supervisor(places, grace_s=job.grace_s, recovery=_recovery(job, console))
+    begin_s = time.time()
     with _stop_signals(supervisor, console):
         async with asyncio.TaskGroup() as tasks:
             progress = tasks.create_task(follow(functools.partial(_by_rank, places), ask, ProgressView(console)))
             verdict = await supervisor.run()
             progress.cancel()
-    if job.trace is not None and verdict.status == 0 and any(_ended_as_rank_0(place.worker) for place in places):
-        console.say(f"timeline of all ranks, for https://ui.perfetto.dev: {job.trace}")  # the machine with rank 0 has it
+    has_trace = job.trace is not None and verdict.status == 0 and any(_ended_as_rank_0(place.worker) for place in places)
+    if has_trace and await asyncio.to_thread(_is_written, Path(str(job.trace)), begin_s):  # else rank 0 has said why not
+        console.say(f"timeline of all ranks, for https://ui.perfetto.dev: {job.trace}")
     return verdict
+
+
+def _is_written(path: Path, since_s: float) -> bool:
+    try:
+        return path.stat().st_mtime >= since_s - CLOCK_S
+    except OSError:
+        return False
 
 
 def _recovery(job: Job, console: Console) -> Recovery | None:

@@ -105,7 +105,7 @@ class ForkedProcess:
         self._descriptor = os.pidfd_open(pid)
 
     async def wait(self) -> int:
-        """Its exit status, negative for a signal."""
+        """Its exit status, negative for a signal. Raises ConnectionError if it has ended because its parent has."""
         if self.returncode is None:
             loop, ended = asyncio.get_running_loop(), asyncio.Event()
             loop.add_reader(self._descriptor, ended.set)
@@ -115,9 +115,11 @@ class ForkedProcess:
                 loop.remove_reader(self._descriptor)
             try:
                 self.returncode = self._nursery.wait(self.pid)  # at once: it has ended
-            except ConnectionError:  # so has its parent, and with that all others, too
+            except ConnectionError as error:  # so has its parent, and with that all others, too
                 self.returncode = -signal.SIGKILL
-            os.close(self._descriptor)
+                raise type(error)(f"{error}, and all workers with it; '--start-method spawn' does without it") from error
+            finally:
+                os.close(self._descriptor)
         return self.returncode
 
     def send_signal(self, number: int) -> None:
