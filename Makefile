@@ -3,7 +3,7 @@
 # The interpreter to use: `make test PYTHON=python3.13`. Each one gets a virtual environment of its own, so they can live side by side.
 DEFAULT_PYTHON := $(shell command -v python3.11 >/dev/null 2>&1 && echo python3.11 || echo python3)
 PYTHON ?= $(DEFAULT_PYTHON)
-# A package index to take torch from before everything else, for example one with CPU-only builds (200 MB instead of 3 GB).
+# A package index to take torch from before everything else, for example one with CPU-only builds (200 MB to download instead of 3 GB).
 TORCH_INDEX ?=
 # Passed on to the program behind the target: `make test ARGS="tests/backend -x"`, `make demo ARGS="--steps 50"`.
 ARGS ?=

@@ -47,7 +47,10 @@ def add_to(commands: arguments.Commands) -> None:
         "--workers", type=arguments.positive, metavar="N", help="measure the links between so many doctors, of which this is one"
     )
     parser.add_argument(
-        "--job", type=arguments.name, metavar="ID", default="default", help="the job that the certificates are for (default: %(default)s)"
+        "--job",
+        type=arguments.name,
+        metavar="ID",
+        help="the job that will be run (default: the one that the certificate is for, or 'default')",
     )
     parser.add_argument("--listen", type=arguments.host, metavar="HOST", help="where workers of this machine shall listen")
     parser.add_argument(
@@ -95,7 +98,9 @@ async def _findings(options: arguments.Arguments) -> "AsyncIterator[Finding]":
         yield finding
     if options.workers is not None and not any(finding.level == "problem" for finding in reached):
         settings = {"rendezvous": options.rendezvous, "listen": options.listen or "", **protection.settings}
-        for finding in await about_peers(options.workers, job=options.job, wait_s=options.wait, **settings):
+        identity = None if security.credentials is None else security.credentials.identity
+        job = options.job or (identity and identity.job) or "default"
+        for finding in await about_peers(options.workers, job=job, wait_s=options.wait, **settings):
             yield finding
 
 

@@ -73,7 +73,10 @@ def add_to(commands: arguments.Commands) -> None:
         help="where the machines meet (default: started here, for this run only)",
     )
     parser.add_argument(
-        "--job", type=arguments.name, metavar="ID", help="which job of the rendezvous (default: a new one; with --nnodes, 'default')"
+        "--job",
+        type=arguments.name,
+        metavar="ID",
+        help="which job of the rendezvous (default: that of the certificate, else a new one, or with --nnodes 'default')",
     )
     parser.add_argument("--node", type=arguments.name, metavar="NAME", help="what this machine is called (default: its own identity)")
     parser.add_argument(

@@ -151,8 +151,8 @@ class TestTheForkServer:
             result = run.finish()
         assert result.status == 1
         assert result.err.endswith(
-            f"shardnet run: the process that makes others was killed by SIGKILL as the system does when memory runs out (pid {server.pid}), and all workers with it; "
-            "'--start-method spawn' does without it\n"
+            f"the process that makes others was killed by SIGKILL as the system does when memory runs out (pid {server.pid}), "
+            "and all workers with it; '--start-method spawn' does without it\n"
         )
         assert "failed" not in result.err
 

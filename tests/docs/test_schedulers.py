@@ -6,6 +6,7 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from torch.distributed.run import get_args_parser
 
 from shardnet.cli.main import parse
 from shardnet.scheduler import INDEXED_JOB, OPEN_MPI, PMI, SLURM, TORCHRUN
+from shardnet.settings import Settings
 from tests.docs.page import PAGE, ROOT, block, commands
 from tests.training.scheduled import allocation, without_schedulers
 from tests.training.workers import rendezvous
@@ -109,6 +111,12 @@ def test_what_is_typed_in_is_understood() -> None:
 
 
 def test_the_table_has_what_is_read() -> None:
-    rows = [set(re.findall(r"`([A-Z_]+)`", row)) for row in re.findall(r"^\| .*", PAGE, re.MULTILINE)][1:]
+    rows = [set(re.findall(r"`([A-Z_]+)`", row)) for row in re.findall(r"^\| .*", PAGE, re.MULTILINE) if "SHARDNET_" not in row][2:]
     read = [{each.rank, each.world_size, each.local_rank, *each.job} - {""} for each in (TORCHRUN, OPEN_MPI, PMI, SLURM, INDEXED_JOB)]
     assert rows == read
+
+
+def test_settings_that_are_listed_are_there() -> None:
+    listed = {name for row in re.findall(r"^\| `SHARDNET_.*", PAGE, re.MULTILINE) for name in re.findall(r"`SHARDNET_([A-Z_]+)`", row)}
+    assert len(listed) > 10
+    assert {name.lower() for name in listed - {"TOKEN_FILE"}} <= {each.name for each in fields(Settings)}

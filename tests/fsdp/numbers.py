@@ -187,7 +187,7 @@ def average(backend: Backend) -> tuple[list[float], list[float]]:
 
 def prefetch_with(backend: Backend, strategy: str) -> None:
     model = FSDP(Weighted(), backend, strategy=ShardingStrategy(strategy))
-    with pytest.raises(UsageError, match=f"FullShard and HybridShard; this model has {model.strategy.name}"):
+    with pytest.raises(UsageError, match=f"FULL_SHARD and HYBRID_SHARD; this model has {model.strategy.name}"):
         model.prefetch_forward_params()
 
 
