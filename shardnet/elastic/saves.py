@@ -1,6 +1,8 @@
 """`Saves`: the checkpoints of a training that keeps its state in memory, too."""
 
+import asyncio
 import logging
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,7 +69,21 @@ class Saves:
 
     async def load(self) -> Loaded | None:
         """Bring everything to where the last one has it; None if there is none. Raises as `Checkpoints.load` does."""
-        return None if self._checkpoints is None else await self._checkpoints.load()
+        if self._checkpoints is None:
+            return None
+        if self._is_first:
+            await asyncio.to_thread(self._try_folder)
+        return await self._checkpoints.load()
+
+    def _try_folder(self) -> None:
+        """Say now what would keep all checkpoints from being written: hours later is late."""
+        assert self._saving is not None
+        try:
+            self._saving.folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self._saving.folder):
+                pass
+        except OSError as error:
+            log.error("checkpoints cannot be written to %s: %s; the training goes on without", self._saving.folder, error.strerror)
 
     def go_on_from(self, loaded: Loaded | None) -> None:
         """What `load` has found is the last one now: the same on all ranks, whoever came when."""

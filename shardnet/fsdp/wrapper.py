@@ -307,7 +307,7 @@ class FSDP(nn.Module):
         """
         self._runtime.require_slices("prefetch_forward_params()")
         if not self.strategy.frees_after_forward:
-            raise UsageError(f"prefetch_forward_params is for the strategies FULL_SHARD and HYBRID_SHARD; this model has {self.strategy.name}")
+            raise UsageError(f"prefetch_forward_params is for FULL_SHARD and HYBRID_SHARD; this model has {self.strategy.name}")
         if self.steps_in_backward and self.has_pending_prefetch:
             return self._runtime.prefetcher.explicit_handles
         return self._runtime.prefetcher.start_explicit()

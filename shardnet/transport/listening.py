@@ -95,7 +95,7 @@ def _bind_problem(family: int, where: tuple[str | int | bytes, ...]) -> OSError 
 def _advice(error: OSError) -> str:
     match error.errno:
         case errno.EADDRINUSE:
-            return "another process listens there already; end it, choose another port, or give port 0 to let the system choose"
+            return "another process listens there already; end it, choose another port for each, or give port 0 to let the system choose"
         case errno.EADDRNOTAVAIL:
             return "it is no address of this machine; use one of its own, or 0.0.0.0 for all of them"
         case errno.EACCES:

@@ -84,7 +84,7 @@ def test_the_page_is_where_it_is_told_to_be_and_its_port_is_free_afterwards(tmp_
         other.mkdir()
         taken = shardnet(other, "rendezvous", "--listen", "127.0.0.1:0", "--web", url.removeprefix("http://").rstrip("/"))
         assert (taken.status, taken.err.count("\n")) == (1, 1)
-        assert "another process listens there already; end it, choose another port" in taken.err
+        assert "another process listens there already; end it, choose another port for each" in taken.err
         rendezvous.process.send_signal(signal.SIGINT)
         result = rendezvous.finish()
     assert (result.status, result.err) == (0, "")

@@ -176,6 +176,23 @@ async def test_a_checkpoint_that_cannot_be_written_does_not_end_a_training_but_i
     assert "the training goes on" in caplog.text
 
 
+async def test_a_folder_that_cannot_be_written_is_told_at_the_beginning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    place = tmp_path / "file" / "folder"
+    (tmp_path / "file").touch()
+    told: list[str] = []
+
+    async def train(cluster: Cluster, state: State, life: Life) -> None:
+        model = await cluster.shard(nn.Linear(3, 1))
+        await state.resume(model)
+        told.extend(caplog.messages)
+
+    async with crew() as members:
+        lives = [members.hire(train, least=2, most=2, **wanting(place)) for _ in range(2)]
+        await members.wait()
+    assert [life.error for life in lives] == [None, None]
+    assert f"checkpoints cannot be written to {place}: Not a directory; the training goes on without" in told
+
+
 def spoil(folder: Path) -> None:
     """Nothing can be written there from now on."""
     folder.rmdir()
