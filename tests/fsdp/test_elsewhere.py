@@ -1,5 +1,6 @@
 """Losses that are computed with parameters themselves: their gradients come to the slices, beside what is reduced."""
 
+import asyncio
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,7 +12,12 @@ from torch import nn
 from shardnet.backend import Backend
 from shardnet.errors import StateError
 from shardnet.fsdp import FSDP, MixedPrecision
+from shardnet.fsdp.gradients import GradientBuffer
+from shardnet.fsdp.lent_gradients import LentGradients
+from shardnet.fsdp.reductions import ReductionQueue
+from shardnet.fsdp.unit import Unit
 from shardnet.sharding import ShardingStrategy
+from shardnet.testing import local_cluster, loopback_cluster
 from tests.fsdp.ranks import run_ranks
 
 Tensor = torch.Tensor
@@ -117,17 +123,25 @@ def test_where_a_rank_has_all_parameters_theirs_are_averaged_too(train: Train, u
     compare(train, ShardingStrategy.NO_SHARD, units)
 
 
-def test_a_model_that_computes_in_another_dtype() -> None:
+@pytest.mark.parametrize("lent", [False, True])
+async def test_a_model_that_computes_in_another_dtype(lent: bool) -> None:
+    """Also where other ranks read gradients where they are."""
+
     def work(backend: Backend) -> dict[str, Tensor]:
         inner = Scaled()
         precision = MixedPrecision(torch.float32, torch.float32)
         model = FSDP(inner, backend, strategy=ShardingStrategy.NO_SHARD, mixed_precision=precision)
+        assert isinstance(model.groups[0].gradients, LentGradients if lent else GradientBuffer)
         train_with_scale(model, inner, X[backend.rank])
         return model.full_state_dict()
 
     alone = Scaled()
     train_with_scale(alone, alone, X.flatten(0, 1))
-    first, second = run_ranks(2, work)
+    make = local_cluster if lent else loopback_cluster
+    async with make(2) as ranks:
+        if lent and not ranks[0].lends_pieces:
+            pytest.skip("gradients are not lent here")
+        first, second = await asyncio.gather(*(asyncio.to_thread(work, rank) for rank in ranks))
     torch.testing.assert_close(first, alone.state_dict(), rtol=0, atol=1e-5)
     assert all(torch.equal(value, second[name]) for name, value in first.items())
 
@@ -171,3 +185,44 @@ def test_a_gradient_that_comes_when_its_parameter_was_stepped_is_refused() -> No
             model(x).square().mean().backward()
 
     run_ranks(2, work)
+
+
+def test_reductions_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes from elsewhere comes first. It must not put the root unit, which is complete last, before those that are ready sooner."""
+    started: dict[int, list[str]] = {0: [], 1: []}
+    start = ReductionQueue._start
+
+    def note(queue: ReductionQueue, unit: Unit) -> None:
+        started[queue._comms.everyone.rank].append(unit.name)
+        start(queue, unit)
+
+    def work(backend: Backend) -> None:
+        model = FSDP(Scaled(), backend, units=[nn.Linear], strategy=ShardingStrategy.NO_SHARD)
+        model(X[backend.rank]).sum().backward()
+        usual = started[backend.rank].copy()
+        started[backend.rank].clear()
+        (model(X[backend.rank]).sum() + sum(each.sum() for each in model.parameters())).backward()
+        assert started[backend.rank] == usual
+        assert usual[0] == "head"
+
+    monkeypatch.setattr(ReductionQueue, "_start", note)
+    run_ranks(2, work)
+
+
+def test_what_no_sync_has_added_up_is_known() -> None:
+    def work(backend: Backend) -> Tensor:
+        inner = Scaled()
+        model = FSDP(inner, backend, strategy=ShardingStrategy.NO_SHARD)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(X[backend.rank]).sum().backward()
+        optimizer.zero_grad()
+        with model.no_sync():
+            (inner.scale * (backend.rank + 1.0)).sum().backward()  # type: ignore[no-untyped-call]
+        with pytest.raises(StateError, match=r"^gradients of no_sync\(\) are not reduced yet"):
+            model.check_step(optimizer)
+        model.sync_gradients()
+        assert inner.scale.grad is not None
+        return inner.scale.grad
+
+    for gradient in run_ranks(2, work):
+        torch.testing.assert_close(gradient, torch.tensor([1.5], dtype=torch.float64))
