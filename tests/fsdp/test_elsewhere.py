@@ -226,3 +226,33 @@ def test_what_no_sync_has_added_up_is_known() -> None:
 
     for gradient in run_ranks(2, work):
         torch.testing.assert_close(gradient, torch.tensor([1.5], dtype=torch.float64))
+
+
+class Twice(Scaled):
+    """Of which backward steps the layers at its end, since it comes back to them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(self.layers(x)))  # type: ignore[no-any-return]
+
+
+def test_one_that_comes_before_its_parameter_is_stepped_counts() -> None:
+    def train(model: nn.Module, x: Tensor, share: float) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if isinstance(model, FSDP):
+            model.step_in_backward(optimizer)
+        for _ in range(STEPS):
+            held = dict(model.named_parameters())["layers.1.0.bias"]
+            late: Tensor = Late.apply(x.clone().requires_grad_(), held)
+            (share * model(late).square().sum()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def work(backend: Backend) -> dict[str, Tensor]:
+        model = FSDP(Twice(), backend, units=[nn.Sequential], prefetch=0)
+        train(model, X[backend.rank], 1 / 6)
+        return model.full_state_dict()
+
+    alone = Twice()
+    train(alone, X.flatten(0, 1), 1 / 12)
+    for found in run_ranks(2, work):
+        torch.testing.assert_close(found, alone.state_dict(), rtol=0, atol=1e-12)
