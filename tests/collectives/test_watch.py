@@ -18,6 +18,7 @@ from shardnet.collectives.group import Group
 from shardnet.collectives.letters.attendant import Attendant
 from shardnet.collectives.operation import Call, Operation
 from shardnet.collectives.roll_call import Attendance, RollCall
+from shardnet.collectives.switchboard import WORLD
 from shardnet.collectives.watch import ALIKE, PATIENT_S
 from shardnet.config import Limits, Timeouts
 from shardnet.errors import CollectiveTimeout
@@ -298,6 +299,39 @@ async def test_who_answers_pings_alone_is_busy_and_not_missing(
         with pytest.raises(CollectiveTimeout):
             await ranks[1].barrier()
     assert said(caplog) == []
+
+
+async def test_who_is_busy_in_one_group_holds_up_no_other(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = Group._answer_probe
+    monkeypatch.setattr(Group, "_answer_probe", lambda self, *probe: None if self.id == WORLD else answer(self, *probe))
+    async with cluster(kind, 2) as ranks:
+        groups = [rank.subgroup(range(2)) for rank in ranks]
+        early = ranks[0].barrier(), groups[0].barrier()
+        await until(lambda: ranks[0].telemetry.waiting)
+        (waiting,) = ranks[0].telemetry.waiting
+        assert [(each.rank, each.next_sequence) for each in waiting.absent] == [(1, 0)]
+        assert "of the group of ranks [0, 1]" in str(waiting)
+        await ranks[1].barrier()
+        await groups[1].barrier()
+        for each in early:
+            await each
+
+
+async def test_whoever_is_about_to_be_called_slow_is_asked_once_more(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a machine has too much to do an answer may be late."""
+    asked: list[int] = []
+    answer = Group._answer_probe
+
+    def answer_probe(self: Group, *probe: Any) -> None:
+        asked.append(self.board.mesh.rank)
+        if len(asked) > 1:
+            answer(self, *probe)
+
+    monkeypatch.setattr(Group, "_answer_probe", answer_probe)
+    async with cluster(kind, 2) as ranks:
+        with pytest.raises(CollectiveTimeout, match=r"missing rank 1 \(at #0") as caught:
+            await ranks[0].barrier(timeout_s=SUSPECT_S / 2)
+        assert caught.value.missing == (1,)
 
 
 async def test_who_has_sent_something_is_there_and_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
