@@ -208,3 +208,17 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["--workers", "2"], ["--workers", "1", "--rendezvous", "127.0.0.1:1"]):
         assert main(["doctor", *arguments]) == 2
         assert "needs at least two machines, and --rendezvous HOST:PORT" in capsys.readouterr().err
+
+
+async def test_the_command_meets_in_the_job_of_its_certificate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["certs", "init", str(tmp_path)]) == 0
+    assert main(["certs", "issue", str(tmp_path), "left", "--job", "lm"]) == 0
+    security = Security.find(Role.RENDEZVOUS, certs=str(tmp_path / "rendezvous"))
+    server = RendezvousServer("127.0.0.1:0", timeouts=Timeouts.for_tests(), security=security)
+    await LoopThread.shared().run_here(server.start())
+    try:
+        command = ["doctor", "--rendezvous", server.address, "--certs", str(tmp_path / "left"), "--workers", "2", "--wait", "0.3"]
+        assert await asyncio.to_thread(main, command) == 1
+        assert "only 1 of 2 workers joined" in " ".join(capsys.readouterr().out.split())
+    finally:
+        await LoopThread.shared().run_here(server.aclose())
