@@ -364,15 +364,13 @@ class Group:
 
     async def diagnose(self, operation: Operation | Round) -> CollectiveTimeout:
         """Ask every member whether it has entered the collective, and say who has not."""
-        attendance = await self.roll_call.hold(operation.sequence, operation.present)
-        if attendance.busy and not attendance.absent:
-            attendance = await self.roll_call.hold(operation.sequence, operation.present)  # where a machine is busy the answer is near
+        attendance = await self.roll_call.hold(operation.sequence)
         detail = f"{self.board.where()} {operation.name} of {self.party.title} did not end within {operation.call.timeout_s:g} s: "
         if attendance.absent:
             detail += f"missing {'; '.join(map(str, attendance.absent))}"
         else:
             slow = " and ".join(f"rank {each.rank} ({each.address})" for each in attendance.busy)
-            who = f"{slow} did not say where it is, but is alive" if slow else "all ranks have entered it"
+            who = f"data still moves to or from {slow}" if slow else "all ranks have entered it"
             detail += f"{who}, so the network or a rank is too slow; what takes longer needs Timeouts(collective_s=...)"
         return CollectiveTimeout(detail, [each.rank for each in attendance.absent])
 

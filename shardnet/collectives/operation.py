@@ -57,7 +57,6 @@ class Operation:
     has_turn: bool = False
     started: bool = False  # the task has begun: only then does cancelling it run its cleanup
     takes_loans: bool = False  # the sink does; set with it
-    present: set[int] = field(default_factory=set)  # who have entered it, as what came from them shows
     ready: bool = False  # the sink is set and what came early was delivered: chunks may be handed over directly
     _announced: defaultdict[int, deque[mesh_pb2.Announcement]] = field(default_factory=lambda: defaultdict(deque))
     _waiters: dict[int, "asyncio.Future[None]"] = field(default_factory=dict)
@@ -227,7 +226,6 @@ class Operation:
 
     def on_chunk(self, source: int, chunk: Chunk) -> None:
         """Take what a peer sent for this collective."""
-        self.present.add(source)
         if chunk.control is not None and chunk.control.HasField("announcement"):
             self._on_announcement(source, chunk.control.announcement)
         if chunk.control is not None and chunk.control.HasField("loan_returned"):

@@ -1,7 +1,6 @@
 """`RollCall`: asks the ranks of a group how far they are, when a collective takes too long."""
 
 import asyncio
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,14 +12,15 @@ if TYPE_CHECKING:
     from shardnet.collectives.group import Group
 
 WAIT_S = 0.4  # a hang must not outlive its timeout by more than 0.5 s
+BUSY_BYTES = 16 * 1024  # in that time: what pings come to is far less, and a link of 1 Mbit/s that sends has three times as much
 
 
 @dataclass(frozen=True, slots=True)
 class Attendance:
     """What the ranks of a group have said."""
 
-    absent: tuple[Absent, ...]  # who have not entered the collective, or are silent
-    busy: tuple[Absent, ...]  # who answer pings, but have not said where they are: what they say queues behind data, or they compute
+    absent: tuple[Absent, ...]  # who have not entered the collective, or did not answer
+    busy: tuple[Absent, ...]  # who could not answer: what is said queues behind data, which moves
     entered_below: int  # all have entered the collectives with lower numbers
 
 
@@ -32,15 +32,15 @@ class RollCall:
         self._count = 0
         self._open: dict[int, tuple[dict[int, ProbeReply], set[int], asyncio.Event]] = {}  # by number; the set of who is still to answer
 
-    async def hold(self, sequence: int, present: Collection[int] = ()) -> Attendance:
-        """Ask every other member whether it has entered a collective, but for those who are known to be `present`. Takes at most WAIT_S.
+    async def hold(self, sequence: int) -> Attendance:
+        """Ask every other member whether it has entered a collective. Takes at most WAIT_S.
 
         Who does not answer pings either is not even asked, or it would seem to be alive (tests/training/test_connect.py, frozen).
         """
         self._count += 1
         number, group = self._count, self._group
         replies: dict[int, ProbeReply] = {}
-        asked = {peer for peer in group.peers if peer not in present and not self._is_silent(peer)}
+        asked = {peer: self._moved_bytes(peer) for peer in group.peers if not self._is_silent(peer)}
         self._open[number] = replies, _, complete = replies, set(asked), asyncio.Event()
         try:
             for peer in asked:
@@ -52,18 +52,18 @@ class RollCall:
             pass
         finally:
             del self._open[number]
-        absent, busy, positions = list[Absent](), list[Absent](), list[int]()
+        absent, busy = list[Absent](), list[Absent]()
         for peer in sorted(group.peers):
             reply = replies.get(peer)
-            if peer in present:
-                positions.append(sequence + 1)
-                continue
-            positions.append(0 if reply is None else reply.next_sequence)
-            if reply is None and peer in asked and not self._is_silent(peer):
+            if reply is None and peer in asked and self._moved_bytes(peer) - asked[peer] >= BUSY_BYTES:
                 busy.append(self._absent(peer, None))
             elif reply is None or not reply.entered:
                 absent.append(self._absent(peer, reply))
+        positions = [replies[peer].next_sequence if peer in replies else 0 for peer in group.peers]
         return Attendance(tuple(absent), tuple(busy), max(min(positions, default=0), 0 if absent or busy else sequence + 1))
+
+    def _moved_bytes(self, peer: int) -> int:
+        return self._group.board.mesh.moved_bytes(self._group.members[peer])
 
     def _is_silent(self, peer: int) -> bool:
         return self._group.board.mesh.is_silent(self._group.members[peer])

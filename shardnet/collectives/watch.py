@@ -109,14 +109,14 @@ class Watch:
     async def _examine(self, group: "Group") -> Waiting | None:
         """The oldest collective of a group that waits for somebody for long."""
         while (oldest := self._oldest(group)) is not None and self._is_late(oldest):
-            attendance = await group.roll_call.hold(oldest.sequence, oldest.present)
+            attendance = await group.roll_call.hold(oldest.sequence)
             self._entered_below[group.id] = max(attendance.entered_below, self._entered_below.get(group.id, 0))
             if attendance.absent:
                 if oldest.call.timeout_s >= PATIENT_S:
                     self._told.add(oldest.flight)
                 return Waiting(oldest.flight, attendance.absent)
             if attendance.busy:
-                return None  # they are not stuck as far as anybody knows: they are asked again
+                return None  # data moves, so nobody is stuck: they are asked again
         return None
 
     def _tell(self, waiting: tuple[Waiting, ...]) -> int:

@@ -95,6 +95,10 @@ class Mesh(ABC):
         """Whether a rank has not answered for a while, but is not lost yet."""
         return False
 
+    def moved_bytes(self, rank: int) -> int:
+        """Grows by whatever comes from a rank, and by what its system has of what was sent to it."""
+        return 0
+
     @abstractmethod
     def address(self, rank: int) -> str:
         """Where a rank is, for messages."""

@@ -24,7 +24,7 @@ from shardnet.pb import mesh_pb2
 from shardnet.topology import Topology
 from shardnet.transport.base import Mesh, Receiver
 from shardnet.transport.hello import Hello, disagreement, terms_of
-from shardnet.transport.http2 import CallBroken
+from shardnet.transport.http2 import Call, CallBroken
 from shardnet.transport.mesh_service import MeshService
 from shardnet.transport.options import HANDSHAKE_S
 from shardnet.transport.outbox import Outbox
@@ -75,7 +75,7 @@ class GrpcMesh(Mesh):
         self._receiver: Receiver | None = None
         self._outboxes: dict[int, Outbox] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._inbound: set[int] = set()  # peers whose stream to this rank is open
+        self._inbound: dict[int, Call | None] = {}  # the streams of peers to this rank that are open; None: by grpcio
         self._departed: set[int] = set()  # peers that said goodbye
         self._lost: dict[int, str] = {}
         self._changed = asyncio.Event()  # any of the three above did, or `attending`
@@ -178,6 +178,10 @@ class GrpcMesh(Mesh):
     def is_silent(self, rank: int) -> bool:
         return rank in self._outboxes and self._outboxes[rank].is_silent
 
+    def moved_bytes(self, rank: int) -> int:
+        calls = self._inbound.get(rank), self._outboxes[rank].call
+        return sum(call.signs_of_life for call in calls if call is not None)
+
     def suspect(self, rank: int, reason: str) -> None:
         """Another witness takes a peer for gone: [Note: two witnesses] in pulse.py. Until the mesh is formed there is no other."""
         if not self._formed:
@@ -279,9 +283,9 @@ class GrpcMesh(Mesh):
         return None
 
     @contextmanager
-    def connected(self, peer: int) -> Iterator[None]:
+    def connected(self, peer: int, call: Call | None = None) -> Iterator[None]:
         """The time for which a peer's stream to this rank is open. Ending without a goodbye means that it is lost."""
-        self._inbound.add(peer)
+        self._inbound[peer] = call
         self._changed.set()
         why = "its connection broke"
         try:

@@ -59,7 +59,7 @@ class MeshService:
         """A stream of a peer, to its end; see `DirectCalls`."""
         async with Pulse(self._timeouts).beating(call):
             mesh, hello = await self._admit(peer.metadata, peer.address, peer.identity)
-            with mesh.connected(hello.source):
+            with mesh.connected(hello.source, call):
                 call.deliver(lambda message: mesh.receive(hello.source, decode(message, sealed=call.wants_checksums)))
                 call.send_headers(reply((ACCEPTED,)))
                 try:

@@ -83,6 +83,11 @@ class Outbox:
             self._over.set()
 
     @property
+    def call(self) -> Call | None:
+        """What carries it; None until there is a connection."""
+        return self._call
+
+    @property
     def outgoing_bytes(self) -> int:
         """Of what was put and the peer's system does not have yet."""
         return 0 if self._call is None else self._call.outgoing_bytes

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -236,11 +236,11 @@ async def test_who_fails_while_it_is_called_leaves_its_turn_to_the_next(fresh: M
     """It is about to say who is missing, and by then nobody is."""
     asks, go_on, hold = threading.Event(), asyncio.Event(), RollCall.hold
 
-    async def slow(self: RollCall, sequence: int, present: Collection[int]) -> Attendance:
+    async def slow(self: RollCall, sequence: int) -> Attendance:
         if self._group.party.channel.startswith("'late'"):
             asks.set()
             await go_on.wait()
-        return await hold(self, sequence, present)
+        return await hold(self, sequence)
 
     monkeypatch.setattr(RollCall, "hold", slow)
     async with fresh(2, limits=LIMITS) as ranks:

@@ -129,11 +129,6 @@ class Round(concurrent.futures.Future[Any], ABC):
         return self._looker is not None
 
     @property
-    def present(self) -> frozenset[int]:
-        """Who have entered it, as far as that is known without looking."""
-        return frozenset()
-
-    @property
     def may_be_stuck(self) -> bool:
         """A letter is missing. Where none is, it ends as soon as somebody asks for it."""
         with self._lock:
