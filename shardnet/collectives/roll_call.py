@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from shardnet.collectives.group import Group
 
 WAIT_S = 0.4  # a hang must not outlive its timeout by more than 0.5 s
-BUSY_BYTES = 16 * 1024  # in that time: what pings come to is far less, and a link of 1 Mbit/s that sends has three times as much
+BUSY_BYTES = 4 * 1024  # in that time: what pings come to is far less, and a link of 1 Mbit/s that sends has ten times as much
 
 
 @dataclass(frozen=True, slots=True)

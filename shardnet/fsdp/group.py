@@ -133,7 +133,9 @@ class FlatGroup:
         self._on_gradient: OnGradient = lambda group, index: None
         self._on_gradient_from_elsewhere: OnGradient = lambda group, index: None
         self._watched: set[int] = set()  # leaves with a gradient hook
-        self._elsewhere: dict[int, tuple[Node, RemovableHandle]] = {}  # hooks for gradients from there, which live as long as their nodes
+        # by parameter, where it counts: where autograd brings such gradients, and hooks there, which live as long as that
+        self._elsewhere: dict[int, tuple[Node, RemovableHandle, RemovableHandle]] = {}
+        self._hooked: dict[int, bool] = {}  # by parameter, whether all that has come has been through the program's hooks, by autograd
 
     # --- content
 
@@ -186,8 +188,10 @@ class FlatGroup:
             parameter.data = piece
             parameter.grad = None
             setattr(parameter, _MARK, self.label)
-        for index in self.trainable:
-            self._watch_elsewhere(index)
+        if self._comms.shard_count == 1 and self._comms.replica_count > 1:
+            for index, parameter in enumerate(self.originals):
+                if parameter.is_floating_point():
+                    self._watch_elsewhere(index)
 
     def release(self, flat: Tensor) -> None:
         """Make the parameters whole again, with memory of their own: the end of sharding."""
@@ -196,7 +200,8 @@ class FlatGroup:
             parameter.grad = None
             delattr(parameter, _MARK)
         while self._elsewhere:
-            self._elsewhere.popitem()[1][1].remove()
+            for handle in self._elsewhere.popitem()[1][1:]:
+                handle.remove()
 
     @contextmanager
     def gathered(self, purpose: str) -> Iterator[Tensor]:
@@ -358,6 +363,7 @@ class FlatGroup:
     def drop_gradients(self) -> None:
         """Forget gradients that no reduction has taken, and what compression would add to them."""
         self.gradients.clear()
+        self._hooked.clear()
         for leaf in self.leaves:
             leaf.grad = None
         if self.compressed_reduction is not None:
@@ -378,9 +384,9 @@ class FlatGroup:
         Gradient hooks of the parameters are called as autograd would, with what is reduced, of this rank's slices.
         """
         pieces = self.layout.shard_views(shard_gradient.to(self.shard.device, self._dtypes.master), self._comms.shard_rank)
-        for parameter, piece in zip(self.originals, pieces, strict=True):
+        for index, (parameter, piece) in enumerate(zip(self.originals, pieces, strict=True)):
             if parameter.requires_grad:
-                _accumulate(parameter, piece)
+                _accumulate(parameter, piece, is_hooked=self._hooked.pop(index, False))
 
     def _watch(self, index: int) -> None:
         # The leaf keeps its hook where Python's collector of cycles does not look: a hook that held the group would keep it for ever.
@@ -392,29 +398,54 @@ class FlatGroup:
                 return
             group.gradients.add(index, leaf.grad)
             leaf.grad = None
+            if group._elsewhere:
+                group._hooked[index] = False
             group._on_gradient(group, index)
 
         self.leaves[index].register_post_accumulate_grad_hook(collect)  # type: ignore[no-untyped-call]  # torch has no annotation for it
         self._watched.add(index)
-        self._watch_elsewhere(index)
+
+    @property
+    def is_known_to_autograd(self) -> bool:
+        """Whether `show_full` has nothing to change about leaves."""
+        leaves = zip(self.leaves, self.originals, strict=True)
+        return self._watched.issuperset(self.trainable) and all(leaf.requires_grad == each.requires_grad for leaf, each in leaves)
+
+    @property
+    def expected_from_elsewhere(self) -> list[int]:
+        """The parameters to which the backward that runs now brings gradients from elsewhere."""
+        return [index for index, (node, *_) in self._elsewhere.items() if torch._C._will_engine_execute_node(node)]
 
     def _watch_elsewhere(self, index: int) -> None:
         """See [Note: gradients from elsewhere]."""
-        if self._comms.shard_count > 1 or self._comms.replica_count == 1 or index in self._elsewhere:
-            return
-        reference, leaf = weakref.ref(self), self.leaves[index]
+        reference, parameter, leaf = weakref.ref(self), self.originals[index], self.leaves[index]
         shape, dtype = leaf.shape, leaf.dtype
+        postponed: dict[int, Any] = {}  # hooks of the program's, which get what is reduced
 
         def collect(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
             group, (gradient, *_) = reference(), gradients
             if group is None or gradient is None:
                 return None
+            if torch.is_grad_enabled():
+                raise StateError(f"{group.placed[index].name}: backward(create_graph=True) is not supported for sharded parameters")
             group.gradients.add(index, gradient.detach().to(dtype).view(shape))
+            group._hooked.setdefault(index, True)
             group._on_gradient_from_elsewhere(group, index)
+            if hooks := parameter._post_accumulate_grad_hooks:
+                postponed.update(hooks)
+                hooks.clear()
             return (None,)  # so that autograd puts it nowhere
 
-        node = get_gradient_edge(self.originals[index]).node
-        self._elsewhere[index] = node, node.register_prehook(collect)
+        def restore(*_: object) -> None:
+            if postponed:
+                parameter._post_accumulate_grad_hooks.update(postponed)
+                postponed.clear()
+
+        frozen = not parameter.requires_grad
+        with torch.inference_mode(False), torch.enable_grad():
+            node = get_gradient_edge(parameter.requires_grad_()).node
+        parameter.requires_grad_(not frozen)
+        self._elsewhere[index] = node, node.register_prehook(collect), node.register_hook(restore)
 
     def _reattach(self) -> None:
         """Bring parameters back whose `.data` was set to other memory, as vector_to_parameters and weight averaging do."""
@@ -433,8 +464,8 @@ class FlatGroup:
 
 
 @torch.no_grad()
-def _accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
-    for hook in _hooks(parameter._backward_hooks):
+def _accumulate(parameter: nn.Parameter, gradient: Tensor, *, is_hooked: bool) -> None:
+    for hook in () if is_hooked else _hooks(parameter._backward_hooks):
         replaced = hook(gradient)
         gradient = gradient if replaced is None else replaced
     if parameter.grad is None:

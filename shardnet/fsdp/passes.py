@@ -2,12 +2,21 @@
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from shardnet.fsdp.group import FlatGroup
 from shardnet.fsdp.unit import Unit, UnitState
+
+
+class Wanted(NamedTuple):
+    """A gradient that backward brings."""
+
+    group: FlatGroup
+    place: int  # of the parameter in it
+    from_elsewhere: bool = False  # see [Note: gradients from elsewhere] in group.py
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -72,10 +81,11 @@ class BackwardPass:
     forwards: list[ForwardPass] = field(default_factory=list)  # whose outputs it came through
     units: dict[Unit, None] = field(default_factory=dict)  # that owe a reduction, in its order; a dict for its order
     received: bool = False  # any gradient has come; none does in torch.autograd.grad with respect to inputs
+    computes: bool = False  # it has come to what forward has computed; until then there are gradients from elsewhere at most
     finished: list[Unit] = field(default_factory=list)  # have all gradients, may still hold full parameters
     _open: dict[Unit, set[Call]] = field(default_factory=dict)  # calls that backward has come to and is not through
     _reached: dict[ForwardPass, int] = field(default_factory=dict)  # the earliest call that backward has come to
-    _missing: dict[Unit, set[tuple[FlatGroup, int]]] = field(default_factory=dict)
+    _missing: dict[Unit, set[Wanted]] = field(default_factory=dict)
 
     def advances(self, call: Call) -> bool:
         """Whether backward has come further than before. It has not where an outer unit returns an inner one's output as
@@ -97,18 +107,20 @@ class BackwardPass:
         still_open.discard(call)
         return not still_open
 
-    def missing(self, unit: Unit) -> set[tuple[FlatGroup, int]]:
-        """The unit's parameters, as group and index, that wait for their gradient."""
+    def missing(self, unit: Unit) -> set[Wanted]:
+        """The gradients that the unit waits for."""
         if unit not in self._missing:
-            self._missing[unit] = {(group, index) for group in unit.groups for index in group.trainable}
+            own = {Wanted(group, index) for group in unit.groups for index in group.trainable}
+            elsewhere = {Wanted(group, index, from_elsewhere=True) for group in unit.groups for index in group.expected_from_elsewhere}
+            self._missing[unit] = own | elsewhere
         return self._missing[unit]
 
-    def arrived(self, unit: Unit, group: FlatGroup, index: int) -> bool:
+    def arrived(self, unit: Unit, gradient: Wanted) -> bool:
         """Note a gradient; returns whether it was the unit's last one."""
         self.received = True
         missing = self.missing(unit)
-        was_last = missing == {(group, index)}
-        missing.discard((group, index))
+        was_last = missing == {gradient}
+        missing.discard(gradient)
         return was_last
 
     def owe(self, units: list[Unit]) -> list[Unit]:

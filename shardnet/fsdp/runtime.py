@@ -36,7 +36,7 @@ from shardnet.backend import Backend
 from shardnet.errors import StateError
 from shardnet.fsdp.communicators import Communicators
 from shardnet.fsdp.group import FlatGroup
-from shardnet.fsdp.passes import BackwardPass, Call, ForwardPass
+from shardnet.fsdp.passes import BackwardPass, Call, ForwardPass, Wanted
 from shardnet.fsdp.prefetch import Prefetcher
 from shardnet.fsdp.reductions import ReductionQueue
 from shardnet.fsdp.stepping import BackwardSteps
@@ -176,7 +176,7 @@ class Runtime:
     def computes_here(self) -> bool:
         """Whether this thread is within a forward or backward of the model."""
         thread = threading.get_ident()
-        if self._caller == thread or (self._backward is not None and _in_backward()):
+        if self._caller == thread or (self._backward is not None and self._backward.computes and _in_backward()):
             return True
         return any(call.thread == thread for call in self._calls) and self._calls[0].unit.state is UnitState.FORWARD
 
@@ -241,6 +241,7 @@ class Runtime:
         if torch.is_grad_enabled():
             raise StateError(f"{call.unit.name}: backward(create_graph=True) is not supported, since it reads parameters that were freed")
         backward = self._enter_backward(call.forward)
+        backward.computes = True
         self._owe(backward, [call.unit])  # new only if it ran first within a reentrant checkpoint
         for finished in backward.take_finished(call.unit):
             finished.reshard()
@@ -255,19 +256,23 @@ class Runtime:
 
     def on_gradient(self, unit: Unit, group: FlatGroup, index: int) -> None:
         backward = self._backward or self._enter_backward(self._forward or ForwardPass())
+        backward.computes = True
         self._reductions.advance()
-        if backward.arrived(unit, group, index):
+        self._arrive(backward, unit, Wanted(group, index))
+
+    def on_gradient_from_elsewhere(self, unit: Unit, group: FlatGroup, index: int) -> None:
+        """See [Note: gradients from elsewhere] in group.py."""
+        going_on = self._forward is not None and not self._forward.reduced
+        backward = self._backward or self._enter_backward(self._forward if self._forward is not None and going_on else ForwardPass())
+        self._owe(backward, [unit])
+        self._arrive(backward, unit, Wanted(group, index, from_elsewhere=True))
+
+    def _arrive(self, backward: BackwardPass, unit: Unit, gradient: Wanted) -> None:
+        if backward.arrived(unit, gradient):
             if not unit.frozen_in_part:
                 backward.finished.append(unit)
             if self.synchronise:
                 self._reductions.ready(unit)
-
-    def on_gradient_from_elsewhere(self, unit: Unit, _: FlatGroup, __: int) -> None:
-        """See [Note: gradients from elsewhere] in group.py."""
-        going_on = self._forward is not None and not self._forward.reduced
-        backward = self._backward or self._enter_backward(self._forward if self._forward is not None and going_on else ForwardPass())
-        backward.received = True
-        self._owe(backward, [unit])
 
     def after_backward(self, call: Call) -> None:
         backward, unit = self._backward, call.unit
@@ -276,7 +281,7 @@ class Runtime:
         through = backward.closed(call)
         if unit.state is not UnitState.BACKWARD:
             return
-        if self.synchronise and backward.received and not any(_will_arrive(*entry) for entry in backward.missing(unit)):
+        if self.synchronise and backward.received and not any(map(_will_arrive, backward.missing(unit))):
             self._reductions.ready(unit)  # what is missing is not used in this backward
         if through and not call.forward.repeats(call):
             unit.reshard()
@@ -359,6 +364,8 @@ class Runtime:
 
     def drop_unreduced(self) -> None:
         """Between passes."""
+        if self._backward is not None and not _in_backward():
+            self.reset()  # the last one has raised
         for unit in self._unreduced:
             unit.drop_gradients()
         self._unreduced.clear()
@@ -454,7 +461,8 @@ def lost_write(name: str, where: str) -> StateError:
 
 def _refuse_transforms(unit: Unit) -> None:
     """Raise StateError within what calls a forward with stand-ins for tensors: they would reach the collectives."""
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    within = torch._C._functorch.peek_interpreter_stack() is not None
+    if within and unit.trainable and (torch.is_grad_enabled() or not unit.is_known_to_autograd):
         raise StateError(
             f"{unit.name} is called by a transform of torch.func (vmap, grad, jvp, ...), which cannot go through a sharded forward: call "
             "it with a batch, and use .backward() or torch.autograd.functional; vmap works within summon_full_params()"
@@ -467,6 +475,8 @@ def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _will_arrive(group: FlatGroup, index: int) -> bool:
-    """Whether the backward that runs now will come to this parameter."""
-    return torch._C._will_engine_execute_node(get_gradient_edge(group.leaves[index]).node)
+def _will_arrive(gradient: Wanted) -> bool:
+    """Whether the backward that runs now will bring it."""
+    if gradient.from_elsewhere:
+        return gradient.place in gradient.group.expected_from_elsewhere
+    return torch._C._will_engine_execute_node(get_gradient_edge(gradient.group.leaves[gradient.place]).node)

@@ -57,6 +57,11 @@ class Unit:
         return any(group.trainable for group in self.groups)
 
     @property
+    def is_known_to_autograd(self) -> bool:
+        """Whether its parameters have been shown as they are, so that nothing about them has to be changed to show them again."""
+        return all(group.is_known_to_autograd for group in self.groups)
+
+    @property
     def frozen_in_part(self) -> bool:
         """Whether any of its parameters gets none."""
         return any(len(group.trainable) < len(group.originals) for group in self.groups)

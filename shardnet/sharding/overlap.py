@@ -15,7 +15,7 @@ def refuse_overlaps(named: Iterable[tuple[str, Tensor]]) -> None:
     Of those that are not contiguous only two that begin at the same place are found.
     """
     held = [(parameter.data_ptr(), name, parameter) for name, parameter in named if parameter.numel() and parameter.device.type != "meta"]
-    held.sort(key=lambda entry: entry[0])
+    held = sorted((entry for entry in held if entry[0]), key=lambda entry: entry[0])  # 0: a wrapper, which has no memory itself
     begun, begins = -1, ""  # where the one before begins, and its name
     until, ends = -1, ""  # where the last one ends of those before that are contiguous, and its name
     for start, name, parameter in held:

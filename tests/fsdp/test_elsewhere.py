@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from shardnet.backend import Backend
 from shardnet.errors import StateError
@@ -257,3 +258,123 @@ def test_one_that_comes_before_its_parameter_is_stepped_counts() -> None:
     train(alone, X.flatten(0, 1), 1 / 12)
     for found in run_ranks(2, work):
         torch.testing.assert_close(found, alone.state_dict(), rtol=0, atol=1e-12)
+
+
+NO_SHARD = ShardingStrategy.NO_SHARD
+
+
+def sharded(backend: Backend, **options: Any) -> tuple[Scaled, FSDP]:
+    inner = Scaled()
+    return inner, FSDP(inner, backend, strategy=NO_SHARD, **options)
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_ranks_may_bring_them_at_different_moments_or_not_at_all(in_backward: bool) -> None:
+    """Backward comes last to what was computed before the forward. Reductions have one order even so, and each unit has one."""
+
+    def work(backend: Backend) -> list[Tensor]:
+        inner, model = sharded(backend, units=[nn.Linear])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if in_backward:
+            model.step_in_backward(optimizer)
+        for first in (0, 1, 2):
+            before = inner.head.bias.sum() if backend.rank == first else torch.zeros(())
+            loss = model(X[backend.rank]).mean()
+            behind = inner.head.bias.sum() if backend.rank == 0 and first == 1 else torch.zeros(())
+            (loss + before + behind).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [model.full_state_dict()["head.bias"]]
+
+    alone = Scaled()
+    start = alone.head.bias.detach().clone()
+    # the mean over two ranks: 1 of the forward in each step, and 1 of a rank's in the first step, of both in the second
+    expected = start - 0.1 * (3 * 1.0 + 0.5 + 1.0)
+    for (bias,) in run_ranks(2, work):
+        torch.testing.assert_close(bias, expected, rtol=0, atol=1e-12)
+
+
+def test_hooks_of_the_program_are_called_once_with_what_is_reduced() -> None:
+    def work(backend: Backend) -> tuple[Tensor | None, list[float]]:
+        inner, model = sharded(backend)
+        seen: list[float] = []
+
+        def note(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            seen.append(parameter.grad.item())
+
+        inner.scale.register_hook(lambda gradient: 2 * gradient)  # type: ignore[no-untyped-call]
+        inner.scale.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+        for _ in range(2):
+            ((backend.rank + 1.0) * inner.scale.sum() + 0 * model(X[backend.rank]).mean()).backward()
+        return inner.scale.grad, seen
+
+    for gradient, seen in run_ranks(2, work):
+        assert gradient is not None
+        assert (gradient.item(), seen) == (6.0, [3.0, 6.0])
+
+
+def test_behind_a_backward_that_has_failed() -> None:
+    class Failing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+            raise ValueError("in the middle")
+
+    def work(backend: Backend) -> float:
+        inner, model = sharded(backend)
+        x: Tensor = Failing.apply(X[backend.rank].clone().requires_grad_())
+        with pytest.raises(ValueError, match="in the middle"):
+            model(x).sum().backward()
+        model.zero_grad()
+        ((backend.rank + 1.0) * inner.scale.sum()).backward()  # type: ignore[no-untyped-call]
+        assert inner.scale.grad is not None
+        return inner.scale.grad.item()
+
+    assert run_ranks(2, work) == [1.5, 1.5]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_beside_what_is_computed_again(reentrant: bool) -> None:
+    """The penalty's gradient comes before backward has come to the forward: what is read then is no part of a unit at work."""
+
+    def work(backend: Backend) -> tuple[Tensor | None, Tensor | None]:
+        inner, model = sharded(backend)
+        scaled = checkpoint(lambda y: y * inner.scale, model(X[backend.rank]), use_reentrant=reentrant)
+        assert isinstance(scaled, Tensor)
+        (scaled.sum() + inner.head.bias.sum()).backward()  # type: ignore[no-untyped-call]
+        return inner.scale.grad, inner.head.bias.grad
+
+    alone = Scaled()
+    ((alone(X.flatten(0, 1)) * alone.scale).sum() / 2 + alone.head.bias.sum()).backward()
+    for found in run_ranks(2, work):
+        torch.testing.assert_close(found, (alone.scale.grad, alone.head.bias.grad), rtol=0, atol=1e-12)
+
+
+def test_of_parameters_that_were_frozen_when_they_were_sharded() -> None:
+    def work(backend: Backend) -> float:
+        inner = Scaled().requires_grad_(False)
+        model = FSDP(inner, backend, strategy=NO_SHARD)
+        assert not any(parameter.requires_grad for parameter in model.parameters())
+        with torch.inference_mode():
+            model(X[0])
+        inner.scale.requires_grad_()
+        with torch.inference_mode():
+            model(X[0])
+        ((backend.rank + 1.0) * inner.scale.sum()).backward()  # type: ignore[no-untyped-call]
+        assert inner.scale.grad is not None
+        return inner.scale.grad.item()
+
+    assert run_ranks(2, work) == [1.5, 1.5]
+
+
+def test_a_graph_of_them_is_refused() -> None:
+    def work(backend: Backend) -> None:
+        inner, _ = sharded(backend)
+        with pytest.raises(StateError, match=r"^scale: backward\(create_graph=True\) is not supported"):
+            inner.scale.square().sum().backward(create_graph=True)  # type: ignore[no-untyped-call]
+
+    run_ranks(2, work)

@@ -249,6 +249,8 @@ def test_transforms_of_functions(transform: Callable[[nn.Module], object], strat
             with pytest.raises(StateError, match=r"is called by a transform of torch\.func .*; vmap works within summon_full_params\(\)"):
                 transform(model)
             model(batch()).sum().backward()
+        with torch.no_grad():
+            TRANSFORMS["vmap"](model)  # which changes nothing that autograd knows of
         with model.summon_full_params():
             TRANSFORMS["vmap"](model.module)
         return model.clip_grad_norm_(1.0)
