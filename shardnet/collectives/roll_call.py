@@ -30,6 +30,7 @@ class RollCall:
     def __init__(self, group: "Group") -> None:
         self._group = group
         self._count = 0
+        self._moved: tuple[int, dict[int, int]] = -1, {}  # the collective of the last one, and what had moved by then, by peer
         self._open: dict[int, tuple[dict[int, ProbeReply], set[int], asyncio.Event]] = {}  # by number; the set of who is still to answer
 
     async def hold(self, sequence: int) -> Attendance:
@@ -41,6 +42,8 @@ class RollCall:
         number, group = self._count, self._group
         replies: dict[int, ProbeReply] = {}
         asked = {peer: self._moved_bytes(peer) for peer in group.peers if not self._is_silent(peer)}
+        if self._moved[0] == sequence:
+            asked |= {peer: moved for peer, moved in self._moved[1].items() if peer in asked}  # a link may have stood still just now
         self._open[number] = replies, _, complete = replies, set(asked), asyncio.Event()
         try:
             for peer in asked:
@@ -52,10 +55,11 @@ class RollCall:
             pass
         finally:
             del self._open[number]
+        self._moved = sequence, {peer: self._moved_bytes(peer) for peer in group.peers}
         absent, busy = list[Absent](), list[Absent]()
         for peer in sorted(group.peers):
             reply = replies.get(peer)
-            if reply is None and peer in asked and self._moved_bytes(peer) - asked[peer] >= BUSY_BYTES:
+            if reply is None and peer in asked and self._moved[1][peer] - asked[peer] >= BUSY_BYTES:
                 busy.append(self._absent(peer, None))
             elif reply is None or not reply.entered:
                 absent.append(self._absent(peer, reply))

@@ -308,6 +308,20 @@ async def test_who_cannot_answer_for_data_is_slow_and_not_missing(
     assert said(caplog) == []
 
 
+async def test_a_link_may_stand_still_while_it_is_looked_at(asked: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where packets are lost, for longer than is waited for an answer: what has moved since the look before counts, too."""
+    monkeypatch.setattr(Group, "_answer_probe", lambda *_: None)
+    monkeypatch.setattr(GrpcMesh, "moved_bytes", lambda *_: len(asked) * BUSY_BYTES)
+    async with cluster("grpc", 2) as ranks:
+        early = ranks[0].barrier(timeout_s=8 * SUSPECT_S)
+        await until(lambda: ranks[0].telemetry.waiting)
+        await until(lambda: not ranks[0].telemetry.waiting)
+        with pytest.raises(CollectiveTimeout, match="data still moves to or from rank 1"):
+            await early
+        with pytest.raises(CollectiveTimeout):
+            await ranks[1].barrier()
+
+
 @pytest.mark.usefixtures("moving")
 async def test_who_is_busy_in_one_group_holds_up_no_other(kind: str) -> None:
     async with cluster(kind, 2) as ranks:
