@@ -411,10 +411,9 @@ class FlatGroup:
         leaves = zip(self.leaves, self.originals, strict=True)
         return self._watched.issuperset(self.trainable) and all(leaf.requires_grad == each.requires_grad for leaf, each in leaves)
 
-    @property
-    def expected_from_elsewhere(self) -> list[int]:
-        """The parameters to which the backward that runs now brings gradients from elsewhere."""
-        return [index for index, (node, *_) in self._elsewhere.items() if torch._C._will_engine_execute_node(node)]
+    def expects_from_elsewhere(self, index: int) -> bool:
+        """Whether the backward that runs now brings a parameter a gradient from elsewhere."""
+        return index in self._elsewhere and torch._C._will_engine_execute_node(self._elsewhere[index][0])
 
     def _watch_elsewhere(self, index: int) -> None:
         """See [Note: gradients from elsewhere]."""

@@ -111,8 +111,9 @@ class BackwardPass:
         """The gradients that the unit waits for."""
         if unit not in self._missing:
             own = {Wanted(group, index) for group in unit.groups for index in group.trainable}
-            elsewhere = {Wanted(group, index, from_elsewhere=True) for group in unit.groups for index in group.expected_from_elsewhere}
-            self._missing[unit] = own | elsewhere
+            self._missing[unit] = own | {
+                each._replace(from_elsewhere=True) for each in own if each.group.expects_from_elsewhere(each.place)
+            }
         return self._missing[unit]
 
     def arrived(self, unit: Unit, gradient: Wanted) -> bool:
