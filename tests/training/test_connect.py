@@ -312,13 +312,24 @@ async def test_cancelled_in_the_moment_in_which_it_joins_it_gives_its_place_back
     await loop.run_here(other.aclose())
 
 
-async def test_a_report_that_cannot_be_written_closes_what_was_opened(meeting: str, tmp_path: Path) -> None:
+async def test_a_report_that_cannot_be_written_ends_nothing(meeting: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    nowhere = tmp_path / "nowhere" / "report"
+
+    async def member() -> None:
+        async with shardnet.connect(**two(meeting), report_file=str(nowhere)) as cluster:
+            await cluster.backend.barrier()
+
+    await asyncio.gather(member(), member())
+    assert f"the launcher cannot be told of rank 1: {nowhere}: No such file or directory" in caplog.messages
+
+
+async def test_what_goes_wrong_last_closes_what_was_opened(meeting: str) -> None:
     """All is connected by then. The peer hears of it at once, not when the port's time to drain is over."""
     slow = replace(TIMEOUTS, drain_s=10.0)
 
     async def mute() -> None:
-        with pytest.raises(FileNotFoundError):
-            async with shardnet.connect(**two(meeting) | {"timeouts": slow}, report_file=str(tmp_path / "nowhere" / "report")):
+        with pytest.raises(ValueError, match="null byte"):
+            async with shardnet.connect(**two(meeting) | {"timeouts": slow}, report_file="no name\0"):
                 pass
 
     async def member() -> None:
