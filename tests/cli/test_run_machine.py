@@ -33,6 +33,20 @@ async def main():
 
 shardnet.run(main)
 """
+ASKED = """
+import asyncio, signal, shardnet
+
+heard = []
+signal.signal(signal.SIGUSR1, lambda *_: heard.append(True))
+
+async def main():
+    async with shardnet.connect() as cluster:
+        print('there', cluster.rank)
+        while not heard:
+            await asyncio.sleep(0.01)
+
+shardnet.run(main)
+"""
 
 
 def test_a_timeline_that_was_not_written_is_not_announced(tmp_path: Path) -> None:
@@ -157,12 +171,9 @@ class TestTheForkServer:
         assert "failed" not in result.err
 
     def test_a_signal_that_asks_a_worker_what_it_does_is_not_for_it(self, tmp_path: Path) -> None:
-        with Launched(tmp_path, "run", "--nproc", "2", "--start-method", "forkserver", script(tmp_path, WAITING)) as run:
+        with Launched(tmp_path, "run", "--nproc", "2", "--start-method", "forkserver", script(tmp_path, ASKED)) as run:
             run.read_until("there 0", "there 1")
             server = self.server(run)
-            workers = server.children()
-            for each in (server, *workers):
+            for each in (server, *server.children()):
                 each.send_signal(signal.SIGUSR1)
-            for worker in workers:
-                worker.wait(30)  # signal.pause() returns
             assert run.finish().status == 0
