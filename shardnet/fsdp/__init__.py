@@ -11,9 +11,9 @@ goes), unit.py (its states), hooks.py and runtime.py (what happens at each of th
 prefetch.py and reductions.py, with communicators.py (who talks to whom) and shard_streams.py (from a GPU); secondary.py (shards kept for
 backward). stepping.py (optimizers that step in backward).
 
-Gradients: gradients.py and lent_gradients.py (until they are reduced), averages.py over node_grid.py (where several ranks hold one
-shard), refusal.py (when a reduction fails). clipping.py, grad_scaler.py, uneven.py (ranks that hold unequal numbers of samples). Packed:
-compressed/.
+Gradients: gradients.py and lent_gradients.py (until they are reduced), elsewhere.py (of a loss that reads parameters), averages.py over
+node_grid.py (where several ranks hold one shard), refusal.py (when a reduction fails). clipping.py, grad_scaler.py, uneven.py (ranks that
+hold unequal numbers of samples). Packed: compressed/.
 
 The first contents: initial.py, and meta/ for models that are built without memory. Contents as states: state.py.
 

@@ -14,10 +14,6 @@ does not goes on.
 whose memory goes when the unit is freed, or it is given other memory, which the next gather does not fill. And a forward may write to
 slices of a unit that is being gathered already, which would compute with what was there before. Both are refused. Where a rank has all
 of a group, the leaf's memory is the shard's, and what is written lasts.
-
-[Note: gradients from elsewhere] A loss may be computed with parameters themselves, such as a penalty of their size. Autograd puts such
-gradients on the slices, beside what is reduced: the ranks' slices add up to the whole. Where a rank has all of a group, other ranks have
-the same parameters and may have other gradients for them, so these are averaged with the rest.
 """
 
 import weakref
@@ -27,8 +23,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import Node, get_gradient_edge, increment_version
-from torch.utils.hooks import RemovableHandle
+from torch.autograd.graph import increment_version
 
 from shardnet.backend import NodeBuffer, Pending
 from shardnet.backend.streams import is_on_gpu
@@ -40,6 +35,7 @@ from shardnet.fsdp.compressed.reduction import CompressedReduction
 from shardnet.fsdp.compressed.residual import Residual
 from shardnet.fsdp.compressed.wire_memory import WireMemory
 from shardnet.fsdp.compression import Compression
+from shardnet.fsdp.elsewhere import Elsewhere
 from shardnet.fsdp.full_buffer import FullBuffer, WholeShard
 from shardnet.fsdp.gradients import GradientBuffer
 from shardnet.fsdp.lent_gradients import LentGradients
@@ -133,9 +129,7 @@ class FlatGroup:
         self._on_gradient: OnGradient = lambda group, index: None
         self._on_gradient_from_elsewhere: OnGradient = lambda group, index: None
         self._watched: set[int] = set()  # leaves with a gradient hook
-        # by parameter, where it counts: where autograd brings such gradients, and hooks there, which live as long as that
-        self._elsewhere: dict[int, tuple[Node, RemovableHandle, RemovableHandle]] = {}
-        self._hooked: dict[int, bool] = {}  # by parameter, whether all that has come has been through the program's hooks, by autograd
+        self.elsewhere = Elsewhere(self._take_from_elsewhere)
 
     # --- content
 
@@ -191,7 +185,7 @@ class FlatGroup:
         if self._comms.shard_count == 1 and self._comms.replica_count > 1:
             for index, parameter in enumerate(self.originals):
                 if parameter.is_floating_point():
-                    self._watch_elsewhere(index)
+                    self.elsewhere.watch(index, self.placed[index].name, parameter)
 
     def release(self, flat: Tensor) -> None:
         """Make the parameters whole again, with memory of their own: the end of sharding."""
@@ -199,9 +193,7 @@ class FlatGroup:
             parameter.data = view.clone()
             parameter.grad = None
             delattr(parameter, _MARK)
-        while self._elsewhere:
-            for handle in self._elsewhere.popitem()[1][1:]:
-                handle.remove()
+        self.elsewhere.stop()
 
     @contextmanager
     def gathered(self, purpose: str) -> Iterator[Tensor]:
@@ -363,7 +355,7 @@ class FlatGroup:
     def drop_gradients(self) -> None:
         """Forget gradients that no reduction has taken, and what compression would add to them."""
         self.gradients.clear()
-        self._hooked.clear()
+        self.elsewhere.forget()
         for leaf in self.leaves:
             leaf.grad = None
         if self.compressed_reduction is not None:
@@ -386,7 +378,7 @@ class FlatGroup:
         pieces = self.layout.shard_views(shard_gradient.to(self.shard.device, self._dtypes.master), self._comms.shard_rank)
         for index, (parameter, piece) in enumerate(zip(self.originals, pieces, strict=True)):
             if parameter.requires_grad:
-                _accumulate(parameter, piece, is_hooked=self._hooked.pop(index, False))
+                _accumulate(parameter, piece, is_hooked=self.elsewhere.take_hooked(index))
 
     def _watch(self, index: int) -> None:
         # The leaf keeps its hook where Python's collector of cycles does not look: a hook that held the group would keep it for ever.
@@ -398,8 +390,7 @@ class FlatGroup:
                 return
             group.gradients.add(index, leaf.grad)
             leaf.grad = None
-            if group._elsewhere:
-                group._hooked[index] = False
+            group.elsewhere.note_forward(index)
             group._on_gradient(group, index)
 
         self.leaves[index].register_post_accumulate_grad_hook(collect)  # type: ignore[no-untyped-call]  # torch has no annotation for it
@@ -411,40 +402,10 @@ class FlatGroup:
         leaves = zip(self.leaves, self.originals, strict=True)
         return self._watched.issuperset(self.trainable) and all(leaf.requires_grad == each.requires_grad for leaf, each in leaves)
 
-    def expects_from_elsewhere(self, index: int) -> bool:
-        """Whether the backward that runs now brings a parameter a gradient from elsewhere."""
-        return index in self._elsewhere and torch._C._will_engine_execute_node(self._elsewhere[index][0])
-
-    def _watch_elsewhere(self, index: int) -> None:
-        """See [Note: gradients from elsewhere]."""
-        reference, parameter, leaf = weakref.ref(self), self.originals[index], self.leaves[index]
-        shape, dtype = leaf.shape, leaf.dtype
-        postponed: dict[int, Any] = {}  # hooks of the program's, which get what is reduced
-
-        def collect(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
-            group, (gradient, *_) = reference(), gradients
-            if group is None or gradient is None:
-                return None
-            if torch.is_grad_enabled():
-                raise StateError(f"{group.placed[index].name}: backward(create_graph=True) is not supported for sharded parameters")
-            group.gradients.add(index, gradient.detach().to(dtype).view(shape))
-            group._hooked.setdefault(index, True)
-            group._on_gradient_from_elsewhere(group, index)
-            if hooks := parameter._post_accumulate_grad_hooks:
-                postponed.update(hooks)
-                hooks.clear()
-            return (None,)  # so that autograd puts it nowhere
-
-        def restore(*_: object) -> None:
-            if postponed:
-                parameter._post_accumulate_grad_hooks.update(postponed)
-                postponed.clear()
-
-        frozen = not parameter.requires_grad
-        with torch.inference_mode(False), torch.enable_grad():
-            node = get_gradient_edge(parameter.requires_grad_()).node
-        parameter.requires_grad_(not frozen)
-        self._elsewhere[index] = node, node.register_prehook(collect), node.register_hook(restore)
+    def _take_from_elsewhere(self, index: int, gradient: Tensor) -> None:
+        leaf = self.leaves[index]
+        self.gradients.add(index, gradient.to(leaf.dtype).view(leaf.shape))
+        self._on_gradient_from_elsewhere(self, index)
 
     def _reattach(self) -> None:
         """Bring parameters back whose `.data` was set to other memory, as vector_to_parameters and weight averaging do."""

@@ -16,7 +16,7 @@ class Wanted(NamedTuple):
 
     group: FlatGroup
     place: int  # of the parameter in it
-    from_elsewhere: bool = False  # see [Note: gradients from elsewhere] in group.py
+    from_elsewhere: bool = False  # see [Note: gradients from elsewhere] in elsewhere.py
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -111,9 +111,7 @@ class BackwardPass:
         """The gradients that the unit waits for."""
         if unit not in self._missing:
             own = {Wanted(group, index) for group in unit.groups for index in group.trainable}
-            self._missing[unit] = own | {
-                each._replace(from_elsewhere=True) for each in own if each.group.expects_from_elsewhere(each.place)
-            }
+            self._missing[unit] = own | {each._replace(from_elsewhere=True) for each in own if each.group.elsewhere.expects(each.place)}
         return self._missing[unit]
 
     def arrived(self, unit: Unit, gradient: Wanted) -> bool:

@@ -261,7 +261,7 @@ class Runtime:
         self._arrive(backward, unit, Wanted(group, index))
 
     def on_gradient_from_elsewhere(self, unit: Unit, group: FlatGroup, index: int) -> None:
-        """See [Note: gradients from elsewhere] in group.py."""
+        """See [Note: gradients from elsewhere] in elsewhere.py."""
         forward = self._forward if self._forward is not None and not self._forward.reduced else ForwardPass()
         backward = self._backward or self._enter_backward(forward)
         self._owe(backward, [unit])
@@ -478,5 +478,5 @@ def _in_backward() -> bool:
 def _will_arrive(gradient: Wanted) -> bool:
     """Whether the backward that runs now will bring it."""
     if gradient.from_elsewhere:
-        return gradient.group.expects_from_elsewhere(gradient.place)
+        return gradient.group.elsewhere.expects(gradient.place)
     return torch._C._will_engine_execute_node(get_gradient_edge(gradient.group.leaves[gradient.place]).node)

@@ -4,7 +4,7 @@
 called when that one has gradients and no other has: per-parameter optimizers, which those for sharded parameters are, do the same as in one
 step at the end. While it steps, other gradients are on their way, and reduced ones of one group at most are there.
 
-The loss may bring gradients of its own to slices ([Note: gradients from elsewhere] in group.py). Those of other groups are put away
+The loss may bring gradients of its own to slices ([Note: gradients from elsewhere] in elsewhere.py). Those of other groups are put away
 meanwhile, and what comes to one that was stepped already comes too late.
 
 What backward still computes with is the full buffer, and not the shard that is stepped. Where a rank has all of a group, the shard is

@@ -1,6 +1,8 @@
 """Losses that are computed with parameters themselves: their gradients come to the slices, beside what is reduced."""
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,6 +16,7 @@ from shardnet.backend import Backend
 from shardnet.errors import StateError
 from shardnet.fsdp import FSDP, MixedPrecision
 from shardnet.fsdp.gradients import GradientBuffer
+from shardnet.fsdp.group import FlatGroup
 from shardnet.fsdp.lent_gradients import LentGradients
 from shardnet.fsdp.reductions import ReductionQueue
 from shardnet.fsdp.unit import Unit
@@ -141,7 +144,7 @@ async def test_a_model_that_computes_in_another_dtype(lent: bool) -> None:
     make = local_cluster if lent else loopback_cluster
     async with make(2) as ranks:
         if lent and not ranks[0].lends_pieces:
-            pytest.skip("gradients are not lent here")
+            pytest.skip("ranks cannot read each other's memory on this machine")
         first, second = await asyncio.gather(*(asyncio.to_thread(work, rank) for rank in ranks))
     torch.testing.assert_close(first, alone.state_dict(), rtol=0, atol=1e-5)
     assert all(torch.equal(value, second[name]) for name, value in first.items())
@@ -378,3 +381,18 @@ def test_a_graph_of_them_is_refused() -> None:
             inner.scale.square().sum().backward(create_graph=True)  # type: ignore[no-untyped-call]
 
     run_ranks(2, work)
+
+
+def test_a_model_that_is_dropped_is_freed_and_its_parameters_are_the_programs() -> None:
+    def work(backend: Backend) -> tuple["weakref.ref[FlatGroup]", nn.Parameter]:
+        inner, model = sharded(backend)
+        train_with_scale(model, inner, X[backend.rank])
+        return weakref.ref(model.groups[0]), inner.scale
+
+    kept = run_ranks(2, work)
+    gc.collect()  # not by each of the threads: one that finds another one at it does nothing
+    for group, scale in kept:
+        assert group() is None
+        (2 * scale.sum()).backward()  # type: ignore[no-untyped-call]
+        assert scale.grad is not None
+        assert scale.grad.item() == 2.0
