@@ -31,7 +31,12 @@ class Elsewhere:
 
     def expects(self, index: int) -> bool:
         """Whether the backward that runs now brings this parameter one."""
-        return index in self._watched and torch._C._will_engine_execute_node(self._watched[index][0])
+        return torch._C._will_engine_execute_node(self._watched[index][0])
+
+    @property
+    def expected(self) -> list[int]:
+        """The parameters to which it brings one."""
+        return [index for index in self._watched if self.expects(index)]
 
     def watch(self, index: int, name: str, parameter: nn.Parameter) -> None:
         """Take what autograd brings to a parameter from now on, frozen or not. Hooks of the program's get what is reduced, once."""

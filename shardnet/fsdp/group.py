@@ -97,7 +97,8 @@ class FlatGroup:
         self._views = self.layout.views(self._full.tensor.detach())
         # of `data`: each has a version counter of its own
         self.leaves = [nn.Parameter(view.data, requires_grad=False) for view in self._views]
-        self._offsets = [leaf.data_ptr() - self._full.tensor.data_ptr() for leaf in self.leaves]  # in bytes
+        # where in the buffer each one begins, in bytes, and its elements; None for those that have none, and so no address
+        self._places = [(leaf.data_ptr() - self._full.tensor.data_ptr(), leaf.numel()) if leaf.numel() else None for leaf in self.leaves]
         self._versions = [0] * len(self.leaves)  # of the parameters, as of when they were shown last
         self._shown = [0] * len(self.leaves)  # versions of the leaves, of then
         self._gathered = [0] * len(self.leaves)  # of the parameters, as of when a gather began to read them
@@ -277,6 +278,9 @@ class FlatGroup:
         if isinstance(self._full, WholeShard):
             self._reattach()
             return
+        addresses = [parameter.data_ptr() for parameter in self.originals]
+        if self._versions_now() == self._gathered and addresses == [piece.data_ptr() for piece in self._slices]:
+            return
         for entry, piece, gathered in zip(self.placed, self._slices, self._gathered, strict=True):
             if entry.parameter._version != gathered or (piece.numel() and entry.parameter.data_ptr() != piece.data_ptr()):
                 raise StateError(
@@ -324,16 +328,15 @@ class FlatGroup:
     def written(self) -> str | None:
         """The name of a parameter to which somebody has written since it was shown, if that is going to be lost; undoes what can be undone.
         See [Note: writes that would be lost]."""
-        start, found = self._full.tensor.data_ptr(), None
-        for index, (entry, leaf, view) in enumerate(zip(self.placed, self.leaves, self._views, strict=True)):
-            replaced = leaf.numel() != view.numel() or (view.numel() and leaf.data_ptr() != start + self._offsets[index])
-            if self.computes_with_shard:
-                if replaced:
-                    view.copy_(leaf.detach())
-            elif replaced or leaf._version != self._shown[index]:
-                found = entry.name
+        start, is_lost, found = self._full.tensor.data_ptr(), not self.computes_with_shard, None
+        for index, (leaf, place, shown) in enumerate(zip(self.leaves, self._places, self._shown, strict=True)):
+            replaced = place is not None and (leaf.data_ptr() - start, leaf.numel()) != place
+            if replaced and not is_lost:
+                self._views[index].copy_(leaf.detach())
+            elif is_lost and (replaced or leaf._version != shown):
+                found = self.placed[index].name
             if replaced:
-                leaf.data = view
+                leaf.data = self._views[index]
         return found
 
     def free(self, *, keep_memory: bool = True) -> None:

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -10,13 +9,9 @@ from torch.utils.hooks import RemovableHandle
 from shardnet.fsdp.group import FlatGroup
 from shardnet.fsdp.unit import Unit, UnitState
 
-
-class Wanted(NamedTuple):
-    """A gradient that backward brings."""
-
-    group: FlatGroup
-    place: int  # of the parameter in it
-    from_elsewhere: bool = False  # see [Note: gradients from elsewhere] in elsewhere.py
+# A gradient that backward brings: the group and the number of its parameter, and whether it is one of [Note: gradients from elsewhere] in
+# elsewhere.py. One is made for each in each backward, so it is a plain tuple.
+Wanted = tuple[FlatGroup, int, bool]
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -110,8 +105,8 @@ class BackwardPass:
     def missing(self, unit: Unit) -> set[Wanted]:
         """The gradients that the unit waits for."""
         if unit not in self._missing:
-            own = {Wanted(group, index) for group in unit.groups for index in group.trainable}
-            self._missing[unit] = own | {each._replace(from_elsewhere=True) for each in own if each.group.elsewhere.expects(each.place)}
+            own = {(group, index, False) for group in unit.groups for index in group.trainable}
+            self._missing[unit] = own.union((group, index, True) for group in unit.groups for index in group.elsewhere.expected)
         return self._missing[unit]
 
     def arrived(self, unit: Unit, gradient: Wanted) -> bool:

@@ -258,14 +258,14 @@ class Runtime:
         backward = self._backward or self._enter_backward(self._forward or ForwardPass())
         backward.computes = True
         self._reductions.advance()
-        self._arrive(backward, unit, Wanted(group, index))
+        self._arrive(backward, unit, (group, index, False))
 
     def on_gradient_from_elsewhere(self, unit: Unit, group: FlatGroup, index: int) -> None:
         """See [Note: gradients from elsewhere] in elsewhere.py."""
         forward = self._forward if self._forward is not None and not self._forward.reduced else ForwardPass()
         backward = self._backward or self._enter_backward(forward)
         self._owe(backward, [unit])
-        self._arrive(backward, unit, Wanted(group, index, from_elsewhere=True))
+        self._arrive(backward, unit, (group, index, True))
 
     def _arrive(self, backward: BackwardPass, unit: Unit, gradient: Wanted) -> None:
         if backward.arrived(unit, gradient):
@@ -281,7 +281,7 @@ class Runtime:
         through = backward.closed(call)
         if unit.state is not UnitState.BACKWARD:
             return
-        if self.synchronise and backward.received and not any(map(_will_arrive, backward.missing(unit))):
+        if self.synchronise and backward.received and not any(_will_arrive(*gradient) for gradient in backward.missing(unit)):
             self._reductions.ready(unit)  # what is missing is not used in this backward
         if through and not call.forward.repeats(call):
             unit.reshard()
@@ -475,8 +475,8 @@ def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _will_arrive(gradient: Wanted) -> bool:
-    """Whether the backward that runs now will bring it."""
-    if gradient.from_elsewhere:
-        return gradient.group.elsewhere.expects(gradient.place)
-    return torch._C._will_engine_execute_node(get_gradient_edge(gradient.group.leaves[gradient.place]).node)
+def _will_arrive(group: FlatGroup, index: int, from_elsewhere: bool) -> bool:
+    """Whether the backward that runs now will bring this gradient."""
+    if from_elsewhere:
+        return group.elsewhere.expects(index)
+    return torch._C._will_engine_execute_node(get_gradient_edge(group.leaves[index]).node)
