@@ -396,3 +396,14 @@ def test_a_model_that_is_dropped_is_freed_and_its_parameters_are_the_programs() 
         (2 * scale.sum()).backward()  # type: ignore[no-untyped-call]
         assert scale.grad is not None
         assert scale.grad.item() == 2.0
+
+
+def test_of_a_model_that_was_sharded_without_gradients() -> None:
+    def work(backend: Backend) -> float:
+        with torch.no_grad():
+            inner, _ = sharded(backend)
+        ((backend.rank + 1.0) * inner.scale.sum()).backward()  # type: ignore[no-untyped-call]
+        assert inner.scale.grad is not None
+        return inner.scale.grad.item()
+
+    assert run_ranks(2, work) == [1.5, 1.5]
