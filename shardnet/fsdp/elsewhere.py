@@ -60,8 +60,7 @@ class Elsewhere:
                 postponed.clear()
 
         frozen = not parameter.requires_grad
-        with torch.enable_grad():
-            node = get_gradient_edge(parameter.requires_grad_()).node
+        node = get_gradient_edge(parameter.requires_grad_()).node
         parameter.requires_grad_(not frozen)
         self._watched[index] = node, node.register_prehook(collect), node.register_hook(restore)
 
