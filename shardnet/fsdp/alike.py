@@ -1,8 +1,8 @@
 """Whether all ranks have made the same: a model that is sharded in the same way, or an optimizer of the same parameters.
 
-What is gathered, reduced and spread at first goes through groups of its own ([Note: streams] in communicators.py). Ranks that disagree may
-so come to wait for each other in different groups, which nobody notices until the time is up. So before anything is sent they
-compare all that decides what is sent, in a barrier that only those can pass together whose label is the same.
+Gathers, reductions and the first broadcast go through different groups ([Note: streams] in communicators.py). So ranks that disagree could
+wait for each other in different groups, which nobody would notice before the timeout. Therefore, before anything is sent, the ranks
+compare everything that decides what is sent, in a barrier that ranks can pass together only if their labels are the same.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,7 +22,8 @@ from shardnet.fsdp.precision import MixedPrecision
 
 
 def check_alike(lines: Iterable[str], comms: Communicators, what: str, advice: str) -> None:
-    """Raise CollectiveMismatch on all ranks unless these lines, which describe `what` they have made, are the same on all. A collective."""
+    """Raise CollectiveMismatch on all ranks unless these lines, which describe `what` the ranks have made, are the same on all. A
+    collective."""
     text, label = "\n".join(lines).encode(), f"whether {what} are the same"
     try:
         comms.wait(comms.everyone.barrier(label=f"{label} ({blake2b(text, digest_size=8).hexdigest()})"), "agree")

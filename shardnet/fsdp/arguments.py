@@ -1,4 +1,4 @@
-"""What `FSDP` is made of, and the errors of what cannot be sharded."""
+"""Checks of what `FSDP` is given, and the errors for what cannot be sharded."""
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -14,7 +14,7 @@ from shardnet.sharding.overlap import refuse_overlaps
 
 
 def check_kinds(module: object, backend: object, prefetch: object, mixed_precision: object, compression: object) -> None:
-    """Raise UsageError for an argument of another kind than it must be."""
+    """Raise UsageError for an argument of the wrong kind."""
     if not isinstance(backend, Backend):
         raise UsageError(f"backend must be a Backend, such as `cluster.backend`, got a value of type {type(backend).__name__}")
     if not isinstance(module, nn.Module):
@@ -28,7 +28,7 @@ def check_kinds(module: object, backend: object, prefetch: object, mixed_precisi
 
 
 def check_parameters(module: nn.Module, ignored: IgnoredModules) -> None:
-    """Raise UsageError for one that cannot be sharded."""
+    """Raise an error for a parameter that cannot be sharded."""
     for name, parameter in module.named_parameters():
         if (unit := sharded_by(parameter)) is not None:
             raise UsageError(f"{name} is sharded already, in {unit} of another FSDP model; models cannot share parameters")

@@ -30,9 +30,9 @@ class _Average:
 
 
 class ReplicaAverages:
-    """Averages reduced shards over replicas, each as soon as its node's half is done, while other units are at theirs.
+    """Averages reduced shards over replicas, each as soon as its node's half is done, while other units are still at that half.
 
-    In the order in which they were asked for, which is the same on all ranks, whatever the order in which halves end.
+    They start in the order in which they were asked for, which is the same on all ranks, whatever the order in which the halves end.
     """
 
     def __init__(self, comms: Communicators) -> None:
@@ -77,7 +77,7 @@ class ReplicaAverages:
         average.second.add_done_callback(lambda done: _pass_on(done, average))
 
     def _refuse(self, average: _Average, error: BaseException) -> None:
-        """The node's half failed: the replicas, whose half may not have, must not wait."""
+        """The node's half failed: the replicas, whose halves may have succeeded, must not wait."""
         average.result.set_exception(error)
         refuse(self._comms.averages, f"{average.label}, whose reduction within a node failed")
 

@@ -17,7 +17,7 @@ class Communicators:
 
     [Note: streams] Gathers, those among neighbours, reductions and averages over replicas are numbered separately, each
     in a group of its own. Gathers follow the order in which units are used, the others the order of [Note: reduction
-    queue]. So a gradient that comes earlier on one rank than on another, as where a parameter is unused on some ranks,
+    queue]. So a gradient that comes earlier on one rank than on another, because a parameter is unused on some ranks,
     cannot put a reduction before a gather on one rank and after it on another. And the user's own collectives, which
     may come from another thread meanwhile, are numbered apart from all of them.
     """

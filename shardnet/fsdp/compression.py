@@ -18,28 +18,27 @@ class Compression:
     """How a model's parameters and gradients travel between the ranks that share them; None sends them as they are.
 
     `weights="bfloat16"` gathers parameters in half the bytes of float32, `weights="int8"` in about a quarter, quantized
-    block by block (qwZ of ZeRO++, https://arxiv.org/abs/2306.10209). Modules compute in the dtype that they would compute in
-    without, with the rounded values; all ranks with the same ones, the owner of a shard included. The parameters that the
-    optimizer steps, and state dicts, stay exact.
+    block by block (qwZ of ZeRO++, https://arxiv.org/abs/2306.10209). Modules compute in the same dtype as without
+    compression, but with the rounded values, which are the same on all ranks, the owner of a shard included. The parameters
+    that the optimizer steps, and state dicts, stay exact.
 
-    `gradients="int8"` reduces gradients in about a quarter of the bytes of float32: each rank quantizes its part for each
-    other rank, and these are averaged in float32 in rank order (as qgZ of ZeRO++). Where the ranks are on several nodes, as
-    many on each, a node first adds up its gradients as they are, in float32, and sends other nodes that sum quantized: once,
-    however many ranks it has. (On GPUs every rank quantizes its own.) HYBRID_SHARD does so within the node; the averages
-    across nodes, and secondary shards, go as they are.
+    `gradients="int8"` reduces gradients in about a quarter of the bytes of float32: each rank quantizes the part of its
+    gradients that each other rank needs, and the receiver averages the parts in float32 in rank order (as qgZ of ZeRO++).
+    Where the ranks are on several nodes, equally many on each, a node first adds up its gradients unquantized, in float32,
+    and sends that sum quantized to other nodes: once, however many ranks it has. (On GPUs every rank quantizes its own.)
+    HYBRID_SHARD compresses within the node; averages across nodes, and secondary shards, are sent as they are.
 
     `block` is the number of elements that share a scale (float32, so int8 takes 1/4 + 1/`block` of float32's bytes).
 
     `residual` is the dtype of the error feedback (https://arxiv.org/abs/1901.09847): what a rank's rounding took from its
     gradients is added to its next ones, so that it arrives later instead of never. It costs every rank memory for ALL
-    gradients, not for its shard of them, or on nodes of n ranks that add up first for 1/n of them: 2 bytes a parameter in
-    bfloat16, 4 in float32, kept between steps. In bfloat16
-    gradients of an element that are all below 1/65000 of the largest in its block may still be lost. None keeps nothing: the
-    rounding is lost. The residual is in no state dict. It has the scale of the loss that it came from: where a `GradScaler`
-    changes that, one step's rounding errors count double or half. Where a gradient is not finite its block arrives as NaN,
-    and its residual begins anew.
+    gradients, not only for its shard of them (on nodes of n ranks that add up first, for 1/n of all): 2 bytes a parameter in
+    bfloat16, 4 in float32, kept between steps. With bfloat16, gradients of an element may still be lost if all of them are
+    below 1/65000 of the largest in its block. None keeps nothing: the rounding is lost. The residual is in no state dict. It
+    has the scale of the loss that it came from: where a `GradScaler` changes that, one step's rounding errors count double
+    or half. Where a gradient is not finite its block arrives as NaN, and the block's residual restarts at zero.
 
-    Raises UsageError and DtypeError for values that mean nothing.
+    Raises UsageError and DtypeError for invalid values.
     """
 
     weights: Literal["bfloat16", "int8"] | None = None
@@ -58,9 +57,9 @@ class Compression:
             raise DtypeError(f"Compression: residual must be torch.bfloat16, torch.float32 or None, got {self.residual!r}")
 
     def chosen(self, strategy: ShardingStrategy, shard_count: int, precision: MixedPrecision) -> "Compression":
-        """What is in force where `shard_count` ranks share one copy of the parameters: nothing where one has all of them.
+        """The compression that applies where `shard_count` ranks share one copy of the parameters: none where one rank has all of them.
 
-        Raises UsageError for NO_SHARD, and for what contradicts the precision.
+        Raises UsageError for NO_SHARD, and for a choice that contradicts the precision.
         """
         if self.weights is None and self.gradients is None:
             return self
@@ -77,7 +76,7 @@ class Compression:
         return self if shard_count > 1 else Compression()
 
     def dtypes(self, dtypes: Dtypes) -> Dtypes:
-        """Those of a parameter: gradients that will be quantized are not rounded to anything else before."""
+        """The dtypes of a parameter: gradients that will be quantized are not rounded to another dtype first."""
         return dtypes if self.gradient_codec(dtypes) is None else replace(dtypes, reduce=torch.float32)
 
     def weight_codec(self, dtypes: Dtypes) -> Codec | None:

@@ -1,9 +1,9 @@
-"""`Elsewhere`: gradients that a loss brings to parameters themselves, where other ranks have the same parameters.
+"""`Elsewhere`: gradients of a loss that reads parameters directly, where other ranks have the same parameters.
 
-[Note: gradients from elsewhere] A loss may be computed with parameters themselves, such as a penalty of their size. Autograd puts such
-gradients on the slices, beside what is reduced: the ranks' slices add up to the whole. Where a rank has all of a group, other ranks have
-the same parameters and may have other gradients for them, so these are averaged with the rest. They are taken on their way to the
-parameter, and put to what forward's leaves have got.
+[Note: gradients from elsewhere] A loss may read the parameters directly, as a penalty on their size does. Autograd puts such gradients
+on the slices, beside the reduced ones, which is right, since the ranks' slices together are the whole. Where a rank has all of a group,
+other ranks have the same parameters and may have other gradients for them, so these gradients are averaged with the rest: they are taken
+on their way to the parameter and added to those that forward's leaves have got.
 """
 
 from collections.abc import Callable
@@ -21,25 +21,28 @@ Take = Callable[[int, Tensor], object]  # a parameter's number, and its gradient
 
 
 class Elsewhere:
-    """Those of one group; lives as long as it, and does nothing for parameters that it is not told to watch."""
+    """The gradients from elsewhere of one group. Lives as long as the group, and does nothing for parameters that it is not told to
+    watch."""
 
     def __init__(self, take: Take) -> None:
-        self._take = take  # what comes
-        # by number: where autograd brings a parameter's gradients, and hooks there, which live as long as that
+        self._take = take  # is given each gradient that comes
+        # by a parameter's number: the graph node to which autograd brings its gradients, and the hooks there, which live as long as the
+        # node
         self._watched: dict[int, tuple[Node, RemovableHandle, RemovableHandle]] = {}
-        self._hooked: dict[int, bool] = {}  # whether all that has come for a parameter has been through its hooks, by autograd
+        self._hooked: dict[int, bool] = {}  # by number: whether autograd has run the parameter's hooks on all gradients that have come
 
     def expects(self, index: int) -> bool:
-        """Whether the backward that runs now brings this parameter one."""
+        """Whether the backward that runs now brings this parameter a gradient from elsewhere."""
         return torch._C._will_engine_execute_node(self._watched[index][0])
 
     @property
     def expected(self) -> list[int]:
-        """The parameters to which it brings one."""
+        """The parameters to which the backward that runs now brings one."""
         return [index for index in self._watched if self.expects(index)]
 
     def watch(self, index: int, name: str, parameter: nn.Parameter) -> None:
-        """Take what autograd brings to a parameter from now on, frozen or not. Hooks of the program's get what is reduced, once."""
+        """From now on take what autograd brings to a parameter, frozen or not. The program's own hooks are given the reduced gradient,
+        once."""
         postponed: dict[int, Any] = {}
 
         def collect(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
@@ -52,7 +55,7 @@ class Elsewhere:
             if hooks := parameter._post_accumulate_grad_hooks:
                 postponed.update(hooks)
                 hooks.clear()
-            return (None,)  # so that autograd puts it nowhere
+            return (None,)  # so that autograd accumulates nothing
 
         def restore(*_: object) -> None:
             if postponed:
@@ -65,20 +68,20 @@ class Elsewhere:
         self._watched[index] = node, node.register_prehook(collect), node.register_hook(restore)
 
     def stop(self) -> None:
-        """The parameters are nobody's but the program's again."""
+        """Stop watching: the parameters belong to the program alone again."""
         while self._watched:
             for handle in self._watched.popitem()[1][1:]:
                 handle.remove()
 
     def note_forward(self, index: int) -> None:
-        """A gradient of what forward has computed has come for a parameter, which hooks have not seen."""
+        """Note that a parameter has got a gradient through forward's leaf, which its hooks have not seen."""
         if self._watched:
             self._hooked[index] = False
 
     def take_hooked(self, index: int) -> bool:
-        """Whether hooks have seen all that has come for a parameter, which is reduced now."""
+        """Whether a parameter's hooks have seen all gradients that have come for it; they are reduced now."""
         return self._hooked.pop(index, False)
 
     def forget(self) -> None:
-        """What has come is dropped."""
+        """Forget which gradients have come: they are dropped."""
         self._hooked.clear()

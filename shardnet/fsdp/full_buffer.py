@@ -1,10 +1,10 @@
 """`FullBuffer`: a flat tensor whose memory comes and goes while the tensor stays.
 
 [Note: one storage for life] Autograd saves views of the gathered parameters in forward and reads them in backward. In
-between their memory serves other units. So the tensors and their storage stay the same all the time, and the storage's
-memory is exchanged: for none when the unit is done, and for some when it is gathered again, so that what autograd saved
-finds its bytes. Reading a tensor whose storage has none raises. (Resizing the storage would serve as well, but reading
-one of no size may crash the process.)
+between their memory serves other units. So the tensors and their storage stay the same objects, and only the storage's
+memory changes: it is taken away when the unit is done, and replaced when the unit is gathered again, so that the saved
+views find their bytes. Reading a tensor whose storage has no memory raises. (Resizing the storage would work as well,
+but reading a storage of size zero may crash the process.)
 
 [Note: aliases] Bytes are written through an alias: another tensor over the same memory, with a version counter of its
 own. Writing through the tensor itself would tell autograd that what it saved has changed.
@@ -35,7 +35,7 @@ class FullBuffer:
         self._bytes = self._storage.nbytes()
         # What the storage is exchanged with when it is freed or filled; holds no memory in between.
         self._vacant = torch.UntypedStorage(0, device=device)  # type: ignore[no-untyped-call]
-        self._of_node: NodeBuffer | None = None  # whose memory it has, if it is not its own
+        self._of_node: NodeBuffer | None = None  # the owner of the memory, if this buffer has not its own
         self._complaint = f"the full parameters of {owner} are freed: they can be read only while it computes, in forward or backward"
         _forbid_reading(self._vacant, self._complaint)
         self._counted = False
@@ -48,13 +48,13 @@ class FullBuffer:
         self._have(self._pool.take(self._bytes, self.tensor.device))
 
     def expect(self) -> None:
-        """Memory is being filled that `adopt` will bring: it counts from now on."""
+        """Count memory from now on that is being filled and that `adopt` will bring."""
         if not self._counted:
             self._gauge.add(self._bytes)
         self._counted = True
 
     def adopt(self, buffer: NodeBuffer) -> None:
-        """In place of `allocate`: take memory that is full already. It is released with `free`."""
+        """In place of `allocate`: take memory that is already filled. `free` releases it."""
         if not self._bytes:
             buffer.release()
             return
@@ -69,8 +69,8 @@ class FullBuffer:
         self.allocated = True
 
     def free(self, *, keep_memory: bool = True) -> None:
-        """Take the memory away. Reading the tensor or its views raises until it is allocated again. With `keep_memory` others of its
-        kind may have it next."""
+        """Take the memory away. Reading the tensor or its views raises until it is allocated again. With `keep_memory` other buffers
+        of its kind may reuse the memory."""
         if self._counted:
             self._gauge.remove(self._bytes)
             self._counted = False

@@ -28,8 +28,8 @@ class GradScaler(torch.amp.GradScaler):
         scaler.step(optimizer)
         scaler.update()
 
-    A rank sees the gradients of its own shards, so one that overflows is found by one rank. The others would step, and
-    double their scale at other times. Here `unscale_`, and a `step` without it, is a collective: one all-reduce of two
+    A rank sees only the gradients of its own shards, so only one rank finds a gradient that overflows. The others would step,
+    and double their scale at other times. Here `unscale_`, and a `step` without it, is a collective: one all-reduce of two
     numbers. So the scale is the same everywhere, and everything else is torch's own, for optimizers with fused steps as well.
 
     A `ZeroOptimizer` is scaled by it, too. `unscale_`, and a `step` without it, then averages gradients first, unless
@@ -37,10 +37,10 @@ class GradScaler(torch.amp.GradScaler):
     optimizer's `clip_grad_norm_`.
 
     Compute the loss in float32 (`MixedPrecision(output_dtype=torch.float32)`), where scaling it cannot overflow.
-    Making it is a collective in that all ranks must do it in the same order as other sub-groups. The backend is not closed.
+    Making it is a collective in that all ranks must make it, and other sub-groups, in the same order. The backend is not closed.
     """
 
-    # torch/distributed/fsdp/sharded_grad_scaler.py agrees in `unscale_`, which an optimizer with a fused step does not call.
+    # torch/distributed/fsdp/sharded_grad_scaler.py agrees only in `unscale_`, which is not called for an optimizer with a fused step.
 
     def __init__(
         self,

@@ -43,7 +43,7 @@ class GradientBuffer:
             self._filled.add(index)
 
     def outlive_backward(self) -> None:
-        """They are added to later. They are this buffer's own anyway."""
+        """More will be added to the gradients later. Nothing to do: their memory is this buffer's own."""
 
     def take(self) -> Tensor:
         """Hand the buffer over in the dtype of the reduction, zeros where no gradient came; the taker calls `returned` once it

@@ -1,19 +1,19 @@
 """`FlatGroup`: parameters that are gathered and reduced together, as one flat buffer.
 
 [Note: two sets of parameters] The parameters that the module was made with stay its parameters for ever. Each is 1-D
-and views this rank's slice of it, possibly empty, in the group's shard: optimizers, `clip_grad_norm_` and whoever else
-kept a reference see these. While a unit computes, its modules hold other tensors in their places: leaves in the full
-shape that view the full buffer. Autograd puts their gradients on the leaves, from where they are collected.
+and views this rank's slice of it, possibly empty, in the group's shard: optimizers, `clip_grad_norm_` and any other
+code that kept a reference see these. While a unit computes, its modules hold other tensors in their places: leaves in
+the full shape that view the full buffer. Autograd puts their gradients on the leaves, from where they are collected.
 
-[Note: parameters that change] Between forward and backward an optimizer may step: then what is gathered for backward is not what
-forward computed with, and gradients would be wrong. Autograd refuses that where it finds another version of a tensor than it has saved.
-So a leaf gets a new version when it is shown and its parameter has one, and a backward that reads it raises as in one process; one that
-does not goes on.
+[Note: parameters that change] An optimizer may step between forward and backward: then backward gathers other values than forward
+computed with, and gradients would be wrong. Autograd raises where a saved tensor has another version than when it was saved. So a leaf
+gets a new version if its parameter has got one since the leaf was last shown. A backward that reads the leaf then raises, as it would
+in one process; a backward that does not read it goes on.
 
-[Note: writes that would be lost] A forward may write to a parameter, as `nn.Embedding(max_norm=...)` does. Then the leaf is written,
-whose memory goes when the unit is freed, or it is given other memory, which the next gather does not fill. And a forward may write to
-slices of a unit that is being gathered already, which would compute with what was there before. Both are refused. Where a rank has all
-of a group, the leaf's memory is the shard's, and what is written lasts.
+[Note: writes that would be lost] A forward may write to a parameter, as `nn.Embedding(max_norm=...)` does. The write then reaches the
+leaf's memory, which is freed with the unit, or it gives the leaf other memory, which the next gather does not fill. A forward may also
+write to slices of a unit that is already being gathered; the unit would then compute with the old values. Both raise StateError. Where
+a rank has all of a group, the leaf's memory is the shard's, and the write lasts.
 """
 
 import weakref
@@ -77,7 +77,7 @@ class FlatGroup:
         pool: BufferPool,
         compute_device: torch.device | None = None,
     ) -> None:
-        """`compute_device` is where it is gathered if shards, and with them gradients and the optimizer's state, stay on the CPU."""
+        """`compute_device` is where the group is gathered if its shards, gradients and optimizer state stay on the CPU."""
         self.label = label  # equal on all ranks: names the collectives
         self.placed = tuple(placed)
         self.originals = tuple(entry.parameter for entry in placed)
@@ -95,13 +95,13 @@ class FlatGroup:
         else:
             self._full = FullBuffer(self.layout.numel, dtypes.compute, device, owner=label, gauge=meter.full_parameters, pool=pool)
         self._views = self.layout.views(self._full.tensor.detach())
-        # of `data`: each has a version counter of its own
+        # made from `data`, so that each has a version counter of its own
         self.leaves = [nn.Parameter(view.data, requires_grad=False) for view in self._views]
-        # where in the buffer each one begins, in bytes, and its elements; None for those that have none, and so no address
+        # each leaf's offset in the buffer in bytes, and its number of elements; None for a leaf without elements, which has no address
         self._places = [(leaf.data_ptr() - self._full.tensor.data_ptr(), leaf.numel()) if leaf.numel() else None for leaf in self.leaves]
-        self._versions = [0] * len(self.leaves)  # of the parameters, as of when they were shown last
-        self._shown = [0] * len(self.leaves)  # versions of the leaves, of then
-        self._gathered = [0] * len(self.leaves)  # of the parameters, as of when a gather began to read them
+        self._versions = [0] * len(self.leaves)  # of the parameters, when they were last shown
+        self._shown = [0] * len(self.leaves)  # versions of the leaves, at that time
+        self._gathered = [0] * len(self.leaves)  # versions of the parameters, when a gather began to read them
         self._full.free()
         self._arriving: Pending[NodeBuffer] | None = None
         self._secondary: SecondaryShard | None = None
@@ -156,12 +156,12 @@ class FlatGroup:
 
     @property
     def device(self) -> torch.device:
-        """Where it is gathered, and its gradients come to be."""
+        """Where the group is gathered, and where autograd makes its gradients."""
         return self._full.tensor.device
 
     @property
     def computes_with_shard(self) -> bool:
-        """Whether modules see the shard itself: this rank has all of it, as it is computed with."""
+        """Whether modules see the shard itself: this rank has all of the group, in the dtype that it is computed in."""
         return isinstance(self._full, WholeShard)
 
     @property
@@ -198,7 +198,7 @@ class FlatGroup:
 
     @contextmanager
     def gathered(self, purpose: str) -> Iterator[Tensor]:
-        """All parameters end to end [N] in their own dtype, to be read and copied meanwhile; a collective."""
+        """All parameters end to end [N] in their own dtype, to be read and copied within this context; a collective."""
         self._reattach()
         pending = self._comms.gathers.all_gather_on_node(self.shard, sizes=self.layout.sizes, label=f"{self.label} ({purpose})")
         buffer = self._comms.wait(pending, f"gather {self.label}")
@@ -212,8 +212,8 @@ class FlatGroup:
     def start_gather(self, *, for_backward: bool) -> Gathering:
         """Start filling the full buffer; for backward from the neighbours, if they hold secondary shards.
 
-        Where the shard changes meanwhile, what was gathered is stale (`is_fresh`) or not, but never undefined: each rank's part is
-        its shard as it was at some time, or torn, which is stale.
+        If the shard changes while it is gathered, the full buffer may be stale (`is_fresh`), but never undefined: each rank's part
+        is its shard as it was at some time, or a torn mixture of old and new, which counts as stale.
         """
         self._reattach()
         self._gathered = self._versions_now()
@@ -251,7 +251,7 @@ class FlatGroup:
         return self._comms.gathers.all_gather(own, sizes=self.layout.sizes, out=full, after=reading.done, label=self.label)
 
     def finish_gather(self) -> None:
-        """Complete the full buffer, once what `start_gather` gave has succeeded. Once is enough; again does nothing."""
+        """Complete the full buffer, after the handle from `start_gather` has succeeded. A second call does nothing."""
         if isinstance(self._full, WholeShard):
             return
         if self._compressed_gather is not None:
@@ -261,7 +261,7 @@ class FlatGroup:
             self._full.adopt(arriving.wait())
 
     def is_fresh(self) -> bool:
-        """Whether the full buffer holds what a gather would bring now, bit for bit, of this rank's shard. Needs a finished gather."""
+        """Whether this rank's part of the full buffer is, bit for bit, what a gather would bring now. Needs a finished gather."""
         self._reattach()
         gathered = self.layout.shard(self._full.tensor.detach(), self._comms.shard_rank)
         if self._compressed_gather is None:
@@ -274,7 +274,7 @@ class FlatGroup:
         return True
 
     def check_fresh(self) -> None:
-        """Raise StateError if parameters were written to since what is gathered was read. See [Note: writes that would be lost]."""
+        """Raise StateError if parameters were written to since the gather began to read them. See [Note: writes that would be lost]."""
         if isinstance(self._full, WholeShard):
             self._reattach()
             return
@@ -292,7 +292,7 @@ class FlatGroup:
         return [parameter._version for parameter in self.originals]
 
     def keep_secondary(self) -> None:
-        """Keep a secondary shard of the full buffer, which must be complete, for backward; if the model does so at all."""
+        """Keep a secondary shard of the full buffer, which must be complete, for backward, if the model uses secondary shards."""
         if self._secondary is not None:
             self._secondary.take(self._full.tensor.detach())
 
@@ -315,7 +315,7 @@ class FlatGroup:
                 slot.put(leaf)
 
     def freeze_leaves(self) -> None:
-        """Until they are shown again no gradients come to them; graphs that there are keep them."""
+        """Until they are shown again the leaves get no gradients; existing graphs keep them."""
         for leaf in self.leaves:
             leaf.requires_grad_(False)
 
@@ -326,8 +326,8 @@ class FlatGroup:
                 slot.put(entry.parameter)
 
     def written(self) -> str | None:
-        """The name of a parameter to which somebody has written since it was shown, if that is going to be lost; undoes what can be undone.
-        See [Note: writes that would be lost]."""
+        """The name of a parameter that was written to since it was shown, if that write will be lost. Leaves that were given other memory
+        return to the full buffer. See [Note: writes that would be lost]."""
         start, is_lost, found = self._full.tensor.data_ptr(), not self.computes_with_shard, None
         for index, (leaf, place, shown) in enumerate(zip(self.leaves, self._places, self._shown, strict=True)):
             replaced = place is not None and (leaf.data_ptr() - start, leaf.numel()) != place
@@ -340,7 +340,8 @@ class FlatGroup:
         return found
 
     def free(self, *, keep_memory: bool = True) -> None:
-        """Free the full buffer, and what came for it. No gather may be under way. With `keep_memory` the next gathers may have it."""
+        """Free the full buffer, and what a gather brought for it. No gather may be under way. With `keep_memory` the next gathers may reuse
+        the memory."""
         if self._compressed_gather is not None:
             self._compressed_gather.drop()
         arriving, self._arriving = self._arriving, None
@@ -365,18 +366,18 @@ class FlatGroup:
             self.compressed_reduction.residual.clear()
 
     def on_gradient(self, callback: OnGradient, from_elsewhere: OnGradient) -> None:
-        """Call `callback(group, index)` whenever a leaf has got its gradient and it was put into `gradients`, and the other one when that
-        has happened to one that comes from elsewhere."""
+        """Call `callback(group, index)` whenever a leaf's gradient was put into `gradients`, and `from_elsewhere(group, index)` whenever
+        one of [Note: gradients from elsewhere] was."""
         self._on_gradient, self._on_gradient_from_elsewhere = callback, from_elsewhere
 
     def place_for_gradient(self, dtype: torch.dtype) -> Tensor | None:
-        """Memory [shard] for a reduced gradient where it is wanted elsewhere than the full one is; else None."""
+        """Memory [shard] for a reduced gradient that must be on another device than the full one; otherwise None."""
         return torch.empty_like(self.shard, dtype=dtype) if self._offloads else None
 
     def accept(self, shard_gradient: Tensor) -> None:
-        """Set, or add to, the gradients of this rank's parameters, in their dtype. `shard_gradient` [shard] belongs to the group then.
+        """Set, or add to, the gradients of this rank's parameters, in their dtype. The group then owns `shard_gradient` [shard].
 
-        Gradient hooks of the parameters are called as autograd would, with what is reduced, of this rank's slices.
+        Calls the parameters' gradient hooks as autograd would, with the reduced gradients of this rank's slices.
         """
         pieces = self.layout.shard_views(shard_gradient.to(self.shard.device, self._dtypes.master), self._comms.shard_rank)
         for index, (parameter, piece) in enumerate(zip(self.originals, pieces, strict=True)):
@@ -384,12 +385,12 @@ class FlatGroup:
                 _accumulate(parameter, piece, is_hooked=self.elsewhere.take_hooked(index))
 
     def _watch(self, index: int) -> None:
-        # The leaf keeps its hook where Python's collector of cycles does not look: a hook that held the group would keep it for ever.
+        # The leaf keeps its hook where Python's cycle collector does not look: a hook that held the group would keep it alive for ever.
         reference = weakref.ref(self)
 
         def collect(leaf: Tensor) -> None:
             group = reference()
-            if group is None or leaf.grad is None:  # the model is gone, or the leaf is frozen since forward
+            if group is None or leaf.grad is None:  # the model is gone, or the leaf was frozen after forward
                 return
             group.gradients.add(index, leaf.grad)
             leaf.grad = None
@@ -411,7 +412,7 @@ class FlatGroup:
         self._on_gradient_from_elsewhere(self, index)
 
     def _reattach(self) -> None:
-        """Bring parameters back whose `.data` was set to other memory, as vector_to_parameters and weight averaging do."""
+        """Copy parameters back into the shard whose `.data` was set to other memory, as vector_to_parameters and weight averaging do."""
         for entry, piece in zip(self.placed, self._slices, strict=True):
             parameter = entry.parameter
             if parameter.shape != piece.shape:

@@ -16,10 +16,10 @@ from shardnet.uncompiled import uncompiled
 
 
 def attach(unit: Unit, runtime: Runtime, precision: MixedPrecision, known: KnownParameters, *, outermost: bool) -> list[RemovableHandle]:
-    """Call the runtime around every forward of the unit's module, and cast what goes in and, if it is the outermost, comes out.
+    """Call the runtime around every forward of the unit's module, and cast its inputs and, if it is the outermost, its outputs.
 
-    Autograd's hooks are set by the runtime, forward by forward: on inputs that are cast and on outputs that are not yet, so
-    that they enclose what the unit computes. Recomputation within backward casts in the same way. torch.compile compiles what is
+    The runtime sets autograd's hooks in each forward: on inputs after they are cast and on outputs before they are, so that the
+    hooks enclose what the unit computes. Recomputation within backward casts in the same way. torch.compile compiles what is
     between the hooks.
     """
 
@@ -45,10 +45,11 @@ def attach(unit: Unit, runtime: Runtime, precision: MixedPrecision, known: Known
 def attach_to_parts(
     unit: Unit, parts: Iterable[nn.Module], runtime: Runtime, precision: MixedPrecision, known: KnownParameters
 ) -> list[RemovableHandle]:
-    """Where one of these modules of a unit is called while the unit is not at work, have the runtime take that for a call of the unit: so
-    do programs that use an encoder alone, or give the model inside to another one.
+    """If one of these modules of a unit is called while the unit is not at work, have the runtime treat that as a call of the unit. This
+    happens in programs that use an encoder alone, or that put the inner model into another one.
 
-    Within the unit, which is the rule, they only look. To torch.compile, which compiles them with the unit, they are nothing.
+    When the unit is at work, which is the usual case, these hooks only look. torch.compile, which compiles the modules with the unit, skips
+    the hooks.
     """
     own = frozenset(parts)
 
@@ -78,12 +79,12 @@ def attach_to_parts(
 
 
 def _check_past_wrapper(runtime: Runtime, known: KnownParameters) -> None:
-    """Where the wrapper is called, it looks itself. What is summoned is whole, and nothing is put in place of anything."""
+    """A call of the wrapper checks by itself. What is summoned is whole, and nothing is put in place of anything."""
     if not (runtime.is_called or runtime.summoned):
         known.check()
 
 
 def _refuse_copy(unit: Unit, *, is_own: bool) -> None:
-    """A copy comes with the hooks."""
+    """A copy of a module has the original's hooks."""
     if not is_own:
         raise StateError(f"{unit.name}: a copy of a sharded module has only slices of parameters; make one from full_state_dict()")

@@ -8,12 +8,13 @@ from shardnet.errors import UsageError
 
 
 class IgnoredModules:
-    """Submodules whose parameters and buffers stay as they are: whole, each rank's own, and reduced by nobody here.
+    """Submodules whose parameters and buffers stay as they are: whole, each rank's own, and never reduced here.
 
-    As with torch's FSDP a module takes all that is below it along, and a parameter that is tied to one of an ignored
-    module is ignored in every place. Unlike there, buffers are not broadcast either: `ignored` means untouched.
+    As in torch's FSDP, an ignored module includes everything below it, and a parameter that is tied to one of an
+    ignored module is ignored in every place. Unlike in torch's FSDP, buffers are not broadcast either: `ignored`
+    means untouched.
 
-    Raises UsageError for what is no submodule of `root`, for `root` itself, and for parameters without memory (on meta).
+    Raises UsageError for a module that is no submodule of `root`, for `root` itself, and for parameters without memory (on meta).
     """
 
     def __init__(self, root: nn.Module, modules: Iterable[nn.Module]) -> None:
@@ -30,7 +31,7 @@ class IgnoredModules:
                     raise UsageError(f"{names[head]}.{name} is on meta, and ignored modules are not initialised: do so before wrapping")
 
     def refuse_units(self, units: Iterable[tuple[str, nn.Module]]) -> None:
-        """Raise UsageError if one of `units` would be left alone and sharded at once."""
+        """Raise UsageError if one of `units` would be both ignored and sharded."""
         for name, module in units:
             if module in self.modules:
                 raise UsageError(

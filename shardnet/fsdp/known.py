@@ -1,4 +1,4 @@
-"""`KnownParameters`: that a sharded model still has the parameters that were sharded, and no others."""
+"""`KnownParameters`: checks that a sharded model still has the parameters that were sharded, and no others."""
 
 from collections.abc import Iterable
 
@@ -10,17 +10,19 @@ from shardnet.fsdp.ignored import IgnoredModules
 
 
 class KnownParameters:
-    """Those of one model. What is put into it later, such as a new head or adapters, nobody would reduce: ranks would train it apart."""
+    """The parameters of one model. Nobody would reduce the gradients of parameters added later, such as a new head or adapters: ranks would
+    train them apart."""
 
     def __init__(self, module: nn.Module, groups: Iterable[FlatGroup], ignored: IgnoredModules) -> None:
         self._module = module
-        self._ignored = ignored  # who owns these modules may do with them what he likes
+        self._ignored = ignored  # the owner of these modules may change them freely
         # The groups live as long as the model, and their parameters with them, so that no other one gets such an id.
         self._ids = {id(parameter) for group in groups for parameter in (*group.originals, *group.leaves)}
         self._ids |= {id(parameter) for parameter in ignored.parameters}
 
     def check(self) -> None:
-        """Raise StateError for a parameter that came later. In each step, so it does not ask for names: half a microsecond a module."""
+        """Raise StateError for a parameter that came later. It runs in each step, so it does not look up names: half a microsecond a
+        module."""
         seen = set[nn.Module](self._ignored.modules)
         waiting = [self._module]
         while waiting:

@@ -13,8 +13,8 @@ Tensor = torch.Tensor
 class LentGradients:
     """In place of a `GradientBuffer` where a reduction reads pieces (`Backend.lends_pieces`): nothing is copied.
 
-    For gradients that are reduced in the dtype in which they come, of 32 bits or more: those of several backward passes are added up in it
-    (`no_sync`).
+    For gradients that are reduced in the dtype in which they come, of 32 bits or more: those of several backward passes are added up in
+    that dtype (`no_sync`).
     """
 
     def __init__(self, layout: FlatLayout, dtype: torch.dtype, *, gauge: Gauge) -> None:
@@ -22,14 +22,14 @@ class LentGradients:
         self._dtype = dtype
         self._gauge = gauge
         self._kept: dict[int, Tensor] = {}
-        self._own: set[int] = set()  # of these, those that nobody else can have
+        self._own: set[int] = set()  # indices of the kept gradients whose memory nobody else can hold
 
     @property
     def empty(self) -> bool:
         return not self._kept
 
     def add(self, index: int, gradient: Tensor) -> None:
-        """Take over the gradient of the index-th parameter, in that parameter's shape, or add it to the one that there is."""
+        """Take over the gradient of the index-th parameter, in that parameter's shape, or add it to the one that is there already."""
         dense = gradient.to_dense() if gradient.is_sparse else gradient
         if index not in self._kept:
             self._keep(index, dense.contiguous())
@@ -40,7 +40,8 @@ class LentGradients:
             self._own.add(index)
 
     def outlive_backward(self) -> None:
-        """They are added to later. Until now their memory may be that of other gradients, or of what the caller gave to backward."""
+        """More will be added to the gradients later, so copy those whose memory may also be that of other gradients, or of what the caller
+        gave to backward."""
         for index in self._kept.keys() - self._own:
             self._kept[index] = self._kept[index].clone()
         self._own = set(self._kept)
@@ -55,7 +56,7 @@ class LentGradients:
         return taken
 
     def returned(self, taken: Sequence[Tensor]) -> None:
-        """Count them no more."""
+        """Stop counting their memory."""
         self._gauge.remove(sum(gradient.nbytes for gradient in taken))
 
     def clear(self) -> None:

@@ -30,7 +30,7 @@ class Gauge:
 
 @dataclass(slots=True)
 class MemoryMeter:
-    """The buffers that come and go in a step of one model, told by those who allocate and free them."""
+    """The buffers that come and go in a step of one model, reported by the code that allocates and frees them."""
 
     full_parameters: Gauge = field(default_factory=Gauge)
     full_gradients: Gauge = field(default_factory=Gauge)
@@ -41,7 +41,7 @@ class MemoryMeter:
 
     @property
     def unused_bytes(self) -> int:
-        """How much less is in use now than was at once before."""
+        """How many bytes fewer are in use now than at the peaks."""
         return sum(gauge.peak_bytes - gauge.current_bytes for gauge in self._gauges)
 
     def reset_peaks(self) -> None:

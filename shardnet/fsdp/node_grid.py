@@ -1,4 +1,4 @@
-"""`NodeGrid`: ranks on several nodes, as many on each, by node and by place."""
+"""`NodeGrid`: ranks on several nodes, equally many on each, arranged by node and by place within it."""
 
 from dataclasses import dataclass
 
@@ -7,15 +7,16 @@ from shardnet.backend import Backend
 
 @dataclass(frozen=True, slots=True)
 class NodeGrid:
-    """One rank's view of it: a row is a node, a column is one rank of each."""
+    """One rank's view of the grid: a row is a node, a column has one rank of each node."""
 
     inside: Backend  # this rank's row
     across: Backend  # this rank's column
-    columns: tuple[tuple[int, ...], ...]  # ranks of the group that is cut so; by place, nodes in order
+    columns: tuple[tuple[int, ...], ...]  # the group's ranks: one tuple for each place, nodes in order
 
     @classmethod
     def of(cls, ranks: Backend) -> "NodeGrid | None":
-        """None where there is nothing to cut: on one node, on nodes of one rank, and on nodes that have not all as many."""
+        """The grid of these ranks. None where there is nothing to divide: on one node, on nodes of one rank, and on nodes with unequal
+        numbers of ranks."""
         nodes = ranks.node_ranks
         if len(nodes) == 1 or len(nodes[0]) == 1 or len({len(node) for node in nodes}) != 1:
             return None

@@ -1,7 +1,8 @@
 """CPU offload: shards, gradients and the optimizer's state in the CPU's memory, units gathered on a GPU.
 
 A gather sends what is in the CPU's memory and fills the GPU's; a reduction takes the GPU's gradients and leaves this rank's part on the
-CPU. Through the CPU's memory all of it would go without offload, too: gathers are spared the way out, reductions the way back.
+CPU. Without offload all of it would pass through the CPU's memory, too: offload saves gathers the copy from the GPU, and reductions the
+copy back to it.
 """
 
 import torch
@@ -12,7 +13,7 @@ from shardnet.fsdp.ignored import IgnoredModules
 
 
 def compute_device(module: nn.Module, device: torch.device | str | None) -> torch.device:
-    """Where a module computes whose shards are on the CPU. Raises UsageError where that is no GPU, or another one than the module's."""
+    """The device on which a module with shards on the CPU computes. Raises UsageError if that is no GPU, or not the module's own GPU."""
     found = {parameter.device for parameter in module.parameters() if parameter.device.type == "cuda"}
     if device is None and not found and not torch.cuda.is_available():
         raise UsageError("cpu_offload: there is no GPU to compute on, and on the CPU there is nothing to offload; leave it out")
@@ -27,7 +28,7 @@ def compute_device(module: nn.Module, device: torch.device | str | None) -> torc
 
 
 def move_buffers(module: nn.Module, ignored: IgnoredModules, device: torch.device) -> None:
-    """Buffers to where the module computes, but for those that sharding leaves alone."""
+    """Move buffers to where the module computes, except those of ignored modules."""
     for inner in module.modules():
         for key, buffer in inner._buffers.items():
             if buffer is not None and not buffer.is_meta and buffer not in ignored.buffers:

@@ -15,8 +15,8 @@ _REFUSED = {
 
 
 def check_optimizer(optimizer: optim.Optimizer) -> None:
-    """Raise UsageError for one that looks beyond single elements, and has sharded parameters: it would do something else on each number of
-    ranks."""
+    """Raise UsageError for an optimizer that looks beyond single elements and has sharded parameters: its result would depend on the
+    number of ranks."""
     reason = next((reason for refused, reason in _REFUSED.items() if isinstance(optimizer, refused)), None)
     if reason is None:
         return
@@ -26,7 +26,7 @@ def check_optimizer(optimizer: optim.Optimizer) -> None:
 
 
 def check_state(optimizer: optim.Optimizer) -> None:
-    """Raise StateError for state of another shape than the slice it is for. Of a step that has failed."""
+    """Raise StateError for state of another shape than the slice that it belongs to. For use after a step that has failed."""
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.dim() and value.shape != parameter.shape and (unit := sharded_by(parameter)):

@@ -13,7 +13,7 @@ from shardnet.sharding import ShardingStrategy
 
 
 class ShardingOptions(TypedDict, total=False):
-    """The keyword arguments of `FSDP` but for `units`. It says what they mean, and what they are if left out."""
+    """The keyword arguments of `FSDP` except `units`. `FSDP` says what they mean, and what their defaults are."""
 
     strategy: ShardingStrategy
     intra_node_size: int | None

@@ -18,7 +18,7 @@ _ANY_FLOAT = (*_COMPUTE, torch.float64)
 
 @dataclass(frozen=True, slots=True)
 class Dtypes:
-    """Of one parameter."""
+    """The dtypes of one parameter."""
 
     master: Dtype  # of the sharded parameter, its gradient and the optimizer's state
     compute: Dtype  # as it is gathered, and as modules see it
@@ -30,12 +30,12 @@ class Dtypes:
 
     @property
     def collect(self) -> Dtype:
-        """What gradients are kept in until they are reduced: they lose no bit by it."""
+        """The dtype that gradients are kept in until they are reduced, which costs them no bits."""
         return torch.promote_types(self.compute, self.reduce)
 
     @property
     def reduces_as_it_comes(self) -> bool:
-        """Whether gradients are collected and reduced in the dtype in which autograd gives them, whatever number of them adds up."""
+        """Whether gradients are collected and reduced in the dtype in which autograd gives them, however many are added up."""
         return self.compute == self.reduce == torch.promote_types(self.compute, torch.float32)
 
 
@@ -44,17 +44,17 @@ class MixedPrecision:
     """The dtypes of one model; the fields of FSDP2's `MixedPrecisionPolicy`. None leaves a dtype as it is.
 
     Parameters, their gradients and the optimizer state keep the dtype that the module was made with (the masters).
-    Gathers carry `param_dtype`, so modules see parameters of that dtype and compute in it, frozen ones included; other
-    than floating parameters, and buffers, keep their own. Gradients are reduced over ranks in `reduce_dtype`, by default
-    the dtype they come in (FSDP2 since PyTorch 2.15: the parameter's own); sums of 16-bit floats are formed in float32
-    either way, and so is what `no_sync` adds up.
+    Gathers carry `param_dtype`, so modules see parameters of that dtype and compute in it, frozen ones included;
+    buffers, and parameters that are not floating-point, keep their own. Gradients are reduced over ranks in
+    `reduce_dtype`, by default the dtype they come in (FSDP2 since PyTorch 2.15: the parameter's own); sums of 16-bit
+    floats are formed in float32 either way, and so are the sums of `no_sync`.
     `cast_forward_inputs` casts floating tensors given to the model, and to each of its units, to `param_dtype`;
-    `output_dtype` is for what the model returns. Both reach into lists, dicts, dataclasses and pytrees.
+    `output_dtype` casts what the model returns. Both reach into lists, dicts, dataclasses and pytrees.
 
     `param_dtype_override_fn(parameter)` may keep single parameters as they are by returning their own dtype, as batch
-    normalisation needs on CPUs; None or `param_dtype` casts as usual. It must answer alike on all ranks.
+    normalisation needs on CPUs; None or `param_dtype` casts as usual. It must give the same answer on all ranks.
 
-    Raises DtypeError for what is no floating dtype, and for a `param_dtype` of float64.
+    Raises DtypeError for a dtype that is not floating-point, and for a `param_dtype` of float64.
     """
 
     param_dtype: Dtype | None = None
@@ -70,7 +70,7 @@ class MixedPrecision:
                 raise DtypeError(f"MixedPrecision: {name} must be one of {', '.join(map(str, allowed))}, got {dtype!r}")
 
     def dtypes(self, name: str, parameter: nn.Parameter) -> Dtypes:
-        """Those of one parameter. Raises UsageError where `param_dtype` has more bits than the parameter itself."""
+        """The dtypes of one parameter. Raises UsageError where `param_dtype` has more bits than the parameter itself."""
         master = parameter.dtype
         if not master.is_floating_point:
             return Dtypes(master, master, master)
@@ -83,13 +83,13 @@ class MixedPrecision:
         return Dtypes(master, compute, self.reduce_dtype or compute)
 
     def cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What a unit's forward is called with, cast."""
+        """The arguments of a unit's forward, cast."""
         if self.param_dtype is None or not self.cast_forward_inputs:
             return args, kwargs
         return _cast(args, self.param_dtype), _cast(kwargs, self.param_dtype)
 
     def cast_outputs(self, outputs: Any) -> Any:
-        """What the model's forward returns, cast."""
+        """The outputs of the model's forward, cast."""
         return outputs if self.output_dtype is None else _cast(outputs, self.output_dtype)
 
     def _override(self, name: str, parameter: nn.Parameter) -> Dtype | None:

@@ -8,7 +8,7 @@ from shardnet.sharding import ShardingStrategy
 
 @dataclass(frozen=True, slots=True)
 class Resharding:
-    """Freed, unless they are kept."""
+    """Full parameters are freed after forward, unless one of these says that they are kept."""
 
     keep: bool = False  # whole
     neighbours: int | None = None  # as shards over so many ranks; see [Note: secondary shards]

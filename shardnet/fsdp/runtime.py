@@ -11,15 +11,16 @@
 backward the forward hooks do nothing, since its parameters are there. Other units are gathered and freed as in any
 forward, but it is no new forward pass: nothing is learnt or prefetched.
 
-[Note: what is held for backward] Backward begins where forward ends. So the outermost unit, and as many of the last
-ones as there is room for in the prefetch window, which is empty then, are not freed after forward but held: gathering
-them again at once would be for nothing. With `keep` (SHARD_GRAD_OP, or asked for by `reshard_after_forward`) all are. A
-forward without gradients holds nothing.
+[Note: what is held for backward] Backward begins where forward ends. So after forward the outermost unit, and as many
+of the last units as fit into the prefetch window (empty by then), are held rather than freed: otherwise backward would
+gather them again at once. With `keep` (SHARD_GRAD_OP, or chosen by `reshard_after_forward`) all units are held. A
+forward without gradients holds none.
 
 [Note: when a unit is freed in backward] A unit whose inputs carry gradients is freed when these are complete. Where
-there are none, or where an input is also used elsewhere (a skip connection) and completes late, a unit that has all
-its parameters' gradients is freed when the next unit's backward begins. What then remains is freed at the end.
-Gradients alone would not do: frozen weights, and a weight used through `detach()`, may be read after the last one.
+no input carries gradients, or where an input is also used elsewhere (a skip connection) and completes late, a unit
+that has all its parameters' gradients is freed when the next unit's backward begins. Units that remain are freed at
+the end. A unit cannot be freed as soon as its parameters have their gradients: backward may read frozen weights, and
+a weight used through `detach()`, after the last gradient.
 """
 
 import threading
@@ -50,10 +51,10 @@ _lock = threading.Lock()  # over it
 
 
 def forget_graphs(backend: Backend) -> None:
-    """No backward will come any more in models on this backend.
+    """Release the graphs of models on this backend, which will run no backward any more.
 
-    A hook refers to its graph, which holds it where Python's collector sees that only when nobody else uses this part of the graph:
-    it would take one run for each unit, and until then parameters and activations stay.
+    A hook refers to its graph, and the graph holds the hook where Python's collector sees it only if nobody else uses this part of
+    the graph: the collector would need one run for each unit, and until then parameters and activations would stay.
     """
     with _lock:
         runtimes = list(_everyone)
@@ -75,12 +76,12 @@ class Runtime:
         self._timeline = comms.timeline
         self._reductions = ReductionQueue(comms, limit=prefetch + 1)
         self._calls: list[Call] = []  # under way, outermost first
-        self._caller: int | None = None  # the thread that has called the model itself
-        self._traced = WeakSet[Call]()  # whose graphs are there
+        self._caller: int | None = None  # the thread that has called the whole model
+        self._traced = WeakSet[Call]()  # calls whose graphs still exist
         self._forward: ForwardPass | None = None  # the last one with gradients on
         self._backward: BackwardPass | None = None
-        self._gathers_ahead = False  # at the end of a backward that has stepped
-        self._unreduced: dict[Unit, None] = {}  # hold gradients of backwards without synchronisation
+        self._gathers_ahead = False  # start gathering at the end of a backward that has stepped
+        self._unreduced: dict[Unit, None] = {}  # units with gradients of backwards that did not reduce them
         self.summoned = False  # every unit is in FORWARD, and stays so, whoever calls it
         for unit in self.units:
             for group in unit.groups:
@@ -98,7 +99,7 @@ class Runtime:
         if self._backward is not None and not _in_backward():
             self.reset()  # the last backward raised: its end was never reached
         if self._caller is None and self._calls and self._calls[0].unit.state is not UnitState.FORWARD:
-            self._calls.clear()  # of a forward that was interrupted, of the module inside: `begin_call` has seen to others
+            self._calls.clear()  # of a forward of the inner module that was interrupted; `begin_call` has dealt with others
         if unit.state is UnitState.BACKWARD:
             return  # see [Note: recomputation]
         _refuse_transforms(unit)
@@ -138,8 +139,8 @@ class Runtime:
             raise lost_write(written, f"the forward of {unit.name}")
 
     def before_part(self, unit: Unit, part: nn.Module) -> bool:
-        """A module of the unit is called. Whether it is so alone, the unit not being at work: then `before_forward` and `after_forward` are
-        for it, as for the unit."""
+        """Called before a module of the unit runs. Returns whether the module is called alone, while the unit is not at work: then call
+        `before_forward` and `after_forward` around it, as for the unit."""
         if unit.state not in (UnitState.FORWARD, UnitState.BACKWARD):
             return True
         if self._calls and self._calls[-1].part is part:
@@ -147,21 +148,22 @@ class Runtime:
         return False
 
     def after_part(self, part: nn.Module) -> bool:
-        """It has ended. Whether that is the end of a call for which `before_part` was true."""
+        """Called after such a module has run. Returns whether this ends a call for which `before_part` was true."""
         if not self._calls or self._calls[-1].part is not part:
             return False
         self._calls[-1].again -= 1
         return self._calls[-1].again < 0
 
     def begin_call(self) -> int | None:
-        """This thread calls the whole model. Returns what `end_call` wants to know."""
+        """This thread calls the whole model. Returns what `end_call` must be given."""
         before, self._caller = self._caller, threading.get_ident()
         if before is None and self._calls and self._backward is None:
             self.reset()  # one of its parts was called, and interrupted
         return before
 
     def fail_call(self, error: BaseException) -> None:
-        """It has raised. Modules run no hooks for what is no Exception, nor for others if torch compiles something on any thread then."""
+        """The call has raised. Modules run no hooks for a BaseException that is no Exception, and none at all while torch compiles
+        something on any thread."""
         if self._calls or not (isinstance(error, Exception) or self.summoned):
             self.reset()
 
@@ -181,7 +183,7 @@ class Runtime:
         return any(call.thread == thread for call in self._calls) and self._calls[0].unit.state is UnitState.FORWARD
 
     def forget_graphs(self) -> None:
-        """Take its hooks off all graphs that there are."""
+        """Remove the runtime's hooks from all graphs that still exist."""
         for call in list(self._traced):
             while call.hooks:
                 call.hooks.pop().remove()
@@ -242,7 +244,7 @@ class Runtime:
             raise StateError(f"{call.unit.name}: backward(create_graph=True) is not supported, since it reads parameters that were freed")
         backward = self._enter_backward(call.forward)
         backward.computes = True
-        self._owe(backward, [call.unit])  # new only if it ran first within a reentrant checkpoint
+        self._owe(backward, [call.unit])  # adds the unit only if it first ran within a reentrant checkpoint
         for finished in backward.take_finished(call.unit):
             finished.reshard()
         backward.opened(call)
@@ -282,7 +284,7 @@ class Runtime:
         if unit.state is not UnitState.BACKWARD:
             return
         if self.synchronise and backward.received and not any(_will_arrive(*gradient) for gradient in backward.missing(unit)):
-            self._reductions.ready(unit)  # what is missing is not used in this backward
+            self._reductions.ready(unit)  # the missing gradients will not come in this backward
         if through and not call.forward.repeats(call):
             unit.reshard()
 
@@ -295,7 +297,7 @@ class Runtime:
                 self._reductions.cancel_plan()
             elif self.synchronise:
                 for unit in backward.units:
-                    self._unreduced.pop(unit, None)  # planned when backward came to it, with what no_sync left in it
+                    self._unreduced.pop(unit, None)  # planned when backward came to the unit, with the gradients that no_sync left in it
                 self._reduce(backward.forwards)
             else:
                 for unit in backward.units:
@@ -311,8 +313,8 @@ class Runtime:
         self._timeline.end_pass(Pass.BACKWARD if backward.received else None)
 
     def _end_steps(self) -> None:
-        """With steps in backward: take the last ones, and start gathering for the next forward, while the program does whatever it does in
-        between."""
+        """With steps in backward: take the last steps, and start gathering for the next forward, so that this overlaps with whatever the
+        program does in between."""
         if self._reductions.steps is not None:
             self._reductions.steps.end()
             if self._gathers_ahead and not self.prefetcher.explicit_pending:
@@ -363,7 +365,7 @@ class Runtime:
         return bool(self._unreduced)
 
     def drop_unreduced(self) -> None:
-        """Between passes."""
+        """Drop gradients that wait for a reduction. Call it between passes."""
         if self._backward is not None and not _in_backward():
             self.reset()  # the last one has raised
         for unit in self._unreduced:
@@ -371,7 +373,8 @@ class Runtime:
         self._unreduced.clear()
 
     def step_in_backward(self, steps: BackwardSteps | None, *, gathers_ahead: bool) -> None:
-        """From the next backward on; None: no more. `gathers_ahead`: the next forward's first units are gathered behind them."""
+        """Take these steps from the next backward on; None: none any more. With `gathers_ahead` the next forward's first units are gathered
+        after the steps."""
         if self._backward is not None or self._unreduced:
             raise StateError("step_in_backward() is for between steps: a backward is under way, or gradients of no_sync() are not reduced")
         self._reductions.steps, self._gathers_ahead = steps, gathers_ahead
@@ -403,8 +406,8 @@ class Runtime:
         self.summoned = True
 
     def dismiss(self) -> StateError | None:
-        """Shard everything that `summon` has gathered; what to raise where somebody has written to it. Its memory goes back to the
-        system: a step needs less."""
+        """Shard everything that `summon` has gathered. Returns the error to raise if somebody has written to it. The memory goes
+        back to the system, since a step needs less."""
         if not self.summoned:
             return None
         self.summoned = False
@@ -414,9 +417,10 @@ class Runtime:
         return lost_write(written[0], "summon_full_params()") if written else None
 
     def require_slices(self, purpose: str) -> None:
-        """Parameters are about to be taken for this rank's slices. After an interrupted call of the module inside they may still be whole.
+        """Call this before using parameters as this rank's slices. After an interrupted call of the inner module they may still be whole:
+        then shard them.
 
-        Raises StateError while they are meant to be.
+        Raises StateError within `summon_full_params`, where they are meant to be whole.
         """
         self._refuse_summoned(purpose)
         if self._caller is None and any(call.thread == threading.get_ident() for call in self._calls):
@@ -442,7 +446,7 @@ class Runtime:
         self._timeline.end_pass(None)
 
     def _free_all(self) -> None:
-        """Back to SHARDED with every unit, but for an explicit prefetch, which stays."""
+        """Bring every unit back to SHARDED, except those of an explicit prefetch."""
         self.prefetcher.stop()
         for unit in self.units:
             if unit.state not in (UnitState.SHARDED, UnitState.GATHERING):
@@ -460,7 +464,7 @@ def lost_write(name: str, where: str) -> StateError:
 
 
 def _refuse_transforms(unit: Unit) -> None:
-    """Raise StateError within what calls a forward with stand-ins for tensors: they would reach the collectives."""
+    """Raise StateError inside a transform that calls a forward with stand-ins for tensors: the stand-ins would reach the collectives."""
     within = torch._C._functorch.peek_interpreter_stack() is not None
     if within and unit.trainable and (torch.is_grad_enabled() or not unit.is_known_to_autograd):
         raise StateError(

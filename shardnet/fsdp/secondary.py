@@ -1,15 +1,15 @@
 """`SecondaryShard`: a group's parameters, kept from forward to backward over a few neighbouring ranks.
 
-[Note: secondary shards] With `reshard_after_forward=k` a unit that is freed after forward leaves a second shard behind: this
-rank's k-th of the full parameters. The k ranks gather it from each other in backward, and send nothing to the others: where
-they are the ranks of a node, backward's gathers never leave it. This is hpZ of ZeRO++ (https://arxiv.org/abs/2306.10209)
-and costs each rank 1/k of the parameters of the units that were freed.
+[Note: secondary shards] With `reshard_after_forward=k` a unit that is freed after forward leaves a second shard behind: one
+k-th of the full parameters on each of k ranks. In backward these k ranks gather from each other, and send nothing to other
+ranks: if they are the ranks of a node, backward's gathers never leave it. This is hpZ of ZeRO++
+(https://arxiv.org/abs/2306.10209) and costs each rank 1/k of the parameters of the units that were freed.
 
-The copy is what its forward computed with, whatever became of the parameters since, and only backward reads it. It is
-dropped when a backward ends, when a forward begins, and when one ends that no backward can follow. So it cannot be stale;
-where backward finds none (another forward came in between, or a reentrant checkpoint ran its forward without gradients) it
-gathers from all ranks, as it would without. Whether there is one depends only on the order of forwards and backwards,
-which is the same on all ranks.
+The copy is what its forward computed with, even if the parameters have changed since, and only backward reads it. It is
+dropped when a backward ends, when a forward begins, and when a forward ends that no backward can follow. So it cannot be
+stale; where backward finds none (another forward came in between, or a reentrant checkpoint ran its forward without
+gradients) it gathers from all ranks, as it would without secondary shards. Whether there is one depends only on the
+order of forwards and backwards, which is the same on all ranks.
 """
 
 import torch
@@ -42,7 +42,7 @@ class SecondaryShard:
         return self._shard is not None
 
     def take(self, full: Tensor) -> None:
-        """Copy this rank's part of the full parameters [N], unless it is there: within a forward they do not change."""
+        """Copy this rank's part of the full parameters [N], unless that was done already: within a forward they do not change."""
         if self._shard is None:
             part = full[self._bounds]
             memory = self._pool.take(part.nbytes, self._device)

@@ -1,10 +1,10 @@
 """`ShardStreams`: where shards on a GPU are read for a gather.
 
-[Note: gathers ahead] The host is ahead of a GPU: when a unit's gather starts, the computing stream has been given the forward of units
-before it. Started on that stream, the gather would wait for them, and hide behind nothing. But a shard changes only between passes. So
-it is read on a stream of its own, which waits for what may have changed shards, at the beginning of a forward, and for nothing else.
-What the gather fills is memory that earlier units may still compute with: that is only written when the computing stream is through
-with what it has been given when the gather starts.
+[Note: gathers ahead] The host runs ahead of a GPU: when a unit's gather starts, the forward of the units before it is still queued on
+the computing stream. Started on that stream, the gather would wait for them and overlap with nothing. But a shard changes only between
+passes. So it is read on a stream of its own, which waits, at the beginning of a forward, for whatever may have changed shards, and for
+nothing else. The gather fills memory that earlier units may still compute with: it writes there only when the computing stream has
+finished what was queued when the gather started.
 """
 
 from collections.abc import Iterator
@@ -16,25 +16,25 @@ from shardnet.backend.streams import Event, Stream, current_stream, new_stream, 
 
 
 class ReadShard:
-    """One reading: when what it has made of a shard is there."""
+    """One read of a shard: `done` is when its result is there."""
 
     done: Event = None
 
 
 class ShardStreams:
-    """Of one model: one stream a device. On the CPU, where a call is over when it returns, there is nothing to it."""
+    """One stream per device, for one model. On the CPU, where a call is over when it returns, it does nothing."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, Stream] = {}
 
     def changed(self) -> None:
-        """What the current stream has been given may have changed shards: later readings wait for it."""
+        """The work queued on the current stream may have changed shards: later reads wait for it."""
         for device, stream in self._streams.items():
             stream.wait_stream(current_stream(device))
 
     @contextmanager
     def reading(self, device: torch.device) -> Iterator[ReadShard]:
-        """Within it shards of that device may be read; `done` has then its end."""
+        """Within this context shards on that device may be read; afterwards `done` marks the end of the read."""
         read = ReadShard()
         if device.type == "cpu":
             yield read

@@ -34,7 +34,8 @@ class ShardedState:
 
 
 def refuse_slices(module: nn.Module, *_: object) -> None:
-    """A hook before the inner module's own state_dict(): it has slices for parameters, which nobody should save for whole ones."""
+    """A hook before the inner module's own state_dict(): that one holds slices in place of parameters, and nobody should save them as whole
+    parameters."""
     if not _slices_wanted.get():
         raise StateError(
             f"the state_dict() of a sharded {type(module).__name__} would hold this rank's slices, or what forward computes with: take "

@@ -1,8 +1,8 @@
-"""`Surroundings`: what torch keeps for each thread, from the one that calls to the one that computes.
+"""`Surroundings`: what torch keeps for each thread, carried from the calling thread to the computing one.
 
-[Note: surroundings] Grad mode, autocast, `with torch.device(...)`, counters of operations and hooks on saved tensors all hold for the
-thread that has entered them. A model that computes in another thread would see none of them, and nobody would say so: with an autocast
-around it an awaited forward would stay in float32. That a profiler watches a thread cannot be handed over, so it is said.
+[Note: surroundings] Grad mode, autocast, `with torch.device(...)`, counters of operations and hooks on saved tensors all hold only for
+the thread that has entered them. A model that computes in another thread would silently see none of them: an awaited forward inside an
+autocast would stay in float32. A profiler that watches a thread cannot be handed over, so a warning says that.
 """
 
 import functools
@@ -22,7 +22,7 @@ _DEVICES = ("cpu", "cuda")
 
 
 class Surroundings:
-    """Those of the thread that makes it."""
+    """The surroundings of the thread that makes this object."""
 
     def __init__(self) -> None:
         self._grad, self._inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
@@ -31,12 +31,12 @@ class Surroundings:
         self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
         self._function_modes = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
         self._dispatch_modes = dispatch._get_current_dispatch_mode_stack()
-        self._hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # others are never asked
+        self._hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # torch never uses those below the top
         self._is_profiled = torch._C._autograd._profiler_type() == torch._C._profiler.ActiveProfilerType.KINETO
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Have them in this thread."""
+        """Apply them in this thread, within this context."""
         if self._is_profiled:
             _tell_of_profiler()
         with ExitStack() as left:
@@ -59,17 +59,17 @@ class Surroundings:
 
 @dataclass(frozen=True, slots=True)
 class _Stack:
-    """One of those that torch has for each thread. A mode has been entered once, and a counter, say, begins anew when it is entered again:
-    so it is only put there."""
+    """One of the stacks that torch has for each thread. A mode was entered by the caller, and entering it again would restart a counter,
+    for example: so it is only pushed."""
 
     push: Callable[[Any], None]
     pop: Callable[[Any], object]  # given what is on top
-    top: Callable[[], Any]  # None: there is nothing
+    top: Callable[[], Any]  # None: the stack is empty
 
 
 @contextmanager
 def _pushed(stack: _Stack, entries: Sequence[Any]) -> Iterator[None]:
-    """Take out the same ones at the end: the program may have put others there, or taken some away."""
+    """At the end remove these same entries: the program may have pushed others, or removed some."""
     for entry in entries:
         stack.push(entry)
     try:

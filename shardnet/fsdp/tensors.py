@@ -28,9 +28,9 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """`value` with `function` applied to every tensor in what `tensors_in` searches, but for subclasses of list and tuple.
+    """`value` with `function` applied to every tensor in what `tensors_in` searches, except subclasses of list and tuple.
 
-    A container in which no tensor is replaced stays the same object: the caller may wait for what the module puts there.
+    A container in which no tensor is replaced stays the same object: the caller may look there for what the module puts into it.
     """
     if isinstance(value, torch.Tensor):
         return function(value)
@@ -59,7 +59,8 @@ def _refilled(mapping: MutableMapping[Any, Any], values: list[Any]) -> MutableMa
 
 
 def differentiable(value: object) -> list[torch.Tensor]:
-    """The tensors in `value` that an operation made and that pass gradients on; of an object of a class of its own, its attributes."""
+    """The tensors in `value` that an operation made and that pass gradients on; for an object of any other class, those in its
+    attributes."""
     found = [tensor for tensor in tensors_in(value) if tensor.grad_fn is not None]
     if found or not hasattr(value, "__dict__"):
         return found
@@ -69,7 +70,7 @@ def differentiable(value: object) -> list[torch.Tensor]:
 def with_bases(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """The tensors, and those that they are views of.
 
-    A hook on a view is lost when the view is changed in place, since its history is then written anew. The history of
-    its base is kept, so a hook on the base still runs, and before anything that made it.
+    A hook on a view is lost when the view is changed in place, since autograd then rewrites the view's history. The
+    history of its base is kept, so a hook on the base still runs, and before anything that made it.
     """
     return tensors + [tensor._base for tensor in tensors if tensor._base is not None and tensor._base.grad_fn is not None]

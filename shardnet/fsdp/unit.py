@@ -67,7 +67,7 @@ class Unit:
         return any(len(group.trainable) < len(group.originals) for group in self.groups)
 
     def start_gather(self, *, for_backward: bool = False) -> list[Gathering]:
-        """SHARDED → GATHERING. The handles are the unit's own to wait for; others may look."""
+        """SHARDED → GATHERING. Only the unit waits for the handles; others may look at them."""
         assert self.state is UnitState.SHARDED, self
         self.state = UnitState.GATHERING
         for group in self.groups:
@@ -97,8 +97,9 @@ class Unit:
         self.state = state
 
     def reshard(self, *, backward_follows: bool = False, keep_memory: bool = True) -> None:
-        """FORWARD, BACKWARD or HELD → SHARDED; with secondary shards, if it is to be gathered again for backward, and with memory that
-        the units gathered next may have, if so many will be there again."""
+        """FORWARD, BACKWARD or HELD → SHARDED. `backward_follows` keeps a secondary shard, if the model uses them, since backward
+        will gather the unit again. `keep_memory` leaves the memory to the units gathered next, if as many will be whole at once
+        again."""
         assert self.state not in (UnitState.SHARDED, UnitState.GATHERING), self
         for group in self.groups:
             if backward_follows:
@@ -108,12 +109,13 @@ class Unit:
         self.state = UnitState.SHARDED
 
     def check_fresh(self) -> None:
-        """Raise StateError if what is gathered, or comes, is not what its parameters are now."""
+        """Raise StateError if a parameter has changed since the gather, finished or not, began to read it."""
         for group in self.groups:
             group.check_fresh()
 
     def written(self) -> str | None:
-        """The name of a parameter that was written to while it was whole; None if nothing is lost with that. Asked before it is freed."""
+        """The name of a parameter that was written to while it was whole, if that write will be lost; otherwise None. Call it before the
+        unit is freed."""
         return next((name for name in [group.written() for group in self.groups] if name is not None), None)
 
     def drop_secondary(self) -> None:
@@ -129,7 +131,8 @@ class Unit:
         self.state = UnitState.HELD
 
     def discard(self) -> None:
-        """GATHERING → SHARDED, whatever became of the gather: memory that is still written to is not freed."""
+        """GATHERING → SHARDED, whether the gather succeeds or fails. Waits for it, since memory that is still written to must not be
+        freed."""
         assert self.state is UnitState.GATHERING, self
         for pending in self._pending:
             pending.exception()
@@ -139,7 +142,7 @@ class Unit:
         self.state = UnitState.SHARDED
 
     def keep_gradients(self) -> None:
-        """A backward has ended that does not reduce them."""
+        """Keep the gradients of a backward that has ended without reducing them."""
         for group in self.groups:
             group.gradients.outlive_backward()
 

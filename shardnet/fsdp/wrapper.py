@@ -46,40 +46,41 @@ class FSDP(nn.Module):
     """A module whose parameters, gradients and optimizer state are spread over the ranks of a backend.
 
     `units` names the submodules that are gathered and freed one by one: module classes, or a predicate
-    `(name, module) -> bool`; of the classes one at least must be there. What is in none of them belongs to the root unit,
-    gathered during the whole forward.
-    `strategy` says what is spread over which ranks (`ShardingStrategy`); HYBRID_SHARD's nodes have `intra_node_size`
-    ranks each, and are those that the rendezvous found if it is left out. `prefetch` is how many units are gathered ahead
-    of the one that computes, in forward and backward; with 0 nothing overlaps, and each more costs the memory of one more
-    unit. `mixed_precision` names the dtypes to compute and to reduce in; the parameters below keep their own.
+    `(name, module) -> bool`; the module must contain at least one of the classes. Parameters in none of them belong to
+    the root unit, which stays gathered during the whole forward.
+    `strategy` says what is spread over which ranks (`ShardingStrategy`); with HYBRID_SHARD a node has `intra_node_size`
+    ranks, and if that is left out the nodes are those that the rendezvous found. `prefetch` is how many units are gathered
+    ahead of the one that computes, in forward and backward; with 0 nothing overlaps, and each additional unit costs the
+    memory of one unit. `mixed_precision` names the dtypes to compute and to reduce in; the sharded parameters keep their own.
     `reshard_after_forward` says what happens to a unit's full parameters after its forward: True frees them (FULL_SHARD and
-    HYBRID_SHARD), False keeps them for backward (SHARD_GRAD_OP), and a number of ranks, such as those of a node, spreads them
-    over so many neighbours, among whom backward gathers them again. None leaves it to the strategy. `compression` says what
-    is sent in fewer bits than it is computed in.
-    `ignored_modules` are submodules that stay whole and each rank's own, buffers included, as torch's FSDP has it: nobody
-    broadcasts them or reduces their gradients, so that they are frozen or the caller reduces them before clipping. States
-    have them as they are on the rank; `clip_grad_norm_` counts them once.
+    HYBRID_SHARD), False keeps them for backward (SHARD_GRAD_OP), and a number of ranks, such as the size of a node, spreads
+    them over that many neighbours, from which backward gathers them again. None leaves it to the strategy. `compression` says
+    what is sent in fewer bits than it is computed in.
+    `ignored_modules` are submodules that stay whole and each rank's own, buffers included, as torch's FSDP has it: FSDP
+    neither broadcasts them nor reduces their gradients, so freeze them, or reduce their gradients yourself before clipping.
+    State dicts hold them as they are on the rank; `clip_grad_norm_` counts them once.
 
-    With `cpu_offload` this rank's parameters, gradients and optimizer state are in the CPU's memory, where the optimizer steps,
-    and units are gathered on `device`, a GPU: the module's own or else the current one if left out. So the GPU holds the units that
-    compute, their gradients and activations. The module may be on the CPU before; its buffers go to the GPU,
-    ignored modules stay where they are.
+    With `cpu_offload` this rank's parameters, gradients and optimizer state are in the CPU's memory, where the optimizer steps, and
+    units are gathered on `device`, a GPU; if it is left out, on the GPU that the module is on, or otherwise on the current one. So
+    the GPU holds the units that compute, their gradients and activations. The module may be on the CPU before; its buffers are
+    moved to the GPU, and ignored modules stay where they are.
 
-    A module that was built under `torch.device("meta")` is materialised on `device`, the CPU if left out, unit by unit: besides
-    its shards a rank holds the units around one module. Each module fills what it holds itself in `reset_parameters()`, or
-    `param_init_fn(module)` does, for every module, those inside first ([Note: order of initialisation] in meta/model.py says
-    when that gives the numbers of a module built with memory). Or `initial_state`, rank 0's, a mapping of whole tensors by name
-    such as a lazily read file, has parameters and buffers; each is read once, when its turn comes. The other ranks' is not
-    read and may be {}, and functions are then called for modules alone that have buffers which are in no state. For a
-    module with memory `param_init_fn` is not called.
+    A module that was built under `torch.device("meta")` is materialised on `device` (the CPU if left out) unit by unit: besides
+    its shards a rank holds only the units around one module at a time. Each module fills its own tensors in
+    `reset_parameters()`, or `param_init_fn(module)` does, called for every module, inner ones first
+    ([Note: order of initialisation] in meta/model.py says when that gives the numbers of a module built with memory).
+    Alternatively rank 0's `initial_state` has the parameters and buffers: a mapping from names to whole tensors, such as a
+    lazily read file; each tensor is read once, when its turn comes. The other ranks' `initial_state` is not read and may be {}.
+    The functions are then called only for modules with buffers that no state dict holds. For a module with memory
+    `param_init_fn` is not called.
 
-    Making it is a collective: rank 0's parameters and buffers reach every rank, and afterwards each parameter, still
-    the same object, is 1-D and holds this rank's slice, possibly empty. Optimizers may be made before or after.
-    Raises CollectiveMismatch on all ranks if one is given another model, or other arguments that say what is sent.
-    Every rank must then do the same: run the same units in the same order and call the methods marked as collectives
-    alike. A training loop stays as it was: `loss = model(x)`, `loss.backward()`, `optimizer.step()`; gradients are the
-    mean over ranks. A parameter that no rank used gets zeros as its gradient, where one process would leave None:
-    an optimizer still decays it, or moves it by its momentum, unless it is frozen.
+    Making an FSDP is a collective: rank 0's parameters and buffers reach every rank, and afterwards each parameter,
+    still the same object, is 1-D and holds this rank's slice, possibly empty. Optimizers may be made before or after.
+    Raises CollectiveMismatch on all ranks if one is given another model, or other values of the arguments that decide
+    what is sent. Afterwards every rank must do the same: run the same units in the same order, and make the same calls
+    of the methods marked as collectives. A training loop stays as it was: `loss = model(x)`, `loss.backward()`,
+    `optimizer.step()`; gradients are the mean over ranks. A parameter that no rank used gets zeros as its gradient,
+    where one process would leave None: an optimizer still decays it, or moves it by its momentum, unless it is frozen.
     Buffers are not sharded and, after the first broadcast, each rank's own.
 
     Used by one thread at a time. It does not own the backend.
@@ -139,7 +140,7 @@ class FSDP(nn.Module):
         else:
             meta.materialise(self.units, self._comms, self.memory, pool)
         copy_buffers_from_root(module, self._comms, ignored)
-        process.return_freed_memory()  # the whole model's, in the gaps of which a step would find no room
+        process.return_freed_memory()  # the whole model's, which leaves gaps that a step could not use
         self._runtime = Runtime(self.units, self._comms, prefetch, keep=resharding.keep)
         self._known = KnownParameters(module, self.groups, ignored)
         self._hooks = [
@@ -181,8 +182,9 @@ class FSDP(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward within it only adds up gradients on this rank, in full size; the next backward outside, or
-        `sync_gradients`, reduces the sum. Enter and leave it on all ranks alike. No `zero_grad` but the model's own drops them."""
+        """Within this context backward only adds up gradients on this rank, in full size; the next backward outside, or
+        `sync_gradients`, reduces the sum. Enter and leave it on all ranks alike. Only the model's own `zero_grad` drops these
+        gradients, an optimizer's does not."""
         before, self._runtime.synchronise = self._runtime.synchronise, False
         try:
             yield
@@ -205,11 +207,12 @@ class FSDP(nn.Module):
                 optimizer.step()
                 optimizer.zero_grad()
 
-        Ends on all ranks together, when the last one is out of batches; until then those without compute their last one
-        again with weight 0 ([Note: joining with zeros]), which its buffers see, such as those of batch normalisation.
-        `samples(batch)` counts what the loss is the mean of, such as tokens that are not masked; left out, it is the length of
-        the first tensor. `dummy` is for ranks that may have no samples at the beginning: any batch that the model takes.
-        With `accumulate` a step has so many batches of a rank: use `no_sync()` for every part but the `last`.
+        Ends on all ranks together, when the last one is out of batches; until then a rank without batches computes its last
+        one again with weight 0 ([Note: joining with zeros]). The model's buffers, such as those of batch normalisation, see
+        that batch again. `samples(batch)` counts what the loss is the mean of, such as tokens that are not masked; by default
+        it is the length of the first tensor. `dummy` is for ranks that may have no samples at the beginning: any batch that
+        the model accepts. With `accumulate` a step has that many batches of a rank: use `no_sync()` for every part but the
+        `last`.
 
         Iterating is a collective: leave the loop on all ranks alike. Reads one step ahead. Raises StateError on all ranks if one
         has nothing to compute on.
@@ -217,14 +220,14 @@ class FSDP(nn.Module):
         return UnevenSteps(batches, self._comms, samples=samples, accumulate=accumulate, dummy=dummy)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, also those that `no_sync` has added up, of which an optimizer's `zero_grad` knows nothing."""
+        """Drop all gradients, including those that `no_sync` has added up, which an optimizer's `zero_grad` does not know."""
         self._runtime.drop_unreduced()
         super().zero_grad(set_to_none)
 
     def check_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise what is wrong about `optimizer.step()` now: UsageError for an optimizer that sharded parameters are not for; and if it has
-        parameters of this model, StateError while gradients of `no_sync` are not reduced, and, with `step_in_backward`, UsageError for one
-        that was not given to it. `AsyncFSDP.step` asks."""
+        """Raise if `optimizer.step()` would be wrong now: UsageError for an optimizer that does not work with sharded parameters. If it
+        has parameters of this model: StateError while gradients of `no_sync` are not reduced, and, with `step_in_backward`, UsageError for
+        an optimizer that was not given to that. `AsyncFSDP.step` calls this."""
         check_optimizer(optimizer)
         if not self._runtime.unreduced and self._runtime.steps is None:
             return
@@ -248,8 +251,9 @@ class FSDP(nn.Module):
         self._runtime.synchronise_gradients()
 
     def step_in_backward(self, *optimizers: torch.optim.Optimizer) -> None:
-        """From now on backward steps these itself, each unit as soon as its gradients are reduced, while those before it still compute;
-        then it starts gathering what the next forward needs first. Without optimizers: no more.
+        """From now on backward steps these optimizers itself, each unit as soon as its gradients are reduced, while backward still
+        computes the units before it; then it starts gathering what the next forward needs first. Called without optimizers, it switches
+        this off.
 
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
             model.step_in_backward(optimizer)
@@ -257,13 +261,14 @@ class FSDP(nn.Module):
                 model(batch).mean().backward()  # and step
 
         A rank then holds reduced gradients of one unit rather than of all. `optimizer.step()` and `zero_grad()` may stay in the loop:
-        they find nothing to do. Learning rates may change between backwards. Each backward is a step, but for those within
-        `no_sync()`, so a graph that is kept for another one would meet changed parameters. For optimizers that treat each parameter
-        alone, as all do that fit sharded ones; give all that there are.
+        they find nothing to do. Learning rates may change between backwards. Each backward outside `no_sync()` is a step, so a
+        graph that is kept for a second backward would meet changed parameters. The optimizers must treat each parameter separately,
+        as all do that work with sharded parameters; give all of the model's optimizers.
 
-        Nothing is left for what wants all gradients at once: `clip_grad_norm_` raises StateError, and a GradScaler has nothing to
-        unscale. A backward that raises may have stepped some units. Call it on all ranks alike; it is no collective. Raises UsageError
-        for optimizers of other parameters or with gradients, or if a parameter is in none, and StateError in the middle of a step.
+        No gradients are left for methods that need all of them at once: `clip_grad_norm_` raises StateError, and a GradScaler has
+        nothing to unscale. A backward that raises may have stepped some units. Call this on all ranks alike; it is not a collective.
+        Raises UsageError for optimizers of other parameters or of parameters that have gradients, or if a parameter is in no
+        optimizer, and StateError in the middle of a step.
         """
         self._runtime.require_slices("step_in_backward()")
         steps = BackwardSteps(optimizers, self.groups, self._comms.timeline) if optimizers else None
@@ -301,9 +306,9 @@ class FSDP(nn.Module):
     def prefetch_forward_params(self) -> list[Pending[None]]:
         """Start gathering what the next forward needs first, and return at once. A collective.
 
-        Awaiting the handles is optional: forward does. Changing parameters in between is allowed and never lost.
-        With `step_in_backward` the end of backward has done so. Raises StateError if an earlier prefetch has not been used yet, and
-        UsageError for a strategy that has nothing to prefetch because full parameters are there already.
+        Awaiting the handles is optional: forward waits for them. Parameters may be changed in between; no change is lost. With
+        `step_in_backward` the end of backward has already started this. Raises StateError if an earlier prefetch has not been used
+        yet, and UsageError for a strategy that has nothing to prefetch because full parameters are there already.
         """
         self._runtime.require_slices("prefetch_forward_params()")
         if not self.strategy.frees_after_forward:
@@ -339,19 +344,19 @@ class FSDP(nn.Module):
 
     @contextmanager
     def summon_full_params(self) -> Iterator[None]:
-        """Within it all parameters are whole, in the modules, so that any part of the model may be called, and as often as each rank likes:
+        """Within this context the modules hold whole parameters, so each rank may call any part of the model, as often as it likes:
 
             with model.summon_full_params():
                 text = model.module.generate(prompt)
 
-        Entering it is a collective; what is computed within it is none, and has no gradients (`torch.no_grad()`). Parameters are those that
-        forward computes with, in its dtype, and are to be read only: what is written to them is lost, but where a rank has all of them
-        anyway. That raises StateError at the end if it can be seen, which it cannot through `.data`. A node needs the memory of the whole
-        model, each rank where the ranks of a node share none. Who comes out first waits in its next collective for the others, as long as
-        one may take (`Timeouts.collective_s`).
+        Entering it is a collective; computing within it is not, and makes no gradients (`torch.no_grad()`). The parameters are those that
+        forward computes with, in its dtype, and must only be read: writes to them are lost, except where a rank has all of them anyway. A
+        lost write raises StateError at the end if it can be detected; a write through `.data` cannot. A node needs memory for the whole
+        model; where the ranks of a node share no memory, each rank does. A rank that leaves first waits for the others in its next
+        collective, for as long as a collective may take (`Timeouts.collective_s`).
 
-        One within another changes nothing. Raises StateError within a forward or backward; so do within it all methods
-        that take or give slices, and calls of the model with gradients on. Of an `AsyncFSDP`, use it in a function given to `run`.
+        Nesting it changes nothing. Raises StateError within a forward or backward. Within it, all methods that take or give slices
+        raise StateError, and so do calls of the model with gradients on. With an `AsyncFSDP`, use it in a function given to `run`.
         """
         if self._runtime.summoned:
             yield
@@ -366,8 +371,8 @@ class FSDP(nn.Module):
             raise lost
 
     def settle(self) -> None:
-        """Wait for whatever is under way, well or not, and shard everything, as before the first forward; for who ends in the middle of
-        an iteration, whose gradients are lost."""
+        """Wait for whatever is under way, whether it succeeds or fails, and shard everything, as before the first forward. For a
+        program that ends in the middle of an iteration; the gradients of that iteration are lost."""
         self._runtime.reset()
 
     def unwrap(self) -> nn.Module:
@@ -393,7 +398,7 @@ class FSDP(nn.Module):
         return state.full_state(self.module, self.groups, keep=not rank0_only or self.backend.rank == 0)
 
     def sharded_state_dict(self) -> state.ShardedState:
-        """This rank's slices and what says where they belong; no traffic. Raises StateError as `full_state_dict`."""
+        """This rank's slices and where they belong in the whole parameters; no traffic. Raises StateError as `full_state_dict` does."""
         self._known.check()
         return state.sharded_state(self.module, self.groups, self._comms.shard_rank)
 

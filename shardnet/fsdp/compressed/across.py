@@ -1,13 +1,14 @@
 """`CompressedAcross`: one group's gradients, added up inside each node as they are, and averaged across nodes packed.
 
 [Note: sums inside nodes] Ranks of a node that read each other's memory would only lose by packing. So a node adds up its
-gradients first, in float32 and in rank order; each rank gets the sums that the ranks of its place need (`NodeGrid`), one on
-each node, packs these with error feedback and exchanges them with those ranks (all_to_all), and who receives adds up in the
-order of the nodes. Of n ranks a node each packs, keeps residuals for and sends to other nodes 1/n of what it would if it
-packed its own gradients, and what they add up to is rounded once.
+gradients first, in float32 and in rank order; each rank gets the sums that the ranks in its place (`NodeGrid`), one on each
+node, need. It packs these with error feedback and exchanges them with those ranks (all_to_all); each receiver adds up in
+the order of the nodes. With n ranks on a node, each rank packs, keeps residuals for and sends to other nodes 1/n of what it
+would if it packed its own gradients, and a node's sum is rounded only once.
 
-[Note: the packing thread] Packing begins when a node's sum is there, whatever the training thread is at: it may wait for a rank that waits
-for what is to be packed. On the loop thread it would hold up the transfers of other units. So a model has a thread for it.
+[Note: the packing thread] Packing begins when a node's sum is there, whatever the training thread is doing: that thread may be waiting for
+a rank that waits for what must be packed. On the loop thread packing would hold up the transfers of other units. So a model has a thread
+for packing.
 """
 
 import concurrent.futures
@@ -41,13 +42,14 @@ class Packer:
         self._lock = threading.Lock()  # sums come on the loop thread, or at once on the caller's
 
     def follow(self, crossing: "Crossing") -> None:
-        """Have it sent once its sum is there, or has failed, behind those before it."""
+        """Have it sent once its sum is there, or has failed, after those before it."""
         with self._lock:
             self._coming.append(crossing)
         crossing.summed.add_done_callback(lambda _: self._advance())
 
     def run(self, job: Callable[[], None]) -> None:
-        """Have the thread do it; where the interpreter ends, and with it the thread, here and now: whoever waits must hear of it."""
+        """Run the job on the thread. If the interpreter ends, and the thread with it, run it here and now: whoever waits must hear of
+        it."""
         try:
             self._thread.submit(job)
         except RuntimeError:
@@ -89,7 +91,8 @@ class CompressedAcross:
         return crossing
 
     def _by_place(self, pieces: Sequence[Tensor]) -> list[Tensor]:
-        """What the ranks of the first place need, node by node, then those of the second one: views [k] of what is in the pieces [n]."""
+        """What the ranks in the first place need, node by node, then what those in the second place need, and so on: views [k] of the
+        pieces [n]."""
         spans = list(pairwise(accumulate((len(piece) for piece in pieces), initial=0)))
         views = []
         for rank in (rank for column in self._grid.columns for rank in column):
@@ -113,7 +116,7 @@ class CompressedAcross:
         refuse(self._grid.across, f"{label}, whose sum inside a node failed")
 
     def mean(self, received: Tensor) -> Tensor:
-        """What the nodes have sent, float32 [this rank's part]."""
+        """The mean of what the nodes have sent, float32 [this rank's part]."""
         across = self._grid.across
         return self.codec.mean(received.view(across.world_size, self._packed[across.rank]), self._parts[across.rank], self._ranks)
 
@@ -143,7 +146,7 @@ class Crossing:
         """Go on with the node's sum, which is there, or has failed; on the packing thread."""
         try:
             received = self._reduction.send(self.summed.wait(), self._packed, self._label)
-        except BaseException as error:  # noqa: BLE001 - whatever it is belongs to who waits for the mean
+        except BaseException as error:  # noqa: BLE001 - whatever it is belongs to whoever waits for the mean
             self._reduction.refuse(self._label)
             self._result.set_exception(error)
         else:

@@ -45,7 +45,7 @@ class Codec(ABC):
         return total.div_(ranks)
 
     def received(self, values: Tensor, dtype: torch.dtype) -> Tensor:
-        """What ranks get that are sent `values` [n]: new memory."""
+        """What a rank gets that is sent `values` [n], in new memory."""
         packed = torch.empty(self.size(values.numel()), dtype=self.wire_dtype, device=values.device)
         self.pack(values, packed)
         return self.unpack(packed, torch.empty_like(values, dtype=dtype))

@@ -17,7 +17,7 @@ Tensor = torch.Tensor
 class CompressedGather:
     """At most one gather at a time, from `start` to `finish` or `drop`; lives as long as the group.
 
-    The owner of a shard takes its own values out of the packed bytes, too, so that all ranks compute with the same.
+    The owner of a shard takes its own values out of the packed bytes, too, so that all ranks compute with the same values.
     """
 
     def __init__(self, codec: Codec, layout: FlatLayout, gathers: Backend, memory: WireMemory) -> None:
@@ -26,7 +26,7 @@ class CompressedGather:
         self._gathers = gathers
         self._memory = memory
         self._sizes = [codec.size(numel) for numel in layout.sizes]
-        self._packed: Tensor | None = None  # [sum(sizes)]; the collective's until that is done
+        self._packed: Tensor | None = None  # [sum(sizes)]; owned by the collective until that is done
 
     def start(self, shard: Tensor, label: str) -> Pending[Tensor]:
         """Pack this rank's shard and start gathering; the shard may change meanwhile."""

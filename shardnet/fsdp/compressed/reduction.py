@@ -1,9 +1,9 @@
 """`CompressedReduction`: one group's gradients, sent packed to all ranks of the group, with error feedback.
 
-Every rank packs, for each rank, that one's part of its full gradients, and sends it there (all_to_all). Who receives
-unpacks one after the other in rank order and adds them up in float32: the same bits each time. What packing rounded off is
-kept by the sender and added to its next gradients ([Note: error feedback] in residual.py). Both ends run on the training thread, see
-[Note: where packing runs]. Where nodes hold several ranks there is a better way, across.py.
+Every rank cuts its full gradients into one part for each rank, packs them, and sends each part to its rank (all_to_all). The
+receiver unpacks the parts one after the other in rank order and adds them up in float32: the same bits each time. The sender keeps
+what packing rounded off and adds it to its next gradients ([Note: error feedback] in residual.py). Both ends run on the training
+thread, see [Note: where packing runs]. Where nodes hold several ranks there is a better way, across.py.
 """
 
 import concurrent.futures
@@ -68,7 +68,7 @@ class Exchange:
         self.mean = Pending(self._result, f"reduction of {label}")  # of this rank's part
         self._reduction = reduction
         self._label = label
-        self._packed = packed  # the collective's until that is done
+        self._packed = packed  # owned by the collective until that is done
         self._received = received
 
     @property
@@ -82,9 +82,9 @@ class Exchange:
             return
         try:
             mean = self._reduction.finish(self._label, self._packed, self._received)
-        except Exception as error:  # noqa: BLE001 - it belongs to who waits for the mean. Not Ctrl-C: then bytes still move
+        except Exception as error:  # noqa: BLE001 - it belongs to whoever waits for the mean. Not Ctrl-C: then bytes still move
             self._result.set_exception(error)
         else:
             if is_on_gpu(mean):
-                self.mean.arrives(partial(join, now(mean.device), mean.device))  # who goes on with it may do so on another stream
+                self.mean.arrives(partial(join, now(mean.device), mean.device))  # whoever uses it may do so on another stream
             self._result.set_result(mean)

@@ -1,9 +1,9 @@
-"""`Residual`: error feedback, what rounding took from gradients until the next ones are sent.
+"""`Residual`: error feedback. It keeps what rounding took from gradients until the next ones are sent.
 
 [Note: error feedback] e ← residual; send q = quantized(g + e); residual ← g + e - q. The sum of what was sent over any
 number of steps then differs from the sum of the gradients by one residual, at most half a scale (Seide et al. 2014;
-Karimireddy et al., https://arxiv.org/abs/1901.09847). An element that is not finite leaves no residual in its block, or it
-would stay there for ever.
+Karimireddy et al., https://arxiv.org/abs/1901.09847). A block with an element that is not finite keeps no residual, since
+a NaN would stay there for ever.
 """
 
 from collections.abc import Sequence
@@ -32,8 +32,8 @@ class Residual:
             self._gauge.add(self._kept.nbytes)
 
     def pack(self, codec: Codec, gradients: Tensor, sizes: Sequence[int], packed: Tensor, packed_sizes: Sequence[int]) -> None:
-        """Pack `gradients` [n], which are overwritten, part by part, with what is kept of those before. What rounding takes is kept;
-        NaN, of blocks that are not finite, counts as nothing."""
+        """Add the residual of earlier gradients to `gradients` [n], which are overwritten, and pack them part by part. Keep what
+        rounding takes; NaN, in blocks that are not finite, counts as zero."""
         if self._kept is not None:
             gradients.add_(self._kept)
         for part, target in zip(gradients.split_with_sizes(list(sizes)), packed.split_with_sizes(list(packed_sizes)), strict=True):

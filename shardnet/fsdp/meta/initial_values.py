@@ -19,11 +19,11 @@ NAMED_AT_MOST = 5  # in one message
 
 
 class InitialValues:
-    """A function or the modules' `reset_parameters()`, and perhaps a state for what is in states.
+    """A function or the modules' `reset_parameters()`, and perhaps a state for the tensors that states contain.
 
-    Every rank calls the functions, since they may set more than tensors, but rank 0's values count. It alone reads the state,
-    each tensor when its turn comes. Functions are called for everything, or, where a state is given, for modules with buffers that are
-    in no state. Raises UsageError for a state that is no mapping.
+    Every rank calls the functions, since they may set more than tensors, but rank 0's values count. Only rank 0 reads the state, each
+    tensor when its turn comes. Functions are called for everything, or, where a state is given, for modules with buffers that are in
+    no state. Raises UsageError for a state that is not a mapping.
     """
 
     def __init__(self, param_init_fn: InitFunction | None, state: Mapping[str, Tensor] | None, rank: int) -> None:
@@ -92,9 +92,9 @@ class InitialValues:
 
     @contextmanager
     def agreed(self, what: str, comms: Communicators) -> Iterator[None]:
-        """What the body raises on any rank ends all of them: on the others as a UsageError. A collective, if there is a state.
+        """If the body raises on any rank, all ranks raise: the others a UsageError. A collective, if there is a state.
 
-        Rank 0 alone reads the state, so its errors are its own, and the others would wait for what it never sends.
+        Only rank 0 reads the state, so only rank 0 meets its errors; the others would otherwise wait for what it never sends.
         """
         error: Exception | None = None
         try:

@@ -1,15 +1,15 @@
 """`MetaModel`: a module that was built on the meta device gets its memory unit by unit, and no rank ever holds all of it.
 
-[Note: order of initialisation] Modules are initialised in the order of `nn.Module.apply`: those in a module, as they were
-registered, and then the module itself. A unit gets memory when this walk enters its module; when it leaves it, the unit
-is broadcast, cut and freed. So what is whole at once are the units around one module, commonly the root and one more, as
-in forward. The random numbers are those that `module.apply(param_init_fn)` draws on the whole module. They are also those
-of building the module with memory if each module draws in its constructor what it draws in `reset_parameters()`, and in
-the order of the walk, as torch's layers do.
+[Note: order of initialisation] Modules are initialised in the order of `nn.Module.apply`: a module's children, as they
+were registered, and then the module itself. A unit gets memory when this walk enters its module; when the walk leaves the
+module, the unit is broadcast, cut and freed. So only the units around one module are whole at once, commonly the root and
+one more, as in forward. The random numbers are those that `module.apply(param_init_fn)` draws on the whole module. They
+are also those of building the module with memory if each module draws in its constructor what it draws in
+`reset_parameters()`, and in the order of the walk, as torch's layers do.
 
-[Note: tied on meta] A tied parameter is initialised once for each of its places, and the first of them counts: as where a
-head is made with a weight of its own, which is then replaced by that of the embedding. So a copy of it exists while a later
-place is initialised.
+[Note: tied on meta] A tied parameter is initialised once for each of its places, and the first initialisation counts, just
+as when a head is built with a weight of its own that is then replaced by the embedding's. So a copy of the parameter exists
+while a later place is initialised.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +32,7 @@ Tensor = torch.Tensor
 
 
 def is_on_meta(module: nn.Module, ignored: IgnoredModules) -> bool:
-    """Whether a module was built on meta. Raises UsageError if a part of its parameters was; buffers may have memory."""
+    """Whether a module was built on meta. Raises UsageError if only some of its parameters were; buffers may have memory."""
     parameters = {name: parameter for name, parameter in module.named_parameters() if parameter not in ignored.parameters}
     on_meta = [name for name, tensor in (*parameters.items(), *module.named_buffers()) if tensor.is_meta]
     whole = [name for name, parameter in parameters.items() if not parameter.is_meta]
@@ -68,8 +68,8 @@ class _Buffer:
 class MetaModel:
     """A module on its way from meta to shards; thrown away at the end of it.
 
-    Its parameters stay the objects they were. At once they have a device, but no memory until `materialise`; an error on
-    the way leaves the module unusable.
+    Its parameters stay the same objects. They have a device at once, but no memory until `materialise`; an error on the
+    way leaves the module unusable.
     """
 
     def __init__(self, module: nn.Module, ignored: IgnoredModules, values: InitialValues, device: torch.device) -> None:
@@ -78,17 +78,18 @@ class MetaModel:
         self._values = values
         self._device = device
         values.check_modules((name, inner) for name, inner in module.named_modules() if inner not in ignored.modules)
-        # On meta and in full shape: what modules hold whose unit is sharded already, so that writing to it has no effect but shows.
+        # On meta and in full shape: modules hold these once their unit is sharded, so that writing to one has no effect but is noticed.
         self._shades = {parameter: _leave_meta(parameter, device) for parameter in module.parameters() if parameter.is_meta}
         self._seen = set(ignored.modules)
         self._filled: set[nn.Parameter] = set()
-        self._buffers: dict[Tensor, _Buffer] = {}  # by what was on meta, since one may have several places
+        self._buffers: dict[Tensor, _Buffer] = {}  # by the buffer on meta, since one may have several places
 
     def materialise(self, units: Sequence[Unit], comms: Communicators, meter: MemoryMeter, pool: BufferPool) -> None:
         """Fill and shard every unit, and fill this rank's buffers. A collective. See [Note: order of initialisation].
 
-        Raises UsageError, naming it, for what nobody filled or what stayed on meta. A state that does not fit ends all ranks:
-        those but rank 0 with a UsageError, rank 0 with its own (SizeMismatchError for a tensor that has another shape).
+        Raises UsageError that names a tensor which nobody filled or which stayed on meta. A state that does not fit raises on
+        all ranks: rank 0 raises its own error (SizeMismatchError for a tensor that has another shape), the other ranks a
+        UsageError.
         """
         buffers = dict(self._module.named_buffers(remove_duplicate=False))
         states = self._module.state_dict().keys()

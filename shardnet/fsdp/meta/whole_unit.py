@@ -35,7 +35,7 @@ class WholeUnit:
             placed.parameter.data = view
 
     def shard(self, values: InitialValues, shades: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Complete the parameters, send rank 0's to all ranks, and keep this rank's part alone. A collective.
+        """Complete the parameters, send rank 0's to all ranks, and keep only this rank's part. A collective.
 
         The modules are left with the `shades` of the parameters.
 
