@@ -1,10 +1,10 @@
-"""`AbsentParameter`: what a model finds that reads a parameter outside of the forward of its unit.
+"""`AbsentParameter`: what a model gets when it reads a parameter outside the forward of that parameter's unit.
 
-[Note: absent parameters] A model may read a parameter where its unit does not run: `F.linear(x, self.embedding.weight)`. It would find
-this rank's slice, and with luck an error of torch's about shapes; but a slice of one element fits everywhere, and `w @ w.T` takes any.
-So for who reads the attribute in a forward, or in a backward, which may compute it again, there is something that has the shape, dtype
-and device of the whole parameter and no content. What a module holds is not touched for it, only how its attributes are
-read: `parameters()`, optimizers, and a checkpoint that another thread writes meanwhile find the originals.
+[Note: absent parameters] A model may read a parameter where the parameter's unit does not run: `F.linear(x, self.embedding.weight)`.
+It would get this rank's slice, and with luck torch would raise an error about shapes; but a slice of one element fits everywhere, and
+`w @ w.T` accepts any slice. So code that reads the attribute in a forward, or in a backward, which may recompute the forward, gets an
+object that has the shape, dtype and device of the whole parameter and no content. What the module holds does not change, only what
+reading its attributes gives: `parameters()`, optimizers, and a checkpoint that another thread writes meanwhile find the originals.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -28,9 +28,9 @@ _ASKS_WHAT_IT_IS_LIKE = frozenset(
 
 
 class AbsentParameter(Tensor):
-    """Stands for one parameter; lives as long as the modules. Whatever is computed with it raises StateError, saying what to do.
+    """Stands for one parameter; lives as long as the modules. Computing anything with it raises a StateError that says what to do.
 
-    What is set on it is set on the original.
+    Attributes set on it are set on the original.
     """
 
     _is_param = True  # for isinstance(…, nn.Parameter)
@@ -60,13 +60,13 @@ class AbsentParameter(Tensor):
         kwargs = kwargs or {}
         if func.overloadpacket in _ASKS_WHAT_IT_IS_LIKE:
             return func(*map_tensors(_without_memory, args), **kwargs)
-        made_of_others = func.decompose(*args, **kwargs)  # in inference mode these come as they are, such as type_as
+        made_of_others = func.decompose(*args, **kwargs)  # in inference mode composite operations, such as type_as, arrive whole
         if made_of_others is not NotImplemented:
             return made_of_others
         raise next(each for each in tensors_in((args, kwargs)) if isinstance(each, AbsentParameter)).refusal()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.original, name)  # what a program has noted on it
+        return getattr(self.original, name)  # such as what a program has set on it
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ("data", "_backward_hooks", "_post_accumulate_grad_hooks"):
@@ -101,7 +101,7 @@ def _without_memory(tensor: Tensor) -> Tensor:
 
 
 class WatchedParameters(dict[str, nn.Parameter | None]):
-    """A module's `_parameters`, of which an attribute's reader gets what is absent as such. Iteration shows what is there."""
+    """A module's `_parameters`: reading an attribute may give an AbsentParameter, iterating gives what the module holds."""
 
     def __init__(self, held: Mapping[str, nn.Parameter | None], computes_here: Callable[[], bool]) -> None:
         super().__init__(held)
@@ -125,8 +125,8 @@ class WatchedParameters(dict[str, nn.Parameter | None]):
 
 
 def watch_parameters(module: nn.Module, groups: Iterable[FlatGroup], computes_here: Callable[[], bool]) -> None:
-    """From now on who reads an attribute that holds a slice finds an AbsentParameter, if `computes_here()`."""
-    for part in module.modules():  # also those without parameters, which a program may give some
+    """From now on reading an attribute that holds a slice gives an AbsentParameter, if `computes_here()`."""
+    for part in module.modules():  # also those without parameters: a program may add some
         vars(part)["_parameters"] = WatchedParameters(part._parameters, computes_here)
     for group in groups:
         for entry, leaf in zip(group.placed, group.leaves, strict=True):

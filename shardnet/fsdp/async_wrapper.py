@@ -35,12 +35,12 @@ _CONVERSIONS = frozenset({"bfloat16", "cpu", "cuda", "double", "float", "half", 
 
 @dataclass(eq=False)
 class _AddingUp:
-    """A block of `no_sync`. Contexts that were copied within it keep it, and it is over for them, too."""
+    """A block of `no_sync`. Contexts that were copied within it keep this object, so when the block ends, it ends for them, too."""
 
     model: "AsyncFSDP | None"
 
 
-# The blocks that the caller is within. Each call looks when it is made: it may run when others are made elsewhere.
+# The blocks that the caller is within. A call reads this when it is made, not when it runs: by then others may be calling elsewhere.
 _adding_up: contextvars.ContextVar[tuple[_AddingUp, ...]] = contextvars.ContextVar("adding up", default=())
 
 
@@ -52,11 +52,11 @@ class AsyncFSDP:
             await model.backward(loss)
             await model.step(optimizer)
 
-    `await AsyncFSDP(...)` makes it, too; then `aclose()` ends it. Calls run one after the other in the order in which
-    they were made, with the caller's context variables and what torch keeps for its thread: grad mode, autocast, `with torch.device(...)`,
-    counters of operations, hooks on saved tensors, the stream of a GPU. These are the event loop's thread's, so tasks share them:
-    `with torch.no_grad()` around an await is right only while no other task computes; `evaluate` always is. Cancelling one that has not
-    begun means that it never does; one that runs goes on to its end, since the other ranks take part in it. The backend is not closed.
+    `await AsyncFSDP(...)` makes it, too; then `aclose()` ends it. Calls run one after the other in the order in which they were made, with
+    the caller's context variables and the state that torch keeps for the caller's thread: grad mode, autocast, `with torch.device(...)`,
+    counters of operations, hooks on saved tensors, the stream of a GPU. That state belongs to the event loop's thread, so tasks share it:
+    `with torch.no_grad()` around an await is right only while no other task computes; `evaluate` is always right. A call that is cancelled
+    before it begins never runs; a running one goes on to its end, since the other ranks take part in it. The backend is not closed.
     """
 
     def __init__(self, module: nn.Module, backend: Backend, *, units: UnitChoice = None, **options: Unpack[ShardingOptions]) -> None:
@@ -69,7 +69,7 @@ class AsyncFSDP:
 
     @property
     def fsdp(self) -> FSDP:
-        """The wrapped model itself. Use its methods through `run`, so that they come in turn."""
+        """The wrapped model itself. Use its methods through `run`, so that they wait for their turn."""
         if self._fsdp is None:
             raise StateError("AsyncFSDP is not made yet: `async with AsyncFSDP(...) as model`, or `model = await AsyncFSDP(...)`")
         return self._fsdp
@@ -77,18 +77,18 @@ class AsyncFSDP:
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a function on the compute thread. Raises ClosedError after `aclose`."""
         if os.getpid() != self._pid:
-            raise InheritedError  # its thread is the other process's
+            raise InheritedError  # the compute thread exists only in the other process
         if self._closed:
             raise ClosedError("this model was closed, by aclose() or with its cluster or epoch; make it anew with cluster.shard()")
         call, surroundings = contextvars.copy_context().run, Surroundings()
         adds_up = any(block.model is self for block in _adding_up.get())
 
         def work() -> T:
-            # torch has one thread for the backwards of all models on a GPU, where those of several ranks would wait for each other
+            # torch has one thread for the backwards of all models on a GPU, on which backwards of several ranks would wait for each other
             with torch.autograd.set_multithreading_enabled(False), surroundings.entered(), self.fsdp.no_sync() if adds_up else _SYNC:
                 try:
                     return call(function, *args, **kwargs)
-                except StopIteration as error:  # a future cannot hold one, and nor can a coroutine
+                except StopIteration as error:  # neither a future nor a coroutine can raise it
                     raise RuntimeError(f"{getattr(function, '__qualname__', function)} raised StopIteration") from error
 
         return await asyncio.wrap_future(self._thread.submit(work))
@@ -115,7 +115,7 @@ class AsyncFSDP:
         """`optimizer.step()`; with a `scaler` its `step(optimizer)` and `update()`. That is a collective.
 
         The loss comes from `scaler.scale(loss)`. To clip, `await model.run(scaler.unscale_, optimizer)` first; with several
-        optimizers, run the scaler's methods yourself, as `update` is for once in an iteration.
+        optimizers, run the scaler's methods yourself, since `update` must be called once in an iteration.
 
         Raises what `FSDP.check_step` does, UsageError for torch's own scaler, and StateError for an optimizer's state that does not fit.
         """
@@ -136,13 +136,14 @@ class AsyncFSDP:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """See `FSDP.no_sync`. For the backwards that this task, and tasks that it makes within, call within it."""
+        """See `FSDP.no_sync`. It holds for the backwards that this task, and tasks that it creates within the block, call within the
+        block."""
         block = _AddingUp(self)
         _adding_up.set((*_adding_up.get(), block))
         try:
             yield
         finally:
-            block.model = None  # this may be another task than that which has entered it
+            block.model = None  # this may be another task than the one that entered the block
             _adding_up.set(tuple(each for each in _adding_up.get() if each.model is not None))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -163,12 +164,12 @@ class AsyncFSDP:
     # --- parameters
 
     def train(self, mode: bool = True) -> "AsyncFSDP":
-        """As of a module: dropout and the like are on. Not while a call is under way."""
+        """As for a module: dropout and the like are on. Not while a call is under way."""
         self.fsdp.train(mode)
         return self
 
     def eval(self) -> "AsyncFSDP":
-        """As of a module: dropout and the like are off. Not while a call is under way."""
+        """As for a module: dropout and the like are off. Not while a call is under way."""
         return self.train(False)
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -205,7 +206,7 @@ class AsyncFSDP:
             try:
                 self._fsdp = await self.run(self._make)
             except BaseException:
-                self._thread.shutdown(wait=False)  # who only awaits it has nothing to close
+                self._thread.shutdown(wait=False)  # a caller that only awaits the model has nothing to close
                 raise
         return self
 
@@ -223,7 +224,8 @@ class AsyncFSDP:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Wait for the calls that were made, and for what they have begun, and end the compute thread. Safe to call twice."""
+        """Wait for the calls that were made, and for the collectives that they have begun, and end the compute thread. Safe to call
+        twice."""
         if not self._closed:
             self._closed = True
             if self._fsdp is not None:
@@ -250,7 +252,7 @@ def _without_gradients(function: Callable[..., Any], *args: Any, **kwargs: Any) 
 
 
 def _check_loss(loss: object) -> None:
-    """Tells who has forgotten to await the model what is wrong, as AttributeError does not."""
+    """Say what is wrong to a caller who forgot to await the model: an AttributeError would not."""
     if inspect.iscoroutine(loss):
         loss.close()
         raise UsageError("backward wants the loss, not a coroutine: a call of the model is awaited, as in `await model(x)`")

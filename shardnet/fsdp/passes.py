@@ -10,7 +10,7 @@ from shardnet.fsdp.group import FlatGroup
 from shardnet.fsdp.unit import Unit, UnitState
 
 # A gradient that backward brings: the group and the number of its parameter, and whether it is one of [Note: gradients from elsewhere] in
-# elsewhere.py. One is made for each in each backward, so it is a plain tuple.
+# elsewhere.py. One is made for each gradient in each backward, so it is a plain tuple.
 Wanted = tuple[FlatGroup, int, bool]
 
 
@@ -24,9 +24,9 @@ class Call:
     resumes: str | None = None  # what the thread computed before, and goes on with after it
     number: int | None = None  # its place in `forward.calls`; None for a recomputation and until it has ended
     inner: bool = False  # within another call of the same unit, which outlasts it
-    part: nn.Module | None = None  # of the unit, that was called alone
-    again: int = 0  # how often that is within itself
-    hooks: list[RemovableHandle] = field(default_factory=list)  # on the graph, which lives as long as somebody has its outputs
+    part: nn.Module | None = None  # the part of the unit that was called alone, if one was
+    again: int = 0  # how often `part` is being called within its own call
+    hooks: list[RemovableHandle] = field(default_factory=list)  # on the graph, which lives as long as somebody holds the outputs
 
 
 @dataclass(slots=True, eq=False)
@@ -74,12 +74,12 @@ class BackwardPass:
     """One call of backward, from its first hook to the engine's final callback."""
 
     forwards: list[ForwardPass] = field(default_factory=list)  # whose outputs it came through
-    units: dict[Unit, None] = field(default_factory=dict)  # that owe a reduction, in its order; a dict for its order
+    units: dict[Unit, None] = field(default_factory=dict)  # that owe a reduction, in the order of reductions, which a dict keeps
     received: bool = False  # any gradient has come; none does in torch.autograd.grad with respect to inputs
-    computes: bool = False  # it has come to what forward has computed; until then there are gradients from elsewhere at most
+    computes: bool = False  # backward has reached what forward computed; before that only gradients from elsewhere can come
     finished: list[Unit] = field(default_factory=list)  # have all gradients, may still hold full parameters
-    _open: dict[Unit, set[Call]] = field(default_factory=dict)  # calls that backward has come to and is not through
-    _reached: dict[ForwardPass, int] = field(default_factory=dict)  # the earliest call that backward has come to
+    _open: dict[Unit, set[Call]] = field(default_factory=dict)  # calls that backward has reached and not finished
+    _reached: dict[ForwardPass, int] = field(default_factory=dict)  # the earliest call that backward has reached
     _missing: dict[Unit, set[Wanted]] = field(default_factory=dict)
 
     def advances(self, call: Call) -> bool:
@@ -96,8 +96,9 @@ class BackwardPass:
             self._open.setdefault(call.unit, set()).add(call)
 
     def closed(self, call: Call) -> bool:
-        """Backward is through a call; returns whether it needs the unit no more. It does where another call of it is open:
-        what one call returned may be what the next one got, and then backward comes to that one first."""
+        """Backward has finished a call; returns whether it needs the unit no more. It still does where another call of the
+        unit is open: if the output of one call is the input of the next, backward opens the first call before it closes
+        the next."""
         still_open = self._open.get(call.unit, set())
         still_open.discard(call)
         return not still_open

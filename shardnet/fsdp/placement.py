@@ -72,8 +72,8 @@ def plan_units(root: nn.Module, choice: UnitChoice, ignored: IgnoredModules | No
 
 
 def parts_of(unit: UnitPlan, units: Sequence[UnitPlan]) -> list[nn.Module]:
-    """The modules below `unit` that hold parameters of it, or such modules, without those of inner `units`: who calls one of them alone
-    needs `unit`."""
+    """The modules below `unit` that hold parameters of it, or that contain such modules, without those of inner `units`: calling one of
+    them alone needs `unit`."""
     holders = {slot.module for placed in unit.parameters for slot in placed.slots}
     heads = {other.module for other in units}
     known: dict[nn.Module, bool] = {}
@@ -111,7 +111,7 @@ def _predicate(root: nn.Module, choice: UnitChoice) -> Callable[[str, nn.Module]
     if types and not any(isinstance(module, types) for module in root.modules()):
         wanted = " or ".join(kind.__name__ for kind in types)
         known = ", ".join(sorted({type(module).__name__ for module in root.modules()}))
-        raise UsageError(f"units: the model has no {wanted}; its modules are {known}")  # else all of it would be gathered as one unit
+        raise UsageError(f"units: the model has no {wanted}; its modules are {known}")  # otherwise all of it would be one unit
     return lambda name, module: isinstance(module, types)
 
 

@@ -14,8 +14,8 @@ from shardnet.fsdp.unit import Unit, UnitState
 class Prefetcher:
     """Keeps the gathers under way to a window: the unit that is needed now and the `depth` next ones.
 
-    So the memory in flight is bounded whatever the depth of the model, also where a forward takes another way than
-    the one before: a unit that was gathered in vain is freed as soon as the window has moved past it.
+    So the memory in flight is bounded whatever the depth of the model, even if a forward takes another path than the
+    one before: a unit that was gathered in vain is freed as soon as the window has moved past it.
     """
 
     # The next gathers are started before the current one is waited for: where the network is the bottleneck it never
@@ -32,7 +32,7 @@ class Prefetcher:
     # --- implicit
 
     def learn(self, forward: ForwardPass) -> None:
-        """Expect the next forward to go the way of this one."""
+        """Expect the next forward to use the units in the same order as this one."""
         self._order = list(forward.order)
 
     def in_forward(self, unit: Unit) -> None:
@@ -55,7 +55,7 @@ class Prefetcher:
         return self.keep or sum(unit.state in (UnitState.GATHERING, UnitState.HELD) for unit in self._units) < self.depth
 
     def stop(self) -> None:
-        """Free what was gathered ahead and not used, but for an explicit prefetch."""
+        """Free what was gathered ahead and not used, except an explicit prefetch."""
         for unit in self._units:
             if unit.state is UnitState.GATHERING and unit not in self._explicit:
                 unit.discard()
@@ -92,7 +92,7 @@ class Prefetcher:
         return self._start_explicit(self._order[: self.depth + 1])
 
     def gather_all(self) -> None:
-        """Gather every unit anew, for the next forward, and wait."""
+        """Gather every unit again, for the next forward, and wait."""
         self.reset()
         for pending in self._start_explicit(self._units):
             self._comms.wait(pending, "gather updated parameters")
@@ -102,7 +102,8 @@ class Prefetcher:
         for unit in units:
             if unit.state is UnitState.HELD:
                 unit.reshard()  # a backward that still comes uses what is gathered now
-            # The handles give None: the gathered bytes belong to the unit, which frees them. Nobody need look at them: forward does.
+            # The handles give None: the gathered bytes belong to the unit, which frees them. Nobody has to wait for the handles: forward
+            # does.
             self._explicit[unit] = [pending.map(lambda _: None).quietly() for pending in unit.start_gather()]
         return self.explicit_handles
 
@@ -111,11 +112,11 @@ class Prefetcher:
         return [pending for pendings in self._explicit.values() for pending in pendings]
 
     def consume_explicit(self) -> None:
-        """Make sure that what was prefetched is what the shards hold now; a collective if anything was prefetched.
+        """Make sure that the prefetched units hold what the shards hold now; a collective if anything was prefetched.
 
         An optimizer step, `update_shards` or any other change since the prefetch shows as a difference between this
         rank's shard and its own part of the gathered buffer. One tiny all-reduce makes all ranks gather such a unit
-        anew, whichever of them saw it.
+        again, whichever rank saw the change.
         """
         units = [unit for unit in self._explicit if unit.state is UnitState.GATHERING]  # a backward in between uses them up
         for unit in units:

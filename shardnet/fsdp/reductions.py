@@ -2,7 +2,7 @@
 
 [Note: reduction queue] Reductions start in an order that all ranks agree on: backward's, that is, the units of the
 forward in reverse order of first use. A unit whose gradients are complete waits until those before it have started.
-Completion alone would not do as an order: where a parameter is unused on some ranks its unit completes at different
+The order of completion would not do: where a parameter is unused on some ranks, its unit completes at different
 moments, and the ranks would reduce different units with each other.
 """
 
@@ -31,12 +31,12 @@ class _Reduction:
 
     group: FlatGroup
     pending: Pending[torch.Tensor]  # gives this rank's part
-    release: Callable[[], object] | None = None  # return the full gradients, once nobody reads them any more; None: they are returned
-    exchange: Exchange | None = None  # to be finished before `pending` can be done
+    release: Callable[[], object] | None = None  # return the full gradients, once nobody reads them any more; None: they were returned
+    exchange: Exchange | None = None  # must be finished before `pending` can be done
     crossing: Crossing | None = None  # goes on by itself
 
     def advance(self) -> None:
-        """What can be done without blocking: unpack what has arrived, and return what is read."""
+        """Do what can be done without blocking: unpack what has arrived, and return gradients that nobody reads any more."""
         if self.exchange is not None and self.exchange.arrived:
             self.exchange.finish()
         if self.crossing is not None and self.crossing.is_read:
@@ -60,7 +60,7 @@ class _Reduction:
 
 
 class ReductionQueue:
-    """At most `limit` units' full-size gradients are under way at once: beyond that the oldest is waited for."""
+    """At most `limit` units' full-size gradients are under way at once: beyond that the queue waits for the oldest."""
 
     def __init__(self, comms: Communicators, limit: int) -> None:
         self._comms = comms
@@ -69,7 +69,7 @@ class ReductionQueue:
         self._planned: deque[Unit] = deque()
         self._ready: set[Unit] = set()
         self._in_flight: deque[_Reduction] = deque()
-        self.steps: BackwardSteps | None = None  # of what is reduced; None: the caller's optimizer steps later
+        self.steps: BackwardSteps | None = None  # that step what is reduced; None: the caller's optimizer steps later
 
     @property
     def active(self) -> bool:
@@ -89,7 +89,7 @@ class ReductionQueue:
             self._start(self._planned.popleft())
 
     def advance(self) -> None:
-        """Unpack what has arrived, so that it goes on to the replicas, and step what is reduced. Never blocks."""
+        """Unpack what has arrived, so that its average over replicas starts, and step what is reduced. Never blocks."""
         for reduction in self._in_flight:
             reduction.advance()
         while self.steps is not None and self._in_flight and self._in_flight[0].pending.done():
@@ -111,7 +111,7 @@ class ReductionQueue:
         self._ready.clear()
 
     def abandon(self) -> None:
-        """Wait for what is under way, whatever becomes of it, and forget everything."""
+        """Wait for what is under way, whether it succeeds or fails, and forget everything."""
         self.cancel_plan()
         if self.steps is not None:
             self.steps.forget()
@@ -179,7 +179,7 @@ class ReductionQueue:
         return _Reduction(group, self._average(crossing.mean.quietly(), group).quietly(), release, crossing=crossing)
 
     def _mean(self, full: torch.Tensor, group: FlatGroup) -> Pending[torch.Tensor]:
-        """Start what turns full gradients [N] into this rank's part of their mean over all ranks."""
+        """Start turning full gradients [N] into this rank's part of their mean over all ranks."""
         out = group.place_for_gradient(full.dtype)
         if self._comms.shard_count == 1:
             return self._comms.averages.all_reduce(full, ReduceOp.MEAN, out=out, label=group.label)
@@ -187,14 +187,14 @@ class ReductionQueue:
         return self._average(part, group)
 
     def _mean_of_pieces(self, pieces: Sequence[torch.Tensor], group: FlatGroup) -> Pending[torch.Tensor]:
-        """The same of gradients that other ranks read where they are."""
+        """The same for gradients that other ranks read where they are."""
         if self._comms.shard_count == 1:
             return self._comms.averages.all_reduce_pieces(pieces, ReduceOp.MEAN, label=group.label)
         part = self._comms.reductions.reduce_scatter_pieces(pieces, ReduceOp.MEAN, sizes=group.layout.sizes, label=group.label)
         return self._average(part, group)
 
     def _average(self, part: Pending[torch.Tensor], group: FlatGroup) -> Pending[torch.Tensor]:
-        """What is still to be done for this rank's part once its node's half of the reduction is."""
+        """Start, if there are replicas, what is left to do for this rank's part after its node's half of the reduction."""
         return part if self._comms.replica_count == 1 else self._averages.follow(part, group.label, group.device)
 
     def _complete_oldest(self) -> None:

@@ -1,15 +1,15 @@
 """`BackwardSteps`: optimizers that step within backward, a group of parameters as soon as its gradients are reduced.
 
-[Note: steps in backward] An optimizer skips parameters that have no gradient. So the caller's own one steps a single group if it is
-called when that one has gradients and no other has: per-parameter optimizers, which those for sharded parameters are, do the same as in one
-step at the end. While it steps, other gradients are on their way, and reduced ones of one group at most are there.
+[Note: steps in backward] An optimizer skips parameters that have no gradient. So the caller's own optimizer steps a single group if it is
+called when only that group has gradients. Per-parameter optimizers, and all that work with sharded parameters are such, then do the same as
+in one step at the end. While the optimizer steps, other gradients are on their way, and reduced gradients of at most one group exist.
 
-The loss may bring gradients of its own to slices ([Note: gradients from elsewhere] in elsewhere.py). Those of other groups are put away
-meanwhile, and what comes to one that was stepped already comes too late.
+The loss may bring gradients of its own to slices ([Note: gradients from elsewhere] in elsewhere.py). During a step those of other
+groups are put away, and a gradient for a group that was already stepped comes too late.
 
-What backward still computes with is the full buffer, and not the shard that is stepped. Where a rank has all of a group, the shard is
-the full buffer; and a unit that forward has used several times may be gathered again. Their gradients are put aside until backward has
-ended.
+Backward still computes with the full buffer, not with the shard that is stepped. But where a rank has all of a group, the shard is the
+full buffer; and a unit that forward has used several times may be gathered again. In these two cases gradients are put aside until
+backward has ended.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,22 +26,23 @@ class BackwardSteps:
     """Steps what a backward has reduced, see [Note: steps in backward]. Used by the training thread."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], groups: Sequence[FlatGroup], timeline: Timeline) -> None:
-        """Raises UsageError for optimizers of other parameters, or with gradients already, and for a parameter that none has."""
+        """Raises UsageError for optimizers of other parameters, or of parameters with gradients already, and for a parameter that no
+        optimizer has."""
         self._optimizers = tuple(optimizers)
         self._groups = tuple(groups)
         self._timeline = timeline
         self._stepped: set[FlatGroup] = set()  # or put aside, in the backward that is under way
-        self._later: set[FlatGroup] = set()  # not before its end
+        self._later: set[FlatGroup] = set()  # stepped only at its end
         self._aside: list[tuple[torch.nn.Parameter, torch.Tensor]] = []  # parameters, and their gradients
         self.under_way = False  # an optimizer steps at this moment
         self._check()
 
     def has(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether it is one of them, or a wrapper around one."""
+        """Whether this optimizer is one of them, or a wrapper around one."""
         return any(optimizer is each or optimizer.param_groups is each.param_groups for each in self._optimizers)
 
     def postpone(self, groups: Iterable[FlatGroup]) -> None:
-        """What the backward that is under way may need again as it is."""
+        """Step these groups only at the end: the backward that is under way may need them again as they are."""
         self._later.update(groups)
 
     def reduced(self, group: FlatGroup) -> None:
@@ -59,7 +60,8 @@ class BackwardSteps:
             self._step([group])
 
     def end(self) -> None:
-        """All gradients are, and nothing computes any more. Raises StateError for one that has come too late."""
+        """All gradients are reduced, and nothing computes any more: step what was put aside. Raises StateError for a gradient that came too
+        late."""
         try:
             self._refuse_late_gradients()
             if self._aside:
@@ -70,7 +72,7 @@ class BackwardSteps:
             self.forget()
 
     def forget(self) -> None:
-        """The next backward is another one, with gradients of its own."""
+        """Drop everything about this backward and its gradients, before the next one."""
         self._stepped.clear()
         self._later.clear()
         self._aside.clear()

@@ -2,11 +2,11 @@
 
 [Note: joining with zeros] Gradients are the mean over ranks, which is the mean over samples only while all ranks hold
 equally many. So each rank multiplies the mean loss of its own samples by own samples · world_size / samples of all ranks;
-then the mean over ranks is that over samples. A rank without samples computes a batch that it has at hand with weight 0:
+then the mean over ranks is the mean over samples. A rank without samples computes a batch that it has at hand with weight 0:
 its forward and backward take part in every gather and reduction in the order of the others, and add exact zeros. Driving the
-units without computing would spare it that work, but nobody waits for it: the others compute as long. And it
-would be a second way through the units, to be kept in step with whatever a forward does: checkpoints, units used twice, or
-only sometimes.
+units without computing would spare that rank the work, but nobody would finish earlier: the other ranks compute for as long
+anyway. It would also be a second path through the units, which would have to follow whatever a forward does: checkpoints,
+units used twice, or only sometimes.
 """
 
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
@@ -31,17 +31,17 @@ class Part(Generic[T]):
 
     batch: T
     weight: float  # multiply the mean loss of the samples in `batch` by it; 0.0 where only the others need this forward
-    samples: int  # how many in `batch` count
+    samples: int  # how many samples in `batch` count
     total: int  # of the step: all ranks and parts
     last: bool  # the step ends here: leave no_sync() for this backward, then clip and let the optimizer step
 
 
 @dataclass(frozen=True, slots=True)
 class _Announced(Generic[T]):
-    """What this rank takes to a step, while the others are asked what they take."""
+    """What this rank brings to a step, while it learns what the others bring."""
 
     batches: list[tuple[T, int]]  # those with samples, and how many
-    counts: Pending[Tensor]  # gives [world_size, 4]: samples, batches with samples, batches, whether there is none to compute on
+    counts: Pending[Tensor]  # gives [world_size, 4]: samples, batches with samples, batches, whether the rank has no batch at all
 
 
 def count_samples(batch: object) -> int:
@@ -52,7 +52,7 @@ def count_samples(batch: object) -> int:
 
 
 class UnevenSteps(Generic[T]):
-    """The parts of all steps, for `for` or `async for`, on every rank equally many; used once. Iterating is a collective.
+    """The parts of all steps, for `for` or `async for`, equally many on every rank; used once. Iterating is a collective.
 
     It reads one step ahead, so that the ranks' counts are exchanged while the step before is computed.
     """
