@@ -1,6 +1,6 @@
 """Checkpoints: a training's state in files, written by all ranks and read by any number of them.
 
-folder.py       the checkpoints of one folder: which there are, how one comes to be there whole or not at all
+folder.py       the checkpoints of one folder: which there are, and how one appears there whole or not at all
 manifest.py     what a checkpoint consists of
 rank_file.py    what one rank writes, and parts of it read back
 tensor_file.py  the same in the format's terms, written

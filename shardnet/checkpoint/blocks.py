@@ -10,7 +10,7 @@ BLOCK_BYTES = 2**20
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor of the host."""
+    """The memory of a contiguous tensor in host memory."""
     data: memoryview = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
     return data
 
@@ -22,6 +22,6 @@ def checksums(tensor: Tensor) -> list[int]:
 
 
 def is_intact(blocks: Tensor, first: int, sums: Sequence[int]) -> bool:
-    """Whether whole blocks, from number `first` on, are those of which `sums` are the checksums."""
+    """Whether whole blocks, from number `first` on, have the checksums in `sums`."""
     found = checksums(blocks)
     return found == list(sums[first : first + len(found)])

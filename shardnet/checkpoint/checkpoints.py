@@ -1,9 +1,9 @@
 """`Checkpoints`: saving and loading a training's state, with all ranks.
 
-[Note: the parts of a save] First the ranks agree on what is saved, and each copies what it has to write: that is what the training waits
-for. Then each writes its file, tells the others how that went, and if it went well everywhere rank 0 makes the files a checkpoint
-([Note: whole or not at all] in folder.py). So whenever somebody dies there is this checkpoint or the one before. The messages of a save
-go over a group of their own, so that the training's collectives may come in between in any order.
+[Note: the parts of a save] First the ranks agree on what is saved, and each copies what it must write: only for this the training waits.
+Then each rank writes its file and tells the others whether that succeeded; if it did on all ranks, rank 0 makes the files a checkpoint
+([Note: whole or not at all] in folder.py). So whenever a rank dies, this checkpoint or the one before exists. The messages of a save use
+a group of their own, so that the training's collectives may come in between in any order.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ from shardnet.state import Inventory, Piece, Snapshot, Span, random_state, set_r
 from shardnet.unbroken import unbroken
 
 log = logging.getLogger(__name__)
-DISK_S = 24 * 3600.0  # a disk may take its time; who is dead is noticed in any case
+DISK_S = 24 * 3600.0  # a disk may take its time; a dead rank is noticed in any case
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +48,12 @@ class Checkpoints:
     """Checkpoints of what one training has, in one folder, for the ranks of one backend."""
 
     def __init__(self, backend: Backend, folder: str | os.PathLike[str], *things: object, keep: int = 2) -> None:
-        """Nothing is read or written yet. Every rank gives the same, in the same order.
+        """Nothing is read or written yet. Every rank must give the same things in the same order.
 
-        folder  on a file system that all ranks see; made where there is none
+        folder  on a file system that all ranks see; made if it does not exist
         things  sharded models, their optimizers, ZeroOptimizers and their modules, schedulers, scalers, and whatever else has a small
                 `state_dict()` that is the same on all ranks
-        keep    so many checkpoints, the latest; older ones are removed
+        keep    how many of the latest checkpoints are kept; older ones are removed
 
         Raises UsageError for a thing that cannot be kept.
         """
@@ -70,13 +70,14 @@ class Checkpoints:
     # --- saving
 
     async def save(self, step: int, **values: Any) -> None:
-        """Save the state after a step, with values of the program's own, such as a position in the data. Returns when a copy of it is
-        taken: files are written meanwhile, and are a checkpoint some time after; `wait` says when. Waits for the save before.
+        """Save the state after a step, with values of the program's own, such as a position in the data. Returns when a copy is
+        taken: the files are written in the background and become a checkpoint later; `wait` waits for that. Waits for the previous
+        save first.
 
-        A collective. What it raises, it raises on all ranks: CheckpointError if the save before failed or this one cannot begin,
-        CollectiveMismatch if ranks save different steps, UsageError for a state or value that no file can hold. Cancelling it, once
-        it does not wait for the one before any more, gives it 0.25 s to take the copy, and leaves the checkpoint to be written; if that
-        is not enough, this rank leaves the others, which lose it.
+        A collective. What it raises, it raises on all ranks: CheckpointError if the previous save failed or this one cannot begin,
+        CollectiveMismatch if ranks save different steps, UsageError for a state or value that no file can hold. If it is cancelled
+        after the previous save has ended, it has 0.25 s to take the copy, and the checkpoint is still written; if that is not enough,
+        this rank leaves the others, which lose it.
         """
         await self.wait()
         await unbroken(self._save(step, values), f"a save of step {step}", self._backend.abort)
@@ -99,7 +100,7 @@ class Checkpoints:
         return self._writing is not None and not self._writing.done()
 
     async def wait(self) -> None:
-        """Until the save that is under way has ended; it takes no more care to leave the processor to the training. Raises
+        """Wait until the save that is under way has ended; from now on it no longer leaves the processor to the training. Raises
         CheckpointError, once, if it failed, and CollectiveError if a rank was lost meanwhile. Cancelling it does not cancel the save."""
         if (writing := self._writing) is not None:
             self._leisure.end()
@@ -108,7 +109,7 @@ class Checkpoints:
             writing.result()
 
     async def abandon(self) -> None:
-        """Cancel the save that is under way, where a rank is lost; what it has written is no checkpoint."""
+        """Cancel the save that is under way, after a rank was lost; the files that it has written are no checkpoint."""
         if (writing := self._writing) is not None:
             self._writing = None
             self._leisure.end()
@@ -118,7 +119,7 @@ class Checkpoints:
                 log.info("a checkpoint was not finished: %s", error)
 
     async def _begin(self, step: int) -> str:
-        """The id of a new checkpoint, for which rank 0 has made room. Works out, once, who writes what."""
+        """The id of a new checkpoint, for which rank 0 has made room. Works out, once, which rank writes what."""
         mine = secrets.token_hex(8)
         problem = await self._try(self._folder.begin, mine) if self._backend.rank == 0 else None
         told = await gather_json(self._backend, [mine, problem], f"checkpoint of step {step}")
@@ -132,12 +133,12 @@ class Checkpoints:
         return checkpoint
 
     async def _has_own(self) -> bool:
-        """Whether this rank has buffers or modules whole and for itself that are not the same as rank 0's."""
+        """Whether the buffers and modules that this rank holds whole differ from rank 0's."""
         sums = await self._tell(await asyncio.to_thread(_digest, self._inventory.rest()))
         return bool(sums[self._backend.rank] != sums[0])
 
     def _take(self, step: int, values: dict[str, Any], has_own: bool) -> None:
-        """Copy all that this rank writes. Raises UsageError for what cannot be written."""
+        """Copy everything that this rank writes. Raises UsageError for what cannot be written."""
         assert self._duties is not None
         rank = self._backend.rank
         mine = (piece for piece, _ in self._inventory.pieces() if self._duties[piece.span] == rank)
@@ -198,7 +199,7 @@ class Checkpoints:
     async def _try(
         self, function: Callable[..., object], *arguments: object, run: Callable[..., Awaitable[object]] = asyncio.to_thread
     ) -> str | None:
-        """Run it in a thread; what went wrong, in words."""
+        """Run the function in a thread. Returns what went wrong, in words, or None."""
         try:
             await run(function, *arguments)
         except (OSError, ShardnetError) as error:
@@ -208,20 +209,20 @@ class Checkpoints:
     # --- loading
 
     async def latest(self) -> int | None:
-        """The step of the latest one that is there, None if there is none. A collective."""
+        """The step of the latest checkpoint, None if there is none. A collective."""
         steps = await asyncio.to_thread(self._folder.steps) if self._backend.rank == 0 else []
         return next(iter((await gather_json(self._backend, steps, "which checkpoints there are"))[0]), None)
 
     async def load(self) -> Loaded | None:
-        """Bring everything to where the latest checkpoint has it that is whole; None if the folder has none at all. What others have left
-        unfinished is removed.
+        """Restore everything from the latest checkpoint that is whole; None if the folder has no checkpoint at all. Checkpoints that were
+        left unfinished are removed.
 
-        Whatever number of ranks and strategy it was saved with, each rank reads what it holds and little more, and checks it. If any
-        finds that something is not what was written, all take the checkpoint before, and the log says why. Random generators go on where
-        those of the rank of the same number were.
+        Whatever the number of ranks and the strategy that it was saved with, each rank reads what it holds and little more, and checks
+        it. If any rank finds that something is not what was written, all ranks take the checkpoint before, and the log says why. Random
+        generators go on from where those of the rank of the same number were.
 
         A collective. Raises, on all ranks, CheckpointError if there are checkpoints but none is whole, and UsageError if they are of
-        another model or of other things. Then the things have the state that they had.
+        another model or of other things. The things then keep the state that they had.
         """
         if self._backend.rank == 0:
             await asyncio.to_thread(self._folder.sweep)
@@ -238,7 +239,7 @@ class Checkpoints:
         raise CheckpointError(f"none of the checkpoints in {self._folder.path} can be used; of the oldest: {problem}")
 
     async def _read(self, path: Path) -> tuple[Reading | None, str | None]:
-        """What this rank needs of a checkpoint, if all ranks have found what they need; else why not."""
+        """What this rank needs of a checkpoint, if all ranks have found what they need; otherwise why not."""
         reading, problem, misuse = None, None, None
         try:
             reading = await asyncio.to_thread(read, path, self._inventory, self._backend.rank)

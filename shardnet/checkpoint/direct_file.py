@@ -1,8 +1,8 @@
 """A file that goes to the disk past the system's page cache.
 
-[Note: past the page cache] A copy into the cache takes the processor from a training that needs all of it: measured, 0.31 s for 147 MiB,
-most of them to find pages, against 0.024 s if the disk takes them from a buffer. It also pushes out what others have cached, for bytes
-that nobody will read soon.
+[Note: past the page cache] A copy into the cache takes processor time from a training that needs all of it: 0.31 s for 147 MiB
+(measured), most of that to find pages, against 0.024 s if the disk takes the bytes from a buffer. It also evicts what other programs
+have cached, for bytes that nobody will read soon.
 """
 
 import errno
@@ -16,20 +16,20 @@ from typing import Self
 
 import numpy as np
 
-_BUFFER_BYTES = 4 * 2**20  # from 1 MiB on, a larger one is no faster
-_NOT_SO = (errno.EINVAL, errno.EOPNOTSUPP)  # what a file system says that knows only its cache, or of what is no whole sector: the end
+_BUFFER_BYTES = 4 * 2**20  # from 1 MiB on, a larger buffer is no faster
+_NOT_SO = (errno.EINVAL, errno.EOPNOTSUPP)  # from a file system without direct I/O, or for the file's end, which is no whole sector
 _DIRECT = getattr(os, "O_DIRECT", 0)  # not every system has it
 
 
 class DirectFile:
-    """A new file, written from its start to its end; used with `with`, after which the disk has it. Where the file system knows only its
-    cache, it goes through that. Raises OSError."""
+    """A new file, written from its start to its end; used with `with`, after which the disk has it. If the file system has no direct
+    I/O, it goes through the cache. Raises OSError."""
 
     def __init__(self, path: Path, rest: Callable[[], None] | None = None) -> None:
         """rest  called after every few MiB"""
         self._path = path
         self._rest = rest
-        self._buffer = memoryview(mmap.mmap(-1, _BUFFER_BYTES))  # begins with a page, as a disk needs it
+        self._buffer = memoryview(mmap.mmap(-1, _BUFFER_BYTES))  # begins at a page boundary, as direct I/O requires
         self._filled = 0
         self._is_direct = bool(_DIRECT)
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
@@ -42,11 +42,11 @@ class DirectFile:
             self._descriptor = os.open(path, flags, 0o666)
 
     def write(self, data: bytes | memoryview) -> None:
-        """Put bytes behind those before; they may be changed when this returns."""
+        """Append bytes; the caller may change them when this returns."""
         rest = memoryview(data).cast("B")
         while rest:
             part = rest[: _BUFFER_BYTES - self._filled]
-            # By numpy, as it lets go of Python's lock: who holds it in an idle thread makes all others wait for its turn.
+            # By numpy, which releases Python's lock: an idle thread that holds it makes all other threads wait until it has run.
             np.copyto(np.frombuffer(self._buffer, np.uint8)[self._filled : self._filled + len(part)], np.frombuffer(part, np.uint8))
             self._filled += len(part)
             rest = rest[len(part) :]

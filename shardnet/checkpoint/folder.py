@@ -1,8 +1,9 @@
 """`Folder`: the checkpoints of one training.
 
-[Note: whole or not at all] The files of a checkpoint are written into a folder that nobody takes for one. When all are on the disk
-the manifest is, and then the folder gets its name, which is one step for whoever looks, also after a power cut. What died before that
-is swept away when the next one begins. Removing goes the other way: first it loses its name.
+[Note: whole or not at all] The files of a checkpoint are written into a folder that nobody takes for a checkpoint. When all of them
+are on the disk, the manifest is written, and then the folder is renamed to its final name. The rename is atomic for any reader, also
+after a power cut. Whatever did not get that far is removed when the next checkpoint begins. Removing a checkpoint goes the other way:
+first the folder loses its name.
 """
 
 import os
@@ -18,15 +19,15 @@ _UNFINISHED = ".unfinished-"
 
 
 class Folder:
-    """On a file system that all ranks see. Blocks; nothing here is safe for two trainings at once."""
+    """A folder on a file system that all ranks see. Its methods block; nothing here is safe for two trainings at once."""
 
     def __init__(self, path: Path, keep: int) -> None:
-        """keep: so many checkpoints, the latest; older ones are removed."""
+        """keep: how many of the latest checkpoints are kept; older ones are removed."""
         self.path = path
         self._keep = keep
 
     def steps(self) -> list[int]:
-        """Of the checkpoints that are there, the latest first."""
+        """The steps of the checkpoints that exist, the latest first."""
         found = [int(match[1]) for path in self.path.glob("step-*") if (match := _STEP.fullmatch(path.name)) and self._is_one(path)]
         return sorted(found, reverse=True)
 
@@ -35,7 +36,7 @@ class Folder:
         return self.path / f"step-{step:08d}"
 
     def unfinished(self, checkpoint: str) -> Path:
-        """Where the one with that id is while it is written."""
+        """Where the checkpoint with this id is while it is written."""
         return self.path / f"{_UNFINISHED}{checkpoint}"
 
     def begin(self, checkpoint: str) -> None:
@@ -44,11 +45,11 @@ class Folder:
         self.unfinished(checkpoint).mkdir(parents=True)
 
     def commit(self, found: Manifest) -> None:
-        """Make it one, and remove those that are too many. Raises OSError."""
+        """Make the files a checkpoint, and remove checkpoints beyond `keep`. Raises OSError."""
         unfinished, final = self.unfinished(found.id), self.of(found.step)
         found.write(unfinished)
         _sync(unfinished)
-        if final.exists():  # of a training that went back to an earlier one and came here again
+        if final.exists():  # left by a training that went back to an earlier checkpoint and reached this step again
             self._remove(final)
         unfinished.rename(final)
         _sync(self.path)
@@ -56,7 +57,7 @@ class Folder:
             self._remove(self.of(step))
 
     def abandon(self, checkpoint: str) -> None:
-        """Remove what there is of one that is not finished."""
+        """Remove what exists of a checkpoint that is not finished."""
         shutil.rmtree(self.unfinished(checkpoint), ignore_errors=True)
 
     def sweep(self) -> None:
@@ -76,7 +77,7 @@ class Folder:
 
 
 def _sync(path: Path) -> None:
-    """Have the disk know the names in a folder."""
+    """Have the names in a folder written to the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -11,14 +11,16 @@ from typing import TypeVar
 
 T = TypeVar("T")
 _NICE = 19  # what others leave
-_SHARE = 0.02  # of a processor; where a training takes all of it, that is by how much it is slower
+_SHARE = 0.02  # of a processor; a training that uses all of it is slower by this share
 
 
 class Leisure:
-    """What a thread beside a training takes of the processor: a small share, with rests between, until somebody waits for it.
+    """How much of the processor a thread beside a training takes: a small share, with rests in between, until somebody waits for the
+    thread.
 
-    A priority alone does not do: the processor's time that a save needs is then taken from one step, which others wait for. Measured:
-    1.08 times as long, against 1.03 for the steps over which this spreads it (benchmarks/README.md).
+    A low priority alone is not enough: the processor time that a save needs is then taken from a single step, which other ranks wait
+    for. Measured: that step takes 1.08 times as long, against 1.03 for each of the steps over which this spreads the work
+    (benchmarks/README.md).
     """
 
     def __init__(self) -> None:
@@ -26,25 +28,25 @@ class Leisure:
         self._rested_s = 0.0  # the thread's own time at the end of its last rest
 
     def rest(self) -> None:
-        """For the thread itself, after each piece of work; one of a few milliseconds is hardly felt."""
+        """The thread itself calls this after each piece of work; a piece of a few milliseconds is hardly felt."""
         worked_s = time.thread_time() - self._rested_s
         self._is_over.wait(worked_s * (1 / _SHARE - 1))
         self._rested_s = time.thread_time()
 
     def end(self) -> None:
-        """No rests from now on; from any thread."""
+        """No rests from now on; may be called from any thread."""
         self._is_over.set()
 
 
 async def in_idle_thread(function: Callable[..., T], *arguments: object) -> T:
-    """Run it in a thread that gets what other threads leave of the processor. Cancelling this does not end it, and neither does it keep
-    the process from ending.
+    """Run the function in a thread that gets the processor time that other threads leave. Cancelling this does not end the thread, and
+    the thread does not keep the process from ending.
 
-    Writing a file takes as much of a processor as copying it does; a training that keeps all of them busy would be slower by that for as
-    long as it takes. It holds Python's lock for moments only.
+    Writing a file takes as much processor time as copying it; a training that keeps all processors busy would be slower by that while
+    the file is written. The thread holds Python's lock for moments only.
     """
     done: concurrent.futures.Future[T] = concurrent.futures.Future()
-    done.set_running_or_notify_cancel()  # nobody else may end it
+    done.set_running_or_notify_cancel()  # so that nobody can cancel it
 
     def run() -> None:
         try:

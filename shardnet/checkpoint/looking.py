@@ -15,7 +15,7 @@ Tensor = torch.Tensor
 
 
 def problems(path: Path) -> Iterator[str | None]:
-    """Read all of a checkpoint: first of its manifest and then of each file what is wrong with it, None if nothing is."""
+    """Read all of a checkpoint. Yields what is wrong with the manifest and then with each file, None if nothing is."""
     try:
         manifest = Manifest.read(path)
         check_covered(path, manifest, manifest.holders())
@@ -33,12 +33,12 @@ def problems(path: Path) -> Iterator[str | None]:
 
 
 def whole_weights(path: Path, model: int | None = None) -> dict[str, Tensor]:
-    """Parameters and buffers of one of the modules that were saved, whole and in its own names, as its state_dict has them; in memory, but
-    for what lies in one file.
+    """Parameters and buffers of one of the modules that were saved, whole and under the module's own names, as its state_dict has them;
+    copied into memory, except what lies in one file.
 
-    model  which of the modules that were given to `Checkpoints` or `State.resume`, from 0; may be left out if it was one
+    model  which of the modules that were given to `Checkpoints` or `State.resume`, from 0; may be left out if there was only one
 
-    Raises CheckpointError for anything but what was written, and UsageError where there is no such module.
+    Raises CheckpointError for anything but what was written, and UsageError if there is no such module.
     """
     manifest = Manifest.read(path)
     number = _number(manifest, path, model)
@@ -59,7 +59,7 @@ def whole_weights(path: Path, model: int | None = None) -> dict[str, Tensor]:
 
 
 def _number(manifest: Manifest, path: Path, model: int | None) -> int:
-    """Of a module, among all things."""
+    """The number of a module among all things."""
     modules = [number for number, kept in enumerate(manifest.modules) if kept]
     if len(modules) == 1 and model is None:
         return modules[0]

@@ -1,4 +1,4 @@
-"""`Manifest`: what a checkpoint consists of. A folder without one is none."""
+"""`Manifest`: what a checkpoint consists of. A folder without a manifest is no checkpoint."""
 
 import json
 import os
@@ -18,18 +18,18 @@ _FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """All that must be known to find what one wants in the files."""
+    """All that must be known to find something in the files."""
 
     id: str
     step: int
     files: tuple[FileEntry, ...]  # by rank
-    spans: tuple[tuple[Span, ...], ...]  # that each file has
+    spans: tuple[tuple[Span, ...], ...]  # the spans that each file has
     sizes: dict[str, int]  # elements of each parameter
     kinds: tuple[str, ...]  # of things, in order
     modules: tuple[tuple[Kept, ...], ...]  # of each thing: the tensors of its state_dict, if it has one
 
     def write(self, folder: Path) -> None:
-        """Returns when the disk has it. Raises OSError."""
+        """Write it into a folder; returns when the disk has it. Raises OSError."""
         body = json.dumps({"format": _FORMAT, **asdict(self), "spans": [[_row(span) for span in spans] for spans in self.spans]}, indent=1)
         with (folder / NAME).open("w") as file:
             file.write(json.dumps({"crc32c": crc32c(body.encode())}) + "\n" + body + "\n")
@@ -38,7 +38,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
-        """Raises CheckpointError for anything but what was written."""
+        """Read it from a folder. Raises CheckpointError for anything but what was written."""
         path = folder / NAME
         try:
             seal, body = path.read_bytes().split(b"\n", 1)
@@ -62,7 +62,7 @@ class Manifest:
             raise CheckpointError(f"{path} cannot be used: {error}") from error
 
     def holders(self) -> dict[str, list[tuple[Span, int]]]:
-        """Of each parameter: its spans and the files that have them, in order."""
+        """For each parameter, its spans and the files that have them, in order."""
         found: dict[str, list[tuple[Span, int]]] = {name: [] for name in self.sizes}
         for file, spans in enumerate(self.spans):
             for span in spans:

@@ -1,8 +1,8 @@
 """One rank's file of a checkpoint: safetensors, with an index in its metadata.
 
-A tensor is called as what it is, "0/layers.0.weight[0:4096].exp_avg": part, parameter, elements of it, and the optimizer's key. What is
-no tensor, and what is the rank's own, is encoded as `shardnet.zero.codec` does it. The checksums in the index are of the tensors'
-blocks (blocks.py), and the checksum of the header, which the manifest has, is one of the index.
+A tensor's name says what it is, "0/layers.0.weight[0:4096].exp_avg": part, parameter, its elements, and the optimizer's key. Values
+that are no tensors, and the rank's own state, are encoded with `shardnet.zero.codec`. The checksums in the index are those of the
+tensors' blocks (blocks.py); the checksum of the header, which is in the manifest, covers the index too.
 """
 
 import json
@@ -37,11 +37,11 @@ class FileEntry:
 def write_rank_file(
     path: Path, checkpoint: str, pieces: list[Piece], values: Mapping[str, Any], rest: Callable[[], None] = lambda: None
 ) -> FileEntry:
-    """Write pieces, and values by name; returns when the disk has them. Tensors are in host memory. Raises OSError,
-    and UsageError for what no file can hold.
+    """Write pieces, and values by name; returns when the disk has them. Tensors must be in host memory. Raises
+    OSError, and UsageError for what no file can hold.
 
     checkpoint  its id, without which the files of two checkpoints of one step could be taken for each other
-    rest        called again and again, for whoever has something to do meanwhile
+    rest        called again and again, so that the caller can do something else in between
     """
     tensors: dict[str, Tensor] = {}
     encoded: dict[str, str] = {}
@@ -72,7 +72,8 @@ def write_rank_file(
 
 
 class RankFile:
-    """A file to read from; open for as long as it lives. What it gives is what was written, or CheckpointError says otherwise."""
+    """A file to read from; open for as long as this object lives. What it returns is what was written; otherwise it raises
+    CheckpointError."""
 
     def __init__(self, folder: Path, entry: FileEntry, checkpoint: str) -> None:
         self._path = folder / entry.name
@@ -89,8 +90,8 @@ class RankFile:
         self._blocks: dict[str, list[int]] = index["blocks"]
 
     def piece(self, whole: Span, start: int, stop: int, *, only: str | None = None) -> Piece:
-        """The elements [start, stop) of a parameter, of the piece `whole` that the file has; not more than these is read of what has one
-        for each element. With `only` no other key of its state is. Raises UsageError for state that cannot be cut."""
+        """The elements [start, stop) of a parameter, of the piece `whole` that the file has. Of tensors with one entry for each element
+        only these entries are read; with `only`, only that key of the state. Raises UsageError for state that cannot be cut."""
         label, cut = _label(whole), Span(whole.name, start, stop)
         if whole not in self._keys:
             raise self._broken(f"it lacks {label}, which the manifest says it has")
@@ -99,7 +100,7 @@ class RankFile:
         return Piece(cut, state | (self.value(label) if label in self._values and only is None else {}))
 
     def value(self, name: str) -> Any:
-        """What was written under a name."""
+        """The value that was written under a name."""
         text = bytearray(self._values[name].encode())
         payload = self._read(name) if name in self._blocks else torch.empty(0, dtype=torch.uint8, device="cpu")
         try:
@@ -113,7 +114,7 @@ class RankFile:
             self._read(name)
 
     def _check_header(self, entry: FileEntry) -> None:
-        """Before it is believed."""
+        """Check the header before anything in it is used."""
         size = self._path.stat().st_size
         if size != entry.size:
             raise self._broken(f"it has {size} bytes and not {entry.size}")

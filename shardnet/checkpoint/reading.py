@@ -17,19 +17,19 @@ _NAMED = 3  # parameters in an error message
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Whole, and checked. Tensors may lie in the files."""
+    """What was read: whole, and checked. Tensors may lie in the files."""
 
     step: int
     pieces: dict[str, Piece]
     rest: list[dict[str, torch.Tensor]]
     shared: dict[str, Any]
-    random: dict[str, Any] | None  # None: there was no rank of this number
+    random: dict[str, Any] | None  # None: there was no rank of this number when it was saved
 
 
 def read(path: Path, inventory: Inventory, rank: int) -> Reading:
     """Read what this rank holds, and little more, out of the checkpoint of a folder.
 
-    Raises CheckpointError for anything but what was written, and UsageError for what was written of other things.
+    Raises CheckpointError for anything but what was written, and UsageError for a checkpoint of other things.
     """
     manifest = Manifest.read(path)
     sizes = inventory.sizes()
@@ -74,7 +74,7 @@ class Files:
 
 
 def read_piece(wanted: Span, holders: Sequence[tuple[Span, int]], files: Files, *, only: str | None = None) -> Piece:
-    """A span of a parameter, out of what files have of it; with one key of its state `only`, or with all."""
+    """A span of a parameter, put together from the files that have parts of it; with the key `only` of its state, or with all keys."""
     found = []
     at = wanted.start
     while at < wanted.stop:

@@ -1,6 +1,6 @@
-"""Writes a safetensors file as the training can bear it: see [Note: past the page cache]. It is read by the library.
+"""Writes a safetensors file without slowing the training much: see [Note: past the page cache]. The library reads it.
 
-The format: the length of a header in 8 bytes, the header in JSON, the tensors' bytes one behind the other.
+The format: the length of a header in 8 bytes, the header in JSON, the tensors' bytes one after the other.
 Source: https://github.com/huggingface/safetensors#format
 """
 
@@ -16,7 +16,7 @@ from shardnet.errors import UsageError
 
 Tensor = torch.Tensor
 LENGTH_BYTES = 8
-_MOST_HEADER_BYTES = 100_000_000  # more than that the library does not read
+_MOST_HEADER_BYTES = 100_000_000  # the library does not read longer headers
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -41,7 +41,7 @@ _DTYPES = {
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], rest: Callable[[], None] | None = None) -> bytes:
     """Write contiguous tensors in host memory; returns the file's length and header as they were written, when the disk has all of it.
-    Raises OSError, and UsageError for what the format has no place for.
+    Raises OSError, and UsageError for what the format cannot hold.
 
     rest  called after every few MiB
     """

@@ -15,23 +15,23 @@ from shardnet.errors import CheckpointError
 
 Tensor = torch.Tensor
 _FILE = "model.safetensors"  # as Hugging Face names the only one of a folder
-_INDEX = "model.safetensors.index.json"  # and what says which tensor is in which of several
+_INDEX = "model.safetensors.index.json"  # and the file that says which tensor is in which of several
 
 
 def write_weights(path: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
-    """Write what `model.full_state_dict(rank0_only=True)` gives to rank 0 into one file, which is there whole or not at all. It loads with
-    `module.load_state_dict(safetensors.torch.load_file(path))`. What is no tensor is left out. Raises OSError."""
+    """Write what `model.full_state_dict(rank0_only=True)` returns on rank 0 into one file, which appears whole or not at all. It loads
+    with `module.load_state_dict(safetensors.torch.load_file(path))`. Values that are no tensors are left out. Raises OSError."""
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, value in state.items():
         if isinstance(value, Tensor):
-            tensors[name] = value.clone() if value.data_ptr() in seen else value.contiguous()  # the format has no memory under two names
+            tensors[name] = value.clone() if value.data_ptr() in seen else value.contiguous()  # the format cannot share memory
             seen.add(value.data_ptr())
     final = Path(path)
     unfinished = final.with_name(f".unfinished-{final.name}")
     try:
         unfinished.touch()
-        mode = unfinished.stat().st_mode  # as the umask has it: safetensors makes a file that its owner alone may read
+        mode = unfinished.stat().st_mode  # as the umask has it: safetensors makes a file that only its owner may read
         save_file(tensors, unfinished, metadata={"format": "pt"})
         unfinished.chmod(mode)
         with unfinished.open("rb") as file:
@@ -44,16 +44,17 @@ def write_weights(path: str | os.PathLike[str], state: Mapping[str, Any]) -> Non
 
 
 def read_weights(path: str | os.PathLike[str]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of such a file by name, one at a time: `model.load_full_state_dict(read_weights(path))` has none of them whole for longer
-    than it needs it. Raises CheckpointError for what is no safetensors file."""
+    """The tensors of such a file by name, one at a time: `model.load_full_state_dict(read_weights(path))` holds no whole tensor for longer
+    than it needs it. Raises CheckpointError for a file that is not a safetensors file."""
     with _opened(Path(path)) as file:
         for name in file.keys():  # noqa: SIM118 - no mapping
             yield name, file.get_tensor(name)
 
 
 def open_weights(path: str | os.PathLike[str]) -> Mapping[str, Tensor]:
-    """The tensors of such a file by name, or of a folder that `save_pretrained` has written, in one file or several. Each is read when it
-    is asked for, anew each time, so nobody holds them all: for `initial_state` of a model on meta, and for `load_full_state_dict`.
+    """The tensors of such a file by name, or of a folder that `save_pretrained` has written, in one file or several. Each tensor is read
+    whenever it is asked for, every time again, so nobody holds them all: for `initial_state` of a model on meta, and for
+    `load_full_state_dict`.
 
     Raises CheckpointError, here or when a tensor is asked for, for what cannot be read.
     """

@@ -1,4 +1,4 @@
-"""Parameters that share memory without being the same one."""
+"""Parameters that share memory without being the same parameter."""
 
 from collections.abc import Iterable
 
@@ -10,14 +10,14 @@ Tensor = torch.Tensor
 
 
 def refuse_overlaps(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise UsageError for two parameters with memory in common: sharded each gets memory of its own.
+    """Raise UsageError for two parameters with memory in common: sharding would give each its own memory.
 
-    Of those that are not contiguous only two that begin at the same place are found.
+    An overlap with a parameter that is not contiguous is found only if both begin at the same address.
     """
     held = [(parameter.data_ptr(), name, parameter) for name, parameter in named if parameter.numel() and parameter.device.type != "meta"]
-    held = sorted((entry for entry in held if entry[0]), key=lambda entry: entry[0])  # 0: a wrapper, which has no memory itself
-    begun, begins = -1, ""  # where the one before begins, and its name
-    until, ends = -1, ""  # where the last one ends of those before that are contiguous, and its name
+    held = sorted((entry for entry in held if entry[0]), key=lambda entry: entry[0])  # 0: a wrapper, which has no memory of its own
+    begun, begins = -1, ""  # where the previous parameter begins, and its name
+    until, ends = -1, ""  # where the last contiguous parameter before ends, and its name
     for start, name, parameter in held:
         if start == begun or (start < until and parameter.is_contiguous()):
             raise UsageError(

@@ -1,4 +1,4 @@
-"""Who shards with whom, and who holds the same."""
+"""Which ranks share one copy, and which hold the same shard."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,16 +11,16 @@ from shardnet.sharding.strategy import ShardingStrategy
 class ShardingRanks:
     """The place of one rank. Ranks are the backend's, ascending."""
 
-    shards: tuple[int, ...]  # hold one copy of everything together, a shard each
+    shards: tuple[int, ...]  # together hold one copy of everything, one shard each
     replicas: tuple[int, ...]  # hold the same shard
 
 
 def sharding_ranks(
     strategy: ShardingStrategy, rank: int, world_size: int, nodes: Sequence[Sequence[int]], intra_node_size: int | None = None
 ) -> ShardingRanks:
-    """Where `rank` stands under a strategy. `intra_node_size` counts for HYBRID_SHARD only; None: as `nodes` has them.
+    """The place of `rank` under a strategy. `intra_node_size` matters for HYBRID_SHARD only; None: use the nodes in `nodes`.
 
-    Raises InvalidWorldSizeError where the world cannot be cut into nodes of one size.
+    Raises InvalidWorldSizeError if the world cannot be cut into nodes of equal size.
     """
     everyone = tuple(range(world_size))
     match strategy:
@@ -36,13 +36,14 @@ def sharding_ranks(
 
 
 def neighbours(shards: Sequence[int], rank: int, count: int) -> tuple[int, ...]:
-    """Of the ranks that hold the shards of one copy, the `count` consecutive ones that `rank` is among; `count` divides them."""
+    """Of the ranks that hold the shards of one copy, the block of `count` consecutive ones that contains `rank`; `count` divides their
+    number."""
     first = shards.index(rank) // count * count
     return tuple(shards[first : first + count])
 
 
 def _grid(world_size: int, nodes: Sequence[Sequence[int]], size: int | None) -> list[tuple[int, ...]]:
-    """The ranks of each node; all have as many."""
+    """The ranks of each node, equally many on each."""
     if size is not None:
         if size <= 0 or world_size % size:
             raise InvalidWorldSizeError(f"HybridShard: world_size={world_size} must be a positive multiple of intra_node_size={size}")

@@ -1,4 +1,4 @@
-"""What a training has that must not be lost: its models, optimizers and the rest, as pieces that any number of ranks can share out.
+"""The state that a training must not lose: its models, optimizers and the rest, as pieces that any number of ranks can share out.
 
 Read piece.py and parts.py (one thing) with modules.py (of a module), then inventory.py (all of them); randomness.py and snapshot.py.
 """

@@ -16,13 +16,13 @@ class Kept(NamedTuple):
     """Where a tensor of a module's state_dict is kept."""
 
     name: str  # in the state_dict
-    spread: Whole | None  # as what, if it is spread over ranks
-    own: str  # under which name, if each rank has it whole
+    spread: Whole | None  # the whole parameter, if it is spread over ranks
+    own: str  # the name under which it is kept, if each rank has it whole
 
 
 class Inventory:
-    """What a training has, in the order in which it was given; lives as long as the things in it. Two models may have parameters of one
-    name, so that each name here begins with the number of its part."""
+    """What a training has, in the order in which it was given; lives as long as the things in it. Two models may have parameters of the
+    same name, so each name here begins with the number of its part."""
 
     def __init__(self, things: Sequence[object]) -> None:
         """Raises UsageError for things that cannot be kept."""
@@ -38,19 +38,19 @@ class Inventory:
         return {_prefix(index) + name: numel for index, part in enumerate(self._parts) for name, numel in part.sizes().items()}
 
     def wanted(self) -> dict[str, Span]:
-        """What this rank holds of them, by name."""
+        """What this rank holds of the parameters that are spread over ranks, by name."""
         return {
             renamed.name: renamed for index, part in enumerate(self._parts) for renamed in (_renamed(index, span) for span in part.wanted())
         }
 
     def pieces(self) -> Iterator[tuple[Piece, bool]]:
-        """The same with content, and whether other ranks have it as well; the tensors are the things' own."""
+        """The spans of `wanted` with their content, and whether other ranks have the same; the tensors are the things' own."""
         for index, part in enumerate(self._parts):
             for piece in part.pieces():
                 yield Piece(_renamed(index, piece.span), piece.state), part.replicated
 
     def rest(self) -> list[dict[str, Tensor]]:
-        """What this rank has whole and for itself, of each part; the things' own."""
+        """For each part, what this rank holds whole and as its own; the tensors are the things' own."""
         return [part.rest() for part in self._parts]
 
     def modules(self) -> list[list[Kept]]:
@@ -63,12 +63,12 @@ class Inventory:
         return [list(_kept(part.named(), spread, part.rest())) for part in self._parts]
 
     def shared(self) -> list[Any]:
-        """What is the same on all ranks, of each part."""
+        """For each part, what is the same on all ranks."""
         return [part.shared() for part in self._parts]
 
     @torch.no_grad()
     def load(self, pieces: Mapping[str, Piece], rest: Sequence[Mapping[str, Tensor]], shared: Sequence[Any]) -> None:
-        """Take all of it back: the pieces that are wanted by name, the others as they were given; copied. A collective."""
+        """Take all of it back: the wanted pieces by name, the others in the order in which they were given; copied. A collective."""
         for index, (part, tensors, state) in enumerate(zip(self._parts, rest, shared, strict=True)):
             prefix = _prefix(index)
             part.load({name.removeprefix(prefix): piece for name, piece in pieces.items() if name.startswith(prefix)})
@@ -77,7 +77,8 @@ class Inventory:
                 part.load_shared(state)
 
     def check_kinds(self, kinds: Sequence[str], where: str) -> None:
-        """Raise UsageError unless what is to be loaded is of such things; `where` says in a few words where they were given."""
+        """Raise UsageError unless the state to be loaded is of the same kinds of things; `where` says in a few words where those were
+        given."""
         if list(kinds) != self.kinds:
             raise UsageError(
                 f"other things were given {where} ({', '.join(kinds)}) than now ({', '.join(self.kinds)}): give the same in the same order"
@@ -85,7 +86,7 @@ class Inventory:
 
 
 def _kept(named: Mapping[str, Tensor], spread: Mapping[Tensor, Whole], rest: Collection[str]) -> Iterator[Kept]:
-    first: dict[Tensor, str] = {}  # of the names of one that has several
+    first: dict[Tensor, str] = {}  # a tensor's first name, if it has several
     for name, tensor in named.items():
         own = first.setdefault(tensor, name)
         if tensor in spread:

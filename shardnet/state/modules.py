@@ -1,4 +1,4 @@
-"""What each rank has whole of a module, with what optimizers know of it, and how that is given back."""
+"""What each rank holds whole of a module, with the optimizers' state for it, and how that is given back."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -12,16 +12,16 @@ from shardnet.errors import UsageError
 from shardnet.zero.codec import Outline
 
 Tensor = torch.Tensor
-_MOMENT = ": "  # between a parameter's name and that of what an optimizer knows of it
-_NUMBER = "number "  # before the latter, where that is Python's and not torch's
+_MOMENT = ": "  # between a parameter's name and the key of the optimizer's state for it
+_NUMBER = "number "  # before the key, where the value is a Python number and not a tensor
 _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 
 def take_back(module: nn.Module, own: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> None:
     """Copy what was kept of a module's parameters and buffers into `own`, its tensors by name.
 
-    A buffer that has another size now, or is not there, as it is filled by what is computed, is made anew. Raises UsageError for what is no
-    buffer.
+    A buffer that has another size now, or does not exist yet because computing fills it, is made again. Raises UsageError for a name that
+    cannot be a buffer's.
     """
     for name, tensor in kept.items():
         here = own.get(name)
@@ -42,7 +42,7 @@ def _make_anew(module: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 def moments_of(whole: Mapping[str, Tensor], optimizer_of: Callable[[Tensor], torch.optim.Optimizer | None]) -> dict[str, Tensor]:
-    """What optimizers know of these parameters, under names that no parameter has. Raises UsageError for what cannot be kept."""
+    """The optimizers' state for these parameters, under names that no parameter has. Raises UsageError for state that cannot be kept."""
     found = {}
     for name, parameter in whole.items():
         optimizer = optimizer_of(parameter)
@@ -57,7 +57,7 @@ def moments_of(whole: Mapping[str, Tensor], optimizer_of: Callable[[Tensor], tor
 
 
 def without_moments(kept: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
-    """The others, and what `moments_of` has found, by parameter."""
+    """Split this into what `moments_of` did not add, by name, and what it did, by parameter."""
     others: dict[str, Tensor] = {}
     moments: dict[str, dict[str, Any]] = {}
     for name, tensor in kept.items():
@@ -70,7 +70,7 @@ def without_moments(kept: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict
 
 
 def extra_state(module: nn.Module) -> dict[str, Any]:
-    """What modules say of themselves by `get_extra_state`, by their names. Raises UsageError for what cannot be kept."""
+    """What modules return from `get_extra_state`, by the modules' names. Raises UsageError for what cannot be kept."""
     found = {
         name: each.get_extra_state() for name, each in module.named_modules() if type(each).get_extra_state is not nn.Module.get_extra_state
     }
@@ -83,7 +83,7 @@ def extra_state(module: nn.Module) -> dict[str, Any]:
 
 
 def load_extra_state(module: nn.Module, kept: Mapping[str, Any]) -> None:
-    """Tell them. Raises UsageError for a module that is not there."""
+    """Give the modules what `extra_state` found. Raises UsageError for a module that does not exist."""
     modules = dict(module.named_modules())
     for name, state in kept.items():
         if name not in modules:

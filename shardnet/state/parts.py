@@ -1,4 +1,4 @@
-"""The things that a training has, as what must be kept of them."""
+"""The things that a training has, and what must be kept of each."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -43,9 +43,9 @@ class Whole(NamedTuple):
 
 
 class Part:
-    """One thing that a training has. What it does not override it has nothing of."""
+    """One thing that a training has. A method that a subclass does not override means that it has nothing of the kind."""
 
-    kind: str  # what it is in a word or two, with the class of what would take another one's state and be wrong
+    kind: str  # what it is in a word or two, with its class where the wrong class would accept the state without an error
     replicated = False  # whether other ranks hold the same pieces
 
     def sizes(self) -> dict[str, int]:
@@ -53,29 +53,29 @@ class Part:
         return {}
 
     def wanted(self) -> list[Span]:
-        """What this rank holds of them, where that is anything."""
+        """What this rank holds of those parameters; no empty spans."""
         return []
 
     def pieces(self) -> Iterator[Piece]:
-        """The same with content; the tensors are the part's own."""
+        """The same spans with their content; the tensors are the part's own."""
         return iter(())
 
     def load(self, pieces: Mapping[str, Piece]) -> None:
         """Take back what is wanted, by name; the tensors are copied. A collective."""
 
     def rest(self) -> dict[str, Tensor]:
-        """What every rank has whole and for itself; the part's own."""
+        """What every rank holds whole and as its own; the tensors are the part's own."""
         return {}
 
     def load_rest(self, kept: Mapping[str, Tensor]) -> None:
-        """Take it back; the tensors are copied."""
+        """Take `rest` back; the tensors are copied."""
 
     def named(self) -> dict[str, Tensor]:
         """If it is a module: the parameters and buffers of its state_dict, by their names there, tied ones under each; the module's own."""
         return {}
 
     def spread(self) -> dict[Tensor, Whole]:
-        """Where modules have the parameters that `sizes` names, and what they are as a whole."""
+        """The modules' tensors for the parameters that `sizes` names, and what each of these parameters is as a whole."""
         return {}
 
     def shared(self) -> Any:
@@ -83,11 +83,11 @@ class Part:
         return None
 
     def load_shared(self, state: Any) -> None:
-        """Take it back."""
+        """Take `shared` back."""
 
 
 class ModelPart(Part):
-    """A sharded model, with what plain optimizers know of its parameters."""
+    """A sharded model, with plain optimizers' state for its parameters."""
 
     kind = "model"
 
@@ -114,7 +114,7 @@ class ModelPart(Part):
             found = dict(pieces[piece.name].state)
             parameter.copy_(found.pop(VALUES))
             if (optimizer := self._optimizer_of(parameter)) is not None:
-                optimizer.state[parameter] = _own(found, parameter)  # {}: it makes one with its next step
+                optimizer.state[parameter] = _own(found, parameter)  # {}: the optimizer makes its state in its next step
 
     def named(self) -> dict[str, Tensor]:
         return _named(self._model.module, with_slices(self._model.module))
@@ -189,7 +189,7 @@ class ZeroPart(Part):
 
 
 class ModulePart(Part):
-    """A module that every rank has whole, such as a running average of another one; `stepped` are parameters that a ZeroPart has."""
+    """A module that every rank has whole, such as a running average of another one; `stepped` are the parameters that a ZeroPart keeps."""
 
     kind = "module"
 
@@ -286,7 +286,7 @@ def parts_of(things: Sequence[object]) -> list[Part]:
 
 
 def _check_modules(zeros: Sequence[ZeroOptimizer], things: Sequence[object], stepped: AbstractSet[Tensor]) -> None:
-    """Raise UsageError for a module that was given to an optimizer, but not here, and has more than what is stepped."""
+    """Raise UsageError for a module that was given to an optimizer but not here, and that has more than what the optimizer steps."""
     given = {module for thing in things if isinstance(thing, nn.Module) for module in thing.modules()}
     for module in (optimizer.module for optimizer in zeros):
         if module is None or module in given:
@@ -316,7 +316,8 @@ def _spans(pieces: Iterable[ParameterSlice]) -> list[Span]:
 
 
 def _own(state: Mapping[str, Any], like: Tensor) -> dict[str, Any]:
-    """A copy of an optimizer's state of one parameter, where the optimizer wants it: what has dimensions lies beside the parameter."""
+    """A copy of an optimizer's state of one parameter, on the device where the optimizer needs it: tensors with dimensions go to the
+    parameter's."""
     return {
         key: (value.to(like.device, copy=True) if value.dim() else value.clone()) if isinstance(value, Tensor) else value
         for key, value in state.items()

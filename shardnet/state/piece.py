@@ -21,7 +21,7 @@ VALUES = "parameter"  # key of the parameter's own values, beside those of the o
 class Span:
     """The elements [start, stop) of a flattened parameter."""
 
-    name: str  # of the parameter; the same on all ranks and in all epochs
+    name: str  # the parameter's; the same on all ranks and in all epochs
     start: int
     stop: int
 
@@ -35,10 +35,10 @@ class Piece:
     """One rank's slice of a parameter. See [Note: what belongs to a slice]."""
 
     span: Span
-    state: dict[str, Any]  # the values under VALUES, and what the optimizer has of them
+    state: dict[str, Any]  # the values under VALUES, and the optimizer's state for them
 
     def cut(self, start: int, stop: int) -> "Piece":
-        """The part of it that lies in [start, stop) of the parameter; views. Raises UsageError for state that cannot be cut."""
+        """The part of the piece that lies in [start, stop) of the parameter; views. Raises UsageError for state that cannot be cut."""
         whole = self.span
         wanted = Span(whole.name, max(start, whole.start), min(stop, whole.stop))
         if wanted == whole:
@@ -58,7 +58,7 @@ class Piece:
 
 
 def join(pieces: Sequence[Piece]) -> Piece:
-    """One piece of several that lie end to end, in order; at least one."""
+    """One piece made of several, at least one, that lie end to end, in order."""
     first, last = pieces[0], pieces[-1]
     if len(pieces) == 1:
         return first

@@ -8,7 +8,7 @@ import torch
 
 
 def random_state() -> dict[str, Any]:
-    """Of Python, numpy and torch, on the CPU and every accelerator in use."""
+    """The state of the generators of Python, numpy and torch, on the CPU and every accelerator in use."""
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {
@@ -20,7 +20,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Go on where `random_state` was taken."""
+    """Let the generators go on from where `random_state` was taken."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
     kind, keys, *rest = state["numpy"]

@@ -10,10 +10,10 @@ Tensor = torch.Tensor
 
 
 class Snapshot:
-    """A copy of a value in host memory, which is used again by the next copy if that has the same sizes."""
+    """A copy of a value in host memory; the next copy reuses the memory if it has the same sizes."""
 
     def __init__(self) -> None:
-        self.header = torch.empty(0, dtype=torch.uint8, device="cpu")  # both as `shardnet.zero.codec` has them
+        self.header = torch.empty(0, dtype=torch.uint8, device="cpu")  # both in the format of `shardnet.zero.codec`
         self.payload = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._views: list[Tensor] = []
         self._text = b""
@@ -24,7 +24,7 @@ class Snapshot:
 
     @torch.no_grad()
     def take(self, value: Any) -> bool:
-        """Copy a value. True if its header is another one than that of the value before. Raises UsageError as `Outline.of` does."""
+        """Copy a value. True if its header differs from that of the value before. Raises UsageError as `Outline.of` does."""
         outline = Outline.of(value)
         changed = outline.header != self._text
         if changed:
@@ -37,12 +37,12 @@ class Snapshot:
         return changed
 
     def prepare(self, header_bytes: int, payload_bytes: int) -> None:
-        """Have memory of these sizes; its content is undefined, and for who calls this to fill."""
+        """Have memory of these sizes; its content is undefined until the caller fills it."""
         if self.header.numel() != header_bytes:
             self.header = torch.empty(header_bytes, dtype=torch.uint8, device="cpu")
         if self.payload.numel() != payload_bytes:
             self.payload = torch.empty(payload_bytes, dtype=torch.uint8, device="cpu")
 
     def value(self) -> Any:
-        """What it holds; the tensors are views of its memory."""
+        """The value it holds; the tensors are views of its memory."""
         return decode(self.header, self.payload)

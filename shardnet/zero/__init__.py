@@ -1,9 +1,9 @@
 """ZeRO-1: optimizer state spread over ranks, for modules that every rank holds whole.
 
-Read in this order: optimizer.py (what users call), split.py (which optimizers can be cut how), parameters.py, bucketing.py
-and bucket.py (flat buffers), agreement.py (what ranks compare before a step), reduction.py (gradients), gathers.py (who waits for
-parameters). Saving and loading: state.py and pieces.py, exchange.py and codec.py (on the wire). shard.py and shard_map.py are
-arithmetic alone.
+Read in this order: optimizer.py (what users call), split.py (which optimizers can be split in which way), parameters.py,
+bucketing.py and bucket.py (flat buffers), agreement.py (what ranks compare before a step), reduction.py (gradients), gathers.py
+(which modules wait for parameters). Saving and loading: state.py and pieces.py, exchange.py and codec.py (on the wire). shard.py
+and shard_map.py are pure arithmetic.
 """
 
 from shardnet.zero.optimizer import ZeroOptimizer

@@ -1,4 +1,4 @@
-"""What all ranks must agree on in each step before any of them acts: gradients and options; and what describes an optimizer."""
+"""What all ranks must agree on in each step before any of them acts: gradients and options; and the lines that describe an optimizer."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ from shardnet.fsdp.communicators import Communicators
 
 Tensor = torch.Tensor
 _NO_OPTION = ("params", "param_names")
-_TOLERANCE = 1e-6  # relative: machines of different make may compute a schedule with different last bits
+_TOLERANCE = 1e-6  # relative: different kinds of machines may compute a schedule with different last bits
 
 
 @dataclass(frozen=True, slots=True)
 class StepAgreement:
-    """What the ranks found out about each other."""
+    """What the ranks have learnt about each other."""
 
     someone: list[bool]  # for each parameter: whether any rank has a gradient
     everyone: list[bool]  # and whether all have
@@ -27,10 +27,10 @@ class StepAgreement:
 def agree_on_step(
     present: Sequence[bool], again: Sequence[bool], groups: Sequence[Mapping[str, Any]], comms: Communicators
 ) -> StepAgreement:
-    """Which parameters have gradients, and which buckets are to be reduced again. One all-reduce.
+    """Which parameters have gradients, and which buckets must be reduced again. One all-reduce.
 
     Raises StateError on all ranks if the groups' numbers (learning rates, ...) differ: each rank would step its slice by
-    another rule, as where a scheduler follows each rank's own loss.
+    another rule, for example if a scheduler follows each rank's own loss.
     """
     options = numbers_of(groups)
     flags = torch.tensor([*present, *(not flag for flag in present), *again], dtype=torch.float64, device="cpu")

@@ -1,8 +1,8 @@
 """`Bucket`: parameters whose gradients are reduced, and whose new values are gathered, as one flat buffer.
 
-[Note: whole parameters, owned pieces] Every rank holds every parameter whole, as views of the bucket's flat buffer. This
-rank's shard of that buffer is what it owns: the wrapped optimizer sees its part of each parameter, the piece, and steps
-it in place. Then the pieces of all ranks are gathered into the same memory.
+[Note: whole parameters, owned pieces] Every rank holds every parameter whole, as views of the bucket's flat buffer. A
+rank owns its shard of that buffer: the wrapped optimizer sees the rank's part of each parameter, the piece, and steps
+the piece in place. Then the pieces of all ranks are gathered into the same memory.
 """
 
 import concurrent.futures
@@ -30,8 +30,8 @@ class BucketState(Enum):
     COMPLETE = auto()  # everything is there; the module reads it, the user and the optimizer may write. Next: GATHERING
     GATHERING = (
         auto()
-    )  # stepped; the collective, once it has its turn, writes the rest; nobody else may read or write. Next: COMPLETE, TORN
-    TORN = auto()  # a gather failed, and old values stand beside new ones. Final
+    )  # stepped; the collective, once its turn has come, writes the rest; nobody else may read or write. Next: COMPLETE, TORN
+    TORN = auto()  # a gather failed, and old values are mixed with new ones. Final
 
 
 class Bucket:
@@ -51,7 +51,7 @@ class Bucket:
     ) -> None:
         self.label = label  # equal on all ranks: names the collectives
         self.parameters = tuple(parameter for _, parameter in named)
-        self.born_frozen = not any(parameter.requires_grad for parameter in self.parameters)  # alike on all ranks
+        self.born_frozen = not any(parameter.requires_grad for parameter in self.parameters)  # equal on all ranks
         self.layout = layout
         self.state = BucketState.COMPLETE
         self._names = tuple(name for name, _ in named)
@@ -67,12 +67,12 @@ class Bucket:
             parameter.data = view
 
     def slices(self, rank: int | None = None) -> dict[Tensor, ParameterSlice]:
-        """What a rank owns of each parameter, possibly nothing; this rank without an argument."""
+        """What a rank (by default this one) owns of each parameter, possibly nothing."""
         rank = self._comms.shard_rank if rank is None else rank
         return dict(zip(self.parameters, self.layout.slices(rank), strict=True))
 
     def make_pieces(self, *, whole: bool) -> dict[Tensor, nn.Parameter]:
-        """This rank's part of each parameter of which it owns something: 1-D, or in the parameter's shape if `whole`."""
+        """This rank's part of each parameter that it owns some of: 1-D, or in the parameter's shape if `whole`."""
         pieces = {}
         for (parameter, piece), view in zip(
             self.slices().items(), self.layout.shard_views(self._shard, self._comms.shard_rank), strict=True
@@ -87,7 +87,7 @@ class Bucket:
         return self._comms.everyone.broadcast(self._flat, root, out=self._flat, label=f"{self.label} (initial)")
 
     def reattach(self) -> None:
-        """Bring parameters back whose `.data` was set to other memory, as vector_to_parameters and weight averaging do."""
+        """Copy parameters back into the buffer whose `.data` was set to other memory, as vector_to_parameters and weight averaging do."""
         for name, parameter, view in zip(self._names, self.parameters, self._views, strict=True):
             if parameter.shape != view.shape or parameter.dtype != view.dtype or parameter.device != view.device:
                 raise UsageError(
@@ -103,7 +103,8 @@ class Bucket:
     def start_reduction(self) -> tuple[Tensor, Pending[Tensor]]:
         """Average the parameters' gradients over ranks, missing ones as zeros.
 
-        Returns the packed gradients [N], to be given back by `end_reduction`, and a handle for this rank's part of the mean.
+        Returns the packed gradients [N], which the caller must give back with `end_reduction`, and a handle for this rank's part of the
+        mean.
         """
         for index, parameter in enumerate(self.parameters):
             if parameter.grad is not None:
@@ -141,7 +142,7 @@ class Bucket:
         self._pending = Pending(self._gathered, f"all_gather of {self.label}")
 
     def start_gather(self, on_end: Callable[[], None]) -> None:
-        """Send this rank's pieces, receive the others'. `on_end` is called when that has ended, well or not, on any thread."""
+        """Send this rank's pieces, receive the others'. `on_end` is called when that has succeeded or failed, on any thread."""
 
         def end(pending: Pending[Tensor]) -> None:
             error = pending.exception()
@@ -160,9 +161,9 @@ class Bucket:
             pending.add_done_callback(end)
 
     def finish_gather(self) -> None:
-        """GATHERING → COMPLETE: block until every parameter is there. Nothing to do if it is.
+        """GATHERING → COMPLETE: block until every parameter is there. Does nothing if COMPLETE.
 
-        Raises the collective's error, and StateError ever after: the parameters are TORN then.
+        Raises the collective's error if it failed, and StateError from then on: the parameters are TORN.
         """
         if self.state is BucketState.TORN:
             raise StateError(
@@ -175,4 +176,4 @@ class Bucket:
             self.state = BucketState.COMPLETE
 
 
-Owned = tuple[int | None, Bucket]  # a bucket, with the number of the unit that waits for it; None: nobody does
+Owned = tuple[int | None, Bucket]  # a bucket, with the number of the unit that waits for it; None: no unit does

@@ -18,14 +18,14 @@ Tensor = torch.Tensor
 class BucketPlan:
     """A bucket before it is made."""
 
-    unit: int | None  # whose forward waits for it, as an index of `Units.plans`; None: nobody's
+    unit: int | None  # whose forward waits for it, as an index of `Units.plans`; None: no forward does
     label: str
     named: tuple[tuple[str, Tensor], ...]
     layout: FlatLayout
 
 
 class Units:
-    """The parts of a module that wait for their parameters, and the names of these; without a module, neither."""
+    """The parts of a module that wait for their parameters, and the parameters' names; empty without a module."""
 
     def __init__(self, module: nn.Module | None, choice: UnitChoice) -> None:
         self.plans: list[UnitPlan] = [] if module is None else plan_units(module, choice)
@@ -36,8 +36,8 @@ class Units:
         return self._unit.get(parameter)
 
     def needs(self, module: nn.Module) -> dict[nn.Module, set[int]]:
-        """By module, the units whose parameters its forward reads: its own, if it is a unit, and those of the parameters that
-        lie in it, for modules that are called by themselves rather than by their unit."""
+        """For each module, the units whose parameters its forward reads: its own unit, if it is one, and the units of the
+        parameters that it holds itself, since a module may be called directly rather than by its unit."""
         needs = {plan.module: {index} for index, plan in enumerate(self.plans)}
         for part in module.modules():
             for parameter in part.parameters(recurse=False):
@@ -53,9 +53,9 @@ def plan_buckets(
 ) -> list[BucketPlan]:
     """Put parameters into buckets of one unit, dtype, device and `requires_grad`, of at most `bucket_bytes` each.
 
-    A larger parameter has a bucket of its own. Frozen parameters are apart, so that their buckets rest. Groups are not:
-    each parameter has a piece of its own, so one bucket may serve several. `held` says how many elements each rank owns
-    already, which whole parameters are balanced against.
+    A larger parameter has a bucket of its own. Frozen parameters have separate buckets, so that these need no work.
+    Parameter groups have not: each parameter has a piece of its own, so one bucket may serve several groups. `held`
+    says how many elements each rank owns already; whole parameters are balanced with regard to it.
     """
     world_size = len(held)
     parameters = [parameter for _, parameter in named]

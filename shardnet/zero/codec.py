@@ -1,8 +1,9 @@
 """State as bytes and back: a JSON header that says what is where, and the tensors' bytes. No code in it.
 
 [Note: plain values] JSON has neither tensors nor tuples, and only text as keys. So these become objects of one key that no
-other object has: {"tensor": …}, {"tuple": […]} and {"dict": [[key, value], …]}; the last one for every dict, and others for its kinds that
-come back as what they were. Other classes are refused rather than given back as something less.
+other object has: {"tensor": …}, {"tuple": […]} and {"dict": [[key, value], …]}; the last one stands for every plain dict, and OrderedDict
+and Counter have keys of their own, so that they come back as what they were. Other classes are refused, since they would come back as
+something less.
 """
 
 import json
@@ -26,8 +27,8 @@ class Outline:
     """A value with its tensors taken out."""
 
     header: bytes  # the value, and in it where each tensor lies in the payload
-    tensors: tuple[Tensor, ...]  # as they were given, wherever they are
-    offsets: tuple[int, ...]  # bytes into the payload, of each
+    tensors: tuple[Tensor, ...]  # as they were given, on any device
+    offsets: tuple[int, ...]  # of each tensor in the payload, in bytes
     payload_bytes: int
 
     @classmethod
@@ -84,7 +85,7 @@ def encode(value: Any) -> tuple[Tensor, Tensor]:
 
 
 def decode(header: Tensor, payload: Tensor) -> Any:
-    """What `encode` was given. The tensors share the payload's memory. Raises ProtocolError for anything else."""
+    """What `encode` was given. The tensors share the payload's memory. Raises ProtocolError for bytes that `encode` does not make."""
     try:
         return _read(json.loads(header.numpy().tobytes()), payload)
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, RecursionError) as error:

@@ -1,10 +1,10 @@
-"""`Gathers`: the parameters that are on their way back from a step, and who waits for them.
+"""`Gathers`: the parameters that are being gathered after a step, and the modules that wait for them.
 
-[Note: gathers in turn] Gathers that run at once share the network, so that all of them end late. With few at once the
-first units' parameters are there while the last ones' have not begun, which is what lets the next forward begin; with one
-at a time the network idles in between. Eight gathers of 16 MiB between two processes, the variants in turns in one run,
-medians of 14: all at once the first was there after 15 ms, the fourth after 43 and the last after 53; with two at once
-after 10, 27 and 52; one after the other after 7, 30 and 60.
+[Note: gathers in turn] Gathers that run at once share the network, so all of them end late. With few at once the first
+units' parameters arrive before the last units' gathers begin, so the next forward can begin; with one at a time the
+network idles in between. Measured with eight gathers of 16 MiB between two processes (variants in turns in one run,
+medians of 14): with all at once the first had arrived after 15 ms, the fourth after 43 and the last after 53; with two at
+once after 10, 27 and 52; with one after the other after 7, 30 and 60.
 """
 
 import threading
@@ -24,8 +24,8 @@ AT_ONCE = 2  # see [Note: gathers in turn]
 class Gathers:
     """The buckets that a step has begun to gather and that nobody has waited for yet.
 
-    Lives as long as the optimizer or a module that waits for it: a module must find its parameters also where the
-    optimizer is gone. In between steps it is empty, and then keeps no memory of a former optimizer alive.
+    Lives as long as the optimizer or a module that waits for it: a module must get its parameters even if the
+    optimizer is gone. Between steps it is empty, so it keeps no memory of a former optimizer alive.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,8 @@ class Gathers:
             self._under_way = [entry for entry in self._under_way if entry[1].state is not BucketState.COMPLETE]
 
     def _settle(self) -> None:
-        """After an error: let nothing be under way, whatever becomes of it. What is TORN stays here, to be refused."""
+        """After an error: wait for everything that is under way, whether it succeeds or fails. TORN buckets stay here, so that later waits
+        raise."""
         for _, bucket in self._under_way:
             try:
                 bucket.finish_gather()
@@ -75,10 +76,10 @@ class _Turns:
         self._advancing = False
 
     def advance(self) -> None:
-        """Start what may start. Under the lock, since the order of the starts is that of the collectives."""
+        """Start what may start. It holds the lock, since the order of the starts is that of the collectives."""
         with self._lock:
             if self._advancing:
-                return  # one ended at once, within the loop below, which sees that a place is free
+                return  # a gather ended at once, within the loop below, which sees that a place is free
             self._advancing = True
             while self._waiting and self._free:
                 self._free -= 1
@@ -92,7 +93,7 @@ class _Turns:
 
 
 def wait_before_use(module: nn.Module, needs: Mapping[nn.Module, Collection[int]], gathers: Gathers) -> None:
-    """Let each module's forward wait for the units that it needs, and loading and saving the outermost one for all."""
+    """Let each module's forward wait for the units that it needs, and loading and saving the outermost module wait for all."""
 
     @uncompiled
     def wait_for_all(*_: Any) -> None:

@@ -40,34 +40,35 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         optimizer = ZeroOptimizer(model.parameters(), torch.optim.AdamW, backend, module=model, units=[Block], lr=1e-3)
 
-    Every rank computes gradients on its part of the batch. `step` gives each rank the mean over ranks of its own slice of
-    them, lets it step that slice, and gathers the new parameters. A rank holds the state of its slice only: 1/N (ZeRO-1:
-    Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020). The result is that
-    of the optimizer in one process on the combined batch.
+    Every rank computes gradients on its part of the batch. `step` averages the gradients so that each rank gets the mean
+    of its own slice, steps that slice, and gathers the new parameters. A rank holds the state of its slice only: 1/N
+    (ZeRO-1: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020). The
+    result is that of the optimizer in one process on the combined batch.
 
     `params` are parameters, named parameters or groups with options of their own, and `options` are those of
-    `optimizer_class`. It is a `torch.optim.Optimizer` itself: schedulers, closures and hooks work, `param_groups` holds
-    the whole parameters and may be edited between steps, and `state` holds this rank's part of the state.
+    `optimizer_class`. A ZeroOptimizer is a `torch.optim.Optimizer` itself: schedulers, closures and hooks work,
+    `param_groups` holds the whole parameters and may be edited between steps, and `state` holds this rank's part of the
+    state.
 
     With `module` the gathers overlap with the next forward: a unit's forward waits for the unit's parameters, and
-    `state_dict` calls wait for all. `units` names the units as for FSDP; without it there is one, the module. A unit's
-    parameters may be used only while its forward runs or afterwards: if you read or change them otherwise between `step`
-    and the next forward, call `wait` first. Without `module`, `step` waits.
+    `state_dict` calls wait for all. `units` names the units as for FSDP; without it the module is the only unit. After
+    `step`, a unit's parameters may be used once its next forward has begun: to read or change them earlier, call `wait`
+    first. Without `module`, `step` waits.
 
-    Gradients are averaged by `step`, or, while backward still computes others, within `last_backward`.
+    `step` averages the gradients; within `last_backward` they are averaged while backward still computes others.
 
-    `reduce_gradients=False` says that gradients are averaged already when `step` is called, and equal on all ranks.
-    For float16 step through `shardnet.fsdp.GradScaler`. `torch.amp.GradScaler` lets each rank decide by its own gradients
+    `reduce_gradients=False` says that gradients are already averaged when `step` is called, and equal on all ranks. For
+    float16, step through `shardnet.fsdp.GradScaler`. `torch.amp.GradScaler` lets each rank decide by its own gradients
     whether to step at all; it is refused with UsageError.
     `bucket_bytes` bounds the parts in which gradients are packed and parameters gathered, for each dtype of a unit.
 
-    Optimizers that treat elements alone, which are SGD, Adam and most that torch has, are split evenly by elements; all
-    others by whole parameters, which is exact for those that look at one parameter at a time. LBFGS is refused. `split`
-    overrides the choice: see [Note: which split is exact] in split.py.
+    Optimizers that treat each element separately, such as SGD, Adam and most of torch's, are split evenly by elements;
+    all others by whole parameters, which is exact for those that look at one parameter at a time. LBFGS is refused.
+    `split` overrides the choice: see [Note: which split is exact] in split.py.
 
-    Making it, `add_param_group`, `step`, `clip_grad_norm_` and `consolidated_state_dict` are collectives: call them alike
-    on all ranks. Making it copies rank 0's parameters to all ranks, and with `module` its other parameters and its
-    buffers, too. The parameters stay the same objects; their memory becomes a part of flat buffers.
+    Making it, `add_param_group`, `step`, `clip_grad_norm_` and `consolidated_state_dict` are collectives: call them in
+    the same way on all ranks. Making it copies rank 0's parameters to all ranks, and with `module` its other parameters
+    and its buffers, too. The parameters stay the same objects; their memory becomes a part of flat buffers.
 
     Raises UsageError for an optimizer or parameters that cannot be sharded, CollectiveMismatch naming both sides if ranks
     are given different parameters or options, and ClosedError if the backend is closed. Used by one thread at a time. It
@@ -155,15 +156,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Average the gradients, unless that is done, step this rank's slices and start gathering the new parameters. A collective.
+        """Average the gradients, unless that was done already, step this rank's slices and start gathering the new parameters. A
+        collective.
 
-        A parameter without gradient on all ranks is left alone, as in one process; if only some ranks have one it counts
-        as zeros on the others. `closure` is called once, with gradients enabled, and its result returned. Parameters of
-        the last step that nobody has waited for are waited for first.
+        A parameter that has a gradient on no rank is left alone, as in one process; if only some ranks have one, it
+        counts as zeros on the others. `closure` is called once, with gradients enabled, and its result returned. If
+        nobody has waited for parameters of the last step, `step` waits for them first.
 
         Raises StateError if options such as learning rates differ over ranks, if gradients were changed after
-        `clip_grad_norm_` or `last_backward`, and if called within itself; PeerLost and other CollectiveErrors as they come. If one comes
-        before the slices were stepped then nothing has changed; after that, parameters stay unusable: see `wait`.
+        `clip_grad_norm_` or `last_backward`, and if called within itself; PeerLost and other CollectiveErrors if a collective fails. If
+        one fails before the slices were stepped, nothing has changed; after that, parameters stay unusable: see `wait`.
         """
         with self._exclusively():
             result = None
@@ -186,13 +188,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 loss.backward()
             optimizer.step()
 
-        Gradients and steps are the same bit for bit as without. Of several backwards before a step only the last one belongs
-        here. When it ends, all gradients are averaged: a collective, which all ranks enter alike, though some may run no backward
-        in it. Gradients may not be changed after that, until `step` or `zero_grad`.
+        Gradients and steps are bit for bit the same as without it. Of several backwards before a step only the last one belongs
+        here. When the context ends, all gradients are averaged: a collective, which all ranks must enter, though some may run no
+        backward in it. Gradients must not be changed after that, until `step` or `zero_grad`.
 
-        Raises StateError within a step or another `last_backward`, and between `clip_grad_norm_` and `step`; CollectiveErrors as
-        they come, from backward or at the end. If it raises nothing has changed but the gradients; but where ranks were at
-        different places in backward their reductions no longer match, and CollectiveMismatch says so.
+        Raises StateError within a step or another `last_backward`, and between `clip_grad_norm_` and `step`; CollectiveErrors
+        from backward or at the end. If it raises, only the gradients have changed; but if ranks were at different places in
+        backward, their reductions no longer match, and later ones raise CollectiveMismatch.
         """
         with self._exclusively():
             if self._reduced is not None:
@@ -209,7 +211,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def average_gradients(self) -> torch.optim.Optimizer:
-        """Average the gradients, unless that is done, for a scaler to unscale. A collective; call it after the last backward.
+        """Average the gradients, unless that was done already, for a scaler to unscale. A collective; call it after the last backward.
 
         Returns the wrapped optimizer, whose parameters are this rank's slices; their `grad` is what `step` will take.
         """
@@ -219,7 +221,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def stepped_alike(self) -> Iterator[None]:
-        """For a scaler that, within it, calls `step` on all ranks or on none; what was averaged is dropped at its end."""
+        """For a scaler that, within this context, calls `step` on all ranks or on none; the averaged gradients are dropped at its end."""
         self._stepped_alike = True
         try:
             yield
@@ -229,9 +231,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """What a scaler of torch's kind asks before each step; no, they are to unscale gradients as those of any optimizer.
+        """Torch's scalers ask this before each step. False: they must unscale gradients as for any optimizer.
 
-        A scaler that skips on one rank alone has the others average with that rank's next step, of which nobody would be told.
+        If a scaler skipped a step on one rank only, the other ranks would average with that rank's next step, and nobody would notice.
         """
         if not self._stepped_alike:
             raise UsageError("torch.amp.GradScaler decides on each rank alone whether to step; use shardnet.fsdp.GradScaler(backend)")
@@ -287,10 +289,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return {"state": dict(sorted(state.items())), "param_groups": local["param_groups"]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a consolidated state, from any world size or plain torch, or what `state_dict` gave on this rank. No traffic.
+        """Load a consolidated state, from any world size or plain torch, or what `state_dict` returned on this rank. No traffic.
 
-        Raises UsageError for another rank's part, or one that was cut otherwise; ValueError, as torch does, for another
-        number of groups or parameters.
+        Raises UsageError for another rank's part, or one that was cut in another way; ValueError, as torch does, for
+        another number of groups or parameters.
         """
         inner = self._require_inner()
         state = self._own_part(state_dict)
@@ -309,7 +311,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     # --- making
 
     def _shard_groups(self, indices: Iterable[int]) -> None:
-        """Take in the parameters of some groups, once all ranks are sure that they mean the same. A collective."""
+        """Take in the parameters of some groups, after checking that all ranks were given the same. A collective."""
         named = {index: self._named(index) for index in indices}
         together = [entry for entries in named.values() for entry in entries]
         refuse_sharded(together)
@@ -354,7 +356,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return reduction.Reductions([bucket for _, bucket in self._sharded.buckets], self._sharded.pieces, self._comms)
 
     def _reduce(self, reductions: reduction.Reductions | None = None) -> reduction.ReducedGradients:
-        """Give the pieces their gradients, unless that is done; `reductions` are those that backward has begun."""
+        """Give the pieces their gradients, unless that was done already; `reductions` are those that backward has begun."""
         self.wait()
         if self._reduced is not None:
             self._reduced.check_current()
@@ -401,7 +403,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             taking.update((key, value) for key, value in giving.items() if key not in ("params", "param_names"))
 
     def _start_gathers(self, stepped: Sequence[Owned]) -> None:
-        # As an optimizer's own writing would, this lets autograd refuse a backward that needs the old values.
+        # Like an optimizer's own writes, this makes autograd refuse a backward that needs the old values.
         torch.autograd.graph.increment_version([parameter for _, bucket in stepped for parameter in bucket.parameters])
         self._gathers.start(stepped)
         self._gathers.wait_for(None)

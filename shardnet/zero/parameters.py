@@ -21,12 +21,12 @@ Named = Sequence[tuple[str, Tensor]]
 
 
 class ShardedParameters:
-    """Grows with the optimizer's groups; lives as long as the optimizer."""
+    """The buckets and pieces of one optimizer. Grows with the optimizer's groups; lives as long as the optimizer."""
 
     def __init__(self, units: Units, split: Split, bucket_bytes: int, comms: Communicators) -> None:
         self.buckets: list[Owned] = []  # in the order of the gathers, which is that of the units
         self.pieces: dict[Tensor, nn.Parameter] = {}  # this rank's part of each parameter, where it has one
-        self.slices: dict[Tensor, ParameterSlice] = {}  # the same as numbers, possibly empty
+        self.slices: dict[Tensor, ParameterSlice] = {}  # the same as ranges of elements, possibly empty
         self.memory = MemoryMeter()  # the packed gradients
         self._units = units
         self._split = split

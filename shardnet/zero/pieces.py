@@ -1,4 +1,4 @@
-"""What one rank owns of a `ZeroOptimizer`, and giving it back to another one of any world size."""
+"""What one rank owns of a `ZeroOptimizer`, and how another one, of any world size, takes it back."""
 
 from collections.abc import Iterator, Mapping
 

@@ -1,4 +1,4 @@
-"""Averaging gradients over ranks, bucket by bucket, so that each rank gets those of its own pieces."""
+"""Averaging gradients over ranks, bucket by bucket, so that each rank gets the gradients of its own pieces."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -48,18 +48,18 @@ class ReducedGradients:
 
 @uncompiled
 class Reductions:
-    """The averages of one step over ranks, bucket after bucket; thrown away after it.
+    """The averages of one step's gradients over ranks, bucket after bucket; thrown away after the step.
 
-    [Note: order of reductions] They are in backward's order, the last unit's first, on all ranks; what was frozen when the
-    optimizer was made comes last, since it would hold up the others. Within `in_backward` a bucket
-    whose gradients are complete waits until those before it have started, and those that cannot start wait for `finish`. So
-    the ranks may have come to different places, as where a parameter is unused on some, and still reduce the same bucket
-    with each other. A bucket has started early only where all its parameters have gradients, so that nobody can think that
-    it rests; what was changed after that on any rank is reduced once more by all.
+    [Note: order of reductions] Reductions are in backward's order, the last unit's first, on all ranks; buckets that were
+    frozen when the optimizer was made come last, since they would hold up the others. Within `in_backward` a bucket whose
+    gradients are complete waits until those before it have started, and buckets that cannot start wait for `finish`. So
+    ranks that have come to different places, for example because a parameter is unused on some, still reduce the same
+    bucket with each other. A bucket starts early only if all its parameters have gradients, so no rank can conclude that it
+    is left out; if its gradients change on any rank after that, all ranks reduce it again.
 
-    [Note: no waiting in backward] A rank that has ended its backward waits for the others to agree on what is left. If one
-    of them waited in its backward for a reduction that the first has not started, neither would go on. So where enough is under
-    way the next bucket starts later, at another gradient or in `finish`.
+    [Note: no waiting in backward] A rank that has ended its backward waits for the others to agree on what is left. If one of
+    those waited in its backward for a reduction that the first rank has not started, neither would go on. So if enough
+    reductions are under way, the next bucket starts later, at another gradient or in `finish`.
     """
 
     def __init__(self, buckets: Iterable[Bucket], pieces: Mapping[Tensor, nn.Parameter], comms: Communicators) -> None:
@@ -67,13 +67,13 @@ class Reductions:
         self._order = sorted(backward, key=lambda bucket: bucket.born_frozen)
         self._pieces = pieces
         self._comms = comms
-        self._missing = {bucket: set(map(id, bucket.parameters)) for bucket in self._order}  # have got no gradient yet
-        self._early: dict[Bucket, Sources] = {}  # started in backward, with the gradients of that moment
+        self._missing = {bucket: set(map(id, bucket.parameters)) for bucket in self._order}  # parameters without a gradient so far
+        self._early: dict[Bucket, Sources] = {}  # buckets started in backward, with their gradients at that moment
         self._in_flight: deque[tuple[Bucket, Tensor, Pending[Tensor]]] = deque()
 
     @contextmanager
     def in_backward(self) -> Iterator[None]:
-        """Start the reductions of buckets whose parameters all get gradients meanwhile."""
+        """Within this context, start the reduction of each bucket when all its parameters have got gradients."""
         hooks = [
             parameter.register_post_accumulate_grad_hook(partial(self._arrived, bucket))  # type: ignore[no-untyped-call]  # torch has no annotation for it
             for bucket in self._order
@@ -91,7 +91,7 @@ class Reductions:
         return [bucket in self._early and not self._early[bucket].current for bucket in self._order]
 
     def finish(self, active: Mapping[Tensor, bool], again: Sequence[bool]) -> None:
-        """Set the pieces' gradients to the mean over ranks; None where `active` says that nobody has any. A collective.
+        """Set the pieces' gradients to the mean over ranks; None where `active` says that no rank has a gradient. A collective.
 
         `again` says, as `changed` does, which buckets have started too early on any rank. On an error no piece has a gradient,
         and nothing is under way any more.
@@ -113,7 +113,7 @@ class Reductions:
                 piece.grad = None
 
     def abandon(self) -> None:
-        """Wait for what is under way, whatever becomes of it, and forget what was averaged."""
+        """Wait for what is under way, whether it succeeds or fails, and forget what was averaged."""
         for bucket, packed, pending in self._in_flight:
             pending.exception()
             bucket.end_reduction(packed)

@@ -13,7 +13,7 @@ class OptimizerShard:
     """The elements [start, end) of `total_params` that belong to `rank`. Pure arithmetic, no traffic.
 
     The shards of all ranks cover every element once, in rank order, and differ in size by at most one. Raises ValueError
-    (a `UsageError`) for a world of none, a rank outside of it or a negative number of parameters.
+    (a `UsageError`) for a world without ranks, a rank outside it or a negative number of parameters.
     """
 
     rank: int
@@ -37,7 +37,7 @@ class OptimizerShard:
 
     @property
     def end(self) -> int:
-        """The element behind the last one."""
+        """One past the last element."""
         return shard_bounds(self.total_params, self.rank, self.world_size)[1]
 
     @property

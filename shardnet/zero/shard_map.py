@@ -10,9 +10,9 @@ from shardnet.sharding import shard_sizes
 
 @dataclass(frozen=True, slots=True)
 class ZeroShardMap:
-    """The owner of every block and of what stands around the blocks. Pure arithmetic, no traffic.
+    """The owner of every block, and of the embedding, final norm and head. Pure arithmetic, no traffic.
 
-    Raises ValueError (a `UsageError`) for a world of none and for owners outside of it.
+    Raises ValueError (a `UsageError`) for a world without ranks and for owners outside it.
     """
 
     block_owners: tuple[int, ...]
@@ -46,9 +46,9 @@ class ZeroShardMap:
     def balanced(
         cls, block_sizes: Sequence[int], world_size: int, *, embedding_size: int = 0, final_norm_size: int = 0, lm_head_size: int = 0
     ) -> "ZeroShardMap":
-        """By size, in parameters: the largest part first, each to the rank that has least so far.
+        """By size, in parameters: the largest part first, each to the rank that has the least so far.
 
-        No rank gets more than an equal share and (1 − 1 / world_size) of the largest part (R. L. Graham, "Bounds on
+        No rank gets more than an equal share plus (1 − 1 / world_size) of the largest part (R. L. Graham, "Bounds on
         multiprocessing timing anomalies", 1969).
         """
         _check_count(len(block_sizes), world_size)
@@ -80,7 +80,7 @@ class ZeroShardMap:
         return len(self.blocks_for_rank(rank))
 
     def memory_fraction_for_rank(self, rank: int) -> float:
-        """The part of all blocks, counted and not weighed, that a rank owns; 0.0 where there are none."""
+        """The fraction of all blocks, by number and not by size, that a rank owns; 0.0 where there are none."""
         return self.num_blocks_for_rank(rank) / max(len(self.block_owners), 1)
 
     def _check_rank(self, rank: int) -> None:
@@ -96,7 +96,7 @@ def balanced_owners(sizes: Sequence[int], world_size: int, *, held: Sequence[int
     if any(size < 0 for size in sizes):
         raise UsageError(f"sizes must not be negative, got {list(sizes)}")
     loads = [(load, rank) for rank, load in enumerate(held or [0] * world_size)]
-    heapq.heapify(loads)  # the lowest rank of those that have least comes first
+    heapq.heapify(loads)  # the lowest rank among those that have the least comes first
     owners = [0] * len(sizes)
     for part in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
         load, owners[part] = loads[0]

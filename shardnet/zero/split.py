@@ -1,12 +1,12 @@
 """`Split`: how parameters are cut over ranks, and which optimizers allow which cut.
 
-[Note: which split is exact] An optimizer that treats elements alone, as SGD and Adam do, gives the same bits whatever way
-the parameters are cut, so it is split evenly, by elements. Others look at a whole parameter: Adafactor at rows and
-columns, Muon at the matrix, LARS and LAMB at the norm. They keep their results if each parameter has one owner. So every
-class that is not known to be element-wise is split by whole parameters, the largest first to whom has least; a rank then
-holds at least the largest parameter's state. Who knows that a class of another library is element-wise asks for
-`Split.ELEMENTS`. One that looks at all parameters at once would be wrong under either split: LBFGS is refused, and
-D-Adaptation and Prodigy, which cannot be recognised here, must not be used.
+[Note: which split is exact] An optimizer that treats each element separately, as SGD and Adam do, gives the same bits
+however the parameters are cut, so it is split evenly, by elements. Others look at a whole parameter: Adafactor at rows
+and columns, Muon at the matrix, LARS and LAMB at the norm. They keep their results if each parameter has one owner. So
+every class that is not known to be element-wise is split by whole parameters, the largest first, each to the rank that
+has the least; one rank then holds at least the largest parameter's state. If you know that a class of another library is
+element-wise, ask for `Split.ELEMENTS`. An optimizer that looks at all parameters at once would be wrong under either
+split: LBFGS is refused, and D-Adaptation and Prodigy, which cannot be recognised here, must not be used.
 """
 
 from enum import StrEnum
@@ -44,8 +44,8 @@ _REFUSED: dict[OptimizerClass, str] = {
 class Split(StrEnum):
     """What a rank's share of the parameters consists of."""
 
-    ELEMENTS = "elements"  # slices of a flat buffer, equal to one element: for optimizers that look at nothing but the element
-    PARAMETERS = "parameters"  # whole parameters in their shape, about equal in sum: for those that look at one parameter
+    ELEMENTS = "elements"  # slices of a flat buffer, equal in size up to one element: for optimizers that look at each element only
+    PARAMETERS = "parameters"  # whole parameters in their shape, about equal in total size: for those that look at one parameter
 
 
 def choose_split(optimizer_class: OptimizerClass, wish: Split | str | None) -> Split:
@@ -68,6 +68,6 @@ def choose_split(optimizer_class: OptimizerClass, wish: Split | str | None) -> S
 
 
 def defaults_of(optimizer_class: OptimizerClass, options: dict[str, Any]) -> dict[str, Any]:
-    """The hyper-parameters that a class fills in and has checked; its own error for wrong ones."""
+    """The hyper-parameters, filled in and checked by the class; raises the class's own error for wrong ones."""
     probe = torch.zeros(1, 1, requires_grad=True, device="cpu")  # a matrix, which is what Muon accepts
     return optimizer_class([probe], **options).defaults

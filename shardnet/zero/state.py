@@ -1,7 +1,7 @@
-"""Optimizer state in three forms: a rank's own, all ranks' put together, and cut for a rank again.
+"""Optimizer state in three forms: a rank's own, all ranks' joined, and cut for a rank again.
 
 [Note: consolidated state] The consolidated form is what the wrapped class would have saved in one process, so plain torch
-loads it, and so does a ZeroOptimizer of any world size. What has the parameter's shape is cut and joined along the flat
+loads it, and so does a ZeroOptimizer of any world size. State in the parameter's shape is cut and joined along the flat
 parameter; everything else, such as a step counter, is the same on all ranks that hold a piece.
 """
 
@@ -17,7 +17,7 @@ from shardnet.zero.codec import State
 from shardnet.zero.split import Split
 
 Tensor = torch.Tensor
-SHARD_KEY = "shard"  # of a state dict: says which part of the state it is
+SHARD_KEY = "shard"  # key in a state dict: says which part of the state it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,9 @@ class Shard:
 def merge_state_dicts(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Put the state dicts of all ranks together; no traffic, and no cluster is needed.
 
-    Takes what `ZeroOptimizer.state_dict()` gave on every rank, in any order, and returns what `consolidated_state_dict()`
-    would have: see [Note: consolidated state]. Raises UsageError unless it is one of each rank of one optimizer.
+    Takes what `ZeroOptimizer.state_dict()` returned on every rank, in any order, and returns what
+    `consolidated_state_dict()` would have: see [Note: consolidated state]. Raises UsageError unless there is exactly one
+    from each rank of one optimizer.
     """
     if not shards or any(SHARD_KEY not in shard for shard in shards):
         raise UsageError("merge_state_dicts takes the state dicts of ZeroOptimizer.state_dict(), one of each rank")
@@ -78,7 +79,7 @@ def join(parts: Sequence[tuple[ParameterSlice, State]], split: Split) -> State:
 def cut(state: State, piece: ParameterSlice, split: Split) -> State:
     """A rank's part of one parameter's state; `piece` is not empty. The tensors are copies.
 
-    Raises SizeMismatchError for the state of a parameter of another shape, where that shows.
+    Raises SizeMismatchError for the state of a parameter of another shape, where the difference can be seen.
     """
 
     def part(key: str, value: Any) -> Any:
