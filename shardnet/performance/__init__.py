@@ -1,8 +1,8 @@
 """How fast a training is and where its time goes: one rank's figures, and the cluster's.
 
-Read figures.py (what to decide by) and recorder.py (where it comes from) with busy.py and link.py; cluster.py (all ranks' figures).
-zero3.py has the counters that ZeRO-3 systems commonly report; their parts are in throughput.py, communication.py, layers.py,
-transfers.py and efficiency.py.
+Read figures.py (the figures to decide by) and recorder.py (where they come from) with busy.py and link.py; cluster.py (all ranks'
+figures). zero3.py has the counters that ZeRO-3 systems commonly report; their parts are in throughput.py, communication.py,
+layers.py, transfers.py and efficiency.py.
 """
 
 from shardnet.performance.cluster import cluster_figures, cluster_stats

@@ -1,10 +1,10 @@
-"""`BusyTime`: for how long at least one of several overlapping activities went on."""
+"""`BusyTime`: for how long at least one of several overlapping activities was going on."""
 
-MAX_OPEN = 256  # intervals that a later one may still overlap; beyond that the oldest are taken as final
+MAX_OPEN = 256  # intervals that a later one may still overlap; beyond that the oldest are final
 
 
 class BusyTime:
-    """The length of the union of intervals that are told in order of their ends, more or less: as collectives are. In ns."""
+    """The length of the union of intervals, in ns. They must be added roughly in order of their ends, as collectives are."""
 
     def __init__(self) -> None:
         self._settled_ns = 0

@@ -9,7 +9,7 @@ from shardnet.performance.zero3 import Zero3PerformanceStats
 async def cluster_figures(backend: Backend, mine: TrainingFigures) -> TrainingFigures:
     """The cluster's figures. A collective: every rank gives its own, after the same step, and gets the same back.
 
-    Raises UsageError on all ranks where they have measured different numbers of steps.
+    Raises UsageError on all ranks if they have measured different numbers of steps.
     """
     gathered = await gather_json(backend, mine.to_json(), "training figures")
     return TrainingFigures.merge(map(TrainingFigures.from_json, gathered))

@@ -1,4 +1,4 @@
-"""`CommunicationStats`: what went between ranks, by kind of operation."""
+"""`CommunicationStats`: what was sent between ranks, by kind of operation."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -18,7 +18,7 @@ class CommunicationOperation(StrEnum):
 
 @dataclass(slots=True)
 class OperationTotals:
-    """One kind of operation: how many, their time in ns, their bytes."""
+    """The operations of one kind: their number, time in ns, and bytes."""
 
     operations: int = 0
     time: int = 0

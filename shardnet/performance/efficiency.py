@@ -7,9 +7,9 @@ COMPUTE_WEIGHT, MEMORY_WEIGHT, UPDATE_WEIGHT = 0.5, 0.3, 0.2
 
 @dataclass(slots=True)
 class OptimizationEfficiency:
-    """Times in ns, and efficiencies from 0 to 1 of memory and parameter updates, which stay 1 until somebody says otherwise.
+    """Times in ns, and efficiencies from 0 to 1 of memory and parameter updates, which stay 1 until they are updated.
 
-    Communication counts in full here, also where compute hides it; `TrainingFigures` tells what was not hidden.
+    Communication counts in full here, even where compute hides it; `TrainingFigures` says how much was not hidden.
     """
 
     compute_time: int = 0

@@ -13,19 +13,19 @@ class TrainingFigures:
     """Some steps of one rank or, after `merge`, of all ranks of a cluster; times in seconds.
 
     A step lasts from the end of one optimizer step to the end of the next, whatever is done in between.
-    Where figures are said to be summed over ranks, they are so after a merge; of one rank they are its own.
+    Figures that are said to be summed over ranks are so after a merge; before one they are the rank's own.
     """
 
     ranks: int = 1
     steps: int = 0
-    wall_s: float = 0.0  # of all steps; of several ranks that of the slowest, since they step together
-    step_s: tuple[float, ...] = ()  # the last steps, one by one, oldest first; of several ranks the slowest one's
+    wall_s: float = 0.0  # of all steps; for several ranks the slowest rank's, since they step together
+    step_s: tuple[float, ...] = ()  # the last steps, one by one, oldest first; for several ranks the slowest rank's
     samples: int = 0  # each counted once; summed over ranks
     tokens: int = 0  # likewise
-    rank_s: float = 0.0  # wall time summed over ranks, as are all that follow
+    rank_s: float = 0.0  # wall time summed over ranks, as are all figures below
     compute_s: float = 0.0  # forward, backward and optimizer, without waiting
     exposed_s: float = 0.0  # the training thread waited for communication: not overlapped with compute
-    communicating_s: float = 0.0  # at least one collective was under way; those that overlap count once
+    communicating_s: float = 0.0  # at least one collective was under way; time in which several overlap counts once
     bytes_sent: int = 0
     capacity_bytes: float | None = None  # what the link could have sent in communicating_s; None: not measured
 
@@ -62,7 +62,7 @@ class TrainingFigures:
 
     @property
     def compute_share(self) -> float:
-        """The part in which they computed. What is neither, such as loading data, is the program's own."""
+        """The part in which they computed. The time that is neither, such as loading data, is the program's own."""
         return _ratio(self.compute_s, self.rank_s)
 
     @property
@@ -72,14 +72,15 @@ class TrainingFigures:
 
     @property
     def link_share(self) -> float | None:
-        """Bytes sent, against what the links could have sent meanwhile. Collectives also wait for each other's ranks."""
+        """Bytes sent, relative to what the links could have sent in that time. It is below 1 also because collectives wait for other
+        ranks."""
         return None if self.capacity_bytes is None else _ratio(self.bytes_sent, self.capacity_bytes)
 
     # --- several ranks
 
     @classmethod
     def merge(cls, figures: Iterable["TrainingFigures"]) -> "TrainingFigures":
-        """The cluster's figures from those of its ranks, over the same steps. Raises UsageError where the steps differ."""
+        """The cluster's figures from those of its ranks, over the same steps. Raises UsageError if the numbers of steps differ."""
         parts = list(figures)
         if not parts:
             raise UsageError("there are no figures to merge")

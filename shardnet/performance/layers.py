@@ -47,7 +47,7 @@ class LayerTimingStats:
 
 
 def average(total: int, count: int) -> int:
-    """Truncated to whole ns; 0 of nothing."""
+    """Truncated to whole ns; 0 if `count` is 0."""
     return total // count if count else 0
 
 

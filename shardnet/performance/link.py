@@ -14,7 +14,7 @@ REPEATS = 4  # the first one warms up buffers and connections
 async def measure_link(backend: Backend, *, probe_bytes: int = PROBE_BYTES) -> float | None:
     """Bytes per second from this rank to the next one, with every rank sending at once as collectives do; None in a world of one.
 
-    A collective, for the start of a run: the fastest of a few tries counts, which is what the link can do.
+    A collective, for the start of a run. It takes the fastest of a few tries, which shows what the link can do.
     """
     if backend.world_size == 1:
         return None

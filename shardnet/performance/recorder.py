@@ -21,8 +21,8 @@ from shardnet.telemetry import Pass, TransferDirection
 
 MAX_STEP_TIMES = 10_000  # the last ones, for percentiles
 REDUCTIONS = (CommunicationOperation.REDUCE_SCATTER, CommunicationOperation.ALL_REDUCE)
-COMPRESSED_REDUCTION = "all_to_all"  # where its label is that of gradients
-# What the collectives are called in the statistics; the others, such as barriers, have no place there.
+COMPRESSED_REDUCTION = "all_to_all"  # if its label is that of gradients
+# The collectives' names in the statistics; others, such as barriers, are not counted there.
 OPERATIONS = {operation.value: operation for operation in CommunicationOperation} | {"send": CommunicationOperation.POINT_TO_POINT}
 
 
@@ -39,7 +39,7 @@ class _Totals:
 
 
 class SteppingOptimizer(Protocol):
-    """What is needed of an optimizer: every `torch.optim.Optimizer` has it."""
+    """What the recorder needs of an optimizer: every `torch.optim.Optimizer` has it."""
 
     param_groups: list[dict[str, Any]]
 
@@ -57,13 +57,14 @@ class PerformanceRecorder:
                 ...  # forward, backward, step
             print(recorder.figures())
 
-    The first step begins when the recorder is made; leaving the `with` block, or `close()`, ends the watching. It sees
-    every collective of the backend, also those of other models. A pass counts as compute without its waiting, a unit of
-    the model as a layer, executed once a pass. Where there is no FSDP, as with ZeRO-1, give the backend in place of the
-    model: then there are no passes and layers. `link_bytes_per_s`, from `measure_link`, is what communication is compared
-    with. Times are the host's: what it has queued on an accelerator counts where it waits for it.
+    The first step begins when the recorder is made; leaving the `with` block, or `close()`, ends the recording. The
+    recorder sees every collective of the backend, also those of other models. A pass counts as compute, except the time
+    it waits; a unit of the model counts as a layer, executed once per pass. Without FSDP, as with ZeRO-1, give the
+    backend in place of the model: then no passes and layers are recorded. Communication is compared with
+    `link_bytes_per_s`, from `measure_link`. Times are the host's: work queued on an accelerator counts where the host
+    waits for it.
 
-    Cheap: some additions a unit and a collective. Any thread may call `figures`.
+    It is cheap: some additions per unit and per collective. Any thread may call `figures`.
     """
 
     def __init__(self, model: FSDP | AsyncFSDP | Backend, optimizer: SteppingOptimizer, *, link_bytes_per_s: float | None = None) -> None:
@@ -78,21 +79,21 @@ class PerformanceRecorder:
         self._telemetry = backend.telemetry
         self._world_size = backend.world_size
         groups = fsdp.groups if isinstance(fsdp, FSDP) else []
-        # by the labels of their reduction and of its average over replicas
+        # numbers of elements, by the labels of a reduction and of its average over replicas
         self._gradients = {label: group.layout.numel for group in groups for label in (group.label, group.reduction_label)}
         self._link_bytes_per_s = link_bytes_per_s
         self._lock = threading.Lock()  # passes end on the training thread, collectives on any
-        self._totals = _Totals()  # up to now, but for times that are totals elsewhere
+        self._totals = _Totals()  # up to now, except times that are totals elsewhere
         self._settled = _Totals()  # up to the end of the last step
         self._uncounted = {Pass.FORWARD: 0, Pass.BACKWARD: 0}  # tokens that no pass of the kind has taken yet
         self._busy = BusyTime()
         self._steps = self._wall_ns = 0
         self._step_ns: deque[int] = deque(maxlen=MAX_STEP_TIMES)
         self._pauses = 0
-        self._since_ns = time.perf_counter_ns()  # when the step that is under way began, later by what is left out
+        self._since_ns = time.perf_counter_ns()  # when the step that is under way began, plus the time that is left out
         self._exposed_before_ns = self._telemetry.exposed_ns
         self._stepping_ns = 0  # when the optimizer began
-        self._updated: int | None = None  # elements that it has stepped in the backward that is under way; None: it has not
+        self._updated: int | None = None  # elements that the optimizer has stepped in the backward under way; None: it has not
         self._hooks = [optimizer.register_step_pre_hook(self._before_step), optimizer.register_step_post_hook(self._after_step)]
         self._telemetry.observe(self)
 
@@ -111,7 +112,7 @@ class PerformanceRecorder:
     # --- what the program says
 
     def count(self, *, samples: int = 0, tokens: int = 0) -> None:
-        """This rank's next forward, and its backward, are of a batch of as many. Each batch is counted once."""
+        """Say that this rank's next forward, and its backward, have so many samples and tokens. Count each batch once."""
         if min(samples, tokens) < 0:
             raise UsageError(f"a batch has no negative number of samples or tokens, got {samples} and {tokens}")
         with self._lock:
@@ -122,7 +123,7 @@ class PerformanceRecorder:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave out what is done within, such as a validation: neither its time nor its passes and collectives count."""
+        """Leave out what is done within this context, such as a validation: neither its time nor its passes and collectives count."""
         with self._lock:
             self._pauses += 1
             start, exposed = time.perf_counter_ns(), self._telemetry.exposed_ns
@@ -156,7 +157,7 @@ class PerformanceRecorder:
     # --- what the training does
 
     def on_step(self, step: int) -> None:
-        """What counts here are the optimizer's."""
+        """Does nothing: the optimizer's steps count here."""
 
     def on_pass(self, kind: Pass, computed_ns: Mapping[str, int]) -> None:
         stepped_ns = computed_ns.get(OPTIMIZER, 0)
@@ -217,12 +218,12 @@ class PerformanceRecorder:
             if self._pauses:
                 return
             if self._fsdp is not None and self._fsdp.is_stepping_in_backward:
-                self._updated = (self._updated or 0) + updated  # in parts: the step ends with the backward
-            elif updated or self._fsdp is None or not self._fsdp.steps_in_backward:  # else it is the one that may stay in the loop
+                self._updated = (self._updated or 0) + updated  # in parts: the step ends with backward
+            elif updated or self._fsdp is None or not self._fsdp.steps_in_backward:  # otherwise it is the call that may stay in the loop
                 self._end_step(now - self._stepping_ns, updated, now)
 
     def _end_step(self, stepping_ns: int, updated: int, now: int) -> None:
-        """Under the lock. The optimizer has taken so long."""
+        """Hold the lock to call this. `stepping_ns` is how long the optimizer took."""
         self.zero3.record_optimizer_step(stepping_ns, updated)
         self._totals.compute_ns += stepping_ns
         self._steps += 1

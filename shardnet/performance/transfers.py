@@ -29,7 +29,7 @@ class MemoryTransferMetrics:
 
     @property
     def bandwidth_gbps(self) -> float:
-        """The same in GiB/s, under the name that it has elsewhere."""
+        """The same in GiB/s, under the name that other systems give it."""
         return self.bandwidth / 2**30
 
     def record(self, duration: int, bytes: int, direction: TransferDirection) -> None:
@@ -57,5 +57,5 @@ class MemoryTransferMetrics:
         self._update()
 
     def _update(self) -> None:
-        if self.cpu_to_gpu_transfers + self.gpu_to_cpu_transfers:  # before the first it stays 1, also in a merge
+        if self.cpu_to_gpu_transfers + self.gpu_to_cpu_transfers:  # before the first transfer it stays 1, also in a merge
             self.transfer_efficiency = min(1.0, self.bandwidth / REFERENCE_BYTES_PER_S)

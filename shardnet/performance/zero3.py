@@ -1,8 +1,8 @@
 """`Zero3PerformanceStats`: the counters that ZeRO-3 systems commonly report.
 
-Their formulas are kept as they are elsewhere, so that figures can be compared, and some of them mislead: tokens are
-counted in forward and again in backward, communication that compute hides counts as if it had cost time, and links are
-compared with a fixed speed. `TrainingFigures` has figures to decide by.
+The formulas are those of other systems, so that figures can be compared, but some of them mislead: tokens are counted
+in forward and again in backward, communication that compute hides counts as if it had cost time, and links are
+compared with a fixed speed. For figures to decide by, see `TrainingFigures`.
 """
 
 from dataclasses import asdict, dataclass, field, fields
@@ -31,7 +31,7 @@ class LayerPerformance:
 
 @dataclass(frozen=True, slots=True)
 class PerformanceSummary:
-    """What `get_performance_summary` gives; times in ns, averages truncated, efficiencies from 0 to 1."""
+    """What `get_performance_summary` returns; times in ns, averages truncated, efficiencies from 0 to 1."""
 
     total_operations: int  # forward + backward + optimizer
     average_forward_time: int
@@ -47,7 +47,7 @@ class PerformanceSummary:
 
 @dataclass(slots=True)
 class Zero3PerformanceStats:
-    """Counters of one rank, or after `merge` of several. Durations are whole nanoseconds. Not for several threads at once."""
+    """Counters of one rank, or, after `merge`, of several. Durations are whole nanoseconds. Not for several threads at once."""
 
     forward_passes: int = 0
     backward_passes: int = 0
@@ -80,7 +80,7 @@ class Zero3PerformanceStats:
         self.optimization_efficiency.record_compute(duration)
 
     def record_optimizer_step(self, duration: int, num_params: int) -> None:
-        """`num_params` is how many parameters it updated; no figure depends on it."""
+        """`num_params` is how many parameters the step updated; no figure depends on it."""
         _check(duration, num_params)
         self.optimizer_steps += 1
         self.total_optimizer_time += duration
@@ -95,7 +95,7 @@ class Zero3PerformanceStats:
         self.layer_timings.setdefault(name, LayerTimingStats()).record_backward(duration)
 
     def record_parameter_transfer(self, duration: int, bytes: int, direction: TransferDirection) -> None:
-        """Parameters went between CPU and GPU."""
+        """Record that parameters were moved between CPU and GPU."""
         _check(duration, bytes)
         self.memory_transfer_metrics.record(duration, bytes, direction)
         self.parameter_transfer_time += duration
@@ -109,7 +109,7 @@ class Zero3PerformanceStats:
         operation: CommunicationOperation = CommunicationOperation.ALL_REDUCE,
         bytes: int | None = None,
     ) -> None:
-        """Gradients were reduced. Unless told what was done and sent, one ALL_REDUCE of num_gradients · 4 · world_size bytes."""
+        """Record that gradients were reduced: by default one ALL_REDUCE of num_gradients · 4 · world_size bytes."""
         sent = num_gradients * GRADIENT_BYTES * world_size if bytes is None else bytes
         self.record_communication(operation, duration, sent)
         self.gradient_sync_time += duration
@@ -150,7 +150,7 @@ class Zero3PerformanceStats:
     # --- whole objects
 
     def reset(self) -> None:
-        """Everything as it was at the start."""
+        """Set everything back to its start."""
         new = Zero3PerformanceStats()
         for each in fields(self):
             setattr(self, each.name, getattr(new, each.name))

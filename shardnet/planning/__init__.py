@@ -1,4 +1,4 @@
-"""What a training will need before it is started: bytes a rank, and traffic a step. Arithmetic only, no traffic.
+"""What a training will need, computed before it starts: bytes per rank, and traffic per step. Arithmetic only, no traffic.
 
 Read in this order: model.py (units and their sizes), setting.py (ranks, links and choices), memory.py with activations.py (what a
 forward keeps), traffic.py, plan.py (all of it).

@@ -1,7 +1,7 @@
 """Measuring what a forward keeps for backward, without memory and without computing it.
 
 [Note: fake tensors] The forward runs on torch's fake tensors: they have a shape, a dtype and a device, but no content. The
-meta device alone would not do: there torch takes another path through attention, one that keeps the whole T×T matrix of
+meta device alone is not enough: there torch takes another path through attention, which keeps the whole T×T matrix of
 scores, and tensors that a forward makes itself would be on another device than the parameters.
 """
 
@@ -20,9 +20,9 @@ Tensor = torch.Tensor
 
 
 def activation_bytes(module: nn.Module, inputs: Sequence[Tensor]) -> int:
-    """The bytes that autograd saves in one forward on the CPU, each storage once; parameters and buffers, which are there
+    """The bytes that autograd saves in one forward on the CPU, each storage once; parameters and buffers, which exist
     anyway, are left out. Module and inputs may be on the meta device: only shapes and dtypes count. What activation
-    checkpointing keeps by itself is not seen.
+    checkpointing keeps by itself is not counted.
 
     Raises UsageError if forward cannot run on these inputs.
     """
@@ -48,7 +48,7 @@ def activation_bytes(module: nn.Module, inputs: Sequence[Tensor]) -> int:
 
 @contextmanager
 def _told_once() -> Iterator[None]:
-    """The fake mode logs what fails in it, with a traceback, beside raising it."""
+    """Silence the fake mode's log: it logs an error with a traceback, besides raising it."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:
@@ -58,7 +58,7 @@ def _told_once() -> Iterator[None]:
 
 
 def _fake(tensor: Tensor) -> Tensor:
-    """One of the same shape and dtype; to be called within a fake mode."""
+    """A fake tensor of the same shape and dtype; call it within a fake mode."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").requires_grad_(tensor.requires_grad)
 
 

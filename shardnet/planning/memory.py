@@ -2,24 +2,26 @@
 
 [Note: units in flight] FSDP gathers a unit and the `prefetch` next ones, and the units around it stay gathered; with
 SHARD_GRAD_OP all stay until their backward. In backward a unit collects its gradients while those of up to `prefetch` + 1
-units are being reduced. Freed buffers are kept for the next ones, so what was in flight at most is what stays allocated:
-the two peaks add up though they come at different times. With units within units it may be a little less.
+units are being reduced. Freed buffers are kept for the next ones, so the most that was in flight stays allocated: the
+peaks of parameters and of gradients add up, though they come at different times. With units within units the sum may be a
+little less.
 
-[Note: packed buffers] What is sent compressed is packed from the start of a collective until it is unpacked: parameters of
-the unit that is waited for and of the `prefetch` next ones, gradients of up to `prefetch` + 2 units, since one more is packed
-before the oldest is waited for. So much where the network is slow: what arrives earlier is unpacked earlier. Full-size
-gradients are free again once they are packed, or where nodes add them up first, which may last as long, once that is done.
-Then each rank packs, and keeps residuals for, what the ranks of its place need ([Note: sums inside nodes]).
+[Note: packed buffers] Packed buffers exist from the start of a collective until they are unpacked: parameters of the unit
+that is waited for and of the `prefetch` next ones, gradients of up to `prefetch` + 2 units, since one more is packed before
+the oldest is waited for. This is the most, on a slow network: what arrives earlier is unpacked earlier. Full-size gradients
+are free again once they are packed, or, where nodes add them up first, once they are added up, which may take as long. In
+that case each rank packs, and keeps residuals for, what the ranks in its place need ([Note: sums inside nodes]).
 
-[Note: copies] In an elastic training (shardnet.elastic) a rank keeps its parameters and optimizer state in host memory as of the
-last commit and as of the one that is being made, and the same of one other rank, unless several hold the same anyway.
+[Note: copies] In an elastic training (shardnet.elastic) a rank keeps two copies of its parameters and optimizer state in host
+memory: as of the last commit and as of the commit that is being made. It keeps the same of one other rank, unless several ranks
+hold the same anyway.
 
 [Note: CPU and GPU] With `cpu_offload` parameters, gradients and optimizer state are in the CPU's memory (shardnet/fsdp/offload.py),
-and what is in flight, residuals and activations on the GPU. Full parameters are then made whatever the strategy, since shards
-cannot serve as such: with NO_SHARD all of them are on the GPU from forward to backward.
+and buffers in flight, residuals and activations on the GPU. Full parameters are then made whatever the strategy, since shards on
+the CPU cannot serve as full parameters: with NO_SHARD all of them are on the GPU from forward to backward.
 
-Not counted: activations where nobody has measured them, what an optimizer needs while it steps, the collectives' own
-buffers (on the CPU those through which a GPU's tensors go), Python, torch and its allocator.
+Not counted: activations that nobody has measured, what an optimizer needs while it steps, the collectives' own
+buffers (such as those on the CPU through which a GPU's tensors pass), Python, torch and its allocator.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -40,23 +42,23 @@ GENERATIONS = 2  # of the state of an elastic training: the committed one, and t
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes of the rank that holds most; shards of two ranks differ by at most one element a group."""
+    """Bytes of the rank that holds the most; shards of two ranks differ by at most one element per group."""
 
     parameters: int
     gradients: int
     optimizer: int
-    gathered: int  # full parameters in flight at most
-    reducing: int  # full-size gradients in flight at most
-    secondary: int  # shards of what backward gathers, kept for that: see [Note: secondary shards] in shardnet/fsdp/secondary.py
+    gathered: int  # the most full parameters in flight
+    reducing: int  # the most full-size gradients in flight
+    secondary: int  # shards kept for backward's gathers: see [Note: secondary shards] in shardnet/fsdp/secondary.py
     residuals: int  # of error feedback, between steps
-    packed: int  # what compression sends and receives, in flight at most
-    copies: int  # that outlive lost workers: see [Note: copies]
-    activations: int | None  # None: not known, and left out
+    packed: int  # the most that compression has in flight, sent and received
+    copies: int  # copies that outlive lost workers: see [Note: copies]
+    activations: int | None  # None: not known, and left out of the total
     offloaded: bool  # whether shards are on the CPU though a GPU computes
 
     @property
     def on_cpu(self) -> int:
-        """Of the total, where a GPU computes: see [Note: CPU and GPU]."""
+        """The part of the total that is in the CPU's memory if a GPU computes: see [Note: CPU and GPU]."""
         return self.copies + (self.parameters + self.gradients + self.optimizer if self.offloaded else 0)
 
     @property
@@ -72,14 +74,14 @@ class MemoryPlan:
 
 
 def plan_memory(model: ModelSize, strategy: Strategy, setting: Setting) -> MemoryPlan:
-    """What a rank holds in training with one backward a step."""
+    """What a rank holds in a training with one backward per step."""
     shards = setting.shards(strategy)
     owned = setting.world_size if strategy is Strategy.ZERO_1 else shards  # ranks among which optimizer state is spread
     groups = [group for unit in model.units for group in unit.groups]
     trained = [group for group in groups if group.trainable]
     gradients = sum(_shard_bytes(group, shards) for group in trained)
     if strategy is Strategy.ZERO_1:
-        gradients += sum(_shard_bytes(group, owned) for group in trained)  # the mean of its own part, beside the whole
+        gradients += sum(_shard_bytes(group, owned) for group in trained)  # the mean of its own part, besides the whole gradients
     return MemoryPlan(
         parameters=sum(_shard_bytes(group, shards) for group in groups),
         gradients=gradients,
@@ -113,7 +115,7 @@ def _copies(groups: Sequence[GroupSize], strategy: Strategy, setting: Setting) -
 
 
 def _gathered(model: ModelSize, strategy: Strategy, setting: Setting) -> int:
-    """See [Note: units in flight]. Where a rank has everything, full parameters are made only to cast them, or to have them on a GPU."""
+    """See [Note: units in flight]. Where a rank has all shards, full parameters are made only to cast them, or to have them on a GPU."""
 
     def full_bytes(unit: UnitSize) -> int:
         return sum(group.numel * setting.compute(group).itemsize for group in unit.groups if made(group))
@@ -131,7 +133,7 @@ def _gathered(model: ModelSize, strategy: Strategy, setting: Setting) -> int:
 
 
 def _secondary(model: ModelSize, strategy: Strategy, setting: Setting) -> int:
-    """Of every unit that is gathered for backward: all have one when forward ends."""
+    """Secondary shards of every unit that is gathered again for backward: each unit has one when forward ends."""
     neighbours = setting.resharding(strategy).neighbours
     if neighbours is None:
         return 0
@@ -156,7 +158,7 @@ def _reducing(model: ModelSize, strategy: Strategy, setting: Setting) -> int:
 
 
 def _gradient_bytes(group: GroupSize, setting: Setting, *, collecting: bool) -> int:
-    """Collected in a dtype that loses nothing, then, where that is another one, copied into that of the reduction."""
+    """Gradients are collected in a dtype that loses nothing, then copied into the dtype of the reduction if that is another one."""
     reduce = setting.reduce(group)
     collect = torch.promote_types(setting.compute(group), reduce)
     itemsize = reduce.itemsize + (collect.itemsize if collecting and collect != reduce else 0)
@@ -171,7 +173,7 @@ def _residual_bytes(group: GroupSize, strategy: Strategy, setting: Setting) -> i
 
 
 def _every(strategy: Strategy, setting: Setting) -> int:
-    """A rank packs gradients for every how many-th rank."""
+    """The step n such that a rank packs gradients for every n-th rank."""
     return setting.ranks_per_node if setting.sums_on_nodes(strategy) else 1
 
 
@@ -186,7 +188,7 @@ def _packed(model: ModelSize, strategy: Strategy, setting: Setting) -> int:
     every = _every(strategy, setting)
     gradients = [bytes_of([group for group in unit.groups if group.trainable], setting.gradient_codec, every) for unit in model.units]
     twice = setting.gathered_twice(model, strategy) if setting.resharding(strategy).neighbours is None else ()
-    again = [count if index in twice else 0 for index, count in enumerate(parameters)]  # secondary shards go as they are
+    again = [count if index in twice else 0 for index, count in enumerate(parameters)]  # secondary shards are not packed
     most = 0
     for index in range(len(model.units)):
         after, before = index + 1 + setting.prefetch, max(index - setting.prefetch, 0)
@@ -200,9 +202,9 @@ def _packed(model: ModelSize, strategy: Strategy, setting: Setting) -> int:
 
 
 def _most_at_once(units: Sequence[UnitSize], ahead: int, bytes_of: Callable[[UnitSize, bool], int]) -> int:
-    """The most bytes of a unit in use, the units around it, and the `ahead` ones that follow. The root is around all.
+    """The most bytes of a unit in use, the units around it, and the next `ahead` units. The root is around all units.
 
-    `bytes_of(unit, whether it is in use)`.
+    `bytes_of(unit, in_use)` gives a unit's bytes.
     """
     most = 0
     for index, unit in enumerate(units):

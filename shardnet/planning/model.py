@@ -1,4 +1,4 @@
-"""`ModelSize`: a model as far as planning is concerned, as the sizes of its units."""
+"""`ModelSize`: all that planning needs of a model, the sizes of its units."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,17 +12,17 @@ from shardnet.fsdp.placement import PlacedParameter, UnitChoice, plan_units
 
 @dataclass(frozen=True, slots=True)
 class GroupSize:
-    """Parameters of a unit that are alike, so that they are one flat buffer."""
+    """Parameters of a unit that are of one kind, so that they form one flat buffer."""
 
     numel: int
-    dtype: torch.dtype  # in which they are kept and stepped
+    dtype: torch.dtype  # in which the parameters are kept and stepped
     trainable: bool = True
-    tensors: int = 1  # how many parameters it is
+    tensors: int = 1  # how many parameters it has
 
 
 @dataclass(frozen=True, slots=True)
 class UnitSize:
-    """What is gathered, used and freed together."""
+    """Parameters that are gathered, used and freed together."""
 
     name: str  # path within the model; "" for the root
     groups: tuple[GroupSize, ...]
@@ -32,13 +32,13 @@ class UnitSize:
         return sum(group.numel for group in self.groups)
 
     def within(self, other: "UnitSize") -> bool:
-        """Whether it is a part of another unit, which then is in use whenever it is."""
+        """Whether this unit lies in another one, which then is in use whenever this one is."""
         return self is not other and (not other.name or self.name.startswith(f"{other.name}."))
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """Units in order of use, the root first; and what a forward keeps for backward, in bytes, None if that is not known."""
+    """Units in order of use, the root first; and the bytes that a forward keeps for backward, None if not known."""
 
     name: str
     units: tuple[UnitSize, ...]
@@ -69,7 +69,7 @@ class ModelSize:
 
     @classmethod
     def of_sizes(cls, parameters: int, layers: int, *, root: int = 0, dtype: torch.dtype = torch.float32) -> "ModelSize":
-        """So many parameters in all, `root` of them in the root unit and the rest in equal layers, each a unit."""
+        """A model of `parameters` in all, `root` of them in the root unit and the rest in equal layers, each a unit."""
         if layers < 1:
             raise UsageError(f"a model has at least one layer, got {layers}")
         if not 0 <= root < parameters:
@@ -82,7 +82,8 @@ class ModelSize:
 
     @classmethod
     def of_transformer(cls, hidden: int, layers: int, vocabulary: int, *, dtype: torch.dtype = torch.float32) -> "ModelSize":
-        """A GPT: 12·hidden² + 13·hidden a layer, as in GPT-2; embedding, tied to the head, and last norm in the root."""
+        """A GPT: 12·hidden² + 13·hidden parameters per layer, as in GPT-2; the embedding, tied to the head, and the last norm are in the
+        root."""
         if min(hidden, layers, vocabulary) < 1:
             raise UsageError(f"hidden, layers and vocabulary are at least 1, got {hidden}, {layers} and {vocabulary}")
         root = vocabulary * hidden + 2 * hidden
@@ -90,7 +91,7 @@ class ModelSize:
 
 
 def _groups(placed: Sequence[PlacedParameter]) -> tuple[GroupSize, ...]:
-    """As FSDP groups parameters: by dtype and by whether they are trained."""
+    """Group parameters as FSDP does: by dtype and by whether they are trained."""
     kinds: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
     for parameter in (entry.parameter for entry in placed):
         kinds.setdefault((parameter.dtype, parameter.requires_grad), []).append(parameter)

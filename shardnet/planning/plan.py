@@ -17,28 +17,28 @@ class Plan:
     strategy: Strategy
     memory: MemoryPlan
     traffic: tuple[Traffic, ...]
-    reshard_after_forward: bool | int | None = None  # as it was asked for; None also where it does not apply
-    cpu_offload: bool = False  # as it was asked for; False also where it does not apply
+    reshard_after_forward: bool | int | None = None  # as requested; None also where it does not apply
+    cpu_offload: bool = False  # as requested; False also where it does not apply
 
     @property
     def bytes_sent(self) -> int:
-        """By one rank in one step."""
+        """Bytes that one rank sends in one step."""
         return sum(traffic.bytes_sent for traffic in self.traffic)
 
     @property
     def communication_s(self) -> float | None:
-        """Of all collectives one after the other; how much of it compute hides is not guessed. None without speeds."""
+        """The time of all collectives one after the other; how much of it compute hides is not estimated. None without speeds."""
         times = [traffic.seconds for traffic in self.traffic]
         known = [time for time in times if time is not None]
         return sum(known) if len(known) == len(times) else None
 
 
 def plan(model: ModelSize, setting: Setting, strategies: Iterable[Strategy] = ()) -> list[Plan]:
-    """A plan for each strategy; without any named, for all that differ in this world.
+    """A plan for each strategy; if none is named, for all that differ in this world.
 
     Raises UsageError for what FSDP refuses: parameters gathered in a wider dtype than they are kept in, compression that
-    contradicts the dtypes, or a `reshard_after_forward` that contradicts a strategy; and for `cpu_offload` of ZeRO-1. Where no
-    strategy is named these must suit FULL_SHARD, and those that they do not suit are planned without.
+    contradicts the dtypes, or a `reshard_after_forward` that contradicts a strategy; and for `cpu_offload` with ZeRO-1. If no
+    strategy is named, these options must suit FULL_SHARD; strategies that they do not suit are planned without them.
     """
     for group in (group for unit in model.units for group in unit.groups):
         if setting.compute(group).itemsize > group.dtype.itemsize:
@@ -50,7 +50,7 @@ def plan(model: ModelSize, setting: Setting, strategies: Iterable[Strategy] = ()
 
 
 def _suiting(strategy: Strategy, setting: Setting) -> Setting:
-    """The setting, without `cpu_offload` or a `reshard_after_forward` that some strategies take and this one does not."""
+    """The setting, without a `cpu_offload` or `reshard_after_forward` that other strategies accept and this one does not."""
     if strategy is Strategy.ZERO_1:
         setting = replace(setting, cpu_offload=False)
     try:
@@ -63,7 +63,7 @@ def _suiting(strategy: Strategy, setting: Setting) -> Setting:
 
 
 def _plan(model: ModelSize, strategy: Strategy, setting: Setting) -> Plan:
-    if strategy is Strategy.ZERO_1 and setting.mixed:  # a plain module, which computes in what it is kept in
+    if strategy is Strategy.ZERO_1 and setting.mixed:  # a plain module, which computes in the dtype that it is kept in
         setting = replace(setting, compute_dtype=None, reduce_dtype=None)
         model = replace(model, activation_bytes=None)  # measured in the other dtype
     setting = replace(setting, compression=setting.compression_under(strategy))

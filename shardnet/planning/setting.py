@@ -1,4 +1,4 @@
-"""`Setting`: where and how a model is to be trained."""
+"""`Setting`: where and how a model will be trained."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -30,9 +30,9 @@ class Strategy(StrEnum):
 
 
 class OptimizerKind(StrEnum):
-    """By what is kept for each parameter besides itself."""
+    """Kinds of optimizers, by what is kept for each parameter besides the parameter itself."""
 
-    ADAMW = "adamw"  # two moments, and a step counter a tensor
+    ADAMW = "adamw"  # two moments, and a step counter per tensor
     SGD_MOMENTUM = "sgd-momentum"
     SGD = "sgd"
 
@@ -42,7 +42,7 @@ class OptimizerKind(StrEnum):
 
     @property
     def counter_bytes(self) -> int:
-        """Of each parameter tensor, whatever its size: torch keeps AdamW's step as a float32."""
+        """Bytes for each parameter tensor, whatever its size: torch keeps AdamW's step as a float32."""
         return 4 if self is OptimizerKind.ADAMW else 0
 
 
@@ -50,10 +50,10 @@ class OptimizerKind(StrEnum):
 class Setting:
     """The ranks, the links between them, and the training's choices.
 
-    `compute_dtype` is what parameters are gathered and used in, `reduce_dtype` what gradients are reduced in; None: as the
-    parameters are kept, and as they are gathered. `compression`, `reshard_after_forward` and `cpu_offload` are those of `FSDP`.
-    Speeds are in bytes per second: `inside` of one rank to its node's others, `between` of a whole node to the others; None:
-    no times are planned.
+    `compute_dtype` is the dtype that parameters are gathered and used in (None: the one they are kept in), `reduce_dtype` the
+    one that gradients are reduced in (None: the one that parameters are gathered in). `compression`, `reshard_after_forward`
+    and `cpu_offload` are those of `FSDP`. Speeds are in bytes per second: `inside` from one rank to the others in its node,
+    `between` from a whole node to the other nodes; None: no times are planned.
     """
 
     world_size: int
@@ -96,7 +96,7 @@ class Setting:
         return self.compute_dtype is not None or self.reduce_dtype is not None
 
     def shards(self, strategy: Strategy) -> int:
-        """Among how many ranks the parameters are spread."""
+        """The number of ranks that the parameters are spread over."""
         match strategy:
             case Strategy.FULL_SHARD | Strategy.SHARD_GRAD_OP:
                 return self.world_size
@@ -114,7 +114,7 @@ class Setting:
         return self._dtypes(group).reduce
 
     def gathered_twice(self, model: ModelSize, strategy: Strategy) -> range:
-        """Which units, by index, are gathered for backward again: the root and the last `prefetch` ones are held till then."""
+        """Which units, by index, are gathered again for backward: the root and the last `prefetch` units are held until then."""
         return range(0) if self.resharding(strategy).keep else range(1, len(model.units) - self.prefetch)
 
     def resharding(self, strategy: Strategy) -> Resharding:
@@ -128,20 +128,21 @@ class Setting:
         return Resharding(keep=True)
 
     def offloads(self, strategy: Strategy) -> bool:
-        """Whether shards are in the CPU's memory. Raises UsageError for ZeRO-1, which is not FSDP's."""
+        """Whether shards are in the CPU's memory. Raises UsageError for ZeRO-1, which is no strategy of FSDP."""
         if self.cpu_offload and strategy is Strategy.ZERO_1:
             raise UsageError("cpu_offload: with ZeRO-1 the module is whole where it computes; choose a strategy of FSDP, or leave it out")
         return self.cpu_offload
 
     def compression_under(self, strategy: Strategy) -> Compression:
-        """What is in force. Raises UsageError and DtypeError where FSDP does; strategies that send no shards go without."""
+        """The compression that applies. Raises UsageError and DtypeError where FSDP does; strategies that send no shards have none."""
         if not strategy.sends_shards:
             return Compression()
         precision = MixedPrecision(self.compute_dtype, self.reduce_dtype)
         return self.compression.chosen(ShardingStrategy(strategy), self.shards(strategy), precision)
 
     def sums_on_nodes(self, strategy: Strategy) -> bool:
-        """Whether nodes add up gradients before they are sent compressed ([Note: sums inside nodes]), as they do where no GPU computes."""
+        """Whether nodes add up gradients before these are sent compressed ([Note: sums inside nodes]); they do so only where no GPU
+        computes."""
         across = 1 < self.ranks_per_node < self.shards(strategy)
         return across and self.compression_under(strategy).gradients is not None and not self.cpu_offload
 
@@ -160,5 +161,5 @@ class Setting:
 
 
 def packed_bytes(codec: Codec, group: GroupSize, shards: int, every: int = 1) -> int:
-    """Of all shards of a group together, or of the first one and each `every`-th after it."""
+    """The packed bytes of all shards of a group together, or of the first one and each `every`-th after it."""
     return sum(map(codec.size, shard_sizes(group.numel, shards)[::every])) * codec.wire_dtype.itemsize

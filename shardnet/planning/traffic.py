@@ -1,15 +1,15 @@
 """The collectives of one step, and how long the links need for them.
 
-[Note: load of a link] A lap over N ranks, to gather or to reduce, has each rank send (N - 1) / N of the buffer; an all-reduce is
-two. Of M nodes each one must send (M - 1) / M of the buffer to the others, and sends no more, however many ranks it has
-(shardnet/collectives/hierarchical.py). In HYBRID_SHARD each of a node's n ranks has a ring of its own across nodes, and the link
-carries all of them. Sums of 16-bit floats cross nodes of several ranks as float32; where every rank is a node they are
+[Note: load of a link] In a lap over N ranks, to gather or to reduce, each rank sends (N - 1) / N of the buffer; an all-reduce is two
+laps. Each of M nodes must send (M - 1) / M of the buffer to the others, and sends no more, however many ranks it has
+(shardnet/collectives/hierarchical.py). In HYBRID_SHARD each of a node's n ranks has its own ring across nodes, and the node's link
+carries all of these rings. Sums of 16-bit floats cross nodes of several ranks as float32; where every rank is a node they are
 exchanged as they are. Compressed gradients are sent directly (all_to_all): nodes of several ranks add them up first
-([Note: sums inside nodes]), and send M - 1 of M parts of that; where a GPU computes they do not, and of each of a node's n ranks 1 / N
-of the buffer goes to every rank outside. Neighbours that gather secondary shards are consecutive ranks, who may be parts of several
-nodes: in each lap that passes a node, it sends the next one all but what is that one's own.
+([Note: sums inside nodes]), and send M - 1 of M parts of the sum; where a GPU computes they do not add up, and each of a node's n
+ranks sends 1 / N of the buffer to every rank outside the node. Neighbours that gather secondary shards are consecutive ranks, which
+may be on several nodes: in each lap that passes a node, the node sends the next one everything except what the next one holds itself.
 
-Times are those of the busiest link at the speed given, without latency, packing, and what compute hides or delays.
+Times are those of the busiest link at the given speed, without latency, packing, and what compute hides or delays.
 """
 
 from collections import Counter
@@ -19,18 +19,18 @@ from dataclasses import dataclass
 from shardnet.planning.model import GroupSize, ModelSize
 from shardnet.planning.setting import Setting, Strategy, packed_bytes
 
-_SUM_BYTES = 4  # of an element of an unfinished sum of 16-bit floats
+_SUM_BYTES = 4  # per element, of an unfinished sum of 16-bit floats
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Collectives of one kind and purpose in one step, as one rank sends them."""
+    """Collectives of one kind and purpose in one step, with what one rank sends."""
 
     op: str  # all_gather, reduce_scatter, all_to_all, all_reduce
     purpose: str
     count: int
     bytes_sent: int  # by one rank
-    seconds: float | None  # None: the speed of the links is not given
+    seconds: float | None  # None: the links' speed was not given
 
 
 def plan_traffic(model: ModelSize, strategy: Strategy, setting: Setting) -> tuple[Traffic, ...]:
@@ -66,18 +66,18 @@ def plan_traffic(model: ModelSize, strategy: Strategy, setting: Setting) -> tupl
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """Bytes that a rank sends inside its node, and that a node's link carries; see [Note: load of a link]."""
+    """Bytes that a rank sends, those of them inside its node, and those that a node's link carries; see [Note: load of a link]."""
 
-    sent: float = 0.0  # by one rank, wherever to
-    inside: float = 0.0  # of these to its node
-    leaving: float = 0.0  # of the node, all its ranks together
+    sent: float = 0.0  # by one rank, to anywhere
+    inside: float = 0.0  # of these, to ranks of its node
+    leaving: float = 0.0  # what leaves the node, of all its ranks together
 
     def __add__(self, other: "_Load") -> "_Load":
         return _Load(self.sent + other.sent, self.inside + other.inside, self.leaving + other.leaving)
 
 
 def _lap(size: float, ranks: int, setting: Setting, *, widened: int = 1) -> _Load:
-    """To gather or reduce a buffer; `widened`: how many times as many bytes a sum has on its way between nodes."""
+    """The load to gather or reduce a buffer; `widened`: the factor by which a sum has more bytes on its way between nodes."""
     node = min(ranks, setting.ranks_per_node)
     nodes = ranks // node
     inside, leaving = size * (node - 1) / node, size * (nodes - 1) / nodes * (widened if node > 1 else 1)
@@ -94,7 +94,7 @@ def _gathers(purpose: str, groups: Iterable[GroupSize], ranks: int, setting: Set
 
 
 def _gathers_from_neighbours(groups: Iterable[GroupSize], neighbours: int, setting: Setting) -> Traffic:
-    """Of secondary shards, which are not compressed."""
+    """Gathers of secondary shards, which are not compressed."""
     inside, leaving = 0.0, dict[int, float]()  # for each byte gathered: by the busiest rank to its node, and by each node to others
     for first in range(0, setting.world_size, neighbours):
         held = Counter(rank // setting.ranks_per_node for rank in range(first, first + neighbours))
@@ -121,14 +121,15 @@ def _reductions(op: str, purpose: str, groups: Iterable[GroupSize], setting: Set
 
 
 def _sums_on_nodes(groups: Iterable[GroupSize], setting: Setting) -> Traffic:
-    """Of gradients that will be packed."""
+    """Sums, inside nodes, of gradients that will be packed."""
     node = setting.ranks_per_node
     sent = [group.numel * setting.reduce(group).itemsize * (node - 1) / node for group in groups]
     return _traffic("reduce_scatter", "add up gradients in nodes", [_Load(each, each, 0.0) for each in sent], setting)
 
 
 def _exchanges(groups: Iterable[GroupSize], strategy: Strategy, setting: Setting) -> Traffic:
-    """Of packed gradients: each rank sends every other one its part directly, or of its node's sum those of its place on other nodes."""
+    """Exchanges of packed gradients: each rank sends every other rank that rank's part directly, or, of its node's sum, the parts of the
+    ranks in its place on other nodes."""
     ranks = setting.shards(strategy)
     node = min(ranks, setting.ranks_per_node)
 
@@ -145,14 +146,14 @@ def _exchanges(groups: Iterable[GroupSize], strategy: Strategy, setting: Setting
 
 
 def _averages(groups: Iterable[GroupSize], shards: int, replicas: int, setting: Setting) -> Traffic:
-    """Over the ranks of different nodes that hold the same shard."""
+    """Averages over the ranks of different nodes that hold the same shard."""
     sizes = [group.numel * setting.reduce(group).itemsize / shards for group in groups]
     sent = [2 * size * (replicas - 1) / replicas for size in sizes]
     return _traffic("all_reduce", "average over nodes", [_Load(each, 0.0, each * shards) for each in sent], setting)
 
 
 def _traffic(op: str, purpose: str, loads: Sequence[_Load], setting: Setting) -> Traffic:
-    """Of as many collectives. Their time is that inside the node or of its link, whichever is longer."""
+    """The traffic of one collective per load. Their time is that inside the node or that of its link, whichever is longer."""
     load = sum(loads, _Load())
     times = []
     for count, speed in ((load.inside, setting.inside_bytes_per_s), (load.leaving, setting.between_bytes_per_s)):

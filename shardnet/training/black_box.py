@@ -17,17 +17,17 @@ from shardnet.version import VERSION
 
 log = logging.getLogger(__name__)
 
-_JOB_CHARACTERS = 100  # of a name, in a file's: that may have 255 bytes
-_TRIES = 1000  # for a name that is free; who keeps more files of one job should look at them
+_JOB_CHARACTERS = 100  # of a job's name, in a file's name, which may have 255 bytes
+_TRIES = 1000  # for a free name; whoever keeps more files of one job should look at them
 
 Row = dict[str, Any]
 
 
 class BlackBox:
-    """Writes the flight recorder of one rank down when a collective fails, once an epoch; lives as long as its station.
+    """Writes one rank's flight recorder to a file when a collective fails, once per epoch; lives as long as its station.
 
-    One JSON object a line: first what failed, then the last collectives, oldest first, as they were at that moment. It is written by a
-    thread of its own, since a slow disk must not hold up heartbeats. What cannot be written is a line in the log, and no error.
+    One JSON object per line: first what failed, then the last collectives, oldest first, as they were at that moment. A thread of its
+    own writes the file, since a slow disk must not hold up heartbeats. A failure to write is logged and raises no error.
     """
 
     def __init__(self, folder: Path, job: str, telemetry: Telemetry, topology: Callable[[], Topology]) -> None:
@@ -35,7 +35,7 @@ class BlackBox:
         self._job = job
         self._telemetry = telemetry
         self._topology = topology  # of the newest epoch
-        self._epochs: set[int] = set()  # that have failed; on the loop thread only, as all that fails
+        self._epochs: set[int] = set()  # that have failed; used on the loop thread only, where all failures are reported
         self._writing: list[threading.Thread] = []
         telemetry.flights.on_failure = self._on_failure
 
@@ -51,7 +51,7 @@ class BlackBox:
             return
         self._epochs.add(epoch)
         rows = [self._head(flight, error), *map(self._row, self._telemetry.flights.last())]  # now: they change
-        # no daemon: a program that ends by the error must not be faster
+        # no daemon: a program that ends because of the error must not end before the file is written
         thread = threading.Thread(target=self._write, args=(self._path(epoch), rows, str(error)), name="shardnet-black-box")
         self._writing.append(thread)
         thread.start()
@@ -95,7 +95,7 @@ class BlackBox:
         }
 
     def _wall_s(self, counter_ns: int) -> float | None:
-        """Seconds since 1970, which other ranks have, too; None for what has not been yet."""
+        """Seconds since 1970, comparable over ranks; None for what has not happened yet."""
         return (counter_ns + self._telemetry.epoch_offset_ns) / 1e9 if counter_ns else None
 
     def _write(self, wanted: Path, rows: Iterable[Row], message: str) -> None:
@@ -109,7 +109,7 @@ class BlackBox:
 
 
 def _create(wanted: Path) -> TextIO:
-    """A new file of this name, or with a number behind it where there is one: it belongs to another run. Raises OSError."""
+    """A new file of this name, or, if it exists already (from another run), with a number after the name. Raises OSError."""
     for number in range(1, _TRIES + 1):
         path = wanted if number == 1 else wanted.with_suffix(f".{number}{wanted.suffix}")
         try:

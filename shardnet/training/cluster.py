@@ -1,4 +1,4 @@
-"""`connect()`: from a process to a member of a cluster, and back."""
+"""`connect()`: makes a process a member of a cluster, and ends the membership."""
 
 import asyncio
 import errno
@@ -34,15 +34,15 @@ from shardnet.training.trace import gather_spans, write_trace
 from shardnet.training.tracking import Callback, Record, Tracker, numbers
 
 log = logging.getLogger(__name__)
-_inherited: list[AsyncExitStack] = []  # from the process that has forked this one: see [Note: forked children] in switchboard.py
+_inherited: list[AsyncExitStack] = []  # from the process that forked this one: see [Note: forked children] in switchboard.py
 
 
 class Cluster:
-    """This process's membership of a cluster; made by `connect`. `backend`, `topology` and what follows from them are those of one
-    epoch, until `reform`."""
+    """This process's membership of a cluster; made by `connect`. `backend`, `topology` and everything derived from them belong to
+    one epoch, until `reform`."""
 
     def __init__(self, backend: Backend, topology: Topology) -> None:
-        """Around a backend that somebody else has made, and closes; `connect` joins by `_at`."""
+        """Wrap a backend that the caller has made, and closes; `connect` uses `_at` to join."""
         self._seat = Seat(backend, topology)
         self._station: Station | None = None
         self._models = WeakSet[AsyncFSDP]()
@@ -73,7 +73,7 @@ class Cluster:
 
     @property
     def joiners(self) -> int:
-        """How many workers wait for `reform` to take them in, as far as this rank has heard."""
+        """How many workers wait for `reform` to take them in, as far as this rank knows."""
         return self._seat.joiners
 
     @property
@@ -93,9 +93,9 @@ class Cluster:
         return self.backend.telemetry
 
     async def shard(self, module: nn.Module, units: UnitChoice = None, **options: Unpack[ShardingOptions]) -> AsyncFSDP:
-        """Shard a module over the cluster; see `FSDP` for the arguments. All ranks must call it; calls at the same time take turns, in the
-        order in which they were made. One that is cancelled at work goes on to its end, since the other ranks take part in it, or to that
-        of the cluster. Closed with the cluster; before that, whoever has no use for it any more calls `aclose` or drops it."""
+        """Shard a module over the cluster; see `FSDP` for the arguments. All ranks must call it; concurrent calls take turns, in the order
+        in which they were made. A call that is cancelled while it works goes on to its end, since the other ranks take part in it, or to
+        the end of the cluster. The model is closed with the cluster; if you no longer need it before that, call `aclose` or drop it."""
 
         async def make() -> AsyncFSDP:
             try:
@@ -109,12 +109,12 @@ class Cluster:
         making = asyncio.ensure_future(make())
         self._making.add(making)
         making.add_done_callback(self._making.discard)
-        making.add_done_callback(lambda done: done.cancelled() or done.exception())  # whoever was cancelled does not ask for its error
+        making.add_done_callback(lambda done: done.cancelled() or done.exception())  # a cancelled caller does not ask for its error
         return await asyncio.shield(making)
 
     async def record(self, model: AsyncFSDP | None, optimizer: torch.optim.Optimizer) -> PerformanceRecorder:
-        """Measure how fast the network is, then watch a training; None for a model that is not sharded. All ranks must
-        call it. Closed with the cluster; `shardnet.performance` has what makes the cluster's figures of the ranks'."""
+        """Measure how fast the network is, then watch a training; `model` is None if it is not sharded. All ranks must
+        call it. Closed with the cluster; `shardnet.performance` merges the ranks' figures into the cluster's."""
         link_bytes_per_s = await measure_link(self.backend)
         self.telemetry.link_bytes_per_s = link_bytes_per_s or 0.0
         recorder = PerformanceRecorder(model or self.backend, optimizer, link_bytes_per_s=link_bytes_per_s)
@@ -122,8 +122,8 @@ class Cluster:
         return recorder
 
     async def mean(self, value: float, *, weight: float = 1.0, label: str = "mean") -> float:
-        """The weighted mean of a number over ranks, NaN if all weights are 0; all ranks must call it, and several tasks in the same order.
-        With a `label` of its own one that meets another is a CollectiveMismatch."""
+        """The weighted mean of a number over ranks, NaN if all weights are 0; all ranks must call it, and several tasks must do so in the
+        same order. If each call has its own `label`, calls in different orders raise CollectiveMismatch."""
         weighted = torch.tensor([value * weight, weight], dtype=torch.float64, device="cpu")
         total, weights = (await self.backend.all_reduce(weighted, label=label)).tolist()
         return float(total / weights) if weights else float("nan")
@@ -139,12 +139,12 @@ class Cluster:
         note: str = "",
         metrics: Mapping[str, SupportsFloat] | None = None,
     ) -> None:
-        """Tell whoever watches (the launcher's bar, `shardnet status`) how far the training is. Local and cheap.
+        """Tell the watchers (the launcher's bar, `shardnet status`) how far the training is. Local and cheap.
 
-        With `connect(track=...)`, or where `on_metrics` has somebody, rank 0's loss, tokens per second and exposed share are kept, with
-        whatever `metrics` has beside them; other ranks' are not. A tensor of one element is a number, too.
+        With `connect(track=...)`, or after `on_metrics`, rank 0's loss, tokens per second and exposed share are recorded, together with
+        `metrics`; those of other ranks are not. A tensor of one element is accepted as a number.
 
-        Raises UsageError, on any rank, for a metric that is no number, or is called as the record calls something of its own."""
+        Raises UsageError, on any rank, for a metric that is no number, or whose name the record uses itself."""
         known = numbers({"loss": loss, "tokens_per_s": tokens_per_s, "exposed_share": exposed_share})
         others = numbers(metrics or {})
         if self.rank == 0:
@@ -159,17 +159,17 @@ class Cluster:
         self._tracker.add(function)
 
     async def reform(self, *, agreed: bool = False, missing: Collection[int] = ()) -> None:
-        """Leave this epoch and take a place in the next one, with every other member that does so and with those that wait to join.
+        """Leave this epoch and take a place in the next one, with every other member that does so and with the workers that wait to join.
 
         For the members of an elastic job (`connect(elastic=True)`): after `PeerLost`, or, with `agreed`, where all ranks call it at the
-        same point; then they take leave of each other first. Else what the other ranks are in fails with PeerLost, and they must
-        reform, too. Rank, world size, backend and topology are new
-        afterwards. Models and recorders that this cluster has made are closed, and so are backends and sub-groups: make them anew, and
-        bring the state along with `shardnet.elastic`. Waits until all members have come or are gone, and for joiners if fewer are left
-        than the job's minimum; for members that are `missing`, as a CollectiveTimeout has them, not longer than two seconds more.
+        same point; then they say goodbye to each other first. Without `agreed`, collectives that the other ranks are in fail with
+        PeerLost, and those ranks must reform, too. Rank, world size, backend and topology are new afterwards. Models and recorders that
+        this cluster has made are closed, and so are backends and sub-groups: make new ones, and bring the state along with
+        `shardnet.elastic`. Waits until all members have come or are gone, and for joiners if fewer are left than the job's minimum; for
+        members that are `missing`, as a CollectiveTimeout names them, at most two seconds longer.
 
-        Raises StateError where nobody joins, RendezvousUnavailable, JoinTimeout or JoinRefused if there is no next epoch for this
-        worker, and PeerLost if its peers cannot be reached; the cluster is closed then, as after cancelling.
+        Raises StateError for a cluster that is not elastic, RendezvousUnavailable, JoinTimeout or JoinRefused if there is no next
+        epoch for this worker, and PeerLost if its peers cannot be reached; the cluster is then closed, as after cancelling.
         """
         if self._station is None or not self.elastic:
             raise StateError(
@@ -182,9 +182,9 @@ class Cluster:
         self._seat = await self._station.join(membership, missing)
 
     async def withdraw(self) -> None:
-        """Leave this epoch and the job, in peace with the peers, while the others form the next epoch: all ranks must be at the same point
-        and know of it. For a worker that is told to leave; of an elastic job, leaving `connect` says that the training is over. The
-        cluster is closed then."""
+        """Leave this epoch and the job, with a goodbye to the peers, while the others form the next epoch: all ranks must be at the same
+        point and know that this one leaves. For a worker that is told to leave; in an elastic job, leaving `connect` instead would say
+        that the training is over. The cluster is closed afterwards."""
         membership = await self._abandon()
         if membership is not None:
             await end_membership(membership, goodbye=not self.elastic)
@@ -196,11 +196,11 @@ class Cluster:
             await self._close_models()
         finally:
             await self._seat.leave(error)
-            if error is None:  # else nobody waits for what may be stuck in code of the program's
+            if error is None:  # otherwise nobody waits for a call that may be stuck in the program's code
                 await self._close_late_models()
 
     async def _abandon(self) -> Membership | None:
-        """End what was made in this epoch, and its backend; what is left of its seat."""
+        """End what was made in this epoch, and its backend. Returns the membership, which is left."""
         await self._close_models()
         membership = await self._seat.abandon()
         await self._close_late_models()
@@ -213,7 +213,7 @@ class Cluster:
             await self._models.pop().aclose()
 
     async def _close_late_models(self) -> None:
-        """Those that were still being made, by a call that was cancelled: without a backend they do not become any, but for what was done
+        """Close models that a cancelled call was still making: without a backend no more are made, but one may have been finished
         already."""
         if self._making:
             await asyncio.wait(self._making)
@@ -222,14 +222,14 @@ class Cluster:
 
 @asynccontextmanager
 async def connect(**settings: Any) -> AsyncIterator[Cluster]:
-    """Join the cluster that the environment names (`shardnet run` sets it), or be a world of one where there is none.
+    """Join the cluster that the environment names (`shardnet run` sets it), or be a world of one if it names none.
 
     Any field of `Settings` may be given instead: `connect(rendezvous="10.0.0.1:7000", min_world_size=4, …)`.
-    Entering waits until the world is complete; raises `UsageError` for a setting that makes no sense, a `RendezvousError`
-    if joining fails and `PeerLost` if a peer cannot be reached. Leaving says goodbye to the peers; leaving by an exception
-    does not, so that they fail at once, too. A second connect in a process is a member of its own, with a port of its own, and under the
-    same certificate with a `local_rank` of its own. Meanwhile SIGUSR1 has the process print what it does, if connect is called in the main
-    thread and nobody else listens to that signal (docs/diagnosis.md).
+    Entering waits until the world is complete; raises `UsageError` for a setting that makes no sense, a `RendezvousError` if joining fails
+    and `PeerLost` if a peer cannot be reached. Leaving says goodbye to the peers; leaving by an exception does not, so that they fail at
+    once, too. A second connect in a process is a separate member, with its own port, and under the same certificate with its own
+    `local_rank`. While connected, SIGUSR1 makes the process print what it does, if connect is called in the main thread and nobody else
+    handles that signal (docs/diagnosis.md).
     """
     chosen = Settings.from_environment(None, **settings)
     trace, flight = _trace_file(chosen), _flight_folder(chosen)
@@ -249,14 +249,14 @@ async def connect(**settings: Any) -> AsyncIterator[Cluster]:
         try:
             yield cluster
         finally:
-            if os.getpid() != pid:  # a child that was forked, for which it is not to close anything; kept, or it would be closed even so
+            if os.getpid() != pid:  # in a forked child, which must not close anything; kept, since dropping the stack would close it
                 _inherited.append(stack.pop_all())
         if trace is not None and os.getpid() == pid:
             await _write_trace(cluster, trace)
 
 
 def _trace_file(settings: Settings) -> Path | None:
-    """Where the trace goes. Its folder is made now: at the end of a long run it is too late to learn that it cannot be."""
+    """Where the trace goes. Its folder is made now: the end of a long run is too late to learn that this is impossible."""
     if not settings.trace:
         return None
     path = Path(settings.trace)
@@ -270,7 +270,7 @@ def _trace_file(settings: Settings) -> Path | None:
 
 
 def _flight_folder(settings: Settings) -> Path | None:
-    """Where the black box writes. Made now, as the trace's, and for the same reason."""
+    """The folder where the black box writes. It is made now, like the trace's, for the same reason."""
     if not settings.flight:
         return None
     path = Path(settings.flight)

@@ -1,7 +1,7 @@
-"""`Departure`: a wish that this process leave, to be met at a moment at which nothing is lost.
+"""`Departure`: a request that this process leave, to be granted at a moment when nothing is lost.
 
-SIGTERM is what machines that are taken back, containers and schedulers send before they kill. A training that keeps its state can use the
-time: `shardnet.elastic` makes the next step safe and then leaves. Who listens to no such wish is cancelled at once.
+Reclaimed machines, containers and schedulers send SIGTERM before they kill a process. A training that keeps its state can use the time:
+`shardnet.elastic` makes the next step safe and then leaves. A program that does not heed such requests is cancelled at once.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from typing import NoReturn
 
 
 class Departure:
-    """Of one program; lives as long as `shardnet.run` runs it."""
+    """The departure of one program; lives as long as `shardnet.run` runs it."""
 
     def __init__(self, cancel: Callable[[], object]) -> None:
         """`cancel` ends the program."""
@@ -22,21 +22,21 @@ class Departure:
 
     @classmethod
     def current(cls) -> "Departure":
-        """That of the program that this runs in; where `shardnet.run` does not run it, one that nobody wants."""
+        """The departure of the program that calls this; if `shardnet.run` does not run it, one that nobody asks for."""
         return _current.get() or cls(lambda: None)
 
     def become_current(self) -> None:
-        """For this task and those that it makes."""
+        """Become the current one for this task and the tasks that it creates."""
         _current.set(self)
 
     def ask(self) -> bool:
-        """Wish it. False, and nothing has changed, if the program is not at a point where somebody will meet it."""
+        """Ask the program to leave. False, and nothing has changed, if the program is not at a point where it heeds this."""
         self.wanted = self.wanted or self._heeds()
         return self.wanted
 
     @contextmanager
     def heeded(self, while_true: Callable[[], bool]) -> Iterator[None]:
-        """Whoever is within looks at `wanted` from time to time and calls `leave`; as long as `while_true` says so."""
+        """The code within this context looks at `wanted` from time to time and calls `leave`, as long as `while_true()`."""
         before, self._heeds = self._heeds, while_true
         try:
             yield

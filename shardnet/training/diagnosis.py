@@ -1,4 +1,4 @@
-"""`Diagnosis`: what a process does at this moment, in words."""
+"""`Diagnosis`: what a process is doing at this moment, in words."""
 
 import asyncio
 import os
@@ -19,8 +19,8 @@ _FRAMES = 40  # of a stack, the innermost ones
 
 
 class Diagnosis:
-    """Of one membership. It only reads, so any thread may ask for it, whatever the others are stuck in; that it is put together while
-    they go on is no matter."""
+    """The diagnosis of one membership. It only reads, so any thread may ask for it, whatever the others are stuck in; the other
+    threads may go on meanwhile."""
 
     def __init__(self) -> None:
         self._telemetry = Telemetry()
@@ -28,15 +28,15 @@ class Diagnosis:
         self._loop: asyncio.AbstractEventLoop | None = None  # of the program
 
     def about(self, telemetry: Telemetry, topology: Callable[[], Topology]) -> None:
-        """The world is formed. Called on the event loop of the program, whose tasks are told, too."""
+        """Called when the world is formed, on the program's event loop, whose tasks are then listed, too."""
         self._telemetry, self._topology, self._loop = telemetry, topology, asyncio.get_running_loop()
 
     def waits_for(self) -> list[int]:
-        """The ranks that have not entered what this one has waited in for long."""
+        """The ranks that have not entered a collective in which this one has been waiting for long."""
         return sorted({absent.rank for each in self._telemetry.waiting if not each.is_over for absent in each.absent})
 
     def text(self, found: str = "") -> str:
-        """`found` is the stack of the thread that the signal came to, as it was then."""
+        """The diagnosis. `found` is the stack of the thread that got the signal, as it was then."""
         parts = {
             "collectives under way": self._under_way(),
             f"the last {_FLIGHTS} collectives": map(self._flight, self._telemetry.flights.last(_FLIGHTS)),
@@ -73,7 +73,7 @@ def _ago(counter_ns: int) -> str:
 
 
 def _tasks(loop: asyncio.AbstractEventLoop) -> Iterator[str]:
-    """Each with the places where its coroutines stand, outermost first; those that stand at the same ones together."""
+    """Each task with the places where its coroutines stand, outermost first; tasks that stand at the same places share a line."""
     names: dict[str, list[str]] = {}
     for task in asyncio.all_tasks(loop):
         names.setdefault(" > ".join(_places(task.get_coro())), []).append(task.get_name())

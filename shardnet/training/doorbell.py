@@ -1,11 +1,12 @@
-"""`answering()`: SIGUSR1 to a process that is in `connect()` has it print what it does.
+"""`answering()`: SIGUSR1 makes a process that is in `connect()` print what it is doing.
 
 [Note: the doorbell] A handler in Python runs in the main thread, and only between two of its bytecodes: not while it is in a long
-computation of torch, and never if it hangs there. So the handler is one in C, faulthandler's. It writes the stack of the thread that the
-signal came to, mostly the main one, into a pipe, which wakes a thread of ours; and that one prints the stacks of all threads and the
-rest. It needs the interpreter for it. While other code holds that, all waits, but the stack in the pipe is that of the very moment. What
-faulthandler could do more, write the stacks of all threads while they run, may crash a healthy process. The wakeup descriptor of Python's
-own handlers (`signal.set_wakeup_fd`) would do as well, but there is one in a process, and it belongs to the program's event loop.
+computation of torch, and never if it hangs there. So the handler is written in C: faulthandler's. It writes the stack of the thread that
+got the signal, mostly the main one, into a pipe. This wakes a thread of ours, which prints the stacks of all threads and the rest. Our
+thread needs the interpreter lock. While other code holds the lock, our thread waits, but the stack in the pipe is still from the moment
+of the signal. faulthandler could also write the stacks of all threads while they run, but that may crash a healthy process. The wakeup
+descriptor of Python's own handlers (`signal.set_wakeup_fd`) would do as well, but a process has only one, and it belongs to the program's
+event loop.
 """
 
 import faulthandler
@@ -23,14 +24,14 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 _SIGNAL = signal.SIGUSR1
-_QUIET_MS = 50  # then a stack, which comes in many small pieces, is complete
+_QUIET_MS = 50  # after so long without data a stack, which comes in many small pieces, is complete
 _STATUS = Path("/proc/self/status")
 
 
 @contextmanager
 def answering(text: Callable[[str], str]) -> Iterator[None]:
-    """Print `text(stack)` to stderr at each SIGUSR1. Only from the main thread, and only where nobody else has a handler for it, of
-    whatever kind; else this does nothing."""
+    """Print `text(stack)` to stderr at each SIGUSR1. This works only from the main thread, and only if nobody else has a handler of
+    any kind for the signal; otherwise it does nothing."""
     if threading.current_thread() is not threading.main_thread() or _is_taken():
         yield
         return
@@ -54,7 +55,7 @@ def answering(text: Callable[[str], str]) -> Iterator[None]:
 def _is_taken() -> bool:
     if signal.getsignal(_SIGNAL) is not signal.SIG_DFL:
         return True
-    try:  # handlers of C code, such as that of an outer connect(), Python knows nothing of
+    try:  # Python does not know handlers of C code, such as that of an outer connect()
         caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", _STATUS.read_text(), re.MULTILINE)
     except OSError:  # no Linux
         return False
@@ -62,7 +63,7 @@ def _is_taken() -> bool:
 
 
 def _give_back() -> None:
-    """The handler that was there before, or one that the program has set meanwhile, which faulthandler knows nothing of."""
+    """Restore the handler that was there before, or one that the program has set since then, which faulthandler does not know of."""
     newer = signal.getsignal(_SIGNAL)
     faulthandler.unregister(_SIGNAL)
     if newer is not signal.SIG_DFL and newer is not None:

@@ -1,8 +1,8 @@
 """Running an async training program so that signals end it cleanly.
 
-[Note: signals of children] A handler of an event loop is one in C, which writes the number of the signal into a socket that the loop reads.
-A forked child has both, and so what is sent to it, as by `Process.terminate()` or by a Pool that ends its workers, would end its parent.
-Therefore a child first gets the handlers that were there before the program began, and no signal comes to it sooner.
+[Note: signals of children] An event loop's signal handler is written in C and writes the number of the signal into a socket that the loop
+reads. A forked child inherits both, so a signal sent to the child, by `Process.terminate()` or by a Pool that ends its workers, would end
+the parent. Therefore a child first gets the handlers that were there before the program began, and signals are blocked until then.
 """
 
 import asyncio
@@ -24,20 +24,20 @@ from shardnet.training.tracebacks import shorten
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_before: dict[signal.Signals, Any] = {}  # what had handled them before the program that runs, if one does
-_ours: dict[signal.Signals, Any] = {}  # what does while it runs, unless it has set something else
+_before: dict[signal.Signals, Any] = {}  # their handlers before the running program began, if one runs
+_ours: dict[signal.Signals, Any] = {}  # their handlers while it runs, unless it has set others
 _forking = threading.local()  # `mask`: the signals that were blocked before a fork
 
 
 def run(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
     """Run `main()` to its end on a uvloop, and return what it returns. The first SIGINT or SIGTERM cancels it, so that its `finally` blocks
     run and the process exits with 130 or 143, without delay ([Note: leaving at once] in leaving.py); a second one kills the process
-    at once. (asyncio.run makes an exception of the second one, at any place, which may be inside the loop: then what that was about
-    to do is never done, and a program may hang.) While `shardnet.elastic.run` trains, SIGTERM is met when the next step or two are
-    done and safe: departure.py. In another thread than the main one, signals are left alone.
+    at once. (asyncio.run turns the second one into an exception, raised anywhere, perhaps inside the loop: then the loop never does what it
+    was about to do, and a program may hang.) While `shardnet.elastic.run` trains, SIGTERM takes effect when the next step or two are done
+    and safe: departure.py. In a thread other than the main one, signals are left alone.
 
-    What `main` raises is raised, with a traceback that is about the program ([Note: short tracebacks] in tracebacks.py); UsageError for a
-    coroutine in place of the function, and where an event loop runs already.
+    What `main` raises is raised, with a traceback reduced to the program ([Note: short tracebacks] in tracebacks.py); UsageError for a
+    coroutine in place of the function, and if an event loop runs already in this thread.
     """
     received: list[int] = []
     _check(main)
@@ -83,7 +83,7 @@ def run(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
         raise
     finally:
         if hears:
-            _give_back(() if received else _SIGNALS)  # after one the next one still kills
+            _give_back(() if received else _SIGNALS)  # after a first signal the next one still kills
 
 
 def _check(main: object) -> None:
@@ -115,7 +115,7 @@ def _give_back_signals() -> None:
 
 
 def _give_back(numbers: Iterable[signal.Signals]) -> None:
-    """What handled these signals before the program began, unless it has set something itself."""
+    """Restore the handlers from before the program began, unless the program has set others."""
     for number in numbers:
         if signal.getsignal(number) == _ours.get(number):
             before = _before.get(number)
@@ -127,7 +127,7 @@ os.register_at_fork(before=_hold_signals, after_in_parent=_hear_signals, after_i
 
 
 def _kill_by(loop: asyncio.AbstractEventLoop, *numbers: signal.Signals) -> None:
-    """The next signal of these kills the process."""
+    """Let the next one of these signals kill the process."""
     for number in numbers:
         loop.remove_signal_handler(number)
         signal.signal(number, signal.SIG_DFL)

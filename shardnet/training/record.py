@@ -1,4 +1,4 @@
-"""`RunRecord`: what a training run did, as its report tells it."""
+"""`RunRecord`: what a training run did, for its report."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -36,7 +36,7 @@ def write_report(path: Path, run: RunRecord) -> None:
 
 
 def page_data(run: RunRecord) -> dict[str, Any]:
-    """What the page's scripts read, as a JSON object. Numbers that JSON has no word for (NaN) are None."""
+    """What the page's scripts read, as a JSON object. Numbers that JSON cannot express (NaN) are None."""
     data = {
         "title": run.title,
         "started": run.started.isoformat(timespec="seconds"),
@@ -55,7 +55,7 @@ def page_data(run: RunRecord) -> dict[str, Any]:
 
 
 def _fill(template: str, parts: dict[str, str]) -> str:
-    """Put each part where the template says «NAME»; text that a part brings along is left alone."""
+    """Put each part where the template says «NAME»; «…» within a part is left alone."""
     pieces = template.split("«")
     filled = [pieces[0]]
     for piece in pieces[1:]:
@@ -65,7 +65,7 @@ def _fill(template: str, parts: dict[str, str]) -> str:
 
 
 def _embed(data: object) -> str:
-    """JSON that may stand inside <script>: no character of it can end the element or begin a comment."""
+    """JSON that is safe inside <script>: none of its characters can end the element or begin a comment."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 

@@ -4,8 +4,8 @@
 while all ranks hold equally many. In an epoch's last step they may not, so a rank multiplies the mean loss of its
 own samples by `weight` = own samples · world_size / samples of all ranks. The mean over ranks of these products is
 the mean over samples, whatever the sizes are. A rank without samples still takes part, since the others need it for
-their collectives: it runs one sample with weight 0, which adds exact zeros. All ranks work this out for themselves, since
-they know the whole data set; where each knows its own part alone, `FSDP.uneven` asks.
+their collectives: it runs one sample with weight 0, which adds exact zeros. Each rank works this out by itself, since it
+knows the whole data set; where each rank knows only its own part, use `FSDP.uneven`, which asks the other ranks.
 """
 
 import random
@@ -50,7 +50,7 @@ class ShardedSampler:
         self._rank = rank
         self._world_size = world_size
         self._seed = seed
-        self._order_of: tuple[int, list[int]] = (-1, [])  # the last epoch asked for, and its order
+        self._order_of: tuple[int, list[int]] = (-1, [])  # the epoch asked for last, and its order
 
     @property
     def steps_per_epoch(self) -> int:

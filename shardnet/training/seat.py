@@ -10,14 +10,14 @@ class Seat:
     """A backend to the ranks of one epoch, and the membership that gave this process its rank; thrown away when any member changes."""
 
     def __init__(self, backend: Backend, topology: Topology, membership: Membership | None = None) -> None:
-        """`membership` is None where no rendezvous has a say; both are closed with the seat."""
+        """`membership` is None if no rendezvous is used; the backend and the membership are closed with the seat."""
         self.backend = backend
         self.topology = topology
         self.membership = membership
 
     @property
     def joiners(self) -> int:
-        """How many workers wait to come in with the next epoch."""
+        """How many workers wait to join in the next epoch."""
         return 0 if self.membership is None else self.membership.joiners
 
     async def leave(self, error: BaseException | None) -> None:
@@ -27,7 +27,7 @@ class Seat:
                 self.backend.abort()
             await self.backend.aclose()
         finally:
-            # dropped: whoever still has the cluster would keep the connection
+            # dropped: code that still holds the cluster would keep the connection
             membership, self.membership = self.membership, None
             if membership is not None:
                 await end_membership(membership, goodbye=error is None)
@@ -40,7 +40,7 @@ class Seat:
 
 
 async def end_membership(membership: Membership, *, goodbye: bool) -> None:
-    """Without a goodbye, if what it stood for has failed, or if another one has followed it."""
+    """End a membership: without a goodbye if its epoch has failed, or if another membership has followed it."""
 
     async def end() -> None:
         if not goodbye:

@@ -12,7 +12,7 @@ from shardnet.waiting import Waiting
 
 
 def worker_snapshot(telemetry: Telemetry, topology: Topology | None) -> stats_pb2.SnapshotReply:
-    """What there is to say now; `topology` is None until the world is formed. Any thread; takes about 0.2 ms."""
+    """The statistics as they are now; `topology` is None until the world is formed. Any thread may call this; it takes about 0.2 ms."""
     ops, pace = telemetry.totals()
     memory = ProcessMemory.now()
     reply = stats_pb2.SnapshotReply(

@@ -1,4 +1,4 @@
-"""`Station`: from where a process joins its cluster, epoch after epoch."""
+"""`Station`: where a process joins its cluster from, epoch after epoch."""
 
 import asyncio
 import logging
@@ -38,11 +38,11 @@ from shardnet.transport.stats_service import Snapshot
 from shardnet.transport.store_service import StoreService
 
 log = logging.getLogger(__name__)
-Meet = Callable[[str, str], Awaitable[Topology]]  # the topology of all, for this worker's address and what its certificate says
-_left = set[tuple[str, str]]()  # rendezvous and job of worlds that this process has been in
-_within = ContextVar[AbstractSet[tuple[str, str]]]("within", default=frozenset())  # the same, of those that this task is in
-_LEAVING_S = 0.3  # at most, between tries to come again while others are yet to leave
-_PAUSE_S = 2.0  # at most, between tries to form an elastic world: somebody may die in each, and a network may be away for a while
+Meet = Callable[[str, str], Awaitable[Topology]]  # gives everybody's topology, for this worker's address and its certificate's identity
+_left = set[tuple[str, str]]()  # rendezvous and job of the worlds that this process has been in
+_within = ContextVar[AbstractSet[tuple[str, str]]]("within", default=frozenset())  # the same, of the worlds that this task is in
+_LEAVING_S = 0.3  # at most, between tries to join again while others have not left yet
+_PAUSE_S = 2.0  # at most, between tries to form an elastic world: a worker may die in each, and a network may be down for a while
 
 
 class Station(Protocol):
@@ -51,8 +51,8 @@ class Station(Protocol):
     elastic: bool  # whether an epoch may follow another one
 
     async def join(self, after: Membership | None = None, missing: Collection[int] = ()) -> Seat:
-        """A place in the next epoch. `after` is the membership that this one follows; it is ended in any case. `missing` are ranks of its
-        epoch that hold up the others.
+        """Take a place in the next epoch. `after` is the membership that this one follows; it is ended in any case. `missing` are ranks
+        of its epoch that hold up the others.
 
         Raises a RendezvousError if joining fails, and PeerLost if a peer cannot be reached.
         """
@@ -60,13 +60,13 @@ class Station(Protocol):
 
 @asynccontextmanager
 async def open_station(settings: Settings, meet: Meet | None = None, store: StoreService | None = None) -> AsyncIterator[Station]:
-    """Listen on a port, closed at the end, which serves a store as well where one is given; or, where there is no rendezvous, be a world of
-    one. With `meet` workers find each other by that, once, and no rendezvous is asked.
+    """Listen on a port, closed at the end, which also serves a store if one is given; or, without a rendezvous, be a world of one. With
+    `meet` workers find each other by calling that, once, and no rendezvous is asked.
 
     Raises UsageError for an engine inside nodes that this process cannot have.
     """
     check_engine(settings.node_engine)
-    if not settings.local_rank:  # one of those on this machine is enough
+    if not settings.local_rank:  # one of the workers on this machine is enough
         for name, meant in Settings.misspelt(os.environ):
             log.warning("nothing reads the environment variable %s; did you mean %s?", name, meant)
     if not settings.rendezvous:
@@ -86,7 +86,7 @@ async def open_station(settings: Settings, meet: Meet | None = None, store: Stor
 
 
 async def take_seat(station: Station, settings: Settings) -> Seat:
-    """A place in the world. A process that has left the job before may come when others have not left that yet: it waits for them."""
+    """Take a place in the world. A process that has left the job before may come back before others have left it: it waits for them."""
     gives_up_s = time.monotonic() + settings.timeouts.join_s
     for pause_s in delays(most_s=_LEAVING_S):
         try:
@@ -103,7 +103,7 @@ async def take_seat(station: Station, settings: Settings) -> Seat:
 
 @asynccontextmanager
 async def _metrics(settings: Settings, station: "_Alone | _Connected") -> AsyncIterator[None]:
-    """Answer with statistics where that is wanted. In a world of one there is no other port."""
+    """Serve statistics if the settings ask for it. In a world of one there is no other port."""
     if not settings.metrics:
         yield
         return
@@ -118,12 +118,12 @@ class _Port(Protocol):
         """Listen."""
 
     async def aclose(self) -> None:
-        """Whether or not it does."""
+        """Stop, whether or not it listens."""
 
 
 @asynccontextmanager
 async def _on_loop(port: _Port) -> AsyncIterator[None]:
-    """A port of the loop thread, from another loop."""
+    """Run a port on the loop thread, from another loop."""
     loop = LoopThread.shared()
     try:
         await loop.run_here(port.start())
@@ -158,14 +158,15 @@ class _Alone:
 
 
 class _Obituaries:
-    """What the rendezvous says of members of one epoch that are gone, on its way to the mesh of that epoch. On the loop thread.
+    """Passes on what the rendezvous says of members of one epoch that are gone to the mesh of that epoch. On the loop thread.
 
-    Only hints: the rendezvous may have lost a worker whose peers still reach it. The mesh sees for itself, sooner for it.
+    These are only hints: the rendezvous may have lost a worker whose peers still reach it. The mesh checks by itself, but earlier because
+    of the hint.
     """
 
     def __init__(self) -> None:
         self._mesh: GrpcMesh | None = None
-        self._gone: dict[int, str] = {}  # before there was a mesh
+        self._gone: dict[int, str] = {}  # heard of before there was a mesh
 
     def lead_to(self, mesh: GrpcMesh) -> None:
         self._mesh = mesh
@@ -230,7 +231,7 @@ class _Connected:
         return seat
 
     async def _serve(self) -> None:
-        """Say that the world is whole, unless it is no more."""
+        """Report that the world is whole, unless it is no longer so."""
         assert self._mesh is not None
         self.endpoint.set_serving(self._mesh.is_whole)
 
@@ -240,7 +241,7 @@ class _Connected:
         try:
             with Path(self._settings.report_file).open("a") as report:
                 report.write(f"{topology.me.address} {topology.rank} {topology.world_size}\n")
-        except OSError as error:  # it shows less then, and that is all
+        except OSError as error:  # the launcher then shows less, and that is all
             log.warning("the launcher cannot be told of rank %d: %s: %s", topology.rank, self._settings.report_file, error.strerror)
 
     async def _take_seat(self, after: Membership | None, missing: tuple[int, ...]) -> Seat:
@@ -299,11 +300,11 @@ class _Connected:
             membership = join(settings.rendezvous, request, timeouts=settings.timeouts, on_lost=obituaries.add, security=self._security)
             try:
                 await loop.run_here(membership.__aenter__())
-            except BaseException:  # cancelled too late: it may have a place by now
+            except BaseException:  # cancelled too late: this worker may have a place by now
                 await end_membership(membership, goodbye=False)
                 raise
         finally:
-            if after is not None:  # not sooner: the rendezvous must see that this worker goes on, not that it is gone
+            if after is not None:  # not earlier: the rendezvous must see that this worker goes on, not that it is gone
                 await end_membership(after, goodbye=False)
         return membership
 
@@ -324,8 +325,8 @@ class _Connected:
 
 
 def _compare_rank(wished: int, topology: Topology) -> None:
-    """Say if this worker has another rank than it has asked for. Loudly only on one worker of each node: where the reason is the order of
-    nodes the first one's rank differs, too."""
+    """Log if this worker has another rank than it asked for. A warning only on one worker of each node: if the reason is the order of
+    nodes, the first worker's rank differs, too."""
     if wished in (-1, topology.rank):
         return
     log.log(

@@ -19,7 +19,7 @@ from shardnet.errors import ProtocolError
 from shardnet.telemetry import Span, Telemetry, Track
 
 _TRACKS = tuple(Track)
-_LANES_PER_TRACK = 1000  # thread numbers set aside for a track; more lanes than threads of a process is no timeline
+_LANES_PER_TRACK = 1000  # thread numbers reserved for a track; nobody could read more lanes than that
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,8 @@ async def gather_spans(backend: Backend, name: str) -> list[RankSpans]:
 
 
 def write_trace(path: Path, ranks: Sequence[RankSpans]) -> None:
-    """Write a file for https://ui.perfetto.dev or chrome://tracing: a process for each rank, a thread for each lane. Raises OSError, and
-    leaves what was there."""
+    """Write a file for https://ui.perfetto.dev or chrome://tracing: a process for each rank, a thread for each lane. If it raises
+    OSError, a file that was there before stays as it was."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.unfinished")
     try:
@@ -85,7 +85,7 @@ class _Lane:
 
     def __init__(self, first: Span) -> None:
         self.spans = [first]
-        self._enclosing = [first]  # those that reach over the last start, the innermost last
+        self._enclosing = [first]  # those that end after the last start, the innermost last
 
     def takes(self, span: Span) -> bool:
         """Add the span if it nests."""

@@ -1,12 +1,12 @@
-"""Errors as the author of a program reads them.
+"""Tracebacks shortened for the author of a program.
 
 [Note: short tracebacks] Between `shardnet.run(main)` and `main` lies the event loop, the same in every traceback, and between a model and
-its layers lie wrappers and hooks. Such passages are left out. An error of ours says itself what went wrong, where and what to do: how it
-came through our rooms and autograd helps nobody, and least of all once for each rank that has lost the same peer. Of a ShardnetError only
-the program's own lines are shown, and no errors that it came from, unless the program raised one of them. Any other error keeps all of our
-lines but passages: it may be a mistake of ours.
+its layers lie wrappers and hooks. Such passages are left out. The message of an error of ours already says what went wrong, where and what
+to do: its path through our packages and autograd helps nobody, least of all when each rank that has lost the same peer prints it. Of a
+ShardnetError only the program's own lines are shown, without the errors that caused it, unless the program raised one of those. Any other
+error keeps all of our lines except passages: it may be a mistake of ours.
 
-The log has the whole, at the level DEBUG.
+The log has the full traceback, at level DEBUG.
 """
 
 import sys
@@ -26,26 +26,26 @@ _PASSAGES = (
     "uvloop",
 )
 _ROOMS = (*_PASSAGES, "shardnet", "torch")
-_LIBRARIES = (*_ROOMS, "grpc", *sys.stdlib_module_names)  # what shardnet calls itself
+_LIBRARIES = (*_ROOMS, "grpc", *sys.stdlib_module_names)  # modules that shardnet itself calls
 
 
 def shorten(error: BaseException) -> None:
-    """Leave out of its traceback, and of those that are shown with it, what the note says."""
+    """Remove from an error's traceback, and from those shown with it, what [Note: short tracebacks] says."""
     left, known = [error], set[int]()
     while left:
         each = left.pop()
         if id(each) not in known:
             known.add(id(each))
             if isinstance(each, ShardnetError) and not any(_is_the_programs(other) for other in _roots(each)):
-                each.__cause__ = None  # nor is a context shown then
-            BaseException.with_traceback(each, _linked(_kept(each)))  # not by assignment: classes exist that forbid it
+                each.__cause__ = None  # setting it also hides the context
+            BaseException.with_traceback(each, _linked(_kept(each)))  # not by assignment: some classes forbid it
             left += (other for other in _shown_with(each) if isinstance(other, BaseException))
 
 
 def _roots(error: BaseException) -> list[BaseException]:
-    """All that are shown with it, near and far."""
+    """All errors that are shown with this one, directly or indirectly."""
     found = [error]
-    for each in found:  # which grows
+    for each in found:  # the list grows while it is read
         found += [other for other in _shown_with(each) if isinstance(other, BaseException) and other not in found]
     return found[1:]
 
@@ -59,7 +59,7 @@ def _kept(error: BaseException) -> list[TracebackType]:
     own = [entry for entry in entries if not _is_in(entry.tb_frame, _ROOMS)]
     if isinstance(error, ShardnetError):
         return own
-    if not own:  # it was raised and caught within our rooms
+    if not own:  # it was raised and caught within our packages
         return entries
     *way, end = entries[entries.index(own[0]) :]
     return [*(entry for entry in way if not _is_in(entry.tb_frame, _PASSAGES)), end]

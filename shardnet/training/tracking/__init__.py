@@ -1,5 +1,5 @@
-"""A training's metrics, where others look for them: a record.py for each step, which tracker.py hands on to json_lines.py, tensorboard.py
-and functions of the user's.
+"""A training's metrics, where other tools look for them: for each step a record (record.py), which tracker.py hands on to json_lines.py,
+tensorboard.py and the user's functions.
 """
 
 from shardnet.training.tracking.record import Record, numbers

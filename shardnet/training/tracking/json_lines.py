@@ -11,7 +11,7 @@ _LONGEST = 1 << 20  # bytes of a record
 
 
 class JsonLines:
-    """Made at the first record. What an earlier run has written stays: where a step is there again the last line counts."""
+    """The file is made at the first record. Lines of an earlier run stay: if a step occurs again, its last line counts."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / NAME
@@ -35,7 +35,7 @@ class JsonLines:
 
 
 def _drop_broken_line(path: Path) -> None:
-    """What an earlier run has not written to its end, as where the disk was full."""
+    """Remove a last line that an earlier run did not finish, for example because the disk was full."""
     with path.open("r+b") as file:
         end = file.seek(0, os.SEEK_END)
         tail = min(end, _LONGEST)

@@ -8,13 +8,13 @@ from typing import SupportsFloat
 
 from shardnet.errors import UsageError
 
-OWN = ("step", "time", "epoch", "world_size")  # names that a record has for itself
+OWN = ("step", "time", "epoch", "world_size")  # names that a record uses itself
 
 
 def numbers(metrics: Mapping[str, SupportsFloat]) -> dict[str, float]:
     """A user's metrics as plain numbers, tensors of one element included. Raises UsageError for what cannot be written.
 
-    Here, where the user's own call is on the stack: on the tracker's thread one such value would end all tracking.
+    It is checked here, where the user's own call is on the stack: on the tracker's thread one such value would end all tracking.
     """
     plain = {}
     for name, value in metrics.items():
@@ -38,6 +38,6 @@ class Record:
     metrics: Mapping[str, float]
 
     def as_json(self) -> str:
-        """One line. What is no finite number is null: JSON has no other word for it."""
+        """One line. Values that are not finite become null, since JSON cannot express them."""
         head = dict(zip(OWN, (self.step, round(self.at_s, 3), self.epoch, self.world_size), strict=True))
         return json.dumps(head | {name: value if math.isfinite(value) else None for name, value in self.metrics.items()})

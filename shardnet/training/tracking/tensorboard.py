@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class TensorBoard:
-    """Made at the first record, whose step and all later ones of an earlier run it takes the place of."""
+    """Event files, made at the first record. They replace that step and all later ones of an earlier run."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -27,7 +27,7 @@ class TensorBoard:
     def write(self, record: Record) -> None:
         """Raises OSError."""
         if self._writer is None:
-            from torch.utils.tensorboard import SummaryWriter  # takes a second, for those who want it
+            from torch.utils.tensorboard import SummaryWriter  # takes a second, so only where it is used
 
             self._writer = SummaryWriter(str(self._folder), purge_step=record.step, flush_secs=5)
         for name, value in record.metrics.items():

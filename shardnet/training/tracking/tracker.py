@@ -1,4 +1,4 @@
-"""`Tracker`: takes records and hands them on, without holding up who reports."""
+"""`Tracker`: takes records and hands them on, without holding up the caller."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -24,7 +24,7 @@ class _Sink(Protocol):
 
 
 class _Function:
-    """A user's own: for other trackers."""
+    """A user's own function, for other trackers."""
 
     def __init__(self, function: Callback) -> None:
         self._function = function
@@ -40,10 +40,10 @@ class _Function:
 
 
 class Tracker:
-    """Lives as long as its cluster; begins nothing before the first record.
+    """Hands records to all sinks. Lives as long as its cluster; begins nothing before the first record.
 
-    A thread of its own writes, in order: a slow disk must not hold up steps. What cannot be written is a line in the log, and its place
-    gets no more records; the training goes on.
+    A thread of its own writes, in order: a slow disk must not hold up steps. If a sink cannot write, that is logged and the sink gets
+    no more records; the training goes on.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -56,11 +56,11 @@ class Tracker:
         self._thread: ThreadPoolExecutor | None = None
 
     def add(self, function: Callback) -> None:
-        """Have it called with the step and the metrics, on the tracker's thread."""
+        """Have the function called with the step and the metrics, on the tracker's thread."""
         self._sinks.append(_Function(function))
 
     def take(self, record: Record) -> None:
-        """Hand it on; returns at once."""
+        """Hand a record on; returns at once."""
         if not self._sinks:
             return
         if self._thread is None:
