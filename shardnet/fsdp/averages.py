@@ -32,7 +32,8 @@ class _Average:
 class ReplicaAverages:
     """Averages reduced shards over replicas, each as soon as its node's half is done, while other units are still at that half.
 
-    They start in the order in which they were asked for, which is the same on all ranks, whatever the order in which the halves end.
+    The averages start in the order in which they were asked for, which is the same on all ranks, whatever the order in which the halves
+    end.
     """
 
     def __init__(self, comms: Communicators) -> None:

@@ -26,8 +26,7 @@ class Elsewhere:
 
     def __init__(self, take: Take) -> None:
         self._take = take  # is given each gradient that comes
-        # by a parameter's number: the graph node to which autograd brings its gradients, and the hooks there, which live as long as the
-        # node
+        # by a parameter's number: the graph node that gets its gradients, and the hooks there, which live as long as the node
         self._watched: dict[int, tuple[Node, RemovableHandle, RemovableHandle]] = {}
         self._hooked: dict[int, bool] = {}  # by number: whether autograd has run the parameter's hooks on all gradients that have come
 

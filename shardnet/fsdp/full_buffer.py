@@ -35,7 +35,7 @@ class FullBuffer:
         self._bytes = self._storage.nbytes()
         # What the storage is exchanged with when it is freed or filled; holds no memory in between.
         self._vacant = torch.UntypedStorage(0, device=device)  # type: ignore[no-untyped-call]
-        self._of_node: NodeBuffer | None = None  # the owner of the memory, if this buffer has not its own
+        self._of_node: NodeBuffer | None = None  # the buffer that lends the memory, if this one does not use its own
         self._complaint = f"the full parameters of {owner} are freed: they can be read only while it computes, in forward or backward"
         _forbid_reading(self._vacant, self._complaint)
         self._counted = False
@@ -48,7 +48,7 @@ class FullBuffer:
         self._have(self._pool.take(self._bytes, self.tensor.device))
 
     def expect(self) -> None:
-        """Count memory from now on that is being filled and that `adopt` will bring."""
+        """From now on count the memory that is being filled and that `adopt` will bring."""
         if not self._counted:
             self._gauge.add(self._bytes)
         self._counted = True

@@ -7,8 +7,8 @@ the full shape that view the full buffer. Autograd puts their gradients on the l
 
 [Note: parameters that change] An optimizer may step between forward and backward: then backward gathers other values than forward
 computed with, and gradients would be wrong. Autograd raises where a saved tensor has another version than when it was saved. So a leaf
-gets a new version if its parameter has got one since the leaf was last shown. A backward that reads the leaf then raises, as it would
-in one process; a backward that does not read it goes on.
+gets a new version when it is shown, if its parameter has got one since the last time. A backward that reads the leaf then raises, as
+it would in one process; a backward that does not read it goes on.
 
 [Note: writes that would be lost] A forward may write to a parameter, as `nn.Embedding(max_norm=...)` does. The write then reaches the
 leaf's memory, which is freed with the unit, or it gives the leaf other memory, which the next gather does not fill. A forward may also

@@ -102,8 +102,7 @@ class Prefetcher:
         for unit in units:
             if unit.state is UnitState.HELD:
                 unit.reshard()  # a backward that still comes uses what is gathered now
-            # The handles give None: the gathered bytes belong to the unit, which frees them. Nobody has to wait for the handles: forward
-            # does.
+            # The handles give None: the gathered bytes belong to the unit, which frees them. Nobody has to await them: forward does.
             self._explicit[unit] = [pending.map(lambda _: None).quietly() for pending in unit.start_gather()]
         return self.explicit_handles
 

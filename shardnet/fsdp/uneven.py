@@ -41,7 +41,7 @@ class _Announced(Generic[T]):
     """What this rank brings to a step, while it learns what the others bring."""
 
     batches: list[tuple[T, int]]  # those with samples, and how many
-    counts: Pending[Tensor]  # gives [world_size, 4]: samples, batches with samples, batches, whether the rank has no batch at all
+    counts: Pending[Tensor]  # gives [world_size, 4]: samples, batches with samples, batches, whether there is none to compute on
 
 
 def count_samples(batch: object) -> int:

@@ -19,7 +19,7 @@ class TrainingFigures:
     ranks: int = 1
     steps: int = 0
     wall_s: float = 0.0  # of all steps; for several ranks the slowest rank's, since they step together
-    step_s: tuple[float, ...] = ()  # the last steps, one by one, oldest first; for several ranks the slowest rank's
+    step_s: tuple[float, ...] = ()  # the last steps, one by one, oldest first; for several ranks each step's slowest
     samples: int = 0  # each counted once; summed over ranks
     tokens: int = 0  # likewise
     rank_s: float = 0.0  # wall time summed over ranks, as are all figures below

@@ -7,7 +7,7 @@ from shardnet.errors import UsageError
 
 
 class ShardingStrategy(StrEnum):
-    """Of which of parameters, gradients and optimizer state a rank holds only its share."""
+    """Which of parameters, gradients and optimizer state are spread over ranks, so that a rank holds only its share."""
 
     FULL_SHARD = "full_shard"  # all three (ZeRO-3): parameters are gathered for forward and again for backward
     SHARD_GRAD_OP = "shard_grad_op"  # all three between steps (ZeRO-2): gathered for forward, kept until backward is done

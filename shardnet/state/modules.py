@@ -57,7 +57,7 @@ def moments_of(whole: Mapping[str, Tensor], optimizer_of: Callable[[Tensor], tor
 
 
 def without_moments(kept: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
-    """Split this into what `moments_of` did not add, by name, and what it did, by parameter."""
+    """Split `kept` into the tensors that `moments_of` did not add, by name, and those that it added, by parameter."""
     others: dict[str, Tensor] = {}
     moments: dict[str, dict[str, Any]] = {}
     for name, tensor in kept.items():
