@@ -6,7 +6,7 @@ rank_file.py    what one rank writes, and parts of it read back
 tensor_file.py  the same in the format's terms, written
 direct_file.py  a file past the system's page cache
 blocks.py       checksums of what is read in parts
-duties.py       who writes what several ranks have
+duties.py       which rank writes what several ranks have
 idle_thread.py  where files are written while the training goes on
 reading.py      what one rank needs
 checkpoints.py  saving and loading, with all ranks

@@ -8,8 +8,8 @@ sent in fewer bits), ignored.py (what is left alone), offload.py (GPUs that hold
 
 A model at work: placement.py (what becomes a unit), group.py (one flat buffer) with full_buffer.py and pool.py (how its memory comes and
 goes), unit.py (its states), hooks.py and runtime.py (what happens at each of them) with passes.py and tensors.py. What overlaps:
-prefetch.py and reductions.py, with communicators.py (who talks to whom) and shard_streams.py (from a GPU); secondary.py (shards kept for
-backward). stepping.py (optimizers that step in backward).
+prefetch.py and reductions.py, with communicators.py (groups of ranks) and shard_streams.py (reading shards on a GPU); secondary.py
+(shards kept for backward). stepping.py (optimizers that step in backward).
 
 Gradients: gradients.py and lent_gradients.py (until they are reduced), elsewhere.py (of a loss that reads parameters), averages.py over
 node_grid.py (where several ranks hold one shard), refusal.py (when a reduction fails). clipping.py, grad_scaler.py, uneven.py (ranks that
@@ -17,8 +17,8 @@ hold unequal numbers of samples). Packed: compressed/.
 
 The first contents: initial.py, and meta/ for models that are built without memory. Contents as states: state.py.
 
-What is refused: alike.py (ranks that shard differently), absent.py (what is read where it is not whole), known.py (parameters that were
-not sharded), optimizers.py. What is counted: memory.py, timeline.py.
+What is refused: alike.py (ranks that shard differently), absent.py (reading a parameter where it is not whole), known.py (parameters
+that were not sharded), optimizers.py. What is measured: memory.py, timeline.py.
 """
 
 from shardnet.fsdp.async_wrapper import AsyncFSDP

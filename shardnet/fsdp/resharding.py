@@ -11,7 +11,7 @@ class Resharding:
     """Full parameters are freed after forward, unless one of these says that they are kept."""
 
     keep: bool = False  # whole
-    neighbours: int | None = None  # as shards over so many ranks; see [Note: secondary shards]
+    neighbours: int | None = None  # as shards over this many ranks; see [Note: secondary shards]
 
     @classmethod
     def chosen(cls, reshard_after_forward: bool | int | None, strategy: ShardingStrategy, shard_count: int) -> "Resharding":

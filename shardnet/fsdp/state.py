@@ -90,7 +90,7 @@ def load_full_state(module: nn.Module, groups: Sequence[FlatGroup], rank: int, s
 
 
 def load_sharded_state(module: nn.Module, groups: Sequence[FlatGroup], rank: int, state: ShardedState) -> None:
-    """Take back what `sharded_state` gave on this rank of as many ranks; no traffic."""
+    """Take back what `sharded_state` returned on this rank, in a world of the same size; no traffic."""
     slices = {piece.name: piece for group in groups for piece in group.layout.slices(rank)}
     if slices != state.slices:
         raise UsageError(

@@ -72,7 +72,7 @@ class UnevenSteps(Generic[T]):
         self._comms = comms
         self._samples = samples
         self._accumulate = accumulate
-        self._at_hand = dummy  # computed with weight 0 where there is nothing else
+        self._at_hand = dummy  # a batch to compute with weight 0 when there is no other
 
     def __iter__(self) -> Iterator[Part[T]]:
         coming = self._announce(self._read())

@@ -412,7 +412,7 @@ class FSDP(nn.Module):
         return state.load_full_state(self.module, self.groups, self._comms.shard_rank, full, strict=strict)
 
     def load_sharded_state_dict(self, sharded: state.ShardedState) -> None:
-        """Load what `sharded_state_dict` gave on the same rank of as many ranks; no traffic."""
+        """Load what `sharded_state_dict` returned on the same rank, in a world of the same size; no traffic."""
         self._runtime.require_slices("load_sharded_state_dict()")
         state.load_sharded_state(self.module, self.groups, self._comms.shard_rank, sharded)
 

@@ -112,7 +112,7 @@ class PerformanceRecorder:
     # --- what the program says
 
     def count(self, *, samples: int = 0, tokens: int = 0) -> None:
-        """Say that this rank's next forward, and its backward, have so many samples and tokens. Count each batch once."""
+        """Give the samples and tokens in the batch of this rank's next forward and backward. Count each batch once."""
         if min(samples, tokens) < 0:
             raise UsageError(f"a batch has no negative number of samples or tokens, got {samples} and {tokens}")
         with self._lock:

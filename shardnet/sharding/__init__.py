@@ -1,7 +1,7 @@
 """How flat buffers are cut into shards: pure arithmetic over torch shapes, no communication.
 
-Read in this order: strategy.py (what is sharded), ranks.py (over whom), split.py (how one buffer is cut), layout.py (what lies where);
-overlap.py (what cannot be cut).
+Read in this order: strategy.py (what is sharded), ranks.py (over which ranks), split.py (how one buffer is cut), layout.py (what lies
+where); overlap.py (which parameters cannot be sharded).
 """
 
 from shardnet.sharding.layout import FlatLayout, ParameterSlice, ParameterSpec

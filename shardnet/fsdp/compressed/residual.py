@@ -26,7 +26,7 @@ class Residual:
         self._kept: Tensor | None = None
 
     def make_room(self, numel: int) -> None:
-        """Have memory for `numel` elements, if any are to be kept."""
+        """Have memory for `numel` elements, if residuals are kept."""
         if self._kept is None and self._dtype is not None:
             self._kept = torch.zeros(numel, dtype=self._dtype, device=self._device)
             self._gauge.add(self._kept.nbytes)

@@ -44,7 +44,7 @@ class InitialValues:
         return f"{source} must fill all that the module itself holds, on the device where it is"
 
     def calls(self, module: nn.Module) -> bool:
-        """Whether a function is to fill the module: its own parameters and buffers, unless the state has all of them."""
+        """Whether a function must fill the module: its own parameters and buffers, unless the state has all of them."""
         if self._state is not None and module._buffers.keys().isdisjoint(module._non_persistent_buffers_set):
             return False
         return self._function is not None or (bool(_own_tensors(module)) and hasattr(module, "reset_parameters"))
