@@ -18,8 +18,8 @@ class Leisure:
     """How much of the processor a thread beside a training takes: a small share, with rests in between, until somebody waits for the
     thread.
 
-    A low priority alone is not enough: the processor time that a save needs is then taken from a single step, which other ranks wait
-    for. Measured: that step takes 1.08 times as long, against 1.03 for each of the steps over which this spreads the work
+    A low priority alone is not enough: the processor time that a save needs is then taken from one step, which other ranks wait for.
+    Measured: such a step takes 1.08 times as long, against 1.03 for the steps over which this spreads the work
     (benchmarks/README.md).
     """
 

@@ -28,7 +28,7 @@ def check_kinds(module: object, backend: object, prefetch: object, mixed_precisi
 
 
 def check_parameters(module: nn.Module, ignored: IgnoredModules) -> None:
-    """Raise an error for a parameter that cannot be sharded."""
+    """Raise UsageError for a parameter that cannot be sharded."""
     for name, parameter in module.named_parameters():
         if (unit := sharded_by(parameter)) is not None:
             raise UsageError(f"{name} is sharded already, in {unit} of another FSDP model; models cannot share parameters")
