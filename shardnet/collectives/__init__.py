@@ -2,16 +2,16 @@
 
 Read in this order.
 
-What is common: ledger.py (how ranks know that they mean the same), reduction.py (sums in an order that never depends on timing),
-plans.py (which algorithm it is) and route.py (over which nodes), operation.py (one collective on one rank).
+Common to all: ledger.py (how ranks know that they are in the same collective), reduction.py (sums in an order that never depends on
+timing), plans.py (chooses the algorithm), route.py (the way over the nodes), operation.py (one collective on one rank).
 
-Over streams: exchange.py and two_shot.py (small), hierarchical.py (large) with cut.py, lane.py and parts.py; operations.py (a group's,
-one after the other), early.py (what comes too soon).
+Over streams: exchange.py and two_shot.py (small collectives), hierarchical.py (large ones) with cut.py, lane.py and parts.py;
+operations.py (all operations of one group), early.py (chunks that arrive before this rank has asked for them).
 
-By letter, among ranks of one node: letters/. commons.py is memory that they gather into.
+By letter, among ranks of one node: letters/. commons.py is the memory that these ranks share and gather into.
 
-All of them: group.py (some ranks) with first_contact.py and farewell.py (how it begins to be, and to be forgotten), switchboard.py
+Around them: group.py (some of the ranks) with first_contact.py and farewell.py (how a group is set up and forgotten), switchboard.py
 (all groups of a mesh), channels.py, turns.py and any_source.py (sends and receives).
 
-When it does not go well: verdict.py (what ends a collective on all ranks), watch.py and roll_call.py (who is waited for).
+When a collective fails or hangs: verdict.py (the error that ends it on all ranks), watch.py and roll_call.py (which ranks it waits for).
 """

@@ -1,12 +1,12 @@
 """`AnySource`: receives from whichever rank sends first.
 
 [Note: any source] A send and its receive are a collective of two ranks, numbered on a channel of their own for each source and tag. So a
-receive that names nobody has no number before a source is chosen: it waits until the next number of a channel has been announced by
-its source and is claimed by no other receive here, and then is the receive with that number. Nothing is lost by that, for what has
-been announced stays where it is until somebody claims it, and a receive that gives up has claimed nothing.
+receive that names no source has no number until one is chosen. It waits until the source of some channel has announced the channel's next
+number and no other receive here has claimed that number; then it becomes the receive with that number. Nothing is lost by that, because
+an announcement is kept until a receive claims it, and a receive that gives up has claimed nothing.
 
-Those of one tag choose in the order of their calls. A receive that names its source claims the next number when it is called: it goes
-before one that still waits, whichever was called first.
+Receives of one tag choose in the order of their calls. A receive that names its source claims the next number when it is called, so it
+goes before one that still waits, whichever was called first.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from shardnet.collectives.switchboard import Switchboard
 
 Begun = tuple[int, "concurrent.futures.Future[None]"]
-# Why a group has ended, made anew for each who asks: an error that is raised keeps its caller's frames, and what is in them.
+# Makes a new error, saying why a group has ended, for each caller: an error that is raised keeps its caller's frames and their contents.
 Ending = Callable[[], ShardnetError]
 
 
@@ -39,8 +39,8 @@ class AnySource:
         self._board = board
         self._channels = channels
         self._at_end = at_end
-        self._without_source = 0  # receives, from their call on; under the lock of whoever calls `begin` and `end_one`
-        self._turn = asyncio.Lock()  # of those that wait, the first one chooses
+        self._without_source = 0  # receives, from their call on; under the lock of the caller of `begin` and `end_one`
+        self._turn = asyncio.Lock()  # of the receives that wait, only the first one chooses
         self._changed = asyncio.Event()
         self._ended: Ending | None = None  # why nothing is received any more
         self.choosing = set["asyncio.Task[Any]"]()  # those that have no source yet; loop thread
@@ -48,18 +48,18 @@ class AnySource:
     def begin(self, call: Call, algorithm: Callable[["Group"], Algorithm]) -> "concurrent.futures.Future[int]":
         """Start a receive; the future gives the global rank of its source. Any thread, one at a time.
 
-        Raises, as the future's error, PeerLost if a rank that may be the source dies, or all of them leave, and CollectiveTimeout if nobody
-        sends in time; once a source is chosen, what a receive from it raises.
+        The future's error is PeerLost if a possible source dies, or all of them leave, and CollectiveTimeout if no rank sends in time;
+        once a source is chosen, it is whatever a receive from that source raises.
         """
         result: concurrent.futures.Future[int] = concurrent.futures.Future()
-        result.set_running_or_notify_cancel()  # as any collective, it cannot be cancelled
+        result.set_running_or_notify_cancel()  # like any collective, it cannot be cancelled
         deadline = time.monotonic() + call.timeout_s
         self._without_source += 1
         self._board.loop.call(lambda: self._board.spawn(self._run(call, algorithm, deadline, result)))
         return result
 
     def end_one(self) -> bool:
-        """A receive has a source, or has failed. Returns whether there is no other one that has none."""
+        """A receive has a source, or has failed. Returns whether no other receive is left without a source."""
         self._without_source -= 1
         return not self._without_source
 
@@ -68,7 +68,7 @@ class AnySource:
         self._changed.set()
 
     def end(self, error: Ending) -> None:
-        """The group has ended: let fail what has no source yet, and what is called later. Any thread."""
+        """The group has ended: fail the receives that have no source yet, and those called later. Any thread."""
         self._ended = error
         self._board.loop.call(self.wake)
 
@@ -77,7 +77,7 @@ class AnySource:
     ) -> None:
         try:
             source, begun = await self._choose(call, algorithm, deadline)
-            await asyncio.wrap_future(begun)  # it has a time of its own: what is left
+            await asyncio.wrap_future(begun)  # it has its own timeout: the time that is left
         except Exception as error:  # noqa: BLE001 - whatever it is belongs to the awaiter
             result.set_exception(error)
         except BaseException:  # noqa: BLE001 - the process ends
@@ -111,18 +111,18 @@ class AnySource:
             self._at_end()
 
     def _begin_first(self, call: Call, algorithm: Callable[["Group"], Algorithm]) -> Begun | None:
-        """Receive what was announced first of what nobody has claimed, if there is anything."""
+        """Begin the receive for the send that was announced first among those that no receive has claimed; None if there is none."""
         announced = {rank: since for rank, channel in self._channels.items() if (since := channel.announced_since()) is not None}
         for rank in sorted(announced, key=announced.__getitem__):
             channel = self._channels[rank]
             if (
                 begun := channel.operations.begin_announced(call, algorithm(channel), None)
-            ) is not None:  # else another thread has claimed it
+            ) is not None:  # otherwise another thread has claimed it
                 return rank, begun
         return None
 
     def _check(self, call: Call) -> None:
-        """Raise if nobody can send any more, or somebody who may have been about to never will."""
+        """Raise if no rank can send any more, or if a rank has died that might have been about to send."""
         if self._ended is not None:
             raise self._ended()
         self._board.check_open()

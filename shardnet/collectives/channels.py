@@ -1,10 +1,10 @@
-"""`Channels`: what the ranks of a group send to one another. Those of a source, a target and a tag are a group of two, numbered for
-themselves.
+"""`Channels`: the sends and receives between the ranks of a group. Those with one source, target and tag are a group of two ranks, with
+its own numbers.
 
-[Note: idle channels] A channel is a whole group, and a program may use a new tag for every message. So of those in which nothing is
-under way and for which nothing has come, a rank keeps the ones it has used last, and of the others no more than their numbers
-(`Switchboard.retire`): what comes late is recognised as ever, a rank that asks is answered, and the channel goes on from there when it is
-used again. No other rank has a part in that, or notices.
+[Note: idle channels] A channel is a whole group, and a program may use a new tag for every message. Of the channels in which nothing is
+under way and for which nothing has come, a rank therefore keeps only those it has used last. Of the others it keeps no more than their
+numbers (`Switchboard.retire`): late messages are still recognised, a rank that asks is answered, and the channel goes on from there when
+it is used again. No other rank takes part in that, or notices it.
 """
 
 import math
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from shardnet.collectives.group import Group
     from shardnet.collectives.operation import Algorithm, Call
 
-KEPT = 512  # idle ones: 3 MB, so that a few hundred tags may take turns without being made anew
+KEPT = 512  # idle ones: 3 MB, so that a program may use a few hundred tags in turn without making their channels again
 
 Key = tuple[int, int, str]  # source and target, as the group numbers them, and the tag
 
@@ -32,24 +32,24 @@ Key = tuple[int, int, str]  # source and target, as the group numbers them, and 
 @dataclass(slots=True)
 class _Channel:
     group: "Group"
-    users: int = 0  # who may be about to begin something in it
+    users: int = 0  # callers that may be about to begin something in it
 
 
 class Channels:
-    """One group's on one rank; they end with it. Any thread."""
+    """Those of one group on one rank; they end with the group. Any thread."""
 
     def __init__(self, group: "Group") -> None:
         self._group = group
         self._lock = threading.Lock()  # over what follows
-        self._channels: OrderedDict[Key, _Channel] = OrderedDict()  # the one used last is the last one
-        self._any_sources: dict[str, AnySource] = {}  # by tag, those that have receives without a source
-        self._most: float = 2 * KEPT  # channels; above that idle ones are looked for
+        self._channels: OrderedDict[Key, _Channel] = OrderedDict()  # the channel used last is the last entry
+        self._any_sources: dict[str, AnySource] = {}  # by tag; only those that have receives without a source
+        self._most: float = 2 * KEPT  # with more channels than this, look for idle ones
 
     @contextmanager
     def channel(self, source: int, target: int, tag: str) -> "Iterator[Group]":
-        """What goes from one rank of the group to another with that tag: to begin something in it, and not to be kept.
+        """The channel from one rank of the group to another with that tag. Begin something in it, but do not keep it.
 
-        Raises what the group has ended with, if it has.
+        Raises the group's error if the group has ended.
         """
         key = source, target, tag
         with self._lock:
@@ -61,10 +61,10 @@ class Channels:
                 self._leave(key)
 
     def receive_from_any(self, call: "Call", algorithm: "Callable[[Group], Algorithm]", tag: str) -> "concurrent.futures.Future[int]":
-        """Receive with that tag from whichever rank sends first, by what `algorithm` makes for its channel. The future gives the global
-        rank of the source; its errors are those of `AnySource.begin`.
+        """Receive with that tag from whichever rank sends first; `algorithm` makes the algorithm for that rank's channel. The future gives
+        the global rank of the source; its errors are those of `AnySource.begin`.
 
-        Raises what the group has ended with, if it has.
+        Raises the group's error if the group has ended.
         """
         group = self._group
         with self._lock:
@@ -76,7 +76,7 @@ class Channels:
             return receiver.begin(call, algorithm)
 
     def _end_any_source(self, tag: str) -> None:
-        """One of its receives has a source, or has failed."""
+        """A receive with that tag has a source, or has failed."""
         with self._lock:
             if self._any_sources[tag].end_one():
                 del self._any_sources[tag]
@@ -108,8 +108,8 @@ class Channels:
     # --- under the lock
 
     def _use(self, key: Key) -> "Group":
-        """Before `_leave` it is not retired."""
-        self._group.check_open()  # under the lock: `end` would miss what is made after it
+        """The group of a channel, which is not retired before `_leave`."""
+        self._group.check_open()  # under the lock: `end` would miss a channel that is made after it
         if (channel := self._channels.get(key)) is None:
             source, target, tag = key
             members = self._group.members
@@ -118,7 +118,7 @@ class Channels:
             title = (f"{tag!r} " if tag else "") + f"from rank {members[source]} to rank {members[target]}"
             channel = self._channels[key] = _Channel(self._group.board.channel(pair, purpose, title))
             if len(self._channels) > self._most:
-                self._most = math.inf  # until the loop thread has looked: thousands may be made before it comes to it
+                self._most = math.inf  # until the loop thread has looked: thousands of channels may be made before it gets to that
                 self._group.board.loop.call(self._retire)
         self._channels.move_to_end(key)
         channel.users += 1
@@ -130,7 +130,7 @@ class Channels:
     # --- loop thread
 
     def _retire(self) -> None:
-        """Let the oldest idle ones go. Those that are not idle are not looked at again before there are twice as many."""
+        """Retire the idle channels among the oldest ones. The rest is not looked at again before there are twice as many channels."""
         with self._lock:
             for key in list(self._channels)[:-KEPT]:
                 if not self._channels[key].users and self._group.board.retire(self._channels[key].group):

@@ -1,19 +1,20 @@
-"""`Commons`: memory that ranks of one node have in common, so that what all of them gather is there once.
+"""`Commons`: memory that the ranks of one node share, so that a result which all of them gather is there once.
 
-[Note: one buffer a node] A collective whose result is the same on all ranks of a node is written into one piece of memory, a
-slot, by all of them: each its own block, and each carrier those that come from other nodes. Nobody copies what another one
-has written; where a chunk would have gone, it is told that it is in its place.
+[Note: one buffer a node] If a collective has the same result on all ranks of a node, they write it together into one piece of shared
+memory, a slot: each rank its own block, and each carrier the blocks that come from other nodes. No rank copies what another one has
+written; instead of sending a chunk, a rank only tells its neighbours that the chunk is in its place.
 
-One rank, the keeper, says which slot: with its announcement or letter, for which the others wait before they write.
-A slot is granted again only when every rank of the node has released it. So a rank that runs ahead cannot
-overwrite what another one still reads: the keeper makes another slot, and later drops what is more than was ever in use at once, or what
-it has released for good.
-Ranks tell the keeper what they have released with their announcements and letters, which costs no message, and again until it has granted
-that slot anew, or dropped it: a collective that ends well here need not have ended well there. Every grant has a serial number, so what is
-said twice or late does no harm. Where the keeper's side of a collective fails, it never grants that slot again, for it cannot know who
-has it.
+One rank, the keeper, says which slot to use, with its announcement or letter; the others wait for that before they write.
+The keeper grants a slot again only when every rank of the node has released it. So a rank that runs ahead cannot
+overwrite what another one still reads: the keeper makes another slot. Later it drops slots beyond the most that were ever in use at once,
+and slots that it has released for good.
+Ranks tell the keeper which grants they have released with their announcements and letters, which costs no extra message. They repeat it
+until the keeper has granted that slot again, or dropped it: a collective that has ended well here may have failed there. Every grant has a
+serial number, so a repeated or late message does no harm. If a collective fails on the keeper, it never grants that slot again, because it
+cannot know which ranks have it.
 
-Each rank computes with a private mapping of a slot: what it writes there, only it sees, and only until it releases it.
+Each rank computes with a private (copy-on-write) mapping of a slot: only that rank sees what it writes there, and only until it
+releases the slot.
 """
 
 import asyncio
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 Release = Callable[[bool], object]
 
-_MOST_UNUSED = 2  # times its own size, a result may be given memory of
+_MOST_UNUSED = 2  # a result may be given a slot of at most this many times its own size
 
 
 @dataclass(slots=True, eq=False)
@@ -49,17 +50,17 @@ class _Slot:
     segment: Segment
     serial: int = 0  # of its last grant
     holders: set[int] = field(default_factory=set)  # ranks that may still read or write it; known to the keeper
-    unwanted: bool = False  # whom it was granted to last has no more use for so much memory; known to the keeper
+    unwanted: bool = False  # the keeper released its last grant for good: it has no more use for so much memory; known to the keeper
 
 
 @dataclass(slots=True, eq=False)
 class Claim:
     """One rank's share in one grant, or in none; lives as long as its collective."""
 
-    size: int = 0  # bytes of the result, which are the slot's first ones
+    size: int = 0  # bytes of the result, which lies at the beginning of the slot
     slot: _Slot | None = None
     serial: int = 0
-    told: list[int] = field(default_factory=list)  # about other slots: the keeper which are dropped, the others what they have released
+    told: list[int] = field(default_factory=list)  # about other slots: the keeper tells which it has dropped, others what they released
     unwanted: bool = False  # released for good
 
     @property
@@ -76,25 +77,26 @@ class Claim:
 class Commons:
     """One rank's side of it, for all groups that have the same ranks on this node; lives as long as the mesh. Ranks are global.
 
-    Safe to use from any thread, but for what waits for announcements, which runs on the loop thread. See [Note: one buffer a node].
+    Safe to use from any thread, except the methods that wait for announcements: these run on the loop thread. See [Note: one buffer a
+    node].
     """
 
     def __init__(self, mesh: Mesh, node: frozenset[int], where: Callable[[], str]) -> None:
-        """`where` begins what is logged."""
+        """`where` gives the prefix of log lines."""
         self._mesh = mesh
         self._where = where
         self._node = node
         self.keeper = min(node)
-        self._freed: deque[Claim] = deque()  # that this rank needs no more: from any thread, even in the middle of anything
+        self._freed: deque[Claim] = deque()  # claims that this rank no longer needs; any thread adds them, even in the middle of anything
         self._lock = threading.Lock()  # over what follows
         self._slots: dict[int, _Slot] = {}  # by id, oldest first
         self._next_id = 0
         self._serial = 0
         self._peak_bytes = 0  # the most that was granted at once
-        self._peak_count = 0  # in how many slots
+        self._peak_count = 0  # the most slots that were in use at once
         self._has_complained = False
         self._dropped: list[int] = []  # ids of slots that the others may not know to be gone
-        self._released: dict[int, int] = {}  # by slot, the serial of its last grant, which the keeper may not know to be released
+        self._released: dict[int, int] = {}  # by slot, the serial of a grant that the keeper may not know to be released
 
     @property
     def keeps(self) -> bool:
@@ -104,14 +106,14 @@ class Commons:
     # --- a collective, by letters
 
     def begin(self, size: int) -> Claim:
-        """What this rank has to say in a collective whose result has so many bytes; on the keeper with a slot for it, if one can be had."""
+        """This rank's claim in a collective whose result has `size` bytes; on the keeper with a slot for it, if there is memory."""
         with self._lock:
             while self._freed:
                 self._release(self._freed.popleft())
             return self._grant(size) if self.keeps else Claim(size, told=list(self._released.values()))
 
     def note(self, claim: Claim) -> mesh_pb2.Announcement:
-        """That, in words: to the node the keeper's grant, to the keeper what is released."""
+        """The claim as a message: from the keeper to the node its grant, from the others to the keeper what they have released."""
         if not self.keeps:
             return mesh_pb2.Announcement(released=claim.told)
         if claim.slot is None:
@@ -121,7 +123,7 @@ class Commons:
         return mesh_pb2.Announcement(grant=mesh_pb2.Grant(serial=claim.serial, dropped=claim.told, **place))
 
     def take(self, claim: Claim, announcement: mesh_pb2.Announcement) -> None:
-        """What the keeper has said: the slot, if it grants one.
+        """Take the keeper's message: the slot, if it grants one.
 
         Raises LoanRevoked if the keeper is gone, which its stream is about to show, and OSError or ValueError if the slot cannot be mapped.
         """
@@ -139,19 +141,19 @@ class Commons:
             claim.slot, claim.serial = self._slots[grant.id], grant.serial
 
     def hear(self, rank: int, announcement: mesh_pb2.Announcement) -> None:
-        """What another rank of the node has said to the keeper."""
+        """Take another rank's message to the keeper: what it has released."""
         with self._lock:
             self._on_released(rank, set(announcement.released))
 
     def end(self, claim: Claim) -> None:
-        """The collective has ended well, so everybody has mapped the slot, and heard which ones are dropped."""
+        """The collective has ended well, so all ranks have mapped the slot, and know which slots were dropped."""
         with self._lock:
             if claim.slot is not None:
                 claim.slot.segment.close()
             self._dropped = [each for each in self._dropped if each not in claim.told]
 
     def fail(self, claim: Claim) -> None:
-        """The collective has failed."""
+        """The collective has failed: never grant the slot again (keeper), or release it (others)."""
         with self._lock:
             if claim.slot is not None and self.keeps:
                 self._retire(claim.slot)
@@ -161,7 +163,7 @@ class Commons:
     # --- the same, by announcements
 
     async def claim(self, op: "Operation", size: int) -> Claim:
-        """`begin`, and on all others than the keeper `take` what it announces.
+        """`begin`, and then, on all ranks except the keeper, `take` its announcement.
 
         Raises ProtocolError if a slot was granted and cannot be mapped.
         """
@@ -177,12 +179,12 @@ class Commons:
         return claim
 
     async def announce(self, op: "Operation", peer: int, claim: Claim) -> None:
-        """Announce an operation to a peer, and say what concerns it."""
+        """Announce an operation to a peer, with the part of the claim that concerns it."""
         rank = op.group.members[peer]
         await op.announce(peer, self.note(claim) if rank in self._node and (self.keeps or rank == self.keeper) else None)
 
     async def listen(self, op: "Operation", peer: int) -> None:
-        """Wait for a peer's announcement, unless `claim` has, and `hear` it."""
+        """Wait for a peer's announcement and `hear` it, except the keeper's, which `claim` has taken."""
         rank = op.group.members[peer]
         if rank != self.keeper:
             self.hear(rank, await op.cleared(peer))
@@ -193,10 +195,10 @@ class Commons:
     # --- what is there
 
     def lend(self, claim: Claim) -> tuple[np.ndarray, Release]:
-        """The result's bytes, for this rank to compute with, and what releases them: on any thread, once, and at the latest when nobody has
-        them any more. It is told whether to keep the memory for other results, which is the keeper's to decide."""
+        """The result's bytes, for this rank to compute with, and a function that releases them: on any thread, once, and at the latest when
+        nobody refers to them any more. Its argument says whether to keep the memory for other results; only the keeper's counts."""
         assert claim.slot is not None
-        # an array of its own, which all that are made of it keep: numpy refers to the last one that is over something else than an array
+        # an array of its own, which all arrays made of it keep alive: numpy's `base` is the last one over something other than an array
         view = np.frombuffer(claim.slot.segment.private.data[: claim.size], np.uint8)
         freed = weakref.finalize(view, self._freed.append, claim)
         freed.atexit = False
@@ -242,7 +244,7 @@ class Commons:
     # --- the keeper's (under the lock)
 
     def _grant(self, size: int) -> Claim:
-        """Of nothing, if the node's ranks do not share memory, or there is none."""
+        """Grant a slot; an empty claim if the node's ranks do not share memory, or there is no memory."""
         others = self._node - {self.keeper}
         if not others <= self._mesh.memory_peers or any(self._mesh.process(rank) is None for rank in others):
             return Claim(size)
@@ -267,8 +269,8 @@ class Commons:
             )
 
     def _find_free(self, size: int) -> _Slot | None:
-        """The smallest one that is large enough, and not much too large. It need not fit: where slots of one size were dropped to make some
-        of another, and back again, the system would have all their pages to clear in each step of a training."""
+        """The smallest free slot that is large enough, and not much too large. It need not fit exactly: if slots of one size were dropped
+        to make slots of another size, and back again, the system would have to clear all their pages in each step of a training."""
         fitting = [slot for slot in self._slots.values() if not slot.holders and size <= slot.size <= _MOST_UNUSED * size]
         return min(fitting, key=lambda slot: slot.size, default=None)
 
@@ -278,10 +280,10 @@ class Commons:
                 slot.holders.discard(rank)
 
     def _trim(self) -> None:
-        """Drop the free slots that are unwanted, and the oldest ones while there are more, or larger ones together, than were in use
-        at once."""
+        """Drop the free slots that are unwanted, and then the oldest free ones, while the slots are more, or larger together, than were
+        ever in use at once."""
         for slot in [slot for slot in self._slots.values() if slot.unwanted and not slot.holders]:
-            self._peak_bytes = self._peak_count = 0  # who needed them does not any more
+            self._peak_bytes = self._peak_count = 0  # whatever needed that much memory does not need it any more
             self._retire(slot)
         used = [slot.size for slot in self._slots.values() if slot.holders]
         self._peak_bytes, self._peak_count = max(self._peak_bytes, sum(used)), max(self._peak_count, len(used))

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 class Cut:
     """The same on all ranks. In elements.
 
-    Across nodes a block begins with a chunk that may go before its receiver is heard of, and the last chunks are small where they are
-    passed on inside the node: behind the last one nothing hides what it takes to pass it on.
+    Across nodes the first chunk of a block is small enough to be sent before its receiver has announced the collective. Where chunks are
+    passed on inside the node, the last ones are small: no later chunk overlaps with the time that it takes to pass on the last one.
     """
 
     step: int  # the largest chunk
     first: int  # the first one
-    least: int  # to which the last ones shrink: each is half of what is left
+    least: int  # the size to which the last ones shrink: each is half of what is left
 
     @classmethod
     def whole(cls, step: int) -> "Cut":
@@ -22,7 +22,7 @@ class Cut:
         return cls(step, step, step)
 
     def size(self, start: int, length: int) -> int:
-        """Of the chunk at `start` in a block."""
+        """The size of the chunk at `start` in a block of `length` elements."""
         left = length - start
         return min(self.step if start else self.first, max(self.least, left // 2), left)
 

@@ -1,4 +1,4 @@
-"""`Early`: what came before this rank has asked for it."""
+"""`Early`: chunks that came before this rank asked for them (MPI's "unexpected messages")."""
 
 import time
 from collections import Counter
@@ -9,26 +9,26 @@ from shardnet.config import KIB, Limits
 from shardnet.errors import ProtocolError
 from shardnet.wire import Chunk
 
-_CHUNK_BYTES = 8 * KIB  # that the smallest chunk counts for: few come early, and a flood of them is cut off before others notice it
-_WORD_BYTES = KIB  # for word of a loan, of which one collective may have many, of a failure, and of a group that was made
+_CHUNK_BYTES = 8 * KIB  # added to the size of each chunk: few come early, and a flood of small ones is cut off before others notice it
+_WORD_BYTES = KIB  # for messages about loans, of which one collective may have many, failures, and groups that were made
 
 
 def _limit_bytes(limits: Limits) -> int:
-    """Of one sender."""
+    """The most bytes that are kept of one sender."""
     return limits.max_outstanding * (limits.eager_bytes + 64 * KIB)
 
 
 def most_words(limits: Limits) -> int:
-    """How many announcements without data are kept of one sender."""
+    """The most announcements without data that are kept of one sender."""
     return _limit_bytes(limits) // _CHUNK_BYTES
 
 
 class Early:
-    """Chunks by what they are for, a collective or a group; of each sender no more than one that keeps to [Note: the ledger], [Note: first
-    contact] and [Note: turns] has under way: a rank that never asks would hold all that a peer likes otherwise.
+    """Chunks by the collective or group that they are for. Of each sender it keeps no more than a sender that follows [Note: the ledger],
+    [Note: first contact] and [Note: turns] has under way: otherwise a peer could send any amount to a rank that never asks for it.
 
-    Of a collective that has failed elsewhere only that is kept: whoever enters it fails, too. Those who go on without this rank, in one
-    after the other, would be cut off for the rest of it.
+    Of a collective that has failed elsewhere it keeps only the failure: a rank that enters that collective fails, too. If it kept the rest,
+    ranks that go on without this one, in one such collective after the other, would reach the limit and be cut off.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -38,14 +38,14 @@ class Early:
         self._held_bytes = Counter[int]()  # by sender
 
     def keep(self, key: int, source: int, chunk: Chunk) -> None:
-        """Raises ProtocolError where it is too much."""
+        """Keep a chunk. Raises ProtocolError if that is too much of one sender."""
         if (key, chunk.sequence) in self._failed and _is_moot(chunk):
             return
         if self._held_bytes[source] + _size(chunk) > self._limit_bytes:
             raise ProtocolError(f"it sent more than {self._limit_bytes} bytes for collectives that this rank has not entered")
         if chunk.frame is None and chunk.lent is None:
             chunk.data = bytes(chunk.data)  # a view of the sender's buffer, which is lent for this call only
-        chunk.came_ns = chunk.came_ns or time.monotonic_ns()  # kept before: for its group, which was not made yet
+        chunk.came_ns = chunk.came_ns or time.monotonic_ns()  # it has the time if it was kept before, until its group was made
         kept = self._chunks.setdefault(key, {}).setdefault(chunk.sequence, [])
         if _says(chunk, "abort"):
             self._failed.add((key, chunk.sequence))
@@ -55,7 +55,7 @@ class Early:
         self._held_bytes[source] += _size(chunk)
 
     def take(self, key: int) -> list[tuple[int, Chunk]]:
-        """What came for this, by sender; it is not held any more."""
+        """Take out what came for a key, as (sender, chunk) pairs; it is not held any more."""
         by_number = self._chunks.pop(key, {})
         self._failed.difference_update((key, sequence) for sequence in by_number)
         taken = [*chain(*by_number.values())]
@@ -63,11 +63,11 @@ class Early:
         return taken
 
     def since(self, key: int) -> int | None:
-        """When the first one of what is kept for this came, by time.monotonic_ns; None: nothing is."""
+        """When the first of the chunks kept for a key came, by time.monotonic_ns; None: there are none."""
         return next((chunk.came_ns for _, chunk in chain(*self._chunks.get(key, {}).values())), None)
 
     def __len__(self) -> int:
-        """For how many something came."""
+        """The number of keys for which something came."""
         return len(self._chunks)
 
     def __contains__(self, key: int) -> bool:

@@ -1,4 +1,4 @@
-"""Direct exchange: every rank sends to every peer what is theirs, in one step.
+"""Direct exchange: every rank sends each peer that peer's data, in one step.
 
 Used where latency rules (small collectives), where each pair's bytes differ (all_to_all, send and receive), and for
 sums of 16-bit floats, whose contributions must be widened before they are added (reduction.py). For an all-gather or
@@ -18,7 +18,7 @@ from shardnet.errors import ProtocolError, ShardnetError
 from shardnet.pb.mesh_pb2 import Announcement
 from shardnet.wire import Buffer, Chunk
 
-# (operation, sender, receiver, bytes sent, bytes expected): the error for two ranks that count differently
+# (operation, sender, receiver, bytes sent, bytes expected) -> the error of two ranks that disagree on the size
 Disagreement = Callable[[Operation, int, int, int, int], ShardnetError]
 
 
@@ -26,14 +26,14 @@ Disagreement = Callable[[Operation, int, int, int, int], ShardnetError]
 class Exchange:
     """What one rank sends to and receives from each peer; ranks are the group's.
 
-    `sends` maps peer to array, `receives` maps peer to an array of the size that it will send. Every array is whole
-    when the exchange is done. With `eager` nothing waits for the peers' announcements: for exchanges in which each
-    rank waits for all others and that fit into one chunk.
+    `sends` maps each peer to an array, `receives` maps each peer to an array of the size that it will send. Every array
+    is complete when the exchange is done. With `eager` no data waits for the peers' announcements. That is for exchanges
+    in which each rank waits for all others and that fit into one chunk.
     """
 
     sends: dict[int, Array]
     receives: dict[int, Array]
-    peers: list[int]  # everyone to announce to and to hear from
+    peers: list[int]  # all peers to announce to, and whose announcements to wait for
     eager: bool = False
     disagree: Disagreement | None = None  # where the signature does not settle the sizes; never with `eager`
     turns: Turns | None = None  # on a channel

@@ -1,8 +1,8 @@
-"""`Farewell`: when nothing has to be kept of a group any more.
+"""`Farewell`: when a rank can forget a group.
 
-[Note: left groups] A program may make groups again and again. When one has ended on a rank, or nobody there has it any more, and all that
-was begun has come to its end, the rank says so to the others. When it has heard that of all of them, nothing can come or be asked for any
-more, and it keeps the ids alone of the group and its channels. Until then others may read its letters, and ask how far it is.
+[Note: left groups] A program may make groups again and again. When a group has ended on a rank, or no object there refers to it any more,
+and all that was begun in it has ended, the rank says so to the others. When it has heard that from all of them, no message or question can
+come any more, and it keeps only the ids of the group and its channels. Until then others may read its letters, and ask how far it is.
 """
 
 from typing import TYPE_CHECKING
@@ -18,18 +18,18 @@ class Farewell:
 
     def __init__(self, group: "Group") -> None:
         self._group = group
-        self._is_left = False  # nobody on this rank begins anything any more
-        self._is_said = False  # and what was begun has ended, of which the others know
-        self._heard_of = set[int]()  # the other ranks where it is so
+        self._is_left = False  # this rank begins nothing in it any more
+        self._is_said = False  # and what was begun has ended, and the others have been told
+        self._heard_of = set[int]()  # the other ranks that have said the same
 
     def leave(self) -> None:
-        """Nobody on this rank begins anything in it any more."""
+        """Note that this rank begins nothing in it any more."""
         self._is_left = True
-        if not self._group.party.channel:  # they go with theirs
+        if not self._group.party.channel:  # channels go with their group
             self._group.board.leave(self._group)
 
     def hear(self, peer: int) -> None:
-        """Another rank has no use for it any more."""
+        """Handle a peer's word that it has no use for the group any more."""
         self._heard_of.add(peer)
         self._group.board.settle(self._group)
 

@@ -1,8 +1,9 @@
 """A group of ranks on a mesh: sorts what arrives for its collectives, and gives one verdict when one fails.
 
-[Note: the end of a group] A rank that ends a group tells the others, and how far it has come: what it has done they may still do, and
-what it has not they cannot. Each of them says the same to all, for what goes on among those who are left ends only where all of
-them have begun it. Sends and receives are groups of two: who ends a group ends those first.
+[Note: the end of a group] A rank that ends a group tells the others, and says how far it has come: collectives that it has done may still
+end well on the others, and later ones cannot. Each of the others then tells all members the same about itself, because a collective that
+goes on among the remaining ranks ends only if all of them have begun it. Sends and receives are groups of two: a rank that ends a group
+ends those first.
 """
 
 import asyncio
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class Group:
-    """One group of ranks, as one of them sees it; lives as long as its mesh, or until it is retired."""
+    """One group of ranks, as one of its ranks sees it; lives as long as its mesh, or until it is retired."""
 
     def __init__(
         self,
@@ -50,8 +51,8 @@ class Group:
         first: int = 0,
         known: bool = True,
     ) -> None:
-        """`channel` says which one, if it is one, and `first` is the number of its first collective. If it is not `known`, its members tell
-        each other; see [Note: first contact] in first_contact.py."""
+        """`channel` is its title if the group is a channel, and `first` is the number of its first collective. If the group is not `known`
+        to all members, they tell each other that they have made it; see [Note: first contact] in first_contact.py."""
         self.board = board
         self.telemetry = telemetry or board.telemetry
         self.id = group_id
@@ -71,9 +72,10 @@ class Group:
         self.at_failure_elsewhere: list[Callable[[int], object]] = []
         self.roll_call = RollCall(self)
         self.channels = Channels(self)
-        self._ended: Ending | None = None  # why nothing is begun any more, where it is not the mesh that has closed
-        self._outlasting = frozenset[int]()  # the collectives that may still end well then; see [Note: the end of a group]
-        self._undone = math.inf  # the first collective that has failed because this rank has ended it all, of which others are not told
+        self._ended: Ending | None = None  # why nothing is begun any more, if the group itself has ended and not the mesh
+        self._outlasting = frozenset[int]()  # collectives that may still end well after that; see [Note: the end of a group]
+        # the first collective that has failed because this rank ended the group or the mesh; no abort tells the others of such a failure
+        self._undone = math.inf
         self.first_contact = FirstContact(self, needed=not known)
         self.farewell = Farewell(self)
 
@@ -83,27 +85,27 @@ class Group:
 
     @property
     def peers(self) -> list[int]:
-        """The other ranks of the group, beginning behind this one, so that not all send to the same one first."""
+        """The other ranks of the group, beginning after this one, so that not all ranks send to the same one first."""
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
     @property
     def commons(self) -> Commons:
-        """The memory that its ranks on this node have in common."""
+        """The memory that the group's ranks on this node share."""
         return self.board.commons(frozenset(self.members[rank] for rank in self.route.node))
 
     @cached_property
     def mail(self) -> Mail | None:
-        """Its way to the mailboxes of all members, if all of them agree that there is one; the same on all of them."""
+        """The group's access to the mailboxes of all members, if every member can read every other's; all ranks get the same answer."""
         return self.board.mail(self)
 
     @property
     def is_closed(self) -> bool:
-        """Whether nothing can be begun any more. Any thread."""
+        """Whether no collective can be begun any more. Any thread."""
         return self._ended is not None or self.board.is_closed
 
     @property
     def is_idle(self) -> bool:
-        """Whether it is open, and nothing is under way or has come that is yet to be asked for. Loop thread."""
+        """Whether it is open, nothing is under way, and nothing has come for a collective not yet entered. Loop thread."""
         return self._ended is None and self.is_at_rest and self._ledger.is_settled
 
     @property
@@ -122,13 +124,13 @@ class Group:
         self.board.check_open()
 
     def announced_since(self) -> int | None:
-        """When something first came for the next collective, which nobody here has begun, by time.monotonic_ns; None: nothing has."""
+        """When something first came for the next collective, which this rank has not begun, by time.monotonic_ns; None: nothing has."""
         return self._ledger.announced_since()
 
     # --- who may go on (loop thread)
 
     def check(self, operation: Operation | Round) -> None:
-        """Raise if the operation cannot end, or was failed before it began."""
+        """Raise if the operation cannot end well, or was failed before it began."""
         if operation.error is not None:
             raise operation.error
         if self._ended is not None and operation.sequence not in self._outlasting:
@@ -141,7 +143,7 @@ class Group:
     # --- traffic (loop thread)
 
     async def send(self, operation: Operation, peers: Sequence[int], chunk: Chunk) -> None:
-        """Send a chunk of an operation to one peer or more. Raises PeerLost naming the collective."""
+        """Send a chunk of an operation to one or more peers. Raises PeerLost naming the collective."""
         targets = [self.members[peer] for peer in peers]
         if chunk.size:
             near = [rank for rank in targets if chunk.lent is not None or self.board.mesh.carries(rank, chunk)]
@@ -152,19 +154,19 @@ class Group:
             raise self._named(error, operation) from error
 
     def tell(self, peer: int, sequence: int, control: mesh_pb2.Control, data: bytes = b"") -> None:
-        """Send a peer word of a collective, without waiting; it need not hear it if it is gone."""
+        """Send a peer a control message about a collective, without waiting for it. The message is dropped if the peer is gone."""
         self.board.post(self.members[peer], Chunk(self.epoch, self.id, sequence, data=data, control=control))
 
     @property
     def borrowers(self) -> frozenset[int]:
-        """The members that can read data where this rank has it."""
+        """The members that can read data directly from this rank's memory."""
         ranks = self.board.mesh.borrowers
         if self._borrowers[0] is not ranks:
             self._borrowers = ranks, frozenset(self._local[rank] for rank in ranks if rank in self._local)
         return self._borrowers[1]
 
     def lend(self, operation: Operation, peer: int, chunk: Chunk, loan: Loan) -> None:
-        """Tell one of them where a chunk's data lies. Raises PeerLost naming the collective."""
+        """Tell a borrower where a chunk's data lies. Raises PeerLost naming the collective."""
         self.telemetry.count_sent(len(chunk.data), near=(self.members[peer],))
         try:
             self.board.lend(self.members[peer], chunk, loan)
@@ -172,11 +174,11 @@ class Group:
             raise self._named(error, operation) from error
 
     def _named(self, error: PeerLost, operation: Operation) -> PeerLost:
-        """The mesh knows who is lost, but not what this rank was doing."""
+        """The same error with the collective's name: the mesh knows which rank is lost, but not what this rank was doing."""
         return verdict.peer_lost(self.board, error.rank, operation.name, self.board.lost.get(error.rank, str(error)))
 
     def on_chunk(self, source_global: int, chunk: Chunk) -> None:
-        """Hand a chunk to its operation, keep it for one that is not entered yet, or drop it if that has ended."""
+        """Hand a chunk to its operation, keep it if that is not entered yet, or drop it if that has ended."""
         source = self._local.get(source_global)
         if source is None:
             raise ProtocolError(f"rank {source_global} is no member of group {self.id:#x}")
@@ -198,7 +200,7 @@ class Group:
             self._on_other(source, chunk)
 
     def _on_other(self, source: int, chunk: Chunk) -> None:
-        """A chunk of a collective that is no operation under way."""
+        """Take a chunk of a collective that is not among the operations under way."""
         with self._ledger.lock:
             begun = self.rounds.find(chunk.sequence)
             if begun is None and self._ended is None and not self._ledger.has_entered(chunk.sequence):
@@ -209,14 +211,14 @@ class Group:
             self.rounds.hear(begun, source, chunk)
             return
         if self.mail is None or chunk.size or chunk.control is None or not chunk.control.HasField("announcement"):
-            self.board.telemetry.count_stale()  # else it says where its sender was in a round: often no news any more
+            self.board.telemetry.count_stale()  # not so an announcement of a round: it is often out of date when it arrives
         if chunk.control is not None and chunk.control.HasField("abort"):
             self._take_back(chunk.sequence)
         elif self.party.channel:
             self.board.turns.answer(self.members[source], self.id, chunk.sequence)
 
     def _take_back(self, sequence: int) -> None:
-        """A collective that has ended well here has failed elsewhere."""
+        """Handle the news that a collective which has ended well here has failed on another rank."""
         if self.mail is not None:
             self.mail.take_back(sequence)
         for tell in list(self.at_failure_elsewhere):
@@ -233,7 +235,7 @@ class Group:
             self.fail(operation, error)
 
     def hear_abort(self, begun: Round, source: int, abort: mesh_pb2.Abort) -> None:
-        """Another rank says that a round has failed."""
+        """Handle another rank's word that a round has failed."""
         if not begun.fail(self._verdict(begun, source, abort)):
             self._take_back(begun.sequence)
 
@@ -248,20 +250,20 @@ class Group:
 
     @property
     def unanswered(self) -> "list[asyncio.Task[None]]":
-        """Of what is under way, what no peer has announced yet."""
+        """The tasks of the operations under way that no peer has announced yet."""
         return [each.task for each in self.operations.under_way if each.task is not None and self._is_unanswered(each)]
 
     def _is_unanswered(self, operation: Operation) -> bool:
         return not operation.is_announced and operation.sequence not in self._ledger.early
 
     def lose(self, global_rank: int, reason: str) -> None:
-        """A member is gone: whatever is under way cannot end."""
+        """A member is gone: fail whatever is under way, which cannot end any more."""
         if global_rank in self._local:
             for operation in self.under_way:
                 self.fail(operation, verdict.peer_lost(self.board, global_rank, operation.name, reason))
 
     def leave(self, global_rank: int, next_sequence: int) -> None:
-        """A member said goodbye before it entered `next_sequence`: that one and later ones cannot end."""
+        """A member said goodbye before it entered collective `next_sequence`: fail that one and later ones, which cannot end."""
         if global_rank in self._local:
             for operation in self.under_way:
                 if operation.sequence >= next_sequence:
@@ -275,24 +277,24 @@ class Group:
         self.operations.fail_queued(error)
 
     def _leave_undone(self, operation: Operation | Round) -> None:
-        """It has failed here, of which others hear by how far this rank says that it has come."""
+        """Count it as not done: the others learn of its failure from how far this rank says that it has come."""
         self._undone = min(self._undone, operation.sequence)
 
     def refuse(self, begun: Round) -> None:
-        """It was called when the group, or the mesh, had ended."""
+        """Fail a round that was called after the group, or the mesh, had ended."""
         try:
             self.check_open()
         except ShardnetError as error:
             self.fail(begun, error)
 
     def disband(self, why: str) -> None:
-        """End this group alone, with all that is done in it, here and on its other ranks. Any thread."""
+        """End only this group, with everything under way in it, here and on its other ranks. Any thread."""
         detail = f"{self.board.where()} {why}"
         self.end(partial(ClosedError, detail), mesh_pb2.GroupEnded(rank=self.board.mesh.rank, detail=detail))
 
     def end(self, error: Ending, ended: mesh_pb2.GroupEnded) -> None:
-        """Begin nothing any more, and let what is under way fail, but for what the rank that has said so has done; tell the others.
-        Any thread. See [Note: the end of a group]."""
+        """Begin nothing any more, and fail what is under way, except collectives that the rank which ended the group has done; tell the
+        others. Any thread. See [Note: the end of a group]."""
         if self._ended is None:
             self._ended = error
             self.mail = None  # a round would not ask whether the group has ended
@@ -312,7 +314,7 @@ class Group:
         by_whom = f"was aborted by rank {ended.rank}: {ended.detail}"
         under_way = {operation.sequence: operation for operation in self.under_way}
         for sequence, operation in under_way.items():
-            # What was begun when this group had ended here fails by itself, and for that reason.
+            # A collective that was begun after this group had ended here fails by itself, with that reason.
             if sequence >= ended.next_sequence and (self._ended is None or sequence in self._outlasting):
                 operation.fail(CollectiveError(f"{self.board.where()} {operation.name} {by_whom}"))
         if self._ended is None:
@@ -320,16 +322,16 @@ class Group:
         self.end(partial(CollectiveError, f"{self.board.where()} {self.party.title} {by_whom}"), ended)
 
     def release(self) -> None:
-        """Nobody can begin anything in it on this rank any more. Any thread. See [Note: left groups] in farewell.py."""
+        """Note that this rank cannot begin anything in it any more. Any thread. See [Note: left groups] in farewell.py."""
         self.board.loop.call(self.farewell.leave)
 
     @property
     def position(self) -> int:
-        """The number of the first collective that this rank has not done and is not in. Any thread."""
+        """The number of the first collective that this rank has neither done nor entered. Any thread."""
         return int(min(self._ledger.position, self._undone))
 
     def mismatch(self, operation: Operation | Round, peer: int, theirs: str) -> None:
-        """This rank and a peer disagree on what the collective is: end it for everyone."""
+        """This rank and a peer disagree about which collective it is: end it for everyone."""
         detail = (
             f"rank {self.members[self.rank]} is in {operation.call.signature} but rank {self.members[peer]} is in {theirs} "
             f"(collective #{operation.sequence} of {self.party.title}); call the same collectives in the same order on all ranks"
@@ -337,7 +339,7 @@ class Group:
         self.fail(operation, CollectiveMismatch(f"{self.board.where()} {detail}"))
 
     def fail(self, operation: Operation | Round, error: BaseException) -> None:
-        """End an operation on every rank. If it has ended already, the others know."""
+        """End an operation on every rank. If it has already ended here, the others know."""
         if not operation.fail(error):
             return
         if isinstance(error, ClosedError):  # then the others hear of the end of this rank, or of the group
@@ -355,7 +357,7 @@ class Group:
     # --- diagnosis (loop thread)
 
     def time_out(self, late: Round) -> None:
-        """The time of a round is over: say who is missing."""
+        """The time of a round is over: fail it with the ranks that are missing."""
 
         async def end() -> None:
             self.fail(late, await self.diagnose(late))
@@ -363,7 +365,7 @@ class Group:
         self.board.spawn(end())
 
     async def diagnose(self, operation: Operation | Round) -> CollectiveTimeout:
-        """Ask every member whether it has entered the collective, and say who has not."""
+        """Ask every member whether it has entered the collective, and name those that have not."""
         attendance = await self.roll_call.hold(operation.sequence)
         detail = f"{self.board.where()} {operation.name} of {self.party.title} did not end within {operation.call.timeout_s:g} s: "
         if attendance.absent:

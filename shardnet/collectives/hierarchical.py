@@ -1,23 +1,23 @@
 """Gathers and reductions chunk by chunk over nodes of one rank or more: direct inside a node, a ring across.
 
-[Note: the hierarchy] To reduce, the ranks of each node give their parts of a block to the one that carries it there (route.py),
-which adds them up; the sums travel around the ring of nodes, from the one behind the owner's to the owner's, and grow by each
-node's own. To gather, a block travels the same way from its owner, and each carrier passes it on to the others of its node
-as it comes. An all-reduce is both: a chunk whose sum is complete starts its second lap at once. So the link of a node carries
-(M − 1)/M of the data a lap, which is the least possible for M nodes, however many ranks share the link, and all of them use it;
-and inside a node what everyone gets is sent once where memory is shared. With nodes of one rank this is the ring of Patarasuk & Yuan
+[Note: the hierarchy] To reduce, the ranks of each node give their parts of a block to the rank that carries it there (route.py),
+which adds them up. The sums travel around the ring of nodes, from the node after the owner's to the owner's, and each node adds
+its own sum. To gather, a block travels the same way from its owner, and each carrier passes it on to the others of its node
+as it arrives. An all-reduce is both: a chunk whose sum is complete starts its second lap at once. So the link of a node carries
+(M − 1)/M of the data per lap, which is the least possible for M nodes, however many ranks share the link, and all of them use it.
+Inside a node, data for all ranks is sent once if they share memory. With nodes of one rank this is the ring of Patarasuk & Yuan
 ("Bandwidth optimal all-reduce algorithms", 2009), and on one node everyone sends to everyone.
 
-The order of a sum follows from the owner of its block and from which ranks are a node: the node behind the owner's first, the
-owner's last, and the same way within each, with its carrier last. 16-bit floats are added in rank order within a node, and so is
-everything with `Routing.RANK_ORDER`. The sums of 16-bit floats that go on from there are not rounded: they are float32.
+The order of a sum follows from the owner of its block and from which ranks form each node: the node after the owner's comes first
+and the owner's last, and within a node it is the same, with the carrier last. 16-bit floats are added in rank order within a node,
+and with `Routing.RANK_ORDER` so is every dtype. A node passes its sums of 16-bit floats on unrounded, as float32.
 
-Nothing here waits before it takes a chunk, so nothing can lock up. What goes to this node and what goes to the next
-one waits in a lane of its own: a slow link does not hold up the node, whose ranks have to feed theirs. What cannot go yet is
-queued, at most the data of one lap. Blocks that are gathered are numbered N + b on the wire.
+No rank waits for anything before it takes a chunk, so there is no deadlock. Data for this node and data for the next node wait
+in separate lanes: a slow link does not hold up the node, whose other ranks have to feed their own links. Data that cannot go yet
+is queued, at most that of one lap. On the wire, gathered blocks are numbered N + b.
 
-A link that waits for an announcement is idle. So what goes to another node goes at once, up to `Limits.direct_bytes` a peer, and what is
-lent inside the node does, too; only what is beyond that, or takes room in a window, waits until its receiver has announced the collective.
+A link that waits for an announcement is idle. So up to `Limits.direct_bytes` per peer go to another node at once, and so does what is lent
+inside the node. Only data beyond that, or data that takes room in a window, waits until its receiver has announced the collective.
 """
 
 import asyncio
@@ -41,26 +41,26 @@ from shardnet.wire import Buffer, Chunk, LoanRevoked
 
 Bounds = list[tuple[int, int]]  # first element and the one after the last, by rank
 
-# A gathered chunk is passed on to the next node as the bytes that came, which saves a checksum; but at most this many
-# bytes of them are kept for that, the rest is read again from the output.
+# A gathered chunk is passed on to the next node as the bytes that came, which saves a checksum. At most this many
+# bytes are kept for that; the rest is read again from the output.
 MAX_HELD_BYTES = 8 * 1024 * 1024
-# While so many chunks wait for the next node, the neighbours get nothing more to add up: it could go no further either, and to
-# copy it takes the processor from what keeps the link busy.
+# While this many chunks wait for the next node, the neighbours get nothing more to add up: their sums could go no further
+# either, and copying takes processor time from the work that keeps the link busy.
 _AHEAD = 3
-_SHRINK = 8  # times smaller than others, a block's last chunks are, where they are passed on inside the node
-_BUSY_BYTES = 4 * 1024 * 1024  # are copied without a look at what else there is to do
+_SHRINK = 8  # where chunks are passed on inside the node, the last ones of a block shrink to a size this many times smaller
+_BUSY_BYTES = 4 * 1024 * 1024  # copied at once, before other tasks get their turn
 
 
 @dataclass(slots=True)
 class Hierarchical:
     """One lap or two, for one rank.
 
-    `bounds` cuts the data into a block a rank, in elements. `source` is the whole input of a reduction. `output` is where the
-    result goes: the whole data if `gather`, this rank's block else. It may be `source` itself. `shard` is this rank's block
-    where a gather has yet to copy it into the output. With `eager` the first data for another node does not wait for its announcement.
+    `bounds` cuts the data into one block per rank, in elements. `source` is the whole input of a reduction. `output` is where the
+    result goes: the whole data if `gather`, otherwise this rank's block. It may be `source` itself. `shard` is this rank's block
+    if a gather has yet to copy it into the output. With `eager` the first data for another node does not wait for its announcement.
 
-    With `commons` a gather goes into one buffer for all ranks of the node, if that can be had: see [Note: one buffer a node].
-    Then `output` is replaced, and `claim` is what this rank has of it.
+    With `commons` a gather goes into one buffer for all ranks of the node, if there is memory for it: see [Note: one buffer a node].
+    Then `output` is replaced, and `claim` is this rank's share in that buffer.
     """
 
     bounds: Bounds
@@ -77,18 +77,18 @@ class Hierarchical:
     _route: Route = field(init=False)
     _in_rank_order: bool = False  # sums
     _cut: Cut = field(init=False)
-    _eager_bytes: int = 0  # that may go to each peer of another node before it has announced the collective
-    _sent_eagerly: Counter[int] = field(default_factory=Counter)  # of them, by peer
-    _came: deque[tuple[int, Chunk]] = field(default_factory=deque)  # before it was known where it belongs
+    _eager_bytes: int = 0  # may go to each peer on another node before it has announced the collective
+    _sent_eagerly: Counter[int] = field(default_factory=Counter)  # how many of them have gone, by peer
+    _came: deque[tuple[int, Chunk]] = field(default_factory=deque)  # chunks that came before their place in the output was known
     _near: Lane = field(default_factory=Lane)  # to the other ranks of this node
     _far: Lane = field(default_factory=Lane)  # to the next node
     _filled: dict[tuple[int, int], int] = field(default_factory=dict)  # (rank, wire block) -> elements received
-    _parts: dict[tuple[int, int], dict[int, Part]] = field(default_factory=dict)  # (block, first element) -> what came, by rank
+    _parts: dict[tuple[int, int], dict[int, Part]] = field(default_factory=dict)  # (block, first element) -> parts that came, by rank
     _held: int = 0
     _missing: int = 0  # elements still to be received
-    _unread: Counter[int] = field(default_factory=Counter)  # of them, of each neighbour's: still to be received, or lent and not read
-    _to_add: deque[tuple[int, Chunk]] = field(default_factory=deque)  # lent, by rank, and not read yet
-    _to_copy: deque[tuple[int, Chunk]] = field(default_factory=deque)  # the same, of gathered blocks
+    _unread: Counter[int] = field(default_factory=Counter)  # elements by neighbour: still to come from it, or lent by it and not read yet
+    _to_add: deque[tuple[int, Chunk]] = field(default_factory=deque)  # (lender, chunk) of what is lent and not read yet
+    _to_copy: deque[tuple[int, Chunk]] = field(default_factory=deque)  # the same for gathered blocks
     _changed: asyncio.Event = field(default_factory=asyncio.Event)  # something was lent, or nothing is missing
 
     async def run(self, op: Operation) -> None:
@@ -129,19 +129,19 @@ class Hierarchical:
         await op.settle()
 
     def _keep(self, source: int, chunk: Chunk) -> None:
-        """Keep what comes while it is not known where it belongs."""
+        """Keep a chunk that comes before its place in the output is known."""
         if chunk.frame is None and chunk.lent is None:
             chunk.data = bytes(chunk.data)  # lent for this call only
         self._came.append((source, chunk))
 
     def _begin_to_take(self, op: Operation) -> None:
-        """Take what was kept, and what comes from now on."""
+        """Take the chunks that were kept, and those that come from now on."""
         op.sink, op.takes_loans = self._on_chunk, True
         while self._came:
             self._on_chunk(*self._came.popleft())
 
     def _announced_with_data(self, op: Operation) -> tuple[int, ...]:
-        """Peers that get something at once in any case."""
+        """Peers that get data at once in any case, so that the announcement goes with it."""
         if self.commons is not None or any(end == start for start, end in self.bounds):
             return ()
         near = self._route.neighbours if op.group.borrowers.issuperset(self._route.neighbours) else ()
@@ -151,7 +151,7 @@ class Hierarchical:
         return near
 
     async def _claim_output(self, op: Operation, commons: Commons) -> None:
-        """Set the output to what the node's keeper grants, or to memory of this rank's own if that is nothing."""
+        """Set the output to the memory that the node's keeper grants, or to memory of this rank's own if the keeper grants none."""
         length = self.bounds[-1][1]
         self.claim = await commons.claim(op, length * self.output.itemsize)
         dtype = self.output.dtype
@@ -163,12 +163,12 @@ class Hierarchical:
         if self._route.nodes > 1:
             first = min(step, self._eager_bytes // largest) or step
             return Cut(step, first, max(1, step // _SHRINK) if self._route.is_hierarchical else step)
-        if self.claim.granted:  # nothing is moved: there is nothing to do meanwhile
+        if self.claim.granted:  # nothing is moved, so there is nothing to overlap
             return Cut.whole(max(map(self._length, range(self._size))))
         return Cut.whole(limits.piece_bytes // largest)
 
     async def _write_own(self) -> None:
-        """Put this rank's block into the common output, before anybody is told that it is there, or sent what is there."""
+        """Put this rank's block into the common output, before any peer is told that it is there or gets data from there."""
         assert self.shard is not None
         own, step = self._own_output(), max(1, _BUSY_BYTES // self.output.itemsize)
         for start in range(0, len(own), step):
@@ -180,11 +180,11 @@ class Hierarchical:
 
     @property
     def _sum_itemsize(self) -> int:
-        """Of the sums that go from node to node."""
+        """The item size of the sums that go from node to node."""
         return self.output.itemsize if self.reduction is None else self.reduction.sum_dtype.itemsize
 
     def _plan(self) -> None:
-        """Count what will come and go."""
+        """Count the elements that will come and go."""
         for block, leg in enumerate(self._route.legs):
             length = self._length(block)
             carried = leg.carrier == self._rank
@@ -200,7 +200,7 @@ class Hierarchical:
                 self._far.unsent += length * (carried and leg.hops < self._route.nodes - 1)
 
     def _queue_own(self) -> None:
-        """What this rank begins with."""
+        """Queue the data that this rank has at the beginning."""
         if self.source is not None:
             self._far.at_first = self._sums_of_one()
             self._near.at_last = self._contributions()
@@ -211,11 +211,11 @@ class Hierarchical:
                 self._spread(self._rank, chunk, own[chunk])
 
     def _comes_across(self, leg: Leg) -> bool:
-        """Whether the sum of a block that this rank carries has come from the node before, where its own node adds to it."""
+        """Whether the node before sends a sum of this block, which this rank carries, for this node to add to."""
         return self._route.nodes > 1 and leg.hops != 1
 
     def _sums_of_one(self) -> Iterator[Outgoing]:
-        """What a node of one rank begins with: its sum is its own part, which is widened only when it goes."""
+        """The first sums of a node of one rank: its sum is its own part, which is widened only when it is sent."""
         assert self.source is not None
         assert self.reduction is not None
         for block, leg in enumerate(self._route.legs):
@@ -225,8 +225,8 @@ class Hierarchical:
                     yield Outgoing((leg.behind,), block, chunk.start * self._sum_itemsize, self.reduction.widen(own[chunk]))
 
     def _contributions(self) -> Iterator[Outgoing]:
-        """What the neighbours are to add up: the first chunk of every block, then the second ones, so that all can begin at once;
-        and those first that have the longest way to go."""
+        """The parts that the neighbours add up: the first chunk of every block, then the second ones, so that all can begin at once.
+        Of these, blocks with the longest way to go come first."""
         assert self.source is not None
         others = [(leg, block) for block, leg in enumerate(self._route.legs) if leg.carrier != self._rank]
         turn = {peer: index for index, peer in enumerate(self._route.neighbours)}
@@ -242,15 +242,16 @@ class Hierarchical:
         return end - start
 
     def _own_output(self) -> Array:
-        """This rank's block of the output, which is no more than that without a gather."""
+        """This rank's block of the output; without a gather that is the whole output."""
         return self.output[slice(*self.bounds[self._rank])] if self.gather else self.output
 
     def _peers(self, everyone: list[int]) -> list[int]:
-        """To whom this rank announces the collective, and whose word it waits for: who sends to it, and to whom it sends.
+        """The peers to which this rank announces the collective and whose announcements it waits for: those that send to it, and those to
+        which it sends.
 
-        Where each block has something in it, who has received what it waits for knows that all ranks are there, as [Note: no rank
-        ends before all have entered] asks for. Where one is empty (in a broadcast all but one are) it would not: then
-        everyone announces to everyone.
+        If no block is empty, a rank that has received all its data knows that all ranks have entered, as [Note: no rank ends before
+        all have entered] demands. If a block is empty (in a broadcast all but one are), it would not know that: then everyone
+        announces to everyone.
         """
         if not all(end > start for start, end in self.bounds):
             return everyone
@@ -266,7 +267,7 @@ class Hierarchical:
     # --- sending
 
     async def _work(self, op: Operation, peers: list[int]) -> None:
-        """Send and take everything, and hear of all peers."""
+        """Send and take everything, and wait for the announcements of all peers."""
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._hear(op, peers))
@@ -295,12 +296,12 @@ class Hierarchical:
                     await op.announced(peer)
             await op.send_all(item.peers, item.block, item.offset, as_bytes(item.data), frame=item.frame)
             self._copy_sent(item)
-            await asyncio.sleep(0)  # sending may not wait for anything, and what arrives in the meantime is to be added
+            await asyncio.sleep(0)  # a send may end without waiting; what arrives in the meantime must get its turn to be added
 
     async def _drain_near(self, op: Operation) -> None:
-        """What goes to this node is the caller's own memory, which stays as it is."""
+        """Send to this node. The data is in the caller's own memory, which does not change meanwhile."""
         if not self.claim.granted and not op.group.borrowers.issuperset(self._route.neighbours):
-            for peer in self._route.neighbours:  # it takes room
+            for peer in self._route.neighbours:  # some data takes room in a window
                 await op.announced(peer)
         while self._near.unsent:
             item = await self._take_from(self._near)
@@ -341,14 +342,14 @@ class Hierarchical:
     # --- receiving
 
     async def _take_lent(self, op: Operation) -> None:
-        """Take what is lent, until nothing is missing: one chunk at a time, so that what others wait for goes out in between, and
-        what is to be added first, for they wait for that."""
+        """Take lent chunks until nothing is missing: one at a time, so that data for other ranks goes out in between, and chunks to be
+        added before those to be copied, because other ranks wait for the sums."""
         while self._missing:
             if queue := self._to_add or self._to_copy:
                 source, chunk = queue.popleft()
                 try:
                     self._take(source, chunk)
-                except LoanRevoked:  # why, the lender says, by an abort or by its end
+                except LoanRevoked:  # the lender tells why, by an abort or by its end, which cancels this wait
                     await asyncio.get_running_loop().create_future()
                 for peer in self._route.neighbours:
                     if not self._unread[peer]:
@@ -387,7 +388,7 @@ class Hierarchical:
             self._changed.set()
 
     def _place(self, source: int, chunk: Chunk, block: int) -> slice:
-        """Which elements of its block a chunk has. Raises ProtocolError if it is not the next one to come from there."""
+        """Which elements of its block a chunk holds. Raises ProtocolError if it is not the next chunk due from that rank."""
         leg, itemsize = self._route.legs[block], self.output.itemsize
         carried = leg.carrier == self._rank
         if chunk.block < self._size:
@@ -401,7 +402,7 @@ class Hierarchical:
         filled = self._filled.get((source, chunk.block), 0)
         more, rest = divmod(chunk.size, itemsize)
         whole = more == self._cut.size(filled, self._length(block))
-        if self._route.nodes > 1 and not whole:  # Limits are alike on all ranks; and each small piece would be kept by itself
+        if self._route.nodes > 1 and not whole:  # all ranks have the same Limits; and each small piece would be kept by itself
             welcome = False
         if not welcome or rest or chunk.offset != filled * itemsize or filled + more > self._length(block):
             what = f"{chunk.size} bytes of block {chunk.block} at {chunk.offset}"
@@ -409,7 +410,7 @@ class Hierarchical:
         return slice(filled, filled + more)
 
     def _add(self, source: int, chunk: Chunk, block: int, place: slice) -> None:
-        """Keep what is to be added, or add all up if it is the last one. Data without a frame is lent for this call only."""
+        """Keep a part to be added, or add all parts up if it is the last one. Data without a frame is valid during this call only."""
         assert self.reduction is not None
         leg, near = self._route.legs[block], source in self._route.neighbours
         parts = self._parts.setdefault((block, place.start), {})
@@ -440,8 +441,8 @@ class Hierarchical:
             self._far.wake()
 
     def _sum_ahead(self, parts: dict[int, Part], block: int, place: slice) -> None:
-        """Put this node's sum where the result will be, while the others' has yet to come over the link: then there is less to do behind
-        that, and the neighbours have their loans back."""
+        """Put this node's sum where the result will be, while the other nodes' sum has yet to come over the link: then less is left to do
+        once that is here, and the neighbours get their loans back."""
         assert self.reduction is not None
         target = self._own_output()[place]
         for piece, arrays, _ in self._piecewise(parts, block, place, None, target):
@@ -452,7 +453,7 @@ class Hierarchical:
     def _piecewise(
         self, parts: dict[int, Part], block: int, place: slice, before: Part | None, out: Array
     ) -> Iterator[tuple[slice, Iterator[Array], Array | None]]:
-        """`piecewise` of this node's parts, its own one among them, in the order of the sum; of their sum, where that is in its place."""
+        """`piecewise` of this node's parts, this rank's own among them, in the order of the sum; or of their sum, if that is in place."""
         assert self.source is not None
         if self._rank in parts:
             node = [self._rank]

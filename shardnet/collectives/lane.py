@@ -1,4 +1,4 @@
-"""`Lane`: what a rank has to send one way, in the order in which others wait for it."""
+"""`Lane`: a queue of what a rank sends one way, to its own node or to the next one, in the order in which others wait for it."""
 
 import asyncio
 from collections import deque
@@ -11,19 +11,19 @@ from shardnet.wire import Buffer
 
 @dataclass(slots=True)
 class Outgoing:
-    """A chunk of a block, to one peer or more."""
+    """A chunk of a block, to one or more peers."""
 
     peers: tuple[int, ...]
     block: int  # on the wire
     offset: int  # bytes
     data: Array
     frame: Buffer | None = None  # its encoded form, where known
-    copy_to: Array | None = None  # where the data belongs here; copied once it is sent, when the others have something to do
+    copy_to: Array | None = None  # where the data belongs on this rank; copied after it is sent, when the others have work to do
 
 
 @dataclass(slots=True)
 class Lane:
-    """Queues, emptied in the order `at_first`, `first`, `then`, `at_last`; the outer two make their chunks when it is their turn."""
+    """Four queues, emptied in the order `at_first`, `first`, `then`, `at_last`; `at_first` and `at_last` make each chunk when it is due."""
 
     unsent: int = 0  # elements that are still to go, queued or not
     at_first: Iterator[Outgoing] = field(default_factory=lambda: iter(()))

@@ -1,16 +1,16 @@
-"""`Ledger`: the numbers of one group's collectives, and what came for those that this rank has not entered.
+"""`Ledger`: the numbers of one group's collectives, and chunks that came for those which this rank has not entered.
 
 [Note: the ledger] Every collective of a group has a sequence number, counted on each rank in the order of the calls.
-Before data flows each rank announces to the peers that will send to it what it takes the collective to be; a peer
-that takes it for something else aborts it for everyone, naming both sides. Since the announcements of one collective
-connect all ranks, no two ranks can disagree unnoticed. A failed collective burns its number and nothing else: the
-next one is unaffected, and what arrives late for it is recognised by its number and dropped.
+Before data flows, each rank announces to the peers that will send to it which collective it takes this to be. A peer that
+takes it for a different one aborts it for everyone, naming both sides. Since the announcements of one collective
+connect all ranks, no two ranks can disagree unnoticed. A failed collective uses up its number and nothing else: the
+next one is unaffected, and chunks that arrive late for the failed one are recognised by their number and dropped.
 
-Data goes only to a peer that has announced, except for the first `Limits.direct_bytes` a peer of a collective in which every rank waits
-for every other: these are sent at once, behind the announcement or with it, and may arrive before the call. So of a group that it has made
-a rank never holds more than max_outstanding × eager_bytes a peer for collectives that it has not entered yet, and of all that it has yet to
-make, which get words and no data, no more than that together; a peer that sends more is cut off (early.py). What is lent stays with its
-lender, so word of it may come early, too.
+Data goes only to a peer that has announced, with one exception: in a collective in which every rank waits for every other, the first
+`Limits.direct_bytes` per peer are sent at once, after the announcement or with it, and may arrive before the call. So for collectives that
+it has not entered yet, a rank never holds more than max_outstanding × eager_bytes per peer and group that it has made. For all groups that
+it has yet to make, which get messages but no data, it holds no more than that in total. A peer that sends more is cut off (early.py). Lent
+data stays with its lender, so messages about loans may come early, too.
 """
 
 import threading
@@ -25,43 +25,43 @@ from shardnet.telemetry import Telemetry
 
 
 class Ledger:
-    """One rank's. Any thread may number a collective; all that is said to be under the lock is read and changed with it held."""
+    """One rank's. Any thread may number a collective. Call a method marked "under the lock" with `lock` held."""
 
     def __init__(self, party: Party, telemetry: Telemetry, limits: Limits, first: int) -> None:
         self.lock = threading.Lock()
-        self.early = Early(limits)  # by number, of ranks of the group; changed on the loop thread only
-        self.last_signature = ""  # of the one entered last
+        self.early = Early(limits)  # by number; senders are ranks of the group; changed on the loop thread only
+        self.last_signature = ""  # of the collective entered last
         self._party = party
         self._telemetry = telemetry
-        self._next = first  # to give out
-        self._ahead: set[int] = set()  # numbers that were given out and are not entered yet
+        self._next = first  # the next number to give out
+        self._ahead: set[int] = set()  # numbers that were given out but whose collectives are not entered yet
 
     def draft(self, call: Call) -> Flight:
-        """The next collective, for the flight recorder. Its number is given out by `take` or `take_ahead`: what a Ctrl-C before that keeps
-        from the caller no other rank has to wait for. Under the lock."""
+        """A draft of the next collective, for the flight recorder. `take` or `take_ahead` gives out its number: if a Ctrl-C comes before
+        that, no other rank has to wait for it. Under the lock."""
         telemetry = self._telemetry
         return telemetry.flights.begin(Flight(self._party, self._next, call.op, call.label, telemetry.step, time.perf_counter_ns()))
 
     def take(self, flight: Flight) -> bool:
-        """Give out the number of a draft that is entered as soon as the lock is free. Returns whether that had not happened yet. Under the
-        lock."""
+        """Give out the number of a draft that is entered as soon as the lock is free. Returns whether the number was still to be given out.
+        Under the lock."""
         is_new = flight.sequence >= self._next
         self._next = max(self._next, flight.sequence + 1)
         return is_new
 
     def take_ahead(self, flight: Flight) -> None:
-        """Give out the number of a draft that is not entered before `enter` says so. Under the lock."""
+        """Give out the number of a draft that counts as entered only after `enter`. Under the lock."""
         self._ahead.add(flight.sequence)
         self.take(flight)
 
     def has_given(self, flight: Flight) -> bool:
-        """Whether a draft's number was given out before a Ctrl-C came; else it is free again. Under the lock."""
+        """Whether a draft's number was given out before a Ctrl-C came; otherwise the number is free again. Under the lock."""
         if flight.sequence >= self._next:
             self._ahead.discard(flight.sequence)
         return flight.sequence < self._next
 
     def is_ahead(self, sequence: int) -> bool:
-        """Whether a number was given out, and is not entered yet."""
+        """Whether a number was given out, but its collective is not entered yet."""
         with self.lock:
             return sequence in self._ahead
 
@@ -71,11 +71,11 @@ class Ledger:
         self.last_signature = signature
 
     def is_next_announced(self) -> bool:
-        """Whether something has come for the next one. Under the lock."""
+        """Whether something has come for the next collective. Under the lock."""
         return self._next in self.early
 
     def announced_since(self) -> int | None:
-        """When something first came for the next one, which nobody here has begun, by time.monotonic_ns; None: nothing has."""
+        """When something first came for the next collective, which this rank has not begun, by time.monotonic_ns; None: nothing has."""
         with self.lock:
             return self.early.since(self._next)
 
@@ -84,18 +84,18 @@ class Ledger:
 
     @property
     def is_settled(self) -> bool:
-        """Whether everything that was numbered is entered, and nothing has come for what is not."""
+        """Whether every numbered collective is entered, and nothing has come for one that is not."""
         with self.lock:
             return not (self._ahead or self.early)
 
     @property
     def position(self) -> int:
-        """The next number to enter."""
+        """The lowest number whose collective is not entered yet."""
         with self.lock:
             return min(self._ahead, default=self._next)
 
     def answer(self, probe: mesh_pb2.Probe, sequence: int, waits_in: str) -> mesh_pb2.ProbeReply:
-        """Where this rank is."""
+        """The reply to another rank's probe: where this rank is."""
         return mesh_pb2.ProbeReply(
             id=probe.id,
             entered=self.has_entered(sequence),

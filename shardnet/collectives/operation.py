@@ -29,7 +29,7 @@ class Call:
     label: str  # what it is for, in the caller's words
     detail: str  # dtype, shape and whatever else must be equal on all ranks
     timeout_s: float
-    on_the_wire: str  # `op`, but for a send and its receive, which must look alike
+    on_the_wire: str  # `op`, except that a send and its receive have one name here, because their signatures must be equal
 
     @property
     def signature(self) -> str:
@@ -39,33 +39,33 @@ class Call:
 
 @dataclass(slots=True, eq=False)
 class Operation:
-    """One collective on one rank, from the call to its result; ranks here are those of its group."""
+    """One collective on one rank, from the call to its result; ranks here are ranks of its group."""
 
     group: "Group"
     flight: Flight
     call: Call
     algorithm: Algorithm
-    value: object  # what the handle gives when it is done
+    value: object  # the handle's result when the collective is done
     result: "concurrent.futures.Future[Any]"
-    prelude: Prelude | None = None  # until its end what comes for the operation is kept: its data is not there yet
+    prelude: Prelude | None = None  # chunks that come for the operation are kept until it ends: the caller's data is not there yet
     deadline: float = 0.0  # by time.monotonic
     sink: Callable[[int, Chunk], None] | None = None  # set by the algorithm before it waits for anything
-    waited_ns: int = 0  # for peers that had not entered it yet
+    waited_ns: int = 0  # time spent waiting for peers that had not entered it yet
     error: BaseException | None = None
     task: "asyncio.Task[None] | None" = None
-    awaits_turn: bool = False  # to be announced, on a channel; see [Note: turns]
+    awaits_turn: bool = False  # on a channel: it has yet to get a turn to be announced; see [Note: turns]
     has_turn: bool = False
     started: bool = False  # the task has begun: only then does cancelling it run its cleanup
-    takes_loans: bool = False  # the sink does; set with it
-    ready: bool = False  # the sink is set and what came early was delivered: chunks may be handed over directly
+    takes_loans: bool = False  # the sink accepts lent chunks; set together with it
+    ready: bool = False  # the sink is set and chunks that came early were delivered: new ones may be handed over directly
     _announced: defaultdict[int, deque[mesh_pb2.Announcement]] = field(default_factory=lambda: defaultdict(deque))
     _waiters: dict[int, "asyncio.Future[None]"] = field(default_factory=dict)
-    _heard: set[int] = field(default_factory=set)  # whose announcement `cleared` has told
-    _news: asyncio.Event = field(default_factory=asyncio.Event)  # somebody has
-    _loan: Loan | None = None  # under which this rank's data is read where it lies
-    _unannounced: set[int] = field(default_factory=set)  # who hear of it with the first chunk of data
-    _borrowers: set[int] = field(default_factory=set)  # who have not returned it
-    _lenders: set[int] = field(default_factory=set)  # whom it has yet to be returned to
+    _heard: set[int] = field(default_factory=set)  # peers whose announcement `cleared` has returned
+    _news: asyncio.Event = field(default_factory=asyncio.Event)  # a peer has announced it
+    _loan: Loan | None = None  # lets peers read this rank's data where it lies
+    _unannounced: set[int] = field(default_factory=set)  # peers that get the announcement with the first chunk of data
+    _borrowers: set[int] = field(default_factory=set)  # peers that have not returned this rank's loan
+    _lenders: set[int] = field(default_factory=set)  # peers whose loans this rank has yet to return
     _returned: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
@@ -74,7 +74,7 @@ class Operation:
 
     @property
     def may_be_stuck(self) -> bool:
-        """Who has its neighbours' announcements may still wait for data that another rank holds up: only asking tells."""
+        """Always: a rank that has its neighbours' announcements may still wait for data that another rank holds up. Only asking tells."""
         return True
 
     @property
@@ -89,18 +89,18 @@ class Operation:
         return mesh_pb2.Announcement(signature=self.call.signature, send_bytes=sends, expect_bytes=expects)
 
     async def announce(self, peer: int, note: mesh_pb2.Announcement | None = None) -> None:
-        """Tell a peer what this is and that its data may come, and what concerns the node's common memory."""
+        """Tell a peer which collective this is and that the peer may send its data. `note` is about the node's common memory."""
         announcement = self.announcement()
         if note is not None:
             announcement.MergeFrom(note)
         await self.send(peer, announcement=announcement)
 
     def announce_with_data(self, peers: Sequence[int]) -> None:
-        """Announce it to each of these with the first chunk of data that goes to it, which costs no message."""
+        """Announce the collective to each of these peers with the first chunk of data that goes there, which costs no extra message."""
         self._unannounced.update(peers)
 
     async def cleared(self, peer: int) -> mesh_pb2.Announcement:
-        """Wait until a peer has announced the same collective: it is at the same place and takes the data now.
+        """Wait until a peer has announced the same collective: it has got there and takes the data now.
 
         An announcement counts once: an algorithm of two phases waits twice, and its peers announce twice.
         """
@@ -114,13 +114,13 @@ class Operation:
         return self._announced[peer].popleft()
 
     def waited(self, peer: int, start_ns: int) -> None:
-        """Count the time since then, for which a peer kept it waiting."""
+        """Count the time since `start_ns` as time that a peer kept this rank waiting."""
         end = time.perf_counter_ns()
         self.waited_ns += end - start_ns
         self.group.telemetry.count_wait(self.group.members[peer], start_ns, end)
 
     async def announced(self, peer: int) -> None:
-        """Wait until a peer has announced it, whether somebody waits for `cleared` or not."""
+        """Wait until a peer has announced it, whether or not `cleared` has already returned that announcement."""
         while not self.has_announced(peer):
             await self.news()
 
@@ -128,16 +128,16 @@ class Operation:
         return bool(self._announced[peer]) or peer in self._heard
 
     async def news(self) -> None:
-        """Wait until somebody has announced it, or `look` is called."""
+        """Wait until a peer announces it, or `look` is called."""
         self._news.clear()
         await self._news.wait()
 
     def look(self) -> None:
-        """Something that it waits for has happened."""
+        """Wake what waits in `news`: something that it waits for has happened."""
         self._news.set()
 
     def begin_next_phase(self) -> None:
-        """All peers have been heard, and announce it once more."""
+        """All peers have announced the first phase; each will announce the collective again for the next one."""
         self._heard.clear()
 
     @property
@@ -147,7 +147,7 @@ class Operation:
 
     @property
     def unheard(self) -> int:
-        """Announcements that nobody has waited for: each came twice."""
+        """How many announcements nobody has waited for: a peer sent each of them a second time."""
         return sum(map(len, self._announced.values()))
 
     async def send(
@@ -159,13 +159,13 @@ class Operation:
         *,
         announcement: mesh_pb2.Announcement | None = None,
     ) -> None:
-        """Send one chunk. `data` must stay as it is until this returns."""
+        """Send one chunk. `data` must not change until this returns."""
         control = None if announcement is None else mesh_pb2.Control(announcement=announcement)
         self.flight.bytes_sent += len(data)
         await self.group.send(self, (peer,), self._chunk(block, offset, data, control))
 
     async def send_all(self, peers: Sequence[int], block: int, offset: int, data: Buffer, *, frame: Buffer | None = None) -> None:
-        """Send one chunk of data to several peers, as `send` does; `frame` is its encoded form where known."""
+        """Send one chunk of data to several peers, as `send` does; `frame` is its encoded form, if known."""
         self.flight.bytes_sent += len(data) * len(peers)
         if self._unannounced.isdisjoint(peers):
             await self.group.send(self, peers, self._chunk(block, offset, data, frame=frame))
@@ -174,15 +174,15 @@ class Operation:
             await self.group.send(self, (peer,), self._chunk(block, offset, data, self._first_word(peer)))
 
     def _first_word(self, peer: int) -> mesh_pb2.Control | None:
-        """The announcement, where the peer has yet to hear it."""
+        """The announcement, if the peer has yet to get it."""
         if peer not in self._unannounced:
             return None
         self._unannounced.discard(peer)
         return mesh_pb2.Control(announcement=self.announcement())
 
     async def lend_all(self, peers: Sequence[int], block: int, offset: int, data: Buffer) -> bool:
-        """Send one chunk of data that stays as it is until `settle` returns or the operation has failed: who can, reads it from
-        where it lies. Returns whether all do. See [Note: loans]."""
+        """Send one chunk of data that must not change until `settle` returns or the operation has failed: a peer that can read this
+        rank's memory reads it from where it lies. Returns whether all peers can. See [Note: loans]."""
         borrowers = self.group.borrowers.intersection(peers)
         if borrowers and self._loan is None:
             self._loan = Loan()
@@ -196,14 +196,14 @@ class Operation:
         return not rest
 
     async def place_all(self, peers: Sequence[int], block: int, offset: int, size: int) -> None:
-        """Tell peers of this node that a chunk's data lies where it belongs, in memory that they share with this rank."""
+        """Tell peers on this node that a chunk's data is already in its place, in memory that they share with this rank."""
         self.flight.bytes_sent += size * len(peers)
         chunk = self._chunk(block, offset, b"", mesh_pb2.Control(placed=mesh_pb2.Placed(size=size)))
         chunk.lent = InPlace(size)
         await self.group.send(self, peers, chunk)
 
     async def settle(self) -> None:
-        """Tell the lenders that this rank has read everything, and wait until all have read what it lent."""
+        """Tell the lenders that this rank has read everything, and wait until the borrowers have read everything that it lent."""
         for peer in list(self._lenders):
             await self.return_loan(peer)
         while self._borrowers:
@@ -211,13 +211,13 @@ class Operation:
             await self._returned.wait()
 
     async def return_loan(self, lender: int) -> None:
-        """Tell a peer that this rank has read everything that it lends, if that was anything."""
+        """Tell a peer that this rank has read everything that the peer lends, if it has lent anything."""
         if lender in self._lenders:
             self._lenders.discard(lender)
             await self.group.send(self, (lender,), self._chunk(0, 0, b"", mesh_pb2.Control(loan_returned=mesh_pb2.LoanReturned())))
 
     def revoke(self) -> None:
-        """The caller may do with its memory what it likes: nobody takes what is read from there any more."""
+        """Give the memory back to the caller, who may now change it: a borrower discards what it reads there from now on."""
         if self._loan is not None:
             self._loan.revoke()
 
@@ -225,7 +225,7 @@ class Operation:
         return Chunk(self.group.epoch, self.group.id, self.sequence, block, offset, data, control, frame)
 
     def on_chunk(self, source: int, chunk: Chunk) -> None:
-        """Take what a peer sent for this collective."""
+        """Take a chunk that a peer sent for this collective."""
         if chunk.control is not None and chunk.control.HasField("announcement"):
             self._on_announcement(source, chunk.control.announcement)
         if chunk.control is not None and chunk.control.HasField("loan_returned"):
@@ -251,7 +251,7 @@ class Operation:
                 self.flight.state = State.BEGUN
 
     def fail(self, error: BaseException) -> bool:
-        """End it with an error on this rank. Returns whether it is that one: the first error stays."""
+        """End it with an error on this rank. Returns whether `error` is the one that ends it: the first error stays."""
         if self.error is not None:
             return False
         self.error = error

@@ -1,6 +1,6 @@
-"""`Operations`: what one group does over streams: numbers its operations, begins as many at once as it may, and ends each of them.
+"""`Operations`: one group's collectives over streams. It numbers them, begins as many at once as the limits allow, and ends each of them.
 
-What goes by letters does not come here (letters/rounds.py).
+Collectives by letter do not come here (see letters/rounds.py).
 """
 
 import asyncio
@@ -21,14 +21,14 @@ T = TypeVar("T")
 
 
 class Operations:
-    """One group's on one rank. Runs on the loop thread, but for `begin` and `begin_announced`, which any thread may call."""
+    """Those of one group on one rank. Runs on the loop thread, except `begin` and `begin_announced`, which any thread may call."""
 
     def __init__(self, group: "Group", ledger: Ledger) -> None:
         self._group = group
         self._board = group.board
         self._ledger = ledger
         self._running: dict[int, Operation] = {}
-        self._queued: dict[Operation, asyncio.TimerHandle] = {}  # in their order; when the time of each is over
+        self._queued: dict[Operation, asyncio.TimerHandle] = {}  # in their order; each timer fires at the operation's deadline
 
     @property
     def under_way(self) -> list[Operation]:
@@ -36,17 +36,17 @@ class Operations:
 
     @property
     def are_queued(self) -> bool:
-        """Whether some wait for their turn."""
+        """Whether any operation waits for its turn."""
         return bool(self._queued)
 
     def begin(self, call: Call, algorithm: Algorithm, value: T, *, prelude: Prelude | None = None) -> "concurrent.futures.Future[T]":
-        """Number a collective and hand it to the loop thread. The future gives `value` when the algorithm is done, which begins when the
-        `prelude`, if there is one, has ended."""
+        """Number a collective and hand it to the loop thread, where the algorithm begins when the `prelude`, if there is one, has ended.
+        The future gives `value` when the algorithm is done."""
         with self._ledger.lock:
             return self._begin(call, algorithm, value, prelude)
 
     def begin_announced(self, call: Call, algorithm: Algorithm, value: T) -> "concurrent.futures.Future[T] | None":
-        """`begin`, if a peer waits for this rank in the next collective already; else None."""
+        """`begin`, if a peer already waits for this rank in the next collective; otherwise None."""
         with self._ledger.lock:
             return self._begin(call, algorithm, value) if self._ledger.is_next_announced() else None
 
@@ -67,7 +67,8 @@ class Operations:
     # --- loop thread
 
     def on_chunk(self, source: int, chunk: Chunk) -> bool:
-        """Hand a chunk to its operation, which may still have to take what came before. Returns whether there is one."""
+        """Hand a chunk to its operation, or keep it if the operation has yet to take earlier ones. Returns whether there is such an
+        operation."""
         operation = self._running.get(chunk.sequence)
         if operation is None:
             return False
@@ -78,7 +79,7 @@ class Operations:
         return True
 
     def fail_queued(self, error: ShardnetError) -> None:
-        """Those that wait for their turn do not wait any more."""
+        """Fail the operations that wait for their turn."""
         while self._queued:
             operation = self._next_queued()
             operation.fail(error)
@@ -93,12 +94,12 @@ class Operations:
             self._enter(operation)
 
     def _enter_late(self, operation: Operation) -> None:
-        """Its time is over before its turn has come: it only fails."""
+        """Its time was over before its turn came: enter it only so that it fails."""
         del self._queued[operation]
         self._enter(operation)
 
     def _forgo(self, operation: Operation) -> None:
-        """A Ctrl-C has come when its number was given out. It fails, unless it was submitted: all others would wait for it."""
+        """A Ctrl-C came after its number was given out. Let it fail, unless it was submitted: all other ranks would wait for it."""
         if self._ledger.is_ahead(operation.sequence) and operation not in self._queued:
             error = CollectiveError(f"{self._board.where()} {operation.name} was interrupted before it began")
 
@@ -130,16 +131,16 @@ class Operations:
     async def _attempt(self, operation: Operation) -> None:
         group = self._group
         try:
-            # what a collective waited for its turn counts, too, or a queue of them would time out one by one
+            # the time that it waited for its turn counts, too; otherwise the operations of a queue would time out one by one
             async with asyncio.timeout(left_s := operation.deadline - time.monotonic()) as limit:
                 if left_s <= 0:
-                    await asyncio.Event().wait()  # nothing is announced or sent of what is over
+                    await asyncio.Event().wait()  # its time is over: announce and send nothing, only time out
                 group.check(operation)
                 if operation.prelude is not None:
                     await operation.prelude()
                 if not group.first_contact.is_over:
                     await group.first_contact.wait(operation)
-                # The algorithm sets its sink before it first waits; only then is what came early handed to it.
+                # The algorithm sets its sink before it first waits; only then are chunks that came early handed to it.
                 self._board.loop.loop.call_soon(self._replay, operation)
                 await operation.algorithm(operation)
         except TimeoutError:
@@ -174,7 +175,7 @@ class Operations:
             self._enter(self._next_queued())
 
     def _next_queued(self) -> Operation:
-        """The one that has waited longest, which waits no more."""
+        """Take the one that has waited longest out of the queue."""
         operation = next(iter(self._queued))
         self._queued.pop(operation).cancel()
         return operation

@@ -1,4 +1,4 @@
-"""What ranks contribute to a sum, part of which may still be where they have it, in pieces."""
+"""What ranks contribute to a sum. Some of it may still lie in their memory, and it may be in pieces."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -7,12 +7,12 @@ import numpy as np
 from shardnet.collectives.reduction import Array, is_overwritten
 from shardnet.wire import Lent
 
-# What is lent is read in pieces of this size just before it is added, so that it comes out of the cache then.
+# Lent data is read in pieces of this size just before it is added, so that the addition finds it in the cache.
 PIECE_BYTES = 1024 * 1024
 
 
 class Pieces:
-    """Arrays of this rank, 1-D and of one dtype, that are taken for one: as if they were end to end."""
+    """Arrays of this rank, 1-D and of one dtype, that are treated as one array: as if they lay end to end."""
 
     def __init__(self, arrays: Iterable[Array]) -> None:
         self.arrays = [array for array in arrays if array.size]
@@ -25,7 +25,7 @@ class Pieces:
         return sum(map(len, self.arrays))
 
     def cut(self, start: int, end: int) -> "Pieces":
-        """These elements."""
+        """Elements `start` to `end`."""
         kept: list[Array] = []
         for array in self.arrays:
             kept.append(array[start:end])
@@ -33,7 +33,7 @@ class Pieces:
         return Pieces(kept)
 
     def put_together(self, start: int, end: int, scratch: Array) -> Array:
-        """These elements in one array: the very ones, or else a copy in `scratch`."""
+        """Elements `start` to `end` as one array: a view of them if they lie in one, otherwise a copy in `scratch`."""
         first, *others = self.cut(start, end).arrays
         return np.concatenate([first, *others], out=scratch[: end - start]) if others else first
 
@@ -44,10 +44,12 @@ Part = Array | Pieces | Lent
 def piecewise(
     parts: Sequence[Part], before: Part | None, out: Array, dtype: "np.dtype[np.generic]"
 ) -> Iterator[tuple[slice, Iterator[Array], Array | None]]:
-    """Which elements, those of all parts, to be summed up into those of `out`, and those of the sum `before`. What is lent is read when its
-    turn comes, and all but the first part is gone with the next one: so it is still in the cache. Raises LoanRevoked.
+    """Yield piece by piece: a slice of the elements, these elements of each part, which are to be summed up into `out`, and those of the
+    sum `before`. A lent part is read when its turn comes, so that it is still in the cache when it is added; each part except the first
+    is valid only until the next one. Raises LoanRevoked.
 
-    All have the same number of elements, the parts' of this dtype. The sum is not lent. `out` may be one of the parts, but for pieces.
+    All have the same number of elements, and the parts have dtype `dtype`. `before` is not lent. `out` may be one of the parts, unless that
+    is in pieces.
     """
     assert before is None or isinstance(before, np.ndarray)
     step = length = max(count(part, dtype.itemsize) for part in parts)
@@ -61,7 +63,7 @@ def piecewise(
 
 
 def count(part: Part, itemsize: int) -> int:
-    """Elements."""
+    """The number of elements of a part."""
     return len(part) if isinstance(part, np.ndarray | Pieces) else part.size // itemsize
 
 

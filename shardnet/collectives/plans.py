@@ -1,13 +1,13 @@
-"""Which algorithm a collective takes, on flat arrays of one rank.
+"""Which algorithm a collective uses, on flat arrays of one rank.
 
-What is small is a direct exchange: one step, one message a peer, or two steps for an all-reduce that is too large to send to
-everyone whole. Everything else goes chunk by chunk, directly inside a node and around a ring across nodes; but where every
-rank is a node, sums of 16-bit floats are exchanged at any size (see [Note: reduction order]), since on a ring they would be sent
-widened. The choice depends only on what all ranks know, so they choose alike.
+Small collectives are a direct exchange: one step and one message per peer, or two steps for an all-reduce that is too large to be sent
+whole to everyone. Everything else goes chunk by chunk, directly inside a node and around a ring across nodes. The exception: where every
+rank is a node, sums of 16-bit floats are exchanged directly at any size (see [Note: reduction order]), since on a ring they would be sent
+widened. The choice depends only on what all ranks know, so all make the same one.
 
-[Note: no rank ends before all have entered] Whichever algorithm: what lets a rank end depends on every rank's
+[Note: no rank ends before all have entered] Whatever the algorithm, the messages that let a rank end depend on every rank's
 announcement. So no rank reports success for a collective that others refuse, and a rank that leaves after its last
-collective takes nothing along that others still need.
+collective takes nothing with it that others still need.
 """
 
 from collections.abc import Sequence
@@ -31,25 +31,25 @@ def balanced_bounds(elements: int, ranks: int) -> Bounds:
 
 
 def bounds_of(sizes: Sequence[int]) -> Bounds:
-    """Blocks of these numbers of elements, one behind the other."""
+    """Blocks of these numbers of elements, one after the other."""
     ends = np.cumsum(sizes).tolist()
     return [(end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
 
 def small_bytes(group: Group) -> int:
-    """The largest block that is sent directly. Where several ranks share a node's link that is less, for each sends it across as
-    often as there are ranks on the other nodes."""
+    """The largest block that is sent directly. If several ranks share a node's link, the limit is lower, because each of them sends its
+    block across once for every rank on the other nodes."""
     limits = group.board.limits
     return min(limits.direct_bytes, limits.inline_bytes) if group.route.is_hierarchical else limits.direct_bytes
 
 
 def is_small(group: Group, bounds: Bounds, itemsize: int) -> bool:
-    """Whether each block is."""
+    """Whether every block is small enough to be sent directly."""
     return max(end - start for start, end in bounds) * itemsize <= small_bytes(group)
 
 
 def all_gather(group: Group, source: Array, output: Array, bounds: Bounds) -> Algorithm:
-    """`source` is this rank's block; it may be that part of `output`, or overlap it."""
+    """`source` is this rank's block; it may be its place in `output`, or overlap `output`."""
     own, small = output[slice(*bounds[group.rank])], is_small(group, bounds, output.itemsize)
     if not small and not np.may_share_memory(source, output):
         return Hierarchical(bounds, output, gather=True, shard=source).run
@@ -62,19 +62,19 @@ def all_gather(group: Group, source: Array, output: Array, bounds: Bounds) -> Al
 
 
 def fits_commons(group: Group, bounds: Bounds, itemsize: int) -> bool:
-    """Whether a gather is not too small to go into one buffer a node."""
+    """Whether a gather is large enough to go into one buffer per node."""
     return group.size > 1 and max(end - start for start, end in bounds) * itemsize > group.board.limits.inline_bytes
 
 
 def all_gather_on_node(group: Group, source: Array, bounds: Bounds) -> Hierarchical:
-    """The same into one buffer a node."""
+    """`all_gather` into one buffer per node."""
     commons = group.commons if group.route.neighbours else None
     nowhere = np.empty(0 if commons else bounds[-1][1], source.dtype)
     return Hierarchical(bounds, nowhere, gather=True, shard=source, commons=commons)
 
 
 def reduce_scatter(group: Group, source: Array, output: Array, bounds: Bounds, reduction: Reduction) -> Algorithm:
-    """`output` is this rank's block of the reduced `source`; it may be that part of it, or overlap it."""
+    """`output` is this rank's block of the reduced `source`; it may be that block of `source` itself, or overlap `source`."""
     source = apart(source, source[slice(*bounds[group.rank])], output)
     small = is_small(group, bounds, source.itemsize)
     if small or (reduction.widens and group.route.is_ring):
@@ -85,7 +85,7 @@ def reduce_scatter(group: Group, source: Array, output: Array, bounds: Bounds, r
 
 
 def all_reduce(group: Group, source: Array, output: Array, reduction: Reduction) -> Algorithm:
-    """`output` may be `source` itself, or overlap it. Exchanged directly, a rank sends N / 2 times the bytes of a ring, but in one step."""
+    """`output` may be `source` itself, or overlap it. In a direct exchange a rank sends N / 2 times the bytes of a ring, in one step."""
     source = apart(source, source, output)
     if source.nbytes * group.size <= 2 * small_bytes(group):
         return _reduce_direct(group, dict.fromkeys(group.peers, source), source, output, reduction, eager=True)
@@ -114,7 +114,8 @@ def barrier(group: Group) -> Algorithm:
 
 
 def apart(source: Array, place: Array, output: Array) -> Array:
-    """`source`, or a copy where the result would overwrite what has yet to be sent: anything in it but `place`, element by element."""
+    """`source`, or a copy of it if writing `output` would overwrite data yet to be sent. If `output` begins where `place` does, each result
+    only overwrites its own element, and no copy is needed."""
     if not begin_together(output, place) and np.may_share_memory(source, output):
         return source.copy()
     return source

@@ -1,11 +1,11 @@
 """Element-wise reductions on raw bytes, in an order that never depends on timing.
 
-[Note: reduction order] A sum of floats depends on its order, so the order is fixed by the size of the data, the ranks and
-their nodes alone, never by arrival or chunk size. 16-bit floats are widened to float32, summed there and rounded once at the
+[Note: reduction order] A sum of floats depends on its order, so only the size of the data, the ranks and their nodes fix
+the order, never arrival or chunk size. 16-bit floats are widened to float32, summed there and rounded once at the
 end: a 16-bit running sum stops growing at 256 (bfloat16) or 2048 (float16).
 
-Work runs in numpy rather than torch where it can: torch would start a pool of threads for the loop thread, beside
-the one that computes. Both release the GIL.
+Work runs in numpy rather than torch where possible: torch would start a pool of threads for the loop thread, in addition to
+the pool of the thread that computes. Both release the GIL.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -22,7 +22,7 @@ Buffer = bytes | bytearray | memoryview
 
 class ReduceOp(StrEnum):
     """How elements of different ranks become one. MEAN is SUM, then divided by the number of ranks. BAND, BOR and BXOR are the bitwise
-    and, or and exclusive or of whole numbers and truth values."""
+    and, or and exclusive or of integers and bools."""
 
     SUM = "sum"
     MEAN = "mean"
@@ -91,7 +91,7 @@ def as_array(tensor: torch.Tensor) -> Array:
 
 
 def as_tensor(array: Array, dtype: torch.dtype) -> torch.Tensor:
-    """The other way round."""
+    """The inverse of `as_array`: a tensor of `dtype` over the array's memory."""
     return torch.from_numpy(array).view(dtype)
 
 
@@ -122,25 +122,25 @@ class Reduction:
         return np.frombuffer(data, dtype=self._stored)
 
     def view_sum(self, data: Buffer) -> Array:
-        """The bytes of a sum that is not finished, as an array."""
+        """The bytes of an unfinished sum as an array, without a copy."""
         return np.frombuffer(data, dtype=self._summed)
 
     @property
     def sum_dtype(self) -> "np.dtype[np.generic]":
-        """Of an element of such a sum."""
+        """The dtype of an unfinished sum."""
         return np.dtype(self._summed)
 
     def widen(self, values: Array) -> Array:
-        """Values as they are summed: float32 for 16-bit floats (a copy), else the very array."""
+        """Values as they are summed: float32 for 16-bit floats (a copy), otherwise the array itself."""
         if self.dtype is torch.bfloat16:
             widened: Array = (values.astype(np.uint32) << 16).view(np.float32)
             return widened
         return values.astype(np.float32) if self.widens else values
 
     def sum(self, parts: Iterable[Array], *, before: Array | None = None, out: Array | None = None) -> Array:
-        """Combine parts of several ranks in the order given, and that with the sum `before`. Widened, as `before` is.
+        """Combine parts of several ranks in the order given, and add the result to the sum `before`. It is widened, as `before` is.
 
-        Each part but the first may be gone when the next one is asked for. Floating-point warnings are off: inf − inf is the user's own
+        Each part except the first may be gone when the next one is asked for. Floating-point warnings are off: inf − inf is the user's own
         NaN.
         """
         rest = iter(parts)
@@ -155,7 +155,7 @@ class Reduction:
         self.reduce_in_turn([part.copy() if is_overwritten(place, part, out) else part for place, part in enumerate(parts)], out)
 
     def reduce_in_turn(self, parts: Iterable[Array], out: Array, *, before: Array | None = None) -> None:
-        """The same of parts that come one after the other; none of them `is_overwritten`."""
+        """Like `reduce`, for parts that come one after the other; none of them `is_overwritten`."""
         self.finish(self.sum(parts, before=before, out=None if self.widens else out), out)
 
     def finish(self, total: Array, out: Array) -> None:
@@ -173,10 +173,10 @@ class Reduction:
 
 
 def is_overwritten(place: int, part: Array, out: Array) -> bool:
-    """Whether a reduction into `out` writes over the part at that place before it is read: the first two go into its first result."""
+    """Whether a reduction into `out` overwrites the part at that place before it is read. Its first write already uses the first two."""
     return place > 1 and begin_together(part, out)
 
 
 def begin_together(one: Array, other: Array) -> bool:
-    """Whether they begin at one place of memory."""
+    """Whether both arrays begin at the same address."""
     return bool(one.__array_interface__["data"][0] == other.__array_interface__["data"][0])

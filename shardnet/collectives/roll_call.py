@@ -12,15 +12,15 @@ if TYPE_CHECKING:
     from shardnet.collectives.group import Group
 
 WAIT_S = 0.4  # a hang must not outlive its timeout by more than 0.5 s
-BUSY_BYTES = 4 * 1024  # in that time: what pings come to is far less, and a link of 1 Mbit/s that sends has ten times as much
+BUSY_BYTES = 4 * 1024  # if more moves in WAIT_S, data moves: pings are far fewer bytes, and a busy link of 1 Mbit/s moves ten times as many
 
 
 @dataclass(frozen=True, slots=True)
 class Attendance:
-    """What the ranks of a group have said."""
+    """What the ranks of a group have answered."""
 
-    absent: tuple[Absent, ...]  # who have not entered the collective, or did not answer
-    busy: tuple[Absent, ...]  # who could not answer: what is said queues behind data, which moves
+    absent: tuple[Absent, ...]  # ranks that have not entered the collective, or did not answer
+    busy: tuple[Absent, ...]  # ranks that could not answer: their answer queues behind data, which moves
     entered_below: int  # all have entered the collectives with lower numbers
 
 
@@ -30,13 +30,13 @@ class RollCall:
     def __init__(self, group: "Group") -> None:
         self._group = group
         self._count = 0
-        self._moved: tuple[int, dict[int, int]] = -1, {}  # the collective of the last one, and what had moved by then, by peer
-        self._open: dict[int, tuple[dict[int, ProbeReply], set[int], asyncio.Event]] = {}  # by number; the set of who is still to answer
+        self._moved: tuple[int, dict[int, int]] = -1, {}  # of the last roll call: its collective, and the bytes moved by then, by peer
+        self._open: dict[int, tuple[dict[int, ProbeReply], set[int], asyncio.Event]] = {}  # by number; the set holds peers yet to answer
 
     async def hold(self, sequence: int) -> Attendance:
         """Ask every other member whether it has entered a collective. Takes at most WAIT_S.
 
-        Who does not answer pings either is not even asked, or it would seem to be alive (tests/training/test_connect.py, frozen).
+        A rank that does not even answer pings is not asked, as it would seem to be alive (tests/training/test_connect.py, frozen).
         """
         self._count += 1
         number, group = self._count, self._group
@@ -78,7 +78,7 @@ class RollCall:
         return Absent(rank, address) if reply is None else Absent(rank, address, reply.next_sequence, reply.last_signature, reply.waits_in)
 
     def hear(self, source: int, reply: ProbeReply) -> None:
-        """A rank of the group has answered; too late perhaps."""
+        """Take a rank's answer, which may come too late."""
         if (waiting := self._open.get(reply.id)) is not None:
             replies, awaited, complete = waiting
             replies[source] = reply

@@ -1,7 +1,7 @@
-"""Which way the blocks of a collective take over the nodes of a group; pure, and equal on all ranks.
+"""The way that the blocks of a collective take over the nodes of a group; computed without communication, and equal on all ranks.
 
-Every block has an owner. On each other node one rank carries it: the one whose place there is that of the owner on its own
-node, so that a node's ranks carry a part each. Around the ring of nodes a block goes from carrier to carrier.
+Every block has an owner. On each other node one rank carries it: the rank that has the same place there as the owner has on
+its own node, so that each of a node's ranks carries a part. Around the ring of nodes a block goes from carrier to carrier.
 """
 
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ Nodes = tuple[tuple[int, ...], ...]  # the ranks of each node
 
 
 class Routing(StrEnum):
-    """What a group's collectives take for a node. It is the same for all ranks of a cluster."""
+    """What a group's collectives treat as a node. It is the same for all ranks of a cluster."""
 
-    AUTO = "auto"  # what is one: direct inside, a ring across
-    RING = "ring"  # each rank for itself: one ring of all
+    AUTO = "auto"  # each real node: direct inside, a ring across
+    RING = "ring"  # each rank by itself: one ring of all ranks
     DIRECT = "direct"  # all ranks together: everyone to everyone
-    RANK_ORDER = "rank-order"  # the same, and each sum begins with rank 0 and ends with the last one
+    RANK_ORDER = "rank-order"  # the same, and each sum begins with rank 0 and ends with the last rank
 
     def cut(self, nodes: Nodes) -> Nodes:
         ranks = sorted(rank for node in nodes for rank in node)
@@ -33,9 +33,9 @@ class Routing(StrEnum):
 class Leg:
     """One block's way past one rank."""
 
-    hops: int  # nodes from the owner's to this one, around the ring
-    carrier: int  # on this node; the owner on its own
-    before: int  # the carrier on the node before
+    hops: int  # number of steps around the ring from the owner's node to this one
+    carrier: int  # the rank that carries the block on this node; on the owner's node that is the owner
+    before: int  # the carrier on the previous node
     behind: int  # the carrier on the next node
 
 
@@ -43,15 +43,15 @@ class Leg:
 class Route:
     """All blocks' ways past one rank."""
 
-    neighbours: tuple[int, ...]  # the other ranks of its node, beginning behind this one, so that not all send to the same one first
-    node: tuple[int, ...]  # all of them in the same order, this rank last
-    nodes: int
-    largest: int  # ranks of a node
-    legs: tuple[Leg, ...]  # by block, which is by owner
+    neighbours: tuple[int, ...]  # the other ranks of its node, beginning after this one, so that not all send to the same one first
+    node: tuple[int, ...]  # all ranks of the node in the same order, this rank last
+    nodes: int  # how many
+    largest: int  # the most ranks on any node
+    legs: tuple[Leg, ...]  # one per block, in the order of the owners
 
     @property
     def is_ring(self) -> bool:
-        """Whether every rank is a node, of several."""
+        """Whether there are several nodes, and every rank is one."""
         return self.nodes == len(self.legs) > 1
 
     @property
@@ -60,7 +60,7 @@ class Route:
         return 1 < self.nodes < len(self.legs)
 
     def __str__(self) -> str:
-        """How large collectives go, in words for a user."""
+        """The way of large collectives, in words for a user."""
         if self.is_hierarchical:
             most = "" if self.nodes * self.largest == len(self.legs) else "up to "
             return f"hierarchical: a ring of {self.nodes} nodes, direct inside each ({most}{self.largest} ranks)"

@@ -1,13 +1,13 @@
-"""Between one mesh and the groups that share it: routes chunks, owns the tasks, keeps who is lost.
+"""Between one mesh and the groups that share it: routes chunks, owns the tasks, remembers which ranks are lost.
 
-[Note: the cause] When a rank dies, each survivor sees it for itself, but not all in the same moment, and the first one that does
-may be gone itself before the last one does, which would then take it for the dead one. So a rank that loses another tells all
-others at once whom, and whoever loses a rank that has said so names that one instead. What is said changes no state: whether a
-rank is lost each one decides by its own connection.
+[Note: the cause] When a rank dies, each survivor notices it by itself, but not at the same moment. The first survivor that notices may
+itself be gone before the last one does, and the last one would then take that survivor for the dead rank. So a rank that loses another
+one tells all others at once which one, and whoever later loses the rank that told names the one that it told of instead. This word
+changes no state: each rank decides by its own connection whether another one is lost.
 
-[Note: forked children] A child of `os.fork`, such as a worker of a DataLoader or of a Pool, has in memory what its parent has, and the same
-mappings and descriptors, but none of its threads. What it said by letter the other ranks would take for its parent's, and what it handed to
-the loop thread would never be done. So to a child all is closed, before it does anything.
+[Note: forked children] A child of `os.fork`, such as a worker of a DataLoader or of a Pool, has a copy of its parent's memory and the same
+mappings and descriptors, but none of its threads. The other ranks would take the child's letters for its parent's, and nothing that the
+child handed to the loop thread would ever be done. So for a child everything is closed from the start.
 """
 
 import asyncio
@@ -41,10 +41,10 @@ from shardnet.wire import Chunk, InPlace
 
 WORLD = 0  # group id of all ranks
 _RETIRED_TOLD = 4096  # channels: about 60 kB of a goodbye
-_LOOKED_AT = 4  # left groups, each time one is made: more than one, so that they do not become more
-_END_S = 2.0  # at most, for threads that end with the mesh: one may be held up by a peer that hangs
+_LOOKED_AT = 4  # left groups to look at whenever a group is made: more than one, so that their number does not grow
+_END_S = 2.0  # the longest wait for threads that end with the mesh: a peer that hangs may hold one up
 _boards = WeakSet["Switchboard"]()  # of this process
-MAX_STALE = 4096  # chunks in a row: 8 GiB of late data, of which a peer that is well has far less on its way when a collective fails
+MAX_STALE = 4096  # chunks in a row: 8 GiB of late data; a healthy peer has far less on its way when a collective fails
 
 
 class Switchboard:
@@ -53,7 +53,7 @@ class Switchboard:
     def __init__(
         self, mesh: Mesh, telemetry: Telemetry, limits: Limits, suspect_s: float, nodes: Nodes = (), routing: Routing = Routing.AUTO
     ) -> None:
-        """`suspect_s` is how long a collective waits before a warning says for whom."""
+        """`suspect_s` is how long a collective waits before a warning says which ranks it waits for."""
         self.mesh = mesh
         self.telemetry = telemetry
         self.limits = limits
@@ -62,29 +62,29 @@ class Switchboard:
         self.loop = LoopThread.shared()
         self.watch = Watch(self, suspect_s)
         self.lost: dict[int, str] = {}  # global rank -> reason
-        self.at_loss: list[Callable[[int], object]] = []  # called with the global rank of who is lost; loop thread, as the next
-        # called when all collectives have ended, with whether that was by `abort`; each gives what is yet to end, its threads
+        self.at_loss: list[Callable[[int], object]] = []  # called with the global rank that is lost; loop thread, like the next ones
+        # called when all collectives have ended, with whether `abort` ended them; each returns futures for the threads yet to end
         self.at_end: list[Callable[[bool], list[asyncio.Future[None]]]] = []
         self._causes: dict[int, int] = {}  # global rank -> the one that it lost first; see [Note: the cause]
-        self.receivers = set[AnySource]()  # what waits for any source
+        self.receivers = set[AnySource]()  # those with a receive that has no source yet
         self._lock = threading.Lock()  # over the next two: groups are made on any thread
-        self._made: dict[tuple[tuple[int, ...], str], int] = {}  # how often a group of these members was made for that
+        self._made: dict[tuple[tuple[int, ...], str], int] = {}  # how often a group of these members was made for this purpose
         self._commons: dict[frozenset[int], Commons] = {}
-        self._correspondents: frozenset[tuple[int, int]] = frozenset()  # pairs of which each reads the other's mailbox; all know them
-        self._lenders: frozenset[tuple[int, int]] = frozenset()  # the same, of memory
-        self._attendant: Attendant | None = None  # where there are any
-        # by id, how far channels were when they were retired, also of those that are in use again; changed on the loop thread only
+        self._correspondents: frozenset[tuple[int, int]] = frozenset()  # pairs that read each other's mailbox; all ranks know them
+        self._lenders: frozenset[tuple[int, int]] = frozenset()  # the same for each other's memory
+        self._attendant: Attendant | None = None  # if there are correspondents
+        # by id, how far each channel was when it was retired, even if it is in use again; changed on the loop thread only
         self._retired: dict[int, int] = {}
-        self._groups: dict[int, Group] = {}  # by id; changed on the loop thread only, as all that follows
-        self._left: dict[int, Group] = {}  # those of them that this rank has left, but not all others
-        self._over = set[int]()  # ids of those that all have left
-        self._goodbyes: dict[int, dict[int, int]] = {}  # of ranks that took leave: where each was, by group
-        self._unknown = Early(limits)  # for groups that this rank has not made yet, by their ids
+        self._groups: dict[int, Group] = {}  # by id; changed on the loop thread only, like everything that follows
+        self._left: dict[int, Group] = {}  # those of them that this rank has left, but some other rank has not
+        self._over = set[int]()  # ids of groups that all ranks have left
+        self._goodbyes: dict[int, dict[int, int]] = {}  # for each rank that said goodbye: how far it was, by group
+        self._unknown = Early(limits)  # chunks for groups that this rank has not made yet, by group id
         self.turns = Turns(limits)
         self._stale = Counter[int]()  # chunks in a row that were dropped, by sender
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closed = False
-        self.is_inherited = False  # by this process from the one that has forked it; see [Note: forked children]
+        self.is_inherited = False  # this process is a fork of the one that made it; see [Note: forked children]
         self._closing = asyncio.Lock()
         self.world = self._add(Group(self, WORLD, tuple(range(mesh.world_size))))
         _boards.add(self)
@@ -92,64 +92,64 @@ class Switchboard:
     # --- groups (any thread)
 
     def group(self, members: tuple[int, ...], purpose: str = "", telemetry: Telemetry | None = None) -> Group:
-        """A new group of these global ranks. Its id follows from who, what for and how many times before for that: all agree, if those that
-        are made for one purpose are made in the same order by all.
+        """A new group of these global ranks. Its id follows from its members, its purpose, and how many such groups were made before. So all
+        ranks agree on it if they make the groups of one purpose in the same order.
 
-        What it does is counted in this rank's telemetry, or in another one.
+        Its work is counted in `telemetry`, or else in this rank's.
         """
         with self._lock:
             self._made[members, purpose] = again = self._made.get((members, purpose), 0) + 1
         return self._add(Group(self, group_id(members, purpose, again), members, telemetry, known=False))
 
     def channel(self, pair: tuple[int, int], purpose: str, title: str) -> Group:
-        """A group of these two global ranks, which goes on where it was if it has been retired."""
+        """A group of these two global ranks. If it was retired, it goes on where it was."""
         number = group_id(pair, purpose, 1)
-        if (known := self._groups.get(number)) is not None:  # a Ctrl-C has kept it from whom it was made for
+        if (known := self._groups.get(number)) is not None:  # it was made before, but a Ctrl-C kept it from the caller
             return known
         return self._add(Group(self, number, pair, channel=title, first=self._retired.get(number, 0)))
 
     def retire(self, group: Group) -> bool:
-        """Keep no more of a channel than how far it is, if it is idle; return whether it was. See [Note: idle channels] in channels.py.
-        Loop thread."""
+        """If a channel is idle, keep only its position; return whether it was idle. See [Note: idle channels] in channels.py. Loop
+        thread."""
         if self._groups.get(group.id) is not group or not group.is_idle:
             return False
         del self._groups[group.id]
-        self._retired.pop(group.id, None)  # so that the one retired last is the last one
+        self._retired.pop(group.id, None)  # so that the channel retired last is the last entry
         self._retired[group.id] = group.position
         return True
 
     def leave(self, group: Group) -> None:
-        """Nobody on this rank begins anything in it any more. See [Note: left groups] in farewell.py. Loop thread."""
+        """Note that this rank begins nothing in a group any more. See [Note: left groups] in farewell.py. Loop thread."""
         if not self._closed and not self.settle(group):
             self._left[group.id] = group
 
     def settle(self, group: Group) -> bool:
-        """Forget a group if it is over; return whether it was. Loop thread."""
+        """Forget a group if it is over on all ranks; return whether it is. Loop thread."""
         if group.farewell.settle():
             self._left.pop(group.id, None)
             for each in (*group.channels.groups, group):
                 self._groups.pop(each.id, None)
                 self._over.add(each.id)
             if self.mesh.mailbox is not None:
-                self.mesh.mailbox.withdraw(group.id)  # who has not read it never will
+                self.mesh.mailbox.withdraw(group.id)  # a rank that has not read its letters never will
         return group.id in self._over
 
     def commons(self, node: frozenset[int]) -> Commons:
-        """Of these ranks, which are this one and others of its node."""
+        """The memory shared by these ranks, which are this one and others on its node."""
         with self._lock:
             if node not in self._commons:
                 self._commons[node] = Commons(self.mesh, node, self.where)
             return self._commons[node]
 
     def wake_receivers(self) -> None:
-        """What receives from any source looks again. Loop thread."""
+        """Make the receives from any source look again. Loop thread."""
         for each in self.receivers:
-            each.wake()  # its receives look later: none of them comes or goes before the next one is woken
+            each.wake()  # its receives only look later, so `receivers` does not change during this loop
 
     async def correspond(self, node: tuple[int, ...], gather: Callable[[list[bool]], Awaitable[list[list[bool]]]]) -> None:
-        """Find out which ranks of this node can read each other's mailboxes, and each other's memory, before anything else is called.
+        """Find out which ranks of this node can read each other's mailboxes, and each other's memory. Called before anything else.
 
-        `gather` gives each one's list, of whom it can read and who can read it, to all of them.
+        `gather` gives every rank's list to all of them: whose mailboxes it can read, then which ranks can read its memory.
         """
         mesh = self.mesh
         reads = [mesh.mailbox is not None and rank in mesh.mailboxes for rank in node]
@@ -160,7 +160,7 @@ class Switchboard:
             self._attendant = Attendant(f"shardnet-attendant-{self.mesh.rank}")
 
     def mail(self, group: Group) -> Mail | None:
-        """A group's way to the mailboxes of its members, if each of them can read all others'."""
+        """A group's access to its members' mailboxes, if each member can read those of all others."""
         if group.size == 1 or any(pair not in self._correspondents for pair in permutations(group.members, 2)):
             return None
         assert self.mesh.mailbox is not None
@@ -172,7 +172,7 @@ class Switchboard:
 
     @property
     def groups(self) -> list[Group]:
-        """All that this rank has made. Loop thread."""
+        """All groups that this rank has made and not forgotten. Loop thread."""
         return list(self._groups.values())
 
     def _add(self, group: Group) -> Group:
@@ -182,7 +182,7 @@ class Switchboard:
     def _introduce(self, group: Group) -> None:
         for left in list(islice(self._left.values(), _LOOKED_AT)):
             del self._left[left.id]
-            self.leave(left)  # behind the others, if there is still use for it
+            self.leave(left)  # puts it after the others, if some rank still uses it
         self._groups[group.id] = group
         group.first_contact.greet()
         for source, chunk in self._unknown.take(group.id):
@@ -199,7 +199,7 @@ class Switchboard:
         self.mesh.lend(peer, chunk, loan)
 
     def post(self, peer: int, chunk: Chunk) -> None:
-        """Send a control message without waiting for it; a peer that is gone need not hear it."""
+        """Send a control message without waiting for it. It is dropped if the peer is gone."""
         if peer not in self.lost:
             self.spawn(self._post(peer, chunk))
 
@@ -210,7 +210,7 @@ class Switchboard:
             return
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
-        """A task that this switchboard owns: it is awaited or cancelled when the switchboard closes."""
+        """Start a task that this switchboard owns: it is awaited or cancelled when the switchboard closes."""
         task = self.loop.loop.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -244,8 +244,8 @@ class Switchboard:
                 self._on_chunk_of_none(source, chunk)
 
     def waits_in(self, *, but: int) -> str:
-        """The oldest collective of other groups than this one in which this rank may be kept waiting; empty: there is none. A receive may
-        stand open for what is not due: it is named only where there is nothing else."""
+        """The oldest collective in which this rank may be stuck, of all groups except `but`; empty: there is none. A receive may rightly
+        stay open for long, so a channel's operation is named only if there is nothing else."""
         flights = [each.flight for group in self.groups if group.id != but for each in group.under_way if each.may_be_stuck]
         entered = [flight for flight in flights if flight.entered_ns]
         oldest = min(entered, key=lambda flight: (bool(flight.party.channel), flight.entered_ns), default=None)
@@ -257,7 +257,7 @@ class Switchboard:
         return oldest.full_name
 
     def _on_chunk_of_none(self, source: int, chunk: Chunk) -> None:
-        """Its group is retired, or this rank has not made it yet: there it is nowhere."""
+        """Handle a chunk whose group is retired, or which this rank has not made yet and where it has entered nothing."""
         position, control = self._retired.get(chunk.group, 0), chunk.control or mesh_pb2.Control()
         if control.HasField("probe"):
             reply = mesh_pb2.ProbeReply(
@@ -276,13 +276,13 @@ class Switchboard:
                 self.turns.answer(source, chunk.group, chunk.sequence)
 
     def _acknowledge_abort(self, source: int, channel: int) -> None:
-        """Tell another rank, on which a send or a receive has failed, that this one has heard of that; see [Note: turns]."""
+        """Tell another rank, on which a send or a receive has failed, that this one has heard of the failure; see [Note: turns]."""
         self.post(source, Chunk(self.mesh.epoch, channel, 0, control=mesh_pb2.Control(abort_heard=mesh_pb2.AbortHeard())))
 
     def on_lost(self, rank: int, reason: str) -> None:
         if rank not in self.lost and not self._closed:
             self._tell(rank)
-            if self.cause(rank) not in map(self.cause, self.lost):  # who goes on without it leaves in the same way
+            if self.cause(rank) not in map(self.cause, self.lost):  # ranks that leave because of one loss count as that loss
                 self.telemetry.losses += 1
             self.lost[rank] = reason
             for group in list(self._groups.values()):
@@ -298,12 +298,12 @@ class Switchboard:
                 self.post(peer, Chunk(self.mesh.epoch, WORLD, 0, control=loss))
 
     def cause(self, rank: int) -> int:
-        """Who is to blame for the loss of a rank: itself, or the one that it lost before."""
+        """The rank to blame for the loss of `rank`: `rank` itself, or the one that it had lost before."""
         cause = self._causes.get(rank, rank)
         return cause if cause in self.mesh.peers else rank
 
     def goodbye(self) -> mesh_pb2.Goodbye:
-        """How far this rank has come everywhere. What it has retired long ago has ended for its peers, too."""
+        """How far this rank has come in every group. Channels retired long ago are left out: they have ended for its peers, too."""
         retired = islice(reversed(self._retired.items()), _RETIRED_TOLD)
         positions = [*retired, *((group.id, group.position) for group in self._groups.values()), *self.turns.untold()]
         return mesh_pb2.Goodbye(positions=[mesh_pb2.Goodbye.Position(group=group, next_sequence=next_) for group, next_ in positions])
@@ -316,12 +316,12 @@ class Switchboard:
         self.wake_receivers()
 
     def has_taken_leave(self, rank: int) -> bool:
-        """Whether it has said goodbye, and then was lost, if at all."""
+        """Whether a rank has said goodbye; its connection may have been lost after that."""
         return rank in self._goodbyes
 
     def took_leave_at(self, rank: int, group: int) -> int:
-        """The first collective of a group that a rank had not entered when it took leave; 0 if it has not. It may have ended a round before
-        that this rank has yet to look at: the letters are there."""
+        """The first collective of a group that a rank had not entered when it said goodbye; 0 if it has not. Earlier rounds can still end
+        here although the rank is gone: its letters are there."""
         return self._goodbyes.get(rank, {}).get(group, 0)
 
     # --- the end
@@ -332,12 +332,12 @@ class Switchboard:
 
     @property
     def is_closed(self) -> bool:
-        """Whether nothing can be begun any more. Any thread hears of `abort` at once, where the loop thread may be late."""
+        """Whether nothing can be begun any more. Every thread sees an `abort` at once; the loop thread may get to it late."""
         return self._closed
 
     @property
     def is_impaired(self) -> bool:
-        """Whether a collective that is begun now may be impossible."""
+        """Whether a collective that is begun now might be unable to end well."""
         return self._closed or bool(self.lost)
 
     def check_ours(self) -> None:
@@ -355,7 +355,7 @@ class Switchboard:
 
     async def aclose(self) -> None:
         """Let what is under way end, then tell the peers and close the mesh; after `abort`, wait until that is done. A receive that no peer
-        has announced is not waited for: perhaps nobody sends."""
+        has announced is not waited for: perhaps no peer will send."""
         async with self._closing:
             while under_way := [*self._tasks - self._receives(), *map(self._ended, self._rounds_under_way())]:
                 await asyncio.wait(under_way)
@@ -368,11 +368,11 @@ class Switchboard:
                 await asyncio.wait(ends, timeout=_END_S)
 
     def _rounds_under_way(self) -> list[Round]:
-        """Without those that a second Ctrl-C has kept from being forgotten."""
+        """All rounds under way, without those that have ended but that a second Ctrl-C kept from being forgotten."""
         return [each for group in self._groups.values() for each in group.rounds.under_way if not each.has_ended]
 
     def _receives(self) -> "set[asyncio.Task[Any]]":
-        """Those of which no peer has said that it sends."""
+        """The tasks of receives for which no peer has announced a send."""
         incoming = (channel for group in self.groups for channel in group.channels.incoming)
         return {task for each in self.receivers for task in each.choosing} | {task for channel in incoming for task in channel.unanswered}
 
@@ -385,7 +385,7 @@ class Switchboard:
         """Fail what is under way and close the mesh at once. Any thread."""
         if not self._closed:
             self._closed = True
-            self.loop.call(self._fail_all)  # first, or what is under way would take the closed mesh for a lost peer
+            self.loop.call(self._fail_all)  # first; otherwise what is under way would take the closed mesh for a lost peer
             self.mesh.abort()
 
     def _fail_all(self) -> None:
@@ -413,13 +413,13 @@ os.register_at_fork(after_in_child=_disown_all)
 
 
 def _mutual(node: tuple[int, ...], rows: list[list[bool]]) -> frozenset[tuple[int, int]]:
-    """The pairs of ranks each of which has the other one in its row."""
+    """The pairs of ranks that have each other in their rows."""
     does = {(one, other) for one, row in zip(node, rows, strict=True) for other, has in zip(node, row, strict=True) if has}
     return frozenset(pair for pair in does if pair[::-1] in does)
 
 
 def group_id(members: tuple[int, ...], purpose: str, again: int) -> int:
-    """A 64-bit id, equal on all members and different for different groups; never WORLD."""
+    """A 64-bit id, the same on all members and different for different groups; never WORLD."""
     digest = hashlib.blake2b(repr((members, purpose, again)).encode(), digest_size=8).digest()
     value = int.from_bytes(digest)
     if value == WORLD:

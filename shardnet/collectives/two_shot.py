@@ -1,8 +1,8 @@
 """An all-reduce in two direct steps: each block's contributions go to its owner, then the owner's sum to everyone.
 
-As many bytes as around the ring and as many messages, but 2 steps instead of 2(N − 1): for data that is too large to send
-to everyone whole, and too small for a ring to pipeline. With one message a block there is nothing to wait for: a
-contribution is sent eagerly, and who sends a sum knows by then that every rank has entered.
+It sends as many bytes and messages as a ring, but in 2 steps instead of 2(N − 1): for data that is too large to send
+whole to everyone, and too small for a ring to pipeline. With one message per block no send has to wait: a contribution
+is sent eagerly, and a rank that sends a sum knows by then that every rank has entered.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from shardnet.wire import Buffer, Chunk
 
 @dataclass(slots=True)
 class TwoShot:
-    """Both steps for one rank. `bounds` cuts `source` into a block a rank, in elements; `output` may be `source` itself."""
+    """Both steps for one rank. `bounds` cuts `source` into one block per rank, in elements; `output` may be `source` itself."""
 
     bounds: Bounds
     source: Array

@@ -1,4 +1,4 @@
-"""The error that ends a collective for want of a rank, and how the error that ends a collective on one rank reaches the others: as the
+"""The error that ends a collective when a rank is lost, and how an error that ends a collective on one rank reaches the others: as the
 same kind of error, with the same ranks in it."""
 
 from typing import TYPE_CHECKING
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def peer_lost(board: "Switchboard", rank: int, name: str, reason: str = "") -> PeerLost:
-    """The error of the collective `name`, which cannot end without that global rank; for what reason, if not for that of its loss."""
+    """The error of the collective `name`, which cannot end without that global rank. `reason` replaces the reason of the rank's loss."""
     cause, reason = board.cause(rank), reason or board.lost[rank]
     if cause != rank:
         reason = f"rank {rank} lost it, and left"
@@ -20,7 +20,7 @@ def peer_lost(board: "Switchboard", rank: int, name: str, reason: str = "") -> P
 
 def pack(error: BaseException) -> Abort:
     """The message to the other ranks."""
-    # what is no text in UTF-8 (a file name in the error of a caller's code) cannot be sent
+    # text that is not valid in UTF-8 (a file name in the error of a caller's code) cannot be sent
     detail = str(error).encode(errors="replace").decode()
     match error:
         case CollectiveMismatch():
@@ -36,7 +36,7 @@ def pack(error: BaseException) -> Abort:
 
 
 def unpack(abort: Abort, where: str) -> ShardnetError:
-    """The error for this rank; `where` says which collective was aborted by whom."""
+    """The error for this rank; `where` says which rank aborted which collective."""
     text = f"{where}: {abort.detail}"
     match abort.reason:
         case Abort.MISMATCH:

@@ -1,10 +1,11 @@
-"""`Watch`: notices collectives that wait for long, and says for whom.
+"""`Watch`: notices collectives that wait for long, and says which ranks they wait for.
 
-[Note: the watch] Nothing is sent or counted for a collective that goes well: one timer for all groups of a rank runs while there are any
-under way, and looks when the oldest could be late. Only then does it ask the other ranks where they are (see `RollCall`), for the
-oldest late one of each group, since the later ones wait for the same, and for few of groups that are alike, as thousands of sends to one
-rank are; and asks again each `suspect_s`, so that who wants to know how the rank is doing hears what is true now. A collective that all
-have entered is not stuck, only slow, and not asked for again. Whether this rank itself waits for it yet makes no difference.
+[Note: the watch] Nothing is sent or counted for a collective that goes well. One timer for all groups of a rank runs while any collective
+is under way, and looks when the oldest could be late. Only if it is late does the watch ask the other ranks where they are (see
+`RollCall`). It asks about the oldest late collective of each group, since later ones wait for the same ranks, and only about a few of the
+groups that are alike, such as thousands of sends to one rank. It asks again every `suspect_s`, so that the status of this rank is up to
+date. A collective that all ranks have entered is not stuck, only slow, and is not asked about again. Whether a caller on this rank already
+waits for it makes no difference.
 """
 
 import asyncio
@@ -26,18 +27,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-PATIENT_S = 3600.0  # who gives a collective so long expects others to be late: the status says so, and no line in the log
-ALIKE = 4  # groups of the same ranks in the same call that are asked for: those that would time out first
-LINE_EVERY_S = 1.0  # in the log: what several groups wait for is mostly the same rank
+PATIENT_S = 3600.0  # a caller that allows a collective so long expects others to be late: the status says so, but the log does not
+ALIKE = 4  # how many groups of the same ranks in the same call are asked about: those that would time out first
+LINE_EVERY_S = 1.0  # at most one line in the log: several groups mostly wait for the same rank
 
 
 class Watch:
-    """One for all groups of a rank, until it is closed. Runs on the loop thread, but for `begin`."""
+    """One for all groups of a rank, until it is closed. Runs on the loop thread, except `begin`."""
 
     def __init__(self, board: "Switchboard", suspect_s: float) -> None:
         self._board = board
         self._suspect_s = suspect_s
-        self._armed = False  # the timer runs, or somebody is being asked; written on the loop thread only
+        self._armed = False  # the timer runs, or other ranks are being asked; written on the loop thread only
         self._timer: asyncio.TimerHandle | None = None
         self._asking: asyncio.Task[None] | None = None
         self._entered_below: dict[int, int] = {}  # by group: all ranks have entered its collectives with lower numbers
@@ -45,12 +46,12 @@ class Watch:
         self._told_s = 0.0  # when the last line was written
 
     def begin(self) -> None:
-        """A collective is under way. Any thread."""
+        """Watch, as a collective is under way now. Any thread."""
         if not self._armed:
             self._board.loop.call(self._arm)
 
     def close(self) -> None:
-        """Whatever is under way has been ended."""
+        """Stop watching: everything that was under way has ended."""
         self._armed = True  # for good
         self._board.telemetry.waiting = ()
         for each in (self._timer, self._asking):
@@ -66,7 +67,7 @@ class Watch:
         self._timer = self._board.loop.loop.call_later(delay_s, self._look)
 
     def _look(self) -> None:
-        self._armed = False  # before looking: what begins later arms it, and what began before is seen
+        self._armed = False  # before looking: a collective that begins later arms it, and one that began before is seen
         ages = [age for group in self._board.groups if (age := self._age(group)) is not None]
         if not ages:
             self._board.telemetry.waiting = ()
@@ -74,10 +75,10 @@ class Watch:
             self._set(self._suspect_s - max(ages))
         else:
             self._armed = True
-            self._asking = self._board.loop.loop.create_task(self._ask())  # none of the board's, which closing waits for
+            self._asking = self._board.loop.loop.create_task(self._ask())  # not one of the board's tasks, which closing waits for
 
     def _age(self, group: "Group") -> float | None:
-        """Seconds since the oldest collective was entered that may be stuck."""
+        """Seconds since the oldest collective that may be stuck was entered."""
         oldest = self._oldest(group)
         return None if oldest is None else (time.perf_counter_ns() - oldest.flight.entered_ns) / 1e9
 
@@ -95,7 +96,7 @@ class Watch:
         self._set(min(self._suspect_s, LINE_EVERY_S) if untold else self._suspect_s)
 
     def _late(self) -> "Iterator[Group]":
-        """The groups to ask for."""
+        """The groups to ask about."""
         alike: defaultdict[object, list[tuple[float, int, Group]]] = defaultdict(list)
         for group in self._board.groups:
             if (oldest := self._oldest(group)) is not None and self._is_late(oldest):
@@ -107,7 +108,7 @@ class Watch:
         return time.perf_counter_ns() - each.flight.entered_ns >= self._suspect_s * 1e9
 
     async def _examine(self, group: "Group") -> Waiting | None:
-        """The oldest collective of a group that waits for somebody for long."""
+        """The oldest late collective of a group, with the ranks that it waits for; None if it waits for none."""
         while (oldest := self._oldest(group)) is not None and self._is_late(oldest):
             attendance = await group.roll_call.hold(oldest.sequence)
             self._entered_below[group.id] = max(attendance.entered_below, self._entered_below.get(group.id, 0))
@@ -116,16 +117,16 @@ class Watch:
                     self._told.add(oldest.flight)
                 return Waiting(oldest.flight, attendance.absent)
             if attendance.busy:
-                return None  # data moves, so nobody is stuck: they are asked again
+                return None  # data moves, so no rank is stuck: ask again later
         return None
 
     def _tell(self, waiting: tuple[Waiting, ...]) -> int:
-        """Write at most one line. Returns how many are left for later ones."""
+        """Write at most one line. Returns how many collectives are left for later lines."""
         self._told = {flight for flight in self._told if not flight.ended_ns}
         untold = sorted((each for each in waiting if each.flight not in self._told), key=lambda each: each.flight.entered_ns)
         if untold and time.monotonic() - self._told_s >= LINE_EVERY_S:
             first = untold.pop(0)
             self._told.add(first.flight)
             self._told_s = time.monotonic()
-            log.warning("%s %s", self._board.where(), str(first))  # now: its seconds go on
+            log.warning("%s %s", self._board.where(), str(first))  # formatted now, as the seconds in it go on counting
         return len(untold)

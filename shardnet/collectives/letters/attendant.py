@@ -1,8 +1,8 @@
-"""`Attendant`: the thread that looks after rounds for which no thread waits, a step of each in turn.
+"""`Attendant`: the thread that looks after rounds for which no thread waits (MPI calls this a progress thread), a step of each in turn.
 
-Most rounds are waited for as soon as they have begun, and calling it for those took a tenth of their processor time: it wakes up, wants
-the interpreter, and finds nothing to do. So while it has no rounds it sleeps by an alarm, which is set when one begins, and
-disarmed when somebody waits for that.
+Most rounds are waited for as soon as they have begun, and waking the attendant for those took a tenth of their processor time: it wakes up,
+wants the interpreter (the GIL), and finds nothing to do. So while it has no rounds it sleeps by an alarm, which is set when a round begins,
+and disarmed when a thread waits for that round.
 """
 
 import logging
@@ -17,9 +17,9 @@ from shardnet.transport.shared_memory import Alarm, Bell, MailboxView, futex
 
 log = logging.getLogger(__name__)
 
-MOMENT_S = 0.0002  # for who begins a round to wait for it
-SLICE_S = 0.05  # the longest sleep while there are rounds: what a timeout has ended is seen behind it
-BETWEEN_S = 0.0005  # where the system lets sleep at one word only (before Linux 5.16): at none of the others; more with time
+MOMENT_S = 0.0002  # how long the caller that begins a round has to start waiting for it
+SLICE_S = 0.05  # the longest sleep while there are rounds: timeouts are noticed after it
+BETWEEN_S = 0.0005  # the sleep where a thread can wait at one word only (before Linux 5.16), so no mailbox wakes it; it grows to the next
 MOST_BETWEEN_S = 0.005
 
 
@@ -37,20 +37,20 @@ class Attendant:
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def take(self, given: Round) -> None:
-        """See to it that it ends."""
+        """Look after a round until it ends."""
         with self._lock:
             if self._closed:
                 return
             if is_asleep := self._asleep:
-                self._alarm.ring()  # first: a Ctrl-C may come in between, and an alarm for nothing does no harm
+                self._alarm.ring()  # first: a Ctrl-C may come in between, and a needless alarm does no harm
             self._rounds[given] = None
             self._idle_since = time.monotonic()
             if is_asleep:
                 return
-        self.summon()  # also if it has it: a thread that waited for it meanwhile does no more
+        self.summon()  # even if it has the round already: a thread that waited for the round meanwhile may have stopped
 
     def expect(self, given: Round) -> None:
-        """See to it that it ends, unless a thread waits for it in a moment."""
+        """Look after a round until it ends, unless a thread waits for it within a moment."""
         with self._lock:
             if self._asleep and not self._closed:
                 if not self._rounds:
@@ -60,7 +60,7 @@ class Attendant:
         self.take(given)
 
     def leave(self, given: Round) -> None:
-        """A thread waits for it now."""
+        """A thread waits for the round now: it needs no attendant."""
         with self._lock:
             if self._asleep and given in self._rounds:
                 del self._rounds[given]
@@ -68,17 +68,17 @@ class Attendant:
                     self._alarm.disarm()
 
     def summon(self) -> None:
-        """One of its rounds can go on, though no mailbox of another rank says so."""
-        if not self._asleep:  # or it looks at all of them when it wakes up
+        """Wake it: one of its rounds can go on, although no other rank's mailbox says so."""
+        if not self._asleep:  # otherwise it looks at all of them when it wakes up
             self._bell.ring()
 
     def forget(self, ended: Round) -> None:
-        """It keeps no result that nobody else has any more."""
+        """Drop a round that has ended, so that its result is not kept when nobody else holds it."""
         with self._lock:
             self._rounds.pop(ended, None)
 
     def close(self) -> None:
-        """All rounds have ended, or somebody else ends them."""
+        """End the thread: all rounds have ended, or somebody else ends them."""
         with self._lock:
             self._closed = True
             self._rounds.clear()
@@ -106,25 +106,25 @@ class Attendant:
             return self._asleep
 
     def _take_turn(self) -> Mapping[MailboxView, int] | None:
-        """A step of each round. Returns where something is waited for, and what was the count before it was looked for; None if there is
-        more to do at once. It keeps none of the rounds."""
+        """Do a step of each round. Returns the mailboxes that rounds wait for, each with its count before it was looked at; None if there
+        is more to do at once. No reference to a round is kept."""
         with self._lock:
             rounds = list(self._rounds)
         missing: dict[MailboxView, int] = {}
         now = time.monotonic()
-        can_go_on = sum(self._attend(each, now, missing) for each in rounds) > 0  # of all of them
+        can_go_on = sum(self._attend(each, now, missing) for each in rounds) > 0  # not any(): every round gets its step
         with self._lock:
             for each in rounds:
-                if each.is_settled or each.is_waited_for:  # who stops waiting for it gives it back
+                if each.is_settled or each.is_waited_for:  # a thread that stops waiting for it gives it back
                     self._rounds.pop(each, None)
             self._idle_since = self._idle_since if len(self._rounds) == len(rounds) else now
         return None if can_go_on else missing
 
     def _attend(self, each: Round, now: float, missing: dict[MailboxView, int]) -> bool:
-        """Do a step of it. Returns whether the next one can follow at once."""
+        """Do a step of a round. Returns whether the next step can follow at once."""
         if each.is_settled or each.is_waited_for:
             return False
-        if each.queued:  # those before it are here, too, or a thread waits for them
+        if each.queued:  # the rounds before it are with the attendant, too, or a thread waits for them
             each.has_waited(now)
             return False
         seen = {view: view.count for view in each.readers}
@@ -138,7 +138,7 @@ class Attendant:
         return come_to is Progress.MORE
 
     def _listen(self, heard: int, missing: Mapping[MailboxView, int]) -> None:
-        """Sleep until something can go on."""
+        """Sleep until a round may be able to go on."""
         audible = dict(islice(missing.items(), futex.most - 1))
         if len(audible) == len(missing):
             self._bell.wait(heard, audible, SLICE_S)

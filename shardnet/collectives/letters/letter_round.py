@@ -11,14 +11,14 @@ from shardnet.wire import Buffer
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What a collective is for one rank: what its letter brings to the others, and what it makes of theirs."""
+    """One rank's part in a collective: the data in its letter to the others, and what it does with theirs."""
 
     data: Buffer
-    finish: Callable[[Mapping[int, Buffer]], None]  # gets the data of the other ranks
+    finish: Callable[[Mapping[int, Buffer]], None]  # called with the data of the other ranks
 
 
 class LetterRound(Round):
-    """One of which the letters hold all the data."""
+    """A round whose letters hold all the data (MPI's eager protocol)."""
 
     def __init__(self, mail: Mail, call: Call, share: Share, value: object) -> None:
         super().__init__(mail, call, share.data, value)

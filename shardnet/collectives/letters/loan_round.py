@@ -1,17 +1,18 @@
 """Large collectives among ranks of one node: the letters tell where the data lies, and each rank reads it from there.
 
-[Note: rounds that lend] What is too large to be copied into a mailbox can still do without the loop threads. In such a round (see [Note:
-rounds] in round.py) the letters hold loans instead of data (see [Note: loans]): a rank reads what it needs of the others' memory, once, and
-acknowledges their letters when it has; and its own round ends when all others have acknowledged its letter. A rank that has more to lend
-once it has read (the sum of its block, in an all-reduce) marks its letter then.
+[Note: rounds that lend] Data that is too large to be copied into a mailbox can still do without the loop threads. In such a round (see
+[Note: rounds] in round.py) the letters hold loans instead of data (see [Note: loans]). This is MPI's rendezvous protocol with a single copy
+by cross-memory attach. A rank reads what it needs from the others' memory, once, and then acknowledges their letters; its own round ends
+when all others have acknowledged its letter. If a rank has more to lend once it has read (the sum of its block, in an all-reduce), it marks
+its letter then.
 
-So everybody depends on what everybody else still has to do, and such a round cannot be left until somebody asks for it: if nobody comes
-to wait for it in a moment, the attendant has it, except while a thread waits for it and does the work itself. It is done piece by piece,
-so that it can be failed in between, and other rounds get their turn. A round that fails here revokes its loan, and the memory is the
-caller's again.
+So every rank depends on work that the others still have to do, and such a round cannot rest until somebody asks for it. If no thread
+comes to wait for it within a moment, the attendant does the work, except while a thread waits for it and does the work itself. The work is
+done piece by piece, so that it can be failed in between, and other rounds get their turn. A round that fails here revokes its loan, and
+the memory is the caller's again.
 
-Where a letter finds no room and goes over the streams, so does its mark, as another one, and what acknowledges it. What came for a round
-before it began is looked at later than what comes then, so the marked letter may be there first.
+If a letter finds no room and goes over the streams, so do its mark, as a second letter, and its acknowledgement. A rank looks at letters
+that came before its round began later than at those that come while it runs, so it may see the marked letter first.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -31,25 +32,25 @@ _MARK = np.uint64(1)
 
 @dataclass(frozen=True, slots=True)
 class Lending:
-    """What a collective is for one rank: what it lends to the others, and what it makes of what they lend."""
+    """One rank's part in a collective: the memory that it lends to the others, and what it does with what they lend."""
 
-    lots: Sequence[Sequence[Array]]  # stay where they are, and what others may still read of them as it is, until the round ends
-    sends: Mapping[int, int]  # bytes of them that each rank gets
-    receives: Mapping[int, int]  # bytes that this one gets of each
+    lots: Sequence[Sequence[Array]]  # until the round ends they stay in place, and parts that others may still read do not change
+    sends: Mapping[int, int]  # bytes of the lots that each rank gets
+    receives: Mapping[int, int]  # bytes that this rank gets from each
     work: "Callable[[LoanRound], Course]"
-    note: bytes = b""  # what this rank has to say besides
-    end: Callable[[BaseException | None], object] = lambda _: None  # it has ended, well or with an error
+    note: bytes = b""  # anything else that this rank tells the others
+    end: Callable[[BaseException | None], object] = lambda _: None  # called when the round has ended, well or with an error
 
 
 class LoanRound(Round):
-    """One of which the letters say where the data is; ranks here are those of its group."""
+    """A round whose letters say where the data is; ranks here are ranks of its group."""
 
     def __init__(self, mail: Mail, call: Call, lending: Lending, value: object) -> None:
         self._loan = Loan()
         super().__init__(mail, call, self._loan.letter(lending.lots, lending.note), value)
         self._lending = lending
         self._lenders: dict[int, Lender] = {}
-        self._returned: set[int] = set()  # who have said over their streams that they have read everything
+        self._returned: set[int] = set()  # ranks that have said over their streams that they have read everything
 
     @property
     def may_be_stuck(self) -> bool:
@@ -60,17 +61,17 @@ class LoanRound(Round):
     def collect(self, of: Collection[int] = ()) -> Course:
         yield from super().collect(of)
         letters = {rank: bytes(self._data[rank]) for rank in self._data.keys() - self._lenders.keys()}
-        self.check_letters()  # before anything is made of them
+        self.check_letters()  # before their contents are used
         for rank, letter in letters.items():
             self._lenders[rank] = Lender(self._mail.processes[rank], letter)
 
     def note(self, rank: int) -> bytes:
-        """What another rank has to say besides. Raises LoanRevoked if it was taken back."""
+        """The note in another rank's letter. Raises LoanRevoked if any letter was taken back."""
         self.check_letters()
         return self._lenders[rank].note
 
     def lent(self, rank: int, lot: int, start: int, size: int) -> Lent:
-        """Bytes of one of the lots of another rank."""
+        """`size` bytes of another rank's lot, from byte `start` on."""
         return self._lenders[rank].part(lot, start, size)
 
     def has_marked(self, rank: int) -> bool:
@@ -78,13 +79,13 @@ class LoanRound(Round):
         return _is_marked(self._data[rank])
 
     def await_marks(self, ranks: Sequence[int]) -> Course:
-        """Wait until all of these have marked their letters."""
+        """Wait until all of these ranks have marked their letters."""
         for rank in ranks:
             while not self.has_marked(rank):
                 yield rank
 
     def mark(self) -> None:
-        """This rank has."""
+        """Mark this rank's letter: it has more to lend now."""
         if self._posted is not None:
             self._mail.mailbox.mark(self._posted, int(_MARK))
         else:
@@ -92,7 +93,7 @@ class LoanRound(Round):
             self._send_letter()
 
     def settle(self) -> Course:
-        """This rank has read everything; wait until the others have."""
+        """Acknowledge the others' letters, as this rank has read everything, and wait until they have read everything here."""
         self.check_letters()
         self._give_back(self._lending.receives)
         for rank in self._lending.sends:
@@ -108,7 +109,7 @@ class LoanRound(Round):
         super().deliver(rank, data)
 
     def take_return(self, rank: int) -> None:
-        """Another rank has read everything, of which it heard over its stream."""
+        """Another rank says over its stream that it has read everything."""
         with self._asking():
             self._returned.add(rank)
         self._mail.wake(rank)
@@ -119,10 +120,10 @@ class LoanRound(Round):
         self._mail.attendant.expect(self)
 
     def sweep(self) -> None:
-        """The attendant does it, whose thread may be held up."""
+        """Do nothing: the attendant does the work, because a large one may hold up the calling thread."""
 
     def _glance(self) -> None:
-        """Whoever asks is not held up."""
+        """Do nothing, so that a thread which only asks is not held up by the work."""
 
     def _run(self) -> Course:
         yield from self._lending.work(self)

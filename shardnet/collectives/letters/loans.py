@@ -1,6 +1,6 @@
-"""What each collective is as a round that lends (see [Note: rounds that lend] in loan_round.py), on flat arrays of one rank.
+"""Each collective as a round that lends (see [Note: rounds that lend] in loan_round.py), on flat arrays of one rank.
 
-Sums are taken in the order in which a node takes them otherwise (plans.py, hierarchical.py), so their bits do not tell which way they went.
+Sums are taken in the same order as over streams within a node (plans.py, hierarchical.py), so both ways give the same bits.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,15 +18,15 @@ from shardnet.collectives.reduction import Array, Reduction
 from shardnet.collectives.route import Routing
 from shardnet.pb.mesh_pb2 import Announcement
 
-_COPY_BYTES = 4 * 1024 * 1024  # at once, before others get their turn
-_SOURCE, _OUTPUT = range(2)  # which of the lots that a rank lends
+_COPY_BYTES = 4 * 1024 * 1024  # copied at once, before other rounds get their turn
+_SOURCE, _OUTPUT = range(2)  # indices of the lots that a rank lends
 
-# What becomes of gathered data and of what releases it, which is None if the data is this rank's alone.
+# Makes the round's value of the gathered data and of the function that releases it, which is None if the data is this rank's alone.
 Finish = Callable[[Array, Release | None], object]
 
 
 def all_gather(group: Group, source: Array, output: Array, bounds: Bounds) -> Lending:
-    """`source` is this rank's block; it may be that part of `output`, or overlap it."""
+    """`source` is this rank's block; it may be its place in `output`, or overlap `output`."""
     blocks = _blocks(output, bounds)
     if np.may_share_memory(source, output):
         np.copyto(blocks[group.rank], source)
@@ -35,7 +35,7 @@ def all_gather(group: Group, source: Array, output: Array, bounds: Bounds) -> Le
 
 
 def all_gather_on_node(group: Group, source: Array, bounds: Bounds, finish: Finish) -> Lending:
-    """Into one buffer for all ranks, if that can be had. The round's value is what `finish` makes of it."""
+    """Gather into one buffer for all ranks, if there is memory for it. The round's value is what `finish` makes of it."""
     gather = _OnNode(group, source, bounds, finish)
     return Lending([[source]], *_gathered(group, bounds, source), gather.work, gather.note, gather.end)
 
@@ -66,11 +66,11 @@ class _OnNode:
         try:
             self._commons.take(self._claim, Announcement.FromString(here.note(keeper)))
         except (OSError, ValueError) as error:
-            here.check_letters()  # or the keeper has failed meanwhile
+            here.check_letters()  # the keeper may have failed meanwhile, which is then the reason
             raise self._commons.unusable(self._group.board.where(), here.name, error) from error
 
     def _fill(self, here: LoanRound) -> Course:
-        """Write this rank's block into the common buffer, and wait until the others have."""
+        """Write this rank's block into the common buffer, and wait until the others have written theirs."""
         group, dtype = self._group, self._source.dtype
         yield from _write(self._source, self._claim.shared.view(dtype)[slice(*self._bounds[group.rank])])
         yield from self._hear_others(here)
@@ -82,14 +82,14 @@ class _OnNode:
         here.value = self._finish(mine.view(dtype), release)
 
     def _hear_others(self, here: LoanRound) -> Course:
-        """What they have released; before they can end."""
+        """On the keeper, take the others' word of what they have released, before they can end the round."""
         if self._commons.keeps:
             yield from here.collect()
             for rank in self._group.peers:
                 self._commons.hear(self._group.members[rank], Announcement.FromString(here.note(rank)))
 
     def _copy_all(self, here: LoanRound) -> Course:
-        """There is no memory for a common buffer."""
+        """Gather into memory of this rank's own, since there is none for a common buffer."""
         yield from self._hear_others(here)
         output = np.empty(self._bounds[-1][1], self._source.dtype)
         yield from _gather(here, self._group, self._source, _blocks(output, self._bounds))
@@ -97,20 +97,20 @@ class _OnNode:
 
 
 def reduce_scatter(group: Group, source: Array, output: Array, bounds: Bounds, reduction: Reduction) -> Lending:
-    """`output` is this rank's block of the reduced `source`; it may be that part of it, or overlap it."""
+    """`output` is this rank's block of the reduced `source`; it may be that block of `source` itself, or overlap `source`."""
     source = apart(source, source[slice(*bounds[group.rank])], output)
     return _reduce_scatter(group, [source], source[slice(*bounds[group.rank])], output, bounds, reduction)
 
 
 def reduce_scatter_pieces(group: Group, pieces: Pieces, output: Array, bounds: Bounds, reduction: Reduction) -> Lending:
-    """The same of a source in pieces, which ranks need not cut alike. `output` is none of them."""
+    """`reduce_scatter` of a source in pieces, which need not be cut the same way on all ranks. `output` is none of them."""
     return _reduce_scatter(group, pieces.arrays, pieces.cut(*bounds[group.rank]), output, bounds, reduction)
 
 
 def _reduce_scatter(
     group: Group, lot: Sequence[Array], own: Array | Pieces, output: Array, bounds: Bounds, reduction: Reduction
 ) -> Lending:
-    """`own` is this rank's block of what it lends."""
+    """`own` is this rank's block of its lent source."""
 
     def work(here: LoanRound) -> Course:
         yield from here.collect()
@@ -122,20 +122,20 @@ def _reduce_scatter(
 
 
 def all_reduce(group: Group, source: Array, output: Array, reduction: Reduction) -> Lending:
-    """`output` may be `source` itself, or overlap it. Each rank adds up a block, and lends the sum."""
+    """`output` may be `source` itself, or overlap it. Each rank adds up one block, and lends the sum."""
     source = apart(source, source, output)
     bounds = balanced_bounds(source.size, group.size)
     return _all_reduce(group, [source], source[slice(*bounds[group.rank])], output, bounds, reduction)
 
 
 def all_reduce_pieces(group: Group, pieces: Pieces, output: Array, reduction: Reduction) -> Lending:
-    """The same of a source in pieces, which ranks need not cut alike. `output` is none of them."""
+    """`all_reduce` of a source in pieces, which need not be cut the same way on all ranks. `output` is none of them."""
     bounds = balanced_bounds(len(pieces), group.size)
     return _all_reduce(group, pieces.arrays, pieces.cut(*bounds[group.rank]), output, bounds, reduction)
 
 
 def _all_reduce(group: Group, lot: Sequence[Array], mine: Array | Pieces, output: Array, bounds: Bounds, reduction: Reduction) -> Lending:
-    """`mine` is this rank's block of what it lends."""
+    """`mine` is this rank's block of its lent source."""
     blocks = _blocks(output, bounds)
     own = blocks[group.rank]
 
@@ -172,7 +172,7 @@ def broadcast(group: Group, output: Array, root: int) -> Lending:
 
 
 def all_to_all(group: Group, outgoing: Array, incoming: Array, block: int) -> Lending:
-    """Each rank's block of `outgoing`, of so many elements, to that rank."""
+    """Send each rank its block of `outgoing`, of `block` elements."""
     mine = slice(group.rank * block, (group.rank + 1) * block)
 
     def work(here: LoanRound) -> Course:
@@ -191,13 +191,13 @@ def _blocks(whole: Array, bounds: Bounds) -> list[Array]:
 
 
 def _gathered(group: Group, bounds: Bounds, source: Array) -> tuple[dict[int, int], dict[int, int]]:
-    """How many bytes of it this rank sends to each one, and gets of each."""
+    """How many bytes this rank sends to each other rank in a gather, and how many it gets from each."""
     sizes = {rank: (bounds[rank][1] - bounds[rank][0]) * source.itemsize for rank in group.peers}
     return dict.fromkeys(group.peers, source.nbytes), sizes
 
 
 def _gather(here: LoanRound, group: Group, source: Array, blocks: list[Array]) -> Course:
-    """Everybody's block, of which `source` is this rank's, which may be in its place."""
+    """Gather all blocks. `source` is this rank's own, which may already be in its place."""
     if source is not blocks[group.rank]:
         yield from _write(source, blocks[group.rank])
     yield from here.collect()
@@ -207,7 +207,7 @@ def _gather(here: LoanRound, group: Group, source: Array, blocks: list[Array]) -
 
 
 def _write(source: Array, target: Array) -> Course:
-    """A copy of this rank's own."""
+    """Copy this rank's own data."""
     step = _COPY_BYTES // target.itemsize
     for first in range(0, target.size, step):
         np.copyto(target[first : first + step], source[first : first + step])
@@ -215,7 +215,7 @@ def _write(source: Array, target: Array) -> Course:
 
 
 def _copy(here: LoanRound, rank: int, lot: int, start: int, target: Array) -> Course:
-    """What another rank lends from that element on, as much as has room."""
+    """Fill `target` from another rank's lot, beginning at element `start` of the lot."""
     step = _COPY_BYTES // target.itemsize
     for first in range(0, target.size, step):
         part = target[first : first + step]
@@ -224,7 +224,7 @@ def _copy(here: LoanRound, rank: int, lot: int, start: int, target: Array) -> Co
 
 
 def _reduce(here: LoanRound, group: Group, own: Array | Pieces, bounds: Bounds, reduction: Reduction, output: Array) -> Course:
-    """This rank's block of everybody's source, of which `own` is its part."""
+    """Reduce this rank's block over the sources of all ranks; `own` is this rank's part."""
     start, end = bounds[group.rank]
     if start == end:
         return

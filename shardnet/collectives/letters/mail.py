@@ -9,21 +9,21 @@ if TYPE_CHECKING:
     from shardnet.collectives.group import Group
     from shardnet.collectives.letters.attendant import Attendant
 
-SPIN_S = 0.0002  # longer than the ranks of a busy node are usually apart; halved whenever it was in vain, down to the next one
+SPIN_S = 0.0002  # longer than the ranks of a busy node are usually apart; halved whenever spinning was in vain, down to the next one
 LEAST_SPIN_S = 0.00001
 
 
 class Mail:
-    """One group's way to each other member's mailbox; all of them are on this node. Safe to use from any thread."""
+    """One group's access to each other member's mailbox; all members are on this node. Safe to use from any thread."""
 
     def __init__(
         self, group: "Group", mailbox: Mailbox, views: Mapping[int, MailboxView], attendant: "Attendant", processes: Mapping[int, int]
     ) -> None:
         """views      by rank of the group
-        processes  the same, of those ranks whose memory can be read; all of them or none
+        processes  by rank of the group, for those ranks whose memory can be read; all of them or none
         """
         limits = group.board.limits
-        self.largest = min(limits.letter_bytes, limits.direct_bytes)  # bytes of data that a letter may have
+        self.largest = min(limits.letter_bytes, limits.direct_bytes)  # the most bytes of data that a letter may have
         self.group = group
         self.mailbox = mailbox
         self.views = dict(views)
@@ -35,18 +35,18 @@ class Mail:
 
     @property
     def lends(self) -> bool:
-        """Whether letters may say where data is, for all members can read each other's memory."""
+        """Whether letters may say where data is, because all members can read each other's memory."""
         return bool(self.processes)
 
     def take_back(self, sequence: int) -> None:
-        """A round has failed, here or elsewhere: its letter is not for anybody who has yet to read it."""
+        """Withdraw the letter of a round that has failed, here or elsewhere: a rank that has yet to read it must not use it."""
         self.mailbox.withdraw(self.group.id, sequence)
 
     def wake(self, rank: int) -> None:
-        """Something has come from another rank that its mailbox does not tell."""
+        """Wake whoever waits for another rank: something has come from it by another way than its mailbox."""
         self.views[rank].wake()
         self.attendant.summon()
 
     def learn(self, *, in_vain: bool) -> None:
-        """Looking without sleeping was worth it, or not."""
+        """Adapt how long to look without sleeping to whether that was in vain."""
         self.spin_s = max(self.spin_s / 2, LEAST_SPIN_S) if in_vain else min(self.spin_s * 2, SPIN_S)

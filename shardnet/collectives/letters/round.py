@@ -1,24 +1,25 @@
-"""Collectives by letter, among ranks of one node: everybody leaves one, and whoever waits reads those of the others itself.
+"""Collectives by letter, among ranks of one node: every rank leaves a letter, and the thread that waits reads the others' letters itself.
 
 [Note: rounds] Handing a collective to the loop thread and its result back takes longer than a small collective needs. So a round
 begins in the thread that calls it: the rank's letter, with what the collective is and with the rank's data, goes into the mailbox that
-the node's other ranks can read (see [Note: mailboxes]). The thread that waits for the round looks for the letters of the others, for a
-moment without sleeping, and does the work when all are there. A round for which nobody waits is done in passing by the next one, or
-by the attendant, a thread that looks after those that an event loop or a callback is interested in.
+the node's other ranks can read (see [Note: mailboxes]). MPI calls this an eager protocol. The thread that waits for the round looks for the
+others' letters, for a moment without sleeping, and does the work when all are there. A round for which nobody waits is done in passing by
+the next one, or by the attendant, a thread that looks after rounds whose end an event loop or a callback awaits.
 
-Rounds have numbers of the group's like its other collectives, and which are rounds follows from what all ranks know. Ranks that are in
-different collectives find out by the letters, or by their streams: who waits for long announces its round there, and an announcement
-that finds a round of something else ends both. A rank whose round fails takes its letter back and tells the others why; what they have
-read of it by then they do not use. Who has ended the round well when it hears of that takes its letter back, too: a rank that has failed
-need not have seen it, and would never acknowledge it. A rank that has all letters is sure that all ranks have entered the same
-collective, so a round that has ended well for one rank fails on another only if that one gave up first, or lost somebody.
+Rounds are numbered together with the group's other collectives, and which collectives are rounds follows from what all ranks know. Ranks
+that are in different collectives find out by the letters, or by their streams: a rank that waits for long announces its round there, and if
+that announcement meets a round of another collective, both end. A rank whose round fails takes its letter back and tells the others why;
+they do not use what they have read of it by then. A rank that has ended the round well by the time it hears of a failure takes its letter
+back, too: the rank that failed may not have seen that letter, and would never acknowledge it. A rank that has all letters is sure that all
+ranks have entered the same collective. So a round that has ended well on one rank fails on another only if that one gave up first, or lost
+a rank.
 
-Where a mailbox has no room, for its readers are behind, the letter goes over the streams instead: rounds never wait for those of
-another group.
+If a mailbox has no room because its readers lag, the letter goes over the streams instead: rounds of one group never wait for those of
+another.
 
-A Ctrl-C may come anywhere in the thread that calls. What it has begun then fails, for all, and what it has ended is concluded: nobody else
-would. Signals are looked for when functions are called, too, so no `finally` is safe from them: what is left by half is concluded anew,
-from the beginning.
+A Ctrl-C may come anywhere in the calling thread. The round that the thread has begun then fails, for all ranks; a round that it has ended
+is concluded, because no other thread would do it. Python also looks for signals when functions are called, so no `finally` is safe from
+them: a round that is left half concluded is concluded again, from the beginning.
 """
 
 import concurrent.futures
@@ -41,31 +42,32 @@ from shardnet.transport.shared_memory import Letter, MailboxView, Posted, give_w
 from shardnet.waiting import LATE_NS
 from shardnet.wire import Buffer, LoanRevoked
 
-SLICE_S = 0.02  # the longest sleep: an error of this rank's that comes when it begins is seen behind it
-# Who waits for so long says so on its streams: the others may be in a collective that is no round. Not sooner: ranks that share processors
-# wait for each other for 0.1 s in each collective of a training, and telling all others took 35 ms of the 1,050 that a step has of each.
+SLICE_S = 0.02  # the longest sleep: an error on this rank that comes just as the sleep begins is noticed only after it
+# A rank that waits this long says so on its streams: the others may be in a collective that is no round. Not sooner: ranks that share
+# processors wait 0.1 s for each other in each collective of a training, and telling all others took 35 ms of the 1,050 that a step has of
+# each.
 REMIND_S = 0.3
-_LET_IN_S = 0.0001  # how often to look whether the loop thread has what it wanted
+_LET_IN_S = 0.0001  # how often to look whether the loop thread has got the lock that it wanted
 
-# The work of a round, piece by piece: the rank that it waits for, or None after a piece. Between pieces it can be failed. It raises
-# LoanRevoked if others have taken back what they had given.
+# The work of a round, piece by piece. It yields the rank that it waits for, or None after a piece. Between pieces the round can be failed.
+# It raises LoanRevoked if others have taken their letters or loans back.
 Course = Iterator[int | None]
 
 _NO_FLIGHT = Flight(Party(0, 0, ()), -1, "", "", 0, 0)
 
 
 class Progress(Enum):
-    """What a step of a round has come to, if it does not wait for anybody."""
+    """The outcome of a step of a round that does not wait for another rank."""
 
     MORE = "there is more to do"
     SETTLED = "there is nothing more to do"
 
 
 class Round(concurrent.futures.Future[Any], ABC):
-    """A collective on one rank; ranks here are those of its group. Whoever waits for it does its work."""
+    """A collective on one rank; ranks here are ranks of its group. The thread that waits for it does its work."""
 
     def __init__(self, mail: Mail, call: Call, letter: Buffer, value: object) -> None:
-        """`letter` is what the others are to read"""
+        """`letter` is the data for the others to read."""
         super().__init__()
         self.call = call
         self.flight = _NO_FLIGHT  # until its group has numbered it
@@ -73,28 +75,28 @@ class Round(concurrent.futures.Future[Any], ABC):
         self.queued = False  # its letter is not written yet: too many are under way
         self._mail = mail
         self._letter = letter
-        self._is_written = False  # who ended the round before that would leave the others without it
-        self._posted: Posted | None = None  # where it is, unless it went over the streams
+        self._is_written = False  # the letter is; the round must not end before, or the others would never get it
+        self._posted: Posted | None = None  # where the letter is, unless it went over the streams
         self._course = self._run()
-        self.value = value  # what the handle gives in the end
+        self.value = value  # the handle's result
         self._note = call.signature.encode()
         self._begun_s = time.monotonic()
         self._deadline = self._begun_s + call.timeout_s
         self._lock = threading.Lock()  # over what follows
         self._over = False
         self._ender = 0  # the thread that has ended it well
-        self._is_concluded = False  # and everything is done that follows
-        self._given_up = False  # what is left to come is its error, from this rank's loop thread
-        self._taken_back = False  # one of the letters was; its writer says why, or is lost, or it is late
+        self._is_concluded = False  # and everything that follows the end is done
+        self._given_up = False  # only its error has yet to come, from this rank's loop thread
+        self._taken_back = False  # a letter was; the round ends when its writer says why or is lost, or when its time is over
         self._missing = [*mail.views]
         self._letters: dict[int, Letter] = {}
         self._data: dict[int, Buffer] = {}
         self._looker: int | None = None  # the thread that does the work
-        self._asked = False  # the loop thread wants the lock: a lock is not fair, and who works takes it again and again
+        self._asked = False  # the loop thread wants the lock, which is not fair: the thread that works takes it again and again
         self._reminded = False
         self._writing_ns = 0
-        self._since_ns = 0  # since when letters have been looked for: what nobody waits for is not under way
-        self._waited_ns = 0  # for ranks that had not entered it
+        self._since_ns = 0  # when letters were first looked for: a round counts as under way from then on
+        self._waited_ns = 0  # time spent waiting for ranks that had not entered it
 
     @property
     def name(self) -> str:
@@ -110,7 +112,7 @@ class Round(concurrent.futures.Future[Any], ABC):
 
     @property
     def readers(self) -> Sequence[MailboxView]:
-        """Where the letters of the others are."""
+        """The mailboxes with the letters of the others."""
         return self._mail.readers
 
     @property
@@ -130,7 +132,7 @@ class Round(concurrent.futures.Future[Any], ABC):
 
     @property
     def may_be_stuck(self) -> bool:
-        """A letter is missing. Where none is, it ends as soon as somebody asks for it."""
+        """Whether a letter is missing. If none is, the round ends as soon as somebody asks for it."""
         with self._lock:
             return any(self._find(rank) is None for rank in self._missing)
 
@@ -147,19 +149,19 @@ class Round(concurrent.futures.Future[Any], ABC):
         return super().exception(self._look(timeout))
 
     def add_done_callback(self, fn: Callable[["concurrent.futures.Future[Any]"], object]) -> None:
-        """It runs on the loop thread, as those of any other collective do, unless the round is done already: whoever ends a round, even by
-        asking whether it is done, may hold a lock that it needs."""
+        """Have `fn` called when the round is done. If it is done already, that happens at once; otherwise on the loop thread, as for any
+        other collective, because a thread that ends a round, even by asking whether it is done, may hold a lock that `fn` needs."""
         self._glance()
         if super().done():
             super().add_done_callback(fn)
             return
-        loop = self._mail.group.board.loop  # not the round, or it would keep itself, and its result
+        loop = self._mail.group.board.loop  # a closure over the round would keep it, and its result, alive
         super().add_done_callback(lambda done: loop.call(fn, done))
         if not self._over:
             self._mail.attendant.take(self)
 
     def _glance(self) -> None:
-        """Somebody asks whether it is done."""
+        """Do what can be done now, as somebody asks whether the round is done."""
         try:
             if self.progress() is not None:
                 self.has_waited(time.monotonic())
@@ -170,19 +172,19 @@ class Round(concurrent.futures.Future[Any], ABC):
     # --- the work
 
     def attend(self) -> None:
-        """It has begun, and nobody waits for it yet."""
+        """Called when it has begun and nobody waits for it yet."""
 
     def sweep(self) -> None:
-        """Another round of the group begins."""
+        """Called when another round of the group begins."""
         self.advance()
 
     def refuse(self, function: Callable[..., object], *args: object) -> None:
-        """In place of `begin`: it cannot end well, and the loop thread calls that to say why."""
+        """Called in place of `begin`: the round cannot end well, and the loop thread calls `function` to fail it with the reason."""
         with self._lock:
             self._give_up(function, *args)
 
     def forgo(self, error: BaseException) -> None:
-        """Ctrl-C has come while it began: nobody has its handle, but the others wait for this rank."""
+        """Fail it after a Ctrl-C that came while it began: nobody has its handle, but the other ranks wait for this one."""
         with self._lock:
             if not self.is_settled:
                 self._give_up(self._mail.group.fail, self, error)
@@ -201,7 +203,7 @@ class Round(concurrent.futures.Future[Any], ABC):
             try:
                 self._posted = mail.mailbox.post(mail.group.id, self.sequence, self._note, self._letter, mail.readers)
                 if self._posted is None and not mail.group.first_contact.is_over:
-                    return  # its readers would have to keep it: `Rounds.meet` calls this again
+                    return  # its readers would have to keep it, as some have not made the group: `Rounds.meet` calls this again
                 if self._posted is None:
                     self._send_letter()
             except BaseException as error:  # noqa: BLE001 - whatever it is belongs to who waits for this round
@@ -212,14 +214,14 @@ class Round(concurrent.futures.Future[Any], ABC):
             mail.attendant.summon()
 
     def advance(self, until_s: float = math.inf) -> MailboxView | None:
-        """Do what can be done now, or before a time. Returns where to look next; None if there is nothing to look for any more."""
+        """Do all that can be done now, until `until_s` at most. Returns the mailbox to look at next; None if nothing is left to do."""
         while (come_to := self.step()) is Progress.MORE:
             if time.monotonic() >= min(until_s, self._deadline):
                 return self.readers[0]
         return None if come_to is Progress.SETTLED else come_to
 
     def step(self) -> MailboxView | Progress:
-        """Do some of it. Returns where to look next if it waits for something."""
+        """Do a piece of the work. Returns the mailbox to look at next if the work waits for a letter."""
         while self._asked:
             time.sleep(_LET_IN_S)
         with self._lock:
@@ -263,7 +265,7 @@ class Round(concurrent.futures.Future[Any], ABC):
         group.board.loop.call(group.rounds.announce, self, tuple(self._mail.views), bytes(self._letter))
 
     def collect(self, of: Collection[int] = ()) -> Course:
-        """Find the letters of these ranks, or of all."""
+        """Find the letters of the ranks `of`, or of all ranks."""
         mail, sequence, last = self._mail, self.sequence, -1
         start = now = time.perf_counter_ns()
         self._since_ns = self._since_ns or start
@@ -285,19 +287,19 @@ class Round(concurrent.futures.Future[Any], ABC):
             mail.group.telemetry.count_wait(mail.group.members[last], start, now)
 
     def check_letters(self) -> None:
-        """Raise LoanRevoked if what has been read up to now may be something else."""
+        """Raise LoanRevoked if a letter was taken back, so that the data read so far may not be what was in it."""
         if not all(self._mail.views[rank].holds(letter) for rank, letter in self._letters.items()):
             raise LoanRevoked
 
     def fail(self, error: BaseException) -> bool:
-        """End it with an error on this rank. Returns whether it is that one: it may have ended before."""
+        """End it with an error on this rank. Returns whether `error` is what ends it: it may have ended before."""
         with self._asking():
             if self._over:
                 return False
             self._over = True
             self.error = error
         self._mail.take_back(self.sequence)
-        for rank in self._missing:  # who has ended it well has left a letter before this one was taken back
+        for rank in self._missing:  # ranks that have ended it well left their letters before this rank took its own back
             if (letter := self._find(rank)) is not None:
                 self._letters[rank] = letter
         self._conclude()
@@ -306,7 +308,7 @@ class Round(concurrent.futures.Future[Any], ABC):
         return True
 
     def deliver(self, rank: int, data: Buffer) -> None:
-        """A letter that came over a stream."""
+        """Take a letter that came over a stream."""
         with self._asking():
             if rank in self._missing:
                 self._data[rank] = data
@@ -315,7 +317,7 @@ class Round(concurrent.futures.Future[Any], ABC):
 
     @contextmanager
     def _asking(self) -> Iterator[None]:
-        """The lock, on the loop thread, which must not wait until whoever works needs it no more."""
+        """Hold the lock on the loop thread, which must not wait until the working thread has finished with it."""
         self._asked = True
         with self._lock:
             self._asked = False
@@ -328,8 +330,8 @@ class Round(concurrent.futures.Future[Any], ABC):
         return None
 
     def has_waited(self, now_s: float) -> bool:
-        """After a while the others are told where this rank is. Returns whether its time is over, which who hears it first has diagnosed:
-        that ends it."""
+        """After a while, tell the others where this rank is. Returns whether the time of the round is over. The first call that finds this
+        has the loop thread diagnose it, which ends the round."""
         if now_s < self._deadline:
             if now_s > self._begun_s + REMIND_S and not self.queued:
                 self._remind()
@@ -346,7 +348,7 @@ class Round(concurrent.futures.Future[Any], ABC):
         self._mail.group.board.loop.call(function, *args)
 
     def _break_off(self, error: BaseException) -> None:
-        """The work has failed. Raises the error if it is for whoever does it: Ctrl-C, which may have left half a result."""
+        """The work has failed: fail the round. Raises `error` if it is for the working thread: a Ctrl-C, which may leave half a result."""
         self._give_up(self._mail.group.fail, self, error)
         if not isinstance(error, Exception):
             self._revoke()
@@ -358,7 +360,7 @@ class Round(concurrent.futures.Future[Any], ABC):
             self._mail.group.board.loop.call(self._mail.group.rounds.announce, self, tuple(self._missing))
 
     def _look(self, timeout_s: float | None) -> float | None:
-        """Do the work in this thread, unless another one does, until the round is over or the time is. Returns how much of it is left."""
+        """Do the work in this thread, unless another one does it, until the round or the time is over. Returns how much time is left."""
         if self._over:
             return timeout_s
         start, here = time.monotonic(), threading.get_ident()
@@ -377,11 +379,11 @@ class Round(concurrent.futures.Future[Any], ABC):
             if self._looker == here:
                 self._looker = None
             if not self.is_settled:
-                self._mail.attendant.take(self)  # should the one who looks give up: other threads may have left the work to it
+                self._mail.attendant.take(self)  # in case the looking thread gives up: other threads may have left the work to it
         return None if timeout_s is None else max(0.0, until_s - time.monotonic())
 
     def _wait(self, view: MailboxView | None, until_s: float) -> None:
-        """Wait for letters, the next one there."""
+        """Wait for letters, first for one in the mailbox `view`."""
         if not LoopThread.shared().may_block():
             return
         mail, spin_until = self._mail, time.monotonic() + self._mail.spin_s
@@ -404,13 +406,13 @@ class Round(concurrent.futures.Future[Any], ABC):
             mail.learn(in_vain=False)
 
     def progress(self, until_s: float = math.inf) -> MailboxView | None:
-        """`advance`, and if it waits for its turn, that of those before it."""
+        """`advance`; if the round waits for its turn, advance the rounds before it first."""
         if self.queued:
             self._mail.group.rounds.sweep()
         return self.advance(until_s)
 
     def _conclude(self) -> None:
-        """It is over: acknowledge the letters, count it, make room for the next one, and tell who waits, whatever happens."""
+        """The round is over: acknowledge the letters, count it, make room for the next one, and, whatever happens, tell whoever waits."""
         mail = self._mail
         try:
             mail.mailbox.acknowledge([(mail.views[rank], letter) for rank, letter in self._letters.items()])
@@ -425,12 +427,12 @@ class Round(concurrent.futures.Future[Any], ABC):
                 self.set_result(self.value) if self.error is None else self.set_exception(self.error)
 
     def tidy(self) -> None:
-        """A Ctrl-C has come in this thread. If that was where it had ended the round, conclude it, from the beginning."""
+        """Handle a Ctrl-C in this thread: if this is the thread that has ended the round, conclude it, from the beginning."""
         if self._over and not self._is_concluded and self._ender == threading.get_ident():
             self._conclude()
 
     def _count(self) -> None:
-        """For the statistics."""
+        """Count the round in the statistics."""
         mail, end = self._mail, time.perf_counter_ns()
         sent, start = self.flight.bytes_sent, (self._since_ns or end) - self._writing_ns
         telemetry, failed = mail.group.telemetry, self.error is not None
@@ -441,7 +443,7 @@ class Round(concurrent.futures.Future[Any], ABC):
         telemetry.flights.end(self.flight, end, self.error)
 
     def _revoke(self) -> None:
-        """What the others are reading of the caller's memory is about to be the caller's again."""
+        """Called when the caller is about to get back memory that the others may be reading."""
 
     def _forget(self) -> None:
-        """What only the work needs."""
+        """Drop what only the work needs."""

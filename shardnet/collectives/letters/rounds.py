@@ -1,4 +1,4 @@
-"""`Rounds`: what one group does by letters: begins its rounds, as many at once as it may, and hears what comes for them over streams."""
+"""`Rounds`: one group's collectives by letter. Begins as many at once as the limits allow, and takes what comes for them over streams."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 class Rounds:
-    """One group's on one rank; see [Note: rounds]. Any thread may call what is not said to be for the loop thread."""
+    """Those of one group on one rank; see [Note: rounds]. Any thread may call what is not marked as for the loop thread."""
 
     def __init__(self, group: "Group", ledger: Ledger) -> None:
         self._group = group
         self._board = group.board
         self._ledger = ledger
-        self._under_way: dict[int, Round] = {}  # by number, in their order; under the ledger's lock, as the next one
-        self._queue: deque[Round] = deque()  # of these, those that have not begun
+        self._under_way: dict[int, Round] = {}  # by number, in their order; under the ledger's lock, like the next one
+        self._queue: deque[Round] = deque()  # those of them that have not begun
 
     @property
     def under_way(self) -> list[Round]:
@@ -33,7 +33,7 @@ class Rounds:
             return list(self._under_way.values())
 
     def find(self, sequence: int) -> Round | None:
-        """The one with a number, if it is under way. Under the ledger's lock."""
+        """The round with that number, if it is under way. Under the ledger's lock."""
         return self._under_way.get(sequence)
 
     def begin(self, mail: Mail, begun: Round) -> Round:
@@ -50,7 +50,7 @@ class Rounds:
             raise
 
     def tidy(self) -> None:
-        """A Ctrl-C has come in this thread, which may have ended a round by half, or not begun the next one."""
+        """Handle a Ctrl-C in this thread, which may have left a round half ended, or the next one not begun."""
         for each in self.under_way:
             each.tidy()
         self._begin_next()
@@ -60,19 +60,19 @@ class Rounds:
             begun.flight = self._ledger.draft(begun.call)
             is_late = begun.sequence in self._ledger.early
             queued, is_first = len(self._under_way) >= self._board.limits.max_outstanding, not self._queue
-            begun.queued = queued  # until another thread begins it, as soon as the lock is free
+            begun.queued = queued  # another thread may begin it as soon as the lock is free
             self._under_way[begun.sequence] = begun
             if queued:
                 self._queue.append(begun)
             self._ledger.last_signature = begun.call.signature
             self._ledger.take(begun.flight)
-        if self._group.is_closed:  # or ranks could end it among themselves before the loop thread comes to fail it
+        if self._group.is_closed:  # otherwise the ranks could end it among themselves before the loop thread gets to fail it
             begun.refuse(self._group.refuse, begun)
             return begun
         if is_late or self._board.is_impaired:
             self._board.loop.call(self._inspect, begun)
         if queued:
-            for each in [*self._begun(), begun] if is_first else [begun]:  # it waits for these, whoever waits for them
+            for each in [*self._begun(), begun] if is_first else [begun]:  # it waits for all of these, even if no thread does
                 mail.attendant.take(each)
         else:
             begun.begin()
@@ -83,25 +83,25 @@ class Rounds:
         return begun
 
     def sweep(self) -> None:
-        """End those that can end, whoever waits for them."""
+        """Advance the rounds that have begun, even if no thread waits for them, so that those end which can."""
         for each in self._begun():
             each.sweep()
 
     def _begun(self) -> list[Round]:
-        """The oldest ones."""
+        """The rounds that have begun, oldest first."""
         with self._ledger.lock:
             return [each for each in islice(self._under_way.values(), self._board.limits.max_outstanding) if not each.queued]
 
     def end(self, ended: Round) -> None:
-        """Forget one, and begin another that waits for its turn."""
+        """Forget a round that has ended, and begin another one that waits for its turn."""
         with self._ledger.lock:
             self._under_way.pop(ended.sequence, None)
-            if ended.queued and ended in self._queue:  # it has failed before its turn
+            if ended.queued and ended in self._queue:  # it failed before its turn
                 self._queue.remove(ended)
         self._begin_next()
 
     def _begin_next(self) -> None:
-        """Begin those whose turn has come. Each leaves the queue when it has begun: a Ctrl-C may come before."""
+        """Begin the rounds whose turn has come. Each leaves the queue only after it has begun, since a Ctrl-C may come before."""
         while (following := self._next()) is not None:
             following.begin()
             with self._ledger.lock:
@@ -110,7 +110,7 @@ class Rounds:
             self._board.watch.begin()
 
     def _next(self) -> Round | None:
-        """The first of those that wait, if its turn has come, and it is not about to fail, as all are."""
+        """The first round in the queue, if its turn has come and the group has not ended, which would make all of them fail."""
         with self._ledger.lock:
             begun = len(self._under_way) - len(self._queue)
             if not self._queue or begun >= self._board.limits.max_outstanding or not self._group.may_go_on(self._queue[0].sequence):
@@ -120,7 +120,8 @@ class Rounds:
     # --- over streams (loop thread)
 
     def meet(self) -> None:
-        """All ranks have made the group: letters that found no room may go over streams. See [Note: first contact] in first_contact.py."""
+        """All ranks have made the group: letters that found no room may now go over streams. See [Note: first contact] in
+        first_contact.py."""
         begun, mail = self._begun(), self._group.mail
         for each in begun:
             each.begin()
@@ -129,12 +130,12 @@ class Rounds:
                 mail.wake(rank)
 
     def inspect(self) -> None:
-        """The group is new to the loop thread, and something has happened before."""
+        """Check all rounds: the group is new to the loop thread, and something has already happened that may fail them."""
         for each in self.under_way:
             self._inspect(each)
 
     def _inspect(self, begun: Round) -> None:
-        """What has come for a round before it began, and whether it can end."""
+        """Take what came for a round before it began, and fail it if it cannot end well."""
         with self._ledger.lock:
             early = self._ledger.early.take(begun.sequence)
         for source, chunk in early:
@@ -145,7 +146,7 @@ class Rounds:
             self._group.fail(begun, error)
 
     def hear(self, begun: Round, source: int, chunk: Chunk) -> None:
-        """A chunk that came for a round: its letter, or where its sender is, or an end to it."""
+        """Take a chunk that came for a round: its sender's letter, or word of where the sender is, or what ends the round."""
         group, control = self._group, chunk.control or mesh_pb2.Control()
         if control.HasField("abort"):
             group.hear_abort(begun, source, control.abort)
@@ -159,11 +160,11 @@ class Rounds:
             group.fail(begun, ProtocolError(f"rank {group.members[source]} sent data for {begun.name} otherwise than it may"))
 
     def announce(self, begun: Round, peers: Sequence[int], data: bytes | None = None) -> None:
-        """Tell others which round this rank is in; with data if its letter found no room."""
+        """Tell other ranks which round this rank is in; with the letter as data if that found no room."""
         announcement = mesh_pb2.Announcement(signature=begun.call.signature, posted=data is None)
         for peer in peers:
             self._group.tell(peer, begun.sequence, mesh_pb2.Control(announcement=announcement), data or b"")
 
     def return_loan(self, begun: Round, peer: int) -> None:
-        """Tell another rank that this one needs nothing more of what it lends."""
+        """Tell another rank that this one has read all that it needs of its loan."""
         self._group.tell(peer, begun.sequence, mesh_pb2.Control(loan_returned=mesh_pb2.LoanReturned()))

@@ -1,6 +1,6 @@
-"""What each collective is as a round of letters (see [Note: rounds] in round.py), on flat arrays of one rank.
+"""Each collective as a round of letters (see [Note: rounds] in round.py), on flat arrays of one rank.
 
-Sums are taken in rank order by every rank for itself, as an exchange among them takes them (see [Note: reduction order]).
+Every rank computes each sum itself, in rank order, like an exchange over streams does (see [Note: reduction order]).
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from shardnet.wire import Buffer
 
 
 def all_gather(group: Group, source: Array, output: Array, bounds: Bounds) -> Share:
-    """`source` is this rank's block; it may be that part of `output`, or overlap it."""
+    """`source` is this rank's block; it may be its place in `output`, or overlap `output`."""
     np.copyto(output[slice(*bounds[group.rank])], source)
 
     def finish(theirs: Mapping[int, Buffer]) -> None:
@@ -27,7 +27,7 @@ def all_gather(group: Group, source: Array, output: Array, bounds: Bounds) -> Sh
 
 
 def reduce_scatter(group: Group, source: Array, output: Array, bounds: Bounds, reduction: Reduction) -> Share:
-    """`output` is this rank's block of the reduced `source`; it may be that part of it, or overlap it."""
+    """`output` is this rank's block of the reduced `source`; it may be that block of `source` itself, or overlap `source`."""
     block = slice(*bounds[group.rank])
     source = apart(source, source[block], output)
 
@@ -56,7 +56,7 @@ def broadcast(group: Group, output: Array, root: int) -> Share:
 
 
 def all_to_all(group: Group, outgoing: Array, incoming: Array, block: int) -> Share:
-    """Each rank's block of `outgoing`, of so many elements, to that rank."""
+    """Send each rank its block of `outgoing`, of `block` elements."""
     mine = slice(group.rank * block, (group.rank + 1) * block)
     incoming[mine] = outgoing[mine]
 
