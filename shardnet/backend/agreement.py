@@ -1,11 +1,12 @@
 """`agree` and `confirm`: all ranks are in the same collective, and each knows that all others know it.
 
-[Note: agreement] torch takes whatever is launched next on each rank for the same collective: where one rank had given up what others have
-launched it would pair what does not belong together, and bring wrong bytes. So nothing is launched on the first word. Every rank
-announces, hears all others, and then says that it has: who has heard that from all may launch. A rank that fails before it has said
-so keeps everyone from launching, so its process group stays good; one that fails later must throw its process group away, for
-others may have launched. Either follows from what the rank itself has done, and from no message that could be late. (A mismatch is found
-before it is said: who hears of one while it waits for the word of all knows that nobody has launched.)
+[Note: agreement] torch takes whatever each rank launches next for the same collective. If one rank gave up a collective that the others
+launch, torch would pair two that do not belong together, and deliver wrong bytes. So no rank launches after announcements alone. Every rank
+announces, waits for the announcements of all others, and then confirms that it has them; it launches when all others have confirmed. A rank
+that fails before it has confirmed keeps everyone from launching, so its process group stays usable. A rank that fails later must throw its
+process group away, because others may have launched. Which case applies depends only on what the rank itself has done, not on a message
+that could be late. (A mismatch is found before confirming: a rank that hears of one while it waits for confirmations knows that no rank has
+launched.)
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from shardnet.collectives.operation import Operation
 async def agree(op: Operation, sends: Sequence[int] = (), expects: Sequence[int] = (), disagree: Disagreement | None = None) -> None:
     """Wait until all ranks have announced the collective; with `disagree` compare the bytes that each pair sends and expects.
 
-    Raises CollectiveMismatch on all ranks if two do not fit together.
+    Raises CollectiveMismatch on all ranks if any two ranks do not match.
     """
     peers = op.group.peers
     for peer in peers:
@@ -32,7 +33,7 @@ async def agree(op: Operation, sends: Sequence[int] = (), expects: Sequence[int]
 
 
 async def confirm(op: Operation, peers: Sequence[int] | None = None) -> None:
-    """Say that this rank has come so far, and wait until all have said so, or all of `peers`, ranks of the group."""
+    """Tell the other ranks of the group, or only `peers`, that this rank has come this far, and wait until they have said the same."""
     peers = op.group.peers if peers is None else peers
     for peer in peers:
         await op.announce(peer)

@@ -1,4 +1,4 @@
-"""What a collective is called with, checked, and the errors of ranks that were called with different things."""
+"""Checks of the arguments of collectives, and the errors of ranks whose arguments differ."""
 
 from collections.abc import Sequence
 from math import inf, prod
@@ -17,7 +17,7 @@ Tensor = torch.Tensor
 
 
 def as_input(tensor: Tensor, op: ReduceOp | None = None) -> Tensor:
-    """The tensor as the collectives take it: detached, contiguous (copied if it is not)."""
+    """Check a tensor and return it as the collectives take it: detached, and contiguous (copied if it is not)."""
     _check_tensor(tensor, "tensor")
     if op is not None and not isinstance(op, ReduceOp):
         raise UsageError(f"`op` must be a ReduceOp of shardnet, such as ReduceOp.SUM, got {op!r}")
@@ -26,8 +26,8 @@ def as_input(tensor: Tensor, op: ReduceOp | None = None) -> Tensor:
 
 
 def as_output(out: Tensor | None, like: Tensor, shape: Sequence[int] | None, name: str = "out") -> Tensor:
-    """`out`, which the caller knows by that name, if it fits, wherever it is, or a new tensor, of the dtype and on the device of `like`,
-    and of its shape if none is given."""
+    """`out`, on whatever device it is, if it fits; if it is None, a new tensor with the dtype and device of `like`. `shape` is that of
+    `like` unless given. `name` is what the caller calls `out`."""
     _check_tensor(like, "tensor" if out is not like else name)
     shape = like.shape if shape is None else shape
     if out is None:
@@ -44,13 +44,13 @@ def as_output(out: Tensor | None, like: Tensor, shape: Sequence[int] | None, nam
 
 
 def joined(pieces: Sequence[Tensor]) -> Tensor:
-    """Flattened, and put end to end."""
+    """The pieces, flattened and put end to end."""
     check_pieces(pieces)
     return torch.cat([piece.detach().reshape(-1) for piece in pieces])
 
 
 def check_pieces(pieces: Sequence[Tensor]) -> None:
-    """Raise UsageError unless they can be taken for one tensor."""
+    """Raise UsageError unless the pieces can be treated as one tensor."""
     if not pieces:
         raise UsageError("there must be a piece at least: pass an empty tensor where a rank has nothing")
     for piece in pieces:
@@ -68,7 +68,7 @@ def seconds(timeout_s: object) -> float:
 
 
 def check_rank(rank: object, world_size: int, what: str) -> None:
-    """Raise UsageError unless it is a rank of a group of so many, as the call knows by that name."""
+    """Raise UsageError unless `rank` is a rank of a group of `world_size`; `what` is what the call uses it for."""
     if not isinstance(rank, SupportsIndex):
         raise UsageError(f"a {what} must be a rank, from 0 to {world_size - 1}, got {rank!r}")
     if not 0 <= rank.__index__() < world_size:
@@ -145,5 +145,5 @@ def disagree_all_to_all(op: Operation, sender: int, receiver: int, sent: int, ex
 
 
 def kind(tensor: Tensor, *, rows: bool = True) -> str:
-    """What all ranks must agree on; without the number of rows where that is said by itself."""
+    """The dtype and shape on which all ranks must agree; without the number of rows if that is given separately."""
     return f"{dtype_name(tensor.dtype)} {list(tensor.shape if rows else tensor.shape[1:])}"

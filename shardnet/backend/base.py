@@ -25,21 +25,21 @@ class Backend(ABC):
     """One rank's end of a group of ranks.
 
     Every collective returns at once with a `Pending`; all ranks of the group must call the same collectives in the
-    same order. Wrong arguments raise a `UsageError` from the call itself, before any traffic; everything else comes out of the handle: a
-    `CollectiveError`, `ProtocolError` or `ClosedError`; a `send` and `recv` of different sizes a `SizeMismatchError` on both ranks.
+    same order. Wrong arguments raise a `UsageError` from the call itself, before any traffic. The handle raises all other errors: a
+    `CollectiveError`, `ProtocolError` or `ClosedError`; for a `send` and `recv` of different sizes a `SizeMismatchError` on both ranks.
     (`ClosedError` may come from the call, too.)
 
-    Inputs may be read but not written until the handle is done; `out`, where given, belongs to the collective until then; it may overlap
+    Inputs may be read but not written until the handle is done. `out`, if given, belongs to the collective until then; it may overlap
     the input. It is contiguous and has the input's dtype and as many elements as the result, in any shape. Cancelling an `await` cancels
     the waiting, not the collective. `timeout_s` counts from the call and ends in a `CollectiveTimeout`; None means the backend's default.
     `label` names the collective in errors and traces, and must be equal on all ranks.
 
     Tensors are of float64, float32, float16, bfloat16, int64, int32, int16, int8, uint8 or bool. MEAN is for floats, BAND, BOR and BXOR are
-    for whole numbers and bool. Anything else is a `DtypeError`.
+    for integers and bool. Anything else is a `DtypeError`.
 
-    Tensors are on the CPU or on a CUDA device, those of one collective on all ranks alike. On a GPU the current stream of the calling
-    thread counts: what it has been given at the call is done before inputs are read and outputs written, but nothing waits for it;
-    and results are there in the order of streams, see [Note: results on a GPU].
+    Tensors are on the CPU or on a CUDA device; for one collective that must be the same on all ranks. On a GPU the calling thread's current
+    stream counts: the work queued on it at the call is done before inputs are read and outputs written, but no thread waits for it.
+    Results are ready in stream order, see [Note: results on a GPU].
     """
 
     def __init_subclass__(cls) -> None:
@@ -75,7 +75,7 @@ class Backend(ABC):
     def broadcast(
         self, tensor: Tensor, root: int, *, out: Tensor | None = None, timeout_s: float | None = None, label: str = ""
     ) -> Pending[Tensor]:
-        """Root's `tensor`, S → S. On other ranks `tensor` gives shape and dtype; `out` may be `tensor` itself."""
+        """Root's `tensor` on every rank, S → S. On other ranks `tensor` gives shape and dtype; `out` may be `tensor` itself."""
 
     @abstractmethod
     def all_gather(
@@ -90,26 +90,26 @@ class Backend(ABC):
     ) -> Pending[Tensor]:
         """Concatenate over ranks on dim 0: [d0, …] → [d0·ws, …]; 0-dim → [ws].
 
-        `sizes` gives each rank's d0 where they differ; then the result is [sum(sizes), …]. `tensor` may be this
-        rank's own slice of `out`: then it is not copied. On a GPU it is read as soon as `after` has happened there, which may be long
-        before the current stream is through with what it has been given.
+        `sizes` gives each rank's d0 if they differ; then the result is [sum(sizes), …]. `tensor` may be this
+        rank's own slice of `out`: then it is not copied. With `after`, a `tensor` on a GPU is read as soon as that event has happened,
+        which may be long before the current stream has done the work queued on it.
         """
 
     def all_gather_on_node(
         self, tensor: Tensor, *, sizes: Sequence[int] | None = None, timeout_s: float | None = None, label: str = ""
     ) -> Pending[NodeBuffer]:
-        """As `all_gather`, but into memory that all ranks of a node have in common, where that can be had and is worth it.
+        """Like `all_gather`, but into memory that all ranks of a node share, if there is such memory and it is worth it.
 
-        Each rank writes its own part, and nobody copies those of its neighbours. Release what comes: until all ranks of the node have,
-        its memory serves nothing else.
+        Each rank writes its own part, and no rank copies those of its neighbours. Release the result: its memory cannot be used again
+        before all ranks of the node have released it.
         """
         return self.all_gather(tensor, sizes=sizes, timeout_s=timeout_s, label=label).read_as(NodeBuffer)
 
     def broadcast_on_node(self, tensor: Tensor, root: int, *, timeout_s: float | None = None, label: str = "") -> Pending[NodeBuffer]:
-        """As `broadcast`, but into such memory: one rank of each node writes it, root on its own. Release what comes.
+        """Like `broadcast`, but into such memory: one rank of each node writes it, on root's node that is root. Release the result.
 
-        Where there is none, it may come in `tensor`, which must be contiguous and belongs to the collective until then. Where there is,
-        that of other ranks is never touched, so `torch.empty` takes no memory.
+        If there is no such memory, the result may come in `tensor`, which must be contiguous and belongs to the collective until then. If
+        there is, `tensor` is never touched on the other ranks, so one from `torch.empty` takes no memory.
         """
         out = as_output(tensor, tensor, None, "tensor")
         return self.broadcast(tensor, root, out=out, timeout_s=timeout_s, label=label).read_as(NodeBuffer)
@@ -132,7 +132,7 @@ class Backend(ABC):
     ) -> Pending[Tensor]:
         """Reduce over ranks and keep this rank's slice of dim 0: [d0, …] → [d0/ws, …], or [sizes[rank], …].
 
-        Raises SizeMismatchError for a d0 that the world size does not divide, without `sizes`, or that is not their sum.
+        Raises SizeMismatchError if d0 is not the sum of `sizes` or, without `sizes`, not a multiple of the world size.
         """
 
     def reduce_scatter_pieces(
@@ -144,22 +144,22 @@ class Backend(ABC):
         timeout_s: float | None = None,
         label: str = "",
     ) -> Pending[Tensor]:
-        """As `reduce_scatter` of what the pieces, of any shapes, are when they are flattened and put end to end: [sum of their numel] →
-        [sizes[rank]], in new memory. To other ranks it is the same collective, and they need not cut alike.
+        """Like `reduce_scatter` of the pieces, of any shapes, flattened and put end to end: [sum of their numel] → [sizes[rank]], in new
+        memory. To other ranks it is the same collective, and their pieces may be of other sizes.
 
-        With `lends_pieces` they are read where they are. So they may not be written until the handle is done.
+        With `lends_pieces` the pieces are read where they are. So they may not be written until the handle is done.
         """
         return self.reduce_scatter(joined(pieces), op, sizes=sizes, timeout_s=timeout_s, label=label)
 
     def all_reduce_pieces(
         self, pieces: Sequence[Tensor], op: ReduceOp = ReduceOp.SUM, *, timeout_s: float | None = None, label: str = ""
     ) -> Pending[Tensor]:
-        """As `all_reduce` of the same: [sum of their numel] on every rank."""
+        """Like `all_reduce` of the pieces put end to end: [sum of their numel] on every rank."""
         return self.all_reduce(joined(pieces), op, timeout_s=timeout_s, label=label)
 
     @property
     def lends_pieces(self) -> bool:
-        """Whether `reduce_scatter_pieces` and `all_reduce_pieces` do without putting large ones together."""
+        """Whether `reduce_scatter_pieces` and `all_reduce_pieces` work without concatenating large pieces."""
         return False
 
     @abstractmethod
@@ -174,14 +174,14 @@ class Backend(ABC):
     ) -> Pending[Tensor]:
         """Slot i of the result comes from rank i: [ws·k, …] → [ws·k, …], or [sum(send)] → [sum(recv)] along dim 0.
 
-        Raises SizeMismatchError for a d0 that the world size does not divide, without sizes, or that is not the sum of `send_sizes`.
+        Raises SizeMismatchError if d0 is not the sum of `send_sizes` or, without sizes, not a multiple of the world size.
         """
 
     @abstractmethod
     def send(self, tensor: Tensor, to: int, *, tag: str = "", timeout_s: float | None = None, label: str = "") -> Pending[None]:
         """Send to one rank; done when the receiver takes it and `tensor` may be written again.
 
-        Those of a pair and a tag match in order, and only within this group: another one of the same ranks has its own.
+        Sends and receives of one pair and tag match in order, and only within this group: another group of the same ranks has its own.
         """
 
     @abstractmethod
@@ -189,10 +189,10 @@ class Backend(ABC):
         """Receive from one rank into a contiguous tensor of the sender's number of elements and dtype; the result is `into`."""
 
     def recv_any(self, into: Tensor, *, tag: str = "", timeout_s: float | None = None, label: str = "") -> Pending[int]:
-        """Receive from whichever rank sends first with that tag, into a contiguous tensor of the CPU; the result is the rank that it was.
+        """Receive from whichever rank sends first with that tag, into a contiguous CPU tensor; the result is the rank that sent.
 
-        Several of one tag are served in the order of their calls, after those that name their source, whenever these are called. Raises
-        PeerLost if a rank dies before one has sent, and UsageError if this backend must be told from whom.
+        Several of one tag are served in the order of their calls, but after receives that name their source, whenever those are called.
+        Raises PeerLost if a rank dies before any has sent, and UsageError if this backend must be told the source.
         """
         raise UsageError(f"{type(self).__name__} receives from a rank that is named: call recv()")
 
@@ -202,8 +202,8 @@ class Backend(ABC):
 
     @abstractmethod
     def subgroup(self, members: Sequence[int]) -> "Backend":
-        """The same backend over some of its ranks, numbered anew in their own order, whatever that of `members`; see `SubBackend`. Call it
-        on every member, in the same order."""
+        """The same backend over some of its ranks, renumbered from 0 in ascending order, whatever the order of `members`; see `SubBackend`.
+        Call it on every member, in the same order relative to other calls."""
 
     @abstractmethod
     async def aclose(self) -> None:
@@ -214,9 +214,9 @@ class Backend(ABC):
         """Fail everything that is under way and close at once. Synchronous, safe in `finally` and from any thread."""
 
     def disband(self, why: str) -> None:
-        """End this group alone, while others of the same ranks go on.
+        """End only this group, while other groups of the same ranks go on.
 
-        Its collectives and what is sent and received in it, under way or called later, fail: here with ClosedError, and on its other ranks,
-        as soon as they hear of it, with CollectiveError. Raises UsageError if this backend has no groups that end alone.
+        Its collectives, sends and receives fail, both those under way and those called later: here with ClosedError, and on its other
+        ranks, as soon as they hear of it, with CollectiveError. Raises UsageError if this backend has no groups that end alone.
         """
         raise UsageError(f"{type(self).__name__} ends with all its groups: call abort()")

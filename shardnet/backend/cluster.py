@@ -1,4 +1,4 @@
-"""The backend over gRPC: one rank a process, one port a rank."""
+"""The backend over gRPC: one rank per process, one port per rank."""
 
 from typing import Self
 
@@ -34,7 +34,7 @@ class ClusterBackend(MeshBackend):
         routing: Routing = Routing.AUTO,
         telemetry: Telemetry | None = None,
     ) -> Self:
-        """Connect a mesh to all of its peers. Raises PeerLost, naming who is missing, after `connect_s`."""
+        """Connect a mesh to all of its peers. Raises PeerLost, naming the missing rank, after `connect_s`."""
         nodes = tuple(topology.node_ranks(node) for node in sorted({member.node_group for member in topology.members}))
         board = Switchboard(mesh, telemetry or Telemetry(), limits, timeouts.suspect_s, nodes, routing)
         try:
@@ -50,7 +50,7 @@ class ClusterBackend(MeshBackend):
 
     @classmethod
     async def _correspond(cls, board: Switchboard, node: tuple[int, ...], timeouts: Timeouts) -> None:
-        """Find out which ranks of this node can read each other's mailboxes. All of them ask, whatever they can do themselves."""
+        """Find out which ranks of this node can read each other's mailboxes. All of them take part, whatever they can read themselves."""
         if len(node) == 1 or not board.mesh.shares_memory or not board.limits.letter_bytes:
             return
         ours = MeshBackend(board, board.group(node, "mailboxes", Telemetry()), timeouts)
@@ -59,5 +59,5 @@ class ClusterBackend(MeshBackend):
             rows: list[list[bool]] = (await ours.all_gather(torch.tensor([row], device="cpu"), label="mailboxes")).tolist()
             return rows
 
-        await ours.barrier(label="mailboxes")  # what others have offered on their streams has come before this ends
+        await ours.barrier(label="mailboxes")  # by its end, the memory that others offer on their streams is known here
         await board.correspond(node, gather)

@@ -19,12 +19,12 @@ from shardnet.collectives import plans
 from shardnet.collectives.hierarchical import Bounds
 from shardnet.collectives.reduction import ReduceOp, Reduction
 
-Order = Callable[[Reduction], list[int]]  # of the members of a node, whose parts are added
-_BEHIND_S = 1.0  # a rail gives up so much later than its collective, which says more
+Order = Callable[[Reduction], list[int]]  # the order in which the parts of a node's members are added
+_BEHIND_S = 1.0  # a rail gives up this much later than its collective, whose error says more
 
 
 class Terms(TypedDict):
-    """What every call on a rail is given."""
+    """The keyword arguments of every call on a rail."""
 
     timeout_s: float
     label: str
@@ -38,14 +38,15 @@ def terms(journey: Journey) -> Terms:
 
 @dataclass
 class Scatter:
-    """Sums of everyone's parts: inside the node by `begin`, then along the rails, and `finish` puts this rank's block into `out`.
+    """The sum of all ranks' parts: `begin` sums up inside the node and begins the sums along the rails, and `finish` puts this rank's
+    block into `out`.
 
     `bounds` are the ranks' blocks of `source`, in elements; `out` is flat and may overlap it.
     """
 
     rails: Rails
     node: TorchGroup
-    mesh: Callable[[int], MeshBackend]  # of a rail
+    mesh: Callable[[int], MeshBackend]  # the mesh of a rail
     source: Tensor
     out: Tensor
     bounds: Bounds
@@ -71,7 +72,7 @@ class Scatter:
         return ()
 
     def _sums_of(self, node: int) -> list[tuple[int, Tensor]]:
-        """This node's sums of the blocks of those ranks of a node whose rails this rank serves."""
+        """This node's sums of blocks owned by ranks of `node`, as (owner, sum): those whose rails this rank serves."""
         found = []
         for ranks in self.rails.layers(node):
             bounds = _padded([self.bounds[rank] for rank in ranks], len(self.rails.node))
@@ -86,11 +87,11 @@ class Scatter:
 
 @dataclass
 class Gather:
-    """Everyone's blocks: along the rails by `begin`, then inside the node by `finish`, into `result`. `source` is this rank's."""
+    """All ranks' blocks, into `result`: `begin` gathers along the rails, then `finish` inside the node. `source` is this rank's block."""
 
     rails: Rails
     node: TorchGroup
-    mesh: Callable[[int], MeshBackend]  # of a rail
+    mesh: Callable[[int], MeshBackend]  # the mesh of a rail
     source: Tensor
     result: Tensor
     bounds: Bounds
@@ -123,10 +124,10 @@ class Gather:
 
 
 def _lengths(owners: list[int | None], bounds: Bounds) -> list[int]:
-    """Elements of the blocks of these ranks, and none where there is no rank."""
+    """The number of elements in the blocks of these ranks; 0 where there is no rank."""
     return [0 if owner is None else bounds[owner][1] - bounds[owner][0] for owner in owners]
 
 
 def _padded(bounds: Bounds, count: int) -> Bounds:
-    """As many as `count`, with empty ones behind the last."""
+    """The bounds, filled up to `count` with empty ones after the last."""
     return [*bounds, *[(bounds[-1][1], bounds[-1][1])] * (count - len(bounds))]

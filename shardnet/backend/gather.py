@@ -13,7 +13,7 @@ async def gather_json(backend: Backend, value: object, label: str, *, timeout_s:
     """The values of all ranks in rank order. A collective: every rank calls it, with the same label.
 
     A value is what JSON can hold: None, bool, numbers, str, lists, and dicts with str keys. Tuples arrive as lists.
-    Raises ProtocolError if a rank sent something else. `timeout_s` is how long ranks wait for the last one; None: as for any collective.
+    Raises ProtocolError if a rank sent something else. `timeout_s` is how long ranks wait for the last rank; None: as for any collective.
     """
     encoded = json.dumps(value, separators=(",", ":")).encode()
     sizes = (await backend.all_gather(torch.tensor([len(encoded)], device="cpu"), timeout_s=timeout_s, label=f"{label} sizes")).tolist()

@@ -1,20 +1,19 @@
 """`HybridBackend`: a torch process group inside each node, our own mesh across nodes.
 
 [Note: stages of a hybrid] A collective goes over two stages, each with a line and, on a GPU, a stream of its own. At `node` the ranks of a
-node sum up their parts, and at the end give each other what has come; `across` begins what goes along the rails (rails.py) to and from
-other nodes. While one collective is on its way across others may be, too. What the rails do is begun at the stages, so in the same
-order on all ranks, and bears the name of its collective: it cannot be taken for that of another one.
+node sum up their parts, and at the end give each other the data that has come from other nodes; `across` begins the transfers along the
+rails (rails.py) to and from other nodes. Several collectives may be on their way across at once. The stages begin these transfers, so in
+the same order on all ranks, and each transfer bears the name of its collective: it cannot be taken for that of another one.
 
-[Note: nothing waits in a launch] On a GPU what the engine launches waits there for the other ranks of the node, and until it ends some
-calls of CUDA block, and with them the process: pinning memory, loading a kernel (CUDA's guide, "implicit synchronization" and "lazy
-loading"). So nothing may be launched that waits for more than
-the launch of the others, or two could wait for each other. All ranks of a node launch everything in one order, that of the line of
-`node`, in which a collective's two turns are next to each other; and at the second they first tell each other that what had to come
-from other nodes has.
+[Note: nothing waits in a launch] On a GPU, an operation that the engine launches waits there for the other ranks of the node. Until it
+ends, some CUDA calls block, and with them the process: pinning memory, loading a kernel (CUDA's guide, "implicit synchronization" and "lazy
+loading"). So nothing may be launched that waits for more than the launches of the other ranks; otherwise two ranks could wait for each
+other. All ranks of a node launch everything in one order, that of the line of `node`, in which a collective's two turns are next to each
+other. At the second turn they first tell each other that the data due from other nodes has arrived.
 
-The order of a sum follows from the ranks, their nodes and the size of the data alone. Inside a node it is that of [Note: torch inside], by
-whom the sum is taken there; across nodes that of the mesh for a rail, on which every node is one rank. Sums of 16-bit floats stay
-float32 between the two and are rounded once. Each block is summed up by one rank and then copied, so all end with the same bits.
+Only the ranks, their nodes and the size of the data fix the order of a sum. Inside a node it is the order of [Note: torch inside], as the
+sum is taken there; across nodes it is that of the mesh for a rail, on which every node is one rank. Sums of 16-bit floats stay
+float32 between the two and are rounded once. Each block is summed up by one rank and then copied, so all ranks end with the same bits.
 """
 
 from collections.abc import Sequence
@@ -44,9 +43,9 @@ from shardnet.errors import UsageError
 
 
 class HybridBackend(TorchBackend):
-    """One group of ranks on a switchboard, whose large data a torch process group carries inside each node, and the mesh across.
+    """One group of ranks on a switchboard. A torch process group carries its large data inside each node, and the mesh carries it across.
 
-    On nodes of one rank everything goes over the mesh, on one node it is a TorchBackend.
+    If every node has one rank, everything goes over the mesh. With a single node this behaves like a TorchBackend.
     """
 
     def __init__(self, board: Switchboard, group: Group, timeouts: Timeouts, source: TorchSource) -> None:
@@ -144,7 +143,7 @@ class HybridBackend(TorchBackend):
     # --- how
 
     def _is_plain(self, tensors: Sequence[Tensor], bounds: Bounds | None, letter_bytes: int) -> bool:
-        """Whether a collective is one of the mesh, or all in one node."""
+        """Whether a collective does not need both stages: it stays on the mesh, or all ranks are on one node."""
         return len(self._rails.nodes) == 1 or self._stays_on_mesh(tensors, bounds, letter_bytes)
 
     def _stays_on_mesh(self, tensors: Sequence[Tensor], bounds: Bounds | None, letter_bytes: int) -> bool:
@@ -163,11 +162,11 @@ class HybridBackend(TorchBackend):
         return Gather(self._rails, self._node_group, partial(self._rail, "gather"), source, result, bounds, self.rank)
 
     def _rail(self, purpose: str, rail: int) -> MeshBackend:
-        """The mesh along a rail, one for what each stage begins: those of one are begun in the same order on all ranks."""
+        """The mesh along a rail, a separate one for each purpose: the collectives of one purpose begin in the same order on all ranks."""
         return self._mesh(f"{purpose} along rail {rail}", self._rails.servers(rail))
 
     def _mesh(self, purpose: str, ranks: Sequence[int]) -> MeshBackend:
-        """A group of these ranks, made when the line of a stage first needs it, and for a purpose that no other one has."""
+        """A group of these ranks, made when the line of a stage first needs it; no other group has its purpose."""
         if purpose not in self._meshes:
             members = tuple(self._group.members[rank] for rank in ranks)
             group = self._board.group(members, f"{purpose} of {self._group.id:x}")
@@ -178,7 +177,7 @@ class HybridBackend(TorchBackend):
 async def with_engine(world: MeshBackend, engine: NodeEngine, local_rank: int) -> MeshBackend:
     """The backend of a world with that engine inside its nodes. All ranks call this with the same engine, before anything else.
 
-    `local_rank` numbers the ranks of a machine. Aborts the world if that fails.
+    `local_rank` numbers the ranks of a machine. Aborts the world if making the backend fails.
     """
     if engine is NodeEngine.SHARDNET:
         return world

@@ -1,4 +1,4 @@
-"""`Line`: what the collectives of a group do one after the other, on a thread of its own."""
+"""`Line`: runs jobs of a group's collectives one after the other, on a thread of its own."""
 
 import asyncio
 import queue
@@ -12,25 +12,25 @@ Job = Callable[[], None]
 
 
 class Line:
-    """Collectives in the order of their sequence numbers, each with a job that may come at any time; lives until it is closed.
+    """Collectives in the order of their sequence numbers, each with a job that may be added at any time; lives until it is closed.
 
     [Note: a place in the line] torch demands that all ranks launch the collectives of a process group in the same order. A collective takes
-    its place at the first step of its algorithm: the loop thread begins those of a group in the order of their numbers. Its job runs when
-    all before it have begun theirs, or have given up their places.
+    its place at the first step of its algorithm, and the loop thread begins the collectives of a group in the order of their numbers. Its
+    job runs when all collectives before it have begun their jobs, or have given up their places.
     """
 
     def __init__(self, name: str, at_end: Callable[[], None]) -> None:
-        """`at_end` is called last, on the line's thread, if there ever was one: it starts with the first job."""
+        """`at_end` is called last, on the line's thread, if that was ever started: the first job starts it."""
         self._name = name
         self._at_end = at_end
         self._loop = LoopThread.shared()
         self._places: deque[Place] = deque()  # loop thread
         self._jobs: queue.SimpleQueue[Place | None] = queue.SimpleQueue()
         self._closed = False
-        self.ended: asyncio.Future[None] | None = None  # when the thread has; None: there was none. Loop thread
+        self.ended: asyncio.Future[None] | None = None  # done when the thread has ended; None: there was no thread. Loop thread
 
     def place(self) -> "Place":
-        """Behind all others."""
+        """Take a place behind all others."""
         place = Place(self)
         self._places.append(place)
         return place
@@ -43,7 +43,7 @@ class Line:
                 self._begin(first)
 
     def close(self) -> None:
-        """End the thread behind the job that it is at; the others never end. Safe to call twice."""
+        """End the thread after its current job; jobs after that never end. Safe to call twice."""
         self._closed = True
         self._jobs.put(None)
 
@@ -62,7 +62,7 @@ class Line:
             try:
                 place.job()
             except Exception as raised:  # noqa: BLE001 - whatever it is belongs to the collective
-                error = raised.with_traceback(None)  # whose frames would keep what `at_end` gives back
+                error = raised.with_traceback(None)  # its frames would keep alive what `at_end` frees
             self._loop.call(place.end, error)
             del place, error
         try:
@@ -76,7 +76,7 @@ class Line:
 
 
 class Place:
-    """Of one collective in a line. Loop thread."""
+    """The place of one collective in a line. Loop thread."""
 
     def __init__(self, line: Line) -> None:
         self._line = line
@@ -90,13 +90,13 @@ class Place:
         return self._given_up or self.job is not None
 
     async def run(self, job: Job) -> None:
-        """Wait for the turn and the end of a job, and raise what it raises. It runs on even if this is cancelled."""
+        """Wait for the turn and the end of a job, and raise what it raises. The job runs even if this wait is cancelled."""
         self.job = job
         self._line.advance()
         await self._ended
 
     def give_up(self) -> None:
-        """Let the others pass, if the job has not begun."""
+        """Let later collectives pass, if the job has not begun."""
         if not self.begun:
             self.job, self._given_up = None, True
             self._line.advance()

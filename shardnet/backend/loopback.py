@@ -24,7 +24,7 @@ class LoopbackBackend(MeshBackend):
     ) -> list["LoopbackBackend"]:
         """The backends of a new group, by rank. Use each from a thread or task of its own.
 
-        `ranks_per_node` has them take one another for several nodes, as algorithms and node groups go; default: all are one.
+        `ranks_per_node` makes algorithms and node groups treat them as several nodes; default: all are one node.
         """
         if world_size < 1:
             raise InvalidWorldSizeError(f"world size must be at least 1, got {world_size}")
@@ -38,6 +38,6 @@ class LoopbackBackend(MeshBackend):
 
 
 def nodes_of(world_size: int, ranks_per_node: int | None) -> Nodes:
-    """The ranks of each node; without a number of ranks a node, all are on one."""
+    """The ranks of each node; without `ranks_per_node`, all are on one node."""
     per_node = ranks_per_node or world_size
     return tuple(tuple(range(first, min(first + per_node, world_size))) for first in range(0, world_size, per_node))

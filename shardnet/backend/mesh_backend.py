@@ -51,11 +51,12 @@ T = TypeVar("T")
 class MeshBackend(Backend):
     """One group of ranks on a switchboard.
 
-    Each collective is checked first, and then done by the method of its name with an underscore, which others may do in another way. Those
-    get contiguous tensors with something in them, of more ranks than one, and bounds in elements.
+    Each collective checks its arguments and then calls the method of the same name with an underscore, which subclasses may override. That
+    method is called only for more than one rank, with contiguous, non-empty tensors (`_all_to_all` also with empty ones), and with bounds
+    in elements.
     """
 
-    _heritage: tuple[Any, ...] = ()  # what the sub-groups of a class that is made with more than this one are made with, too
+    _heritage: tuple[Any, ...] = ()  # further constructor arguments of a subclass, with which its sub-groups are made, too
 
     def __init__(self, board: Switchboard, group: Group, timeouts: Timeouts) -> None:
         self._board = board
@@ -111,7 +112,7 @@ class MeshBackend(Backend):
         return self._broadcast(self._call("broadcast", f"{kind(tensor)}, root {root}", timeout_s, label, result), result, root)
 
     def _broadcast(self, call: Call, result: Tensor, root: int) -> Pending[Tensor]:
-        """`result` holds the data on root."""
+        """On root, `result` already holds the data."""
         if self._is_staged(result):
             gives, gets = (result, None) if self.rank == root else (None, result)
             plan = lambda given, got: plans.broadcast(self._group, got if gives is None else given, root)  # noqa: E731
@@ -182,7 +183,7 @@ class MeshBackend(Backend):
         return self._gather_on_node(call, source if self.rank == root else source.new_empty(0), bounds, source.shape)
 
     def _gather_on_node(self, call: Call, source: Tensor, bounds: Bounds, shape: Sequence[int]) -> Pending[NodeBuffer]:
-        """`source` is this rank's part of it, `shape` that of the whole."""
+        """`source` is this rank's part of the result, `shape` the shape of the whole result."""
 
         def finish(whole: Array, release: Release | None) -> NodeBuffer:
             return NodeBuffer(as_tensor(whole, source.dtype).view(*shape), release)
@@ -201,7 +202,7 @@ class MeshBackend(Backend):
         return Pending(self._group.operations.begin(call, gather.run, gather), call.op).map(result)
 
     def _fits_commons(self, bounds: Bounds, itemsize: int) -> bool:
-        """Whether a gather is not too small to go into one buffer a node: by letter it is sooner with everybody who waits."""
+        """Whether a gather is large enough to go into one buffer per node: a small one reaches the waiting threads sooner by letter."""
         return self._mail(bounds[-1][1] * itemsize) is None and plans.fits_commons(self._group, bounds, itemsize)
 
     @property
@@ -273,7 +274,7 @@ class MeshBackend(Backend):
         return Pending(self._group.rounds.begin(mail, LoanRound(mail, call, lending, result)), call.op)
 
     def _mail_of_pieces(self, pieces: Sequence[Tensor]) -> Mail | None:
-        """The way for a collective that reads them where they are; None if they have to be put together."""
+        """The mailboxes for a collective that reads the pieces where they are; None if these have to be put together."""
         check_pieces(pieces)
         if not self.lends_pieces or self._is_staged(*pieces) or self._mail(sum(piece.nbytes for piece in pieces)) is not None:
             return None
@@ -317,7 +318,7 @@ class MeshBackend(Backend):
     def _all_to_all(
         self, call: Call, source: Tensor, result: Tensor, send_bounds: Bounds, recv_bounds: Bounds, *, even: bool
     ) -> Pending[Tensor]:
-        """`even`: all ranks send all others as much, which the signature says; the tensors may be empty."""
+        """`even`: each rank sends the same amount to each other rank, which the signature says. The tensors may be empty."""
         if self._is_staged(source):
             plan = partial(self._exchange, send_bounds=send_bounds, recv_bounds=recv_bounds, even=even)
             return self._staging.begin(self._group, call, plan, source, result, result)
@@ -334,7 +335,7 @@ class MeshBackend(Backend):
             {peer: outgoing[slice(*send_bounds[peer])] for peer in self._group.peers},
             {peer: incoming[slice(*recv_bounds[peer])] for peer in self._group.peers},
             self._group.peers,
-            # An uneven one waits until every pair has compared sizes: who got its data early could not be told that others failed.
+            # An uneven one waits until every pair has compared sizes: a rank that got its data early could not be told that others failed.
             eager=even and plans.is_small(self._group, send_bounds, outgoing.itemsize),
             disagree=disagree_all_to_all,
         ).run
@@ -403,7 +404,7 @@ class MeshBackend(Backend):
 
     @staticmethod
     def _is_on_gpu(tensor: Tensor) -> bool:
-        """Whether its bytes have to be copied before they can be sent."""
+        """Whether a tensor's bytes have to be copied to the CPU before they can be sent."""
         return is_on_gpu(tensor)
 
     def _is_staged(self, *tensors: Tensor) -> bool:
@@ -412,7 +413,7 @@ class MeshBackend(Backend):
     def _call(self, op: str, detail: str, timeout_s: float | None, label: str, *tensors: Tensor, on_the_wire: str = "") -> Call:
         self._board.check_ours()
         if any(map(is_on_gpu, tensors)):
-            detail += " on a GPU"  # for what is on the CPU may take another way
+            detail += " on a GPU"  # because the same collective of CPU tensors may use another algorithm
         return Call(op, label, detail, self._timeouts.collective_s if timeout_s is None else seconds(timeout_s), on_the_wire or op)
 
     def _at_once(self, op: str, result: T) -> Pending[T]:
@@ -427,21 +428,21 @@ class MeshBackend(Backend):
         return Pending(self._group.operations.begin(call, algorithm, result), call.op)
 
     def _mail(self, bytes: int) -> Mail | None:
-        """The way for a collective of which no rank sends more than that, if letters are."""
+        """The mailboxes for a collective in which no rank sends more than `bytes`; None if letters cannot hold its data."""
         mail = self._group.mail
         return mail if mail is not None and bytes <= mail.largest else None
 
     @property
     def _lending_mail(self) -> Mail | None:
-        """The same for one of any size, if letters may say where the data is."""
+        """The mailboxes for a collective of any size, if letters may say where the data is; otherwise None."""
         mail = self._group.mail
         return mail if mail is not None and mail.lends else None
 
     def _by_letter(
         self, call: Call, bytes: int, small: Callable[..., Share], large: Callable[..., Lending], args: tuple[Any, ...], result: T
     ) -> Pending[T] | None:
-        """Begin a collective of which no rank sends more than that by letters, if there are any: with the data in them where they may be so
-        large, and else with where it is. `small` and `large` make of `args` what it is then."""
+        """Begin a collective by letters, if there are any. If letters may hold `bytes`, the most that any rank sends, they hold the data,
+        and `small` makes a Share of `args`; otherwise they say where the data is, and `large` makes a Lending of them."""
         if (mail := self._mail(bytes)) is not None:
             return Pending(self._group.rounds.begin(mail, LetterRound(mail, call, small(self._group, *args), result)), call.op)
         if (mail := self._lending_mail) is not None:
@@ -463,7 +464,8 @@ class SubBackend(MeshBackend):
     """Some ranks of a parent backend. Members are sorted and deduplicated; every collective works on them unchanged.
 
     Make it on every member, in the same order relative to other sub-groups of the same members. The parent owns the connections: `aclose`
-    leaves them to it, and `abort` is the parent's, which ends every group on them. When no member has it any more, its memory is free.
+    leaves them open, and `abort` aborts the parent, which ends every group on them. When no member refers to the group any more, its
+    memory is freed.
     """
 
     def __init__(self, parent: MeshBackend, members: Sequence[int]) -> None:

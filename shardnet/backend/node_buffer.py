@@ -1,4 +1,4 @@
-"""`NodeBuffer`: what a gather brings to all ranks of a node at once."""
+"""`NodeBuffer`: the result of a gather, shared by all ranks of a node."""
 
 from collections.abc import Callable
 
@@ -6,10 +6,10 @@ import torch
 
 
 class NodeBuffer:
-    """A gathered tensor, once for all ranks of this node where these share memory: see [Note: one buffer a node].
+    """A gathered tensor, which is there once for all ranks of this node if they share memory: see [Note: one buffer a node].
 
-    Whoever has it may use `tensor` until `release`. What is written to it, only this rank sees. It is released by itself when
-    neither it nor any tensor over its memory is there any more.
+    Use `tensor` until `release`. Only this rank sees what it writes there. The memory is released automatically when neither
+    this object nor any tensor over the memory exists any more.
     """
 
     def __init__(self, tensor: torch.Tensor, on_release: Callable[[bool], object] | None = None) -> None:
@@ -22,10 +22,10 @@ class NodeBuffer:
         return self._on_release is not None
 
     def release(self, *, keep: bool = True) -> None:
-        """The memory may be used for something else. Once is enough; safe from any thread.
+        """Let the memory be used for something else. Once is enough; safe from any thread.
 
-        With `keep` it waits for the next gather, which then need not ask the system for some; without, if all ranks say so, it is given
-        back with the next gather.
+        With `keep` the memory is kept for the next gather, which then need not ask the system for any; without, if all ranks say so, it is
+        given back to the system with the next gather.
         """
         if self._on_release is not None:
             self._on_release(keep)

@@ -24,25 +24,25 @@ Arrival = Callable[[], None]
 class Pending(Generic[T]):
     """The result of a collective that is under way. Await it on any event loop, or `wait()` in any thread.
 
-    The collective started when the handle was made and ends whatever becomes of the handle: cancelling an `await`
-    cancels the waiting, not the collective. Awaiting or waiting again gives the same result or error. Dropping a
-    handle that nobody waited for is a ResourceWarning, since its error, if any, is lost with it; one that has failed by then is told in
-    the log.
+    The collective started when the handle was made, and runs to its end whatever becomes of the handle: cancelling an
+    `await` cancels the waiting, not the collective. Awaiting or waiting again gives the same result or error. Dropping a
+    handle that nobody waited for is a ResourceWarning, since its error, if any, is lost with it; if the collective has failed by then,
+    the error is logged.
 
     The tensors given to the collective belong to it until the handle is done: read them, but do not write.
 
-    [Note: results on a GPU] A result on a GPU is there in the order of streams: the handle is done once its last bytes are on their way,
-    and `wait` and `await` have what the current stream is given from then on wait for them. No thread does. Use the result on that stream,
-    or have yours wait for it.
+    [Note: results on a GPU] A result on a GPU is ready in stream order: the handle is done once the last bytes are on their way, and `wait`
+    and `await` make work queued on the current stream from then on wait for them. No thread waits. Use the result on that stream, or make
+    your own stream wait for it.
     """
 
     __slots__ = ("__weakref__", "_arrival", "_function", "_future", "_retrieved", "op_name")
 
     def __init__(self, future: "concurrent.futures.Future[T]", op_name: str, arrival: Arrival | None = None) -> None:
-        """`arrival` has the current stream wait for a result on a GPU; it is called after `future` has ended well."""
+        """`arrival` makes the current stream wait for a result on a GPU; it is called after `future` has ended well."""
         self._future: concurrent.futures.Future[Any] = future
         self._arrival = arrival
-        self._function: Callable[[Any], T] | None = None  # what makes this handle's result of the future's
+        self._function: Callable[[Any], T] | None = None  # makes this handle's result from the future's
         self.op_name = op_name
         self._retrieved = False  # last: `__del__` needs the rest
 
@@ -56,11 +56,11 @@ class Pending(Generic[T]):
         return pending
 
     def arrives(self, arrival: Arrival) -> None:
-        """The result is on a GPU, and this has the current stream wait for it; for who has made the handle."""
+        """Set `arrival`, for a result on a GPU; for the code that has made the handle."""
         self._arrival = arrival
 
     def quietly(self) -> Self:
-        """Itself, for who keeps it to look at it later, but may be dropped before that: no warning then."""
+        """Return this handle, which then gives no warning when it is dropped: its owner may look at it later, or never."""
         self._retrieved = True
         return self
 
@@ -68,10 +68,10 @@ class Pending(Generic[T]):
         return self._future.done()
 
     def wait(self, timeout_s: float | None = None) -> T:
-        """Block this thread until the result is there. torch's profiler, where it watches, shows how long.
+        """Block this thread until the result is there. torch's profiler, if it is on, shows how long that takes.
 
         Raises TimeoutError after `timeout_s` (the collective goes on), or the collective's own error; StateError on
-        shardnet's own threads, where callbacks run: it could block them for ever.
+        shardnet's own threads, where callbacks run: waiting could block them for ever.
         """
         self._may_block()
         try:
@@ -95,8 +95,8 @@ class Pending(Generic[T]):
         self._future.add_done_callback(lambda _: callback(self))
 
     def map(self, function: Callable[[T], U]) -> "Pending[U]":
-        """A handle for `function(result)`. It runs on the thread that finishes the collective: keep it short, and do not read a result on a
-        GPU there, which may still be on its way."""
+        """A handle for `function(result)`. `function` runs on the thread that finishes the collective: keep it short, and do not read a
+        result on a GPU there, because it may still be on its way."""
         self._retrieved = True
         mapped: concurrent.futures.Future[U] = concurrent.futures.Future()
         make = self._followed_by(function)
@@ -111,9 +111,9 @@ class Pending(Generic[T]):
         return Pending(mapped, self.op_name, self._arrival)
 
     def read_as(self, function: Callable[[T], U]) -> "Pending[U]":
-        """A handle of the same collective for `function(result)`, which is called anew by each `wait` and `await`, in its thread.
+        """A handle of the same collective for `function(result)`, which each `wait` and `await` calls again, in its own thread.
 
-        Who waits for it waits for the collective, and may do the work of it, where one of `map` leaves that to another thread.
+        A thread that waits for it waits for the collective itself and may do its work; with `map` another thread does that work.
         """
         self._retrieved = True
         pending: Pending[U] = Pending(self._future, self.op_name, self._arrival)
@@ -162,9 +162,9 @@ class Pending(Generic[T]):
             raise StateError(f"waiting for {self.op_name} on a thread of shardnet's, which may have to finish it; await it instead")
 
     def __del__(self) -> None:
-        if not getattr(self, "_retrieved", True):  # a Ctrl-C may have come before it was made
+        if not getattr(self, "_retrieved", True):  # a Ctrl-C may have come before __init__ was through
             error = self._future.exception() if self._future.done() else None
-            if error is not None and not isinstance(error, ClosedError):  # which ends what nobody waits for any more, too
+            if error is not None and not isinstance(error, ClosedError):  # closing also ends collectives that nobody waits for any more
                 log.error("%s has failed, and was never awaited: %s", self.op_name, error)
             warnings.warn(f"{self.op_name} was never awaited; its result or error is lost", ResourceWarning, stacklevel=2)
 

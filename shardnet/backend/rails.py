@@ -1,9 +1,8 @@
-"""`Rails`: which ranks of a group talk across nodes; pure, and equal on all ranks.
+"""`Rails`: which ranks of a group talk across nodes; computed without communication, and equal on all ranks.
 
-[Note: rails] Where a fast engine moves data inside a node, what goes across goes along rails. There are as many as the largest node
-has ranks. Rail j belongs to the members j of all nodes: it carries what is theirs. On a node that has no member j another one serves the
-rail, member j mod n of n. So each rank uses its node's link for its own share, and a node that has few ranks serves several rails with
-each.
+[Note: rails] If a fast engine moves data inside a node, data for other nodes goes along rails. There are as many rails as the largest node
+has ranks. Rail j belongs to member j of every node: it carries their data. On a node of n ranks that has no member j, member j mod n
+serves the rail. So each rank uses its node's link for its own share, and on a node with fewer ranks each of them may serve several rails.
 """
 
 from dataclasses import dataclass
@@ -14,11 +13,11 @@ from shardnet.collectives.route import Nodes
 
 @dataclass(frozen=True, slots=True)
 class Rails:
-    """Those of one group, as one of its ranks sees them. Ranks are the group's, members are places in a node."""
+    """The rails of one group, as one of its ranks sees them. Ranks are the group's, members are places in a node."""
 
     nodes: Nodes
-    here: int  # its node
-    member: int  # its own place there
+    here: int  # the index of this rank's node
+    member: int  # this rank's place there
 
     @classmethod
     def of(cls, nodes: Nodes, rank: int) -> Self:
@@ -37,15 +36,15 @@ class Rails:
         return [rail for rail in range(max(map(len, self.nodes))) if rail % len(self.node) == self.member]
 
     def servers(self, rail: int) -> list[int]:
-        """Who serves a rail, a rank of each node, in rank order."""
+        """The ranks that serve a rail, one of each node, in rank order."""
         return sorted(node[rail % len(node)] for node in self.nodes)
 
     def owners(self, rail: int) -> list[int | None]:
-        """Whose data a rail carries for each who serves it, in the same order; None where a node has no such member."""
+        """For each of a rail's `servers`, in the same order, the rank whose data it carries there; None if that node has no such member."""
         nodes = sorted(self.nodes, key=lambda node: node[rail % len(node)])
         return [node[rail] if rail < len(node) else None for node in nodes]
 
     def layers(self, node: int) -> list[tuple[int, ...]]:
-        """The ranks of a node in pieces, of which each member of this rank's node takes one or, at the end, none."""
+        """The ranks of a node in layers. Of each layer every member of this rank's node takes one rank; of the last one perhaps none."""
         ranks, width = self.nodes[node], len(self.node)
         return [ranks[first : first + width] for first in range(0, len(ranks), width)]

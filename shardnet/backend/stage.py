@@ -13,19 +13,19 @@ from shardnet.collectives.operation import Operation
 
 Tensor = torch.Tensor
 _cuda: Any = torch.cuda  # which torch has not annotated
-Work = Callable[["Journey"], Sequence[Pending[Any]]]  # what a stage begins, and what of it goes over the mesh
+Work = Callable[["Journey"], Sequence[Pending[Any]]]  # does a stage's part; returns the handles of what it has begun over the mesh
 
 
 class Stage:
     """A line of collectives, the process group on which they are launched, and a stream beside the user's; lives until it is closed.
 
-    [Note: streams of torch] On a GPU all that a stage does is in the order of its own stream, which waits for what the user's stream had to
-    do when the collective was called, and for the stage before. Each stage has its own: collectives of different stages come in another
-    order on each rank, and on one stream they would wait for each other across ranks.
+    [Note: streams of torch] On a GPU a stage does all its work in the order of its own stream. This stream waits for the work that was
+    queued on the user's stream when the collective was called, and for the stage before. Each stage has its own stream: the order of
+    collectives of different stages differs between ranks, and on one stream they would wait for each other across ranks.
     """
 
     def __init__(self, name: str, group: TorchGroup | None = None) -> None:
-        """Without a process group it only begins what goes over the mesh."""
+        """Without a process group it only begins transfers over the mesh."""
         self.group = group
         self.line = Line(name, self._end)
         self._broken = False
@@ -37,7 +37,7 @@ class Stage:
         return self._streams[device]
 
     def close(self, *, broken: bool) -> None:
-        """End the thread and the process group. `broken`: without waiting for what is under way."""
+        """End the thread and the process group. If `broken`, do not wait for what is under way."""
         self._broken = self._broken or broken
         if self.group is not None:
             self.group.give_up()
@@ -55,11 +55,11 @@ class Journey:
     """One collective's tensors on their way from the caller over the stages."""
 
     def __init__(self, device: torch.device, *tensors: Tensor, after: Event | None = None) -> None:
-        """`tensors` are the caller's. On a GPU it begins in the order of the caller's current stream, and `after` that event."""
+        """`tensors` are the caller's. On a GPU the work begins in the order of the caller's current stream, and after the event `after`."""
         self._device = device
         self._after = after
         self._tensors = list(tensors)
-        self._ready: torch.cuda.Event | None = None  # behind the last that was done with them
+        self._ready: torch.cuda.Event | None = None  # after the last work on the tensors
         if device.type == "cuda":
             self._ready = _cuda.Event()
             self._ready.record(torch.cuda.current_stream(device))
@@ -67,19 +67,19 @@ class Journey:
         self.over_mesh: Sequence[Pending[Any]] = ()  # what the last stage has begun
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """Have a tensor that was made at a stage for the next one as long as that needs it."""
+        """Keep a tensor that one stage makes for the next, as long as that needs it."""
         self._tensors.append(tensor)
         return tensor
 
     def take(self, pending: Pending[Tensor]) -> Tensor:
-        """What has come over the mesh for this stage."""
+        """Wait for data that comes over the mesh for this stage, and return it."""
         came = pending.wait()
         if came.device.type == "cuda":
             came.record_stream(torch.cuda.current_stream(came.device))
         return came
 
     def job(self, stage: Stage, work: Work, op: Operation) -> Job:
-        """What the line of a stage is given to do for the collective."""
+        """The job that the line of a stage does for the collective."""
 
         def run() -> None:
             self.operation = op
@@ -88,14 +88,14 @@ class Journey:
             try:
                 self._run(stage, work)
             finally:
-                self.operation = None  # it knows this, and the backend, which may be dropped
+                self.operation = None  # it refers to this journey, and to the backend, which may have been dropped
                 if stage.group is not None:
                     stage.group.operation = None
 
         return run
 
     def forget(self) -> None:
-        """It is at its end: who keeps its handle need not keep what it was given."""
+        """Drop the tensors at the end: a caller that keeps the handle should not keep them alive."""
         self._tensors.clear()
         self.over_mesh = ()
 
@@ -113,7 +113,7 @@ class Journey:
             side.wait_event(self._ready)
             if self._after is not None:
                 side.wait_event(self._after)
-            for tensor in self._tensors:  # its memory is used again only behind what this stream does with it
+            for tensor in self._tensors:  # its memory must not be used again before this stream has finished with it
                 tensor.record_stream(side)
             self.over_mesh = work(self)
             self._ready = _cuda.Event()

@@ -1,4 +1,4 @@
-"""`Stages`: all that a backend has of torch, from its first use to its end."""
+"""`Stages`: the torch process groups and streams of a backend, from first use to end."""
 
 import asyncio
 from collections import deque
@@ -12,7 +12,7 @@ from shardnet.errors import CollectiveError
 
 
 class Stages:
-    """The stages of one group's collectives; lives until its backend is gone, or the mesh closed. Loop thread, if nothing else is said."""
+    """The stages of one group's collectives; lives until its backend is gone, or the mesh closed. Loop thread, unless stated otherwise."""
 
     def __init__(self, board: Switchboard, group: Group) -> None:
         """Any thread."""
@@ -21,20 +21,20 @@ class Stages:
         self._stages: list[Stage] = []
         self._broken = ""  # why there are no process groups any more
         self._under_way: set[Operation] = set()
-        # the numbers of the last ones that went over them: no rank can be behind by more
+        # the numbers of the last collectives that went over them: no rank can be further behind than this
         self._passed: deque[int] = deque(maxlen=board.limits.max_outstanding)
         group.at_failure_elsewhere.append(self._on_failure_elsewhere)
         board.at_loss.append(self._on_loss)
         board.at_end.append(self._end)
 
     def add(self, purpose: str, group: TorchGroup | None = None) -> Stage:
-        """One more, before anything is under way. Any thread."""
+        """Add a stage, before anything is under way. Any thread."""
         stage = Stage(f"shardnet-torch-{self._board.mesh.rank}-{purpose}", group)
         self._stages.append(stage)
         return stage
 
     def enter(self, op: Operation) -> None:
-        """A collective begins that is to go over them. Raises CollectiveError if they are broken."""
+        """A collective that goes over the stages begins. Raises CollectiveError if they are broken."""
         if self._broken:
             raise CollectiveError(
                 f"{self._board.where()} {op.name}: {self._group.party.title} has no torch process group any more, since {self._broken}; "
@@ -46,18 +46,18 @@ class Stages:
         self._under_way.discard(op)
 
     def passed(self, op: Operation) -> None:
-        """It has ended well: on a GPU it is launched at all stages."""
+        """A collective has ended well; on a GPU that only means that it is launched at all stages."""
         self._passed.append(op.sequence)
 
     def break_up(self, reason: str, by: Operation | None = None) -> None:
-        """Throw the process groups away, and end what is under way on them; behind the one whose failure is the reason, if it was one."""
+        """Throw the process groups away, and fail what is under way on them; if the failure of `by` is the reason, only after that one."""
         if self._broken:
             return
         self._broken = reason
         self._close(broken=True)
         if by is None:
             self._fail_all()
-        else:  # all ranks hear of that one first
+        else:  # so that all ranks hear of that failure first
             by.result.add_done_callback(lambda _: self._board.loop.call(self._fail_all))
 
     def _fail_all(self) -> None:
@@ -65,7 +65,7 @@ class Stages:
             self._group.fail(op, CollectiveError(f"{self._board.where()} {op.name} cannot go on: {self._broken}"))
 
     def release(self) -> None:
-        """Nobody can call anything on them any more. Any thread."""
+        """Free everything: nobody can call anything on the stages any more. Any thread."""
         self._board.loop.call(self._release)
 
     def _release(self) -> None:
@@ -79,12 +79,13 @@ class Stages:
             self._board.at_end.remove(self._end)
 
     def _on_loss(self, rank: int) -> None:
-        """On a GPU a collective that is launched has ended for us, but may wait there for one who is gone."""
+        """A rank is lost: on a GPU, a launched collective has ended as far as this rank knows, but may wait there for the lost rank."""
         if rank in self._group.members:
             self.break_up(f"rank {rank} was lost")
 
     def _on_failure_elsewhere(self, sequence: int) -> None:
-        """A rank has failed where this one was done, or has left the rest to its GPU, which may wait there for that rank."""
+        """Another rank has failed in a collective that has ended here. This rank may have left its rest to the GPU, which may wait there
+        for the other rank."""
         if sequence in self._passed:
             self.break_up(f"collective #{sequence} failed in it on another rank")
 

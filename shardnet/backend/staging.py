@@ -1,13 +1,13 @@
-"""`Staging`: collectives of tensors on a GPU, over a mesh that moves memory of the CPU.
+"""`Staging`: collectives of tensors on a GPU, over a mesh that moves CPU memory.
 
-[Note: staging] What a rank gives is copied into pinned memory, goes from there as any collective does, and what comes is copied to the GPU.
-The copies run on streams of their own, in each direction one, beside what the GPU computes and beside other collectives; nothing
-waits for the GPU but a thread that looks after copies. A collective has its number from the moment of the call, so the order of calls is
-the order of collectives; its data follows when the GPU has come so far. So one of the GPU and one of the CPU that are called one after
-the other need not end in that order.
+[Note: staging] A rank's input is copied into pinned memory and goes from there like any collective; the result is copied to the GPU.
+The copies run on their own streams, one per direction, in parallel with the GPU's computation and with other collectives. Only the threads
+that look after copies wait for the GPU. A collective gets its number at the call, so the order of calls is the order of collectives; its
+data follows when the GPU has got that far. So of two collectives that are called one after the other, one on the GPU and one on the CPU,
+the second may end first.
 
-The result is there in the order of streams ([Note: results on a GPU]). The caller's current stream counts at the call: the input is what
-it will have written by then, and the output is not overwritten before it has done what it was given.
+The result is ready in stream order ([Note: results on a GPU]). The caller's current stream counts, as it is at the call: the input is read,
+and the output overwritten, only after the work queued on it by then is done.
 """
 
 import asyncio
@@ -31,13 +31,13 @@ from shardnet.telemetry import TransferDirection
 
 T = TypeVar("T")
 Tensor = torch.Tensor
-Plan = Callable[[Array, Array], Algorithm]  # of what this rank gives and what it gets, on the CPU; empty where it gives or gets nothing
+Plan = Callable[[Array, Array], Algorithm]  # of this rank's input and output arrays, on the CPU; empty if it gives or gets nothing
 
 _NOTHING = torch.empty(0, device="cpu")
 
 
 class Staging:
-    """The way of one backend's tensors to and from the GPUs of this rank; lives as long as its mesh. Any thread may call it."""
+    """Moves one backend's tensors to and from the GPUs of this rank; lives as long as its mesh. Any thread may call it."""
 
     def __init__(
         self,
@@ -48,16 +48,18 @@ class Staging:
         self._board = board
         self._is_staged = is_staged
         self._make_streams = streams
-        self._lock = threading.Lock()  # over what follows, for no longer than it takes: the loop thread needs it, too
+        self._lock = threading.Lock()  # over what follows; held only briefly, because the loop thread needs it, too
         self._streams: dict[torch.device, CopyStreams] = {}
         self._watchers: dict[TransferDirection, concurrent.futures.ThreadPoolExecutor] = {}
 
     def begin(
         self, group: Group, call: Call, plan: Plan, gives: Tensor | None, gets: Tensor | None, value: T, after: Event | None = None
     ) -> Pending[T]:
-        """Start a collective of which this rank `gives` one contiguous tensor and `gets` another one, or nothing. Its handle has `value`.
+        """Start a collective to which this rank `gives` one contiguous tensor and from which it `gets` another one; None: nothing. Its
+        handle's result is `value`.
 
-        Each may be on a GPU. What is given is read when `after` has happened, or when what the current stream has been given is done.
+        Each may be on a GPU. `gives` is read when `after` has happened or, without `after`, when the work queued on the current stream is
+        done.
         """
         given, fetched = self._fetch(gives, after)
         got, place = self._prepare(gets)
@@ -72,14 +74,14 @@ class Staging:
         return Pending(group.operations.begin(call, run, value, prelude=prelude), call.op, arrival)
 
     def _fetch(self, gives: Tensor | None, after: Event | None) -> tuple[Tensor, Copy | None]:
-        """What is given, where the CPU has it once the copy, if it needs one, is done."""
+        """The CPU tensor that holds the input, and the copy that must be done first, if one is needed."""
         if gives is None or not self._is_staged(gives):
             return _NOTHING if gives is None else gives, None
         copy = self._to_and_from(gives.device).fetch(gives, after or now(gives.device))
         return copy.target, copy
 
     def _prepare(self, gets: Tensor | None) -> tuple[Tensor, Callable[[], Copy] | None]:
-        """Where what comes is put on the CPU, and what copies it from there to where it belongs, if that is elsewhere."""
+        """The CPU tensor that receives the output, and a function that copies it from there to the GPU, if it belongs there."""
         if gets is None or not self._is_staged(gets):
             return _NOTHING if gets is None else gets, None
         streams = self._to_and_from(gets.device)
@@ -87,7 +89,7 @@ class Staging:
 
         def place() -> Copy:
             copy = streams.place(host, gets, writable)
-            # it keeps both ends until the copy is done, whoever else lets go of them: a GPU's allocator would hand the memory on meanwhile
+            # this keeps source and target alive until the copy is done: otherwise a GPU's allocator could hand the memory on meanwhile
             self._watchers[TransferDirection.CPU_TO_GPU].submit(self._watch, copy)
             return copy
 
@@ -116,7 +118,7 @@ class Staging:
 
 
 def _watcher(board: Switchboard, name: str) -> concurrent.futures.ThreadPoolExecutor:
-    """A thread that waits for copies in one direction, in the order of the calls; until the mesh is closed, or nobody has it any more."""
+    """A thread that waits for copies in one direction, in the order of the calls; until the mesh closes, or nothing refers to it."""
     watcher = concurrent.futures.ThreadPoolExecutor(1, name)
     watcher.submit(help_out)  # starts it
     board.loop.call(board.at_end.append, partial(_shut_down, weakref.ref(watcher)))
@@ -124,14 +126,14 @@ def _watcher(board: Switchboard, name: str) -> concurrent.futures.ThreadPoolExec
 
 
 def _shut_down(watcher: "weakref.ref[concurrent.futures.ThreadPoolExecutor]", _: bool) -> "list[asyncio.Future[None]]":
-    """End a thread, unless nobody has it any more: then it has ended. It does so behind the copy that it waits for, which needs nobody."""
+    """End a watcher thread, if it still exists. It ends after the copies that it waits for, which need no other rank."""
     if (executor := watcher()) is not None:
         executor.shutdown(wait=False)
     return []
 
 
 class _Arrival:
-    """Has the current stream wait for a result's way to the GPU, if it had one."""
+    """Makes the current stream wait for the copy of a result to the GPU, if there was one."""
 
     def __init__(self) -> None:
         self.copy: Copy | None = None

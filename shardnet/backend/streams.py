@@ -1,7 +1,7 @@
-"""Copies between a GPU's memory and the CPU's, on streams of their own: `CopyStreams`; and moments of a stream: `now`, `join`.
+"""Copies between a GPU's memory and the CPU's, on streams of their own: `CopyStreams`; and events of a stream: `now`, `join`.
 
-Nothing here waits for a GPU, but for `Copy.wait`. For tensors that are on the CPU already everything is done when it is called: torch has
-streams and events without content for them.
+Nothing here waits for a GPU, except `Copy.wait`. For tensors that are already on the CPU every call is done when it returns: torch has
+dummy streams and events for them.
 """
 
 import contextlib
@@ -21,14 +21,14 @@ def is_on_gpu(tensor: Tensor) -> bool:
 
 
 def now(device: torch.device) -> Event:
-    """What this thread's current stream on a device has been given so far."""
+    """An event that happens when the work queued so far on this thread's current stream of a device is done."""
     event = _event(device)
     event.record(current_stream(device))
     return event
 
 
 def join(event: Event, device: torch.device) -> None:
-    """Have what this thread's current stream is given from now on wait for an event. The thread does not."""
+    """Make the work queued from now on on this thread's current stream wait for an event. The thread itself does not wait."""
     current_stream(device).wait_event(event)
 
 
@@ -46,13 +46,13 @@ def using(stream: Stream | None) -> AbstractContextManager[object]:
 
 
 def _event(device: torch.device) -> Event:
-    # blocking: who synchronises sleeps meanwhile and leaves the processor to those that compute
+    # blocking: a thread that synchronises sleeps meanwhile and leaves the processor to those that compute
     return torch.cuda.Event(enable_timing=True, blocking=True) if device.type == "cuda" else torch.cpu.Event()  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Copy:
-    """One copy that a stream has been given; holds both ends until it is dropped."""
+    """One copy queued on a stream; keeps source and target alive until it is dropped."""
 
     source: Tensor
     target: Tensor
@@ -69,12 +69,12 @@ class Copy:
 
     @property
     def duration_ns(self) -> int:
-        """How long it took, once it is done; 0 where there was nothing to wait for."""
+        """How long the copy took, once it is done; 0 without a GPU."""
         return round(self.begin.elapsed_time(self.end) * 1e6) if isinstance(self.begin, torch.cuda.Event) else 0
 
 
 class CopyStreams:
-    """To and from one device, each in the order of the calls. Any thread."""
+    """Two streams for copies, to and from one device, each in the order of the calls. Any thread."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -82,7 +82,7 @@ class CopyStreams:
         self._into = new_stream(device)
 
     def host_like(self, tensor: Tensor) -> Tensor:
-        """New memory on the CPU for the content of a tensor, pinned: a GPU copies to and from it while others work."""
+        """New CPU memory for the content of a tensor; pinned, so that a GPU copies to and from it in parallel with other work."""
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=self.device.type == "cuda")
 
     def fetch(self, source: Tensor, after: Event) -> Copy:
@@ -95,7 +95,7 @@ class CopyStreams:
 
     def _copy(self, source: Tensor, target: Tensor, stream: Stream, after: Event) -> Copy:
         begin, end = _event(self.device), _event(self.device)
-        with using(stream), torch.inference_mode():  # where memory may be written that was made in it, and other memory, too
+        with using(stream), torch.inference_mode():  # in this mode both tensors made in it and others may be written
             stream.wait_event(after)
             begin.record(stream)
             target.copy_(source, non_blocking=True)

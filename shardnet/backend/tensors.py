@@ -1,4 +1,4 @@
-"""Contiguous tensors as others need them, over the same memory."""
+"""Views of contiguous tensors over the same memory, flat or as bytes."""
 
 import torch
 
@@ -23,7 +23,7 @@ def in_bytes(bounds: Bounds, tensor: Tensor) -> Bounds:
 
 
 def put(source: Tensor, target: Tensor) -> None:
-    """Copy into a flat part of a result that may overlap what it is copied from, or be that."""
+    """Copy into a flat part of a result, which may overlap `source`, or be the same memory."""
     if source.data_ptr() != target.data_ptr() and source.numel():
         overlaps = source.data_ptr() < target.data_ptr() + target.nbytes and target.data_ptr() < source.data_ptr() + source.nbytes
         target.copy_((source.clone() if overlaps else source).view(-1))

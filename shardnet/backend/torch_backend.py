@@ -1,15 +1,16 @@
-"""`TorchBackend`: the control is ours, the data goes by a torch process group.
+"""`TorchBackend`: shardnet controls the collectives, and a torch process group moves their data.
 
-[Note: torch inside] A collective is what it is on the mesh: numbered, announced, compared, timed out, failed for all; the mesh sees who
-dies. Only when all ranks have agreed (agreement.py) its data is launched on a torch process group, in the order of the sequence numbers
-(line.py), on a thread that nobody else waits for. Torch moves bytes; sums are taken here, in the order of [Note: reduction order], so they
-have the bits that they have on the mesh: parts are exchanged and added, which costs the bytes of a ring.
+[Note: torch inside] A collective is handled as on the mesh: numbered, announced, compared, timed out, and failed for all; the mesh notices
+dead ranks. Only when all ranks have agreed (agreement.py) is its data launched on a torch process group, in the order of the sequence
+numbers (line.py), on a thread that no other thread waits for. Torch moves bytes. Sums are computed here, in the order of [Note: reduction
+order], so they have the same bits as on the mesh: parts are exchanged and added, which costs as many bytes as a ring.
 
-What is small goes over the mesh where the tensors are on the CPU: that takes one step. So do barriers, and all sends and receives: torch
-pairs those of two ranks in the order in which they are launched, where ours are found by tag, each pair apart from all others.
+Small collectives of CPU tensors go over the mesh, which takes one step. So do barriers, and all sends and receives: torch pairs those of
+two ranks in the order in which they are launched, while shardnet matches them by tag, each pair independently of all others.
 
-A process group of torch cannot go on after a failure. If a collective fails after its rank has agreed, the group is thrown away, and so it
-is on all ranks, since a failure is told to all; what is called on this group then fails at once. The backend's other groups go on.
+A torch process group cannot go on after a failure. If a collective fails after its rank has agreed, the process group is thrown away.
+This happens on all ranks, since a failure is told to all; collectives called on this group after that fail at once. The backend's other
+groups go on.
 """
 
 import asyncio
@@ -42,15 +43,15 @@ from shardnet.collectives.switchboard import Switchboard
 from shardnet.config import Timeouts
 from shardnet.errors import CollectiveError, CollectiveMismatch, ShardnetError, StateError
 
-# Torch's connections may break, or a rank may give up making them, before the mesh brings word of who is gone or too late, which says more:
-# so long it has for that.
+# How long to wait for the mesh's word of which rank is gone or late: torch's connections may break, or a rank may give up making them,
+# before that word comes, and it says more.
 _VERDICT_S = 0.8
 T = TypeVar("T")
 Steps = Sequence[tuple[Stage, Work]]  # of a collective, one after the other
 
 
 class TorchBackend(MeshBackend):
-    """One group of ranks on a switchboard, whose large data a torch process group of the same ranks carries."""
+    """One group of ranks on a switchboard. A torch process group of the same ranks carries its large data."""
 
     def __init__(self, board: Switchboard, group: Group, timeouts: Timeouts, source: TorchSource) -> None:
         """`source` must reach all ranks of the group."""
@@ -143,14 +144,15 @@ class TorchBackend(MeshBackend):
     # --- how
 
     def _torch_group(self, purpose: str, ranks: Sequence[int]) -> TorchGroup:
-        """A process group of these ranks, which are ascending ones of this group and this one among them."""
+        """A process group of these ranks of this group, which are ascending and include this rank."""
         members = [self._group.members[rank] for rank in ranks]
         near = next(node for node in self._board.nodes if self._board.mesh.rank in node)
         name = f"{self._group.epoch} {self._group.id:x} {purpose} of {members[0]}"  # other nodes may use the same store
         return TorchGroup(self._source, name, self.rank, ranks, members, near)
 
     def _stays_on_mesh(self, tensors: Sequence[Tensor], bounds: Bounds | None, letter_bytes: int) -> bool:
-        """Whether a collective is small, or not what the engine carries: the same on all ranks. Without bounds only its rank knows them."""
+        """Whether a collective is small, or on a device that the engine does not carry; the same on all ranks. `bounds` is None if each
+        rank knows only its own."""
         if any(tensor.device.type not in self._source.devices for tensor in tensors):
             return True
         if tensors[0].device.type != "cpu" or bounds is None:
@@ -161,7 +163,7 @@ class TorchBackend(MeshBackend):
         return plans.is_small(self._group, bounds, tensor.itemsize)
 
     def _scatter(self, source: Tensor, out: Tensor, bounds: Bounds, op: ReduceOp) -> None:
-        """Exchange the parts and sum up this rank's into `out`, which is flat and may overlap `source`."""
+        """Exchange the parts and sum up this rank's block into `out`, which is flat and may overlap `source`."""
         start, end = bounds[self.rank]
         parts = source.new_empty(self.world_size, end - start)
         places = plans.bounds_of([parts[0].nbytes] * self.world_size)
@@ -171,7 +173,7 @@ class TorchBackend(MeshBackend):
         finish(reduction, combined(reduction, [parts[rank] for rank in order]), out)
 
     def _order(self, reduction: Reduction, ranks: Sequence[int], own: int, *, in_order: bool) -> list[int]:
-        """In which order the parts of these ranks are added to that of `own`, one of them: as Hierarchical and Exchange do it."""
+        """The order in which the parts of these ranks are added up for `own`, one of them: the same as in Hierarchical and Exchange."""
         if in_order or reduction.widens or self._board.routing is Routing.RANK_ORDER:
             return list(ranks)
         return [*(rank for rank in ranks if rank > own), *(rank for rank in ranks if rank <= own)]
@@ -179,7 +181,8 @@ class TorchBackend(MeshBackend):
     def _carry(
         self, call: Call, journey: Journey, steps: Steps, result: Tensor, sizes: tuple[Bounds, Bounds] | None = None
     ) -> Pending[Tensor]:
-        """Begin a collective whose data goes these steps. `sizes` bound the bytes for and from each rank if the signature does not."""
+        """Begin a collective whose data goes through these steps. `sizes` bound the bytes for and from each rank, if the signature does
+        not settle them."""
 
         async def run(op: Operation) -> None:
             self._stages.enter(op)
@@ -201,7 +204,7 @@ class TorchBackend(MeshBackend):
         return Pending(self._group.operations.begin(call, run, result), call.op, journey.arrive)
 
     async def _launch(self, op: Operation, journey: Journey, steps: Sequence[tuple[Place, tuple[Stage, Work]]]) -> None:
-        """From here on others may have launched the collective: if it fails, nothing more can be launched. See [Note: agreement]."""
+        """Launch a collective. From here on others may have launched it: if it fails, no more can be launched. See [Note: agreement]."""
         launched = False
         try:
             await confirm(op)
@@ -212,14 +215,14 @@ class TorchBackend(MeshBackend):
                 await place.run(journey.job(stage, work, op))
                 await _settled(journey.over_mesh)
         except BaseException as error:
-            if launched or not isinstance(op.error or error, CollectiveMismatch):  # who found that has not confirmed: nobody has launched
+            if launched or not isinstance(op.error or error, CollectiveMismatch):  # its finder never confirmed, so no rank has launched
                 await self._throw_away(op, error)
             if _leaves_open_why(error):
                 raise CollectiveError(f"{self._board.where()} {op.name} of {self._group.party.title} failed in torch: {error}") from None
             raise
 
     async def _throw_away(self, op: Operation, error: BaseException) -> None:
-        """Its process groups, and with them all that is under way on them: at once, unless another rank may be about to say why."""
+        """Throw away the process groups, with all that is under way on them: at once, unless another rank may be about to say why."""
         try:
             if _leaves_open_why(error):
                 await asyncio.sleep(_VERDICT_S)
@@ -232,12 +235,12 @@ class TorchSubBackend(SubBackend, TorchBackend):
 
 
 def _leaves_open_why(error: BaseException) -> bool:
-    """Whether torch says it, or that another rank has given up."""
+    """Whether an error comes from torch, or only says that another rank has given up: then the mesh may have yet to say why."""
     return isinstance(error, StateError) or (isinstance(error, RuntimeError) and not isinstance(error, ShardnetError))
 
 
 async def _settled(over_mesh: Sequence[Pending[Any]]) -> None:
-    """Wait until these have ended, in whatever way, without having a stream wait for them: who takes them does."""
+    """Wait until these have ended, well or not, without making a stream wait for them: `Journey.take` does that."""
     for pending in [each.quietly() for each in over_mesh]:
         ended = asyncio.Event()
         pending.add_done_callback(partial(_wake, asyncio.get_running_loop(), ended))

@@ -16,25 +16,25 @@ from shardnet.config import NodeEngine
 from shardnet.errors import ClosedError, StateError
 
 Tensor = torch.Tensor
-_SLICE = timedelta(seconds=0.05)  # so soon who waits for gloo sees that nobody wants the result any more
-_BEHIND_S = 1.0  # torch gives a collective up so much later than we, who say more
-_LOSSY = 2  # a gather pads its parts, unless that makes so many times the bytes of them
+_SLICE = timedelta(seconds=0.05)  # how soon a thread that waits for gloo notices that the result is no longer wanted
+_BEHIND_S = 1.0  # torch gives up a collective this much later than shardnet, whose error says more
+_LOSSY = 2  # a gather pads its parts, unless that makes more than this many times their bytes
 
 
 class TorchGroup:
-    """One process group, made at its first use. Its ranks all call the same in the same order, each on one thread.
+    """One process group, made at its first use. All its ranks make the same calls in the same order, each on one thread.
 
-    Tensors are flat and of bytes, for torch and NCCL do not carry all dtypes; bounds are bytes. On a GPU everything is in the order of the
-    current stream, and nothing waits on the host; on the CPU each call returns when it is done.
+    Tensors are flat and of bytes, because torch and NCCL do not carry all dtypes; bounds are bytes. On a GPU everything is in the order of
+    the current stream, and the host never waits; on the CPU each call returns when it is done.
 
-    What is called is part of `operation`. Calls raise RuntimeError where torch does: a rank of the group is gone, or its time is over.
+    Each call is part of `operation`. Calls raise RuntimeError if torch does: a rank of the group is gone, or the time is over.
     """
 
     def __init__(
         self, source: TorchSource, name: str, rank: int, ranks: Sequence[int], members: Sequence[int], near: Collection[int]
     ) -> None:
-        """`ranks` are some of the collectives' group, `rank` this one of them, `members` the same as global ranks, and `near` all global
-        ranks of this node."""
+        """`ranks` are some of the collectives' group, `rank` is this one of them, `members` are the same as global ranks, and `near` are all
+        global ranks of this node."""
         self.rank = ranks.index(rank)
         self.size = len(ranks)
         self.peers = [each for each in ranks if each != rank]
@@ -49,7 +49,7 @@ class TorchGroup:
     # --- movement (its thread)
 
     def gather(self, whole: Tensor, bounds: Bounds) -> None:
-        """Fill the parts of `whole` that belong to each rank from that rank, which has its own there."""
+        """Fill each rank's part of `whole` from that rank, which already has its own part there."""
         sizes = _sizes(bounds)
         group, most = self._made(), max(sizes)
         if not most:
@@ -96,11 +96,11 @@ class TorchGroup:
     # --- the end
 
     def give_up(self) -> None:
-        """What waits shall fail. Any thread."""
+        """Make calls that wait fail. Any thread."""
         self._wanted = False
 
     def dispose(self, *, broken: bool) -> None:
-        """Close its connections; waits for what is under way, which ends when the first rank of the group does this. Its thread."""
+        """Close its connections; waits for what is under way, which ends when the first rank of the group does this. On its own thread."""
         group, self._group = self._group, None
         if group is not None and self._source.engine is NodeEngine.NCCL:
             if broken:
@@ -124,7 +124,7 @@ class TorchGroup:
         return options
 
     def _count(self, sent: Sequence[int], received: Sequence[int]) -> None:
-        """Count bytes by rank, as they would go directly; how torch routes them only it knows."""
+        """Count bytes by rank as if they went directly; only torch knows how it routes them."""
         if (op := self.operation) is None:
             return
         for rank, member in enumerate(self._members):
@@ -136,7 +136,7 @@ class TorchGroup:
             op.group.telemetry.count_received(member, received[rank], near=near)
 
     def _finish(self, work: Any) -> None:
-        """Wait for it: on a GPU the current stream does."""
+        """Wait for the work; on a GPU only the current stream waits."""
         if self._source.engine is NodeEngine.NCCL:
             work.wait()
             return

@@ -1,4 +1,4 @@
-"""`TorchSource`: from where a rank's torch process groups come, and how the ranks of a node agree on one."""
+"""`TorchSource`: makes a rank's torch process groups, and how the ranks of a node agree on one."""
 
 import os
 import socket
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 LOOPBACK = "127.0.0.1"
 _CONNECT = timedelta(seconds=30)
 _LOOK_EVERY_S = 0.0005
-_NEVER = timedelta(days=1)  # how long a collective may take our own timeouts decide
+_NEVER = timedelta(days=1)  # shardnet's own timeouts decide how long a collective may take
 
 
 @dataclass(frozen=True)
 class TorchSource:
     """Makes the process groups of one rank, all of one engine; lives as long as the epoch.
 
-    `connect` gives a torch store that all ranks see which are to be in a process group together, anew for every group: who waits on one
-    would hold up others. `hostname` is where gloo listens; `serving` is what lives as long. Raises UsageError for an engine that this
-    process cannot have.
+    `connect` gives a torch store that all ranks of a process group see. It makes a new one for every group, because a rank that waits on a
+    store would hold up others that use it. `hostname` is where gloo listens; `serving` is an object to keep alive as long as this one.
+    Raises UsageError for an engine that this process cannot use.
     """
 
     engine: NodeEngine
@@ -50,9 +50,9 @@ class TorchSource:
         return frozenset({"cuda"} if self.engine is NodeEngine.NCCL else {"cpu"})
 
     def make(self, name: str, rank: int, size: int, is_wanted: Callable[[], bool]) -> Any:
-        """A process group of that name. Blocks until all of its ranks call it.
+        """A process group of that name. Blocks until all of its ranks call this.
 
-        Raises StateError if before that one of them does not want it any more.
+        Raises StateError if one of them no longer wants the group before that.
         """
         store = c10d.PrefixStore(name, self.connect())
         _meet(store, size, is_wanted)
@@ -66,21 +66,21 @@ class TorchSource:
         nccl: Any = c10d.ProcessGroupNCCL
         options = nccl.Options()
         options._timeout = _NEVER
-        # When something fails torch would end the process rather than the collective.
+        # Otherwise torch would end the process on a failure, not only the collective.
         with _unless_set(TORCH_NCCL_ASYNC_ERROR_HANDLING="0", TORCH_NCCL_ENABLE_MONITORING="0"):
             return nccl(store, rank, size, options)
 
     @classmethod
     async def on_node(cls, backend: "Backend", engine: NodeEngine) -> Self:
-        """One for the ranks of a node, all of which call it with the backend of their world.
+        """A source for the ranks of a node, all of which call this with the backend of their world.
 
-        The first rank of the node serves a store on loopback, at a port that the others hear of over the mesh.
+        The first rank of the node serves a store on loopback; the others learn its port over the mesh.
         """
         (node,) = (node for node in backend.node_ranks if backend.rank in node)
         serving: c10d.TCPStore | None = None
         port = torch.zeros(1, dtype=torch.int64, device="cpu")
         if backend.rank == node[0]:
-            # A socket of ours, for torch would listen on all addresses of the machine.
+            # A socket of our own, because torch would listen on all addresses of the machine.
             listening = socket.create_server((LOOPBACK, 0))
             port[0] = listening.getsockname()[1]
             serving = _tcp_store(int(port), listening.detach())
@@ -89,7 +89,7 @@ class TorchSource:
 
 
 def check_engine(engine: NodeEngine) -> None:
-    """Raise UsageError if this process cannot have it."""
+    """Raise UsageError if this process cannot use the engine."""
     if engine is NodeEngine.NCCL and not (torch.cuda.is_available() and distributed.is_nccl_available()):
         lacks = "torch sees no GPU here" if distributed.is_nccl_available() else "this build of torch has no NCCL"
         raise UsageError(
@@ -103,7 +103,7 @@ def check_engine(engine: NodeEngine) -> None:
 def choose_gpu(local_rank: int) -> None:
     """Make the GPU of that number the current one, unless the program has begun to use one.
 
-    Raises UsageError if there are fewer: two ranks on one GPU are more than NCCL takes.
+    Raises UsageError if there are too few GPUs: NCCL does not accept two ranks on one GPU.
     """
     cuda: Any = torch.cuda
     if cuda.is_initialized():
@@ -118,13 +118,13 @@ def choose_gpu(local_rank: int) -> None:
 
 def _tcp_store(port: int, listening: int | None = None) -> c10d.TCPStore:
     serves = listening is not None
-    # without libuv, of which a process keeps descriptors for ever
+    # without libuv, with which a process would keep descriptors open for ever
     return c10d.TCPStore(LOOPBACK, port, None, serves, _CONNECT, wait_for_workers=False, master_listen_fd=listening, use_libuv=False)
 
 
 @contextmanager
 def _unless_set(**variables: str) -> Iterator[None]:
-    """Environment variables for what is made within; those of the user stay."""
+    """Set environment variables inside the block, except those that the user has set."""
     added = {name: value for name, value in variables.items() if name not in os.environ}
     os.environ |= added
     try:
@@ -137,8 +137,8 @@ def _unless_set(**variables: str) -> Iterator[None]:
 def _meet(store: c10d.Store, size: int, is_wanted: Callable[[], bool]) -> None:
     """Wait until all ranks of a process group are about to make it: from then on torch waits for them, and cannot be stopped.
 
-    Either all go on or none does: the last one to come says that it begins, the first one to give up that it does not, and the first word
-    stays.
+    Either all ranks go on or none does: the last one to arrive writes "go", the first one to give up writes "gone", and whichever is
+    written first stays.
     """
     if store.add("arrived", 1) == size:
         store.compare_set("verdict", "", "go")

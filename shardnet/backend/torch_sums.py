@@ -1,4 +1,4 @@
-"""Sums of parts of several ranks as tensors, on the CPU or on a GPU, to the same bits: see [Note: reduction order] in reduction.py."""
+"""Sums of several ranks' parts as tensors, with the same bits on the CPU and on a GPU: see [Note: reduction order] in reduction.py."""
 
 from collections.abc import Callable, Sequence
 
@@ -20,12 +20,12 @@ _COMBINE: dict[ReduceOp, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def sum_dtype(reduction: Reduction) -> torch.dtype:
-    """Of a sum that is not finished: 16-bit floats are widened."""
+    """The dtype of an unfinished sum: 16-bit floats are widened."""
     return torch.float32 if reduction.widens else reduction.dtype
 
 
 def combined(reduction: Reduction, parts: Sequence[Tensor]) -> Tensor:
-    """Flat parts of all ranks, combined in the order given and not finished; it may be the only part itself."""
+    """Flat parts of all ranks, combined in the order given but not finished. With a single part the result may be that part itself."""
     if parts[0].device.type == "cpu":
         return as_tensor(reduction.sum([as_array(part) for part in parts]), sum_dtype(reduction))
     total = parts[0].to(sum_dtype(reduction))
@@ -40,6 +40,6 @@ def finish(reduction: Reduction, total: Tensor, out: Tensor) -> None:
         reduction.finish(as_array(total), as_array(out))
         return
     if reduction.op is ReduceOp.MEAN:
-        # by a tensor of that device: by a number torch would multiply with its inverse, which rounds twice
+        # divide by a tensor on that device: for a number, torch would multiply by its inverse, which rounds twice
         total = total / torch.full((), reduction.ranks, dtype=total.dtype, device=total.device)
     out.view(-1).copy_(total)

@@ -92,8 +92,8 @@ class Switchboard:
     # --- groups (any thread)
 
     def group(self, members: tuple[int, ...], purpose: str = "", telemetry: Telemetry | None = None) -> Group:
-        """A new group of these global ranks. Its id follows from its members, its purpose, and how many such groups were made before. So all
-        ranks agree on it if they make the groups of one purpose in the same order.
+        """A new group of these global ranks. Its id follows from its members, its purpose, and how many such groups were made before. So
+        all ranks agree on it if they make the groups of one purpose in the same order.
 
         Its work is counted in `telemetry`, or else in this rank's.
         """

@@ -1,4 +1,4 @@
-"""`Turns`: limits how many sends and receives a rank announces before the other rank has asked for them (the field calls such turns credits).
+"""`Turns`: limits how many sends and receives a rank announces before the other one has asked for them (turns are also called credits).
 
 [Note: turns] A rank has a channel only once it has sent or received something there. Until then it may have to keep what others announce
 in that channel, and it keeps only so much (early.py). So a rank that begins thousands of sends to another one, or of receives from it, each
