@@ -1,6 +1,6 @@
 """Sharded training of PyTorch models over any network that lets gRPC through.
 
-The names below are the whole front door; they are imported when they are first used, so that `shardnet --help` need
+The names below are the whole public interface; they are imported when they are first used, so that `shardnet --help` need
 not wait for torch.
 """
 

@@ -46,7 +46,7 @@ class Address:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this machine can be behind it. Names other than localhost are not trusted to be: DNS may change."""
+        """Whether only this machine can have this address. Names other than localhost are not trusted: DNS may change."""
         literal = _literal(self.host)
         if isinstance(literal, ipaddress.IPv6Address) and literal.ipv4_mapped is not None:
             literal = literal.ipv4_mapped
@@ -54,12 +54,12 @@ class Address:
 
     @property
     def is_literal(self) -> bool:
-        """Whether it is an address already, which no DNS can lead elsewhere."""
+        """Whether `host` is an IP address, which no DNS can lead elsewhere."""
         return _literal(self.host) is not None
 
     @property
     def is_unspecified(self) -> bool:
-        """Whether it means "every interface" (0.0.0.0, [::]): good to listen on, nothing that a peer can call."""
+        """Whether it means "every interface" (0.0.0.0, [::]): good to listen on, but not an address that a peer can call."""
         literal = _literal(self.host)
         return literal is not None and literal.is_unspecified
 

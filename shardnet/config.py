@@ -7,8 +7,8 @@ from shardnet.errors import UsageError
 
 KIB = 1024
 MIB = 1024 * KIB
-_LETTERS = 4  # of the largest size, in a mailbox; what finds no room goes over gRPC
-_PIECES = 4  # of a window: one is written, one is read, and the rest lets each side get on; more would cost more messages
+_LETTERS = 4  # how many letters of the largest size a mailbox holds; letters that find no room go over gRPC
+_PIECES = 4  # of a window: one is written, one is read, and the rest let each side run ahead; more would cost more messages
 
 
 def _positive(owner: object, **values: float) -> None:
@@ -19,15 +19,15 @@ def _positive(owner: object, **values: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """How long to wait, in seconds, before an error says who is missing.
+    """How long to wait, in seconds, before an error says which rank is missing.
 
     connect_s     worker to rendezvous and worker to worker, retries included
     join_s        from joining until the world is complete
     suspect_s     silence after which a peer counts as lost, if the rendezvous cannot reach it either (a frozen one is noticed after about
-                  1.5 times as long); and how long a collective waits before a warning says for whom
+                  1.5 times as long); and how long a collective waits before a warning says which ranks it waits for
     lost_s        silence after which a peer counts as lost in any case
     collective_s  default for one collective, from call to result
-    drain_s       how long closing waits for peers to say goodbye, once they take nothing any more of what was sent
+    drain_s       how long closing waits for peers to say goodbye, once they no longer take what was sent to them
 
     Raises UsageError for values that make no sense.
     """
@@ -52,7 +52,7 @@ class Timeouts:
 
     @classmethod
     def parse(cls, text: str) -> "Timeouts":
-        """From what a variable holds, "collective_s=300,join_s=60"; what it does not name is as usual. Raises UsageError."""
+        """Read the value of a variable, such as "collective_s=300,join_s=60"; others keep their defaults. Raises UsageError."""
         given: dict[str, float] = {}
         for part in filter(None, (part.strip() for part in text.split(","))):
             name, _, value = (each.strip() for each in part.partition("="))
@@ -72,18 +72,18 @@ class Timeouts:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Sizes in bytes that bound memory and messages; alike on all ranks of a cluster.
+    """Sizes in bytes that bound memory and messages; the same on all ranks of a cluster.
 
     chunk_bytes        payload of one message (benchmarks/README.md)
-    eager_bytes        so much of a collective is sent to a peer without waiting for it: all of a small one, and the first of a large one
-                       where the peer is on another node
-    max_message_bytes  a received message above this is refused by gRPC before it is allocated
-    window_bytes       memory in which a rank's data waits for the other ranks of its node, where they share memory; not what they
-                       can read from where it is
-    inline_bytes       less than this goes over gRPC in any case, which is sooner than copied and announced
-    letter_bytes       a collective of ranks of one node in which none sends more than this, nor than eager_bytes or chunk_bytes, goes
-                       through their mailboxes, in the threads that wait for it; in a larger one they say there where their data is; 0:
-                       none does either
+    eager_bytes        how much of a collective is sent to a peer without waiting for it: all of a small one, and the beginning of a large
+                       one if the peer is on another node
+    max_message_bytes  gRPC refuses a received message above this before it is allocated
+    window_bytes       memory in which a rank's data waits for the other ranks of its node, if they share memory; data that they
+                       can read from where it is does not need it
+    inline_bytes       less than this goes over gRPC in any case, which is faster than copying and announcing it
+    letter_bytes       a collective of ranks of one node in which no rank sends more than this, eager_bytes or chunk_bytes goes through
+                       their mailboxes, in the threads that wait for it; for a larger one the mailboxes say where the data is; 0: no
+                       collective uses mailboxes
     max_outstanding    collectives under way per group and rank; more wait their turn. With eager_bytes it
                        bounds what a peer that runs ahead can make this rank hold
 
@@ -115,24 +115,24 @@ class Limits:
 
     @property
     def piece_bytes(self) -> int:
-        """What one message stands for between ranks of a node: a chunk, or more where the window holds several of that size."""
+        """The bytes that one message stands for between ranks of a node: a chunk, or more if the window holds several of that size."""
         most = min(self.window_bytes // _PIECES, self.max_message_bytes - 64 * KIB)
         return max(self.chunk_bytes, most - most % 8)
 
     @property
     def mailbox_bytes(self) -> int:
-        """For letters that their readers have yet to read."""
+        """The size of a rank's mailbox, for letters that their readers have yet to read."""
         return _LETTERS * self.letter_bytes
 
     @property
     def direct_bytes(self) -> int:
-        """What one eager message may carry: `eager_bytes`, or a chunk where that is smaller."""
+        """The most that one eager message may carry: `eager_bytes`, or a chunk if that is smaller."""
         return min(self.eager_bytes, self.chunk_bytes)
 
 
 class NodeEngine(StrEnum):
-    """What carries large data between the ranks of a node. It is the same for all ranks of a cluster."""
+    """The engine that carries large data between the ranks of a node. It is the same for all ranks of a cluster."""
 
     SHARDNET = "shardnet"  # this package: shared memory and its own collectives
-    NCCL = "nccl"  # NVIDIA's library, by torch: tensors on GPUs
+    NCCL = "nccl"  # NVIDIA's library, through torch: tensors on GPUs
     GLOO = "gloo"  # torch's engine for CPUs; stands in for NCCL where there is no GPU

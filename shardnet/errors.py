@@ -1,7 +1,7 @@
 """Every error that shardnet raises.
 
 ShardnetError
-├── UsageError (ValueError)        the call itself is wrong; nothing was sent, but where a send and its recv differ in size
+├── UsageError (ValueError)        the call itself is wrong; nothing was sent, unless a send and its recv differ in size
 │   ├── InvalidWorldSizeError
 │   ├── InvalidRankError
 │   ├── SelfSendError
@@ -12,7 +12,7 @@ ShardnetError
 │   ├── CredentialsError           certificates or a join token that cannot be used
 │   └── StateError (RuntimeError)  right call, wrong moment
 ├── CollectiveError (RuntimeError) a collective failed; the process goes on
-│   ├── CollectiveMismatch         ranks disagree on what the collective is
+│   ├── CollectiveMismatch         ranks disagree about which collective it is
 │   ├── CollectiveTimeout          (TimeoutError) ranks did not arrive in time
 │   └── PeerLost                   (ConnectionError) a rank died, froze or left
 ├── ListenError (OSError)          this process cannot listen on that address
@@ -22,9 +22,9 @@ ShardnetError
 ├── ClosedError (RuntimeError)     the backend or cluster is closed
 │   └── InheritedError             this process was forked from the rank that has it
 ├── StateLost                      more workers are gone than there were copies of their state
-├── CheckpointError                a checkpoint cannot be written, or none that is there can be read
+├── CheckpointError                a checkpoint cannot be written, or no existing one can be read
 ├── Preempted                      a worker was told to leave, and the job cannot go on without it
-├── WorldChanges                   no failure: the epoch ends here, for `shardnet.elastic` to go on with the next one
+├── WorldChanges                   not a failure: the epoch ends here, and `shardnet.elastic` goes on with the next one
 └── RendezvousError                joining failed
     ├── RendezvousUnavailable      (ConnectionError) nobody answers at the address
     ├── JoinTimeout                (TimeoutError) too few workers came in time
@@ -37,14 +37,14 @@ from typing import Any
 
 
 class ShardnetError(Exception):
-    """Base of everything that shardnet raises on purpose. It can be pickled: errors go from process to process under Ray."""
+    """Base of everything that shardnet raises on purpose. It can be pickled, because Ray passes errors from process to process."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _as_it_was, (type(self), self.args, self.__dict__)
 
 
 def _as_it_was(kind: type[ShardnetError], args: tuple[Any, ...], attributes: dict[str, Any]) -> ShardnetError:
-    """An error from another process; its class may be made with other arguments than it has."""
+    """Rebuild an error from another process; its class's constructor may take arguments other than `args`."""
     base = OSError if issubclass(kind, OSError) else Exception  # `kind.__new__` may be that of another base, which Python refuses
     error = base.__new__(kind, *args)
     error.args = args
@@ -53,19 +53,19 @@ def _as_it_was(kind: type[ShardnetError], args: tuple[Any, ...], attributes: dic
 
 
 class UsageError(ShardnetError, ValueError):
-    """The call is wrong. Raised before any traffic, but where only the two ranks of a send and its recv together can tell that their
-    sizes differ."""
+    """The call is wrong. Raised before any traffic, except when a send and its recv differ in size, which only the two ranks together can
+    tell."""
 
 
 class InvalidWorldSizeError(UsageError):
-    """A group of no ranks, or of another number than is needed."""
+    """A group of no ranks, or of a wrong number of ranks."""
 
     def __init__(self, detail: str = "world size must be at least 1, got 0") -> None:
         super().__init__(detail)
 
 
 class InvalidRankError(UsageError):
-    """A rank outside [0, world_size), or one that a sub-group lacks: `message` says so then."""
+    """A rank outside [0, world_size), or one that is no member of a sub-group, in which case `message` says so."""
 
     def __init__(self, rank: int, world_size: int, detail: str = "", *, message: str = "") -> None:
         super().__init__(message or f"rank {rank} is not in [0, {world_size})" + (f": {detail}" if detail else ""))
@@ -82,7 +82,8 @@ class SelfSendError(UsageError):
 
 
 class SizeMismatchError(UsageError):
-    """A buffer or a list has another size than the call needs, or a send than its recv: `message` says so then."""
+    """A buffer or a list does not have the size that the call needs, or a send and its recv differ in size, in which case `message` says
+    so."""
 
     def __init__(self, expected: object, got: object, what: str = "elements", *, message: str = "") -> None:
         super().__init__(message or f"expected {expected} {what} but got {got}")
@@ -99,7 +100,7 @@ class AddressError(UsageError):
 
 
 class PlaintextRefused(UsageError):
-    """Unencrypted traffic would leave this machine, and nobody said that it may. `problem` is the message up to how one says so."""
+    """Unencrypted traffic would leave this machine without permission. `problem` is the message without the advice how to allow it."""
 
     def __init__(self, problem: str, allowed_by: str = "insecure=True (--insecure)") -> None:
         super().__init__(f"{problem}, or allow it with {allowed_by} on a network that you trust")
@@ -117,7 +118,7 @@ class StateError(UsageError, RuntimeError):
 class CollectiveError(ShardnetError, RuntimeError):
     """A collective failed on this rank. Sequence numbers keep the next one unaffected.
 
-    It is a RuntimeError as those of torch's own backends are: who catches these in code for torch.distributed catches it, too.
+    Like the errors of torch's own backends it is a RuntimeError: code for torch.distributed that catches those catches it, too.
     """
 
 
@@ -142,7 +143,7 @@ class PeerLost(CollectiveError, ConnectionError):
 
 
 class ListenError(ShardnetError, OSError):
-    """The address is taken, or is none of this machine's."""
+    """The address is taken, or is not one of this machine's."""
 
 
 class EndpointUnavailable(ShardnetError, ConnectionError):
@@ -154,7 +155,7 @@ class HandshakeError(ShardnetError, ConnectionError):
 
 
 class ProtocolError(ShardnetError):
-    """Bytes arrived that no worker of this version sends: damaged in transit, or a stranger."""
+    """Bytes arrived that no worker of this version sends: they were damaged in transit, or a stranger sent them."""
 
 
 class ClosedError(ShardnetError, RuntimeError):
@@ -162,7 +163,7 @@ class ClosedError(ShardnetError, RuntimeError):
 
 
 class InheritedError(ClosedError):
-    """A forked child has called what belongs to the rank that it was forked from."""
+    """A forked child has used an object that belongs to the rank that it was forked from."""
 
     def __init__(self, where: str = "") -> None:
         text = (
@@ -173,11 +174,11 @@ class InheritedError(ClosedError):
 
 
 class StateLost(ShardnetError):
-    """The state of some step cannot be put together any more: workers are gone, and the copies that others held of theirs with them."""
+    """The state of some step cannot be put together any more: workers are gone, and so are the copies that others held of their state."""
 
 
 class CheckpointError(ShardnetError):
-    """A checkpoint could not be written, or what is in its files is not what was written. Says which file, and on which rank."""
+    """A checkpoint could not be written, or its files do not hold what was written. Says which file, and on which rank."""
 
 
 class Preempted(ShardnetError):
@@ -185,8 +186,8 @@ class Preempted(ShardnetError):
 
 
 class WorldChanges(ShardnetError):
-    """All ranks have committed a step and agreed to take in workers that wait, or to go on without some that leave. Let it through to
-    `shardnet.elastic.run`."""
+    """All ranks have committed a step and agreed to take in workers that wait, or to go on without workers that leave. Do not catch it: it
+    must reach `shardnet.elastic.run`."""
 
 
 class RendezvousError(ShardnetError):

@@ -1,7 +1,7 @@
-"""`FlightRecorder`: the last collectives of a rank, for whoever asks what it was in when something went wrong.
+"""`FlightRecorder`: the last collectives of a rank, to show what the rank was doing when something went wrong.
 
-A record is made when a collective is called and changed as it goes on, so the ring shows also what has not ended. It is kept
-always: a record costs about a microsecond, and who needs it did not know before.
+A record is made when a collective is called and updated as it goes on, so the ring also shows collectives that have not ended.
+Records are always kept: one costs about a microsecond, and nobody knows beforehand that it will be needed.
 """
 
 from collections import deque
@@ -16,7 +16,7 @@ class State(StrEnum):
     """How far a collective has come on this rank."""
 
     BEGUN = "begun"  # called: it waits for its turn, or for data
-    WAITING = "waiting"  # for ranks that, as far as this one has heard, have not entered it
+    WAITING = "waiting"  # for ranks that, as far as this one knows, have not entered it
     DONE = "done"
     FAILED = "failed"
 
@@ -28,7 +28,7 @@ class Party:
     epoch: int
     group: int  # 0: everyone
     members: tuple[int, ...]  # global ranks
-    channel: str = ""  # who sends to whom there with which tag, if that is what it is for
+    channel: str = ""  # the tag, sender and receiver, if it is a channel for sends
 
     @property
     def title(self) -> str:
@@ -39,19 +39,19 @@ class Party:
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """One collective of this rank. Times are `time.perf_counter_ns`, 0 for what has not been yet."""
+    """One collective of this rank. Times are `time.perf_counter_ns`, 0 for what has not happened yet."""
 
     party: Party
     sequence: int
     op: str
     label: str
-    step: int  # of the training, when it was called
+    step: int  # the training's step when it was called
     begun_ns: int
     entered_ns: int = 0  # when its turn came
     ended_ns: int = 0
     bytes_sent: int = 0  # payload, by this rank
     state: State = State.BEGUN
-    error: str = ""  # its class
+    error: str = ""  # the class name of its error
 
     @property
     def name(self) -> str:
@@ -60,7 +60,7 @@ class Flight:
 
     @property
     def full_name(self) -> str:
-        """The same where several groups are spoken of: `all_gather #841 of layer4.mlp of the group of ranks [0, 2]`, or
+        """The name with the group: `all_gather #841 of layer4.mlp of the group of ranks [0, 2]`, or
         `send #3 of the channel 'logits' from rank 0 to rank 2`."""
         return self.name + (f" of {self.party.title}" if self.party.group else "")
 
@@ -70,7 +70,7 @@ class FlightRecorder:
 
     def __init__(self, size: int = RING_SIZE) -> None:
         self._ring: deque[Flight] = deque(maxlen=size)
-        self.on_failure: Callable[[Flight, BaseException], None] | None = None  # called where it failed: short, and raises nothing
+        self.on_failure: Callable[[Flight, BaseException], None] | None = None  # called by the thread that ends it: short, raises nothing
 
     def begin(self, flight: Flight) -> Flight:
         self._ring.append(flight)

@@ -1,9 +1,9 @@
 """`Histogram`: how durations are distributed, counted as they come.
 
-[Note: bounds] From 100 µs, which a small collective inside a node takes at best, to 60 s, after which one fails by default
-(`Timeouts.collective_s`). Three a decade, so that whatever the network is, a quantile is known to within a factor of 2.5, and
-two versions of it can be added up. They are the same for everything and for ever: dashboards compare buckets of different
-days. To count costs a search among 18 numbers, which is nothing beside the lock that is held for it.
+[Note: bounds] The bounds go from 100 µs, the time of a small collective inside a node at best, to 60 s, after which one fails by
+default (`Timeouts.collective_s`). There are three per decade, so that on any network a quantile is known to within a factor of 2.5,
+and two histograms can be added up. The bounds are the same for everything and for ever, because dashboards compare buckets of
+different days. Counting costs a search among 18 numbers, which is nothing compared with the lock that is held for it.
 """
 
 import math
@@ -16,8 +16,8 @@ _BOUNDS_NS = tuple(round(1e9 * bound) for bound in BOUNDS_S)
 
 @dataclass(slots=True)
 class Histogram:
-    """Counts of durations by bucket: up to each of BOUNDS_S, bound included and above the one before, and in the last one what is longer
-    than all of them. Whoever changes it from several threads holds a lock."""
+    """Counts of durations by bucket. A bucket reaches from the previous bound, excluded, to its own of BOUNDS_S, included; the last one
+    counts durations above all bounds. To change it from several threads, hold a lock."""
 
     counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS_S) + 1))
 
@@ -32,8 +32,8 @@ class Histogram:
         return Histogram(self.counts.copy())
 
     def quantile(self, share: float) -> float:
-        """About how many seconds this share of the durations took at most, as if they lay evenly in their bucket (Prometheus'
-        histogram_quantile does the same); what is above the last bound counts as that. NaN if there are none."""
+        """About how many seconds this share of the durations took at most, assuming that they are spread evenly in their bucket (like
+        Prometheus' histogram_quantile). Durations above the last bound count as that bound. NaN if there are none."""
         wanted, below = share * self.count, 0
         if not wanted:
             return math.nan

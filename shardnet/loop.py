@@ -26,7 +26,7 @@ _helping = threading.local()
 
 
 def help_out() -> None:
-    """This thread serves others: nothing may block it, as the loop thread."""
+    """Declare that this thread serves others: like the loop thread, it must never be blocked."""
     _helping.out = True
 
 
@@ -58,7 +58,7 @@ class LoopThread:
         return threading.current_thread() is self._thread
 
     def may_block(self) -> bool:
-        """Whether the current thread may wait for a collective: neither this one nor one that helps out."""
+        """Whether the current thread may wait for a collective: any thread except the loop thread and those that help out."""
         return not (self.is_current() or getattr(_helping, "out", False))
 
     def call(self, function: Callable[..., object], *args: object) -> None:
@@ -72,9 +72,9 @@ class LoopThread:
     async def run_here(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the loop thread and await it from any loop.
 
-        Cancelling this cancels the coroutine and waits for its end, so that what it has opened is closed, and who called it may close the
-        rest. It may have come to its end all the same: who acquires something by it gives that back in either case. Cancelling it again
-        does not wait.
+        Cancelling this cancels the coroutine and waits for its end, so that the coroutine has closed what it opened, and the caller may
+        close the rest. The coroutine may nevertheless have succeeded: a caller that acquires something by it must give that back in either
+        case. Cancelling a second time does not wait.
         """
         if self._pid != os.getpid():
             coroutine.close()
@@ -87,7 +87,7 @@ class LoopThread:
 
         def end(done: "asyncio.Task[T]") -> None:
             if not done.cancelled():
-                done.exception()  # it is looked at, or nobody waits for it any more
+                done.exception()  # marks it as seen: the caller looks at it, or no longer waits
             ended.set_result(None)
 
         def start() -> None:
@@ -100,7 +100,7 @@ class LoopThread:
         try:
             await asyncio.shield(waiting)
         except asyncio.CancelledError:
-            self.call(lambda: self.loop.call_soon(task.cancel))  # behind its first step: what closes something must at least begin
+            self.call(lambda: self.loop.call_soon(task.cancel))  # after its first step: a coroutine that closes something must begin
             try:
                 await asyncio.wait({waiting})
             finally:

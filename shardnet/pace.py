@@ -7,20 +7,20 @@ from shardnet.histogram import Histogram
 
 @dataclass(slots=True)
 class Pace:
-    """The time between steps, as the training says that it has done them; lives as long as its telemetry, which holds a lock over it.
+    """The time between steps, from the training's reports of steps done; lives as long as its telemetry, which holds a lock over it.
 
-    What lies between two epochs is no step, nor is going back.
+    The time between two epochs does not count as a step, nor does going back to an earlier step.
     """
 
     times: Histogram = field(default_factory=Histogram)
-    seconds: float = 0.0  # that these took
-    exposed_s: float = 0.0  # of them the training thread waited for communication
+    seconds: float = 0.0  # the sum of these times
+    exposed_s: float = 0.0  # the part of it in which the training thread waited for communication
     _step: int = 0
-    _since_ns: int = 0  # 0: nothing is known to have begun
-    _exposed_ns: int = 0  # by then
+    _since_ns: int = 0  # when the current step began; 0: unknown
+    _exposed_ns: int = 0  # all waiting by then
 
     def reach(self, step: int, now_ns: int, exposed_ns: int) -> None:
-        """So many steps are done; saying it twice is saying it once. `exposed_ns` is all waiting so far."""
+        """Note that `step` steps are done; saying the same twice counts once. `exposed_ns` is all waiting so far."""
         if self._since_ns and step == self._step:
             return
         done = step - self._step
@@ -32,7 +32,7 @@ class Pace:
         self._step, self._since_ns, self._exposed_ns = step, now_ns, exposed_ns
 
     def pause(self) -> None:
-        """What comes until the next step is said to be done is none."""
+        """Do not count the time until the next report of a step."""
         self._since_ns = 0
 
     def copy(self) -> "Pace":

@@ -1,20 +1,20 @@
-"""What this process asks of the system that makes training over a network faster, or smaller."""
+"""What this process asks of the system to make training over a network faster, or to save memory."""
 
 import ctypes
 import sys
 from collections.abc import Callable
 
-# A thread that runs pure Python gives up the interpreter only this often, and the loop thread waits for it meanwhile.
-# With Python's own 5 ms a chunk waits up to 10 ms (p99) for its turn; with this 0.7 ms.
+# A thread that runs pure Python gives up the interpreter (the GIL) only this often, and the loop thread waits for it meanwhile.
+# With Python's own 5 ms a chunk waits up to 10 ms (p99) for its turn; with this value 0.7 ms.
 SWITCH_INTERVAL_S = 0.0005
 
 _M_MXFAST, _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = 1, -1, -3  # malloc.h
 _TRIM_BYTES = 1024 * 1024 * 1024
-_MMAP_BYTES = 32 * 1024 * 1024  # the largest that glibc's own adjustment would reach
+_MMAP_BYTES = 32 * 1024 * 1024  # the largest value that glibc itself would adjust it to
 
 
 def tune() -> None:
-    """Settings of this process, for `connect()`. Safe to call again."""
+    """Change settings of this process, for `connect()`. Safe to call again."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     _keep_freed_memory()
 
@@ -25,8 +25,8 @@ def _keep_freed_memory() -> None:
     Every chunk is a buffer of about 2 MiB that lives for a millisecond. glibc returns such memory to the system and
     faults it in again, page by page: an all-reduce of 64 MiB took 9,000 page faults and 130 ms instead of 1,300 and 105.
 
-    And let it join small blocks that are freed with their neighbours at once. Those that threads set aside for themselves
-    (tcache) it must leave alone from the beginning: see cli/launch/environment.py.
+    Also let it join small freed blocks with their neighbours at once. Blocks that threads would set aside for themselves
+    (tcache) can only be prevented from the start of the process: see cli/launch/environment.py.
     """
     if mallopt := _of_libc("mallopt"):
         mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES)
@@ -35,7 +35,7 @@ def _keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Have malloc give back to the system what is kept of freed memory: for when much was freed that nothing will need again."""
+    """Have malloc give the freed memory that it keeps back to the system: for when much was freed that nothing will need again."""
     if malloc_trim := _of_libc("malloc_trim"):
         malloc_trim(0)
 

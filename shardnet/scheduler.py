@@ -1,6 +1,6 @@
-"""`Task`: a process as the scheduler counts it that has started it.
+"""`Task`: a process, as numbered by the scheduler that has started it.
 
-[Note: schedulers] Each of them tells the processes that it starts who they are, in variables of its own:
+[Note: schedulers] Each scheduler tells the processes that it starts their rank and more, in environment variables of its own:
 
 | | rank | world size | local rank | job |
 |---|---|---|---|---|
@@ -10,14 +10,14 @@
 | Slurm's srun | SLURM_PROCID | SLURM_STEP_NUM_TASKS | SLURM_LOCALID | SLURM_JOB_ID, SLURM_STEP_ID |
 | Kubernetes, an Indexed Job | JOB_COMPLETION_INDEX | | | |
 
-(docs.pytorch.org/docs/stable/elastic/run.html, docs.open-mpi.org on environment variables, srun(1), kubernetes.io on Indexed Jobs.) They
-stand in the order in which they are found one inside the other: torchrun is started by srun, and not the other way. The innermost one
-that has said all counts, for it has started this very process. `shardnet run` is further inside than any: whom it has started listens to
-nobody else.
+(docs.pytorch.org/docs/stable/elastic/run.html, docs.open-mpi.org on environment variables, srun(1), kubernetes.io on Indexed Jobs.) The
+table lists the innermost scheduler first: srun starts torchrun, and not the other way round. The innermost one whose variables are
+complete counts, because it has started this very process. `shardnet run` is further inside than any of them: its workers listen to no
+other.
 
-Slurm says SLURM_NTASKS and SLURM_PROCID=0 in batch scripts, too, and in the shell of an allocation, where nothing has been started
-side by side: so what counts is the number of tasks of a step, which srun sets. Where salloc opens its shell as a step (use_interactive_step
-in slurm.conf) that step has a number beyond all others.
+Slurm also sets SLURM_NTASKS and SLURM_PROCID=0 in batch scripts and in the shell of an allocation, where no tasks have been started side by
+side. So the number of tasks of a step counts, which srun sets. If salloc opens its shell as a step (use_interactive_step in slurm.conf),
+that step has a number above those of all normal steps.
 """
 
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ _SPECIAL_STEPS = 0xFFFF_FFF0  # Slurm's batch, interactive and other steps have 
 
 @dataclass(frozen=True, slots=True)
 class _Scheduler:
-    """The names of its variables; empty: it has none for that."""
+    """A scheduler with the names of its variables; empty: it has no such variable."""
 
     name: str
     rank: str
@@ -53,11 +53,11 @@ _INNERMOST_FIRST = (TORCHRUN, OPEN_MPI, PMI, SLURM, INDEXED_JOB)
 class Task:
     """One of the processes that a scheduler has started together.
 
-    scheduler        what it is called
-    rank             0-based number among all of them
-    world_size       how many they are; None if it does not say
+    scheduler        its name
+    rank             0-based number among all of these processes
+    world_size       how many there are; None if the scheduler does not say
     world_size_from  the variable that says so, for messages
-    local_rank       0-based number among those of this machine; the rank, which serves as well to tell them apart, if it does not say
+    local_rank       0-based number among those on this machine; if the scheduler does not say, the rank, which also tells them apart
     job              a name that no other start has, for the job at a rendezvous; empty if there is none
     """
 
@@ -70,10 +70,10 @@ class Task:
 
     @classmethod
     def find(cls, environment: Mapping[str, str], world_size: int | None = None) -> Self | None:
-        """What the innermost scheduler says of this process; None if none does, or if it counts other processes than the `world_size`
-        that are wanted: it has started something else then. An empty variable is one that is not set.
+        """What the innermost scheduler says about this process. None if none says anything, or if its world size is not the `world_size`
+        that is wanted: then it has started something else. An empty variable counts as not set.
 
-        Raises UsageError for numbers that make no sense and, unless the world size is known, for half of what there should be.
+        Raises UsageError for numbers that make no sense and, unless the world size is given, for incomplete variables.
         """
         if environment.get(LAUNCHED):
             return None
@@ -128,8 +128,8 @@ def _number(name: str, environment: Mapping[str, str]) -> int:
 
 
 def _job(scheduler: _Scheduler, environment: Mapping[str, str]) -> str:
-    """Such as slurm-1234.0: the step is part of it, since an allocation may train twice, even at once."""
+    """The job's name, such as slurm-1234.0: the step is part of it, since an allocation may train twice, even at the same time."""
     parts = [environment.get(name, "") for name in scheduler.job]
-    if not parts or not all(parts) or parts == ["none"]:  # torchrun's run id unless it is given one
+    if not parts or not all(parts) or parts == ["none"]:  # "none" is torchrun's run id if the user gives it none
         return ""
     return f"{scheduler.name.lower()}-{'.'.join(parts)}"

@@ -55,16 +55,16 @@ class Pass(StrEnum):
 
 
 class Observer(Protocol):
-    """Somebody who is told what the rank does, as it happens. Its methods are short and raise nothing."""
+    """An object that is told what the rank does, as it happens. Its methods are short and raise nothing."""
 
     def on_step(self, step: int) -> None:
-        """The training says that it has done so many steps, on its own thread; fewer than before if it goes back."""
+        """The training says, on its own thread, that it has done `step` steps; fewer than before if it goes back."""
 
     def on_pass(self, kind: Pass, computed_ns: Mapping[str, int]) -> None:
-        """A pass has ended, on the thread that trains. How long it computed, by span name; waiting is not computing."""
+        """A pass has ended, on the thread that trains. `computed_ns` is how long it computed, by span name; waiting is not included."""
 
     def on_collective(self, op: str, label: str, start_ns: int, end_ns: int, bytes_sent: int) -> None:
-        """A collective has succeeded, on the thread that ended it. Ends come in order, but where two threads end one each at a time."""
+        """A collective has succeeded, on the thread that ended it. Ends come in order, unless two threads each end one at the same time."""
 
     def on_transfer(self, direction: TransferDirection, duration_ns: int, bytes: int) -> None:
         """A copy between a GPU and the CPU has ended, on any thread."""
@@ -77,9 +77,9 @@ class OpCounter:
     count: int = 0
     failed: int = 0
     bytes: int = 0  # payload bytes sent by this rank
-    seconds: float = 0.0  # from when its work was taken up to its end
-    waited_s: float = 0.0  # of these for ranks that had not entered it yet
-    latency: Histogram = field(default_factory=Histogram)  # of what `seconds` sums up
+    seconds: float = 0.0  # from the start of its work to its end
+    waited_s: float = 0.0  # the part of these spent waiting for ranks that had not entered it yet
+    latency: Histogram = field(default_factory=Histogram)  # of the durations that `seconds` sums up
 
     def copy(self) -> "OpCounter":
         return OpCounter(self.count, self.failed, self.bytes, self.seconds, self.waited_s, self.latency.copy())
@@ -101,28 +101,28 @@ class Progress:
 class Telemetry:
     """One rank's spans and counters; lives as long as the rank's backend."""
 
-    tracing: bool = False  # spans are kept only when somebody will look at them
+    tracing: bool = False  # whether spans are kept: only if somebody will look at them
     step: int = 0
     progress: Progress = field(default_factory=Progress)
     ops: dict[str, OpCounter] = field(default_factory=dict)
     flights: FlightRecorder = field(default_factory=FlightRecorder)
     bytes_sent: int = 0
     bytes_received: int = 0
-    stale_chunks: int = 0  # that changed nothing: of another epoch, of a collective that had ended, or announcing one once more
+    stale_chunks: int = 0  # chunks without effect: of another epoch, of a collective that had ended, or a repeated announcement
     exposed_ns: int = 0  # total time the training thread waited for communication
     started_ns: int = field(default_factory=time.perf_counter_ns)
     epoch_offset_ns: int = field(default_factory=lambda: time.time_ns() - time.perf_counter_ns())
     memory_peers: frozenset[int] = frozenset()  # ranks to which data goes through shared memory
-    borrowers: frozenset[int] = frozenset()  # those of them that read it where this rank has it
-    waiting: tuple[Waiting, ...] = ()  # collectives that have waited for long, one a group; replaced, never changed
+    borrowers: frozenset[int] = frozenset()  # those of them that read it directly from this rank's memory
+    waiting: tuple[Waiting, ...] = ()  # collectives that have waited for long, one per group; replaced, never changed
     late: dict[int, Lateness] = field(default_factory=dict)  # by rank: how long this one has waited for it, in this epoch
     peers: dict[int, Traffic] = field(default_factory=dict)  # by rank, in this epoch
     stalls: Stalls = field(default_factory=Stalls)
     pace: Pace = field(default_factory=Pace)
-    epochs: int = 0  # that this rank has been a member of
+    epochs: int = 0  # how many this rank has been a member of
     losses: int = 0  # peers that it has lost, in all epochs
-    link_bytes_per_s: float = 0.0  # to the next rank, as measured at a start (performance/link.py); 0: nobody has
-    routing: str = ""  # how large collectives go over all ranks, in words
+    link_bytes_per_s: float = 0.0  # to the next rank, as measured at a start (performance/link.py); 0: not measured
+    routing: str = ""  # the way of large collectives over all ranks, in words
     observers: tuple[Observer, ...] = ()  # replaced, never changed: other threads read it
     _spans: deque[Span] = field(default_factory=lambda: deque(maxlen=MAX_SPANS))
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -163,12 +163,12 @@ class Telemetry:
                 observer.on_collective(op, label, start_ns, end_ns, bytes_sent)
 
     def count_transfer(self, direction: TransferDirection, duration_ns: int, bytes: int) -> None:
-        """Tell the observers of a collective's copy that has ended."""
+        """Tell the observers that a copy of a collective has ended."""
         for observer in self.observers:
             observer.on_transfer(direction, duration_ns, bytes)
 
     def reach(self, step: int) -> None:
-        """The training has done so many steps."""
+        """Note that the training has done `step` steps."""
         self.step = step
         with self._lock:
             self.pace.reach(step, time.perf_counter_ns(), self.exposed_ns)
@@ -176,20 +176,20 @@ class Telemetry:
             observer.on_step(step)
 
     def begin_epoch(self) -> None:
-        """The world is another one: ranks are others' now."""
+        """Begin a new epoch: ranks now mean other workers."""
         with self._lock:
             self.epochs += 1
             self.late, self.peers = {}, {}
             self.pace.pause()
 
     def count_wait(self, rank: int, start_ns: int, end_ns: int) -> None:
-        """Count that this rank has waited for another one to enter a collective, if it was long."""
+        """Count that this rank has waited for another one to enter a collective, if the wait was long."""
         if end_ns - start_ns > LATE_NS:
             with self._lock:
                 self.late.setdefault(rank, Lateness()).add(start_ns, end_ns)
 
     def end_pass(self, kind: Pass, computed_ns: Mapping[str, int]) -> None:
-        """Tell the observers of a forward or backward that has ended."""
+        """Tell the observers that a forward or backward has ended."""
         for observer in self.observers:
             observer.on_pass(kind, computed_ns)
 
@@ -237,7 +237,7 @@ class Telemetry:
             self.stale_chunks += chunks
 
     def totals(self) -> tuple[dict[str, OpCounter], Pace]:
-        """Copies of the counters by kind of collective, and of the pace, of one moment."""
+        """Copies of the counters by kind of collective, and of the pace, all taken at the same moment."""
         with self._lock:
             return {op: counter.copy() for op, counter in self.ops.items()}, self.pace.copy()
 

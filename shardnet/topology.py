@@ -1,4 +1,4 @@
-"""Who is where: ranks, nodes and addresses of one membership epoch."""
+"""The ranks, nodes and addresses of one membership epoch."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ class Member:
     address: str  # host:port
     node: str  # identity of the host
     incarnation: str  # new at every start
-    identity: str = ""  # which its certificate has proved: a URI (credentials/identity.py); empty without TLS
+    identity: str = ""  # the identity that its certificate has proved: a URI (credentials/identity.py); empty without TLS
 
 
 @dataclass(frozen=True, slots=True)

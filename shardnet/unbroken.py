@@ -1,4 +1,4 @@
-"""`unbroken`: what must not stop half-way, since other ranks take part in it and what it reads must not change meanwhile."""
+"""`unbroken`: for coroutines that must not stop half-way, since other ranks take part and data that they read must not change meanwhile."""
 
 import asyncio
 import logging
@@ -7,17 +7,17 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-GRACE_S = 0.25  # most is over sooner; and a program that is to end must not wait for a rank that does not come
+GRACE_S = 0.25  # most coroutines end sooner; and a program that should end must not wait for a rank that does not come
 
 
 async def unbroken(coroutine: Coroutine[Any, Any, T], what: str, abandon: Callable[[], None]) -> T:
-    """Await a coroutine. A cancellation gives it `GRACE_S` to come to its end, and is raised then in place of what has come of it.
+    """Await a coroutine. A cancellation gives it `GRACE_S` to reach its end, and is then raised in place of its result or error.
 
-    If that is not enough, or there is a second cancellation, it is cancelled, and `abandon` is called: this rank has left what the others
-    are in, and must not seem to go on with them. `what` it is says the log.
+    If that is not enough, or there is a second cancellation, the coroutine is cancelled, and `abandon` is called: this rank has left what
+    the others are doing, and must not seem to go on with them. `what` names the coroutine in the log.
     """
     task = asyncio.ensure_future(coroutine)
-    task.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen, also where nobody waits for it any more
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())  # marks the error as seen, even if nobody waits for it
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:

@@ -1,10 +1,10 @@
-"""`uncompiled`: what torch.compile steps over.
+"""`uncompiled`: marks functions that torch.compile must not trace.
 
-[Note: uncompiled] Within what a program compiles, torch calls us: a module's hooks from Python, autograd's hooks and the methods of a
-process group from C++. To dynamo these are as good as the program's own: it traces them, which takes long, fails for some, and makes
-graphs of others that compute something else. `torch.compiler.disable` says no to that, but imports all of dynamo, which takes a second,
-and calls through a wrapper. This is what it comes to, on the functions themselves: an attribute for who would inline one into a graph,
-and a mark on its code for who is about to run it.
+[Note: uncompiled] In the code that a program compiles, torch calls shardnet: a module's hooks from Python, autograd's hooks and the methods
+of a process group from C++. Dynamo treats these like the program's own functions and traces them. That takes long, fails for some, and for
+others makes graphs that compute something else. `torch.compiler.disable` prevents that, but it imports all of dynamo, which takes a second,
+and calls through a wrapper. This module has the same effect on the functions themselves: an attribute keeps dynamo from inlining one into a
+graph, and a mark on its code keeps dynamo from compiling it when it is about to run.
 """
 
 import inspect
@@ -22,7 +22,7 @@ _NOR_WHAT_IT_CALLS = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
 
 
 def uncompiled(thing: T) -> T:
-    """Decorates a function, or a class for its own methods; what they call and define is not compiled either.
+    """Decorate a function, or a class to mark its own methods; functions that they call or define are not compiled either.
 
     A class's properties may be read in a graph. Its special methods, and the `forward` of a module, are left as they are.
     """
@@ -42,7 +42,7 @@ def _functions(thing: Any) -> Iterator[FunctionType]:
     elif isinstance(thing, staticmethod | classmethod):
         yield from _functions(thing.__func__)
     elif isinstance(thing, FunctionType):
-        if thing.__code__.co_filename.startswith(_OURS):  # a decorator's may be everybody's, such as contextlib's
+        if thing.__code__.co_filename.startswith(_OURS):  # a decorator's function may be shared by everybody, such as contextlib's
             yield thing
         yield from _functions(getattr(thing, "__wrapped__", None))
 

@@ -1,4 +1,4 @@
-"""`Waiting`: a collective that has waited for long, and the ranks that it waits for. `Lateness` and `Stalls`: what such waiting came to."""
+"""`Waiting`: a collective that has waited for long, and the ranks that it waits for. `Lateness` and `Stalls`: totals of such waiting."""
 
 import time
 from collections.abc import Iterable
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from shardnet.flight import Flight
 
-LATE_NS = 200_000  # ranks that come at the same time are usually less apart; and who waits longer sleeps, so that counting it costs nothing
+LATE_NS = 200_000  # ranks that come at the same time are usually less apart; and a longer wait sleeps, so that counting it costs nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,9 +15,9 @@ class Absent:
 
     rank: int
     address: str
-    next_sequence: int | None = None  # which it will enter next; None: it did not answer
-    last_entered: str = ""  # what the newest one is that it did enter; of a channel that was retired, nobody knows
-    waits_in: str = ""  # a collective of another group in which it waited itself, as where ranks have parted ways
+    next_sequence: int | None = None  # the number of the collective that it will enter next; None: it did not answer
+    last_entered: str = ""  # the last collective that it entered; unknown for a channel that was retired
+    waits_in: str = ""  # a collective of another group in which it waits itself, as happens when ranks take different branches
 
     def __str__(self) -> str:
         if self.next_sequence is None:
@@ -32,11 +32,11 @@ class Lateness:
     """How long this rank has waited for another one to enter its collectives; for one epoch."""
 
     count: int = 0  # of waits
-    seconds: float = 0.0  # no moment twice, however many waited at once
-    until_ns: int = 0  # what is counted so far
+    seconds: float = 0.0  # each moment counts once, however many collectives waited at the same time
+    until_ns: int = 0  # the time up to which `seconds` is counted
 
     def add(self, start_ns: int, end_ns: int) -> None:
-        """One more, which has ended."""
+        """Count one more wait, which has ended."""
         self.count += 1
         if end_ns > self.until_ns:
             self.seconds += (end_ns - max(start_ns, self.until_ns)) / 1e9
@@ -72,11 +72,11 @@ class Stalls:
 
     @property
     def seconds(self) -> float:
-        """How long they took together, each from when it was entered, up to now."""
+        """The total time that they took, each from its entry to its end, or up to now."""
         return self._ended_s + sum(map(_seconds, tuple(self._open)))
 
     def note(self, waiting: Iterable[Waiting]) -> None:
-        """These wait now; the same ones as before, or others."""
+        """Note which collectives wait now; the same ones as before, or others."""
         flights = {each.flight for each in waiting}
         self.count += len(flights - self._open)
         ended = {flight for flight in self._open - flights if flight.ended_ns}

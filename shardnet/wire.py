@@ -1,16 +1,16 @@
 """Chunks as bytes: protobuf on the wire, without copying the payload through a protobuf object.
 
 [Note: canonical layout] Fields 1 to 6 of `shardnet.v1.Chunk` are fixed-width, always present and in order, so the
-head of every chunk is the same 42 bytes long; then the optional control message; `data` comes last, behind as much
-padding as puts it at a multiple of 16: sums of unaligned floats take 1.4 times as long. So a chunk is written as its
-head and, from where it lies, its data, and read by one `struct.unpack` and a view of the rest. The bytes are those that
-any protobuf library writes for the message, and what another library wrote in another order is read through protobuf
-(tests/test_wire.py proves both).
+head of every chunk is the same 42 bytes long. Then comes the optional control message. `data` comes last, after enough
+padding to put it at a multiple of 16: sums of unaligned floats take 1.4 times as long. So a chunk is written as its
+head followed by its data, sent from where it lies, and read by one `struct.unpack` and a view of the rest. The bytes are
+those that any protobuf library writes for the message. What another library wrote in another order is read through
+protobuf (tests/test_wire.py proves both).
 
-The checksum is CRC-32C over fields 1 to 5 and everything behind field 6: a flipped bit in an offset is as bad as one
-in the data. CRC-32C because processors compute it: 24 GB/s here, where zlib.crc32 makes 3.7. Under TLS, whose own sum
-nobody can forge, it is 0, and not looked at: both ends know from their connection. A ring passes on what came as it came,
-so a frame without a checksum gets one where it is to leave over a connection that wants it.
+The checksum is CRC-32C over fields 1 to 5 and everything after field 6: a flipped bit in an offset is as bad as one
+in the data. CRC-32C because processors have an instruction for it: 24 GB/s here, while zlib.crc32 reaches 3.7. Under TLS,
+whose own checksum nobody can forge, it is 0 and not checked: both ends know that from their connection. A ring passes
+frames on as they came, so a frame without a checksum gets one when it leaves over a connection that needs it.
 """
 
 import struct
@@ -29,21 +29,21 @@ Buffer = bytes | bytearray | memoryview
 # tag and value of: epoch fixed32, group fixed64, sequence fixed64, block fixed32, offset fixed64, crc32c fixed32
 _HEAD: Final = struct.Struct("<BIBQBQBIBQBI")
 _TAGS: Final = (0x0D, 0x11, 0x19, 0x25, 0x29, 0x35)
-_CHECKSUM_BYTES: Final = 4  # with which the head ends
+_CHECKSUM_BYTES: Final = 4  # at the end of the head
 _CONTROL_TAG: Final = 0x3A
 _PADDING_TAG: Final = 0x42
 _DATA_TAG: Final = 0x7A
 _CHECKED: Final = struct.Struct("<IQQIQ")
 _EMPTY: Final = memoryview(b"")
-_ALIGNMENT: Final = 16  # what malloc gives to the message as a whole
+_ALIGNMENT: Final = 16  # the alignment that malloc gives to the whole message
 
 
 class LoanRevoked(Exception):
-    """Lent data is gone before it was read: whoever lent it has failed, and says so."""
+    """Lent data is gone before it was read: the rank that lent it has failed, and says so."""
 
 
 class Lent(Protocol):
-    """Data that is still where its sender has it, to be copied from there."""
+    """Data that still lies in its sender's memory, to be copied from there."""
 
     @property
     def size(self) -> int:
@@ -51,7 +51,7 @@ class Lent(Protocol):
 
     @property
     def returns(self) -> bool:
-        """Whether the sender waits until it was read."""
+        """Whether the sender waits until the data has been read."""
 
     def read(self, start: int, target: np.ndarray) -> None:
         """Copy the bytes from `start` on into `target`, a contiguous array. Raises LoanRevoked."""
@@ -65,7 +65,7 @@ class InPlace:
     returns: bool = False
 
     def read(self, start: int, target: np.ndarray) -> None:
-        """It is there."""
+        """Do nothing: the data is already there."""
 
 
 @dataclass(slots=True)
@@ -79,9 +79,9 @@ class Chunk:
     offset: int = 0  # bytes into the block
     data: Buffer = _EMPTY  # a view of the sender's buffer, or of `frame`
     control: mesh_pb2.Control | None = None
-    frame: Buffer | None = None  # the encoded form, where it is known: a ring passes it on as it came
+    frame: Buffer | None = None  # the encoded form, if known: a ring passes it on as it came
     lent: Lent | None = None  # in place of `data`
-    came_ns: int = 0  # by time.monotonic_ns, of one that is kept until this rank asks for it
+    came_ns: int = 0  # by time.monotonic_ns; set if the chunk is kept until this rank asks for it
 
     @property
     def size(self) -> int:
@@ -89,17 +89,17 @@ class Chunk:
         return len(self.data) if self.lent is None else self.lent.size
 
     def saying(self, control: mesh_pb2.Control) -> "Chunk":
-        """The same place with a control message instead of data."""
+        """A chunk for the same place with a control message instead of data."""
         return Chunk(self.epoch, self.group, self.sequence, self.block, self.offset, control=control)
 
     @property
     def came_through_memory(self) -> bool:
-        """Whether the data of a chunk that has arrived did not come over its stream."""
+        """Whether the data of a chunk that has arrived came by another way than its stream."""
         return self.lent is not None or (self.control is not None and self.control.HasField("window_piece"))
 
 
 def encode(chunk: Chunk, *, sealed: bool = True) -> tuple[Buffer, ...]:
-    """The chunk in canonical layout, as buffers that are to be sent one behind the other; the payload is not copied.
+    """The chunk in canonical layout, as buffers to be sent one after the other; the payload is not copied.
 
     sealed  with a checksum
     """
@@ -115,7 +115,7 @@ def encode(chunk: Chunk, *, sealed: bool = True) -> tuple[Buffer, ...]:
 
 
 def _join(chunk: Chunk, behind: bytes, data: memoryview, sealed: bool) -> tuple[bytes, memoryview]:
-    """Head, with the checksum if it is sealed, and what follows it, then the data."""
+    """The head, with the checksum if `sealed`, joined with `behind`, and then the data."""
     checksum = crc32c(data, crc32c(behind, crc32c(_checked(chunk)))) if sealed else 0
     epoch, group, sequence, block, offset, crc = _TAGS
     head = _HEAD.pack(
@@ -125,7 +125,7 @@ def _join(chunk: Chunk, behind: bytes, data: memoryview, sealed: bool) -> tuple[
 
 
 def _is_open(frame: Buffer) -> bool:
-    """Whether a canonical frame has no checksum; one in four billion has 0 for one, and is made anew for nothing."""
+    """Whether a canonical frame has no checksum. One in four billion has a checksum of 0, and is needlessly encoded again."""
     return not any(frame[_HEAD.size - _CHECKSUM_BYTES : _HEAD.size])
 
 

@@ -33,8 +33,8 @@ class TorchGroup:
     def __init__(
         self, source: TorchSource, name: str, rank: int, ranks: Sequence[int], members: Sequence[int], near: Collection[int]
     ) -> None:
-        """`ranks` are some of the collectives' group, `rank` is this one of them, `members` are the same as global ranks, and `near` are all
-        global ranks of this node."""
+        """`ranks` are some ranks of the collectives' group, `rank` is this one among them, `members` are the same as global ranks, and
+        `near` are all global ranks of this node."""
         self.rank = ranks.index(rank)
         self.size = len(ranks)
         self.peers = [each for each in ranks if each != rank]
