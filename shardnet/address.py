@@ -18,10 +18,10 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> "Address":
-        """Read `10.0.0.1:7001`, `[::1]:7001` or `node-3:7001`; raises AddressError with the form that is wanted.
+        """Read `10.0.0.1:7001`, `[::1]:7001` or `node-3:7001`; raises AddressError, which shows the right form.
 
-        Two spellings of one literal or name become equal. Checked here and not by gRPC, which reads `unix:/tmp/x` as a
-        socket, adds port 443 where none is given and takes port 80000 for 14464.
+        Two spellings of one literal or name become equal. The text is checked here and not by gRPC, which reads `unix:/tmp/x` as a
+        socket, adds port 443 if none is given and takes port 80000 for 14464.
         """
         host, colon, port = text.rpartition(":")
         if host.startswith("[") and host.endswith("]"):

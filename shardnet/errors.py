@@ -28,7 +28,7 @@ ShardnetError
 └── RendezvousError                joining failed
     ├── RendezvousUnavailable      (ConnectionError) nobody answers at the address
     ├── JoinTimeout                (TimeoutError) too few workers came in time
-    ├── JoinRefused                full, duplicate, other version, other wish
+    ├── JoinRefused                full, duplicate, other version, other world size
     └── MembershipLost             this worker is no longer a member
 """
 
@@ -100,7 +100,7 @@ class AddressError(UsageError):
 
 
 class PlaintextRefused(UsageError):
-    """Unencrypted traffic would leave this machine without permission. `problem` is the message without the advice how to allow it."""
+    """Unencrypted traffic would leave this machine without permission. `problem` is the message up to the part on how to allow it."""
 
     def __init__(self, problem: str, allowed_by: str = "insecure=True (--insecure)") -> None:
         super().__init__(f"{problem}, or allow it with {allowed_by} on a network that you trust")
@@ -203,7 +203,7 @@ class JoinTimeout(RendezvousError, TimeoutError):
 
 
 class JoinRefused(RendezvousError):
-    """The rendezvous said no: job full or running, duplicate worker, other protocol, contradicting wish.
+    """The rendezvous said no: job full or running, duplicate worker, other protocol version, other world size.
 
     `reason` is the same in one word, for programs (shardnet/rendezvous/refusal.py lists them).
     """

@@ -23,7 +23,7 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Party:
-    """The ranks whose collectives are counted together; for one epoch."""
+    """The ranks whose collectives share one sequence of numbers; for one epoch."""
 
     epoch: int
     group: int  # 0: everyone

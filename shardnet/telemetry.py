@@ -41,7 +41,7 @@ class Span:
 
 
 class TransferDirection(StrEnum):
-    """Between a GPU's memory and the CPU's."""
+    """The direction of a copy between a GPU's memory and the CPU's."""
 
     CPU_TO_GPU = "cpu_to_gpu"
     GPU_TO_CPU = "gpu_to_cpu"

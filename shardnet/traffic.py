@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Traffic:
-    """Payload bytes of collectives; for one epoch. `memory` counts those that a peer on the same node reads in memory, wherever they lie."""
+    """Payload bytes of collectives; for one epoch. `memory` is what a peer on the same node reads in memory, wherever that is."""
 
     sent_network: int = 0
     sent_memory: int = 0

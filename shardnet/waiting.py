@@ -64,7 +64,7 @@ class Waiting:
 
 @dataclass(slots=True)
 class Stalls:
-    """The collectives that others had not entered after `Timeouts.suspect_s`, of all epochs. One thread writes, any may read."""
+    """All epochs' collectives that others had not entered after `Timeouts.suspect_s`. One thread writes, any may read."""
 
     count: int = 0
     _ended_s: float = 0.0

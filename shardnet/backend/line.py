@@ -30,7 +30,7 @@ class Line:
         self.ended: asyncio.Future[None] | None = None  # done when the thread has ended; None: there was no thread. Loop thread
 
     def place(self) -> "Place":
-        """Take a place behind all others."""
+        """Take a place after all others."""
         place = Place(self)
         self._places.append(place)
         return place

@@ -417,7 +417,7 @@ class MeshBackend(Backend):
         return Call(op, label, detail, self._timeouts.collective_s if timeout_s is None else seconds(timeout_s), on_the_wire or op)
 
     def _at_once(self, op: str, result: T) -> Pending[T]:
-        """A collective that needs no traffic."""
+        """The handle of a collective that needs no traffic."""
         self._group.check_open()
         done = Pending.done_with(result, op)
         if isinstance(result, Tensor) and is_on_gpu(result):

@@ -18,7 +18,7 @@ class NodeBuffer:
 
     @property
     def shared(self) -> bool:
-        """Whether other ranks have it in the same memory."""
+        """Whether it lies in memory that the ranks of this node share."""
         return self._on_release is not None
 
     def release(self, *, keep: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""`Stage` and `Journey`: where a collective's data is moved by torch, and its way from one stage to the next."""
+"""`Stage` and `Journey`: a place where torch moves a collective's data, and the data's way from one stage to the next."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ Work = Callable[["Journey"], Sequence[Pending[Any]]]  # does a stage's part; ret
 
 
 class Stage:
-    """A line of collectives, the process group on which they are launched, and a stream beside the user's; lives until it is closed.
+    """A line of collectives, the process group on which they are launched, and a CUDA stream of its own; lives until it is closed.
 
     [Note: streams of torch] On a GPU a stage does all its work in the order of its own stream. This stream waits for the work that was
     queued on the user's stream when the collective was called, and for the stage before. Each stage has its own stream: the order of
@@ -100,7 +100,7 @@ class Journey:
         self.over_mesh = ()
 
     def arrive(self) -> None:
-        """Have the current stream wait for the result: see [Note: results on a GPU]."""
+        """Make the current stream wait for the result: see [Note: results on a GPU]."""
         if self._ready is not None:
             torch.cuda.current_stream(self._device).wait_event(self._ready)
 

@@ -41,7 +41,7 @@ def new_stream(device: torch.device) -> Stream:
 
 
 def using(stream: Stream | None) -> AbstractContextManager[object]:
-    """A block whose work goes to that stream, if there is one."""
+    """A `with` block whose work goes to that stream, if it is a CUDA stream."""
     return torch.cuda.stream(stream) if isinstance(stream, torch.cuda.Stream) else contextlib.nullcontext()
 
 

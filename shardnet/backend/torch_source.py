@@ -101,7 +101,7 @@ def check_engine(engine: NodeEngine) -> None:
 
 
 def choose_gpu(local_rank: int) -> None:
-    """Make the GPU of that number the current one, unless the program has begun to use one.
+    """Make GPU number `local_rank` the current one, unless the program has already begun to use a GPU.
 
     Raises UsageError if there are too few GPUs: NCCL does not accept two ranks on one GPU.
     """

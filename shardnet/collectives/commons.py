@@ -217,14 +217,14 @@ class Commons:
     # --- under the lock
 
     def _release(self, claim: Claim) -> None:
-        """This rank neither reads nor writes the slot any more."""
+        """Release a claim's slot, which this rank neither reads nor writes any more."""
         if claim.slot is None:
             return
         claim.slot.segment.refresh()
         if self.keeps:
             claim.slot.unwanted = claim.unwanted
             self._on_released(self.keeper, (claim.serial,))
-        elif claim.slot.id in self._slots:  # or the keeper has dropped it
+        elif claim.slot.id in self._slots:  # otherwise the keeper has dropped it
             self._released[claim.slot.id] = claim.serial
 
     def _drop(self, slot: int) -> None:

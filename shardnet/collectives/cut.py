@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The same on all ranks. In elements.
+    """The sizes of a block's chunks, in elements; the same on all ranks.
 
     Across nodes the first chunk of a block is small enough to be sent before its receiver has announced the collective. Where chunks are
     passed on inside the node, the last ones are small: no later chunk overlaps with the time that it takes to pass on the last one.

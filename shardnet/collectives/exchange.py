@@ -35,7 +35,7 @@ class Exchange:
     receives: dict[int, Array]
     peers: list[int]  # all peers to announce to, and whose announcements to wait for
     eager: bool = False
-    disagree: Disagreement | None = None  # where the signature does not settle the sizes; never with `eager`
+    disagree: Disagreement | None = None  # if the signature does not settle the sizes; never with `eager`
     turns: Turns | None = None  # on a channel
     _filled: dict[int, int] = field(default_factory=dict)
     _missing: int = 0
@@ -80,7 +80,7 @@ class Exchange:
             raise self.disagree(op, op.group.rank, peer, sent, theirs.expect_bytes)
 
     async def _send_all(self, op: Operation) -> None:
-        """Send to all peers side by side, so that a slow one does not hold up the others."""
+        """Send to all peers concurrently, so that a slow one does not hold up the others."""
         try:
             async with asyncio.TaskGroup() as group:
                 for peer, array in self.sends.items():

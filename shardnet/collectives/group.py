@@ -67,7 +67,7 @@ class Group:
         self._ledger = Ledger(self.party, self.telemetry, board.limits, first)
         self.operations = Operations(self, self._ledger)
         self.rounds = Rounds(self, self._ledger)
-        self._borrowers = frozenset[int](), frozenset[int]()  # ranks of the mesh, and those of them that are members
+        self._borrowers = frozenset[int](), frozenset[int]()  # the mesh's global ranks, and the group's ranks among them
         # called with the number of a collective that has failed elsewhere after it had ended well here; loop thread
         self.at_failure_elsewhere: list[Callable[[int], object]] = []
         self.roll_call = RollCall(self)
@@ -211,7 +211,7 @@ class Group:
             self.rounds.hear(begun, source, chunk)
             return
         if self.mail is None or chunk.size or chunk.control is None or not chunk.control.HasField("announcement"):
-            self.board.telemetry.count_stale()  # not so an announcement of a round: it is often out of date when it arrives
+            self.board.telemetry.count_stale()  # except an announcement of a round, which is often out of date when it arrives
         if chunk.control is not None and chunk.control.HasField("abort"):
             self._take_back(chunk.sequence)
         elif self.party.channel:

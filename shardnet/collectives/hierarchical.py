@@ -1,4 +1,4 @@
-"""Gathers and reductions chunk by chunk over nodes of one rank or more: direct inside a node, a ring across.
+"""Gathers and reductions, chunk by chunk, over nodes of one or more ranks: direct inside a node, a ring across nodes.
 
 [Note: the hierarchy] To reduce, the ranks of each node give their parts of a block to the rank that carries it there (route.py),
 which adds them up. The sums travel around the ring of nodes, from the node after the owner's to the owner's, and each node adds
@@ -53,7 +53,7 @@ _BUSY_BYTES = 4 * 1024 * 1024  # copied at once, before other tasks get their tu
 
 @dataclass(slots=True)
 class Hierarchical:
-    """One lap or two, for one rank.
+    """One or two laps around the ring of nodes, for one rank.
 
     `bounds` cuts the data into one block per rank, in elements. `source` is the whole input of a reduction. `output` is where the
     result goes: the whole data if `gather`, otherwise this rank's block. It may be `source` itself. `shard` is this rank's block
@@ -75,7 +75,7 @@ class Hierarchical:
     _rank: int = 0
     _size: int = 1
     _route: Route = field(init=False)
-    _in_rank_order: bool = False  # sums
+    _in_rank_order: bool = False  # whether sums are taken in rank order
     _cut: Cut = field(init=False)
     _eager_bytes: int = 0  # may go to each peer on another node before it has announced the collective
     _sent_eagerly: Counter[int] = field(default_factory=Counter)  # how many of them have gone, by peer

@@ -17,7 +17,7 @@ class Outgoing:
     block: int  # on the wire
     offset: int  # bytes
     data: Array
-    frame: Buffer | None = None  # its encoded form, where known
+    frame: Buffer | None = None  # its encoded form, if known
     copy_to: Array | None = None  # where the data belongs on this rank; copied after it is sent, when the others have work to do
 
 
@@ -42,7 +42,7 @@ class Lane:
         self._changed.set()
 
     async def take(self) -> Outgoing:
-        """The next chunk; waits for one."""
+        """Take the next chunk; waits until there is one."""
         if (item := next(self.at_first, None)) is not None:
             return item
         while True:

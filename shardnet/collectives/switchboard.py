@@ -2,7 +2,7 @@
 
 [Note: the cause] When a rank dies, each survivor notices it by itself, but not at the same moment. The first survivor that notices may
 itself be gone before the last one does, and the last one would then take that survivor for the dead rank. So a rank that loses another
-one tells all others at once which one, and whoever later loses the rank that told names the one that it told of instead. This word
+one tells all others at once which one. A rank that later loses the rank that told them blames the one that was named. This message
 changes no state: each rank decides by its own connection whether another one is lost.
 
 [Note: forked children] A child of `os.fork`, such as a worker of a DataLoader or of a Pool, has a copy of its parent's memory and the same

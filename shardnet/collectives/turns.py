@@ -141,7 +141,7 @@ class Turns:
                 first.look()
                 return
             del waiting[key]
-            if not first.channel.is_closed:  # or nobody will ask for it
+            if not first.channel.is_closed:  # otherwise nobody will ask for it
                 self._taken[rank] += 1
                 self._kept[rank, first.channel.id] += 1
                 first.tell()

@@ -1,4 +1,4 @@
-"""An all-reduce in two direct steps: each block's contributions go to its owner, then the owner's sum to everyone.
+"""An all-reduce in two direct steps: each block's contributions go to its owner, then the owner's sum goes to everyone.
 
 It sends as many bytes and messages as a ring, but in 2 steps instead of 2(N − 1): for data that is too large to send
 whole to everyone, and too small for a ring to pipeline. With one message per block no send has to wait: a contribution

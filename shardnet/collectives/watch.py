@@ -43,7 +43,7 @@ class Watch:
         self._asking: asyncio.Task[None] | None = None
         self._entered_below: dict[int, int] = {}  # by group: all ranks have entered its collectives with lower numbers
         self._told: set[Flight] = set()
-        self._told_s = 0.0  # when the last line was written
+        self._told_s = 0.0  # when the last log line was written
 
     def begin(self) -> None:
         """Watch, as a collective is under way now. Any thread."""

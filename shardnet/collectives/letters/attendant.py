@@ -30,9 +30,9 @@ class Attendant:
         self._bell = Bell()
         self._lock = threading.Lock()  # over what follows
         self._alarm = Alarm(MOMENT_S)  # until it is closed
-        self._asleep = False  # by the alarm, or about to be; by the bell if not
+        self._asleep = False  # the thread sleeps by the alarm, or is about to; if not, it sleeps by the bell
         self._rounds: dict[Round, None] = {}  # in the order in which they came
-        self._idle_since = 0.0  # since when no round has come or ended
+        self._idle_since = 0.0  # when a round last came or ended
         self._closed = False
         threading.Thread(target=self._run, name=name, daemon=True).start()
 

@@ -41,7 +41,7 @@ def all_gather_on_node(group: Group, source: Array, bounds: Bounds, finish: Fini
 
 
 class _OnNode:
-    """A gather into one buffer, on one rank: see [Note: one buffer a node]."""
+    """One rank's part in a gather into one buffer: see [Note: one buffer a node]."""
 
     def __init__(self, group: Group, source: Array, bounds: Bounds, finish: Finish) -> None:
         self._group = group

@@ -117,17 +117,17 @@ class Round(concurrent.futures.Future[Any], ABC):
 
     @property
     def is_settled(self) -> bool:
-        """There is nothing more to do for it."""
+        """Whether there is nothing more to do for it."""
         return self._over or self._given_up
 
     @property
     def has_ended(self) -> bool:
-        """It has its result, or its error."""
+        """Whether it has its result, or its error."""
         return super().done()
 
     @property
     def is_waited_for(self) -> bool:
-        """A thread does the work, or has it done."""
+        """Whether a thread waits for it, and does the work or leaves it to another."""
         return self._looker is not None
 
     @property
@@ -260,7 +260,7 @@ class Round(concurrent.futures.Future[Any], ABC):
         """Bytes of data that have come from each rank."""
 
     def _send_letter(self) -> None:
-        """There is no room for it in the mailbox."""
+        """Send the letter over the streams, as there is no room for it in the mailbox."""
         group = self._mail.group
         group.board.loop.call(group.rounds.announce, self, tuple(self._mail.views), bytes(self._letter))
 
@@ -324,7 +324,7 @@ class Round(concurrent.futures.Future[Any], ABC):
             yield
 
     def _find(self, rank: int) -> Letter | None:
-        """The letter of another rank, if it is there and makes sense."""
+        """The letter of another rank, if it is there and well-formed."""
         with suppress(ProtocolError):
             return self._mail.views[rank].find(self._mail.group.id, self.sequence)
         return None
