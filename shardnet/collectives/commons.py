@@ -77,7 +77,7 @@ class Claim:
 class Commons:
     """One rank's side of it, for all groups that have the same ranks on this node; lives as long as the mesh. Ranks are global.
 
-    Safe to use from any thread, except the methods that wait for announcements: these run on the loop thread. See [Note: one buffer a
+    Safe to use from any thread, except the methods that wait for announcements, which run on the loop thread. See [Note: one buffer a
     node].
     """
 

@@ -24,8 +24,8 @@ def most_words(limits: Limits) -> int:
 
 
 class Early:
-    """Chunks by the collective or group that they are for. Of each sender it keeps no more than a sender that follows [Note: the ledger],
-    [Note: first contact] and [Note: turns] has under way: otherwise a peer could send any amount to a rank that never asks for it.
+    """Chunks by the collective or group that they are for. Of each sender it keeps no more than one has under way that follows [Note: the
+    ledger], [Note: first contact] and [Note: turns]: otherwise a peer could send any amount to a rank that never asks for it.
 
     Of a collective that has failed elsewhere it keeps only the failure: a rank that enters that collective fails, too. If it kept the rest,
     ranks that go on without this one, in one such collective after the other, would reach the limit and be cut off.

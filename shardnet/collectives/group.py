@@ -277,7 +277,7 @@ class Group:
         self.operations.fail_queued(error)
 
     def _leave_undone(self, operation: Operation | Round) -> None:
-        """Count it as not done: the others learn of its failure from how far this rank says that it has come."""
+        """Count a failed collective as not done: the others learn of its failure from how far this rank says that it has come."""
         self._undone = min(self._undone, operation.sequence)
 
     def refuse(self, begun: Round) -> None:
@@ -327,7 +327,7 @@ class Group:
 
     @property
     def position(self) -> int:
-        """The number of the first collective that this rank has neither done nor entered. Any thread."""
+        """The number of the first collective that this rank has not done and is not in. Any thread."""
         return int(min(self._ledger.position, self._undone))
 
     def mismatch(self, operation: Operation | Round, peer: int, theirs: str) -> None:

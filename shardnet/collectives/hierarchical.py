@@ -250,7 +250,7 @@ class Hierarchical:
         which it sends.
 
         If no block is empty, a rank that has received all its data knows that all ranks have entered, as [Note: no rank ends before
-        all have entered] demands. If a block is empty (in a broadcast all but one are), it would not know that: then everyone
+        all have entered] demands. If a block is empty (in a broadcast all but one are), a rank would not know that: then everyone
         announces to everyone.
         """
         if not all(end > start for start, end in self.bounds):

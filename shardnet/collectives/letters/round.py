@@ -44,8 +44,8 @@ from shardnet.wire import Buffer, LoanRevoked
 
 SLICE_S = 0.02  # the longest sleep: an error on this rank that comes just as the sleep begins is noticed only after it
 # A rank that waits this long says so on its streams: the others may be in a collective that is no round. Not sooner: ranks that share
-# processors wait 0.1 s for each other in each collective of a training, and telling all others took 35 ms of the 1,050 that a step has of
-# each.
+# processors wait for each other for 0.1 s in each collective of a training, and telling all others took 35 ms of the 1,050 that a step has
+# of each.
 REMIND_S = 0.3
 _LET_IN_S = 0.0001  # how often to look whether the loop thread has got the lock that it wanted
 
@@ -75,7 +75,7 @@ class Round(concurrent.futures.Future[Any], ABC):
         self.queued = False  # its letter is not written yet: too many are under way
         self._mail = mail
         self._letter = letter
-        self._is_written = False  # the letter is; the round must not end before, or the others would never get it
+        self._is_written = False  # the letter is; a round that ended before would leave the others without it
         self._posted: Posted | None = None  # where the letter is, unless it went over the streams
         self._course = self._run()
         self.value = value  # the handle's result
@@ -92,10 +92,10 @@ class Round(concurrent.futures.Future[Any], ABC):
         self._letters: dict[int, Letter] = {}
         self._data: dict[int, Buffer] = {}
         self._looker: int | None = None  # the thread that does the work
-        self._asked = False  # the loop thread wants the lock, which is not fair: the thread that works takes it again and again
+        self._asked = False  # the loop thread wants the lock, which is not fair: a working thread takes it again and again
         self._reminded = False
         self._writing_ns = 0
-        self._since_ns = 0  # when letters were first looked for: a round counts as under way from then on
+        self._since_ns = 0  # when letters were first looked for: a round that nobody waits for does not count as under way
         self._waited_ns = 0  # time spent waiting for ranks that had not entered it
 
     @property
