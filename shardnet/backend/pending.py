@@ -33,7 +33,7 @@ class Pending(Generic[T]):
 
     [Note: results on a GPU] A result on a GPU is ready in stream order: the handle is done once the last bytes are on their way, and `wait`
     and `await` make work queued on the current stream from then on wait for them. No thread waits. Use the result on that stream, or make
-    your own stream wait for it.
+    your own stream wait for that one.
     """
 
     __slots__ = ("__weakref__", "_arrival", "_function", "_future", "_retrieved", "op_name")

@@ -138,7 +138,7 @@ class Reduction:
         return values.astype(np.float32) if self.widens else values
 
     def sum(self, parts: Iterable[Array], *, before: Array | None = None, out: Array | None = None) -> Array:
-        """Combine parts of several ranks in the order given, and add the result to the sum `before`. It is widened, as `before` is.
+        """Combine parts of several ranks in the order given, and then the sum `before` with the result. It is widened, as `before` is.
 
         Each part except the first may be gone when the next one is asked for. Floating-point warnings are off: inf − inf is the user's own
         NaN.
@@ -173,7 +173,8 @@ class Reduction:
 
 
 def is_overwritten(place: int, part: Array, out: Array) -> bool:
-    """Whether a reduction into `out` overwrites the part at that place before it is read. Its first write already uses the first two."""
+    """Whether a reduction into `out` overwrites the part at that place before it is read. The first two are read before anything is
+    written."""
     return place > 1 and begin_together(part, out)
 
 

@@ -1,8 +1,8 @@
 """Large collectives among ranks of one node: the letters tell where the data lies, and each rank reads it from there.
 
-[Note: rounds that lend] Data that is too large to be copied into a mailbox can still do without the loop threads. In such a round (see
-also [Note: rounds] in round.py) the letters hold loans instead of data (see [Note: loans]). This is MPI's rendezvous protocol with a
-single copy by cross-memory attach. A rank reads what it needs from the others' memory, once, and then acknowledges their letters; its own
+[Note: rounds that lend] A collective of data that is too large to be copied into a mailbox can still do without the loop threads. In such
+a round (see [Note: rounds] in round.py) the letters hold loans instead of data (see [Note: loans]). This is MPI's rendezvous protocol with
+a single copy by cross-memory attach. A rank reads what it needs from the others' memory, once, and then acknowledges their letters; its own
 round ends when all others have acknowledged its letter. If a rank has more to lend once it has read (the sum of its block, in an
 all-reduce), it marks its letter then.
 

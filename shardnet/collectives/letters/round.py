@@ -64,7 +64,7 @@ class Progress(Enum):
 
 
 class Round(concurrent.futures.Future[Any], ABC):
-    """A collective on one rank; ranks here are ranks of its group. The thread that waits for it does its work."""
+    """A collective on one rank; ranks here are ranks of its group. A thread that waits for it does its work."""
 
     def __init__(self, mail: Mail, call: Call, letter: Buffer, value: object) -> None:
         """`letter` is the data for the others to read."""
