@@ -173,8 +173,8 @@ class Reduction:
 
 
 def is_overwritten(place: int, part: Array, out: Array) -> bool:
-    """Whether a reduction into `out` overwrites the part at that place before it is read. The first two are read before anything is
-    written."""
+    """Whether a reduction into `out` overwrites the part at that place before it is read. Not the first two: the first step reads both
+    and writes `out`."""
     return place > 1 and begin_together(part, out)
 
 
