@@ -24,8 +24,8 @@ class NodeBuffer:
     def release(self, *, keep: bool = True) -> None:
         """Let the memory be used for something else. Once is enough; safe from any thread.
 
-        With `keep` the memory is kept for the next gather, which then need not ask the system for any; without, if all ranks say so, it is
-        given back to the system with the next gather.
+        With `keep` the memory is kept for the next gather, which then need not ask the system for any; without, it is given back to the
+        system with the next gather. All ranks of the node must say the same, because the one that keeps the memory decides.
         """
         if self._on_release is not None:
             self._on_release(keep)

@@ -8,9 +8,9 @@ next one is unaffected, and chunks that arrive late for the failed one are recog
 
 Data goes only to a peer that has announced, with one exception: in a collective in which every rank waits for every other, the first
 `Limits.direct_bytes` per peer are sent at once, after the announcement or with it, and may arrive before the call. So for collectives that
-it has not entered yet, a rank never holds more than max_outstanding × eager_bytes per peer and group that it has made. For all groups
-together that it has yet to make, which get messages but no data, it holds no more than that per peer. A peer that sends more is cut off
-(early.py). Lent data stays with its lender, so messages about loans may come early, too.
+it has not entered yet, a rank never holds more than max_outstanding × eager_bytes of data per peer and group that it has made. For all
+groups together that it has yet to make, which get messages but no data, it holds no more than that per peer. A peer that sends more is cut
+off (early.py). Lent data stays with its lender, so messages about loans may come early, too.
 """
 
 import threading

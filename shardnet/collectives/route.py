@@ -1,7 +1,7 @@
 """The way that the blocks of a collective take over the nodes of a group; computed without communication, and equal on all ranks.
 
-Every block has an owner. On each other node one rank carries it: the rank that has the same place there as the owner has on
-its own node, so that each of a node's ranks carries a part. Around the ring of nodes a block goes from carrier to carrier.
+Every block has an owner. On each other node one rank carries it: the rank that has the same place there as the owner has on its own node
+(modulo the node's size), so that each of a node's ranks carries a part. Around the ring of nodes a block goes from carrier to carrier.
 """
 
 from dataclasses import dataclass

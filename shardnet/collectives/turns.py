@@ -46,7 +46,7 @@ class Turns:
     """Those of one rank, with each other one. Runs on the loop thread."""
 
     def __init__(self, limits: Limits) -> None:
-        self._most = most_words(limits) // 4  # half is for words of groups, and for what has just failed
+        self._most = most_words(limits) // 4  # half is for words of groups, and an operation that fails sends two
         self._taken = Counter[int]()  # turns by global rank, like the next two
         self._kept = Counter[tuple[int, int]]()  # and by channel: those of the taken turns that failed operations keep
         self._waiting: defaultdict[int, dict[Key, Operation | _Failure]] = defaultdict(dict)  # in their order

@@ -3,9 +3,9 @@
 [Note: the watch] Nothing is sent or counted for a collective that goes well. One timer for all groups of a rank runs while any collective
 is under way, and looks when the oldest could be late. Only if it is late does the watch ask the other ranks where they are (see
 `RollCall`). It asks about the oldest late collective of each group, since later ones wait for the same ranks, and only about a few of the
-groups that are alike, such as thousands of sends to one rank. It asks again every `suspect_s`, so that the status of this rank is up to
-date. A collective that all ranks have entered is not stuck, only slow, and is not asked about again. Whether a caller on this rank already
-waits for it makes no difference.
+groups that are alike, such as thousands of sends to one rank. It asks again every `suspect_s`, or every second until what it found is in
+the log, so that the status of this rank is up to date. A collective that all ranks have entered is not stuck, only slow, and is not asked
+about again. Whether a caller on this rank already waits for it makes no difference.
 """
 
 import asyncio

@@ -315,7 +315,7 @@ class FlatGroup:
                 slot.put(leaf)
 
     def freeze_leaves(self) -> None:
-        """Until they are shown again the leaves get no gradients; existing graphs keep them."""
+        """Until they are shown again no graph is built on the leaves; graphs that exist still bring gradients to them."""
         for leaf in self.leaves:
             leaf.requires_grad_(False)
 

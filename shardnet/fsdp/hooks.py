@@ -79,7 +79,7 @@ def attach_to_parts(
 
 
 def _check_past_wrapper(runtime: Runtime, known: KnownParameters) -> None:
-    """A call of the wrapper checks by itself. What is summoned is whole, and nothing is put in place of anything."""
+    """Check before a module is called directly. A call of the wrapper has checked already, and summoned parameters are not put in place anew."""
     if not (runtime.is_called or runtime.summoned):
         known.check()
 

@@ -1,4 +1,4 @@
-"""`KnownParameters`: checks that a sharded model still has the parameters that were sharded, and no others."""
+"""`KnownParameters`: checks that a sharded model has got no parameters since it was sharded."""
 
 from collections.abc import Iterable
 

@@ -60,7 +60,7 @@ class _Reduction:
 
 
 class ReductionQueue:
-    """At most `limit` units' full-size gradients are under way at once: beyond that the queue waits for the oldest."""
+    """Once a unit's reduction has started, at most `limit` groups' full-size gradients are under way: the queue waits for the oldest ones."""
 
     def __init__(self, comms: Communicators, limit: int) -> None:
         self._comms = comms

@@ -56,7 +56,7 @@ class FSDP(nn.Module):
     HYBRID_SHARD), False keeps them for backward (SHARD_GRAD_OP), and a number of ranks, such as the size of a node, spreads
     them over that many neighbours, from which backward gathers them again. None leaves it to the strategy. `compression` says
     what is sent in fewer bits than it is computed in.
-    `ignored_modules` are submodules that stay whole and each rank's own, buffers included, as torch's FSDP has it: FSDP
+    `ignored_modules` are submodules that stay whole and each rank's own, buffers included (torch's FSDP broadcasts those): FSDP
     neither broadcasts them nor reduces their gradients, so freeze them, or reduce their gradients yourself before clipping.
     State dicts hold them as they are on the rank; `clip_grad_norm_` counts them once.
 
@@ -126,7 +126,8 @@ class FSDP(nn.Module):
         resharding = Resharding.chosen(reshard_after_forward, self.strategy, len(ranks.shards))
         precision = mixed_precision or MixedPrecision()
         compression = (compression or Compression()).chosen(self.strategy, len(ranks.shards), precision)
-        plans = plan_units(module, units, ignored)  # before groups are made: a rank on which that is refused would count one more
+        # Before the sub-groups: where only one rank is refused here, its later sub-groups would not have the same numbers as the others'.
+        plans = plan_units(module, units, ignored)
         self._comms = Communicators(backend, ranks, resharding.neighbours, packs_gradients=compression.gradients is not None)
         choice = [f"strategy {self.strategy.name}", f"{len(ranks.shards)} ranks that share a copy", f"after forward: {resharding}"]
         lines = [*choice, *describe_model(plans, module, ignored, precision, compression)]
@@ -355,8 +356,9 @@ class FSDP(nn.Module):
         model; where the ranks of a node share no memory, each rank does. A rank that leaves first waits for the others in its next
         collective, for as long as a collective may take (`Timeouts.collective_s`).
 
-        Nesting it changes nothing. Raises StateError within a forward or backward. Within it, all methods that take or give slices
-        raise StateError, and so do calls of the model with gradients on. With an `AsyncFSDP`, use it in a function given to `run`.
+        Nesting it changes nothing. Raises StateError within a forward or backward. Within it, all methods that work on
+        slices in place, such as `clip_grad_norm_` or `load_sharded_state_dict`, raise StateError, and so do calls of the model with
+        gradients on. With an `AsyncFSDP`, use it in a function given to `run`.
         """
         if self._runtime.summoned:
             yield
