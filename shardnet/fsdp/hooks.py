@@ -79,7 +79,7 @@ def attach_to_parts(
 
 
 def _check_past_wrapper(runtime: Runtime, known: KnownParameters) -> None:
-    """Check before a module is called directly. A call of the wrapper has checked already, and summoned parameters are not put in place anew."""
+    """Check before a module is called directly. A call of the wrapper has checked already, and nothing replaces summoned ones."""
     if not (runtime.is_called or runtime.summoned):
         known.check()
 

@@ -60,7 +60,7 @@ class _Reduction:
 
 
 class ReductionQueue:
-    """Once a unit's reduction has started, at most `limit` groups' full-size gradients are under way: the queue waits for the oldest ones."""
+    """After the start of a unit's reduction at most `limit` groups' full-size gradients are under way: the queue waits for the oldest."""
 
     def __init__(self, comms: Communicators, limit: int) -> None:
         self._comms = comms

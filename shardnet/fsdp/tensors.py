@@ -28,7 +28,7 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """`value` with `function` applied to every tensor in what `tensors_in` searches, except subclasses of list and tuple. (Named tuples count.)
+    """`value` with `function` applied to every tensor in what `tensors_in` searches, except subclasses of list and unnamed ones of tuple.
 
     A container in which no tensor is replaced stays the same object: the caller may look there for what the module puts into it.
     """

@@ -178,6 +178,11 @@ class Job:
         """Whether this is a live worker, member or not."""
         return incarnation in self._live
 
+    def is_of(self, request: JoinRequest) -> bool:
+        """Whether the live worker of that incarnation sends this, to judge by its certificate and address."""
+        live = self._live.get(request.incarnation)
+        return live is not None and _is_same(live, request)
+
     def identity(self, incarnation: str) -> str:
         """What a live member's certificate has proved."""
         return self._live[incarnation].identity

@@ -83,6 +83,8 @@ class Registry:
     def resume(self, request: JoinRequest) -> list[Notice]:
         """A member is back whose connection broke, its own or that of the whole rendezvous. Raises JoinRefused if it is none any more."""
         job = self._job_of.get(request.incarnation)
+        if job is not None and not (job.name == request.job and job.is_of(request)):
+            job = None  # everybody can know an incarnation: it makes nobody that member
         if job is not None and self._absent.pop(request.incarnation, None) is None:
             raise JoinRefused(f"incarnation {request.incarnation!r} has an open connection already", Refusal.DUPLICATE_INCARNATION)
         if job is None:

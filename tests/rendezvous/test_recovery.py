@@ -109,6 +109,19 @@ def test_a_stranger_is_not_taken_for_a_member(store: Store) -> None:
     store.close()
 
 
+@pytest.mark.parametrize("other", [{"job": "evil"}, {"identity": "shardnet:worker:job:mallory"}, {"address": "10.0.0.9:1"}])
+def test_who_knows_a_members_incarnation_is_not_that_member(store: Store, other: dict[str, str]) -> None:
+    _, after = registries(store)
+    stranger = replace(elastic(1), **other)  # type: ignore[arg-type]
+    with pytest.raises(JoinRefused) as before:
+        after.resume(stranger)
+    after.resume(elastic(1))  # the member itself
+    with pytest.raises(JoinRefused) as afterwards:
+        after.resume(stranger)
+    assert before.value.reason == afterwards.value.reason == Refusal.UNKNOWN
+    store.close()
+
+
 def test_who_only_lost_its_connection_may_come_back_while_its_epoch_runs() -> None:
     registry = Registry(settle_s=SETTLE)
     workers = formed(registry, 3)
