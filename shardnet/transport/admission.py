@@ -1,8 +1,8 @@
-"""`Admission`: grpcio's place behind the front door, and who has come through it.
+"""`Admission`: the private address where grpcio listens behind the front door, and the callers that came through the door.
 
-grpcio listens on a Unix socket that any process of this machine could find and call. So each caller that the front door
-lets in comes from an address of its own, which nobody can guess, and grpcio tells a handler that address: who comes from
-any other runs none.
+grpcio listens on a Unix socket that any process of this machine could find and call. So the front door connects to it for each
+caller from an address of its own, which nobody can guess. grpcio tells a handler the address of its caller, and for a caller from
+any other address no handler runs.
 """
 
 import asyncio
@@ -25,22 +25,22 @@ _caller: ContextVar[Identity | None] = ContextVar("caller", default=None)
 
 
 def caller() -> Identity | None:
-    """Who has made the call whose handler runs; None in plaintext."""
+    """The identity of whoever made the call whose handler runs; None in plaintext."""
     return _caller.get()
 
 
 class Admission(grpc.aio.ServerInterceptor):
-    """Lives as long as its server, of which it is an interceptor."""
+    """An interceptor of the server; lives as long as it."""
 
     def __init__(self) -> None:
         self._visitors: dict[str, Identity | None] = {}  # by the address that grpcio sees
         self._place: str | tuple[str, int] = ""
 
     def bind(self, server: grpc.aio.Server) -> None:
-        """Have grpcio listen where only this machine reaches it. Raises RuntimeError."""
+        """Have grpcio listen at an address that only this machine reaches. Raises RuntimeError."""
         if sys.platform == "linux":
             name = f"shardnet-{uuid.uuid4()}"
-            server.add_insecure_port(f"unix-abstract:{name}")  # a socket without a file: nothing is left of it
+            server.add_insecure_port(f"unix-abstract:{name}")  # a socket without a file: nothing of it is left behind
             self._place = f"\0{name}"
         else:
             self._place = "127.0.0.1", server.add_insecure_port("127.0.0.1:0")
@@ -70,7 +70,7 @@ class Admission(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable["grpc.RpcMethodHandler[Any, Any] | None"]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> "grpc.RpcMethodHandler[Any, Any] | None":
-        """A handler that runs for visitors only."""
+        """Wrap the handler so that it runs for visitors only."""
         handler = await continuation(handler_call_details)
         if handler is None:  # nobody knows the method: grpcio answers UNIMPLEMENTED
             return None
@@ -94,8 +94,8 @@ class Admission(grpc.aio.ServerInterceptor):
 
 
 def _check_own(sock: socket.socket) -> None:
-    """Raise ConnectionRefusedError unless the other end is this process: once grpcio has let go of its place, as when it closes,
-    whoever has read its name (/proc/net/unix) can take it."""
+    """Raise ConnectionRefusedError unless the other end is this process: once grpcio has given up its address, for example on closing,
+    any process that has read its name (/proc/net/unix) can take it."""
     if sock.family is socket.AF_UNIX and sys.platform == "linux":
         pid, _, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
         if pid != os.getpid():

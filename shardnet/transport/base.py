@@ -10,23 +10,23 @@ from shardnet.wire import Chunk
 
 
 class Receiver(Protocol):
-    """Who takes what a mesh receives. Called on the loop thread; must not block."""
+    """The object to which a mesh hands what it receives. Called on the loop thread; must not block."""
 
     def on_chunk(self, source: int, chunk: Chunk) -> None:
         """A chunk arrived from rank `source`. Chunks of one source come in the order in which they were sent."""
 
     def on_lost(self, rank: int, reason: str) -> None:
-        """The rank's pipe broke without a goodbye. Called at most once a rank."""
+        """The rank's pipe broke without a goodbye. Called at most once per rank."""
 
     def goodbye(self) -> mesh_pb2.Goodbye:
         """What to tell the peers when this rank closes."""
 
 
 class Mesh(ABC):
-    """One rank's pipes to its peers. All methods run on the loop thread, but for `abort`.
+    """One rank's pipes to its peers. All methods except `abort` run on the loop thread.
 
-    Memory is bounded by what the caller lends: `send` returns when the chunk's buffer is free again, and a chunk that
-    arrives is handed to the receiver at once, which copies or reduces it where it belongs.
+    The mesh needs no buffers beyond those that the caller passes in: `send` returns when the chunk's buffer is free again, and
+    the mesh hands each chunk that arrives to the receiver at once, which copies or reduces it where it belongs.
     """
 
     def __init__(self, rank: int, world_size: int, epoch: int) -> None:
@@ -40,21 +40,21 @@ class Mesh(ABC):
 
     @property
     def memory_peers(self) -> frozenset[int]:
-        """The ranks to which data goes through memory that both map."""
+        """The ranks to which data goes through memory that both processes map."""
         return frozenset()
 
     def carries(self, peer: int, chunk: Chunk) -> bool:
-        """Whether a chunk's data goes to a peer through memory."""
+        """Whether a chunk's data goes to a peer through shared memory."""
         return False
 
     @property
     def shares_memory(self) -> bool:
-        """Whether ranks of a node may share memory, the same on all; which ones do, `memory_peers` says."""
+        """Whether ranks of a node may share memory: the same answer on all ranks. `memory_peers` says which ones do."""
         return False
 
     @property
     def borrowers(self) -> frozenset[int]:
-        """The ranks that can read data where this rank has it: see `lend`."""
+        """The ranks that can read data directly from this rank's own memory: see `lend`."""
         return frozenset()
 
     @property
@@ -64,24 +64,24 @@ class Mesh(ABC):
 
     @property
     def mailboxes(self) -> Mapping[int, MailboxView]:
-        """Those of other ranks of its node that it can read."""
+        """The mailboxes of other ranks of its node that this rank can read."""
         return {}
 
     @abstractmethod
     async def start(self, receiver: Receiver) -> None:
-        """Open the pipes. Raises PeerLost, naming who is missing, if they are not all there in time."""
+        """Open the pipes. Raises PeerLost, naming the missing ranks, if not all pipes are open in time."""
 
     @abstractmethod
     async def send(self, peer: int, chunk: Chunk) -> None:
         """Send; returns when the chunk's buffer may be used again. Raises PeerLost if the pipe is broken."""
 
     async def send_all(self, peers: Sequence[int], chunk: Chunk) -> None:
-        """Send the same to several peers, as `send` does."""
+        """Send the same chunk to several peers, as `send` does."""
         for peer in peers:
             await self.send(peer, chunk)
 
     def process(self, peer: int) -> int | None:
-        """The process of a peer whose memory is this machine's, and open to this rank."""
+        """The process id of a peer that runs on this machine and shares its memory with this rank."""
         return None
 
     def lend(self, peer: int, chunk: Chunk, loan: Loan) -> None:
@@ -96,7 +96,7 @@ class Mesh(ABC):
         return False
 
     def moved_bytes(self, rank: int) -> int:
-        """Grows by whatever comes from a rank, and by what its system has of what was sent to it."""
+        """A counter that grows with all bytes that come from a rank, and with those sent to it that its system has received."""
         return 0
 
     @abstractmethod

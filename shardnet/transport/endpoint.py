@@ -1,4 +1,4 @@
-"""`Endpoint`: the one port on which a process answers everything that it is asked."""
+"""`Endpoint`: the one port on which a process answers all calls."""
 
 import asyncio
 from enum import Enum, auto
@@ -24,7 +24,7 @@ from shardnet.transport.outbox import PUSH
 from shardnet.transport.reflection_service import reflection_handlers
 from shardnet.transport.stats_service import Snapshot, StatsService
 
-MAX_CALLS = 8192  # under way at once, far above what a cluster needs; a flood is refused rather than remembered
+MAX_CALLS = 8192  # under way at once, far above what a cluster needs; further calls are refused instead of using memory
 
 
 class _State(Enum):
@@ -39,9 +39,9 @@ class Endpoint:
     Everything runs on the event loop that calls `start`. `grpc.health.v1` answers NOT_SERVING until the owner says
     `set_serving(True)`.
 
-    listen      address to listen on; port 0 lets the system choose, `address` then tells
-    snapshot    gives the reply of `shardnet.v1.Stats`; called on the loop, must not block
-    leases      whether calls stand for their callers, who must be missed at once; see `server_options`
+    listen      address to listen on; with port 0 the system chooses, and `address` tells the port
+    snapshot    returns the reply of `shardnet.v1.Stats`; called on the loop, must not block
+    leases      whether an open call means that its caller lives, so that its failure must be noticed at once; see `server_options`
     reflection  whether callers may ask which services there are, and what their messages look like
     """
 
@@ -56,7 +56,7 @@ class Endpoint:
         leases: bool = False,
         reflection: bool = False,
     ) -> None:
-        """Raises AddressError, PlaintextRefused, or UsageError where reflection is not installed, at once; opens nothing yet."""
+        """Opens nothing yet. Raises AddressError, PlaintextRefused, or UsageError if reflection is wanted but not installed."""
         self._listen = Address.parse(listen)
         self._security = security or Security()
         self._security.check(listen)
@@ -87,18 +87,18 @@ class Endpoint:
         self._handlers.extend(handlers)
 
     def _services(self) -> frozenset[str]:
-        """The names of all that is served."""
+        """The names of all services."""
         return frozenset(handlers.service_name() for handlers in self._handlers if isinstance(handlers, grpc.ServiceRpcHandler))
 
     @property
     def address(self) -> str:
-        """`host:port` that was bound: the host as given, the port as chosen."""
+        """The bound `host:port`: the host as given, the port as chosen."""
         if self._bound is None:
             raise StateError(f"the endpoint on {self._listen} has no port before start()")
         return str(self._bound)
 
     async def start(self) -> None:
-        """Bind and answer. Raises ListenError naming the address and what to do; nothing is left open then."""
+        """Bind and answer. Raises ListenError naming the address and what to do, and leaves nothing open then."""
         if self._state is not _State.NEW:
             raise StateError(f"the endpoint on {self._listen} was started before; make a new one")
         self._state = _State.CLOSED  # until everything below has worked
@@ -118,8 +118,8 @@ class Endpoint:
         self._server, self._bound, self._state = server, self._listen.with_port(port), _State.OPEN
 
     async def _bind(self, server: grpc.aio.Server, admission: Admission) -> int:
-        """Give the port to a front door, and grpcio a place behind it."""
-        sockets = await listening_sockets(self._listen)  # first: grpcio keeps what it has bound, where this fails
+        """Give the port to a front door, and grpcio a private address behind it."""
+        sockets = await listening_sockets(self._listen)  # first: if this failed later, grpcio would keep what it has bound
         try:
             admission.bind(server)
         except BaseException:
@@ -135,7 +135,7 @@ class Endpoint:
             await self._door.aclose()
 
     def set_serving(self, serving: bool) -> None:
-        """What `grpc.health.v1` answers from now on; watchers are told. On the loop. Ignored once closing has begun."""
+        """Set what `grpc.health.v1` answers from now on, and tell watchers. On the loop. Ignored once closing has begun."""
         self._health.set(serving)
 
     def snapshot(self) -> stats_pb2.SnapshotReply:
@@ -145,10 +145,10 @@ class Endpoint:
         return reply
 
     async def aclose(self, grace_s: float | None = None) -> None:
-        """Refuse new calls, give those under way `grace_s` (default: drain_s) to end, then cut them; watchers' end at once. Safe to call
-        twice.
+        """Refuse new calls, give those under way `grace_s` (default: drain_s) to end, then cut them; watchers' calls end at once. Safe to
+        call twice.
 
-        Cancelling it cuts at once.
+        Cancelling it cuts all calls at once.
         """
         server, self._server, self._state = self._server, None, _State.CLOSED
         if server is None:
@@ -177,7 +177,8 @@ class Endpoint:
 
 
 async def _start(server: grpc.aio.Server) -> None:
-    """Start it; cancelling waits until it has. grpcio's own start must not be cancelled: its server cannot be stopped any more then."""
+    """Start the server; cancelling this waits until it has started. grpcio's own start must not be cancelled: after that its server
+    cannot be stopped any more."""
     starting = asyncio.ensure_future(server.start())
     try:
         await asyncio.shield(starting)

@@ -1,4 +1,4 @@
-"""The mesh over gRPC: one stream a direction a pair of ranks, each on a connection of its own, to one port a worker.
+"""The mesh over gRPC: for each pair of ranks one stream per direction, each on a connection of its own, to one port per worker.
 
 Every rank is connected to every other, not to its ring neighbours alone: so each sees for itself that a peer has
 died, and a direct exchange needs no relay. A connection costs a socket and a ping a second.
@@ -33,9 +33,9 @@ from shardnet.transport.vigil import attend, watchers_of
 from shardnet.wire import Chunk
 
 log = logging.getLogger(__name__)
-PATIENCE_S = 10.0  # after so long people wonder
+PATIENCE_S = 10.0  # after this time users begin to wonder
 ADVICE = "the port of each worker must be open to the others; `shardnet doctor` on each machine finds which is not"
-FLUSH_S = 0.2  # how long an abort waits for the peers to take what was sent; those that live take it in milliseconds
+FLUSH_S = 0.2  # how long an abort waits for the peers to take what was sent; living peers take it in milliseconds
 
 
 class GrpcMesh(Mesh):
@@ -57,10 +57,10 @@ class GrpcMesh(Mesh):
         watched: bool = False,
     ) -> None:
         """shared_memory  whether this rank offers the others of its node a window; it looks into theirs in any case
-        lending        whether data may also be read from where it lies in a rank's memory
-        terms          settings that must be alike on all ranks, by name, beside `limits`; who has others is refused
-        on_broken      called once, on the loop thread, when the mesh `is_whole` no more; must not block
-        watched        whether ranks watch each other, for there is no rendezvous that does: see vigil.py
+        lending        whether ranks may also read data directly from each other's memory
+        terms          settings that must be the same on all ranks, by name, in addition to `limits`; a rank with others is refused
+        on_broken      called once, on the loop thread, when the mesh is no longer whole (`is_whole`); must not block
+        watched        whether ranks watch each other, because no rendezvous does: see vigil.py
         """
         super().__init__(topology.rank, topology.world_size, topology.epoch)
         self.where = where = f"[rank {self.rank}/{self.world_size} epoch {self.epoch}]"
@@ -78,13 +78,13 @@ class GrpcMesh(Mesh):
         self._inbound: dict[int, Call | None] = {}  # the streams of peers to this rank that are open; None: by grpcio
         self._departed: set[int] = set()  # peers that said goodbye
         self._lost: dict[int, str] = {}
-        self._changed = asyncio.Event()  # any of the three above did, or `attending`
+        self._changed = asyncio.Event()  # one of the three above has changed, or `attending`
         self._formed = False
         self._closing = False
         self.closing = asyncio.Event()  # set when its streams are closed
         self._watched = watched
-        self.attending = Counter[int]()  # calls by which peers let themselves be watched; the next may come before the last is found broken
-        self._doubted: set[int] = set()  # peers that had one, and have none
+        self.attending = Counter[int]()  # open Attend calls, by peer; a peer's next one may come before its last one is found broken
+        self._doubted: set[int] = set()  # peers that had such a call, and have none now
         self._broken = False  # is_whole is false for good
         self._on_broken = on_broken
         place = topology.me.local_rank
@@ -125,7 +125,7 @@ class GrpcMesh(Mesh):
         log.warning("%s no connection yet with %s", self.where, names)
 
     def _obstacle(self, peer: int) -> str:
-        """What is known of why there is no connection with a peer."""
+        """What is known about the reason why there is no connection with a peer."""
         member, own = self._topology.members[peer], self._topology.me
         outbox = self._outboxes[peer]
         if outbox.accepted:
@@ -137,7 +137,8 @@ class GrpcMesh(Mesh):
         return reason
 
     async def _have_it_watched(self) -> None:
-        """Call those who watch this rank, and wait until they do, so that it is missed from now on. Not for ever: it can do without."""
+        """Call the ranks that watch this one, and wait until they do, so that they notice from now on if this rank fails. Wait only for a
+        limited time: it works without them, too."""
         calls = []
         for peer in watchers_of(self._topology):
             calls.append(watched := asyncio.Event())
@@ -154,7 +155,7 @@ class GrpcMesh(Mesh):
 
     @property
     def is_whole(self) -> bool:
-        """Formed, and since then no peer was lost or has left, and this rank has not begun to."""
+        """Whether the mesh is formed, no peer has been lost or has left since then, and this rank has not begun to leave."""
         return self._formed and not self._broken
 
     def _break(self) -> None:
@@ -172,7 +173,7 @@ class GrpcMesh(Mesh):
 
     async def _run(self, outbox: Outbox) -> None:
         if (why := await outbox.run(self._changed.set)) is not None:
-            outbox.fail(why)  # after a goodbye, too: what waits for room in it would wait for ever
+            outbox.fail(why)  # after a goodbye, too: otherwise a sender that waits for room in it would wait for ever
             self.lose(outbox.peer, why)
 
     def is_silent(self, rank: int) -> bool:
@@ -183,7 +184,7 @@ class GrpcMesh(Mesh):
         return sum(call.signs_of_life for call in calls if call is not None)
 
     def suspect(self, rank: int, reason: str) -> None:
-        """Another witness takes a peer for gone: [Note: two witnesses] in pulse.py. Until the mesh is formed there is no other."""
+        """Another witness takes a peer for gone: [Note: two witnesses] in pulse.py. Until the mesh is formed it is the only witness."""
         if not self._formed:
             self.lose(rank, reason)
         elif rank in self._outboxes:
@@ -191,7 +192,8 @@ class GrpcMesh(Mesh):
 
     @contextmanager
     def attended(self, peer: int) -> Iterator[None]:
-        """The time for which a peer lets itself be watched by this rank. All others hear when that ends, unless it is gone for good."""
+        """Hold this while this rank watches a peer at the peer's request. When that ends, this rank tells all others, unless the peer is
+        lost or has left."""
         self.attending[peer] += 1
         if peer in self._doubted:
             self._doubted.discard(peer)
@@ -214,7 +216,7 @@ class GrpcMesh(Mesh):
                     self._put_now(other, Chunk(self.epoch, 0, 0, control=said))
 
     def _hear(self, said: mesh_pb2.Suspicion) -> None:
-        """Somebody who watches a rank has lost it, or found it again."""
+        """A rank that watches another one has lost it, or found it again."""
         if (outbox := self._outboxes.get(said.rank)) is not None:
             (outbox.suspect if said.gone else outbox.trust)()
 
@@ -226,7 +228,7 @@ class GrpcMesh(Mesh):
 
     @property
     def shares_memory(self) -> bool:
-        return True  # who has to do without is granted nothing
+        return True  # a rank that cannot share memory simply has no readers
 
     @property
     def borrowers(self) -> frozenset[int]:
@@ -267,7 +269,7 @@ class GrpcMesh(Mesh):
         self._outboxes[peer].put_now(chunk)
 
     def refuse(self, hello: Hello, identity: Identity | None, *, attends: bool = False) -> str | None:
-        """Why a caller, who has proved to be `identity`, may not open a stream to this rank, or one that `attends`; None if it may."""
+        """Why a caller, which has proved to be `identity`, may not open a stream (or an Attend call) to this rank; None if it may."""
         if hello.job != self._job:
             return f"this worker belongs to job {self._job!r}, the caller to {hello.job!r}"
         if hello.epoch != self.epoch or hello.target != self.rank:
@@ -284,7 +286,7 @@ class GrpcMesh(Mesh):
 
     @contextmanager
     def connected(self, peer: int, call: Call | None = None) -> Iterator[None]:
-        """The time for which a peer's stream to this rank is open. Ending without a goodbye means that it is lost."""
+        """Hold this while a peer's stream to this rank is open. If it ends without a goodbye, the peer is lost."""
         self._inbound[peer] = call
         self._changed.set()
         why = "its connection broke"
@@ -298,7 +300,7 @@ class GrpcMesh(Mesh):
 
     def receive(self, peer: int, chunk: Chunk) -> None:
         assert self._receiver is not None
-        if chunk.control is not None and chunk.epoch == self.epoch:  # of another one nothing counts, not even a goodbye
+        if chunk.control is not None and chunk.epoch == self.epoch:  # nothing from another epoch counts, not even a goodbye
             kind = chunk.control.WhichOneof("kind") or ""
             if kind.startswith("window_") or chunk.control.HasField("window_piece") or chunk.control.HasField("loan"):
                 self._sharing.receive(peer, chunk, partial(self._receiver.on_chunk, peer))
@@ -320,7 +322,7 @@ class GrpcMesh(Mesh):
         self._lost[peer] = why
         self._changed.set()
         self._break()
-        if peer in self._outboxes:  # not yet, where the rendezvous knows it before the streams are opened
+        if peer in self._outboxes:  # there are none yet if the rendezvous reports a loss before the streams are opened
             self._outboxes[peer].fail(why)
         self._sharing.lose(peer)
         if self._receiver is not None:
@@ -340,15 +342,15 @@ class GrpcMesh(Mesh):
                     group.create_task(self._take_leave(peer, goodbye))
         try:
             if self._aborting is not None:
-                await asyncio.wrap_future(self._aborting)  # first: it lets out why
+                await asyncio.wrap_future(self._aborting)  # first: it lets the reason go out to the peers
         finally:
             await self._close_streams()
 
     async def _take_leave(self, peer: int, goodbye: Chunk) -> None:
-        """Exchange goodbyes with one peer, or leave without: when it has not said so for drain_s.
+        """Exchange goodbyes with one peer, or leave without its goodbye if none comes within drain_s.
 
-        But not before it has what was sent, as long as it takes some of it: over a slow link the last collective may end here
-        long before it can end there.
+        As long as the peer still takes some of the bytes that were sent to it, wait on: over a slow link the last collective may end
+        here long before it can end there.
         """
         leaving = asyncio.ensure_future(self._exchange_goodbyes(peer, goodbye))
         try:
@@ -374,7 +376,7 @@ class GrpcMesh(Mesh):
         self._aborting = LoopThread.shared().run(self._abort())
 
     async def _abort(self) -> None:
-        """Close, but let go out what is queued already: it tells the peers why."""
+        """Close, but first let the queued messages go out: they tell the peers why."""
         self._break()
         await asyncio.gather(*(outbox.flush(FLUSH_S) for outbox in self._outboxes.values()))
         await self._close_streams()

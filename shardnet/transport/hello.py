@@ -1,4 +1,4 @@
-"""What a worker says of itself when it opens a stream to a peer: gRPC metadata, checked before any chunk is read.
+"""What a worker says about itself when it opens a stream to a peer: gRPC metadata, checked before any chunk is read.
 
 Metadata is ASCII, and a job's name need not be: values are percent-encoded.
 """
@@ -18,7 +18,7 @@ ACCEPTED = ("shardnet-accepted", "1")  # what the callee answers when it takes t
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Who calls whom, in which epoch of which job."""
+    """Which rank calls which, in which epoch of which job."""
 
     job: str
     epoch: int
@@ -32,7 +32,7 @@ class Hello:
 
     @classmethod
     def read(cls, metadata: Iterable[tuple[str, str | bytes]]) -> Self:
-        """The hello in a call's metadata. Raises ProtocolError for a caller that is no worker."""
+        """Read the hello from a call's metadata. Raises ProtocolError if the caller is not a worker."""
         found = {key.removeprefix(_PREFIX): value for key, value in metadata if key.startswith(_PREFIX)}
         try:
             return cls(
@@ -48,12 +48,12 @@ class Hello:
 
 
 def terms_of(settings: Mapping[str, object]) -> str:
-    """Settings that must be alike on all ranks, as text."""
+    """Settings that must be the same on all ranks, as text."""
     return _SEPARATOR.join(f"{name} {value}" for name, value in sorted(settings.items()))
 
 
 def disagreement(theirs: str, mine: str) -> str | None:
-    """Where two terms differ, in words; None if they do not."""
+    """How two texts of `terms_of` differ, in words; None if they do not."""
     if theirs == mine:
         return None
     left, right = theirs.split(_SEPARATOR), mine.split(_SEPARATOR)

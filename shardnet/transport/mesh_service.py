@@ -30,7 +30,7 @@ _RESULT = mesh_pb2.PushResult().SerializeToString()
 class MeshService:
     """Takes `shardnet.v1.Mesh` calls for whichever mesh the worker has now; lives as long as the endpoint.
 
-    Workers that call directly come to `serve`, and those behind a proxy through grpcio to `handlers`.
+    Calls of workers that connect directly come to `serve`, calls through a proxy come through grpcio to `handlers`.
     """
 
     def __init__(self, timeouts: Timeouts) -> None:
@@ -56,7 +56,7 @@ class MeshService:
     # --- over our own HTTP/2
 
     async def serve(self, call: Call, peer: Caller) -> None:
-        """A stream of a peer, to its end; see `DirectCalls`."""
+        """Serve a peer's stream to its end; see `DirectCalls`."""
         async with Pulse(self._timeouts).beating(call):
             mesh, hello = await self._admit(peer.metadata, peer.address, peer.identity)
             with mesh.connected(hello.source, call):
@@ -86,7 +86,7 @@ class MeshService:
         return _RESULT
 
     async def _attend(self, _: bytes, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
-        """A peer that lets itself be watched, to its end: see vigil.py. Ends by cancellation when grpcio cannot reach it any more."""
+        """Serve a peer that lets itself be watched, until the mesh closes: see vigil.py. grpcio cancels this when it cannot reach the peer."""
         try:
             mesh, hello = await self._admit(context.invocation_metadata() or (), context.peer(), caller(), attends=True)
         except Refused as refusal:
@@ -100,7 +100,7 @@ class MeshService:
     async def _admit(
         self, metadata: "Headers | grpc.aio.Metadata | tuple[()]", address: str, identity: Identity | None, *, attends: bool = False
     ) -> "tuple[GrpcMesh, Hello]":
-        """Who calls, and the mesh that it wants. Nothing is awaited after the check, or two streams could pass it at once."""
+        """Check the caller, and find the mesh that it wants. Nothing is awaited after the check, or two streams could pass it at once."""
         try:
             hello = Hello.read(metadata)
         except ProtocolError as error:
@@ -112,7 +112,7 @@ class MeshService:
         return mesh, hello
 
     async def _find(self, hello: Hello) -> "GrpcMesh":
-        """The mesh of the caller's epoch, which may be about to come."""
+        """The mesh of the caller's epoch; waits if this worker has not joined that epoch yet."""
         try:
             async with asyncio.timeout(self._wait_s), self._changed:
                 await self._changed.wait_for(lambda: self.mesh is not None and self.mesh.epoch >= hello.epoch)
@@ -123,7 +123,7 @@ class MeshService:
 
 
 def _break_off(mesh: "GrpcMesh", source: int, error: ProtocolError) -> NoReturn:
-    """End a stream on which something came that should not."""
+    """End a stream on which something invalid came."""
     log.error("%s stream from rank %d ended: %s", mesh.where, source, error)
     mesh.lose(source, str(error))
     raise Refused(grpc.StatusCode.DATA_LOSS, str(error)) from error

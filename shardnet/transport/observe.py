@@ -24,10 +24,10 @@ ANSWER_S = 5.0  # a process that is alive answers in milliseconds; one in anothe
 
 
 class Health(StrEnum):
-    """What `grpc.health.v1` says of a process."""
+    """What `grpc.health.v1` says about a process."""
 
     SERVING = "serving"
-    NOT_SERVING = "not serving"  # it starts or ends
+    NOT_SERVING = "not serving"  # it is starting or ending
     UNKNOWN = "unknown"
 
 
@@ -66,7 +66,7 @@ async def ask(
     security: Security | None = None,
     to: Role | None = None,
 ) -> Reply:
-    """One call over a connection of its own, to a process in the role `to` (None: any).
+    """Make one call over a connection of its own, to a process in the role `to` (None: any).
 
     Raises EndpointUnavailable, HandshakeError or ProtocolError.
     """
@@ -81,7 +81,7 @@ async def ask(
 async def _translated(
     channel: grpc.aio.Channel, address: str, method: str, security: Security, timeout_s: float, to: Role | None = None
 ) -> AsyncGenerator[None, None]:
-    """A call over a channel, which is closed behind it. What goes wrong is raised as one of our errors."""
+    """Run a call over a channel, which is closed afterwards. Errors are raised as our own classes."""
     try:
         yield
     except grpc.aio.AioRpcError as error:

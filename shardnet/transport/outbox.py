@@ -20,7 +20,7 @@ from shardnet.transport.pulse import Pulse
 from shardnet.wire import Chunk, encode
 
 PUSH = "/shardnet.v1.Mesh/Push"
-_RETRY_S = 0.1  # a peer whose port does not answer yet is tried again so soon, later every second
+_RETRY_S = 0.1  # the first pause before another try, if a peer's port does not answer yet; later a second
 _MAX_RETRY_S = 1.0
 
 
@@ -56,7 +56,7 @@ class Outbox:
             raise self._lost(str(error)) from error
 
     def put_now(self, chunk: Chunk) -> None:
-        """Send a small chunk without waiting, however much waits already: for what its sender bounds otherwise."""
+        """Send a small chunk without waiting, however much is queued already: for chunks whose number the sender bounds in another way."""
         call = self._open()
         try:
             call.send_now(*encode(chunk, sealed=call.wants_checksums))
@@ -70,7 +70,7 @@ class Outbox:
         return self._call
 
     async def run(self, on_accepted: Callable[[], None]) -> str | None:
-        """Open the stream, and stay until it ends; returns why it broke, None if it was finished. May be cancelled."""
+        """Open the stream, and run until it ends; returns why it broke, None if it was finished. May be cancelled."""
         try:
             call = await self._connect()
             try:
@@ -84,12 +84,12 @@ class Outbox:
 
     @property
     def call(self) -> Call | None:
-        """What carries it; None until there is a connection."""
+        """The call that carries the stream; None until there is a connection."""
         return self._call
 
     @property
     def outgoing_bytes(self) -> int:
-        """Of what was put and the peer's system does not have yet."""
+        """How many bytes were put that the peer's system does not have yet."""
         return 0 if self._call is None else self._call.outgoing_bytes
 
     @property
@@ -102,17 +102,17 @@ class Outbox:
         self._pulse.suspect()
 
     def trust(self) -> None:
-        """Nobody does any more."""
+        """Nobody takes the peer for dead any more."""
         self._pulse.trust()
 
     def fail(self, why: str) -> None:
-        """Refuse what comes, drop what waits, close."""
+        """Refuse further chunks, drop those that wait, close."""
         self._failure = self._failure or why
         if self._call is not None:
             self._call.close(self._failure)
 
     def finish(self) -> None:
-        """End the stream behind what was put."""
+        """End the stream after the chunks that were put."""
         if not self._finishing and self._call is not None:
             self._call.end()
         self._finishing = True
@@ -127,7 +127,7 @@ class Outbox:
         return PeerLost(f"rank {self.peer} lost: {self._failure or why}", self.peer)
 
     async def _connect(self) -> Call:
-        """A connection to the peer, tried until there is one."""
+        """Connect to the peer; try until it works."""
         pause_s = _RETRY_S
         while True:
             try:
@@ -145,7 +145,7 @@ class Outbox:
                 return self._call
 
     async def _dial(self) -> Connection:
-        """A connection to the peer, and to nobody else. Raises OSError, of which HandshakeError is one."""
+        """Connect to the peer, and to nobody else. Raises OSError (HandshakeError is a subclass)."""
         connection = await dial(self._address, self._security)
         found = connection.identity
         if (found.uri if found else "") != self._identity:
@@ -156,7 +156,7 @@ class Outbox:
     async def _watch(self, call: Call, on_accepted: Callable[[], None]) -> str | None:
         async with self._pulse.beating(call):
             block = await call.headers()
-            self.accepted = ACCEPTED in block  # a refusal brings headers, too, with the status in them
+            self.accepted = ACCEPTED in block  # a refusal also consists of headers, with the status in them
             if self.accepted:
                 on_accepted()
                 block = await call.headers()

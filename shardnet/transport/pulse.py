@@ -1,11 +1,11 @@
 """`Pulse`: whether the other end of a connection is alive.
 
-[Note: two witnesses] A peer that is silent may be frozen or cut off; or its interpreter is held for seconds by something
-that does not let our thread run, such as loading a large file, and it will be back. So silence alone counts only after
-`lost_s`. The rendezvous hears of each worker through grpcio, whose pings are answered without the interpreter: once it
-takes a silent worker for gone, `suspect_s` of silence is enough. Its word alone is not: it may have lost a worker that
-its peers still reach. Where there is no rendezvous, other workers hear of it in the same way (vigil.py). A process that dies
-closes its sockets, and none of this is needed.
+[Note: two witnesses] A silent peer may be frozen or cut off; or something holds its interpreter lock for seconds and does not let
+our thread run there, such as the loading of a large file, and the peer will be back. So silence alone counts only after `lost_s`. The
+rendezvous notices the failure of a worker through grpcio, which answers pings without the interpreter: once the rendezvous takes a
+silent worker for gone, `suspect_s` of silence is enough. The word of the rendezvous alone is not enough: it may have lost a worker that
+its peers still reach. Where there is no rendezvous, other workers notice the failure in the same way (vigil.py). None of this is
+needed for a process that dies, because its sockets close.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ _ROUNDS = 4  # pings in `suspect_s`
 class Pulse:
     """Pings over one connection; see [Note: two witnesses].
 
-    Silence is counted in rounds rather than in time: if it was this process that stood still, a late round is one round.
+    Silence is counted in rounds rather than in time: if it was this process that stood still, a late round counts as one round.
     """
 
     def __init__(self, timeouts: Timeouts) -> None:
@@ -32,7 +32,8 @@ class Pulse:
 
     @property
     def is_silent(self) -> bool:
-        """A ping has not been answered for a round. To send anything now would hide it: that the peer's system takes it counts as life."""
+        """Whether a ping has not been answered for a round. Sending data now would hide the silence, because an acknowledgement by the
+        peer's system counts as a sign of life."""
         return self._silent > 1
 
     def suspect(self) -> None:
@@ -40,12 +41,12 @@ class Pulse:
         self._patience = _ROUNDS
 
     def trust(self) -> None:
-        """It has found it again."""
+        """The other witness has found the peer again."""
         self._patience = self._usual_patience
 
     @asynccontextmanager
     async def beating(self, call: Call) -> AsyncIterator[None]:
-        """Watch the call meanwhile."""
+        """Watch the call while the body runs."""
         task = asyncio.get_running_loop().create_task(self._watch(call))
         try:
             yield
@@ -54,7 +55,7 @@ class Pulse:
             await asyncio.wait({task})
 
     async def _watch(self, call: Call) -> None:
-        """Ping while nothing is heard; close the call when that takes too long."""
+        """Ping while nothing is heard; close the call when the silence lasts too long."""
         self._silent, heard = 0, call.signs_of_life
         while self._silent <= self._patience:
             await asyncio.sleep(self._interval_s)

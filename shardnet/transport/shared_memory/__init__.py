@@ -1,23 +1,23 @@
 """Data between the ranks of a node through memory that they share; everything else stays on their streams.
 
-[Note: the window] Each rank writes into one window, a ring of bytes that the node's other ranks map read-only. Data is
-copied in once, however many shall read it, and the stream says where it lies; who reads it adds or copies it from there to
-where it belongs, and says over its own stream what it needs no more. So the kernel copies nothing, nobody polls, and order,
-flow control and the loss of a peer are the streams' own. A window's memory has no name (memfd) and goes with the last
-process that maps it, however that ends. It is allocated when it is made, so that a lack of memory shows then (as an error,
-or where a container's limit is reached by its killer) and not in the middle of a training. And it is sealed: it cannot
-shrink under a reader, nor be mapped for writing by one.
+[Note: the window] Each rank writes into one window, a ring buffer that the node's other ranks map read-only. The writer copies
+data in once, for any number of readers, and says over its stream where the data lies. Each reader adds or copies the data from there
+to where it belongs, and says over its own stream which data it no longer needs. So the kernel copies nothing, nobody polls, and the
+streams themselves provide order, flow control and the loss of a peer. A window's memory has no name (memfd) and is freed with the
+last process that maps it, however that process ends. All of it is allocated when the window is made, so that a lack of memory shows
+then (as an error, or as a kill at a container's limit) and not in the middle of a training run. And it is sealed: it cannot shrink
+under a reader, and no reader can map it for writing.
 
-Whether two ranks share memory is found out, for containers of one host may not: the owner says which descriptor of which
-process the window is, and the reader opens it below /proc and compares the secret that the window begins with. Where that
-fails, or there is no memory, data goes over the stream as between nodes.
+Two ranks must find out whether they share memory, because containers of one host may not: the owner says which descriptor of which
+process the window is, and the reader opens it below /proc and compares the secret at the start of the window. If that fails, or
+there is no memory, data goes over the stream as between nodes.
 
-What need not be copied into a window is lent: see [Note: loans] in `lending.py`. Where all ranks of a node want the same, they
-write it into one segment (`segment.py`). And what is small is left in a mailbox, of which nobody is told: see [Note: mailboxes] in
-`mailbox.py`.
+Data that need not be copied into a window is lent: see [Note: loans] in `lending.py`. Where all ranks of a node want the same data, they
+write it into one segment (`segment.py`). And a small message is left in a mailbox, without any notice on a stream: see
+[Note: mailboxes] in `mailbox.py`.
 
-`window.py` is the writer's side, `view.py` the reader's, `sharing.py` what a mesh does with both. Whoever sleeps at a mailbox is
-woken by what is in `bell.py`, `alarm.py` and `futex.py`; `memfd.py` and `mapping.py` are how memory is made and mapped.
+`window.py` is the writer's side, `view.py` the reader's, `sharing.py` what a mesh does with both. `bell.py`, `alarm.py` and `futex.py`
+wake a thread that sleeps at a mailbox; `memfd.py` and `mapping.py` make and map the memory.
 """
 
 from shardnet.transport.shared_memory.alarm import Alarm

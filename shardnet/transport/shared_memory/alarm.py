@@ -1,6 +1,6 @@
-"""`Alarm`: wakes a thread a moment after something has happened, unless that turns out not to need it (timerfd(2)).
+"""`Alarm`: wakes a thread a moment after something has happened, unless it is disarmed before (timerfd(2)).
 
-Setting and disarming are one call to the kernel each, and neither wakes the thread that sleeps.
+Setting and disarming are one system call each, and neither wakes the sleeping thread.
 """
 
 import ctypes
@@ -13,7 +13,7 @@ _NOW_S = 1e-9  # the shortest time there is: 0 would be never
 
 
 class _Times(ctypes.Structure):
-    """struct itimerspec: how often again, and how long until the first time"""
+    """struct itimerspec: the interval for repetitions, and the time until the first expiry."""
 
     _fields_ = (
         *(("again_seconds", ctypes.c_long), ("again_nanoseconds", ctypes.c_long)),
@@ -22,7 +22,7 @@ class _Times(ctypes.Structure):
 
 
 class Alarm:
-    """Any thread may set it, and one sleep by it. Who closes it sees to it that nobody does any more."""
+    """Any thread may set it, and one thread may sleep on it. Whoever closes it must make sure that nobody uses it any more."""
 
     def __init__(self, delay_s: float) -> None:
         """delay_s  more than 0
@@ -41,11 +41,11 @@ class Alarm:
         self._set(self._now)
 
     def disarm(self) -> None:
-        """Have it not go off, if it has not yet."""
+        """Keep it from going off, if it has not gone off yet."""
         self._set(self._never)
 
     def sleep(self) -> None:
-        """Until it goes off, or not at all if it has since the last time."""
+        """Sleep until it goes off, or not at all if it has gone off since the last sleep."""
         os.read(self._descriptor, 8)
 
     def close(self) -> None:

@@ -13,8 +13,8 @@ _WAIT, _WAKE = 0, 1  # not the PRIVATE ones: who waits and who wakes are differe
 _EVERYBODY = 2**31 - 1
 _WORD_OF_32_BITS = 2
 
-# Whoever finds the word changed must also find what was written before it. These processors keep the order of writes; others need a
-# barrier, for which Python has no name.
+# A thread that finds the word changed must also find everything that was written before it. These processors keep the order of writes;
+# others need a memory barrier, which Python does not offer.
 available = sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64") and sys.maxsize > 2**32
 
 
@@ -36,19 +36,19 @@ _syscall.restype = ctypes.c_long
 _syscall.argtypes = (ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint32)
 
 give_way = _libc.sched_yield
-"""Let another thread run on this core, of whichever process: unlike os.sched_yield it lets go of the interpreter, too."""
+"""Let another thread, of any process, run on this core. Unlike os.sched_yield this also releases the interpreter lock."""
 
 
 def wait(address: int, seen: int, timeout_s: float) -> None:
-    """Sleep until somebody wakes those who wait there; or not at all if the 32-bit word is not `seen` any more. It may also return
-    earlier, for no reason."""
+    """Sleep until somebody wakes the threads that wait at `address`; or not at all if the 32-bit word there is no longer `seen`. It may
+    also return earlier, for no reason."""
     span = _span(max(timeout_s, 0.0))
     if _syscall(_SYSCALL, address, _WAIT, seen, ctypes.addressof(span), None, 0) == -1:
         _check_error()
 
 
 def wait_any(places: Sequence[tuple[int, int]], timeout_s: float) -> None:
-    """The same for several words, of which the first change counts: pairs of address and `seen`, at most `most`."""
+    """The same for several words, until the first of them changes: pairs of address and `seen`, at most `most`."""
     if len(places) == 1:
         wait(*places[0], timeout_s)
         return
@@ -59,7 +59,8 @@ def wait_any(places: Sequence[tuple[int, int]], timeout_s: float) -> None:
 
 
 def wake(address: int) -> None:
-    """Wake all who wait there. Also a barrier: what this thread wrote before is there for all before it reads anything after."""
+    """Wake all threads that wait at `address`. Also a memory barrier: everybody sees what this thread wrote before the call before this
+    thread reads anything after it."""
     _syscall(_SYSCALL, address, _WAKE, _EVERYBODY, None, None, 0)
 
 
@@ -68,15 +69,15 @@ def _span(seconds: float) -> _Span:
 
 
 def _check_error() -> None:
-    """Raise that of the last call, unless it is one of those that end a wait."""
+    """Raise the error of the last call, unless it is one that normally ends a wait."""
     error = ctypes.get_errno()
     if error not in (errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT):
         raise OSError(error, os.strerror(error))
 
 
 def _find_most() -> int:
-    """A call for no word is an error, but another one than a call that an older kernel has not, or a sandbox forbids."""
+    """Call futex_waitv with no word: it answers EINVAL where it exists. An older kernel, or a sandbox that forbids it, gives another error."""
     return 128 if _syscall(_WAITV, None, 0, 0, None, None, 0) == -1 and ctypes.get_errno() == errno.EINVAL else 1
 
 
-most = _find_most() if available else 0  # words that one can wait for at once
+most = _find_most() if available else 0  # words for which one call can wait

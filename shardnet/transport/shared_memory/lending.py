@@ -1,13 +1,14 @@
 """Data that is read where it lies, straight from the process of another rank of this node.
 
-[Note: loans] What lies in memory that stays as it is until its collective ends need not be copied into a window. A word on its stream, or
-a letter, says where it is, and each reader copies it from there to where it belongs, with one call to the kernel (process_vm_readv, for
-which the system must let one process look into the other). So a byte is copied once instead of twice, and no room is waited for.
+[Note: loans] Data need not be copied into a window if its memory stays unchanged until the collective ends. Instead the owner says where
+the data is, in a message on its stream or in a letter, and each reader copies it from there to where it belongs with one system call
+(process_vm_readv, which works only where the system lets one process read the other's memory). So each byte is copied once instead of
+twice, and nobody waits for room in a window. This is what MPI calls a rendezvous protocol with cross-memory attach.
 
-A loan ends with its collective, and a collective that goes well ends when each reader has said that it has read everything. One
-that fails is not waited for: its loan is revoked before the caller may use the memory again. A token says which it was: a
-number in the lender's memory that is read in the same call, behind the data. Where it is not the one that was told, the
-data is worth nothing: the lender has given up, or died, and its process number belongs to another.
+A loan ends with its collective, and a successful collective ends when each reader has said that it has read everything. Nobody waits
+for the readers of a failed one: the lender revokes the loan before the caller may use the memory again. A token tells a reader which of
+the two happened: a number in the lender's memory that the same call reads, after the data. If the number is not the one that the lender
+announced, the data is worthless: the lender has given up, or it has died and its process number belongs to another process.
 """
 
 import ctypes
@@ -24,17 +25,17 @@ from shardnet.errors import ProtocolError
 from shardnet.pb import mesh_pb2
 from shardnet.wire import Buffer, LoanRevoked
 
-_GONE = (errno.ESRCH, errno.EFAULT)  # the process, or what it had there
+_GONE = (errno.ESRCH, errno.EFAULT)  # the process is gone, or the memory that it had there
 
 
 _SPAN = "PN"  # struct iovec
 _SPAN_BYTES = struct.calcsize(_SPAN)
-_MOST_SPANS = 1024  # of one call: IOV_MAX
-_Place = tuple[int, int]  # an address, and bytes from there on
+_MOST_SPANS = 1024  # in one call: IOV_MAX
+_Place = tuple[int, int]  # an address, and the number of bytes from there on
 
 
 class Secret:
-    """Bytes at a known place of this process's memory, by which another one shows that it can read it."""
+    """Bytes at a known address of this process; another process reads them to find out whether it can read this process's memory."""
 
     def __init__(self, content: bytes) -> None:
         self.content = content
@@ -42,40 +43,40 @@ class Secret:
         self.address = _address(self._copy)
 
 
-_tokens = itertools.count(secrets.randbits(63))  # another process begins elsewhere
+_tokens = itertools.count(secrets.randbits(63))  # another process begins at another number
 
 
 class Loan:
-    """Leave to read what this rank lends in one collective, until that ends."""
+    """Permission to read the data that this rank lends in one collective, valid until the collective ends."""
 
     def __init__(self) -> None:
         self._told = next(_tokens)
         self._token = np.array([self._told], np.uint64)
 
     def of(self, data: Buffer) -> mesh_pb2.Loan:
-        """What a reader has to know. `data` must stay as it is until all readers have returned it, or the loan is revoked."""
+        """Describe `data` for a reader. It must stay unchanged until all readers have returned it, or the loan is revoked."""
         view = np.frombuffer(data, np.uint8)
         return mesh_pb2.Loan(address=_address(view), size=len(view), token_address=_address(self._token), token=self._told)
 
     def letter(self, lots: Sequence[Sequence[np.ndarray]], note: bytes = b"") -> bytes:
-        """The same of several lots, each of them pieces that a reader takes for one array, behind a word for the lender to mark, and before
-        a note: see `Lender`."""
+        """The same for several lots, as the bytes of a letter: first a word that the lender can mark, then the lots, then a note. Each
+        lot is a list of pieces that a reader takes as one array. See `Lender`."""
         words = [0, _address(self._token), self._told, len(lots), *map(len, lots)]
         words += [word for lot in lots for piece in lot for word in (_address(piece), piece.nbytes)]
         return np.array(words, np.uint64).tobytes() + note
 
     def revoke(self) -> None:
-        """What is read from now on, or at this moment, is worth nothing."""
+        """Make worthless everything that is read from now on, or is being read at this moment."""
         self._token[0] = ~np.uint64(self._told)
 
 
 class Borrowed:
-    """Data of another process that was not read yet."""
+    """Data of another process that has not been read yet."""
 
     returns = True
 
     def __init__(self, pid: int, pieces: Sequence[_Place], token_address: int, token: int) -> None:
-        """`pieces` are put end to end"""
+        """`pieces` are the places that make up the data, end to end."""
         self._pid = pid
         self._pieces = pieces
         self._token_address = token_address
@@ -89,7 +90,7 @@ class Borrowed:
     def read(self, start: int, target: "np.ndarray") -> None:
         """Copy the bytes from `start` on into `target`, a contiguous array, and let other threads run meanwhile.
 
-        Raises LoanRevoked if they are not lent any more, and ProtocolError if the system forbids it or they never were.
+        Raises LoanRevoked if the bytes are no longer lent, and ProtocolError if the system forbids reading them or they never were lent.
         """
         size, address = target.nbytes, _address(target)
         if start + size > self.size:
@@ -116,7 +117,7 @@ class Borrowed:
 
 
 def cut(pieces: Sequence[_Place], start: int, size: int) -> list[_Place]:
-    """Where so many bytes are, from `start` on, of pieces that are put end to end."""
+    """Find the places of `size` bytes from `start` on, counting through `pieces` as if they lay end to end."""
     places: list[_Place] = []
     for address, length in pieces:
         if start < length and size:
@@ -128,7 +129,7 @@ def cut(pieces: Sequence[_Place], start: int, size: int) -> list[_Place]:
 
 
 class Lender:
-    """Another process that lends lots, as its letter says. Raises ValueError if it makes no sense."""
+    """Another process that lends lots of data, as its letter says. Raises ValueError if the letter makes no sense."""
 
     def __init__(self, pid: int, letter: Buffer) -> None:
         self._pid = pid
@@ -164,7 +165,7 @@ def _spans(places: Sequence[_Place]) -> bytes:
 
 
 def _read(pid: int, here: bytes, there: bytes) -> tuple[int, int]:
-    """From the spans there into those here. How many bytes were copied, or -1, and the error number then."""
+    """Copy from the spans `there` into those `here`. Returns how many bytes were copied, or -1 and the error number."""
     if _process_vm_readv is None:
         return -1, errno.ENOSYS
     count: int = _process_vm_readv(pid, here, len(here) // _SPAN_BYTES, there, len(there) // _SPAN_BYTES, 0)

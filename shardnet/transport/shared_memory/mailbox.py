@@ -1,17 +1,19 @@
-"""`Mailbox`: what a rank writes for others of its node that look for it themselves.
+"""`Mailbox`: letters that a rank writes for others of its node, which look for them themselves.
 
-[Note: mailboxes] Telling another process something over a socket costs two changes of threads on the other side, and those take longer
-than moving 100 KiB. So what is small, and waited for, is left in memory instead: each rank writes its letters into its own mailbox,
-which the others map read-only, and a thread that waits for one looks there itself.
+[Note: mailboxes] A message over a socket costs two thread switches in the receiving process, and those take longer than moving 100 KiB.
+So a small message for which somebody waits is left in memory instead (MPI calls this an eager protocol): each rank writes its letters
+into its own mailbox, which the others map read-only, and a thread that waits for a letter looks there itself.
 
-A mailbox begins with a count of what has happened to it, which is the word that readers sleep on (futex.py). A directory says which
-letters there are: an entry is a few words, of which `number` is written last and taken away first, and `serial`, which is never the same
-again, written before the others: who finds both as they were when he has read the rest has seen one entry and all of it. The letters'
-bytes lie in a ring. A reader acknowledges a letter in its own mailbox, by the letter's serial number, so all memory has one writer; a
-letter that all of its readers have acknowledged is forgotten by its writer, who looks when it needs the room. One that is not read for long
-(a rank may wait there for something that happens once an hour) stays where it is, and others are written around it.
+A mailbox begins with a count of the events in it, which is the word that readers sleep on (futex.py). A directory says which letters
+there are. An entry is a few words. The writer clears `number` first and writes it last; before the other words it writes `serial`, which
+is never the same again. So a reader that finds both unchanged after it has read the rest has seen one whole entry (a seqlock works in
+this way). The letters' bytes lie in a ring. A reader acknowledges a letter in its own mailbox, by the letter's serial number, so each
+mailbox has a single writer. The writer forgets a letter that all of its readers have acknowledged; it checks this when it needs room.
+A letter that stays unread for long (a rank may wait for something that happens once an hour) stays where it is, and the writer writes
+others around it.
 
-A writer may also take a letter back. A reader that is reading it then finds the entry changed when it has read, and must not use it.
+A writer may also take a letter back. A reader that is reading it at that moment finds the entry changed afterwards, and must not use the
+letter.
 """
 
 import mmap
@@ -32,17 +34,17 @@ from shardnet.transport.shared_memory.memfd import allocate, found, keep_others_
 from shardnet.wire import Buffer
 
 NAME = "shardnet-mailbox"
-RANKS = 64  # of a node: more have no mailboxes
+RANKS = 64  # of a node: further ranks have no mailboxes
 _ENTRIES = 64
-_PROBES = 8  # entries at which a letter may stand
-_ALIGNMENT = 64  # of what lies in the ring: a cache line, and more than any element needs
+_PROBES = 8  # entries in which a letter may stand
+_ALIGNMENT = 64  # of notes and data in the ring: a cache line, and more than any element needs
 
 # where things are, in words of 8 bytes
 _COUNT = 0
 _DIRECTORY = 8
 _ENTRY_WORDS = 8
 _GROUP, _NUMBER, _SERIAL, _START, _NOTE_BYTES, _DATA_BYTES = range(6)  # in an entry; the number is that of the collective, plus 1
-_RECEIPTS = _DIRECTORY + _ENTRIES * _ENTRY_WORDS  # of this rank: by whose letters, and by entry
+_RECEIPTS = _DIRECTORY + _ENTRIES * _ENTRY_WORDS  # what this rank has acknowledged: by the place of the letter's writer, and by entry
 HEAD_BYTES = (_RECEIPTS + RANKS * _ENTRIES) * 8
 
 
@@ -56,7 +58,7 @@ def _entries(group: int, sequence: int) -> Sequence[int]:
 
 @dataclass(slots=True)
 class Letter:
-    """A letter as its reader finds it. Its bytes may be used if `MailboxView.holds` it still when they have been read."""
+    """A letter as its reader finds it. The reader may use what it has read of it only if `MailboxView.holds` is still true afterwards."""
 
     note: memoryview
     data: memoryview
@@ -73,7 +75,7 @@ class Posted:
     sequence: int
     entry: int
     serial: int
-    start: int  # in the ring, from the first byte ever written; a round more whenever others were written around it
+    start: int  # in the ring, from the first byte ever written; grows by the capacity whenever others were written around it
     end: int
     data: int  # where its data begins in the ring
     readers: Sequence["MailboxView"]
@@ -84,7 +86,7 @@ class Mailbox:
     """A rank's own. Safe to use from any thread."""
 
     def __init__(self, place: int, capacity: int) -> None:
-        """place     this rank's among those of its node
+        """place     this rank's number among the ranks of its node
         capacity  bytes of letters
 
         Raises OSError if there is no memory, or no way to wait for a letter.
@@ -106,20 +108,20 @@ class Mailbox:
         self._serials = count(1)
         self._head = 0
         self._posted: deque[Posted] = deque()  # in the order of the ring
-        self._at: dict[int, Posted] = {}  # by entry, the last one there
+        self._at: dict[int, Posted] = {}  # the last letter in each entry
 
     def offer(self) -> mesh_pb2.MailboxOffer:
-        """Where a reader finds it, until `hide`."""
+        """Tell where a reader finds the mailbox, until `hide`."""
         return mesh_pb2.MailboxOffer(descriptor=self._descriptor, capacity=self.capacity, place=self.place)
 
     def hide(self) -> None:
-        """Every reader has found it, or never will."""
+        """Close the descriptor: every reader has found it, or never will."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
     def post(self, group: int, sequence: int, note: bytes, data: Buffer, readers: Sequence["MailboxView"]) -> Posted | None:
-        """Leave a letter for these; None if there is no room for it now."""
+        """Leave a letter for these readers; None if there is no room for it now."""
         noted = len(note) + -len(note) % _ALIGNMENT
         with self._lock:
             entry = self._entry(group, sequence)
@@ -145,14 +147,14 @@ class Mailbox:
         return posted
 
     def mark(self, posted: Posted, word: int) -> None:
-        """Write the first 8 bytes of a letter's data anew, for readers that have more to wait for than the letter."""
+        """Overwrite the first 8 bytes of a letter's data, for readers that have more to wait for than the letter."""
         with self._lock:
-            if not posted.free:  # or the ring may have something else there
+            if not posted.free:  # otherwise the ring may hold something else there
                 self._ring[posted.data : posted.data + 8].view(np.uint64)[0] = word
                 self._ring_bell()
 
     def withdraw(self, group: int, sequence: int | None = None) -> None:
-        """Take a letter back, or all of a group, if it is still there: who has not read it never will."""
+        """Take a letter back, or all of a group, if it is still there: a reader that has not read it never will."""
         with self._lock:
             for posted in self._posted:
                 if posted.group == group and sequence in (None, posted.sequence) and not posted.free:
@@ -161,9 +163,9 @@ class Mailbox:
                     self._ring_bell()
 
     def acknowledge(self, letters: Iterable[tuple["MailboxView", Letter]], *, aloud: bool = False) -> None:
-        """This rank needs these letters no more. One that was taken back may be acknowledged after the next one in its entry.
+        """Say that this rank no longer needs these letters. One that was taken back may be acknowledged after the next one in its entry.
 
-        aloud  their writers wait for that
+        aloud  their writers wait for the acknowledgement
         """
         with self._lock:
             for view, letter in letters:
@@ -177,14 +179,14 @@ class Mailbox:
         futex.wake(self._address)
 
     def _next_place(self, size: int) -> int:
-        """The next position at which `size` bytes lie in one piece."""
+        """The next position at which `size` bytes fit without wrapping around the end of the ring."""
         start = self._head + -self._head % _ALIGNMENT
         if start % self.capacity + size > self.capacity:
             start += -start % self.capacity
         return start
 
     def _entry(self, group: int, sequence: int) -> int | None:
-        """An entry where this letter may stand, and none does."""
+        """A free entry in which this letter may stand."""
         for entry in _entries(group, sequence):
             posted = self._at.get(entry)
             if posted is None or self._is_free(posted):
@@ -192,7 +194,7 @@ class Mailbox:
         return None
 
     def _make_room(self, size: int) -> int | None:
-        """The next position at which so many bytes may be written; None if there is none."""
+        """The next position at which `size` bytes may be written; None if there is none."""
         if size > self.capacity:
             return None
         for _ in range(len(self._posted) + 1):
@@ -203,9 +205,9 @@ class Mailbox:
         return None
 
     def _pass(self, oldest: Posted) -> None:
-        """Forget the oldest letter if it is free, and else go around it."""
+        """Forget the oldest letter if it is free; otherwise go around it."""
         if self._is_free(oldest):
-            if self._at[oldest.entry] is oldest:  # a reader that was taken for dead may look for it again
+            if self._at[oldest.entry] is oldest:  # clear the entry: a reader that was taken for dead may look for it again
                 self._words[_DIRECTORY + oldest.entry * _ENTRY_WORDS + _NUMBER] = 0
         else:
             oldest.start += self.capacity
@@ -230,13 +232,13 @@ class MailboxView:
         with found(NAME, process, offer.descriptor, size) as descriptor:
             memory, self.address = mapped(descriptor, size, mmap.MAP_SHARED, write=False)
         self.place = offer.place
-        self.gone = False  # its owner reads nothing any more
+        self.gone = False  # its owner no longer reads anything
         self._words = memory[:HEAD_BYTES].data.cast("Q")
         self._ring = memory[HEAD_BYTES:].data
 
     @property
     def count(self) -> int:
-        """Another one after every letter, mark and receipt that is given aloud, and whenever a letter is taken back."""
+        """A number that changes with every letter, every mark and every acknowledgement `aloud`, and whenever a letter is taken back."""
         return self._words[_COUNT]
 
     def find(self, group: int, sequence: int) -> Letter | None:
@@ -247,7 +249,7 @@ class MailboxView:
             serial = words[base + _SERIAL]
             if words[base + _NUMBER] == number and words[base + _GROUP] == group:
                 at, note_bytes, data_bytes = words[base + _START], words[base + _NOTE_BYTES], words[base + _DATA_BYTES]
-                if words[base + _NUMBER] != number or words[base + _SERIAL] != serial:  # another one, or none, since it was looked at
+                if words[base + _NUMBER] != number or words[base + _SERIAL] != serial:  # the entry has changed meanwhile
                     return None
                 data = at + note_bytes + -note_bytes % _ALIGNMENT
                 if data + data_bytes > len(self._ring):
@@ -256,18 +258,18 @@ class MailboxView:
         return None
 
     def holds(self, letter: Letter) -> bool:
-        """Whether what has been read of it up to now was the letter."""
+        """Whether everything read from the letter until now really was this letter: its entry has not changed."""
         base = _DIRECTORY + letter.entry * _ENTRY_WORDS
         return self._words[base + _NUMBER] == letter.number and self._words[base + _SERIAL] == letter.serial
 
     def has_acknowledged(self, place: int, posted: Posted) -> bool:
-        """Whether its owner needs this letter of the rank with that place no more."""
+        """Whether the mailbox's owner no longer needs this letter of the rank at `place`."""
         return self._words[_RECEIPTS + place * _ENTRIES + posted.entry] >= posted.serial
 
     def wait(self, seen: int, timeout_s: float) -> None:
-        """Sleep until `count` is not `seen` any more, or for some time, or less."""
+        """Sleep until `count` is no longer `seen`, at most `timeout_s`; may return early."""
         futex.wait(self.address, seen, timeout_s)
 
     def wake(self) -> None:
-        """Let all that sleep here look around, whichever process they are of."""
+        """Wake all threads that sleep at this mailbox, in any process, so that they look again."""
         futex.wake(self.address)

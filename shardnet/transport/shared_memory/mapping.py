@@ -1,4 +1,4 @@
-"""Mapping memory for longer than its descriptor is open, and reading pages again as they are (mmap(2), madvise(2))."""
+"""Mapping memory for longer than its descriptor is open, and dropping private pages so that the file shows again (mmap(2), madvise(2))."""
 
 import ctypes
 import mmap
@@ -18,9 +18,9 @@ _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def mapped(descriptor: int, size: int, flags: int, *, write: bool = True) -> tuple[np.ndarray, int]:
-    """The memory, unmapped with the last reference to it, and where it is. Unlike mmap's own this needs no descriptor meanwhile.
+    """The memory, unmapped with the last reference to it, and its address. Unlike mmap.mmap this keeps no descriptor open meanwhile.
 
-    Without `write` nothing may be written there. Raises OSError.
+    Without `write` the memory is read-only. Raises OSError.
     """
     address = _mmap(None, size, mmap.PROT_READ | (mmap.PROT_WRITE if write else 0), flags, descriptor, 0)
     if address in (None, _FAILED):
@@ -33,19 +33,19 @@ def mapped(descriptor: int, size: int, flags: int, *, write: bool = True) -> tup
 
 
 def has_own_pages(address: int, size: int) -> bool:
-    """Whether anything was written to a private mapping since it was made, or forgotten. True as well if the system does not say."""
+    """Whether anything was written to a private mapping since it was made, or last forgotten. Also true if the system does not say."""
     start, end = address // mmap.PAGESIZE, -(-(address + size) // mmap.PAGESIZE)
     try:
         entries = np.frombuffer(_page_map(start, end), np.uint64)
     except OSError:
         return True
     there = entries[entries & _PRESENT_OR_SWAPPED != 0]
-    # Of pages of which none is there nothing is said, perhaps of none ever.
+    # If no page is reported present, the system says nothing about them, and perhaps never does about any.
     return len(entries) < end - start or not there.size or bool((there & _OF_FILE == 0).any())
 
 
 def _page_map(start: int, end: int) -> bytes:
-    """An entry of 64 bits for each of these pages (Documentation/admin-guide/mm/pagemap.rst)."""
+    """One entry of 64 bits for each of these pages (Documentation/admin-guide/mm/pagemap.rst)."""
     descriptor = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.pread(descriptor, 8 * (end - start), 8 * start)

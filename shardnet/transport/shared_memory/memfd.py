@@ -1,4 +1,4 @@
-"""Memory without a name: made by one process, and found by others below /proc."""
+"""Memory without a file name: made by one process, and found by others below /proc."""
 
 import fcntl
 import os
@@ -17,7 +17,7 @@ class Stranger(OSError):
 
 
 def allocate(name: str, size: int) -> int:
-    """A descriptor of new memory, which cannot change its size. Raises OSError if there is none: all of it is there from the beginning."""
+    """A descriptor of new memory of a fixed size, all of it allocated from the beginning. Raises OSError if there is not enough memory."""
     if not hasattr(os, "memfd_create"):
         raise OSError("this system has no memfd")
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -31,20 +31,20 @@ def allocate(name: str, size: int) -> int:
 
 
 def keep_others_from_writing(descriptor: int) -> None:
-    """From now on nobody can map it for writing; who has, can write on."""
+    """Seal it: from now on nobody can map it for writing; existing writable mappings stay writable."""
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL | _F_SEAL_FUTURE_WRITE)
 
 
 @contextmanager
 def found(name: str, pid: int, descriptor: int, size: int, *, inode: int | None = None, write: bool = False) -> Iterator[int]:
-    """A descriptor of what another process has allocated, for a moment. Raises Stranger if its process is not to be seen, or has it no
-    more, and another OSError, saying why, if it is something else."""
+    """Open, for a moment, a descriptor of memory that another process has allocated. Raises Stranger if that process cannot be seen, or no
+    longer has the memory, and another OSError, saying why, if the memory is not as expected."""
     path = Path(f"/proc/{pid}/fd/{descriptor}")
     try:
         target = str(path.readlink())
     except FileNotFoundError:
         raise Stranger from None
-    if target != f"/memfd:{name} (deleted)":  # the files of whichever process has the number here are not to be touched
+    if target != f"/memfd:{name} (deleted)":  # the number may belong to another process here, whose files must not be touched
         raise Stranger
     opened = os.open(path, (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC)
     try:

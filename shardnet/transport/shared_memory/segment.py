@@ -1,4 +1,4 @@
-"""`Segment`: memory that several ranks of a node write, and read as if it were their own."""
+"""`Segment`: memory that several ranks of a node write and read as if it were their own."""
 
 import mmap
 import os
@@ -10,14 +10,14 @@ NAME = "shardnet-segment"
 
 
 class Segment:
-    """Made by one rank, opened by others; its memory goes with the last mapping of it.
+    """Made by one rank, opened by others; its memory is freed with its last mapping.
 
-    What is written to `shared` all ranks see. `private` shows the same, but what is written there only this rank sees, until
-    `refresh`. Both stay mapped as long as somebody has them.
+    All ranks see what is written to `shared`. `private` shows the same bytes, but only this rank sees what is written there, until
+    `refresh` drops it (copy-on-write). Both stay mapped as long as somebody holds a reference to them.
     """
 
     def __init__(self, size: int, owner: tuple[int, int, int] | None = None) -> None:
-        """Without an owner it is allocated, else the one of that process with that descriptor and inode is mapped. Raises OSError."""
+        """Allocate the memory, or map the memory of an `owner`: its process, descriptor and inode. Raises OSError."""
         self.descriptor = -1
         self.inode = 0
         if owner is None:
@@ -34,17 +34,17 @@ class Segment:
                 self._map(descriptor, size)
 
     def _map(self, descriptor: int, size: int) -> None:
-        # populated, or each page would cost a fault when it is used first
+        # populated: otherwise each page would cost a page fault at its first use
         self.shared, _ = mapped(descriptor, size, mmap.MAP_SHARED | mmap.MAP_POPULATE)
         self.private, self._address = mapped(descriptor, size, mmap.MAP_PRIVATE)
 
     def refresh(self) -> None:
         """Forget what was written to `private`."""
-        if has_own_pages(self._address, len(self.private)):  # or all that is mapped would be mapped again, with a fault for each few pages
+        if has_own_pages(self._address, len(self.private)):  # otherwise all of it would be mapped again, with a fault every few pages
             forget(self._address, len(self.private))
 
     def close(self) -> None:
-        """Nobody can open it any more."""
+        """Close the descriptor: nobody can open the segment any more."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1

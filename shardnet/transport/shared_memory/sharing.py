@@ -21,7 +21,7 @@ PutNow = Callable[[int, Chunk], None]  # the same without waiting for room
 
 
 class Sharing:
-    """One rank's window, and its views of those of `neighbours`, the other ranks of its node. Runs on the loop thread."""
+    """One rank's window, and its views of the windows of `neighbours`, the other ranks of its node. Runs on the loop thread."""
 
     def __init__(
         self,
@@ -35,8 +35,8 @@ class Sharing:
         *,
         lending: bool = True,
     ) -> None:
-        """place    this rank's among those of its node
-        lending  whether data may be read from this process, and from others, where it lies
+        """place    this rank's number among the ranks of its node
+        lending  whether ranks may read data directly from each other's memory, this rank from others and others from it
         """
         self._where = where
         self._epoch = epoch
@@ -48,24 +48,24 @@ class Sharing:
         self._window: Window | None = None
         self._turn = asyncio.Lock()  # first come, first served
         self._views: dict[int, View] = {}
-        self._readers: set[int] = set()  # who see the window
-        self.borrowers = frozenset[int]()  # of those, who can read what this rank lends
+        self._readers: set[int] = set()  # ranks that see this rank's window
+        self.borrowers = frozenset[int]()  # the readers that can also read what this rank lends
         self.mailbox: Mailbox | None = None  # this rank's own
-        self.mailboxes: dict[int, MailboxView] = {}  # those of the neighbours that this rank sees
-        self._processes: dict[int, int] = {}  # whose window this rank sees, by rank
-        self._lenders: set[int] = set()  # of those, whose memory it can read
+        self.mailboxes: dict[int, MailboxView] = {}  # the neighbours' mailboxes that this rank sees
+        self._processes: dict[int, int] = {}  # the process ids of ranks whose window this rank sees, by rank
+        self._lenders: set[int] = set()  # of those, the ranks whose memory this rank can read
         self._neighbours = frozenset(neighbours)
-        self._asked = set(neighbours)  # who have not answered yet
+        self._asked = set(neighbours)  # ranks that have not answered yet
         self._refusals: dict[int, str] = {}
         self._settled = asyncio.Event()
 
     @property
     def readers(self) -> frozenset[int]:
-        """Who see this rank's window."""
+        """The ranks that see this rank's window."""
         return frozenset(self._readers)
 
     def process(self, peer: int) -> int | None:
-        """The process of a rank that this one shares memory with."""
+        """The process id of a rank that this one shares memory with."""
         return self._processes.get(peer)
 
     async def open(self, timeout_s: float) -> None:
@@ -106,7 +106,7 @@ class Sharing:
         return peer in self._readers and len(chunk.data) >= max(self._limits.inline_bytes, 1)
 
     async def send(self, peers: Sequence[int], chunk: Chunk) -> None:
-        """Send a chunk to peers that it is carried to; its buffer is free when this returns. Raises PeerLost."""
+        """Send a chunk to peers for which `carries` is true; its buffer is free when this returns. Raises PeerLost."""
         assert self._window is not None
         async with self._turn:
             piece = await self._window.put(chunk.data, peers)
@@ -124,7 +124,7 @@ class Sharing:
         self._put_now(peer, chunk.saying(control))
 
     def receive(self, peer: int, chunk: Chunk, deliver: Callable[[Chunk], None]) -> None:
-        """Take a chunk that is about windows; `deliver` gets what it stands for. Raises ProtocolError."""
+        """Take a chunk that is about windows or loans; `deliver` gets the chunk with the data that it refers to. Raises ProtocolError."""
         assert chunk.control is not None
         if chunk.control.HasField("window_piece"):
             self._on_piece(peer, chunk, chunk.control.window_piece, deliver)
@@ -145,7 +145,7 @@ class Sharing:
                 self._on_answer(peer, chunk.control.window_answer)
 
     def leave(self, peer: int) -> None:
-        """The peer has said goodbye: it takes part in nothing any more."""
+        """The peer has said goodbye: it no longer takes part in anything."""
         self._forget(peer)
         if self._window is not None:
             self._window.leave(peer)
@@ -165,7 +165,7 @@ class Sharing:
         self.borrowers -= {peer}
 
     def close(self) -> None:
-        """Give the memory back. What is still sent goes nowhere."""
+        """Give the memory back. Chunks that are sent after this go nowhere."""
         self._readers.clear()
         self.borrowers = frozenset()
         if self._window is not None:
@@ -177,8 +177,8 @@ class Sharing:
         self._views.clear()
 
     def _tell(self, peers: Sequence[int], chunk: Chunk, piece: Piece) -> None:
-        """Say where a chunk's data lies. It may not wait: readers hear of pieces in the order in which they lie, for they release
-        up to a position, and one that is frozen would hold up the others. What it has to hear is bounded by the window."""
+        """Tell peers where a chunk's data lies. This must not wait: readers release up to a position, so they must hear of pieces in the
+        order in which these lie, and a frozen reader would hold up the others. The window's size bounds what queues up for a reader."""
         assert self._window is not None
         control = mesh_pb2.Control(window_piece=mesh_pb2.WindowPiece(position=piece.start, size=len(chunk.data)))
         if chunk.control is not None:
@@ -193,7 +193,7 @@ class Sharing:
             self._window.withdraw(piece, untold)
 
     def _post(self, peer: int, control: mesh_pb2.Control) -> None:
-        """Say something about windows; a peer that is gone need not hear it."""
+        """Send a message about windows; a peer that is gone need not get it."""
         with suppress(PeerLost):
             self._put_now(peer, Chunk(self._epoch, 0, 0, control=control))
 
@@ -217,7 +217,7 @@ class Sharing:
         refusal = ""
         try:
             self._views[peer] = View(offer)
-        except (OSError, ValueError) as error:  # ValueError: mmap's word for sizes that make no sense
+        except (OSError, ValueError) as error:  # mmap raises ValueError for sizes that make no sense
             refusal = str(error)
         borrows = not refusal and self._lending and can_read(offer)
         if not refusal:

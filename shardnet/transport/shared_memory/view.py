@@ -9,12 +9,12 @@ from shardnet.pb import mesh_pb2
 from shardnet.transport.shared_memory.memfd import Stranger, found
 from shardnet.transport.shared_memory.window import HEADER_BYTES, NAME, SECRET_BYTES
 
-_REPORTS = 4  # in the time in which the window is written once: rarer costs less, but its owner may have to wait and ask
-_MAX_POSITION = 1 << 63  # far beyond what is ever written; the end of a piece must be a number that a message can carry
+_REPORTS = 4  # per time that the whole window is written: fewer cost less, but its owner may have to wait and ask
+_MAX_POSITION = 1 << 63  # far beyond what is ever written; the end of a piece must be a number that fits into a message
 
 
 class View:
-    """Maps it for reading; lives as long as the mesh."""
+    """Maps the window for reading; lives as long as the mesh."""
 
     def __init__(self, offer: mesh_pb2.WindowOffer) -> None:
         """Raises OSError, saying why, if it is not in this machine's memory or not ours to see."""
@@ -25,7 +25,7 @@ class View:
         self._reported = 0
 
     def read(self, piece: mesh_pb2.WindowPiece) -> memoryview:
-        """The piece's bytes, which stay as they are until it is released. Raises ProtocolError if it is none."""
+        """The piece's bytes, which stay unchanged until it is released. Raises ProtocolError if there can be no such piece."""
         start = piece.position % self._capacity
         if not piece.size or start + piece.size > self._capacity or not self._taken <= piece.position < _MAX_POSITION:
             raise ProtocolError(f"{piece.size} bytes at {piece.position} are no piece of a window of {self._capacity} bytes")
@@ -38,7 +38,7 @@ class View:
 
     @property
     def owes_report(self) -> bool:
-        """Whether pieces were read that the owner was not told of."""
+        """Whether pieces were read that have not been reported to the owner yet."""
         return self._taken > self._reported
 
     def report(self) -> mesh_pb2.WindowReleased:
@@ -46,7 +46,7 @@ class View:
         return mesh_pb2.WindowReleased(position=self._taken)
 
     def close(self) -> None:
-        with suppress(BufferError):  # somebody still looks at it: the mapping goes with them
+        with suppress(BufferError):  # somebody still uses the data: the mapping goes with the last user
             self._data.release()
             self._map.close()
 

@@ -18,7 +18,7 @@ from shardnet.wire import Buffer
 NAME = "shardnet-window"
 HEADER_BYTES = mmap.PAGESIZE  # the secret, then nothing
 SECRET_BYTES = 32
-PATIENCE_S = 0.5  # with readers, who release what they were told of in milliseconds
+PATIENCE_S = 0.5  # to wait for readers, who normally release within milliseconds
 _ALIGNMENT = 64  # of pieces: a cache line, and more than any element needs
 
 
@@ -34,19 +34,19 @@ class Piece:
 class Window:
     """A ring of `capacity` bytes. Runs on the loop thread.
 
-    Pieces are released in any order, but their room is used again in the order in which they were put. So a piece must be
-    released soon, whatever else its reader waits for.
+    Readers release pieces in any order, but the window reuses their room in the order in which they were put. So a reader must
+    release each piece soon, whatever else it waits for.
     """
 
     def __init__(self, capacity: int, on_full: Callable[[Collection[int]], None]) -> None:
-        """`on_full` is told who holds the oldest piece while somebody waits for room. Raises OSError if there is no memory."""
+        """`on_full` gets the ranks that hold the oldest piece while a `put` waits for room. Raises OSError if there is no memory."""
         self.capacity = capacity + -capacity % _ALIGNMENT
         self._on_full = on_full
         self._secret = Secret(secrets.token_bytes(SECRET_BYTES))
         self._head = 0  # where the next piece may start
         self._pieces: deque[Piece] = deque()  # not released, by position
         self._room = asyncio.Event()
-        self._stuck = False  # somebody has waited in vain for room since the last time that there was some
+        self._stuck = False  # a put has waited in vain for room since the last time that room became free
         self._over = False  # nothing is put any more
         self._descriptor = allocate(NAME, HEADER_BYTES + self.capacity)
         try:
@@ -59,7 +59,7 @@ class Window:
         self._data = np.frombuffer(self._map, np.uint8, self.capacity, HEADER_BYTES)
 
     def offer(self) -> mesh_pb2.WindowOffer:
-        """Where a reader finds it, until `hide`."""
+        """Tell where a reader finds the window, until `hide`."""
         return mesh_pb2.WindowOffer(
             pid=os.getpid(),
             descriptor=self._descriptor,
@@ -69,14 +69,14 @@ class Window:
         )
 
     def hide(self) -> None:
-        """Every reader has found it, or never will."""
+        """Close the descriptor: every reader has found it, or never will."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
     async def put(self, data: Buffer, readers: Collection[int]) -> Piece | None:
-        """Copy data in. It stays until each reader has released it or left. One call at a time. None if there is no room and
-        comes none, for a reader that is frozen must not hold up the others."""
+        """Copy data in. It stays until each reader has released it or left. One call at a time. Returns None if no room becomes
+        free within a short time, because a frozen reader must not hold up the others."""
         size = len(data)
         start = self._place(size)
         while not self._over and self._pieces and start + size - self._pieces[0].start > self.capacity:
@@ -98,7 +98,7 @@ class Window:
         return piece
 
     def release(self, reader: int, position: int) -> None:
-        """The reader needs no piece any more that ends at `position` or before."""
+        """The reader no longer needs any piece that ends at `position` or before."""
         for piece in self._pieces:
             if piece.end > position:
                 break
@@ -115,13 +115,13 @@ class Window:
         self.release(reader, self._head)
 
     def lose(self, reader: int) -> None:
-        """The reader is lost, which one that was frozen for long may not know when it thaws: it could end a collective with
-        what it was told of before. So that is never overwritten, and if there is any, nothing is put any more."""
+        """The reader is lost. If it was only frozen, it may not know that when it runs again, and could finish a collective with
+        pieces that it was told of before. So those are never overwritten: if there are any, the window takes no more data."""
         if any(reader in piece.readers for piece in self._pieces):
             self._end()
 
     def close(self) -> None:
-        """Readers keep what they have mapped; nothing is put any more."""
+        """Take no more data. Readers keep what they have mapped."""
         self.hide()
         self._end()
         self._data = np.empty(0, np.uint8)
@@ -129,10 +129,10 @@ class Window:
 
     def _end(self) -> None:
         self._over = True
-        self._room.set()  # who waits need not
+        self._room.set()  # a put that waits for room must not wait any longer
 
     def _place(self, size: int) -> int:
-        """The next position at which `size` bytes lie in one piece."""
+        """The next position at which `size` bytes fit without wrapping around the end of the ring."""
         start = self._head + -self._head % _ALIGNMENT
         if start % self.capacity + size > self.capacity:
             start += -start % self.capacity
