@@ -27,8 +27,8 @@ from shardnet.transport.options import channel_options
 
 log = logging.getLogger(__name__)
 
-# Between tries to return to a rendezvous that was gone: nobody can join before its members are back. The channel waits up to 1.2 s between
-# its own, and the two add up.
+# The longest pause between tries to return to a rendezvous that was gone: nobody can join before its members are back. The channel waits up
+# to 1.2 s between its own tries, and the two pauses add up.
 RETURN_S = 0.5
 OnLost = Callable[[int, str, bool], None]  # (rank, reason, left): a member is gone; left: it said goodbye
 
@@ -42,7 +42,7 @@ def join(
     on_waiting: OnWaiting | None = None,
     security: Security | None = None,
 ) -> "Membership":
-    """A membership to enter: `async with join("10.0.0.1:7000", request) as membership: membership.topology`.
+    """Make a membership to enter: `async with join("10.0.0.1:7000", request) as membership: membership.topology`.
 
     address     host:port of the rendezvous
     on_lost     called on the loop for each member that leaves or vanishes once the world is formed; must not block
@@ -51,13 +51,13 @@ def join(
     Entering waits until the world is complete and raises
     - RendezvousUnavailable when nobody answers at the address for `connect_s`,
     - JoinTimeout when too few workers came within `join_s`,
-    - JoinRefused when the rendezvous says no, and why,
-    - HandshakeError when it and this process do not trust each other, and why,
+    - JoinRefused when the rendezvous refuses, saying why,
+    - HandshakeError when the rendezvous and this process do not trust each other, saying why,
     - ProtocolError when somebody else answers.
     Cancelling it frees the place.
 
     To form the next epoch of an elastic job all members join again, each with a new incarnation and its old one as `previous`, and
-    end the old membership with `abort` when that is done: see [Note: reforming] in job.py.
+    end the old membership with `abort` after that: see [Note: reforming] in job.py.
     """
     return Membership(address, request, timeouts or Timeouts(), on_lost, on_waiting, security or Security())
 
@@ -66,8 +66,8 @@ class Membership:
     """One worker's membership of one epoch; an async context manager, made by `join`.
 
     Leaving the context says goodbye. Leaving it by an exception, or `abort`, does not: the others then see this worker
-    as lost, which is what a failed worker is. If the rendezvous dies the membership stays and the run goes on; only the
-    news about others end, with one warning, until the rendezvous is there again and takes this worker for the member that it is.
+    as lost, as they should see a failed worker. If the rendezvous dies the membership stays and the run goes on. Only the news about
+    others stop, with one warning, until the rendezvous is back and takes this worker back as the member that it is.
     """
 
     def __init__(
@@ -89,20 +89,20 @@ class Membership:
         self._lease: Lease | None = None
         self._watch: asyncio.Task[None] | None = None  # owned: awaited by _close
         self._topology: Topology | None = None
-        self._leaving = False  # whatever happens to the lease from now on is meant
+        self._leaving = False  # if true, the lease ends because this worker wants it
         self._joiners = 0
         self._away = False  # the rendezvous cannot be reached, or does not know this membership
 
     @property
     def topology(self) -> Topology:
-        """Everyone's place, and one's own; the members of the epoch as it was formed."""
+        """The places of all members, and of this worker; the members of the epoch as it was formed."""
         if self._topology is None:
             raise StateError("the world is not formed yet: enter the membership first (async with join(...))")
         return self._topology
 
     @property
     def joiners(self) -> int:
-        """How many workers would come in if all members of an elastic job joined again now, as far as is known. Any thread."""
+        """How many workers would come in if all members of an elastic job joined again now, as far as this worker knows. Any thread."""
         return self._joiners
 
     async def __aenter__(self) -> Self:
@@ -139,7 +139,7 @@ class Membership:
             self._lease.end()
 
     async def _watch_others(self, lease: Lease) -> None:
-        """Report who is gone, and come back to the rendezvous where that was gone itself."""
+        """Report members that are gone, and return to the rendezvous when it was gone itself."""
         while True:
             try:
                 await self._listen(lease)
@@ -163,7 +163,7 @@ class Membership:
                 self._joiners = event.count
 
     async def _come_back(self) -> Lease:
-        """Try until the rendezvous has this worker again. Raises JoinRefused, or what says that it is no rendezvous any more."""
+        """Try until the rendezvous has taken this worker back. Raises JoinRefused, or an error that says that it is no longer a rendezvous."""
         assert self._channel is not None
         for pause_s in delays(most_s=RETURN_S):
             await asyncio.sleep(pause_s)
@@ -173,7 +173,7 @@ class Membership:
             except LeaseBroken:
                 continue
             except JoinRefused as refusal:
-                if refusal.reason == Refusal.DUPLICATE_INCARNATION:  # the connection that broke looks alive over there
+                if refusal.reason == Refusal.DUPLICATE_INCARNATION:  # the rendezvous has not noticed yet that the old connection broke
                     continue
                 raise
             self._away = False
@@ -221,7 +221,7 @@ class Membership:
 
 async def status(address: str, job: str = "", *, timeout_s: float = ANSWER_S, security: Security | None = None) -> tuple[JobStatus, ...]:
     """The jobs of the rendezvous at `address`, or only `job`. Raises EndpointUnavailable, HandshakeError, or ProtocolError
-    for a stranger."""
+    if something else answers."""
     method = f"/{messages.SERVICE}/Status"
     reply = await ask(
         address, method, pb.StatusRequest(job=job), pb.StatusReply.FromString, timeout_s=timeout_s, security=security, to=Role.RENDEZVOUS

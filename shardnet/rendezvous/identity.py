@@ -1,4 +1,4 @@
-"""Which host this is, and which start of a worker."""
+"""Names for this host and for this start of a worker."""
 
 import socket
 import uuid
@@ -8,10 +8,10 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def node_identity(override: str = "") -> str:
-    """A name for this host, equal for all processes on it and for no others; `override` wins if it is given.
+    """A name for this host, the same for all processes on it and for no others; `override` wins if it is given.
 
     The host name alone is not enough (cloned machines share it), nor is the boot id (containers of one host share it,
-    but not its memory). It groups ranks; whether two of them can share memory is proved on a segment, not by this.
+    but not its memory). The name groups ranks; whether two of them can share memory is proved by trying, not by this.
     """
     return override or f"{socket.gethostname()}/{_boot_id()}"
 

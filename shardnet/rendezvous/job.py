@@ -13,47 +13,48 @@ from shardnet.rendezvous.store import SavedJob
 from shardnet.topology import Member, Topology
 
 REFORMS = "it forms the next epoch"
-MISSED_S = 2.0  # so much later than the others one may notice that a collective has failed, if it was only slow
+MISSED_S = 2.0  # how much later than the others a member that is only slow may notice that a collective has failed
 
 
 class Job:
-    """Who is in one job; lives through all of the job's epochs. `JobState` says what may follow what.
+    """The workers of one job; lives through all of the job's epochs. `JobState` says which state may follow which.
 
-    Every method returns the notices to deliver, in order.
+    Methods that change the job return the notices to deliver, in order.
 
-    [Note: reforming] A running elastic job takes in whoever joins, as a joiner: live, but without a rank. Its members hear of
-    it, and end the epoch at a moment of their own choice, or when they lose one of them: each joins again, which ends its
-    membership and makes it a joiner in one step, so that nobody takes it for gone. When no member is left the joiners form the
-    next epoch: at once if they are enough, since there is nobody left to wait for but those that may never come. Of too many
+    [Note: reforming] A running elastic job takes in every worker that joins, as a joiner: live, but without a rank. The job's members hear
+    of it. They end the epoch at a moment of their own choice, or when they lose a member: each member joins again, which ends its
+    membership and makes it a joiner in one step, so that nobody takes it for gone. When no member is left, the joiners form the
+    next epoch. They do so at once if there are enough of them, because any other worker may never come. If there are too many joiners,
     the former members are taken first, and the others stay for the epoch after that.
 
-    [Note: the stuck] A member that hangs in code of its own keeps its lease, and would be waited for without end. So those that have waited
-    for it in vain in a collective name it when they join again. When nobody else is left to wait for, it has MISSED_S to come, too;
-    then it is no member any more. If it wakes up it joins as a new worker does.
+    [Note: the stuck] A member that hangs in its own code keeps its lease, and the others would wait for it without end. So the members that
+    have waited for it in vain in a collective name it when they join again. When all other members have joined again, it has MISSED_S to
+    come, too; after that it is no longer a member. If it wakes up, it joins as a new worker does.
 
-    [Note: the end] A member of an elastic job that leaves in peace says that the training is over, since all end together. From then on
-    there is no next epoch: who waits for one is told so, and so is who comes back because somebody died in that very moment. A worker that
-    comes later still, and replaces another one or was frozen meanwhile, does not begin the job anew, as any other one does.
+    [Note: the end] A member of an elastic job that leaves with a goodbye says by this that the training is over, since all members end
+    together. From then on there is no next epoch: workers that wait for one are told so, and so are members that come back because
+    another one died in that very moment. A later worker that replaces a lost one, or that was frozen meanwhile, is refused, too; any
+    other later worker begins the job again from the start.
     """
 
     def __init__(self, name: str, epoch: int, settle_s: float, first_world_size: int = 0) -> None:
-        """`epoch` is the last one that is used up; `settle_s` is how long at least `min_world_size` workers wait for more. The first epoch
-        has `first_world_size`, if that is not 0, whatever the workers ask for."""
+        """`epoch` is the last epoch number that is used up; once `min_world_size` workers are there, they wait `settle_s` for more. The
+        first epoch has `first_world_size` workers, if that is not 0, whatever the workers ask for."""
         self.name = name
         self.epoch = epoch
         self.state = JobState.FINISHED
         self.ever_ran = False
-        self.is_done = False  # its training has ended in peace, and nobody is left
+        self.is_done = False  # its training has ended with goodbyes, and no worker is left
         self._settle_s = settle_s
         self._first_world_size = first_world_size
         self._live: dict[str, JoinRequest] = {}  # by incarnation, in order of arrival
-        self._members: dict[str, Member] = {}  # those with ranks; empty unless RUNNING
+        self._members: dict[str, Member] = {}  # the live workers with ranks; empty unless RUNNING
         self._former_ranks: dict[str, int] = {}  # of joiners that were members
-        self._vanished: dict[str, tuple[JoinRequest, Member]] = {}  # of this epoch, without a goodbye: they may come back
+        self._vanished: dict[str, tuple[JoinRequest, Member]] = {}  # members of this epoch that went without a goodbye: may come back
         self._missed: set[str] = set()  # see [Note: the stuck]
         self._ended = False  # see [Note: the end]
-        self._was_lost = False  # when the last one had gone, its training had not ended
-        self._wish: JoinRequest | None = None  # of the one who started the forming: its sizes hold for all
+        self._was_lost = False  # the last member went before the training had ended
+        self._wish: JoinRequest | None = None  # of the worker that started the forming: its sizes hold for all
         self._last_arrival_s = 0.0
 
     def join(self, request: JoinRequest, now: float) -> list[Notice]:
@@ -73,7 +74,7 @@ class Job:
         return notices + self._welcome(request)
 
     def _welcome(self, request: JoinRequest) -> list[Notice]:
-        """What follows from a new joiner."""
+        """Form the world, or send the notices, that follow from a new joiner."""
         if self.state is JobState.RUNNING and self._members:
             return [*self._tell_waiting([request.incarnation]), *self._tell_joiners()]
         if self.state is JobState.RUNNING:
@@ -82,7 +83,7 @@ class Job:
         return self._form() if len(self._live) >= enough else self._tell_waiting()
 
     def remove(self, incarnation: str, reason: str, *, left: bool) -> list[Notice]:
-        """A worker left or vanished: a joiner's place is free again, and of a member the other ones are told."""
+        """A worker left or vanished: a joiner's place is free again; if it was a member, the others are told."""
         request = self._live.pop(incarnation)
         self._former_ranks.pop(incarnation, None)
         member = self._members.pop(incarnation, None)
@@ -114,12 +115,12 @@ class Job:
         return True
 
     def greet(self, incarnation: str) -> list[Notice]:
-        """What a member that is back must know, and the others of it."""
+        """The notices for a member that is back, and for the others."""
         return self._tell_joiners() if self._elastic else [Notice(incarnation, Joiners(0))]
 
     @property
     def saved(self) -> SavedJob | None:
-        """What must be known to go on with the epoch that runs, or with the next one; None for a job that never ran."""
+        """The data needed to go on with the running epoch, or with the next one; None for a job that never ran."""
         if not self.ever_ran or self._wish is None:
             return None
         members = tuple((member.rank, self._live[incarnation]) for incarnation, member in self._members.items())
@@ -129,7 +130,7 @@ class Job:
 
     @classmethod
     def restored(cls, saved: SavedJob, settle_s: float) -> Self:
-        """A job as it was saved, all of its members live. Ranks that were gone by then are nobody's."""
+        """A job as it was saved, with all of its members live. Ranks that were gone by then belong to no worker."""
         job = cls(saved.name, saved.epoch, settle_s)
         job.ever_ran, job._ended = True, saved.ended
         requests = [request for _, request in saved.members]
@@ -140,7 +141,7 @@ class Job:
         return job
 
     def _end(self) -> list[Notice]:
-        """See [Note: the end]. Who is told so is no worker of this job any more."""
+        """End the job for its joiners: see [Note: the end]. The joiners that are told so no longer belong to this job."""
         self._ended = True
         joiners = [request.incarnation for request in self.joiners]
         for incarnation in joiners:
@@ -149,7 +150,7 @@ class Job:
         return [Notice(incarnation, Ended()) for incarnation in joiners]
 
     def _leave_epoch(self, request: JoinRequest) -> list[Notice]:
-        """A member becomes a joiner; see [Note: reforming]. One that is a joiner already keeps its turn."""
+        """A member becomes a joiner; see [Note: reforming]. A worker that is a joiner already keeps its former rank."""
         del self._live[request.previous]
         member = self._members.pop(request.previous, None)
         rank = self._former_ranks.pop(request.previous, None) if member is None else member.rank
@@ -160,7 +161,7 @@ class Job:
         return [] if member is None else self._tell_lost(member, REFORMS, left=True)
 
     def _previous(self, request: JoinRequest) -> JoinRequest | None:
-        """The live membership that a request follows. Nobody ends another one's by naming it."""
+        """The live membership that a request follows. A worker cannot end another worker's membership by naming it."""
         previous = self._live.get(request.previous)
         return previous if previous is not None and _is_same(previous, request) else None
 
@@ -170,7 +171,7 @@ class Job:
 
     @property
     def joiners(self) -> list[JoinRequest]:
-        """Who is live without a rank, in the order in which they are taken: former members by their rank, then by arrival."""
+        """The live workers without a rank, in the order in which they are taken: former members by rank, then the others by arrival."""
         waiting = [request for incarnation, request in self._live.items() if incarnation not in self._members]
         return sorted(waiting, key=lambda request: self._former_ranks.get(request.incarnation, len(waiting) + MAX_WORLD_SIZE))
 
@@ -184,25 +185,25 @@ class Job:
         return live is not None and _is_same(live, request)
 
     def identity(self, incarnation: str) -> str:
-        """What a live member's certificate has proved."""
+        """The identity that a live worker's certificate has proved."""
         return self._live[incarnation].identity
 
     def address(self, incarnation: str) -> str:
-        """Where a live member listens."""
+        """The address where a live worker listens."""
         return self._live[incarnation].address
 
     def overdue(self, now: float) -> list[str]:
-        """Members that are to be removed: see [Note: the stuck]."""
+        """Members that must be removed: see [Note: the stuck]."""
         return list(self._members) if self._waits_for_the_stuck and now >= self._last_arrival_s + MISSED_S else []
 
     def tick(self, now: float) -> list[Notice]:
-        """Form the world if enough workers are there and no more came for `settle_s`."""
+        """Form the world if enough workers are there and no further ones came for `settle_s`."""
         deadline = self.deadline
         return self._form() if self.state is JobState.FORMING and deadline is not None and now >= deadline else []
 
     @property
     def deadline(self) -> float | None:
-        """When `tick` or `overdue` would have something to do, if nothing changes before."""
+        """The time when `tick` or `overdue` will have something to do, if nothing changes before."""
         if self._waits_for_the_stuck:
             return self._last_arrival_s + MISSED_S
         if self.state is not JobState.FORMING or self._wish is None or len(self._live) < self._wish.min_world_size:
@@ -313,5 +314,5 @@ class Job:
 
 
 def _is_same(one: JoinRequest, other: JoinRequest) -> bool:
-    """Whether two requests are the same worker's, whatever it has called itself."""
+    """Whether two requests come from the same worker, whatever incarnations they name."""
     return (one.identity, one.address) == (other.identity, other.address)

@@ -1,4 +1,4 @@
-"""`Joining`: from nothing to a place in a complete world."""
+"""`Joining`: how a worker gets its place in a complete world."""
 
 import asyncio
 import logging
@@ -22,14 +22,14 @@ from shardnet.transport.options import HANDSHAKE_S
 log = logging.getLogger(__name__)
 
 OnWaiting = Callable[[Waiting], None]
-PATIENCE_S = 10.0  # after so long people wonder; the workers of one machine differ by less
+PATIENCE_S = 10.0  # after this time users begin to wonder; the workers of one machine arrive within less
 
 
 class Joining:
     """One worker's tries to join; thrown away once it has a topology.
 
-    The rendezvous may not be up yet, or may go and come back: a broken lease is followed by another try, until the
-    rendezvous has been silent for `connect_s`. `join_s` bounds the whole, and alone counts for a worker whose job runs: its
+    The rendezvous may not be up yet, or may go and come back: after a broken lease this tries again, until the
+    rendezvous has been silent for `connect_s`. `join_s` bounds the whole. For a worker whose job runs already only `join_s` counts: its
     rendezvous was there, and is likely to come back.
     """
 
@@ -88,14 +88,14 @@ class Joining:
         raise AssertionError("unreachable: count() does not end")
 
     def _may_pass(self, refusal: JoinRefused, tries: int) -> bool:
-        """Whether it is about what is already gone but looks alive over there, until its keepalive fails: this worker's own last
-        lease, or the worker that it replaces in an elastic job."""
+        """Whether the refusal is about something that is gone already, but that the rendezvous takes for alive until its keepalive fails:
+        this worker's own last lease, or the worker that it replaces in an elastic job."""
         if refusal.reason == Refusal.DUPLICATE_INCARNATION:
             return tries > 1
         return self._request.elastic and refusal.reason in (Refusal.DUPLICATE_WORKER, Refusal.DUPLICATE_ADDRESS)
 
     async def _try(self) -> tuple[Lease, Topology]:
-        """One lease, up to the assignment or its break."""
+        """Try one lease, up to the assignment or until the lease breaks."""
         lease = Lease(self._channel, self._address, self._request)
         spoke = False
         try:
@@ -116,7 +116,7 @@ class Joining:
                 raise LeaseBroken("no answer") from None
             raise
         finally:
-            if spoke:  # it was there until this moment
+            if spoke:  # the rendezvous was there until this moment
                 self._silent_since_s, self._pauses = self._clock(), delays()
 
     def _wait_on(self, waiting: Waiting) -> None:
@@ -125,7 +125,7 @@ class Joining:
             self._on_waiting(waiting)
 
     def _say_what_is_missing(self) -> None:
-        """Once, and by one worker of a machine: otherwise a terminal without news looks like a hang."""
+        """Log once, from one worker per machine, what is missing: a terminal without news looks like a hang."""
         if self._request.local_rank_hint:
             return
         if self._waiting is None:

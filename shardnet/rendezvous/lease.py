@@ -1,4 +1,4 @@
-"""`Lease`: one open Join call, the wire's side of a membership."""
+"""`Lease`: one open Join call, which is a membership on the wire."""
 
 import grpc
 
@@ -16,10 +16,10 @@ class LeaseBroken(Exception):
 
 
 class Lease:
-    """One Join call from its start to its end; the rendezvous counts the worker as a member for as long."""
+    """One Join call from its start to its end; the rendezvous counts the worker as a member while it is open."""
 
     def __init__(self, channel: grpc.aio.Channel, address: str, request: JoinRequest) -> None:
-        """The call starts here. `address` is the rendezvous's, for messages."""
+        """Starts the call. `address` is the rendezvous's, for messages."""
         self._address = address
         call = channel.unary_stream(
             f"/{messages.SERVICE}/Join",
@@ -37,7 +37,7 @@ class Lease:
             message = await self._call.read()
         except grpc.aio.AioRpcError as error:
             translated = self._translate(error)
-            raise translated from None if isinstance(translated, JoinRefused) else error  # gRPC's own says the same, and twice
+            raise translated from None if isinstance(translated, JoinRefused) else error  # gRPC's own error says the same, and twice
         if not isinstance(message, pb.MembershipEvent):  # grpc.aio.EOF
             raise LeaseBroken("the rendezvous ended the call")
         return messages.read_event(message)

@@ -9,7 +9,7 @@ from shardnet.rendezvous.events import Event, Waiting
 class Mailbox:
     """Events for one member, in order; lives as long as its Join stream.
 
-    Bounded by what can happen: a `Waiting` replaces the one before it, there is one `Assigned`, and a `Lost` for each
+    Its length is bounded by what can happen: a `Waiting` replaces the one before it, there is one `Assigned`, and one `Lost` for each
     other member. So a member that does not read holds up nobody and costs little.
     """
 

@@ -53,9 +53,9 @@ class Registry:
         self._limits = limits or RendezvousLimits()
         self._jobs: dict[str, Job] = {}  # the oldest first
         self._job_of: dict[str, Job] = {}  # of every live member
-        self._forgotten_epoch = 0  # the highest of the jobs that were dropped: epochs grow even for a job id that returns
+        self._forgotten_epoch = 0  # the highest epoch of all dropped jobs: epochs grow even for a job id that returns
         self._store = store or NoStore()
-        self._absent: dict[str, float] = {}  # members of before the last start that have not come back, and until when they may
+        self._absent: dict[str, float] = {}  # members from before the last start that have not come back, and until when they may
 
     def join(self, request: JoinRequest, now: float) -> list[Notice]:
         """Take a worker into its job. Raises JoinRefused, saying what is wrong and what to do, and changes nothing then."""
@@ -67,13 +67,13 @@ class Registry:
         notices = job.join(request, now)
         self._jobs[request.job] = self._job_of[request.incarnation] = job
         if self._job_of.get(request.previous) is job and not job.has(request.previous):
-            del self._job_of[request.previous]  # this membership follows that one
+            del self._job_of[request.previous]  # the new membership has replaced the previous one
             self._absent.pop(request.previous, None)
         self._save(job)
         return notices
 
     def restore(self, until: float) -> None:
-        """Go on with what is in the store. Members count as live until that time, and then vanish unless they have resumed."""
+        """Go on with the jobs in the store. Members count as live until the time `until`, and then vanish unless they have resumed."""
         for saved in self._store.load():
             self._jobs[saved.name] = job = Job.restored(saved, self._settle_s)
             for _, request in saved.members:
@@ -81,7 +81,7 @@ class Registry:
                 self._absent[request.incarnation] = until
 
     def resume(self, request: JoinRequest) -> list[Notice]:
-        """A member is back whose connection broke, its own or that of the whole rendezvous. Raises JoinRefused if it is none any more."""
+        """A member is back after its connection broke or the rendezvous was restarted. Raises JoinRefused if it is no longer a member."""
         job = self._job_of.get(request.incarnation)
         if job is not None and not (job.name == request.job and job.is_of(request)):
             job = None  # everybody can know an incarnation: it makes nobody that member
@@ -104,27 +104,27 @@ class Registry:
         return incarnation in self._job_of
 
     def job_of(self, incarnation: str) -> str | None:
-        """The job of a live member; None if it is none."""
+        """The job of a live member; None if there is no such member."""
         job = self._job_of.get(incarnation)
         return None if job is None else job.name
 
     def address(self, job: str, incarnation: str) -> str | None:
-        """Where a live member of that job listens; None if it is none."""
+        """The address where a live member of that job listens; None if there is no such member."""
         home = self._job_of.get(incarnation)
         return home.address(incarnation) if home is not None and home.name == job else None
 
     def identity(self, incarnation: str) -> str | None:
-        """What a member's certificate has proved; None if it is no member."""
+        """The identity that a member's certificate has proved; None if there is no such member."""
         job = self._job_of.get(incarnation)
         return None if job is None else job.identity(incarnation)
 
     @property
     def is_done(self) -> bool:
-        """Whether a job has ended in peace, and nobody is left in any."""
+        """Whether the training of some job has ended with goodbyes, and no job has a worker left."""
         return not self._job_of and any(job.is_done for job in self._jobs.values())
 
     def leave(self, job: str, incarnation: str) -> list[Notice]:
-        """A member says goodbye. Nothing happens if it is none: leaving twice is leaving once."""
+        """A member says goodbye. Nothing happens if it is not a member: leaving twice is the same as leaving once."""
         home = self._job_of.get(incarnation)
         return self._remove(incarnation, LEFT, left=True) if home is not None and home.name == job else []
 
@@ -133,7 +133,7 @@ class Registry:
         return self._remove(incarnation, VANISHED, left=False) if incarnation in self._job_of else []
 
     def tick(self, now: float) -> list[Notice]:
-        """Form the worlds whose time has come, and give up members that have not come back, or that hold up all others."""
+        """Form the worlds whose time has come, and remove members that have not come back, or that hold up all others."""
         late = {incarnation: ABSENT for incarnation, until in self._absent.items() if until <= now}
         late |= {incarnation: MISSED for job in self._jobs.values() for incarnation in job.overdue(now)}
         notices = [notice for incarnation, why in late.items() for notice in self._remove(incarnation, why, left=False)]
@@ -144,7 +144,7 @@ class Registry:
         return notices
 
     def deadline(self) -> float | None:
-        """When `tick` must be called next, if nothing changes before."""
+        """The time when `tick` must be called next, if nothing changes before."""
         deadlines = [job.deadline for job in self._jobs.values() if job.deadline is not None]
         return min([*deadlines, *self._absent.values()], default=None)
 
@@ -164,7 +164,7 @@ class Registry:
                 del self._job_of[notice.to]
         self._save(job)
         if job.state is JobState.FINISHED and not job.ever_ran:
-            del self._jobs[job.name]  # no epoch is used up: nothing is worth remembering
+            del self._jobs[job.name]  # no epoch number is used up: there is nothing to remember
         return notices
 
     def _save(self, job: Job) -> None:

@@ -1,4 +1,4 @@
-"""Protobuf messages of the rendezvous to and from its own types."""
+"""Converts between the rendezvous's Protobuf messages and its own types."""
 
 from shardnet.errors import JoinRefused, ProtocolError, UsageError
 from shardnet.pb import rendezvous_pb2 as pb
@@ -33,7 +33,7 @@ def write_request(request: JoinRequest) -> pb.JoinRequest:
 
 
 def read_request(message: pb.JoinRequest) -> JoinRequest:
-    """Raises JoinRefused: for another protocol first, since its fields may mean something else."""
+    """Raises JoinRefused. Another protocol is refused first, because its fields may mean something else."""
     check_protocol(message.protocol, message.version)
     try:
         return JoinRequest(

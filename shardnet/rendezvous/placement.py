@@ -1,13 +1,13 @@
-"""Who gets which rank.
+"""Which worker gets which rank.
 
 [Note: rank order] Nodes are ordered by their first arrival; inside a node workers are ordered by their launcher's hint,
-then by arrival. So the ranks of one node are consecutive, and of all the ring's links only one a node leaves it. The
+then by arrival. So the ranks of one node are consecutive, and only one link of the ring leaves each node. The
 same arrivals give the same ranks.
 
-Workers whom a scheduler has numbered wish to have the ranks that it gave them. If all of a first epoch do, and no two the same one, their
-wishes take the place of the order of arrival. So each gets what it wishes where the scheduler has numbered node by node, as most do;
-where it has dealt ranks out over the nodes in turn, the nodes keep together, in the order of their lowest wishes. In later epochs the
-old order counts.
+A worker that a scheduler has numbered wishes to have the rank that the scheduler gave it. If all workers of a first epoch have a wish,
+and all wishes differ, the order of the wishes replaces the order of arrival. So each worker gets its wish if the scheduler has numbered
+node by node, as most do. If the scheduler has dealt out ranks to the nodes in turn, the ranks of a node still stay together, and the
+nodes are ordered by their lowest wishes. In later epochs the old order counts.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from shardnet.topology import Member
 
 
 def by_wish(arrivals: Sequence[JoinRequest]) -> Sequence[JoinRequest]:
-    """The requests in the order of their wishes; as they are if these do not say."""
+    """The requests in the order of their wishes; unchanged if the wishes do not count."""
     wishes = {request.wished_rank: request for request in arrivals}
     if None in wishes or len(wishes) < len(arrivals) or any(request.last_epoch for request in arrivals):
         return arrivals

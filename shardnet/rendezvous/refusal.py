@@ -4,7 +4,7 @@ from enum import StrEnum
 
 
 class Refusal(StrEnum):
-    """`JoinRefused.reason`. None of them goes away by asking again at once."""
+    """`JoinRefused.reason`. Asking again at once does not help against any of them."""
 
     MALFORMED = "malformed"  # the request itself makes no sense
     PROTOCOL = "protocol"  # the worker speaks another version of the messages
@@ -13,7 +13,7 @@ class Refusal(StrEnum):
     DUPLICATE_ADDRESS = "duplicate-address"  # a live member listens there; it is never overwritten
     DUPLICATE_WORKER = "duplicate-worker"  # a live member has the same certificate and local rank
     IDENTITY = "identity"  # its certificate is for something else
-    FULL = "full"  # the job has its maximum of workers, or the rendezvous all that it takes
-    RUNNING = "running"  # the world is formed and takes no one in
-    ENDED = "ended"  # the members have left in peace: what the job was for is done
-    UNKNOWN = "unknown"  # it says that it is a member, and is none any more
+    FULL = "full"  # the job has its maximum of workers, or the rendezvous has its maximum of jobs or workers
+    RUNNING = "running"  # the world is formed and takes in nobody
+    ENDED = "ended"  # the members have left with goodbyes: the job's training is over
+    UNKNOWN = "unknown"  # it says that it is a member, but it no longer is one

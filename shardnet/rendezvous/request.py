@@ -1,4 +1,4 @@
-"""What a worker says of itself when it joins."""
+"""What a worker says about itself when it joins."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from shardnet.errors import JoinRefused, UsageError
 from shardnet.rendezvous.refusal import Refusal
 from shardnet.version import VERSION
 
-PROTOCOL = 1  # raise it when an old worker and a new rendezvous, or the other way, would misunderstand each other
+PROTOCOL = 1  # raise it when an old worker and a new rendezvous, or the other way round, would misunderstand each other
 MAX_TEXT = 256  # characters of a job id, incarnation or node: they are kept, logged and sent to every member
 MAX_WORLD_SIZE = 2**16
 MAX_EPOCH = 2**31  # half of what the wire's 32 bits hold
@@ -29,10 +29,10 @@ class JoinRequest:
                      maximum; equal for all workers of the job
     previous         the incarnation of the membership that this one follows, which ends with it; empty for a worker's first one
     last_epoch       the newest epoch that this worker was a member of; 0 for none
-    missing          ranks of that epoch that did not come to a collective in time, so that it has ended: nobody need wait for them
-    replacement      this worker was started in place of one that was lost: it has no business with a job that has ended
-    resumes          this worker is a member, whose connection to the rendezvous broke: nothing is to change
-    identity         what the worker's certificate has proved to the rendezvous, which fills it in; empty without TLS
+    missing          ranks of that epoch that did not come to a collective in time, which ended the epoch: nobody need wait for them
+    replacement      this worker was started in place of a lost one: it must not start again a job that has ended
+    resumes          this worker is still a member, but its connection to the rendezvous broke: nothing else changes
+    identity         the identity that the worker's certificate has proved; the rendezvous fills it in; empty without TLS
     """
 
     job: str
@@ -83,15 +83,15 @@ class JoinRequest:
 
 
 def may_share_node(one: JoinRequest, other: JoinRequest) -> bool:
-    """Whether two workers may be on one machine, and so be told to look into each other's memory: if their certificates are the
-    same, or say nothing of the machine."""
+    """Whether two workers may be on one machine, and so may be told to share memory: if their certificates are the same, or say nothing
+    about the machine."""
     if one.identity == other.identity:
         return True
     return all(each.identity and Identity.parse(each.identity).is_anonymous for each in (one, other))
 
 
 def check_protocol(protocol: int, version: str) -> None:
-    """Raise JoinRefused unless a worker of package `version` speaks our protocol. Comes before any other check."""
+    """Raise JoinRefused unless a worker with this `protocol` speaks ours; `version` is for the message. Comes before any other check."""
     if protocol != PROTOCOL:
         raise JoinRefused(
             f"the worker speaks protocol {protocol} (shardnet {version[:MAX_TEXT] or 'unknown'!r}) and this rendezvous protocol {PROTOCOL} "
@@ -101,7 +101,7 @@ def check_protocol(protocol: int, version: str) -> None:
 
 
 def check_text(name: str, text: str) -> None:
-    """Raise UsageError, calling it `name`, unless it can stand in logs and messages to all members."""
+    """Raise UsageError, which calls the text `name`, unless the text may appear in logs and in messages to all members."""
     if not text:
         raise UsageError(f"{name} must not be empty")
     if len(text) > MAX_TEXT:

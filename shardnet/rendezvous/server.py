@@ -1,4 +1,4 @@
-"""`RendezvousServer`: the rendezvous as a process runs it, alone or beside a worker."""
+"""`RendezvousServer`: the rendezvous with its port and clock, as a process runs it, alone or beside a worker."""
 
 import asyncio
 import time
@@ -27,8 +27,8 @@ SETTLE_S = 2.0  # longer than workers started together need to arrive, short eno
 class RendezvousServer:
     """The service, its clock and its port; an async context manager. Lives on the loop that enters it.
 
-    Raises AddressError or PlaintextRefused when made, ListenError when entered. Losing it costs a running job nothing:
-    it is asked only when workers come and go.
+    Raises AddressError or PlaintextRefused when made, ListenError when entered. A running job goes on without it: workers
+    need it only when workers come and go.
     """
 
     def __init__(
@@ -46,13 +46,13 @@ class RendezvousServer:
         on_done: Callable[[], None] | None = None,
     ) -> None:
         """settle_s  how long a job that has its minimum of workers, but not its maximum, waits for one more
-        store     what is known from before, and where all is written down; closed with the server. The members of running jobs have
-                  `lost_s` from the start to come back
+        store     has the jobs from before, and saves all changes; closed with the server. The members of running jobs have `lost_s` from
+                  the start to come back
         first_world_size  if not 0: with how many workers a job begins, whatever its minimum and maximum are
         reflection  see `Endpoint`
-        metrics   host:port at which statistics can be had as Prometheus' text (`MetricsPort`); empty: nowhere
-        on_done   called when a training has ended in peace and nobody is left in any, maybe more than once; one that was over before
-                  this started does not count
+        metrics   host:port that serves statistics as Prometheus' text (`MetricsPort`); empty: nowhere
+        on_done   called when the training of a job has ended with goodbyes and no job has a worker left, maybe more than once; a training
+                  that was over before this started does not count
         """
         timeouts = timeouts or Timeouts()
         self._store = store or NoStore()
@@ -71,12 +71,12 @@ class RendezvousServer:
 
     @property
     def address(self) -> str:
-        """`host:port` that was bound."""
+        """The bound `host:port`."""
         return self._endpoint.address
 
     @property
     def metrics(self) -> str:
-        """Where statistics can be scraped; empty: nowhere."""
+        """The URL where statistics can be scraped; empty: nowhere."""
         return "" if self._metrics is None else self._metrics.url
 
     async def start(self) -> None:

@@ -39,7 +39,7 @@ class RendezvousService:
         self._on_done = on_done
         self._clock = clock
         self._mailboxes: dict[str, Mailbox] = {}  # by incarnation, of every open Join call
-        self._changed = asyncio.Event()  # the registry's deadline may be another one
+        self._changed = asyncio.Event()  # the registry's deadline may have changed
         self._closing = False
         self._refused = Throttle(log)
 
@@ -90,7 +90,7 @@ class RendezvousService:
                 await context.write(messages.write_event(event))
         finally:
             del self._mailboxes[request.incarnation]
-            # while closing nothing is known of the worker: it is the rendezvous that goes
+            # while closing, the call's end says nothing about the worker: it is the rendezvous that goes
             if not self._closing and self._registry.is_member(request.incarnation):
                 log.info("job %s: %s vanished", request.job, request.address)
                 self._deliver(self._registry.vanish(request.incarnation))
@@ -136,7 +136,8 @@ class RendezvousService:
 
 
 def _identified(request: JoinRequest) -> JoinRequest:
-    """The request with what its certificate says, which the caller has no say in. Raises JoinRefused for a claim beyond it."""
+    """The request with the identity from the caller's certificate, which the caller cannot choose. Raises JoinRefused if the certificate
+    does not allow the request."""
     identity = caller()
     if identity is None:
         return request

@@ -1,4 +1,4 @@
-"""What a rendezvous writes down, so that it can be started again while its jobs run."""
+"""What a rendezvous saves, so that it can be restarted while its jobs run."""
 
 import logging
 import sqlite3
@@ -28,7 +28,7 @@ VERSION = 2  # of the tables
 
 @dataclass(frozen=True, slots=True)
 class SavedJob:
-    """A job that has run: its last epoch, and who is in that by rank, as far as it has not ended."""
+    """A job that has run: its last epoch, and the members of that epoch with their ranks, unless it has ended."""
 
     name: str
     epoch: int
@@ -40,22 +40,22 @@ class SavedJob:
 
 
 class Store(Protocol):
-    """Where jobs are written down. Called on the loop, at every change of who is in an epoch: short, and seldom."""
+    """Saves jobs. Called on the loop, whenever the members of an epoch change: the calls must be short, and are rare."""
 
     def load(self) -> Sequence[SavedJob]:
         """All jobs that were saved and not dropped."""
 
     def save(self, job: SavedJob) -> None:
-        """Write a job down in place of what was there of it. What cannot be written is logged: the jobs go on all the same."""
+        """Save a job in place of its older version. A failure to write is logged, and the jobs go on all the same."""
 
     def drop(self, name: str) -> None:
-        """Forget a job, in the same way."""
+        """Delete a job, and handle failures in the same way."""
 
     def close(self) -> None: ...
 
 
 class NoStore:
-    """Nothing is written down: a rendezvous that is started again knows of nobody."""
+    """Saves nothing: a restarted rendezvous knows no workers."""
 
     def load(self) -> Sequence[SavedJob]:
         return ()
@@ -70,7 +70,7 @@ class NoStore:
 class SqliteStore:
     """A database in a file, which belongs to one rendezvous at a time.
 
-    Raises UsageError for a file that cannot be one, that is another one's, or that another version has written.
+    Raises UsageError if the file cannot be such a database, if another rendezvous uses it, or if another version has written it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -92,7 +92,7 @@ class SqliteStore:
             ) from error
 
     def _open(self) -> None:
-        self._connection.execute("PRAGMA locking_mode = EXCLUSIVE")  # so that a second rendezvous is told, and not half believed
+        self._connection.execute("PRAGMA locking_mode = EXCLUSIVE")  # so that a second rendezvous gets an error at once
         self._connection.execute("PRAGMA foreign_keys = ON")
         self._connection.execute("BEGIN EXCLUSIVE")
         (version,) = self._connection.execute("PRAGMA user_version").fetchone()

@@ -4,7 +4,7 @@ import asyncio
 
 
 async def end_task(task: "asyncio.Task[None]") -> None:
-    """Cancel a task and wait for its end; raises what it raised, unless that is its own cancellation.
+    """Cancel a task and wait for its end; raises the task's error, unless that is its own cancellation.
 
     `await task` under `suppress(CancelledError)` would swallow the cancellation of the caller, too.
     """

@@ -1,4 +1,4 @@
-"""Connections to other processes, and why one is not to be had."""
+"""Connections to other processes, and the reason why one cannot be made."""
 
 import asyncio
 import socket
@@ -14,9 +14,9 @@ _ANSWER_BYTES = 4096
 
 
 async def dial(address: Address, security: Security) -> Connection:
-    """A connection, with TLS where the security says so; the caller bounds the time.
+    """Make a connection, with TLS if `security` has credentials; the caller bounds the time.
 
-    Raises HandshakeError where one end does not trust the other, else OSError with the last address's reason.
+    Raises HandshakeError if one end does not trust the other, otherwise OSError with the reason for the last address.
     """
     sock = await _connect(address)
     if security.credentials is None:
@@ -30,7 +30,8 @@ async def dial(address: Address, security: Security) -> Connection:
 
 async def check_trust(address: str, security: Security, timeout_s: float, to: Role | None = None) -> None:
     """Raise HandshakeError, saying why, if the process at `address`, which should have the role `to`, and this one would not
-    trust each other. For a call that failed: grpcio does not say. Nothing happens if they would, or if nobody answers in time."""
+    trust each other. Used after a failed call, because grpcio does not tell this. Nothing happens if they would, or if nobody
+    answers in time."""
     try:
         async with asyncio.timeout(timeout_s):
             connection = await dial(Address.parse(address), security)
@@ -45,7 +46,7 @@ async def check_trust(address: str, security: Security, timeout_s: float, to: Ro
 
 
 async def _greet(connection: Connection, to: Role | None) -> None:
-    """Begin as any gRPC client does, and see whether that is taken. Raises HandshakeError."""
+    """Begin as any gRPC client does, and see whether the server accepts that. Raises HandshakeError."""
     if connection.identity is not None and to not in (None, connection.identity.role):
         raise HandshakeError(f"its certificate is for {connection.identity}, not for a {to}")
     try:
@@ -58,7 +59,7 @@ async def _greet(connection: Connection, to: Role | None) -> None:
 
 
 async def _connect(address: Address) -> socket.socket:
-    """A connected socket. Raises OSError with the last address's reason."""
+    """Connect a socket. Raises OSError with the reason for the last address."""
     loop = asyncio.get_running_loop()
     problem: OSError = OSError(f"{address} has no address")
     for family, kind, protocol, _, where in await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM):

@@ -1,4 +1,4 @@
-"""`DirectCalls`: what this process serves over our own HTTP/2, past grpcio: what is large, or comes often."""
+"""`DirectCalls`: the calls that this process serves over our own HTTP/2, without grpcio, because they are large or frequent."""
 
 import asyncio
 import logging
@@ -20,7 +20,7 @@ LINGER_S = 1.0  # how long a call that was ended here waits for the peer to take
 
 @dataclass
 class Refused(Exception):
-    """The caller gets nothing, or no more."""
+    """The caller gets no answer, or no further one."""
 
     code: grpc.StatusCode
     why: str
@@ -39,12 +39,12 @@ class Caller:
     metadata: Headers
 
 
-# Serves a call to its end, its status included. Raises Refused, CallBroken or ProtocolError.
+# Serves a call to its end, including its status. Raises Refused, CallBroken or ProtocolError.
 Serve = Callable[[Call, Caller], Awaitable[None]]
 
 
 class DirectCalls:
-    """What serves which method; lives as long as its endpoint. Runs on one loop."""
+    """Knows which function serves which method; lives as long as its endpoint. Runs on one loop."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -65,7 +65,7 @@ class DirectCalls:
                 call.send_status(refusal.status)
             await call.linger(LINGER_S)
         except (CallBroken, ProtocolError, OSError) as error:
-            log.debug("a call ended: %s", error)  # who serves it has seen it
+            log.debug("a call ended: %s", error)  # the function that serves it has seen the error
         finally:
             call.close()
 

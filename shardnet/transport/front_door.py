@@ -1,9 +1,9 @@
-"""`FrontDoor`: the one port of a process, through which everything comes that it is asked.
+"""`FrontDoor`: the one port of a process, through which all calls come.
 
-It does the TLS, where there is any, and so knows who calls, and says who was turned away and why: grpcio tells nobody
-(github.com/grpc/grpc/issues/38665). A caller that begins with OPENING (http2/call.py) speaks our HTTP/2 and gets it. All
-others are passed on to grpcio, byte for byte: the rendezvous' calls, health checks, statistics, tools, and mesh streams
-that come through a proxy, whose connections begin in its own way.
+It does the TLS, where there is any. So it knows who calls, and can log which callers it refused and why: grpcio does not log that
+(github.com/grpc/grpc/issues/38665). A caller that begins with OPENING (http2/call.py) speaks our HTTP/2 and is served by it. The
+bytes of all others are passed on to grpcio unchanged: the rendezvous' calls, health checks, statistics, tools, and mesh streams
+that come through a proxy, which begins its connections in its own way.
 """
 
 import asyncio
@@ -27,10 +27,10 @@ from shardnet.transport.throttle import Throttle
 log = logging.getLogger(__name__)
 
 _RELAY_BYTES = 64 * 1024
-_REST_S = 0.1  # before the next try where a connection cannot be had
-_STALL_S = 30.0  # in which a caller must take what _RELAY_BYTES hold
+_REST_S = 0.1  # before the next try after a connection could not be accepted
+_STALL_S = 30.0  # in which a caller must take _RELAY_BYTES
 _LINGER_S = 0.5
-_LAST_WORDS_S = 0.2  # in which what grpcio has said before it closed gets to its callers; on a loop that is well they take less than 1 ms
+_LAST_WORDS_S = 0.2  # for grpcio's last bytes to reach its callers after it has closed; on a healthy loop this takes less than 1 ms
 _TLS_ONLY = "this port takes TLS only; give this process certificates (--certs) or the join token of the cluster (SHARDNET_TOKEN)"
 
 Taker = Callable[[Connection], Awaitable[None]]  # owns the connection; OPENING was read from it
@@ -40,22 +40,22 @@ class FrontDoor:
     """Listening sockets and the connections that came through them; lives as long as the endpoint."""
 
     def __init__(self, sockets: list[socket.socket], admission: Admission, security: Security, take: Taker) -> None:
-        """Takes over the sockets, which listen."""
+        """Takes ownership of the sockets, which are listening."""
         self._take = take
         self._admission = admission
         self._credentials = security.credentials
         self._refused, self._troubles = Throttle(log), Throttle(log)
         self._tasks = SocketTasks()
-        self._relays: set[asyncio.Task[Any]] = set()  # those of them that pass bytes on
+        self._relays: set[asyncio.Task[Any]] = set()  # the tasks among them that pass bytes on
         self._listeners = [self._tasks.spawn(self._accept(sock), sock) for sock in sockets]
 
     def close_listeners(self) -> None:
-        """Let nobody in any more; who is in stays."""
+        """Accept no more connections; existing ones stay."""
         for task in self._listeners:
             task.cancel()
 
     async def let_out(self) -> None:
-        """Once grpcio has ended its calls: pass on the last of what it has said, such as how they ended."""
+        """Once grpcio has ended its calls: pass on its last bytes, such as the status of those calls."""
         if self._relays:
             await asyncio.wait(self._relays, timeout=_LAST_WORDS_S)
 
@@ -103,7 +103,7 @@ class FrontDoor:
             self._relays.discard(task)
 
     async def _secure(self, sock: socket.socket) -> Connection:
-        """The connection, with its caller known if that is wanted. Raises HandshakeError."""
+        """Make the connection; under TLS this also finds out who calls. Raises HandshakeError."""
         loop = asyncio.get_running_loop()
         if self._credentials is None:
             return PlainConnection(sock)
@@ -116,8 +116,8 @@ class FrontDoor:
 
 
 async def _first_words(connection: Connection) -> bytes:
-    """What a caller says until it is clear whether it is OPENING; empty if it left without a word. Raises HandshakeError for TLS
-    where there is none."""
+    """Read from a caller until it is clear whether it sends OPENING; empty if it left without sending anything. Raises HandshakeError
+    if it begins with TLS on a port without TLS."""
     said = b""
     while said != OPENING and OPENING.startswith(said):
         more = await connection.receive(len(OPENING) - len(said) if said else 1)
@@ -132,7 +132,7 @@ async def _first_words(connection: Connection) -> bytes:
 
 
 async def _linger(sock: socket.socket) -> None:
-    """Give a caller time to read why. Closing a socket on which something arrives unread would take it back."""
+    """Give a caller time to read the reason. Closing a socket on which unread data arrives would reset it, and the reason would be lost."""
     with suppress(OSError):  # a timeout, too
         sock.shutdown(socket.SHUT_WR)
         async with asyncio.timeout(_LINGER_S):
@@ -141,9 +141,9 @@ async def _linger(sock: socket.socket) -> None:
 
 
 async def _relay(said: bytes, caller: Connection, admission: Admission) -> None:
-    """Pass bytes on, both ways, until grpcio has closed, as it does soon where a caller has.
+    """Pass bytes on, both ways, until grpcio has closed, which it soon does after a caller has closed.
 
-    A caller that stays then, or does not take what it asked for, would hold the descriptors for as long as it likes.
+    Then this ends, too, and also when a caller takes nothing for _STALL_S: otherwise a caller could hold the descriptors for ever.
     """
     loop = asyncio.get_running_loop()
     async with admission.visit(caller.identity) as sock:
@@ -158,7 +158,7 @@ async def _relay(said: bytes, caller: Connection, admission: Admission) -> None:
 
 
 async def _pump(source: Connection, target: Connection, stall_s: float | None) -> None:
-    """Until `source` has ended, or `target` breaks or takes nothing for `stall_s`."""
+    """Pass bytes on until `source` has ended, or `target` breaks or takes nothing for `stall_s`."""
     with suppress(OSError):
         while data := await source.receive(_RELAY_BYTES):
             async with asyncio.timeout(stall_s):

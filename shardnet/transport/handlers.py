@@ -1,7 +1,7 @@
 """gRPC handlers that never show a caller the inside of this process.
 
-grpc.aio answers an exception with its text, and a message that cannot be parsed with a traceback in the log. Here the
-first is logged and called "internal error", and the second is the caller's mistake: INVALID_ARGUMENT.
+grpc.aio answers an exception with its text, and writes a traceback to the log for a message that cannot be parsed. These handlers
+log an exception and answer "internal error", and treat a message that cannot be parsed as the caller's mistake: INVALID_ARGUMENT.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ Context = grpc.aio.ServicerContext[bytes, Reply]
 
 
 def unary(kind: type[Request], answer: Callable[[Request, Context[Reply]], Awaitable[Reply]]) -> "grpc.RpcMethodHandler[bytes, Reply]":
-    """One request, one reply."""
+    """A handler for one request and one reply."""
 
     async def handle(data: bytes, context: Context[Reply]) -> Reply:
         request = await _parse(kind, data, context)
@@ -31,9 +31,9 @@ def unary(kind: type[Request], answer: Callable[[Request, Context[Reply]], Await
 
 
 def stream(kind: type[Request], answer: Callable[[Request, Context[Reply]], Awaitable[None]]) -> "grpc.RpcMethodHandler[bytes, Reply]":
-    """One request, many replies. `answer` writes them to the context.
+    """A handler for one request and many replies. `answer` writes them to the context.
 
-    It is a coroutine and no generator: grpc.aio leaves a generator to the garbage collector when the caller is gone,
+    `answer` is a coroutine and not a generator: grpc.aio leaves a generator to the garbage collector when the caller is gone,
     so that its `finally` would run at any time later.
     """
 
@@ -47,7 +47,7 @@ def stream(kind: type[Request], answer: Callable[[Request, Context[Reply]], Awai
 def exchange(
     kind: type[Request], answer: Callable[[AsyncGenerator[Request, None], Context[Reply]], Awaitable[None]]
 ) -> "grpc.RpcMethodHandler[bytes, Reply]":
-    """Many requests, many replies. `answer` reads the ones, and writes the others to the context; see `stream`."""
+    """A handler for many requests and many replies. `answer` reads the requests, and writes the replies to the context; see `stream`."""
 
     async def handle(stream: AsyncIterator[bytes], context: Context[Reply]) -> None:
         async def requests() -> AsyncGenerator[Request, None]:
@@ -73,9 +73,9 @@ T = TypeVar("T")
 async def _guard(answer: Awaitable[T], context: Context[Reply]) -> T:
     try:
         return await answer
-    except grpc.aio.AbortError:  # an answer that was meant
+    except grpc.aio.AbortError:  # an intended answer
         raise
-    except grpc.aio.InternalError:  # the caller is gone: nothing can be written any more, and nobody is there to read it
+    except grpc.aio.InternalError:  # the caller is gone: nothing can be written any more, and nobody would read it
         raise asyncio.CancelledError from None
     except Exception:
         log.exception("answering %s failed", context.peer())

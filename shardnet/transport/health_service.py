@@ -1,8 +1,7 @@
 """`grpc.health.v1`: whether this process serves.
 
-The library's servicer is not used: it has a lock that a watcher holds who does not read, so that nobody could say any more
-that the process serves, or does not; it can be told so by a coroutine only; and it answers a request that is none with the
-class of a Python exception.
+The library's servicer is not used, for three reasons: a watcher that does not read holds its lock, so that the status could not be
+changed any more; only a coroutine can change the status; and it answers an invalid request with the class of a Python exception.
 """
 
 import asyncio
@@ -19,14 +18,14 @@ WHOLE = ""  # the name by which callers ask for the process as a whole
 class HealthService:
     """One answer for the process and for each of its services by name; lives as long as its endpoint. Runs on one loop.
 
-    NOT_SERVING until the owner says otherwise, and for good once it closes.
+    The answer is NOT_SERVING until the owner says otherwise, and for good once this is closed.
     """
 
     def __init__(self) -> None:
-        self.services: frozenset[str] = frozenset()  # that there are, beside WHOLE; set before the first call
+        self.services: frozenset[str] = frozenset()  # the names of the services besides WHOLE; set before the first call
         self.is_serving = False
         self._closed = False
-        self._changed = asyncio.Event()  # another one at each change
+        self._changed = asyncio.Event()  # replaced by a new one at each change
 
     @property
     def handlers(self) -> grpc.GenericRpcHandler:
@@ -34,7 +33,7 @@ class HealthService:
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
     def set(self, serving: bool) -> None:
-        """What is answered from now on; watchers are told. Ignored once it is closed."""
+        """Set the answer from now on, and tell watchers. Ignored once this is closed."""
         if self._closed or serving == self.is_serving:
             return
         self.is_serving = serving
@@ -63,7 +62,7 @@ class HealthService:
         return self._status(request.service)
 
     async def _watch(self, request: HealthCheckRequest, context: Context[HealthCheckResponse]) -> None:
-        """What it is now, and each change; one that has not been written when the next one comes is left out."""
+        """Send the status now, and each change; a change that has not been written when the next one comes is left out."""
         told: HealthCheckResponse | None = None
         while True:
             changed, now = self._changed, self._status(request.service)

@@ -1,8 +1,8 @@
-"""`HttpPort`: a few answers by HTTP/1, for what speaks nothing else: Prometheus and browsers.
+"""`HttpPort`: a few answers by HTTP/1, for clients that speak nothing else: Prometheus and browsers.
 
-Not the library's server: that has a thread for each caller, takes any number, and waits for each for ever. A port of its own, as those
-who call know nothing of a cluster's certificates. So it is plaintext, whatever certificates there are, and whoever calls is told: it is on
-loopback, or anywhere by explicit choice.
+It does not use the server of Python's library, which has a thread for each caller, takes any number of them, and waits for each for ever.
+It is a port of its own, because its callers know nothing about a cluster's certificates. So it is plaintext, whatever certificates there
+are, and everybody who calls gets an answer: therefore it is on loopback, or elsewhere only by explicit choice.
 """
 
 import asyncio
@@ -25,17 +25,17 @@ from shardnet.transport.socket_tasks import SocketTasks
 log = logging.getLogger(__name__)
 
 _CALLERS = 16  # that are answered at once; more wait their turn
-_SILENT = 16  # who have not said what they want: a browser opens some that say nothing for a while. One more, and the oldest is sent away
-_CONNECTIONS = 64  # of all of them
-_CALL_S = 5.0  # for a whole call, which takes milliseconds
-_HEAD_BYTES = 16 * 1024  # of a request; a browser's has one or two
-_REST_S = 0.1  # before the next try where a connection cannot be had
+_SILENT = 16  # connections without a request yet (a browser opens some in advance); one more, and the oldest is closed
+_CONNECTIONS = 64  # in total
+_CALL_S = 5.0  # for a whole call, which normally takes milliseconds
+_HEAD_BYTES = 16 * 1024  # the longest head of a request; a browser's has one or two KiB
+_REST_S = 0.1  # before the next try after a connection could not be accepted
 _FIELDS = BytesHeaderParser()
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A GET. `query` is what stands behind the question mark, as it was sent."""
+    """A GET. `query` is the part after the question mark, as it was sent."""
 
     path: str
     query: str
@@ -47,14 +47,14 @@ class Response:
     body: bytes
     kind: str = "text/plain; charset=utf-8"
     status: HTTPStatus = HTTPStatus.OK
-    fields: Mapping[str, str] = field(default_factory=dict)  # beside those that every answer has
+    fields: Mapping[str, str] = field(default_factory=dict)  # in addition to those that every answer has
 
 
-Route = Callable[[Request], Awaitable[Response]]  # what it raises is logged, and its caller gets no answer
+Route = Callable[[Request], Awaitable[Response]]  # if it raises, the error is logged, and the caller gets no answer
 
 
 class HttpPort:
-    """`GET` of some paths, and nothing else; one answer a connection. Lives from `start` to `aclose`, on the loop that starts it."""
+    """Answers `GET` of some paths and nothing else, one per connection. Lives from `start` to `aclose`, on the loop that starts it."""
 
     def __init__(
         self,
@@ -67,11 +67,11 @@ class HttpPort:
         names: Collection[str] | None = None,
         fields: Mapping[str, str] | None = None,
     ) -> None:
-        """what, example  what is served, and an address that it could be served at, for messages
+        """what, example  what is served, and an address at which it could be served, for messages
         insecure  it may be served to other machines
-        names     hosts by which it may be called, beside localhost and addresses; None: by any. A page of somebody else's, whose name
-                  leads here (DNS rebinding), gets nothing then
-        fields    that every answer has
+        names     host names by which it may be called, in addition to localhost and IP addresses; None: any name. With names given, a
+                  stranger's web page whose name leads here (DNS rebinding) gets nothing
+        fields    header fields that every answer has
 
         Raises AddressError or PlaintextRefused; opens nothing yet.
         """
@@ -88,11 +88,11 @@ class HttpPort:
 
     @property
     def url(self) -> str:
-        """Where it is, without a path; empty before it is open."""
+        """The port's URL without a path; empty before it is open."""
         return "" if self.bound is None else f"http://{self.bound}"
 
     async def start(self) -> None:
-        """Bind and answer. Raises ListenError; nothing is left open then."""
+        """Bind and answer. Raises ListenError, and leaves nothing open then."""
         sockets = await listening_sockets(self._listen)
         self.bound = self._listen.with_port(sockets[0].getsockname()[1])
         for sock in sockets:
@@ -117,7 +117,7 @@ class HttpPort:
             task.add_done_callback(partial(self._end, sock))
             if len(self._silent) > _SILENT:
                 self._silent.pop(next(iter(self._silent))).cancel()
-            await asyncio.sleep(0)  # what has come with a connection is read before the next one, which may send it away
+            await asyncio.sleep(0)  # read what came with this connection before the next one is taken, which may close this one
 
     def _end(self, sock: socket.socket, _: "asyncio.Task[None]") -> None:
         self._silent.pop(sock, None)
@@ -155,7 +155,7 @@ class HttpPort:
         return await route(Request(path, query, fields))
 
     def _is_meant(self, hosts: list[str]) -> bool:
-        """Whether the caller has looked for this port: by an address, which nobody else's name can stand for, or by a name of its own."""
+        """Whether the caller meant this port: it called by an IP address, which is no stranger's name, or by one of the port's names."""
         if self._names is None:
             return True
         if len(hosts) != 1:
@@ -179,7 +179,7 @@ def _check(address: Address, insecure: bool, what: str, example: str) -> None:
 
 
 async def _head(sock: socket.socket) -> bytes:
-    """What a caller says up to the blank line; nothing if that is too much. Raises OSError."""
+    """Read what a caller sends up to the blank line; returns nothing if that is too long. Raises OSError."""
     head = b""
     while b"\r\n\r\n" not in head and len(head) < _HEAD_BYTES:
         more = await asyncio.get_running_loop().sock_recv(sock, _HEAD_BYTES)
@@ -190,7 +190,7 @@ async def _head(sock: socket.socket) -> bytes:
 
 
 async def _linger(sock: socket.socket) -> None:
-    """Until the caller has closed: closing a socket on which something arrives unread would take the answer back."""
+    """Wait until the caller has closed: closing a socket on which unread data arrives would reset it, and the answer would be lost."""
     sock.shutdown(socket.SHUT_WR)
     while await asyncio.get_running_loop().sock_recv(sock, _HEAD_BYTES):
         pass

@@ -1,4 +1,4 @@
-"""Listening sockets, and why one cannot be had, with what to do about it."""
+"""Listening sockets, and if one cannot be opened, why and what to do about it."""
 
 import asyncio
 import errno
@@ -8,7 +8,7 @@ from shardnet.address import Address
 from shardnet.errors import ListenError
 
 _BACKLOG = 1024
-_TRIES = 5  # to find a port that is free on all addresses of a name
+_TRIES = 5  # to find one port that is free on all addresses of a name
 
 Found = tuple[int, tuple[str | int | bytes, ...]]  # address family, and the address as sockets take it
 
@@ -27,7 +27,7 @@ async def listening_sockets(address: Address) -> list[socket.socket]:
 
 
 def _bind_all(found: list[Found]) -> list[socket.socket]:
-    """One that cannot be bound at all, such as IPv6 on a machine without it, is left out if another can be."""
+    """Bind all addresses. One that cannot be bound at all, such as IPv6 on a machine without it, is left out if another can be."""
     sockets: list[socket.socket] = []
     problem: OSError | None = None
     for family, where in found:
@@ -49,7 +49,7 @@ def _bind(family: int, where: tuple[str | int | bytes, ...]) -> socket.socket:
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setblocking(False)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port whose last connections fade is free
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port whose last connections are in TIME_WAIT is free
         if family == socket.AF_INET6:
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, where[0] != "::")
         sock.bind(where)
@@ -65,7 +65,7 @@ async def check_free(address: Address) -> None:
     found = await _resolve(address)
     problems = [problem for family, where in found if (problem := _bind_problem(family, where)) is not None]
     in_use = [problem for problem in problems if problem.errno == errno.EADDRINUSE]
-    # A name may have an IPv6 address on a machine without IPv6: one that can be bound is enough, unless somebody has the other.
+    # A name may have an IPv6 address on a machine without IPv6: one address that can be bound is enough, unless another is in use.
     if in_use or len(problems) == len(found):
         problem = (in_use or problems)[0]
         raise ListenError(f"cannot listen on {address}: {_advice(problem)}") from problem
@@ -84,7 +84,7 @@ def _bind_problem(family: int, where: tuple[str | int | bytes, ...]) -> OSError 
     """Why one resolved address cannot be bound."""
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
-            # With this option binding fails beside a listener but not beside another probe, so probes never harm each other.
+            # With this option binding fails if another socket listens there, but not if another probe is bound, so probes never clash.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(where)
     except OSError as error:

@@ -11,7 +11,7 @@ from shardnet.wire import Chunk
 
 
 class MemoryMesh(Mesh):
-    """One rank's end of an in-process mesh; made by `connect`."""
+    """One rank's end of an in-process mesh; `connect` makes it."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         super().__init__(rank, world_size, epoch=1)

@@ -86,7 +86,7 @@ class MeshService:
         return _RESULT
 
     async def _attend(self, _: bytes, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
-        """Serve a peer that lets itself be watched, until the mesh closes: see vigil.py. grpcio cancels this when it cannot reach the peer."""
+        """Watch a peer at its request, until the mesh closes: see vigil.py. grpcio cancels this when it can no longer reach the peer."""
         try:
             mesh, hello = await self._admit(context.invocation_metadata() or (), context.peer(), caller(), attends=True)
         except Refused as refusal:

@@ -1,6 +1,6 @@
-"""A snapshot as Prometheus' metrics: the same numbers as `shardnet.v1.Stats`, under the names and in the units that are usual there.
+"""A snapshot as Prometheus metrics: the same numbers as `shardnet.v1.Stats`, under the names and in the units that Prometheus uses.
 
-Nothing is counted here. The library is an extra, so this module is imported where metrics are wanted.
+Nothing is counted here. The library is an extra, so this module is imported only where metrics are wanted.
 """
 
 import math
@@ -61,7 +61,7 @@ def _device_memory(reply: Reply) -> Values:
     return {("allocated",): memory.device_allocated, ("reserved",): memory.device_reserved, ("peak",): memory.device_peak}
 
 
-# of every process
+# metrics of every process
 _PROCESS = (
     _Metric("up", "1 while grpc.health.v1 says SERVING: the epoch is whole, or the rendezvous runs", _one(lambda r: r.serving)),
     _Metric("build", "1, with what runs here in its labels", lambda r: {(r.role, r.version): 1.0}, ("role", "version")),
@@ -155,5 +155,5 @@ def _exposed(steps: stats_pb2.Steps) -> float:
 
 
 def _buckets(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
-    """As Prometheus has them: each with all that are below it."""
+    """Cumulative buckets, as Prometheus has them: each also counts all values of the buckets below it."""
     return list(zip([*map(str, bounds), "+Inf"], accumulate(counts), strict=True))

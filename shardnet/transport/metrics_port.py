@@ -1,4 +1,4 @@
-"""`MetricsPort`: statistics by HTTP, for Prometheus and what reads its text."""
+"""`MetricsPort`: statistics by HTTP, for Prometheus and other tools that read its text format."""
 
 import asyncio
 import logging
@@ -16,13 +16,13 @@ PATH = "/metrics"
 
 
 class MetricsPort:
-    """`GET /metrics`, and nothing else. An async context manager that lives as long as its process has its role.
+    """Answers `GET /metrics`, and nothing else. An async context manager that lives as long as its process has its role.
 
-    Everything runs on the loop that enters it, but for the making of the text, which takes milliseconds.
+    Everything runs on the loop that enters it, except the making of the text, which takes milliseconds and runs on a thread.
     """
 
     def __init__(self, listen: str, snapshot: Snapshot, *, insecure: bool = False) -> None:
-        """Raises AddressError, PlaintextRefused, or UsageError where the library is not installed; opens nothing yet."""
+        """Opens nothing yet. Raises AddressError, PlaintextRefused, or UsageError if the library is not installed."""
         self._port = HttpPort(listen, {PATH: self._answer}, what="metrics", example="127.0.0.1:9464", insecure=insecure)
         try:
             from shardnet.transport.metrics import render
@@ -37,11 +37,11 @@ class MetricsPort:
 
     @property
     def url(self) -> str:
-        """Where to scrape; empty before it is open."""
+        """The URL to scrape; empty before it is open."""
         return self._port.url and f"{self._port.url}{PATH}"
 
     async def start(self) -> None:
-        """Bind and answer. Raises ListenError; nothing is left open then."""
+        """Bind and answer. Raises ListenError, and leaves nothing open then."""
         await self._port.start()
         self._writer = ThreadPoolExecutor(1, "shardnet-metrics")
         log.info("metrics at %s", self.url)

@@ -1,4 +1,4 @@
-"""`ProcessMemory`: what a process has in RAM."""
+"""`ProcessMemory`: how much memory a process has in RAM."""
 
 import resource
 import sys
@@ -16,24 +16,25 @@ _STATUS_BYTES = 8192  # it has some 1,500
 class ProcessMemory:
     """In bytes. Pages that several processes map count for each of them."""
 
-    resident: int  # all that is in RAM
-    peak_resident: int  # the most that ever was
-    shared: int  # part of `resident`: memory that is made to be shared, among the ranks of a node; 0 where the system does not say
+    resident: int  # everything that is in RAM
+    peak_resident: int  # the most that ever was in RAM
+    shared: int  # part of `resident`: memory that the ranks of a node share; 0 where the system does not say
 
     @classmethod
     def now(cls) -> Self:
-        """Of this process. Takes some 40 µs."""
+        """Measure this process. Takes some 40 µs."""
         try:
             with _STATUS.open("rb", buffering=0) as file:
                 status = file.read(_STATUS_BYTES)
         except FileNotFoundError:
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             return cls(int(psutil.Process().memory_info().rss), peak if sys.platform == "darwin" else 1024 * peak, 0)
-        # not getrusage's peak, which begins with that of whoever started this process
+        # not getrusage's peak, which begins with the peak of the process that started this one
         return cls(_bytes(status, b"\nVmRSS:"), _bytes(status, b"\nVmHWM:"), _bytes(status, b"\nRssShmem:"))
 
 
 def _bytes(status: bytes, name: bytes) -> int:
-    """What a line says in kB; 0 if there is none. No regular expression: it looks at each line, and this is asked for again and again."""
+    """The value in kB of the line that begins with `name`, in bytes; 0 if there is none. No regular expression, because that would look at
+    each line, and this is called again and again."""
     _, _, rest = status.partition(name)
     return 1024 * int(rest.split(None, 1)[0]) if rest else 0

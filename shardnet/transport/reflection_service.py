@@ -1,4 +1,4 @@
-"""`grpc.reflection.v1alpha`: which services this process has, for tools that know no .proto files. A switch, and an extra."""
+"""`grpc.reflection.v1alpha`: tells tools without the .proto files which services this process has. Off by default; needs an extra."""
 
 from collections.abc import AsyncGenerator, Callable, Collection
 from contextlib import aclosing
@@ -13,9 +13,9 @@ SERVICE = "grpc.reflection.v1alpha.ServerReflection"
 
 
 def reflection_handlers(services: Callable[[], Collection[str]]) -> grpc.GenericRpcHandler:
-    """The service as gRPC handlers; `services` are asked for at the first call. Raises UsageError where the library is not installed.
+    """The service as gRPC handlers, which ask for `services` at each call. Raises UsageError if the library is not installed.
 
-    What is told is what the .proto files say; who may ask is settled before, as for every service.
+    The answers contain what the .proto files say; the port has checked before who may ask, as for every service.
     """
     try:
         from grpc_reflection.v1alpha import reflection, reflection_pb2

@@ -1,4 +1,4 @@
-"""gRPC's errors as ours: the one place that translates those of a call to another process."""
+"""gRPC's errors as ours: the one place that translates the errors of a call to another process."""
 
 import grpc
 
@@ -14,7 +14,7 @@ def translate(error: grpc.aio.AioRpcError, address: str, what: str) -> ShardnetE
 
 
 def translate_status(code: grpc.StatusCode, reason: str, address: str, what: str) -> ShardnetError:
-    """The same, for a call whose end is known by its status."""
+    """The same, for a call that ended with this status."""
     match code:
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return EndpointUnavailable(f"{address} did not answer {what} in time; the process may be frozen or the network slow")
@@ -31,6 +31,6 @@ def translate_status(code: grpc.StatusCode, reason: str, address: str, what: str
 
 
 def reason(error: grpc.aio.AioRpcError) -> str:
-    """gRPC's own words in one line. Where no connection came about only the last of a chain says why."""
+    """gRPC's own words in one line. If no connection could be made, only the last part of the chain says why."""
     words = " ".join((error.details() or error.code().name).split())
     return words.rpartition(": ")[2] if words.startswith(_NO_CONNECTION) else words

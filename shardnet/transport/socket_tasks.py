@@ -1,4 +1,4 @@
-"""`SocketTasks`: what serves connections, each with the socket that it serves."""
+"""`SocketTasks`: tasks that serve connections, each with its socket."""
 
 import asyncio
 import socket
@@ -7,13 +7,13 @@ from typing import Any
 
 
 class SocketTasks:
-    """Tasks of one listener; lives as long as that. On one loop."""
+    """The tasks of one listener; lives as long as the listener. Runs on one loop."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def spawn(self, coroutine: Coroutine[Any, Any, None], sock: socket.socket) -> "asyncio.Task[None]":
-        """A task with its socket, which is closed behind it even if the task is cancelled before it has begun."""
+        """Start a task with its socket, which is closed after the task even if the task is cancelled before it has begun."""
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -1,4 +1,4 @@
-"""`shardnet.v1.Stats`: what this process says of itself when asked."""
+"""`shardnet.v1.Stats`: the statistics that this process gives about itself when asked."""
 
 import asyncio
 import logging
@@ -23,8 +23,8 @@ SERVICE = "shardnet.v1.Stats"
 SNAPSHOT = "Snapshot"
 WATCH = "Watch"
 PATH = f"/{SERVICE}/{WATCH}"
-INTERVAL_S = 1.0  # between two snapshots of a stream, where the caller does not say
-LEAST_S, MOST_S = 0.1, 60.0  # that a caller may ask for
+INTERVAL_S = 1.0  # between two snapshots of a stream, if the caller does not say
+LEAST_S, MOST_S = 0.1, 60.0  # the intervals that a caller may ask for
 MAX_WATCHERS = 16  # streams at once: a dashboard or two and some people; at their fastest they cost a tenth of a core
 _ONLOOKERS = Timeouts(suspect_s=ONLOOKER_LOST_S, lost_s=ONLOOKER_LOST_S)
 
@@ -32,10 +32,10 @@ Snapshot = Callable[[], stats_pb2.SnapshotReply]  # called on the loop thread: m
 
 
 class StatsService:
-    """Snapshots, one or a stream of them; lives as long as its endpoint. Runs on one loop.
+    """Serves one snapshot or a stream of them; lives as long as its endpoint. Runs on one loop.
 
-    Our own tools take their streams directly, which costs this process half as much; others come through grpcio. Who reads slowly gets
-    fewer.
+    Our own tools take their streams over our own HTTP/2, which costs this process half as much; others come through grpcio. A caller that
+    reads slowly gets fewer snapshots.
     """
 
     def __init__(self, snapshot: Snapshot) -> None:
@@ -46,12 +46,12 @@ class StatsService:
 
     @property
     def handlers(self) -> grpc.GenericRpcHandler:
-        """A snapshot that raises is logged by them, and an internal error to the caller."""
+        """gRPC handlers. If a snapshot raises, they log it, and the caller gets an internal error."""
         methods = {SNAPSHOT: unary(stats_pb2.SnapshotRequest, self._answer), WATCH: stream(stats_pb2.WatchRequest, self._watch)}
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
     def close(self) -> None:
-        """End all streams, those over our own HTTP/2 at once: nobody waits for the tasks that serve them."""
+        """End all streams. Those over our own HTTP/2 end at once, because nobody waits for the tasks that serve them."""
         self._closing.set()
         for call in self._calls:
             with suppress(CallBroken):
@@ -63,7 +63,7 @@ class StatsService:
     # --- a stream over our own HTTP/2
 
     async def serve(self, call: Call, _: Caller) -> None:
-        """A stream of snapshots, until the process closes or the caller is gone; see `DirectCalls`."""
+        """Serve a stream of snapshots, until the process closes or the caller is gone; see `DirectCalls`."""
         interval_s = _interval_s(await _request(call))
         if self._closing.is_set():
             raise Refused(grpc.StatusCode.UNAVAILABLE, "this process is closing")
@@ -83,7 +83,7 @@ class StatsService:
         due_s = loop.time()
         try:
             while not (gone.done() or self._closing.is_set()):
-                if not call.unsent_bytes:  # else it reads too slowly
+                if not call.unsent_bytes:  # otherwise the caller reads too slowly
                     call.send_now(self._said())
                 call.hear_out()
                 due_s = max(due_s + interval_s, loop.time())
@@ -128,7 +128,7 @@ class StatsService:
 
     @contextmanager
     def _watcher(self) -> Iterator[None]:
-        """A place for one more. Raises Refused."""
+        """Count one more watcher while the body runs. Raises Refused if there are too many."""
         if self._watchers == MAX_WATCHERS:
             why = f"this process has {MAX_WATCHERS} watchers, as many as it takes; end one, or ask for {SNAPSHOT} now and then"
             raise Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, why)
@@ -150,6 +150,6 @@ async def _request(call: Call) -> stats_pb2.WatchRequest:
 
 def _interval_s(request: stats_pb2.WatchRequest) -> float:
     interval_s = request.interval_s if request.HasField("interval_s") else INTERVAL_S
-    if not LEAST_S <= interval_s <= MOST_S:  # NaN neither
+    if not LEAST_S <= interval_s <= MOST_S:  # false for NaN, too
         raise Refused(grpc.StatusCode.INVALID_ARGUMENT, f"interval_s must be {LEAST_S:g} to {MOST_S:g} seconds, got {interval_s:g}")
     return interval_s

@@ -1,6 +1,6 @@
 """`shardnet.v1.Store`: keys and values that the workers of one world share. Rank 0 keeps them; the others ask it by `StoreClient`.
 
-They are few and small: what workers must know of each other before another library connects them, such as NCCL's ids.
+They are few and small: data that workers must exchange before another library connects them, such as NCCL's ids.
 """
 
 import asyncio
@@ -22,16 +22,16 @@ from shardnet.transport.rpc_errors import reason, translate
 
 SERVICE = "shardnet.v1.Store"
 PATH = f"/{SERVICE}/Ask"
-MAX_BYTES = 64 * 1024 * 1024  # of keys and values: far above what a world needs; a caller that never ends fills no memory
-ANSWER_S = 5.0  # beyond what a caller lets the store wait
-_LONGEST_S = 1e7  # that a caller may let it wait, four months: loops count no further than some years
-_ENTRY_BYTES = 128  # that an entry takes beside its key and value
+MAX_BYTES = 64 * 1024 * 1024  # of keys and values: far above what a world needs; keeps an endless caller from filling the memory
+ANSWER_S = 5.0  # in addition to the time that a caller lets the store wait
+_LONGEST_S = 1e7  # the longest wait that a caller may ask for, four months: event loops cannot count further than some years
+_ENTRY_BYTES = 128  # that an entry takes in addition to its key and value
 Value = TypeVar("Value")
 
 
 class StoreService:
-    """The keys and values of one world; lives as long as the endpoint of its rank 0. Runs on one loop. Other ranks have one, too, which is
-    never opened."""
+    """The keys and values of one world; lives as long as the endpoint of its rank 0. Runs on one loop. Other ranks also have a
+    `StoreService`, but never open it."""
 
     def __init__(self, job: str) -> None:
         self._job = job
@@ -39,24 +39,24 @@ class StoreService:
         self._bytes = 0
         self._epoch: int | None = None  # None: this rank is not rank 0, or does not know yet
         self._closed = False
-        self._changed = asyncio.Event()  # another one at each change
+        self._changed = asyncio.Event()  # replaced by a new one at each change
 
     @property
     def handlers(self) -> grpc.GenericRpcHandler:
         return grpc.method_handlers_generic_handler(SERVICE, {"Ask": unary(StoreRequest, self._serve)})
 
     def open(self, epoch: int) -> None:
-        """Answer those of this world from now on: this is its rank 0."""
+        """Answer the workers of this epoch's world from now on: this is its rank 0."""
         self._epoch = epoch
         self._wake()
 
     def close(self) -> None:
-        """Refuse who waits for a key, and who comes later."""
+        """Refuse callers that wait for a key, and callers that come later."""
         self._closed = True
         self._wake()
 
     async def ask(self, request: StoreRequest) -> StoreReply:
-        """What `StoreClient.ask` is to the other ranks. Raises UsageError for what is refused, ClosedError once it is closed."""
+        """Rank 0's own counterpart of `StoreClient.ask`. Raises UsageError if the request is refused, ClosedError once this is closed."""
         try:
             return await self._answer(request)
         except Refused as refusal:
@@ -73,7 +73,7 @@ class StoreService:
 
     async def _answer(self, request: StoreRequest) -> StoreReply:
         within_s = request.within_s
-        if not 0 <= within_s <= _LONGEST_S:  # NaN neither
+        if not 0 <= within_s <= _LONGEST_S:  # false for NaN, too
             _refuse(f"within_s must be 0 to {_LONGEST_S:g} seconds, got {within_s:g}")
         await self._expect(request.epoch)
         match request.WhichOneof("what"):
@@ -103,7 +103,8 @@ class StoreService:
         return StoreReply()
 
     async def _expect(self, epoch: int) -> None:
-        """Wait for this rank's place in a world, which others may know of before it does. Raises Refused for callers of another one."""
+        """Wait until this rank knows its place in a world: others may know it before this one does. Raises Refused for callers of another
+        epoch."""
         if self._epoch is None and not self._closed:
             await self._opened()
         self._check_open()
@@ -123,7 +124,7 @@ class StoreService:
             _refuse("this worker is not rank 0, which alone keeps the store of a world")
 
     async def _missing(self, keys: Sequence[str], within_s: float) -> list[str]:
-        """Which of the keys have not come in this time."""
+        """Wait for the keys; returns those that have not come within this time."""
         missing: list[str] = []
         try:
             async with asyncio.timeout(within_s):
@@ -188,7 +189,7 @@ class StoreClient:
         )
 
     async def ask(self, request: StoreRequest) -> StoreReply:
-        """Raises UsageError for what the store refuses, EndpointUnavailable, HandshakeError or ProtocolError."""
+        """Raises UsageError if the store refuses the request, EndpointUnavailable, HandshakeError or ProtocolError."""
         try:
             reply: StoreReply = await self._call(request, timeout=request.within_s + ANSWER_S)
             return reply

@@ -1,4 +1,4 @@
-"""`Throttle`: log lines about strangers, who can cause as many as they like."""
+"""`Throttle`: limits log lines about strangers, who could otherwise cause as many as they like."""
 
 import logging
 import time

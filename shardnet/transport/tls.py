@@ -1,7 +1,7 @@
 """`TlsConnection`: a connection under mutual TLS, and the handshake that makes one.
 
-OpenSSL works in memory here, and what it makes is sent by us, many records a system call: given the socket, it would make
-a call for each 16 KiB, and two to read them. asyncio's own TLS copies everything twice more.
+OpenSSL works in memory here, and we send the records that it makes, many per system call: given the socket, OpenSSL would make
+one call to write each 16 KiB, and two to read them. asyncio's own TLS copies everything twice more.
 """
 
 import asyncio
@@ -17,11 +17,11 @@ from shardnet.transport.connection import Connection
 from shardnet.wire import Buffer
 
 FIRST_BYTE = b"\x16"  # of a connection that begins with TLS (RFC 8446, section 5.1: a handshake record)
-NO_TLS = bytes((21, 3, 3, 0, 2, 2, 40))  # what who takes none answers: a fatal alert, handshake_failure (section 6.2)
+NO_TLS = bytes((21, 3, 3, 0, 2, 2, 40))  # the answer of a process without TLS: a fatal alert, handshake_failure (section 6.2)
 
-_RECORD_BYTES = 16 * 1024  # the most that one holds
-_BATCH_BYTES = 16 * _RECORD_BYTES  # encrypted at a time, and still in the cache when it is sent; a quarter and twice as much are as fast
-_STAGE_BYTES = _BATCH_BYTES + 8 * 1024  # with what TLS adds
+_RECORD_BYTES = 16 * 1024  # the most that one record holds
+_BATCH_BYTES = 16 * _RECORD_BYTES  # encrypted at a time, and still in the cache when sent; a quarter or twice as much is as fast
+_STAGE_BYTES = _BATCH_BYTES + 8 * 1024  # with the bytes that TLS adds
 
 
 class TlsConnection(Connection):
@@ -36,7 +36,7 @@ class TlsConnection(Connection):
         self._waiting = memoryview(b"")  # encrypted; the system does not take it yet
         self._written_bytes = 0
         self._ended = False  # the peer sends nothing more
-        self._problem: OSError | None = None  # of the connection, behind what was received: to be raised by the next try
+        self._problem: OSError | None = None  # an error that came after received bytes: the next `recv_into` raises it
         self._identity = Identity.of_peer(tls.getpeercert())
 
     @property
@@ -60,8 +60,8 @@ class TlsConnection(Connection):
         return len(self._waiting) + super().unacknowledged_bytes
 
     def wake_at(self, count: int) -> None:
-        here = self._incoming.pending + _RECORD_BYTES  # as much as OpenSSL may hold of a record that is not complete
-        super().wake_at(max(1, count - here))  # encrypted it is more
+        here = self._incoming.pending + _RECORD_BYTES  # the most that OpenSSL may hold of an incomplete record
+        super().wake_at(max(1, count - here))  # safe, because encrypted data is longer
 
     def recv_into(self, room: memoryview) -> int:
         if self._problem is not None:
@@ -91,7 +91,7 @@ class TlsConnection(Connection):
             for piece in _records(buffers):
                 taken += self._tls.write(piece)
         self._put(self._outgoing.read())
-        with suppress(BlockingIOError, InterruptedError):  # it is taken all the same
+        with suppress(BlockingIOError, InterruptedError):  # the bytes count as taken all the same
             self.flush()
         return taken
 
@@ -119,21 +119,21 @@ class TlsConnection(Connection):
         await asyncio.get_running_loop().sock_sendall(self.socket, waiting)
 
     def finish(self) -> None:
-        with suppress(ssl.SSLError):  # it waits for the peer's own farewell, which we do not
+        with suppress(ssl.SSLError):  # OpenSSL wants to wait for the peer's close_notify; we do not
             self._tls.unwrap()
-        with suppress(BlockingIOError, InterruptedError):  # somebody who does not read gets no farewell
+        with suppress(BlockingIOError, InterruptedError):  # a peer that does not read gets no close_notify
             self.flush()
             self._put(self._outgoing.read())
             self.flush()
         super().finish()
 
     def _read(self, room: memoryview) -> int:
-        """As much of one record as `room` takes; 0 where that is nothing, or once the peer has ended. Raises SSLWantReadError."""
+        """Read as much of one record as fits into `room`; returns 0 if `room` is empty or the peer has ended. Raises SSLWantReadError."""
         count: int = self._tls.read(len(room), room) if room else 0  # type: ignore[assignment]  # bytes without a buffer only
         return count
 
     def _fetch(self) -> None:
-        """Take from the socket. Raises BlockingIOError."""
+        """Take encrypted bytes from the socket. Raises BlockingIOError."""
         self._store(self._stage[: self.socket.recv_into(self._stage)])
 
     def _store(self, data: bytes | memoryview) -> None:
@@ -148,11 +148,11 @@ class TlsConnection(Connection):
 
 
 async def handshake(sock: socket.socket, context: ssl.SSLContext, *, accepting: bool, said: bytes = b"") -> TlsConnection:
-    """TLS on a socket that is connected and does not block; the caller bounds the time, and owns the socket until this returns.
+    """Begin TLS on a connected, non-blocking socket; the caller bounds the time, and owns the socket until this returns.
 
-    said  what was read of the peer already
+    said  the bytes that were already read from the peer
 
-    Raises HandshakeError, whose text is about the peer ("its certificate has expired"), or OSError where the connection breaks.
+    Raises HandshakeError, whose text is about the peer ("its certificate has expired"), or OSError if the connection breaks.
     """
     loop, incoming, outgoing = asyncio.get_running_loop(), ssl.MemoryBIO(), ssl.MemoryBIO()
     tls = context.wrap_bio(incoming, outgoing, server_side=accepting)
@@ -169,7 +169,7 @@ async def handshake(sock: socket.socket, context: ssl.SSLContext, *, accepting: 
             incoming.write(data)
         except ssl.SSLError as error:
             with suppress(OSError):
-                await loop.sock_sendall(sock, outgoing.read())  # which tells the peer why
+                await loop.sock_sendall(sock, outgoing.read())  # an alert that tells the peer why
             raise HandshakeError(_explain(error)) from error
     await loop.sock_sendall(sock, outgoing.read())
     try:
@@ -184,7 +184,7 @@ class TlsBroken(OSError):
 
 @contextmanager
 def _understood() -> Iterator[None]:
-    """OpenSSL's errors in words. The one that means "later" passes."""
+    """Raise OpenSSL's errors in words. The one that means "later" passes unchanged."""
     try:
         yield
     except ssl.SSLWantReadError:
@@ -194,8 +194,8 @@ def _understood() -> Iterator[None]:
 
 
 def _records(buffers: Sequence[Buffer]) -> Iterator[Buffer]:
-    """The next batch, in pieces of which each begins a record: what is small is joined, as a record of its own costs more
-    than to copy it."""
+    """The next batch, in pieces that each begin a record. Small buffers are joined, because a record of its own costs more
+    than the copy."""
     left, small = _BATCH_BYTES, bytearray()
     for buffer in buffers:
         piece = memoryview(buffer)[:left]
@@ -215,7 +215,7 @@ def _records(buffers: Sequence[Buffer]) -> Iterator[Buffer]:
         yield bytes(small)
 
 
-# What OpenSSL says, or the peer by its alert, in words about the peer (RFC 8446, section 6).
+# OpenSSL's reasons, or those in the peer's alert, as words about the peer (RFC 8446, section 6).
 _WORDS = {
     "TLSV1_ALERT_UNKNOWN_CA": "it does not trust the authority of this process's certificate",
     "TLSV13_ALERT_CERTIFICATE_REQUIRED": "it wants a certificate of this process, which showed none",

@@ -1,4 +1,4 @@
-"""`watch`: a stream of what a process says of itself, over our own HTTP/2, which costs that process least."""
+"""`watch`: a stream of a process's statistics over our own HTTP/2, which costs that process least."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -23,11 +23,11 @@ async def watch(
     address: str, *, interval_s: float = INTERVAL_S, timeout_s: float = ANSWER_S, security: Security | None = None
 ) -> AsyncGenerator[stats_pb2.SnapshotReply, None]:
     """The statistics of the worker or rendezvous at `address`, now and every `interval_s`, 0.1 to 60 s; ends when that process closes.
-    Who reads too slowly gets the newest.
+    A caller that reads too slowly gets only the newest ones.
 
-    Raises EndpointUnavailable when nobody answers, also when the process dies meanwhile, or says nothing for `timeout_s` longer than the
-    interval; HandshakeError when one side does not trust the other, and ProtocolError when somebody else answers. Who leaves the loop
-    before the end closes the generator (contextlib.aclosing), or the call goes on until Python does.
+    Raises EndpointUnavailable when nobody answers, when the process dies meanwhile, or when it says nothing for `timeout_s` longer than
+    the interval; HandshakeError when one side does not trust the other, and ProtocolError when somebody else answers. A caller that
+    leaves the loop early must close the generator (contextlib.aclosing); otherwise the call goes on until Python closes it.
     """
     async with _call(address, interval_s, timeout_s, security or Security()) as stream:
         while (said := await stream.next(interval_s + timeout_s)) is not None:
@@ -35,7 +35,7 @@ async def watch(
 
 
 class _Stream:
-    """The caller's end of a stream; lives as long as the call, which it does not own. Its end is awaited by a task of its own."""
+    """The caller's end of a stream; lives as long as the call, which it does not own. A task of its own waits for the stream's end."""
 
     def __init__(self, call: Call, address: str) -> None:
         self._address = address
@@ -47,7 +47,7 @@ class _Stream:
         self._end.add_done_callback(lambda _: self._news.set())
 
     async def next(self, silence_s: float) -> memoryview | None:
-        """What came last, once it is new; None behind the last. Raises CallBroken, EndpointUnavailable or ProtocolError."""
+        """Wait for a new message, and return the newest; None after the last. Raises CallBroken, EndpointUnavailable or ProtocolError."""
         try:
             async with asyncio.timeout(silence_s):
                 await self._news.wait()
@@ -76,27 +76,27 @@ class _Stream:
         self._end.cancel()
         await asyncio.wait({self._end})
         if not self._end.cancelled():
-            self._end.exception()  # whoever reads has seen it, or does not want it
+            self._end.exception()  # mark it as retrieved: the reader has seen the error, or does not want it
 
 
 async def _status(call: Call) -> Status:
     """How the call ends."""
     block = await call.headers()
-    if "grpc-status" not in dict(block):  # a refusal brings it at once
+    if "grpc-status" not in dict(block):  # a refusal has it in its first header block
         block = await call.headers()
     return Status.read(block)
 
 
 def _why(error: Exception) -> str:
-    """What has broken a connection, or kept it from coming about; "" for a timeout."""
+    """The reason why a connection broke or could not be made; "" for a timeout."""
     if isinstance(error, ConnectionRefusedError):
-        return "Connection refused"  # as grpcio says it; asyncio's words name the address once more
+        return "Connection refused"  # as grpcio says it; asyncio's text repeats the address
     return getattr(error, "strerror", None) or str(error)
 
 
 @asynccontextmanager
 async def _call(address: str, interval_s: float, timeout_s: float, security: Security) -> AsyncIterator[_Stream]:
-    """The call, begun, and closed at the end. What goes wrong is raised as one of our errors."""
+    """Begin the call, and close it at the end. Errors are raised as our own classes."""
     call, stream = None, None
     try:
         async with asyncio.timeout(timeout_s):
@@ -109,7 +109,7 @@ async def _call(address: str, interval_s: float, timeout_s: float, security: Sec
         yield stream
     except HandshakeError as error:
         raise HandshakeError(f"{address} and this process do not trust each other: {error}") from error
-    except EndpointUnavailable:  # it says already what is wrong
+    except EndpointUnavailable:  # its text already says what is wrong
         raise
     except (CallBroken, OSError) as error:  # a timeout, too
         if stream is not None and not stream.has_begun:

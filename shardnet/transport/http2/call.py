@@ -1,4 +1,4 @@
-"""`Call`: one streaming gRPC call on an HTTP/2 connection of its own, either end of it."""
+"""`Call`: either end of one streaming gRPC call on an HTTP/2 connection of its own."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -19,13 +19,13 @@ from shardnet.wire import Buffer
 STREAM = 1  # the only one
 _FRAME_BYTES = 16 * MIB - 1
 _COPY_BYTES = 32 * KIB  # a message up to this size is copied and sent in passing; a larger one lends its buffer
-_REQUEST_BYTES = 64 * KIB  # that a caller may say whose messages nobody wants, or not yet; pings while it waits included
-_MESSAGE_BYTES = 4 * KIB  # of a message among that
-_READS = 8  # at a time, or as many as bring so many messages; then others get their turn
+_REQUEST_BYTES = 64 * KIB  # that a caller may send while nobody wants its messages (yet), including its pings while it waits
+_MESSAGE_BYTES = 4 * KIB  # the largest single message among those bytes
+_READS = 8  # at a time, or until they have brought _MESSAGES messages; then other connections get their turn
 _MESSAGES = 64
-_WAKE_BYTES = MIB  # of a message may lie in the system until they are read: a tenth sooner than with 256 KiB between nodes
+_WAKE_BYTES = MIB  # of a message may lie in the system before we wake to read them: a tenth faster than 256 KiB between nodes
 
-# What the caller says first, byte for byte: the callee knows by it that no grpcio is calling (transport/front_door.py).
+# The first bytes of a caller, exactly: the callee recognises by them that the caller is not grpcio (transport/front_door.py).
 OPENING = frames.PREFACE + frames.settings(
     {
         Setting.SHARDNET: 1,
@@ -41,15 +41,15 @@ _OPEN_CONNECTION = frames.window_update(0, frames.MAX_WINDOW - frames.DEFAULT_WI
 class Call:
     """One end of the call; lives as long as its connection, which it owns. Runs on the loop that made it.
 
-    Messages go to whoever `deliver` names, and none may come before. Everything else is awaited, and
-    raises CallBroken once the connection is gone, or ProtocolError for what the peer may not send.
+    Messages go to the function given to `deliver`, and none may come before. Everything else is awaited, and
+    raises CallBroken once the connection is gone, or ProtocolError for anything that the peer may not send.
     """
 
     def __init__(self, connection: Connection, limits: Limits) -> None:
         """Nothing is sent yet."""
         self._read_bytes = 0
         self._connection = connection
-        self._data_end = 0  # of what was written to the wire, where the last data ends
+        self._data_end = 0  # the count of bytes written to the wire up to the end of the last DATA frame
         self._loop = asyncio.get_running_loop()
         self._writer = FrameWriter(STREAM)
         self._messages = MessageReader(0, lambda message: None)
@@ -59,8 +59,8 @@ class Call:
         self._max_message_bytes = limits.max_message_bytes
         self._window_bytes = 2 * limits.chunk_bytes  # of small messages that may wait
         self._replied = False  # headers were sent
-        self._allowed_bytes: int | None = None  # that the peer may still say; None: any number
-        self._finished = False  # this half of the stream
+        self._allowed_bytes: int | None = None  # that the peer may still send; None: any number
+        self._finished = False  # this half of the stream has ended
         self._writing = False  # the socket is full
         self._flushing = False  # the loop is about to write
         self._mute = False  # nothing can be written any more
@@ -80,7 +80,7 @@ class Call:
         self.send_headers(headers.request(authority, path, metadata))
 
     def answer(self) -> None:
-        """As the callee, after the caller's OPENING was read. Until `deliver` the caller may say no more than a request takes."""
+        """As the callee: answer, after the caller's OPENING was read. Until `deliver` the caller may send no more than a request takes."""
         self._allowed_bytes = _REQUEST_BYTES
         self._messages.on_message, self._messages.max_bytes = self._early.append, _MESSAGE_BYTES
         ack = frames.frame(Type.SETTINGS, Flags.ACK, 0)
@@ -89,7 +89,7 @@ class Call:
         self._flush()
 
     def send_headers(self, block: Headers, *, end: bool = False) -> None:
-        """Before any message, or with `end` behind the last one."""
+        """Send headers before any message, or with `end` after the last one."""
         self._replied = True
         flags = Flags.END_HEADERS | (Flags.END_STREAM if end else Flags.NONE)
         frame = frames.frame(Type.HEADERS, flags, STREAM, self._state.codec.encode(block))
@@ -107,9 +107,9 @@ class Call:
     # --- traffic
 
     def deliver(self, on_message: OnMessage) -> None:
-        """From now on, `on_message` gets each message as it is complete, in a buffer of its own. What it raises ends the call.
+        """From now on, `on_message` gets each complete message, in a buffer of its own. An exception from it ends the call.
 
-        Raises ProtocolError for a caller that did not wait.
+        Raises ProtocolError if the caller has already sent a message, without waiting.
         """
         if self._early:
             raise ProtocolError(f"a message of {len(self._early[0])} bytes came before it was wanted")
@@ -118,12 +118,12 @@ class Call:
         self._allowed_bytes = None
 
     async def request(self) -> bytes:
-        """The message of a caller that has no more to say, instead of `deliver`: what comes stays bounded."""
+        """The message of a caller that sends nothing else. Used instead of `deliver`; the size of what the caller sends stays bounded."""
         await self.ended()
         return b"".join(self._early)
 
     def hear_out(self) -> None:
-        """Let the caller say as much again as before its request was known: answers to pings, mostly."""
+        """Let the caller send as much again as it could before its request was known: mostly answers to pings."""
         self._allowed_bytes = _REQUEST_BYTES
 
     async def send(self, *parts: Buffer) -> None:
@@ -146,8 +146,8 @@ class Call:
             raise
 
     def send_now(self, *parts: Buffer) -> None:
-        """Send a copy of one message, without waiting for room. It goes out as soon as the loop comes round, with what else is sent until
-        then: a call to the system takes longer than all that this side has to do for a small message."""
+        """Send a copy of one message, without waiting for room. It goes out when the loop comes round, together with everything that is
+        sent until then: a system call takes longer than all other work on this side for a small message."""
         self._queue(parts)
         if not self._flushing:
             self._flushing = True
@@ -159,7 +159,7 @@ class Call:
         self._writer.message([memoryview(b"".join((_prefix(parts), *parts)))], None)
 
     def end(self) -> None:
-        """End this half of the stream behind what was sent; what still waits for room is not sent any more."""
+        """End this half of the stream after what was sent; messages that still wait for room are no longer sent."""
         self._finished = True
         self._writer.end()
         self._room.set()
@@ -177,34 +177,35 @@ class Call:
         await self._until(lambda: self._state.ended)
 
     async def broken(self) -> NoReturn:
-        """Wait until nothing more can come, and raise why."""
+        """Wait until nothing more can come, and raise the reason."""
         await self._until(lambda: False)
         raise AssertionError("unreachable")
 
     @property
     def wants_checksums(self) -> bool:
-        """Whether what a message carries may arrive damaged."""
+        """Whether the data of a message may arrive damaged."""
         return not self._connection.is_tamper_proof
 
     @property
     def signs_of_life(self) -> int:
-        """Grows by whatever comes, and with what the peer's system acknowledges of messages: over a slow link megabytes may be
-        on their way before a ping and its answer. Not with what it acknowledges of pings, as that of a frozen peer would."""
+        """A counter that grows with all bytes that come, and with the bytes of messages that the peer's system acknowledges: over a slow
+        link megabytes may be on their way before a ping and its answer. Acknowledged pings do not count, because the system of a frozen
+        peer acknowledges them, too."""
         acknowledged = min(self._connection.written_bytes - self._unacknowledged_bytes(), self._data_end)
         return self._read_bytes + self._unread_bytes() + acknowledged
 
     @property
     def outgoing_bytes(self) -> int:
-        """Of what was sent and the peer's system does not have yet; 0 once the connection is gone."""
+        """How many bytes were sent that the peer's system does not have yet; 0 once the connection is gone."""
         return 0 if self._broken is not None else self._writer.unsent_bytes + self._unacknowledged_bytes()
 
     @property
     def unsent_bytes(self) -> int:
-        """Of what was sent and this system has not taken yet: the peer takes it too slowly. 0 once the connection is gone."""
+        """How many bytes were sent that this system has not taken yet, because the peer reads too slowly. 0 once the connection is gone."""
         return 0 if self._broken is not None else self._writer.unsent_bytes
 
     def ping(self) -> None:
-        """Ask for a sign of life; not again while what was to go out before still waits."""
+        """Ask for a sign of life; do nothing while earlier control frames still wait to go out."""
         if self._writer.has_control:
             return
         self._writer.control(frames.frame(Type.PING, Flags.NONE, 0, bytes(8)))
@@ -215,8 +216,8 @@ class Call:
         self._fail(CallBroken(why))
 
     async def linger(self, timeout_s: float) -> None:
-        """Close behind what was sent: wait a little until the peer has closed, too. Closing a socket on which something
-        arrives unread would take back what the peer has not read yet, such as why."""
+        """Close after everything that was sent: wait a little until the peer has closed, too. Closing a socket on which unread data
+        arrives would reset the connection, and the peer would lose what it has not read yet, such as the reason."""
         self._stop(CallBroken("this rank has closed it"))
         with suppress(TimeoutError, OSError):
             async with asyncio.timeout(timeout_s):
@@ -250,7 +251,7 @@ class Call:
                 self._read_bytes += count
                 self._count(count)
                 self._reader.filled(count)
-                if self._state.has_news:  # who waits for that need not look again after each message
+                if self._state.has_news:  # a waiting task need not look again after each message
                     self._changed.set()
                 if self._writer.is_pending:  # answers
                     self._flush()
@@ -262,12 +263,12 @@ class Call:
             self._fail(CallBroken(f"its connection broke ({error.strerror})"))
         except CallBroken as error:
             self._fail(error)
-        except Exception as error:  # noqa: BLE001 - whatever a message leads to belongs to who waits for the call
+        except Exception as error:  # noqa: BLE001 - any error from handling a message goes to the task that waits for the call
             self._stop(error)
         return False
 
     def _count(self, count: int) -> None:
-        """A stranger that talks without end would have the loop busy with frames that mean nothing."""
+        """Limit what a stranger may send: an endless stream of meaningless frames would keep the loop busy."""
         if self._allowed_bytes is not None:
             self._allowed_bytes -= count
             if self._allowed_bytes < 0:
@@ -301,8 +302,8 @@ class Call:
         self._room.set()
 
     def _lost_while_writing(self, error: OSError) -> None:
-        """What the peer said before it closed says why, so that is read first, if anyone still wants to know."""
-        self._mute = True  # or each read would come back here for its answers
+        """Fail, but first read what the peer sent before it closed, if anyone still wants to know: it may give the reason."""
+        self._mute = True  # otherwise each read would come back here to write its answers
         while self._failure is None and self._read():
             pass
         self._fail(CallBroken(f"its connection broke ({error.strerror})"))
@@ -314,7 +315,7 @@ class Call:
         return 0 if self._broken is not None else self._connection.unacknowledged_bytes
 
     def _fail(self, error: Exception) -> None:
-        """Close the socket; who waits gets the error. Only the first one counts."""
+        """Close the socket; waiting tasks get the error. Only the first one counts."""
         if self._broken is not None:
             return
         self._stop(error)
@@ -327,7 +328,7 @@ class Call:
         self._room.set()
 
     def _stop(self, error: Exception) -> None:
-        """Read no more. Who waits gets the error, and may still send a status."""
+        """Read no more. Waiting tasks get the error, and may still send a status."""
         if self._failure is None:
             self._failure = error
             self._loop.remove_reader(self._connection.socket)
@@ -349,5 +350,5 @@ class Call:
 
 
 def _prefix(parts: Sequence[Buffer]) -> bytes:
-    """What gRPC puts before a message: that it is not compressed, and its length."""
+    """The prefix that gRPC puts before a message: a flag that it is not compressed, and its length."""
     return b"\0" + sum(map(len, parts)).to_bytes(4)

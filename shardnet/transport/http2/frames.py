@@ -90,12 +90,12 @@ def reset(stream: int, code: ErrorCode) -> bytes:
 
 
 def goaway(code: ErrorCode, why: str) -> bytes:
-    """The connection ends, and no stream was looked at."""
+    """A GOAWAY frame that ends the connection and says that no stream was processed."""
     return frame(Type.GOAWAY, Flags.NONE, 0, _U32.pack(0) + _U32.pack(code) + why.encode())
 
 
 def inadequate_security(answer: bytes) -> str | None:
-    """What a server says that begins with a GOAWAY for that reason; None for any other beginning."""
+    """The text of a server whose answer begins with a GOAWAY for INADEQUATE_SECURITY; None for any other answer."""
     at = 0
     while at + HEAD_BYTES <= len(answer):
         length, kind, _, _ = read_head(answer, at)

@@ -24,7 +24,7 @@ class Status:
 
     @classmethod
     def read(cls, trailers: Headers) -> Self:
-        """From the trailers of a reply. Without a `grpc-status` a proxy has answered: its HTTP status is the reason."""
+        """Read the status from the trailers of a reply. Without a `grpc-status` a proxy has answered: its HTTP status is the reason."""
         found = dict(trailers)
         try:
             code = _CODES[int(found["grpc-status"])]
@@ -66,7 +66,7 @@ class HeaderCodec:
         return self._encoder.encode(headers)
 
     def decode(self, block: bytes) -> Headers:
-        """Raises ProtocolError for what is no header block."""
+        """Raises ProtocolError if `block` is not a header block."""
         try:
             return tuple((str(name), str(value)) for name, value in self._decoder.decode(block))
         except (HPACKError, UnicodeDecodeError) as error:

@@ -1,7 +1,7 @@
-"""What comes over a connection, cut into frames, and a stream's data into gRPC messages. No I/O.
+"""Cuts the bytes of a connection into frames, and a stream's data into gRPC messages. No I/O.
 
-[Note: in place] Bytes arrive in a small staging buffer, where the heads of frames and all that is small are read. The
-rest of a message goes from the kernel into the message's own buffer: `room` says where the next bytes belong.
+[Note: in place] Bytes arrive in a small staging buffer, where frame headers and everything small are read. The
+rest of a message goes from the kernel directly into the message's own buffer: `room` says where the next bytes belong.
 """
 
 import struct
@@ -15,18 +15,18 @@ from shardnet.transport.http2.frames import HEAD_BYTES, Flags, Type, read_head, 
 
 _STAGE_BYTES = 64 * 1024
 _MAX_CONTROL_BYTES = 32 * 1024  # of a frame other than DATA
-_PADDED, _END_STREAM = int(Flags.PADDED), int(Flags.END_STREAM)  # for what is asked of each frame: those of an enum are slow
+_PADDED, _END_STREAM = int(Flags.PADDED), int(Flags.END_STREAM)  # for tests on each frame: enum members are slow
 _PREFIX = struct.Struct(">BI")  # of a gRPC message: compressed or not, length
 
 
 class FrameTaker(Protocol):
-    """Who takes what a FrameReader finds."""
+    """The object to which a FrameReader gives what it finds."""
 
     def on_frame(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
         """A frame other than DATA."""
 
     def on_data(self, stream: int, flow_bytes: int, *, end: bool) -> None:
-        """A DATA frame is over; `flow_bytes` is what it counts for flow control. Its messages were delivered."""
+        """A DATA frame is over, and its messages were delivered; `flow_bytes` is its size for flow control."""
 
 
 OnMessage = Callable[[memoryview], None]
@@ -38,18 +38,18 @@ class MessageReader:
     def __init__(self, max_bytes: int, on_message: OnMessage) -> None:
         self.max_bytes = max_bytes
         self.on_message = on_message
-        self.count = 0  # of messages that were delivered
+        self.count = 0  # messages that were delivered
         self._prefix = bytearray()
         self._message: memoryview | None = None
         self._filled = 0
 
     @property
     def room(self) -> memoryview | None:
-        """Where the rest of the message under way belongs; None between messages."""
+        """The buffer for the rest of the current message; None between messages."""
         return None if self._message is None else self._message[self._filled :]
 
     def filled(self, count: int) -> None:
-        """So many bytes were written into `room`."""
+        """Take note that `count` bytes were written into `room`."""
         assert self._message is not None
         self._filled += count
         if self._filled == len(self._message):
@@ -58,7 +58,7 @@ class MessageReader:
             self.on_message(message)
 
     def feed(self, data: memoryview) -> None:
-        """Take data from elsewhere: it is copied."""
+        """Take data from another buffer, by copying it."""
         while data:
             if (room := self.room) is None:
                 missing = _PREFIX.size - len(self._prefix)
@@ -85,7 +85,7 @@ class MessageReader:
 
 
 class FrameReader:
-    """Cuts what comes into frames: see [Note: in place]."""
+    """Cuts incoming bytes into frames: see [Note: in place]."""
 
     def __init__(self, stream: int, messages: MessageReader, taker: FrameTaker, max_frame_bytes: int) -> None:
         self._stream = stream
@@ -93,15 +93,15 @@ class FrameReader:
         self._taker = taker
         self._max_frame_bytes = max_frame_bytes
         self._stage = memoryview(bytearray(_STAGE_BYTES))
-        self._start = self._end = 0  # of what is staged and not read yet
-        self._data_left = 0  # of the DATA frame under way
+        self._start = self._end = 0  # of the bytes that are staged and not read yet
+        self._data_left = 0  # bytes of the current DATA frame that are still to come
         self._data_bytes = 0  # its whole length
         self._data_ends = False
-        self._direct = False  # the room that was given is a message's, not the stage's
+        self._direct = False  # the last `room` was the message's own buffer, not the stage
 
     @property
     def room(self) -> memoryview:
-        """Where the next bytes from the connection belong."""
+        """The buffer for the next bytes from the connection."""
         room = self._messages.room if self._data_left and self._start == self._end else None
         self._direct = room is not None and len(room) > 0
         if room is not None and self._direct:
@@ -116,12 +116,12 @@ class FrameReader:
 
     @property
     def expected_bytes(self) -> int:
-        """How many more must come in any case before anything is complete."""
+        """How many more bytes must come in any case before anything is complete."""
         room = self._messages.room if self._data_left and self._start == self._end else None
         return 1 if room is None else max(1, min(len(room), self._data_left))
 
     def filled(self, count: int) -> None:
-        """So many bytes were written into `room`. Calls the takers. Raises ProtocolError."""
+        """Take note that `count` bytes were written into `room`, and call the takers. Raises ProtocolError."""
         if self._direct:
             self._data_left -= count
             self._messages.filled(count)
@@ -132,7 +132,7 @@ class FrameReader:
             pass
 
     def _read_one(self) -> bool:
-        """Take a step through the stage; False if more must come first."""
+        """Take one step through the stage; returns False if more bytes must come first."""
         staged = self._end - self._start
         if self._data_left:
             count = min(staged, self._data_left)

@@ -9,9 +9,9 @@ from shardnet.transport.http2.frames import ErrorCode, Flags, Setting, Type
 from shardnet.transport.http2.headers import HeaderCodec, Headers
 from shardnet.transport.http2.writing import FrameWriter
 
-_REFILL_BYTES = frames.MAX_WINDOW // 2  # the windows are filled up again when so much has come
+_REFILL_BYTES = frames.MAX_WINDOW // 2  # the windows are filled up again when so many bytes have come
 _MAX_HEADER_BYTES = 64 * KIB
-_MAX_BLOCKS = 4  # that nobody has asked for yet; a call has two at most
+_MAX_BLOCKS = 4  # header blocks that nobody has asked for yet; a call has two at most
 
 
 class CallBroken(Exception):
@@ -21,18 +21,18 @@ class CallBroken(Exception):
 class CallState:
     """What the peer has said so far; answers go to the writer. Lives as long as the call.
 
-    Raises CallBroken where the peer ends the call, ProtocolError for what it may not say.
+    Raises CallBroken if the peer breaks off the call, ProtocolError for frames that the peer may not send.
     """
 
     def __init__(self, stream: int, writer: FrameWriter) -> None:
         self.codec = HeaderCodec()
-        self.headers: deque[Headers] = deque()  # blocks that came and nobody has taken
+        self.headers: deque[Headers] = deque()  # blocks that came and that nobody has taken yet
         self.ended = False  # the peer's half of the stream
         self._stream = stream
         self._writer = writer
         self._received = 0  # bytes since the windows were filled up
         self._block: bytearray | None = None  # a header block that is not complete
-        self._block_ends = False  # the stream, too
+        self._block_ends = False  # that block also ends the stream
 
     @property
     def has_news(self) -> bool:
@@ -97,11 +97,11 @@ class CallState:
 
     def _on_reset(self, code: int) -> None:
         if self.ended and code == ErrorCode.NO_ERROR:
-            return  # it has answered and needs no more of what is sent
+            return  # the peer has answered and needs no more of our data
         raise CallBroken("it closed the stream" if code == ErrorCode.CANCEL else f"it reset the stream (HTTP/2 error {code})")
 
     def _on_goaway(self, payload: bytes) -> None:
         code = int.from_bytes(payload[4:8])
-        if code != ErrorCode.NO_ERROR:  # without an error what is under way may end
+        if code != ErrorCode.NO_ERROR:  # after a GOAWAY without an error the call may still finish
             text = payload[8:].decode(errors="replace") or f"HTTP/2 error {code}"
             raise CallBroken(f"its connection broke ({text})")

@@ -1,9 +1,9 @@
-"""What goes out over a connection, cut into frames as the peer's windows allow. No I/O.
+"""Cuts outgoing messages into frames as the peer's windows allow. No I/O.
 
-[Note: flow control] A peer takes data only as far as the windows that it gave, one for the connection and one for the
-stream. Our own end opens both as far as HTTP/2 can, for what arrives is taken at once and TCP holds up a sender that is
-too fast; a window that is smaller than what is under way would hold it up for nothing. Others, grpcio or a proxy, give
-less and are obeyed.
+[Note: flow control] A peer takes only as much data as the windows allow that it gave, one for the connection and one for the
+stream. Our own end opens both as far as HTTP/2 can, because it takes arriving data at once and TCP holds up a sender that is
+too fast; a window smaller than the data under way would hold up the sender for nothing. Other peers, such as grpcio or a proxy,
+give smaller windows, and we keep to them.
 """
 
 import asyncio
@@ -21,10 +21,10 @@ _MAX_BUFFERS = 64  # of one write; the system's limit is 1024
 
 @dataclass(slots=True)
 class _Message:
-    parts: deque[memoryview]  # what is left
+    parts: deque[memoryview]  # the part that is left to send
     left: int  # bytes of them
     done: "asyncio.Future[None] | None"
-    frame: bytes = b""  # instead of parts: one that waits for its turn
+    frame: bytes = b""  # instead of parts: a ready frame that waits for its turn
 
 
 class FrameWriter:
@@ -39,7 +39,7 @@ class FrameWriter:
         self.max_frame_bytes = DEFAULT_FRAME_BYTES
         self.queued_bytes = 0  # of messages
         self.sent_bytes = 0  # of everything
-        self.data_end = 0  # of them, up to the end of the last DATA frame that was cut
+        self.data_end = 0  # what `sent_bytes` will be when the last DATA frame that was cut is out
         self._cut_bytes = 0
         self._control = bytearray()  # frames
         self._messages: deque[_Message] = deque()
@@ -48,12 +48,12 @@ class FrameWriter:
 
     @property
     def unsent_bytes(self) -> int:
-        """Of messages and of frames on their way."""
+        """How many bytes of messages and frames are not out yet."""
         return self.queued_bytes + self._cut_bytes - self.sent_bytes
 
     @property
     def is_pending(self) -> bool:
-        """Whether anything is to go out."""
+        """Whether anything waits to go out."""
         return bool(self._control or self._messages or self._buffers)
 
     @property
@@ -62,8 +62,8 @@ class FrameWriter:
         return bool(self._control)
 
     def control(self, frame: bytes) -> None:
-        """Send a control frame before the next message. Raises ProtocolError for a peer that asks for answers without end
-        and reads none."""
+        """Send a control frame before the next message. Raises ProtocolError if a peer asks for answers without end and reads
+        none."""
         self._control += frame
         if len(self._control) > _MAX_CONTROL_BYTES:
             raise ProtocolError("too many control frames wait for a peer that does not read")
@@ -75,15 +75,15 @@ class FrameWriter:
         self._messages.append(_Message(deque(parts), left, done))
 
     def behind(self, frame: bytes) -> None:
-        """Send a frame behind the last message, such as one that ends the stream."""
+        """Send a frame after the last message, such as one that ends the stream."""
         self._messages.append(_Message(deque(), 0, None, frame))
 
     def end(self) -> None:
-        """End the stream behind the last message."""
+        """End the stream after the last message."""
         self.behind(head(0, Type.DATA, Flags.END_STREAM, self._stream))
 
     def widen(self, stream: int, increment: int) -> None:
-        """The peer takes so many bytes more."""
+        """Take note that the peer takes `increment` bytes more."""
         if stream == 0:
             self.connection_window += increment
         elif stream == self._stream:
@@ -103,13 +103,13 @@ class FrameWriter:
         self.max_frame_bytes = value
 
     def buffers(self) -> list[memoryview]:
-        """What can be written now; empty if there is nothing or the windows are used up."""
+        """The buffers that can be written now; empty if there is nothing to send or the windows are used up."""
         if not self._buffers and (self._control or self._messages):
             self._fill()
         return self._buffers
 
     def sent(self, count: int) -> None:
-        """So many bytes of `buffers()` are out."""
+        """Take note that `count` bytes of `buffers()` are out."""
         self.sent_bytes += count
         done = 0
         for buffer in self._buffers:
@@ -124,9 +124,9 @@ class FrameWriter:
             self._settle()
 
     def copy_unsent(self, done: "asyncio.Future[None]") -> None:
-        """Hold a copy of what is not out yet of the message that was to end with `done`: its owner may change it then.
+        """Keep a copy of the unsent rest of the message that belongs to `done`: after this its owner may change the buffers.
 
-        Of this message alone: many that are cancelled together would be copied as many times each otherwise.
+        Copy this message alone: otherwise, if many are cancelled together, each would be copied as many times as there are.
         """
         for message in self._messages:
             if message.done is done:

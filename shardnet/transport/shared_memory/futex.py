@@ -36,7 +36,7 @@ _syscall.restype = ctypes.c_long
 _syscall.argtypes = (ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint32)
 
 give_way = _libc.sched_yield
-"""Let another thread, of any process, run on this core. Unlike os.sched_yield this also releases the interpreter lock."""
+"""Let another thread run on this core, of whichever process: unlike os.sched_yield it lets go of the interpreter, too."""
 
 
 def wait(address: int, seen: int, timeout_s: float) -> None:
@@ -76,7 +76,7 @@ def _check_error() -> None:
 
 
 def _find_most() -> int:
-    """Call futex_waitv with no word: it answers EINVAL where it exists. An older kernel, or a sandbox that forbids it, gives another error."""
+    """Call futex_waitv without a word: it answers EINVAL where it exists; an older kernel or a forbidding sandbox gives another error."""
     return 128 if _syscall(_WAITV, None, 0, 0, None, None, 0) == -1 and ctypes.get_errno() == errno.EINVAL else 1
 
 
