@@ -1,18 +1,18 @@
-"""Who may talk to whom: the one room that opens channels, so that none is opened unprotected by oversight.
+"""Decides which processes may talk to each other: the one package that opens channels, so that none is left unprotected by mistake.
 
-    identity    who a certificate says that its holder is
-    bundle      what one process proves itself with, and the TLS that follows from it
+    identity    the identity that a certificate gives its holder
+    bundle      the certificate and key of one process, and its TLS settings
     security    how the connections of one process are protected
     secret      where a process finds its join token
     authority   makes certificates                              (needs `cryptography`, as do the next two)
     folder      certificates as files in a folder
-    token       certificates from a secret that all share
+    token       certificates from a secret that all processes share
 
-[Note: trust] A cluster has an authority of its own, and nobody else's certificates count. Each certificate names one
+[Note: trust] A cluster has an authority (CA) of its own, and certificates of others do not count. Each certificate names one
 identity, in a URI of ours: a worker of one job on one machine, a rendezvous, or an operator. Both ends of every
-connection show theirs. The rendezvous lets a worker join only the job that its certificate names, and tells all members
-who was placed where; a stream between two workers opens only where each is the one that was placed. Host names and
-addresses count for nothing, as workers come and go on any.
+connection show their certificates (mutual TLS). The rendezvous lets a worker join only the job that its certificate names, and tells
+all members which identity has which rank and address. A stream between two workers opens only if each has the identity that the
+rendezvous has told. Host names and addresses prove nothing, because workers come and go on any of them.
 """
 
 import shardnet.quiet  # noqa: F401 - before grpc

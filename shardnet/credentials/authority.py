@@ -20,15 +20,15 @@ from shardnet.errors import CredentialsError
 AUTHORITY_DAYS = 3650
 _OURS = ".shardnet"  # the end of ANYONE and RENDEZVOUS
 _EARLIER = timedelta(hours=1)  # clocks of a cluster differ
-_CURVE = ec.SECP256R1()  # what every TLS has; grpcio's takes no Ed25519 certificate
-_USAGES = (  # that a certificate must deny by name, or allow (RFC 5280, section 4.2.1.3)
+_CURVE = ec.SECP256R1()  # every TLS library has it; grpcio's does not accept Ed25519 certificates
+_USAGES = (  # a certificate must allow or deny each of these by name (RFC 5280, section 4.2.1.3)
     *("digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement"),
     *("key_cert_sign", "crl_sign", "encipher_only", "decipher_only"),
 )
 
 
 class Authority:
-    """A key that signs, and its certificate, which everyone trusts."""
+    """A key that signs certificates, and its own certificate, which all processes trust."""
 
     def __init__(self, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> None:
         self.certificate = certificate
@@ -36,7 +36,7 @@ class Authority:
 
     @classmethod
     def create(cls, key: ec.EllipticCurvePrivateKey | None = None, *, days: float = AUTHORITY_DAYS) -> Self:
-        """A new one; its own certificate is good for `days`. `key`: default, a new one."""
+        """Make an authority whose own certificate is valid for `days`. `key`: default, a new one."""
         key = key or ec.generate_private_key(_CURVE)
         name = _name("shardnet authority")
         certificate = (
@@ -51,13 +51,13 @@ class Authority:
 
     @classmethod
     def of_secret(cls, number: int) -> Self:
-        """The one whose key follows from a number, the same wherever it is made."""
+        """The authority whose key is derived from a number: the same key wherever it is made."""
         order = int("ffffffff00000000ffffffffffffffffbce6faada7179e84f3b9cac2fc632551", 16)  # of P-256 (NIST SP 800-186)
         return cls.create(ec.derive_private_key(number % (order - 1) + 1, _CURVE))
 
     @classmethod
     def load(cls, certificate: bytes, key: bytes) -> Self:
-        """Raises CredentialsError for what is no authority of ours."""
+        """Raises CredentialsError if these are not the certificate and key of one of our authorities."""
         with _readable():
             private, own = serialization.load_pem_private_key(key, None), x509.load_pem_x509_certificate(certificate)
             if not isinstance(private, ec.EllipticCurvePrivateKey) or private.public_key() != own.public_key():
@@ -65,9 +65,10 @@ class Authority:
         return cls(own, private)
 
     def issue(self, identity: Identity, *, days: float = 365.0, hosts: Iterable[str] = ()) -> Credentials:
-        """A new key and its certificate. `hosts`: names and addresses that it holds for, too, for tools that compare them.
+        """Make a new key and its certificate. `hosts`: host names and addresses that it also names, for tools that compare them.
 
-        Raises CredentialsError for what the authority may not say, ValueError or OverflowError for what no certificate can.
+        Raises CredentialsError for claims that the authority may not make, ValueError or OverflowError for values that no certificate
+        can hold.
         """
         hosts = list(hosts)
         if any(host.lower().endswith(_OURS) for host in hosts):
@@ -96,7 +97,7 @@ class Authority:
 
     @property
     def pem(self) -> bytes:
-        """The certificate."""
+        """The certificate as PEM."""
         return _pem(self.certificate)
 
 
@@ -109,12 +110,12 @@ def key_pem(key: PrivateKeyTypes) -> bytes:
 
 
 def expiry(certificate: bytes) -> datetime:
-    """Until when a certificate is good."""
+    """The time until which a certificate is valid."""
     return x509.load_pem_x509_certificate(certificate).not_valid_after_utc
 
 
 def check(authority: bytes, certificate: bytes, key: bytes) -> Credentials:
-    """Credentials of these PEM texts, without what else they hold. Raises CredentialsError, saying what to do, for those that
+    """Credentials from these PEM texts, without anything else in them. Raises CredentialsError, saying what to do, for texts that
     cannot be read, do not belong together, or are out of date."""
     with _readable():
         trusted, own = x509.load_pem_x509_certificate(authority), x509.load_pem_x509_certificate(certificate)
@@ -145,7 +146,7 @@ def check(authority: bytes, certificate: bytes, key: bytes) -> Credentials:
 
 @contextmanager
 def _readable() -> Iterator[None]:
-    """PEM texts are being read."""
+    """Raise errors from reading PEM texts as CredentialsError."""
     try:
         yield
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
@@ -173,7 +174,7 @@ def _builder(name: x509.Name, key: ec.EllipticCurvePublicKey, days: float) -> x5
 
 
 def _name(text: str) -> x509.Name:
-    """For people: who looks for an identity finds it in the URI."""
+    """A subject name for people to read; the identity is in the URI."""
     text = text.encode()[:64].decode(errors="ignore")  # as long as it may be (RFC 5280, appendix A)
     return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, text)])
 

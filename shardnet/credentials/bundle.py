@@ -1,4 +1,4 @@
-"""`Credentials`: what one process proves itself with, and the TLS that follows from it."""
+"""`Credentials`: the certificate and key of one process, and its TLS settings."""
 
 import os
 import ssl
@@ -13,7 +13,7 @@ import grpc
 
 from shardnet.credentials.identity import Identity
 
-# Names in certificates, by which grpcio knows whom it has called: it compares nothing but host names.
+# Names in certificates, by which grpcio knows what kind of process it has called: it compares nothing but host names.
 ANYONE = "member.shardnet"
 RENDEZVOUS = "rendezvous.shardnet"
 
@@ -37,15 +37,15 @@ class Credentials:
 
     @cached_property
     def accepting(self) -> ssl.SSLContext:
-        """TLS for who is called. Callers must show a certificate of the same authority."""
+        """TLS for the side that is called. Callers must show a certificate of the same authority."""
         context = self._context(ssl.PROTOCOL_TLS_SERVER)
         context.verify_mode = ssl.CERT_REQUIRED
-        context.num_tickets = 0  # nobody resumes; a caller that never reads would have its connection reset for those unread
+        context.num_tickets = 0  # nobody resumes sessions; unread tickets would reset the connection of a caller that never reads
         return context
 
     @cached_property
     def calling(self) -> ssl.SSLContext:
-        """TLS for who calls. Whom it has reached, the caller must look up in the certificate."""
+        """TLS for the side that calls. The caller must check in the certificate which process it has reached."""
         context = self._context(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname = False  # [Note: trust]
         return context
@@ -65,7 +65,8 @@ class Credentials:
 
 @contextmanager
 def _as_file(content: bytes) -> Iterator[str]:
-    """`ssl` reads a key from nothing but a file. On Linux it is one in memory: nothing is left of it, however this ends."""
+    """Put content into a file, because `ssl` reads keys only from files. On Linux it is in memory: nothing is left behind, however this
+    ends."""
     if sys.platform == "linux":
         with os.fdopen(os.memfd_create("shardnet-key", os.MFD_CLOEXEC), "wb") as file:
             file.write(content)

@@ -1,8 +1,8 @@
-"""Certificates as files: one folder for the authority, and in it one for everyone who has a certificate.
+"""Certificates as files: one folder for the authority, and in it one folder for each holder of a certificate.
 
 cluster/authority.pem       the authority's certificate
-cluster/authority.key       its key: who has it can make any certificate, so it stays where it was made
-cluster/NAME/authority.pem  what one machine or person needs: copy this folder to where it is used
+cluster/authority.key       its key: whoever has it can make any certificate, so it stays where it was made
+cluster/NAME/authority.pem  the files that one machine or person needs: copy this folder to where it is used
 cluster/NAME/certificate.pem
 cluster/NAME/key.pem
 """
@@ -36,7 +36,7 @@ def load(folder: str | Path) -> Credentials:
 
 
 def save(credentials: Credentials, folder: str | Path) -> None:
-    """Write them, the key for its owner only. Raises CredentialsError where they cannot be written; nothing is overwritten."""
+    """Write them, the key readable only by its owner. Raises CredentialsError if they cannot be written; nothing is overwritten."""
     _write(Path(folder), {AUTHORITY: credentials.authority, CERTIFICATE: credentials.certificate, KEY: credentials.key})
 
 
@@ -51,7 +51,7 @@ def load_authority(folder: str | Path) -> Authority:
 
 
 def save_authority(authority: Authority, folder: str | Path) -> None:
-    """Write it, the key for its owner only. Raises CredentialsError where it cannot be written; nothing is overwritten."""
+    """Write it, the key readable only by its owner. Raises CredentialsError if it cannot be written; nothing is overwritten."""
     _write(Path(folder), {AUTHORITY: authority.pem, AUTHORITY_KEY: key_pem(authority.key)})
 
 
@@ -63,7 +63,7 @@ def _read(path: Path, command: str) -> bytes:
 
 
 def _write(folder: Path, files: dict[str, bytes]) -> None:
-    """All of them or, whatever goes wrong, none."""
+    """Write all of the files or, if anything goes wrong, none."""
     with ExitStack() as undo:
         try:
             folder.mkdir(mode=0o755, parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""`Identity`: who a certificate says that its holder is."""
+"""`Identity`: the identity that a certificate gives its holder."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,14 +8,14 @@ from urllib.parse import quote, unquote
 
 from shardnet.errors import CredentialsError
 
-ANONYMOUS = "token/"  # begins the name of a process that has made its certificate itself, with a join token
-DOCTOR = ".doctor"  # ends the name of the job in which `shardnet doctor` looks at the machines of the job before it
+ANONYMOUS = "token/"  # the beginning of the name of a process that has made its certificate itself, with a join token
+DOCTOR = ".doctor"  # with this ending a job's name is that of the job in which `shardnet doctor` examines that job's machines
 _SCHEME = "shardnet"
 _ANY = "*"  # quoting never writes it bare, so that no job's name can be taken for it
 
 
 class Role(StrEnum):
-    """What the holder of a certificate may do, beside asking anyone for health and statistics."""
+    """What the holder of a certificate may do, besides asking any process for health and statistics."""
 
     WORKER = "worker"  # join its job, and take part in its collectives
     RENDEZVOUS = "rendezvous"  # place workers
@@ -24,10 +24,10 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """A name in a role. Raises CredentialsError at construction for what cannot be one.
+    """A name in a role. Raises CredentialsError at construction for an impossible name or job.
 
-    name  of the machine, for a worker: all of its workers have one certificate
-    job   the one that a worker may join; None: any
+    name  for a worker that of its machine: all workers of a machine have one certificate
+    job   the job that a worker may join; None: any
     """
 
     role: Role
@@ -43,22 +43,22 @@ class Identity:
 
     @property
     def uri(self) -> str:
-        """As the certificate has it, and as members compare it."""
+        """The identity as text, as certificates contain it and members compare it."""
         job = () if self.role is not Role.WORKER else (_ANY if self.job is None else quote(self.job, safe=""),)
         return ":".join((_SCHEME, self.role, *job, quote(self.name, safe="")))
 
     @property
     def is_anonymous(self) -> bool:
-        """Whether it says nothing of the machine."""
+        """Whether it says nothing about the machine."""
         return self.name.startswith(ANONYMOUS)
 
     def may_join(self, job: str) -> bool:
-        """A worker its own job, and the one in which `shardnet doctor` looks at that job's machines."""
+        """Whether it may join a job: a worker may join its own one, and the one in which `shardnet doctor` examines that job's machines."""
         return self.role is Role.WORKER and (self.job is None or job in (self.job, self.job + DOCTOR))
 
     @classmethod
     def parse(cls, uri: str) -> Self:
-        """Raises CredentialsError for a URI that is none of ours."""
+        """Raises CredentialsError for a URI that is not one of ours."""
         match uri.split(":"):
             case [scheme, Role.WORKER, job, name] if scheme == _SCHEME:
                 found = cls(Role.WORKER, unquote(name), None if job == _ANY else unquote(job))
@@ -66,25 +66,25 @@ class Identity:
                 found = cls(Role(role), unquote(name))
             case _:
                 raise CredentialsError(f"{uri!r} is no identity of shardnet's")
-        if found.uri != uri:  # two spellings of one identity would be two to whoever compares them
+        if found.uri != uri:  # in comparisons two spellings of one identity would be two identities
             raise CredentialsError(f"{uri!r} is not how shardnet writes the identity of {found}")
         return found
 
     @classmethod
     def of_peer(cls, certificate: Mapping[str, Any] | None) -> Self:
-        """The identity in what `ssl` says of a peer's certificate, which it has verified. Raises CredentialsError."""
+        """The identity in a peer's certificate as `ssl` returns it after verification. Raises CredentialsError."""
         names = (certificate or {}).get("subjectAltName", ())
         return cls.of_uris([name for kind, name in names if kind == "URI"])
 
     @classmethod
     def of_uris(cls, uris: list[str]) -> Self:
-        """The one among a certificate's URIs that is ours. Raises CredentialsError unless there is exactly one."""
+        """The identity in a certificate's URIs. Raises CredentialsError unless exactly one of them is ours."""
         ours = [uri for uri in uris if uri.startswith(f"{_SCHEME}:")]
         if len(ours) != 1:
             raise CredentialsError(f"the certificate must name one identity of shardnet's, but it names {len(ours)}")
         return cls.parse(ours[0])
 
     def __str__(self) -> str:
-        """Such as: worker 'node-0' of job 'lm'."""
+        """For example: worker 'node-0' of job 'lm'."""
         of = "" if self.role is not Role.WORKER else " of any job" if self.job is None else f" of job {self.job!r}"
         return f"{self.role} {self.name!r}{of}"

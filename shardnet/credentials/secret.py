@@ -1,7 +1,7 @@
 """Where a process finds its join token: SHARDNET_TOKEN, or the file that SHARDNET_TOKEN_FILE names.
 
-A file is what containers are given secrets in; it does not show in `docker inspect`, and whoever is started beside the process, as a health
-check is, finds it, too.
+Containers get secrets as files. A file does not show in `docker inspect`, and a process that is started beside this one, such as a health
+check, finds it, too.
 """
 
 from collections.abc import Mapping

@@ -16,15 +16,15 @@ log = logging.getLogger(__name__)
 
 Options = Sequence[tuple[str, int | str]]
 
-_warned: set[str] = set()  # hosts for which the warning was logged; one line each a process is enough
+_warned: set[str] = set()  # hosts for which the warning was logged; one line per host and process is enough
 
 
 @dataclass(frozen=True, slots=True)
 class Security:
-    """Mutual TLS where there are credentials; else plaintext, which stays on this machine unless `insecure`.
+    """Mutual TLS if there are credentials; otherwise plaintext, which stays on this machine unless `insecure`.
 
     insecure     allow plaintext to and from other machines: whoever reaches the port can read and alter the training
-    credentials  whose this process is; every connection is encrypted then, on loopback, too
+    credentials  of this process; with them every connection is encrypted, even on loopback
     """
 
     insecure: bool = False
@@ -32,16 +32,16 @@ class Security:
 
     @classmethod
     def find(cls, role: Role, *, insecure: bool = False, certs: str = "", token: str = "") -> Self:
-        """From what a user gives: a folder of certificates, a join token, or neither.
+        """Make it from what a user gives: a folder of certificates, a join token, or neither.
 
-        Raises CredentialsError for what cannot be used, or for more than one of them.
+        Raises CredentialsError if what is given cannot be used, or if more than one is given.
         """
         if insecure + bool(certs) + bool(token) > 1:
             raise CredentialsError(
                 "choose one of a folder of certificates (--certs, SHARDNET_CERTS), a join token (SHARDNET_TOKEN), and unencrypted "
                 "connections (--insecure, SHARDNET_INSECURE); more than one is given"
             )
-        # Imported here, since making and reading certificates costs 0.1 s of start-up that plaintext does without.
+        # Imported here, because the modules for certificates cost 0.1 s of start-up, which plaintext does not need.
         if certs:
             from shardnet.credentials.folder import load
 
@@ -53,11 +53,11 @@ class Security:
         return cls(insecure=insecure)
 
     def __str__(self) -> str:
-        """For people who ask."""
+        """In words, for users."""
         return "plaintext" if self.credentials is None else "mutual TLS"
 
     def check(self, address: str) -> None:
-        """Whether connections to or at `address` may be opened. Raises AddressError or PlaintextRefused."""
+        """Check that connections to or at `address` may be opened. Raises AddressError or PlaintextRefused."""
         if self.credentials is None:
             check_plaintext(address, insecure=self.insecure)
         else:
@@ -75,9 +75,9 @@ class Security:
 
 
 def check_plaintext(address: str, *, insecure: bool) -> None:
-    """Allow plaintext on loopback; elsewhere only by explicit choice, which is logged once a host.
+    """Allow plaintext on loopback; elsewhere only by explicit choice, which is logged once per host.
 
-    Raises AddressError for an address that cannot be read, PlaintextRefused for one off this machine.
+    Raises AddressError for an address that cannot be read, PlaintextRefused for one that is not on this machine.
     """
     parsed = Address.parse(address)
     if parsed.is_loopback:

@@ -1,7 +1,7 @@
 """A join token: certificates without files, from a secret that all processes of a cluster share.
 
-The authority's key follows from the secret, so each process makes its own certificate, and only who has the secret can.
-It is for the impatient: whoever has it may be any worker of any job, and it can be revoked by no less than a new one.
+The authority's key is derived from the secret, so each process makes its own certificate, and only holders of the secret can.
+It is a shortcut: whoever has the secret may be any worker of any job, and the only way to revoke it is a new one for all.
 """
 
 import hashlib
@@ -25,8 +25,8 @@ def new_token() -> str:
 
 
 def from_token(token: str, role: Role) -> Credentials:
-    """Credentials of a name that nobody else has. Raises CredentialsError for a token that `new_token` did not make: one
-    that can be guessed would be, as whoever calls a port sees the authority's public key."""
+    """Credentials with a name that no other process has. Raises CredentialsError for a token that `new_token` did not make: a
+    guessable token would be guessed, because whoever calls a port sees the authority's public key and can test guesses."""
     if not _FORM.fullmatch(token):
         raise CredentialsError("the join token is not one that `shardnet certs token` has made; give all processes one that it prints")
     secret = token.removeprefix(_PREFIX)

@@ -1,4 +1,4 @@
-"""Which state to go on with, and who has what of it. Pure: every rank works out the same from what all ranks have told."""
+"""Chooses the state to go on with, and finds which ranks have which parts. No I/O: each rank computes the same from what all have told."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ class Offer:
 
     rank: int
     mark: Mark
-    structure: str  # equal for generations of the same parameters
+    structure: str  # the same for generations of the same parameters
     spans: tuple[Span, ...]
 
 
@@ -25,18 +25,18 @@ class Choice:
 
     mark: Mark
     holders: dict[str, list[tuple[Span, int]]]  # of each parameter: spans and the ranks that have them, in order
-    ranks: tuple[int, ...]  # that were there then, ascending; the first one speaks for all
+    ranks: tuple[int, ...]  # that have this state, ascending; the first one gives what is the same on all
 
 
 def structure_of(sizes: Mapping[str, int]) -> str:
-    """What is the same wherever the parameters have these names and numbers of elements."""
+    """A hash of the parameters' names and numbers of elements."""
     return blake2b(repr(sorted(sizes.items())).encode(), digest_size=8).hexdigest()
 
 
 def choose(offers: Sequence[Offer], sizes: Mapping[str, int]) -> Choice | None:
-    """The latest state that is complete; None if nobody has any. `sizes` are the elements of each parameter.
+    """The latest complete state; None if no rank has any. `sizes` are the numbers of elements of the parameters.
 
-    Raises StateLost if there is no complete one, and UsageError if they are not of these parameters.
+    Raises StateLost if no state is complete, and UsageError if a state is not of these parameters.
     """
     for mark in sorted({offer.mark for offer in offers}, reverse=True):
         holders: dict[str, list[tuple[Span, int]]] = {name: [] for name in sizes}
@@ -62,7 +62,8 @@ def choose(offers: Sequence[Offer], sizes: Mapping[str, int]) -> Choice | None:
 
 
 def sources(wanted: Span, holders: Sequence[tuple[Span, int]], rank: int) -> list[tuple[Span, int]]:
-    """Where `rank` gets a span from, in order: from itself if it can, else from others in turn. `holders` must cover it."""
+    """The parts of a span in order, and the rank that gives each part to `rank`: itself if it can, otherwise a holder picked by rank
+    number. `holders` must cover the span."""
     found = []
     at = wanted.start
     while at < wanted.stop:
@@ -75,10 +76,10 @@ def sources(wanted: Span, holders: Sequence[tuple[Span, int]], rank: int) -> lis
 
 
 def keeper(rank: int, nodes: Sequence[Sequence[int]]) -> int:
-    """The rank to which `rank` entrusts a copy of what it holds: each has one to keep.
+    """The rank to which `rank` entrusts a copy of what it holds: each rank keeps one other rank's copy.
 
-    On another node, if there are several of one size: then a whole node may be lost. With nodes of different sizes that is so for most
-    ranks.
+    It is on another node if there are several nodes of equal size: then a whole node may be lost. With nodes of different sizes this is
+    true for most ranks.
     """
     world_size = sum(len(node) for node in nodes)
     shift = max(len(node) for node in nodes) if len(nodes) > 1 else 1
@@ -86,7 +87,7 @@ def keeper(rank: int, nodes: Sequence[Sequence[int]]) -> int:
 
 
 def apart(ranks: Sequence[int], nodes: Sequence[Sequence[int]]) -> list[int]:
-    """Those of `ranks`, the first ones first, that can leave together: none with its keeper."""
+    """Those of `ranks` that can leave together, chosen in order: no rank leaves together with its keeper."""
     chosen: list[int] = []
     for rank in ranks:
         if keeper(rank, nodes) not in chosen and all(keeper(other, nodes) != rank for other in chosen):

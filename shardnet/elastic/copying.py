@@ -1,9 +1,10 @@
 """Making the state of a step safe: on all ranks or on none.
 
 [Note: all or none] A rank writes the new generation beside the one before it, never over it, and entrusts its pieces to
-another rank. Then comes a barrier, and only who is through it takes the new one for committed and may write over the old one.
-So wherever a rank dies, either nobody is through, and all survivors still have the old generation, or somebody is, and then all
-have written everything of the new one. What counts is found out afterwards, by comparing what the survivors have: choice.py.
+another rank. Then comes a barrier. Only a rank that has passed it takes the new generation for committed and may overwrite the old one.
+So whenever a rank dies, there are two cases. Either no rank has passed the barrier, and all survivors still have the old generation; or
+some rank has, and then all ranks have written everything of the new one. Afterwards the survivors compare what they have to find out
+which generation counts: choice.py.
 """
 
 import asyncio
@@ -39,7 +40,7 @@ class Copying:
         self._entrusting = next(rank for rank in ranks if keeper(rank, backend.node_ranks) == backend.rank)
 
     async def commit(self, generation: Generation, joiners: int) -> bool:
-        """Complete a generation whose own snapshots are taken. True if workers wait to join, as far as any rank has heard.
+        """Complete a generation after its own snapshots were taken. Returns whether any rank has heard of workers that wait to join.
 
         Raises CollectiveMismatch on all ranks if they are not at the same step.
         """

@@ -8,8 +8,8 @@ from shardnet.state.snapshot import Snapshot
 
 
 class Mark(NamedTuple):
-    """Which state it is. Of two the later one counts: what an epoch has decided on makes all that was left of earlier epochs worthless,
-    also to a worker that was away meanwhile and comes back with a higher step of an earlier epoch."""
+    """Identifies a state. Of two states the one with the later mark counts: the choice of an epoch makes all states of earlier epochs
+    worthless, even if a worker that was away comes back with a higher step of an earlier epoch."""
 
     epoch: int
     step: int
@@ -17,17 +17,18 @@ class Mark(NamedTuple):
 
 @dataclass
 class Generation:
-    """Copies of what this rank and the one that entrusts it hold; lives through epochs, and is written to again when it is out of date."""
+    """Copies of what this rank holds and of what the rank that entrusts its copy to it holds; lives through epochs, and is overwritten when
+    it is out of date."""
 
     mark: Mark
     complete: bool = False  # everything below is there
-    spread: Snapshot = field(default_factory=Snapshot)  # this rank's pieces that nobody else has
+    spread: Snapshot = field(default_factory=Snapshot)  # this rank's pieces that no other rank has
     entrusted: Snapshot = field(default_factory=Snapshot)  # the same of the rank whose `keeper` this one is
     has_entrusted: bool = False
-    local: Snapshot = field(default_factory=Snapshot)  # what others have as well, or what nobody else needs
+    local: Snapshot = field(default_factory=Snapshot)  # state that other ranks have as well, or that no other rank needs
 
     def pieces(self) -> list[Piece]:
-        """All that it has, for whoever needs it; views of its memory."""
+        """All pieces in it, for the ranks that need them; views of its memory."""
         found = [*self.spread.value(), *self.local.value()["pieces"]]
         if self.has_entrusted:
             found += self.entrusted.value()
@@ -39,5 +40,5 @@ class Generation:
 
 
 def plain(pieces: list[Piece]) -> list[Any]:
-    """Pieces as a snapshot takes them."""
+    """Pieces in the form that a snapshot takes."""
     return [(piece.span.name, piece.span.start, piece.span.stop, piece.state) for piece in pieces]

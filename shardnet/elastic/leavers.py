@@ -1,8 +1,9 @@
-"""`Leavers`: which ranks are told to leave, known to all ranks at the same step.
+"""`Leavers`: tells all ranks at the same step which ranks were told to leave.
 
-[Note: wishes to leave] Each commit begins an exchange of them and takes the result of the one that the commit before has begun, so that no
-training waits for it: a wish is known two commits after it came at the latest. Then the step is made safe and saved, which takes a while,
-and they ask once more, since those who are told to leave are often told together. Who is told still later is cancelled at once.
+[Note: wishes to leave] Each commit begins an exchange of wishes and takes the result of the exchange that the commit before began, so that
+no training waits for it: all ranks know a wish at the latest two commits after it came. Then the step is made safe and saved, which takes
+a while, and the ranks ask again, because workers that must leave are often told together. A worker that is told still later is cancelled
+at once.
 """
 
 import torch
@@ -21,13 +22,14 @@ class Leavers:
         self._told: Pending[torch.Tensor] | None = None
 
     async def any_at(self, step: int) -> bool:
-        """Whether anybody leaves, as all ranks know by now. A collective; raises CollectiveMismatch if ranks commit different steps."""
+        """Whether any rank leaves, as far as all ranks know by now. A collective; raises CollectiveMismatch if ranks commit different
+        steps."""
         told, self._told = self._told, self._ask(f"who leaves after step {step}")
         return told is not None and bool((await told).any())
 
     async def agree(self, step: int, *, is_safe: bool) -> list[int]:
-        """Who leaves now. Unless `is_safe` nobody does together with the one who keeps a copy of what it holds: that one leaves the next
-        epoch. But all may, for then there is none. A collective."""
+        """The ranks that leave now. Unless `is_safe`, no rank leaves together with its keeper: one of the two leaves in the next epoch. But
+        if all ranks wish to leave, all may, because then there is no next epoch. A collective."""
         wishes = (await self._ask(f"who leaves now, after step {step}")).tolist()
         wanting = [rank for rank, wish in enumerate(wishes) if wish]
         return wanting if is_safe or all(wishes) else apart(wanting, self._backend.node_ranks)

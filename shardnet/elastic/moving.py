@@ -13,16 +13,16 @@ from shardnet.state.piece import Piece, Span, join
 from shardnet.zero.codec import decode, encode
 
 Tensor = torch.Tensor
-BATCH_ELEMENTS = 4 * 2**20  # of parameters that move at once: with Adam's state 48 MiB, which a rank has twice if it gets all of it
+BATCH_ELEMENTS = 4 * 2**20  # of parameters that move at once: 48 MiB with Adam's state, twice that on a rank that gets all of it
 _ALIGNMENT = 16
 
 
 async def move(
     backend: Backend, choice: Choice, wanted: Sequence[Mapping[str, Span]], held: Sequence[Piece], sizes: Mapping[str, int]
 ) -> dict[str, Piece]:
-    """What this rank wants, by name. A collective.
+    """Fetch the pieces that this rank wants, by name. A collective.
 
-    wanted  of each rank: what it wants, by name
+    wanted  for each rank the spans that it wants, by name
     held    what this rank has of the chosen state; the result may share its memory
     """
     me, own = backend.rank, dict[str, list[Piece]]()
@@ -33,7 +33,7 @@ async def move(
         asked = [[_find(own[span.name], span) for span in _asked(me, choice, rank, spans, names)] for rank, spans in enumerate(wanted)]
         incoming = await _exchange(backend, [encode(plain(pieces if rank != me else [])) for rank, pieces in enumerate(asked)])
         parts: dict[str, list[Piece]] = {}
-        for piece in asked[me]:  # stays where it is
+        for piece in asked[me]:  # these stay where they are
             parts.setdefault(piece.span.name, []).append(piece)
         for header, payload in incoming:
             for name, start, stop, state in decode(header, payload):
@@ -57,7 +57,7 @@ async def give_all(backend: Backend, root: int, value: Any) -> Any:
 
 
 def _batches(sizes: Mapping[str, int]) -> Iterator[list[str]]:
-    """Names of parameters that move together, of which there may be one that is larger than a batch."""
+    """Names of parameters that move together; a parameter that is larger than a batch moves alone."""
     batch: list[str] = []
     elements = 0
     for name, numel in sizes.items():
@@ -71,7 +71,7 @@ def _batches(sizes: Mapping[str, int]) -> Iterator[list[str]]:
 
 
 def _asked(me: int, choice: Choice, rank: int, spans: Mapping[str, Span], names: Sequence[str]) -> list[Span]:
-    """What a rank is to get from this one."""
+    """The spans that `rank` gets from this rank, `me`."""
     return [span for name in names if name in spans for span, holder in sources(spans[name], choice.holders[name], rank) if holder == me]
 
 
@@ -81,7 +81,7 @@ def _find(held: Sequence[Piece], span: Span) -> Piece:
 
 
 async def _exchange(backend: Backend, outgoing: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-    """A header and a payload to each rank, and one from each."""
+    """Send a header and a payload to each rank, and receive one of each from every rank."""
     label = "state of the step before"
     sizes = torch.tensor([[header.numel(), payload.numel()] for header, payload in outgoing], device="cpu")
     expected = await backend.all_to_all(sizes, label=label)

@@ -1,10 +1,10 @@
-"""`run`: a training function that is begun again whenever the world has changed.
+"""`run`: calls a training function again whenever the world has changed.
 
-[Note: who is at fault] A collective that ends in a timeout or a mismatch may be the fault of all: then it will again. But a worker may
-be stuck, a newcomer may run another program, and a collective may fail on one rank alone, of want of memory for example. So the others go
-on without them, once at each step: those that were missing are named to the rendezvous, while newcomers that disagree before the first
-step is done, and who has an error of its own, end themselves. Of several newcomers one may hear of the loss of another one rather than of
-the mismatch, and comes once more: a mismatch with them is tried again a few times.
+[Note: who is at fault] A collective that ends in a timeout or a mismatch may be the fault of all ranks: then it will fail again. But a
+worker may be stuck, a newcomer may run another program, and a collective may fail on one rank alone, for example from lack of memory. So
+the others go on without the faulty worker, once at each step. They name missing ranks to the rendezvous. Newcomers that disagree before
+the first step is done, and a worker with an error of its own, end themselves. If several newcomers disagree, one of them may hear of the
+loss of another newcomer instead of the mismatch, and then joins again: so a mismatch with newcomers is tried again a few times.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ COLLECTIONS = 10  # at most; two are enough for most models
 MISMATCHES = 3  # with newcomers, at one step
 ELSEWHERE_S = 2.0  # the longest wait for collections of other threads
 _collecting = threading.Lock()  # several members may be threads of one process
-END_S = 7 * 24 * 3600.0  # rank 0 may take its time over what it writes at the end; who is dead is noticed in any case
+END_S = 7 * 24 * 3600.0  # rank 0 may need long to write its results at the end; a dead rank is noticed in any case
 Train = Callable[[Cluster, State], Awaitable[T]]
 
 
@@ -55,23 +55,23 @@ async def run(
 
         await elastic.run(train)
 
-    Whether the job is elastic, and how many workers it may have, is told by `shardnet run --min-workers` and --restarts, or by the settings
-    `elastic`, `min_world_size` and `max_world_size`. In a job that is not, `train` is called once, commits cost nothing, and the
-    first loss ends the run, as it does with `connect`.
+    `shardnet run --min-workers` and --restarts, or the settings `elastic`, `min_world_size` and `max_world_size`, say whether the job is
+    elastic, and how many workers it may have. In a job that is not elastic `train` is called once, commits cost nothing, and the first
+    loss ends the run, as it does with `connect`.
 
     train     makes everything that it needs, for the cluster as it is now; `State.resume` brings it to where the training stands.
-              Its last result is returned, when all ranks have one; None for a worker that comes when all is done
-    every     steps between commits: a loss costs at most so many and the one in flight
+              Its last result is returned when all ranks have one; None for a worker that comes after the training is over
+    every     steps between commits: a loss costs at most this number of steps and the one in flight
     settings  of `connect`
 
     checkpoints, save_every, keep
               a folder that all workers see, steps from one checkpoint to the next, and how many are kept. A training that begins, or that
-              has lost more workers than there were copies of what they held, goes on from the last one. None: there are none
+              has lost more workers than there were copies of what they held, goes on from the last one. None: no checkpoints
 
-    What `train` raises ends this worker, unless it is PeerLost or comes from one: then the survivors go on without it. So they do, once at
-    each step, when a CollectiveTimeout says who is missing, when newcomers cause a CollectiveMismatch (then a few times), and after another
-    CollectiveError, which tells of an error on another rank. Raises JoinTimeout if fewer workers than `min_world_size` are left and no
-    others come within `join_s`.
+    An error from `train` ends this worker, unless it is PeerLost or comes from one: then the survivors go on without the lost worker. They
+    also go on, once at each step, when a CollectiveTimeout says which ranks are missing, when newcomers cause a CollectiveMismatch (then a
+    few times), and after another CollectiveError, which tells of an error on another rank. Raises JoinTimeout if fewer workers than
+    `min_world_size` are left and no others come within `join_s`.
     """
     saving = None if checkpoints is None else Saving(Path(checkpoints), save_every, keep)
     departure = Departure.current()
@@ -88,20 +88,20 @@ async def run(
         if refusal.reason != Refusal.ENDED:
             raise
         log.warning("%s", refusal)
-    if departure.wanted:  # since the last steps: no commit has met it any more, and what has come of the training is worth more
+    if departure.wanted:  # told during the last steps, too late for a commit to act on it; the result of the training is worth more
         log.warning("the training was over before this worker could leave: its program goes on; SIGTERM once more ends it")
     return result
 
 
 async def _epochs(train: Train[T], cluster: Cluster, state: State) -> T:
-    """Train epoch by epoch, to the end of all ranks."""
-    trouble_at, troubles = -1, 0  # the step at which a collective failed that nobody died in, and how often
+    """Train epoch by epoch, until all ranks have ended."""
+    trouble_at, troubles = -1, 0  # the step at which a collective failed although nobody died, and how often
     while True:
         result: list[T] = []
         try:
             result.append(await train(cluster, state))
             await _saved(state, cluster)
-            if cluster.elastic:  # one that left now would be missed by those that have to do a step again
+            if cluster.elastic:  # a rank that left now would be missing for ranks that have to do a step again
                 await cluster.backend.barrier(timeout_s=END_S, label="the end of the training")
         except Exception as error:
             why = _reason(error, state)
@@ -123,8 +123,8 @@ async def _epochs(train: Train[T], cluster: Cluster, state: State) -> T:
         except JoinRefused as refusal:
             if refusal.reason != Refusal.ENDED or not result:
                 raise
-            return result[0]  # somebody was lost at the very end; others were through, so that all had come there
-        why = None  # with what it refers to: the frames of `train` and all that is in them
+            return result[0]  # a rank was lost at the very end, but others have ended, so all had reached the last barrier
+        why = None  # drop the error with everything it refers to: the frames of `train` and all that is in them
         forget_graphs(ended)
         await asyncio.to_thread(_collect_models)
 
@@ -133,13 +133,13 @@ async def _saved(state: State, cluster: Cluster) -> None:
     try:
         await state.saved()
     except CheckpointError:
-        await cluster.backend.aclose()  # in peace: all ranks end here, and who is later than others must not take those for lost
+        await cluster.backend.aclose()  # with goodbyes: all ranks end here, and slower ones must not take the others for lost
         raise
 
 
 def _collect_models() -> None:
-    """Models and their hooks are cycles: without this there would be two at once. What other libraries hang on autograd's graphs may come
-    apart a layer at a time."""
+    """Free the old models. They and their hooks are reference cycles: without this there would be two models at once. Objects that other
+    libraries attach to autograd's graphs may be freed only one layer per collection."""
     runs, me, until = 0, threading.get_ident(), time.monotonic() + ELSEWHERE_S
 
     def count(phase: str, info: dict[str, int]) -> None:
@@ -155,26 +155,26 @@ def _collect_models() -> None:
                     continue
                 if runs > before:
                     return
-                time.sleep(0.001)  # Python has one under way in another thread: ours has not looked at anything
+                time.sleep(0.001)  # a collection is under way in another thread, so that ours has done nothing
         finally:
             gc.callbacks.remove(count)
 
 
 def _reason(error: BaseException, state: State) -> CollectiveError | WorldChanges | None:
-    """Why the epoch has ended; None for an error of the training itself. See [Note: who is at fault]."""
+    """The error that has ended the epoch; None for an error of the training itself. See [Note: who is at fault]."""
     for each in _chain(error):
         match each:
             case CollectiveTimeout() if not each.missing:
-                continue  # all were there: the network or the program is too slow, and will be
+                continue  # all ranks were there: the network or the program is too slow, and will be again
             case CollectiveMismatch() if state.settled or not state.has_copies:
-                continue  # nobody is new, or this worker is
+                continue  # there is no newcomer, or this worker is one
             case CollectiveError() | WorldChanges():
                 return each
     return None
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error, those that it stands for and those that it came from."""
+    """An error, its causes and contexts, and the errors in its group."""
     seen: set[int] = set()
     waiting = [error]
     while waiting:

@@ -1,4 +1,4 @@
-"""`Saves`: the checkpoints of a training that keeps its state in memory, too."""
+"""`Saves`: the checkpoints of a training that also keeps its state in memory."""
 
 import asyncio
 import logging
@@ -16,13 +16,13 @@ log = logging.getLogger(__name__)
 
 
 def passes(before: int, step: int, every: int) -> bool:
-    """Whether a multiple of `every` lies behind `before` and not behind `step`: programs may count steps otherwise than by one."""
+    """Whether there is a multiple of `every` after `before` and up to `step`: programs may count steps by more than one."""
     return step // every > before // every
 
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """What is wanted of checkpoints: where, how often, and how many are kept."""
+    """The wanted checkpoints: where, how often, and how many are kept."""
 
     folder: Path
     every: int = 1000  # steps
@@ -34,7 +34,7 @@ class Saving:
 
 
 class Saves:
-    """Begins checkpoints where they are wanted, and finds the last one; lives through all epochs. Does nothing where none are wanted.
+    """Begins checkpoints, and finds the last one; lives through all epochs. Does nothing if no checkpoints are wanted.
 
     `load`, `save` and `make_good` are collectives.
     """
@@ -42,9 +42,9 @@ class Saves:
     def __init__(self, saving: Saving | None) -> None:
         self._saving = saving
         self._checkpoints: Checkpoints | None = None  # of this epoch
-        self._is_first = False  # of the ranks
-        self._step = -1  # of the one that was begun last
-        self._failure: CheckpointError | None = None  # why it is none
+        self._is_first = False  # whether this is rank 0
+        self._step = -1  # of the checkpoint that was begun last
+        self._failure: CheckpointError | None = None  # why that checkpoint failed
 
     @property
     def wanted(self) -> bool:
@@ -52,12 +52,12 @@ class Saves:
 
     @property
     def succeeded(self) -> bool:
-        """Whether the last one is there; after `settle`."""
+        """Whether the last checkpoint is complete; ask after `settle`."""
         return self._checkpoints is not None and self._failure is None
 
     @property
     def result(self) -> str:
-        """What came of the last one, in words; after `settle`."""
+        """The outcome of the last checkpoint, in words; ask after `settle`."""
         assert self._saving is not None
         return f"step {self._step} is saved in {self._saving.folder}" if self._failure is None else str(self._failure)
 
@@ -68,7 +68,7 @@ class Saves:
             self._checkpoints = Checkpoints(backend, self._saving.folder, *things, keep=self._saving.keep)
 
     async def load(self) -> Loaded | None:
-        """Bring everything to where the last one has it; None if there is none. Raises as `Checkpoints.load` does."""
+        """Load the last checkpoint into everything; None if there is none. Raises as `Checkpoints.load` does."""
         if self._checkpoints is None:
             return None
         if self._is_first:
@@ -76,7 +76,7 @@ class Saves:
         return await self._checkpoints.load()
 
     def _try_folder(self) -> None:
-        """Say now what would keep all checkpoints from being written: hours later is late."""
+        """Log now if nothing can be written to the folder: hours later would be too late."""
         assert self._saving is not None
         try:
             self._saving.folder.mkdir(parents=True, exist_ok=True)
@@ -86,22 +86,22 @@ class Saves:
             log.error("checkpoints cannot be written to %s: %s; the training goes on without", self._saving.folder, error.strerror)
 
     def go_on_from(self, loaded: Loaded | None) -> None:
-        """What `load` has found is the last one now: the same on all ranks, whoever came when."""
+        """From now on take what `load` has found for the last checkpoint: the same on all ranks, whenever they came."""
         self._step = -1 if loaded is None else loaded.step
 
     @property
     def without(self) -> str:
-        """What to do if there is neither a state in memory nor one that `load` has found, in words."""
+        """What to do if neither memory nor a checkpoint has a state, in words."""
         if self._saving is None:
             return "start the training again; from a folder of checkpoints, had elastic.run() one, it would have gone on by itself"
         return f"start the training again, for {self._saving.folder} has no checkpoint yet"
 
     def is_due(self, before: int, step: int) -> bool:
-        """Whether the steps of two commits, one behind the other, make one due."""
+        """Whether a checkpoint is due between the steps of two successive commits."""
         return self._saving is not None and passes(before, step, self._saving.every)
 
     async def save(self, step: int, values: Mapping[str, Any]) -> None:
-        """Begin one, if this step has none. What goes wrong is logged, but for a value that no file can hold: UsageError."""
+        """Begin a checkpoint, if this step has none. Errors are logged, except for a value that no file can hold: UsageError."""
         if self._checkpoints is None or step == self._step:
             return
         await self.settle()
@@ -113,13 +113,13 @@ class Saves:
             self._step, self._failure = step, None
 
     async def make_good(self, step: int, values: Mapping[str, Any]) -> None:
-        """Begin one of the step behind which an epoch goes on, if one has been due since the last that is there: the end of the epoch
-        before may have kept it from becoming one."""
+        """Begin a checkpoint of the step after which an epoch goes on, if one has been due since the last complete one: the end of the
+        epoch before may have interrupted it."""
         if self._checkpoints is not None and self.is_due(await self._checkpoints.latest() or 0, step):
             await self.save(step, values)
 
     async def settle(self) -> None:
-        """Wait for the one that is being written, whether it succeeds or not."""
+        """Wait for the checkpoint that is being written, whether it succeeds or not."""
         if self._checkpoints is not None:
             try:
                 await self._checkpoints.wait()
@@ -127,18 +127,18 @@ class Saves:
                 self._note(error)
 
     async def saved(self) -> None:
-        """Wait until the one that was begun last, if any, is one. Raises CheckpointError on all ranks if it could not be written."""
+        """Wait until the checkpoint that was begun last, if any, is complete. Raises CheckpointError on all ranks if writing it failed."""
         await self.settle()
         if self._failure is not None:
             raise self._failure
 
     async def abandon(self) -> None:
-        """Give up the one that is being written, if any: its epoch is over."""
+        """Give up the checkpoint that is being written, if any: its epoch is over."""
         checkpoints, self._checkpoints = self._checkpoints, None
         if checkpoints is not None:
             await checkpoints.abandon()
 
     def _note(self, error: CheckpointError) -> None:
         self._failure = error
-        if self._is_first:  # all have the same one
+        if self._is_first:  # all ranks have the same error
             log.error("%s; the training goes on", error)

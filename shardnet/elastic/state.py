@@ -1,4 +1,4 @@
-"""`State`: what a training must not lose."""
+"""`State`: the state that a training must not lose."""
 
 import asyncio
 import logging
@@ -36,16 +36,16 @@ class Ended:
 class State:
     """The state of a training as of its last committed step, in the memory of its workers; lives through all epochs of a cluster.
 
-    `resume` says what belongs to it, at the beginning of an epoch; `commit` makes a step safe. In between `values` are the
-    program's own, such as a position in the data.
+    `resume` says what belongs to it, at the beginning of an epoch; `commit` makes a step safe. `values` belong to the program,
+    such as a position in the data.
 
-    Each rank keeps what it holds twice, as of the last commit and as of the one that is being made, and the same of one other
-    rank: four times its parameters and optimizer state, in host memory. What several ranks hold anyway (NO_SHARD, HYBRID_SHARD)
-    is kept twice.
+    Each rank keeps two copies of what it holds, one as of the last commit and one for the commit that is being made, and two copies of
+    what one other rank holds: four times its parameters and optimizer state, in host memory. Of state that several ranks hold anyway
+    (NO_SHARD, HYBRID_SHARD) it keeps two copies.
     """
 
     def __init__(self, cluster: Cluster, *, every: SupportsIndex = 1, saving: Saving | None = None) -> None:
-        """`every`: so many steps from one commit to the next."""
+        """`every`: the number of steps from one commit to the next."""
         self.every = _whole(every, "every")
         if self.every < 1:
             raise UsageError(f"every must be at least 1 step, got {every}")
@@ -54,27 +54,27 @@ class State:
         self.values: dict[str, Any] = {}
         self.resumed = False
         self.settled = False  # whether a step was done in this epoch
-        self.commit_s = 0.0  # how long the last one took
+        self.commit_s = 0.0  # how long the last commit took
         self._cluster = cluster
         self._committed, self._next = Generation(Mark(0, 0)), Generation(Mark(0, 0))
         self._inventory: Inventory | None = None
         self._copying: Copying | None = None
         self._departure = Departure.current()
-        self._leavers: Leavers | None = None  # from the beginning of the steps of an epoch to its end, where it can be left without a loss
+        self._leavers: Leavers | None = None  # set during the steps of an epoch, if ranks can leave it without a loss
         self._structure = ""
-        self._ended: Ended | None = None  # how the epoch before has, until that is told
+        self._ended: Ended | None = None  # how the epoch before has ended, until that is logged
 
     def __getitem__(self, name: str) -> Any:
         return self.values[name]
 
     @property
     def nbytes(self) -> int:
-        """Memory that the copies take, in bytes."""
+        """The memory that the copies take, in bytes."""
         return self._committed.nbytes + self._next.nbytes
 
     @property
     def has_copies(self) -> bool:
-        """Whether this worker has anything of an earlier step to offer; a newcomer has not."""
+        """Whether this worker has copies of an earlier step to offer; a newcomer has none."""
         return any(self._generations())
 
     @property
@@ -83,13 +83,13 @@ class State:
         return self._leavers is not None
 
     def end_epoch(self, why: str) -> None:
-        """Let go of what was to be kept, for the program makes it anew; the copies stay."""
+        """Let go of the models and optimizers, because the program makes new ones; the copies stay."""
         self._ended = Ended(time.perf_counter(), why)
         self.settled = False
         self._inventory = self._copying = self._leavers = None
 
     async def saved(self) -> None:
-        """Wait until the checkpoint that was begun last, if any, is one. Raises CheckpointError on all ranks if it could not be written."""
+        """Wait until the checkpoint that was begun last, if any, is complete. Raises CheckpointError on all ranks if writing it failed."""
         await self._saves.saved()
 
     async def abandon(self) -> None:
@@ -99,20 +99,20 @@ class State:
     # --- the beginning of an epoch
 
     async def resume(self, *things: object, **values: Any) -> None:
-        """Say what is to be kept, and bring it to where the training stands; call it when everything is made, before the first step.
+        """Say what must be kept, and bring it to where the training stands; call it when everything is made, before the first step.
 
         things  sharded models, their optimizers, ZeroOptimizers and their modules, schedulers, scalers, and whatever else has a small
                 `state_dict()` that is the same on all ranks; the same ones in the same order in each epoch
-        values  what `values` has at the very beginning
+        values  the initial `values`
 
         Afterwards `step` and `values` are those of the last committed step, which is committed again for the ranks of this epoch; those of
-        the last checkpoint if what is needed of a committed one is not there; 0 and the given ones if there is none either. `resumed` says
-        which. Random generators go on on the ranks that were there, while new ones stay as the program has set them; buffers and ignored
-        modules are each rank's own, new ranks get the first one's.
+        the last checkpoint if parts of the committed step are lost; or 0 and the given ones if there is no checkpoint either. `resumed` is
+        false in this last case. On ranks that were there before, random generators continue; on new ranks they stay as the program has set
+        them. Buffers and ignored modules are each rank's own; new ranks get those of the first rank that was there.
 
         A collective. Raises StateLost on all ranks if more workers are gone than there were copies and there is no checkpoint,
-        CheckpointError if there are some but none can be used, and UsageError for a thing that cannot be kept or that was not there in the
-        epoch before.
+        CheckpointError if there are checkpoints but none can be used, and UsageError for a thing that cannot be kept or that was not there
+        in the epoch before.
         """
         self._inventory = inventory = Inventory(things)
         backend = self._cluster.backend
@@ -124,9 +124,9 @@ class State:
         try:
             choice, loaded = await self._choose(told.offers, sizes)
         except CollectiveError:
-            raise  # somebody is lost, and the others go on in another epoch
+            raise  # a rank is lost, and the others go on in another epoch
         except ShardnetError:
-            await backend.aclose()  # in peace: all ranks end here, and who is later than others must not take those for lost
+            await backend.aclose()  # with goodbyes: all ranks end here, and slower ones must not take the others for lost
             raise
         self._structure = structure_of(sizes)
         self.resumed = choice is not None or loaded is not None
@@ -149,7 +149,7 @@ class State:
         self._say_so(told.witness)
 
     async def _choose(self, offers: Sequence[Offer], sizes: dict[str, int]) -> tuple[Choice | None, Loaded | None]:
-        """The state that ranks have in memory; else the last checkpoint, which is loaded; or neither. Raises as `resume` does."""
+        """Choose the state that ranks have in memory; otherwise load the last checkpoint; or neither. Raises as `resume` does."""
         lost: StateLost | None = None
         try:
             if (choice := choose(offers, sizes)) is not None:
@@ -167,7 +167,7 @@ class State:
         return None, loaded
 
     def _say_so(self, witness: int | None) -> None:
-        """One line a changed world, from the first rank that was there before: rank 0 may be a newcomer, which knows of nothing."""
+        """Log one line for a changed world, on the first rank that was there before: rank 0 may be a newcomer and not know what happened."""
         ended, self._ended = self._ended, None
         if ended is not None and self._cluster.rank == witness:
             workers = f"{self._cluster.world_size} worker{'s' if self._cluster.world_size > 1 else ''}"
@@ -199,20 +199,20 @@ class State:
     # --- steps
 
     async def commit(self, step: SupportsIndex, **values: Any) -> None:
-        """Say that all ranks have done a step, and make the state after it safe if it is `every`-th, or passes one that is; `values` are
+        """Say that all ranks have done a step, and make the state after it safe if it is, or passes, a multiple of `every`; `values` are
         set before.
 
-        When it returns the step is done for good: whoever dies from now on, the training goes on behind it. If it raises PeerLost,
-        either all survivors go on behind it or none does. Waits for the copies to be exchanged. Where checkpoints are wanted one is begun
-        at every `save_every`-th step, likewise; it is written meanwhile, and what goes wrong with it is logged.
+        When it returns the step is done for good: whichever worker dies from now on, the training goes on after this step. If it raises
+        PeerLost, either all survivors go on after this step or none does. Waits for the copies to be exchanged. If checkpoints are wanted,
+        one is begun at each multiple of `save_every`, or when a step passes one; it is written in the background, and errors are logged.
 
         When workers were told to leave (SIGTERM) the step is committed and saved in any case, and they leave: their program is cancelled.
-        Cancelling it gives all ranks 0.25 s to come through; the step is committed then, and `step` says so. If that is not enough, this
-        rank leaves the epoch, and the others go on without it.
+        Cancelling this call gives all ranks 0.25 s to complete it; then the step is committed, and `step` says so. If that is not enough,
+        this rank leaves the epoch, and the others go on without it.
 
-        A collective. Raises WorldChanges, for `run` and nobody else to catch, if workers wait to join or leave, Preempted if some leave
+        A collective. Raises WorldChanges, which only `run` should catch, if workers wait to join or leave, Preempted if some leave
         and the job is not elastic, CollectiveMismatch if ranks commit different steps, StateError before `resume`, and UsageError for a
-        step that is no whole number or comes out of order, and for a value that cannot be kept.
+        step that is not a whole number or comes out of order, and for a value that cannot be kept.
         """
         if self._inventory is None:
             raise StateError("nothing is to be kept yet: call State.resume(model, optimizer, ...) before the first commit")
@@ -221,17 +221,17 @@ class State:
             raise UsageError(f"step {done} is committed after step {self.step}: commit steps in order, and each once")
         is_due = self._saves.is_due(self.step, done)
         if is_due:
-            await self._saves.settle()  # a disk may take its time: whoever is cancelled meanwhile has begun nothing
+            await self._saves.settle()  # a disk may be slow: a rank that is cancelled here has not begun the commit
         reaching = self._reach(done, values, is_due)
         joiners, leaving = await unbroken(reaching, f"the commit of step {done}", self._cluster.backend.abort)
         if leaving:
             await self._part()
         if joiners:
-            await self._saves.settle()  # in the next epoch there are others
+            await self._saves.settle()  # the next epoch has other members
             raise WorldChanges(f"step {done} is committed, and workers wait to join")
 
     async def _reach(self, done: int, values: dict[str, Any], is_due: bool) -> tuple[bool, bool]:
-        """Commit a step, and begin its checkpoint if that is due. Whether workers wait to join, and whether some leave."""
+        """Commit a step, and begin its checkpoint if that is due. Returns whether workers wait to join, and whether some leave."""
         before, self.values = self.values, {**self.values, **values}
         joiners = False
         try:
@@ -239,7 +239,7 @@ class State:
             if self._cluster.elastic and (passes(self.step, done, self.every) or leaving):
                 joiners = await self._commit(Mark(self._cluster.topology.epoch, done))
         except BaseException:
-            self.values = before  # which are those of `step`, still
+            self.values = before  # `step` is still the one before, and these are its values
             raise
         self.step, self.settled = done, True
         self._cluster.telemetry.reach(done)
@@ -248,9 +248,9 @@ class State:
         return joiners, leaving
 
     async def _part(self) -> NoReturn:
-        """Ranks leave, which all ranks know; what there is to save is being saved. See [Note: wishes to leave] in leavers.py."""
+        """Let ranks leave: all ranks know that some do, and the checkpoint is being written. See [Note: wishes to leave] in leavers.py."""
         cluster, step = self._cluster, self.step
-        await self._saves.settle()  # they have their part in it
+        await self._saves.settle()  # the leaving ranks write a part of it
         assert self._leavers is not None
         exchange, self._leavers = self._leavers, None
         leavers = await exchange.agree(step, is_safe=self._saves.succeeded or not cluster.elastic)
@@ -262,13 +262,13 @@ class State:
         told = f"{names} {'was' if len(leavers) == 1 else 'were'} told to leave"
         if cluster.elastic:
             raise WorldChanges(f"{told}; step {step} is committed")
-        await cluster.backend.aclose()  # in peace, as they
+        await cluster.backend.aclose()  # with a goodbye, as the leavers do
         raise Preempted(f"{told}, and this job is not elastic; {self._saves.result}; start it again to go on from the last checkpoint")
 
     async def save(self) -> None:
-        """Begin a checkpoint of the step that was just committed, as at the end of a training; `commit` does at every `save_every`-th step
-        by itself. Does nothing where no checkpoints are wanted, or if that step has one. What goes wrong is logged, but for a value that
-        no file can hold, which raises UsageError. A collective."""
+        """Begin a checkpoint of the step that was just committed, for example at the end of a training; `commit` does this by itself at
+        every `save_every`-th step. Does nothing if no checkpoints are wanted, or if that step has one. Errors are logged, except for a
+        value that no file can hold, which raises UsageError. A collective."""
         await self._saves.save(self.step, self.values)
 
     async def _commit(self, mark: Mark) -> bool:
@@ -307,7 +307,7 @@ class State:
 
 
 def _whole(number: SupportsIndex, what: str) -> int:
-    """A number as an int, which numpy's and torch's whole ones are not. Raises UsageError for others, whatever they are called."""
+    """A number as an int; numpy's and torch's integers are converted. Raises UsageError for anything that is not a whole number."""
     try:
         return operator.index(number)
     except TypeError:

@@ -1,4 +1,4 @@
-"""`Told`: what the ranks of a new epoch say of those before."""
+"""`Told`: what the ranks of a new epoch tell each other about earlier epochs."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class Told:
 
     @classmethod
     async def by_all(cls, backend: Backend, generations: Iterable[Generation], wanted: Mapping[str, Span], *, was_there: bool) -> "Told":
-        """What this rank has, wants and was, and the same of all others. A collective."""
+        """Exchange which generations each rank has, which spans it wants, and whether it was in an epoch before. A collective."""
         mine = {
             "offers": [_pack_offer(each) for each in generations],
             "wanted": [_pack_span(span) for span in wanted.values()],

@@ -19,7 +19,7 @@ MISSED_S = 2.0  # how much later than the others a member that is only slow may 
 class Job:
     """The workers of one job; lives through all of the job's epochs. `JobState` says which state may follow which.
 
-    Methods that change the job return the notices to deliver, in order.
+    Methods that change the job return the notices to deliver, in order; after `readmit`, `greet` returns them.
 
     [Note: reforming] A running elastic job takes in every worker that joins, as a joiner: live, but without a rank. The job's members hear
     of it. They end the epoch at a moment of their own choice, or when they lose a member: each member joins again, which ends its

@@ -1,5 +1,5 @@
-"""What a process is told of its cluster: arguments of `connect()` and SHARDNET_* variables (settings.py), and what a scheduler says
-(hints.py). Without torch, so that the launcher can look at them before it starts anybody.
+"""What a process is told about its cluster: arguments of `connect()` and SHARDNET_* variables (settings.py), and what a scheduler says
+(hints.py). Does not import torch, so that the launcher can check the settings before it starts a worker.
 """
 
 from shardnet.settings.settings import Settings

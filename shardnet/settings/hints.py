@@ -1,9 +1,10 @@
-"""`Hints`: what a scheduler says of a worker, as far as nobody who has more say does.
+"""`Hints`: what a scheduler says about a worker, used unless something with precedence says otherwise.
 
 [Note: who has the say] Arguments of `connect()` come first, then SHARDNET_* variables, then the scheduler that has started this process
-([Note: schedulers] in shardnet/scheduler.py). Without a rendezvous a process is a world of one, whatever a scheduler says. Whoever numbers
-workers by `local_rank` does that alone. With a folder of certificates the job is not the scheduler's to name: a certificate is for a
-certain one. The node is not either: the host's own identity is right under all of them, and nodes of a scheduler may share a host.
+([Note: schedulers] in shardnet/scheduler.py). Without a rendezvous a process is a world of one, whatever a scheduler says. If the user
+sets `local_rank` or `wished_rank`, neither number comes from the scheduler. With a folder of certificates the scheduler does not name the
+job, because a certificate is for a certain job. The scheduler never names the node: the host's own identity is right under all
+schedulers, and nodes of a scheduler may share a host.
 """
 
 import logging
@@ -20,9 +21,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """Defaults of some settings; those without a scheduler where it has no say.
+    """Defaults of some settings; where the scheduler does not count, the defaults without a scheduler.
 
-    world_size_from  the variable that says so, for messages
+    world_size_from  the variable that gave the world size, for messages
     """
 
     world_size: int = 1
@@ -33,10 +34,10 @@ class Hints:
 
     @classmethod
     def find(cls, environment: Mapping[str, str], given: Mapping[str, object], world_size: int) -> Self:
-        """See [Note: who has the say]. `given` are arguments of `connect()`; `world_size` is what they or SHARDNET_* variables say of
-        the most workers that there may be, 0 for nothing.
+        """See [Note: who has the say]. `given` are arguments of `connect()`; `world_size` is the largest number of workers according to
+        them or to SHARDNET_* variables, 0 if they do not say.
 
-        Raises UsageError where a scheduler's word is needed and makes no sense, or is half of what there should be.
+        Raises UsageError if the scheduler's values are needed and make no sense, or are incomplete.
         """
         if not _said("rendezvous", environment, given):
             _warn_if_alone(environment)
@@ -60,13 +61,13 @@ class Hints:
 
 
 def _said(name: str, environment: Mapping[str, str], given: Mapping[str, object]) -> bool:
-    """Whether an argument or a variable of ours says it; an empty one does not."""
+    """Whether an argument or a variable of ours sets it; an empty one does not."""
     return given[name] != "" if name in given else bool(environment.get(f"SHARDNET_{name.upper()}"))
 
 
 def _warn_if_alone(environment: Mapping[str, str]) -> None:
-    """Several processes without a rendezvous train side by side, each on its own. That may be meant, so it is no error."""
-    with suppress(UsageError):  # nothing is taken from it
+    """Warn if several processes without a rendezvous train side by side, each on its own. That may be intended, so it is not an error."""
+    with suppress(UsageError):  # the scheduler's values are not used here
         task = Task.find(environment)
         if task is not None and task.rank == 0 and (task.world_size or 1) > 1:
             log.warning(

@@ -1,4 +1,4 @@
-"""What `connect()` needs to know, read from the environment that a launcher or a scheduler sets."""
+"""The settings of `connect()`, read from the environment that a launcher or a scheduler sets."""
 
 import asyncio
 import logging
@@ -21,55 +21,55 @@ from shardnet.variables import flag, misspelt
 
 log = logging.getLogger(__name__)
 RESOLVE_EVERY_S = 0.5  # a rendezvous that starts later may have no name yet (container networks)
-PATIENCE_S = 5.0  # until the log says what is waited for
+PATIENCE_S = 5.0  # until the log says what this waits for
 ANSWER_S = 2.0  # for one of several addresses
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How one worker finds its cluster. Every field may be given to `connect()`; the rest comes from SHARDNET_* variables, and what
-    these leave open from those of the scheduler that has started this process (`from_environment`).
+    """How one worker finds its cluster. Every field may be given to `connect()`; the rest comes from SHARDNET_* variables, and values
+    that these leave open come from the variables of the scheduler that has started this process (`from_environment`).
 
     The variable of a field is SHARDNET_ and its name in capitals. SHARDNET_WORLD_SIZE sets both world sizes, SHARDNET_TOKEN_FILE names a
-    file with the token, SHARDNET_TIMEOUTS holds those that are to be others ("collective_s=300,join_s=60"); `limits` have none.
+    file with the token, SHARDNET_TIMEOUTS holds the timeouts to change ("collective_s=300,join_s=60"); `limits` has no variable.
 
     rendezvous      host:port; empty: no cluster, a world of one
-    job             which one of those at the rendezvous. Alike on all ranks
-    min_world_size  with so many workers it begins if no more come for a while; 1 without a rendezvous. Alike on all ranks
-    max_world_size  with so many it begins at once, and takes in no more. Alike on all ranks
-    listen          host or host:port of this worker; empty: loopback if the rendezvous is there, else the address of
+    job             the job at the rendezvous that this worker joins. The same on all ranks
+    min_world_size  with this many workers the job begins if no more come for a while; 1 without a rendezvous. The same on all ranks
+    max_world_size  with this many workers the job begins at once, and takes in no more. The same on all ranks
+    listen          host or host:port of this worker; empty: loopback if the rendezvous is there, otherwise the address of
                     this machine from which the rendezvous is reached
     advertise       host:port at which the others reach this worker, if that is not where it listens: a container's published port,
                     address translation, a relay; empty: where it listens
     elastic         the job goes on when workers are lost, down to `min_world_size` of them, and takes in new ones: see `Cluster.reform`
-                    and shardnet.elastic. Alike on all ranks
-    replacement     this worker was started in place of one that was lost: if the training has ended meanwhile it does not begin it anew
+                    and shardnet.elastic. The same on all ranks
+    replacement     this worker was started in place of a lost one: if the training has ended meanwhile, it does not begin it again
     local_rank      number among the workers of this machine
-    wished_rank     the rank that this worker would like in a first epoch; -1: any. It is a wish: ranks of a node are consecutive
-    node            identity of this machine; empty: found (host name and boot id)
-    shared_memory   whether data for the other ranks of this node may go through memory, and gathered parameters be shared with them
-    routing         which way large collectives go: "auto" (direct inside a node, a ring across nodes), "ring" (one of all
-                    ranks), "direct" (everyone to everyone) or "rank-order" (the same, and every sum is that of a loop over the ranks,
-                    to the bit). Alike on all ranks
+    wished_rank     the rank that this worker would like in a first epoch; -1: any. It is only a wish: ranks of a node are consecutive
+    node            identity of this machine; empty: made from host name and boot id
+    shared_memory   whether data for the other ranks of this node may go through shared memory, and gathered parameters be shared with them
+    routing         which way large collectives go: "auto" (direct inside a node, a ring across nodes), "ring" (one ring of all
+                    ranks), "direct" (every rank to every rank) or "rank-order" (like "direct", and every sum is bit for bit that of a
+                    loop over the ranks). The same on all ranks
     node_engine     what carries large data between the ranks of a node: "shardnet" (this package), "nccl" (tensors on GPUs; each rank takes
                     the GPU of its number on the machine, unless the program has begun to use one) or "gloo" (torch's engine for CPUs).
-                    Alike on all ranks
-    report_file     where the launcher wants to read this worker's address and rank; empty: nowhere
+                    The same on all ranks
+    report_file     file in which the launcher wants to read this worker's address and rank; empty: none
     insecure        allow unencrypted connections to and from other machines
     certs           folder with this machine's certificate, as `shardnet certs issue` makes it: all connections are encrypted, and only
                     holders of certificates of the same authority take part
-    token           in place of `certs`: a secret that all processes share, as `shardnet certs token` makes it
-    trace           where rank 0 writes a timeline of all ranks at the end; empty: none is kept. Alike on all ranks
-    track           folder into which rank 0 writes what the program reports: metrics.jsonl, and TensorBoard's events where that is
+    token           instead of `certs`: a secret that all processes share, as `shardnet certs token` makes it
+    trace           file to which rank 0 writes a timeline of all ranks at the end; empty: none. The same on all ranks
+    track           folder into which rank 0 writes what the program reports: metrics.jsonl, and TensorBoard's events if that is
                     installed; empty: nowhere
-    flight          folder in which this worker writes its last collectives down when one fails, once an epoch (docs/diagnosis.md);
+    flight          folder to which this worker writes its last collectives when one fails, once per epoch (docs/diagnosis.md);
                     empty: nowhere
     reflection      tools may ask this worker's port which services it has (package grpcio-reflection)
-    metrics         host:port at which this worker's statistics can be had by HTTP as Prometheus' text, at /metrics (package
-                    prometheus_client): the port and `local_rank` above it; port 0: one that the system chooses; empty: nowhere.
-                    Unencrypted, so on loopback only unless `insecure` (docs/observing.md)
+    metrics         host:port that serves this worker's statistics by HTTP as Prometheus' text, at /metrics (package
+                    prometheus_client); the real port is this port plus `local_rank`; port 0: one that the system chooses; empty:
+                    nowhere. Unencrypted, so on loopback only unless `insecure` (docs/observing.md)
     timeouts        see shardnet.config
-    limits          see there. Alike on all ranks
+    limits          see shardnet.config. The same on all ranks
     """
 
     rendezvous: str = ""
@@ -100,15 +100,15 @@ class Settings:
 
     @classmethod
     def check_names(cls, given: Iterable[str]) -> None:
-        """Raise UsageError if one is no setting."""
+        """Raise UsageError if a name is not a setting."""
         if unknown := set(given).difference(cls.__dataclass_fields__):
             raise UsageError(f"connect() has no setting {', '.join(sorted(unknown))}; there are: {', '.join(cls.__dataclass_fields__)}")
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None, **given: object) -> Self:
-        """Settings from SHARDNET_* variables; what is `given` wins. An empty variable is one that is not set.
+        """Settings from SHARDNET_* variables; `given` values win. An empty variable counts as not set.
 
-        What neither says of the world size, the number of this worker and the job comes from a scheduler ([Note: who has the say]).
+        If neither gives the world size, the number of this worker or the job, a scheduler does ([Note: who has the say]).
 
         Raises UsageError or AddressError for a value that makes no sense, naming where it came from, and CredentialsError for a token that
         cannot be read.
@@ -148,7 +148,7 @@ class Settings:
         }
         merged = {**found, **given}
         for name, kind in (("routing", Routing), ("node_engine", NodeEngine)):
-            with suppress(ValueError):  # what is none of them is refused below
+            with suppress(ValueError):  # other values are refused below
                 merged[name] = kind(str(merged[name]))
         settings = cls(**merged)  # type: ignore[arg-type]  # checked in the next line
         settings._check(given.keys(), environment, hints)
@@ -156,12 +156,12 @@ class Settings:
 
     @classmethod
     def misspelt(cls, environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-        """Variables that nobody reads but that look like one of those above, and which one that is."""
+        """Variables that nobody reads but that look like one of those above, each with the one that it looks like."""
         own = {f"SHARDNET_{each.name.upper()}" for each in fields(cls)} - {"SHARDNET_LIMITS"}
         return misspelt(environment, own | {"SHARDNET_WORLD_SIZE", "SHARDNET_LOCAL_WORLD_SIZE", "SHARDNET_TOKEN_FILE"})
 
     def _check(self, given: Collection[str], environment: Mapping[str, str], hints: Hints) -> None:
-        """Raise for what cannot work, before anything is opened."""
+        """Raise for settings that cannot work, before anything is opened."""
 
         def source(name: str) -> str:
             if name in given:
@@ -211,7 +211,7 @@ class Settings:
             )
 
     def security(self) -> Security:
-        """How this worker's connections are protected. Raises CredentialsError for certificates that are of no use for its job."""
+        """How this worker's connections are protected. Raises CredentialsError for certificates that do not allow its job."""
         security = Security.find(Role.WORKER, insecure=self.insecure, certs=self.certs, token=self.token)
         identity = None if security.credentials is None else security.credentials.identity
         if identity is not None and not identity.may_join(self.job):
@@ -223,18 +223,18 @@ class Settings:
 
     @property
     def metrics_address(self) -> str:
-        """host:port for this worker among those of its node; port 0 where the system shall choose."""
+        """host:port of this worker's metrics, different for each worker of its node; port 0 if the system should choose."""
         address = Address.parse(self.metrics)
         return str(address.with_port(address.port + self.local_rank) if address.port else address)
 
     async def listen_address(self) -> str:
-        """host:port to bind; port 0 where the system shall choose. Waits until the rendezvous' name is known, up to `connect_s`."""
+        """host:port to bind; port 0 if the system should choose. Waits until the rendezvous' name is known, up to `connect_s`."""
         if not self.listen:
             return str(Address(await self._local_address(), 0))
         return _with_port(self.listen)
 
     async def public_address(self, bound: str) -> str:
-        """Where peers reach what was bound: the same, unless that was 'all addresses', or somewhere else was said."""
+        """The address where peers reach this worker: the bound one, unless that is 'all addresses' or `advertise` is set."""
         if self.advertise:
             return self.advertise
         address = Address.parse(bound)
@@ -249,7 +249,7 @@ class Settings:
                 while True:
                     try:
                         return await _route_to(target)
-                    except OSError as error:  # the name may come to be known, or the network up
+                    except OSError as error:  # later the name may be known, or the network up
                         problem = error
                     if not told and time.monotonic() >= begin_s + PATIENCE_S:
                         log.warning("no way yet to the rendezvous at %s: %s", target, problem.strerror)
@@ -265,8 +265,8 @@ class Settings:
 
 
 async def _route_to(target: Address) -> str:
-    """The local end of the route to `target`: of several addresses that it may have, to the first one that answers, and to the first one
-    at all if nobody does so soon. Raises OSError while its name is unknown, or where there is no route."""
+    """The local address of the route to `target`. If `target` has several addresses, the first one that answers counts, or the first of all
+    if none answers soon. Raises OSError while its name is unknown, or if there is no route."""
     loop = asyncio.get_running_loop()
     found = [(family, where) for family, *_, where in await loop.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)]
     for family, where in found if len(found) > 1 else ():
@@ -277,12 +277,12 @@ async def _route_to(target: Address) -> str:
             return str(caller.getsockname()[0])
     family, where = found[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(where)  # which sends no packet
+        probe.connect(where)  # this sends no packet
         return str(probe.getsockname()[0])
 
 
 def _with_port(listen: str) -> str:
-    """host:port of a host or host:port; port 0 where there is none."""
+    """host:port from a host or host:port; port 0 if it has none."""
     has_port = (listen.startswith("[") and "]:" in listen) or listen.count(":") == 1
     return listen if has_port else str(Address(listen, 0))
 
