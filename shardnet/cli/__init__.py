@@ -1,8 +1,8 @@
 """The `shardnet` command.
 
-main.py finds the command: run.py (with launch/, which keeps the workers), rendezvous.py, status.py and top.py, doctor.py, plan.py,
-checkpoint.py, certs.py, demo.py and bench.py. arguments.py and protection.py are what their arguments have in common.
+main.py finds the command: run.py (with launch/, which runs the workers), rendezvous.py, status.py and top.py, doctor.py, plan.py,
+checkpoint.py, certs.py, demo.py and bench.py. arguments.py and protection.py have what their arguments share.
 
-What they print: table.py (with grid.py, units.py and screen.py) and plan_table.py. What they need besides: services.py (of a cluster),
-plan_model.py (a model to plan for), programs.py (what comes with shardnet); __main__.py.
+Output: table.py (with grid.py, units.py and screen.py) and plan_table.py. Helpers: services.py (a rendezvous, its page, a worker's
+progress), plan_model.py (the model to plan for), programs.py (finds programs that come with shardnet); __main__.py.
 """

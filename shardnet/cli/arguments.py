@@ -1,4 +1,4 @@
-"""What the commands' arguments have in common: the parser and the types."""
+"""The parser and the argument types that the commands share."""
 
 import argparse
 import math
@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 from shardnet.address import Address
 from shardnet.errors import AddressError
 
-WEB_LISTEN = "127.0.0.1:7080"  # on which anybody on this machine may look
+WEB_LISTEN = "127.0.0.1:7080"  # any user of this machine may look at it
 Arguments = argparse.Namespace
 # argparse's own name for what add_subparsers returns is private and generic at type-checking time only.
 Commands = Any
@@ -74,7 +74,7 @@ def seconds(text: str) -> float:
 
 
 def interval(text: str) -> float:
-    """A time of more than 0 s: with 0 whatever is done again and again would be done without a pause."""
+    """A time of more than 0 s: with 0 a repeated action would run without a pause."""
     value = seconds(text)
     if value == 0:
         raise argparse.ArgumentTypeError(f"must be more than 0 seconds, not {text!r}")
@@ -111,7 +111,8 @@ def name(text: str) -> str:
 
 
 def add_web_to(parser: Parser, *, before: str = "") -> None:
-    """`--web`, whose value may be left out. Where a positional argument, `before`, follows, `--` tells that it is none."""
+    """Add `--web`, whose value may be left out. If a positional argument, `before`, follows, a `--` before it shows that it is not the value
+    of `--web`."""
 
     def page_address(text: str) -> str:
         try:

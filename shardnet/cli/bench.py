@@ -19,7 +19,7 @@ def add_to(commands: arguments.Commands) -> None:
 
 
 def execute(options: arguments.Arguments) -> int:
-    """Becomes the benchmarks, so that a Ctrl-C has one process to end. Raises UsageError where they are not at hand."""
+    """Replaces this process by the benchmarks, so that a Ctrl-C has one process to end. Raises UsageError if they are not found."""
     home = find("benchmarks/__main__.py").parents[1]
     wanted = ["--help"] if options.help_benchmarks else options.unknown
     path = os.pathsep.join(filter(None, (str(home), os.environ.get("PYTHONPATH"))))

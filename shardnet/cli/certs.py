@@ -77,7 +77,7 @@ def _add_days(parser: arguments.Parser, what: str, default: int) -> None:
     )
 
 
-# What `cryptography` brings is imported where it is used: all other commands start without it, 0.1 s sooner.
+# Modules that need `cryptography` are imported where they are used: all other commands start without it, 0.1 s sooner.
 
 
 def _init(options: arguments.Arguments) -> int:

@@ -1,4 +1,4 @@
-"""`shardnet checkpoint`: what checkpoints there are, whether they are whole, and one file of weights out of one."""
+"""`shardnet checkpoint`: lists checkpoints, checks whether they are whole, and exports the weights of one to a single file."""
 
 import json
 import sys
@@ -62,12 +62,12 @@ def _add_step(parser: arguments.Parser, default: str) -> None:
     parser.add_argument("--step", type=arguments.whole, metavar="N", help=f"the checkpoint of this step (default: {default})")
 
 
-# What reads checkpoints brings torch, and is imported where it is used: all other commands start without it.
+# Modules that read checkpoints import torch, so they are imported where they are used: all other commands start without it.
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """One checkpoint, by its manifest alone."""
+    """One checkpoint, as its manifest describes it."""
 
     path: Path
     manifest: "Manifest"
@@ -91,7 +91,7 @@ def _list(options: arguments.Arguments) -> int:
     for path in _paths(options.folder, None):
         try:
             found.append(_Found(path, Manifest.read(path)))
-        except CheckpointError as error:  # the others are there all the same
+        except CheckpointError as error:  # go on with the others
             unreadable += 1
             _complain(error)
     if options.json:
@@ -141,7 +141,7 @@ def _verify(options: arguments.Arguments) -> int:
         is_whole = not any(found)
         broken += not is_whole
         files = "1 file" if len(found) == 2 else f"{len(found) - 1} files"
-        print(f"{path}: {f'whole ({files})' if is_whole else 'broken'}", flush=True)  # as it goes: each takes a while
+        print(f"{path}: {f'whole ({files})' if is_whole else 'broken'}", flush=True)  # each at once: every one takes a while
     return 1 if broken else 0
 
 
@@ -158,7 +158,7 @@ def _export(options: arguments.Arguments) -> int:
 
 def _paths(folder: Path, step: int | None) -> list[Path]:
     """The checkpoints of a folder, the latest first. Raises CheckpointError if there is none, UsageError for a step that is not there, or
-    of a folder that is one checkpoint."""
+    for a step if the folder itself is a checkpoint."""
     from shardnet.checkpoint.folder import Folder
     from shardnet.checkpoint.manifest import NAME
 

@@ -1,4 +1,4 @@
-"""`shardnet demo`: train a small language model on this machine and show what came of it."""
+"""`shardnet demo`: train a small language model on this machine and show the result."""
 
 from pathlib import Path
 
@@ -37,7 +37,7 @@ def add_to(commands: arguments.Commands) -> None:
 
 
 def execute(options: arguments.Arguments) -> int:
-    """Raises UsageError where the training program is not at hand."""
+    """Raises UsageError if the training program is not found."""
     program = find(PROGRAM)
     out: Path = options.out.absolute()
     code = run_job(Job(target=str(program), arguments=("--out", str(out), *options.unknown), nproc=options.nproc, name="demo"))

@@ -1,4 +1,4 @@
-"""`shardnet doctor`: what may keep a cluster from working, or from being fast, and what to do about it."""
+"""`shardnet doctor`: finds what may keep a cluster from working, or from being fast, and says what to do about it."""
 
 import asyncio
 import json
@@ -73,14 +73,14 @@ async def _examine(options: arguments.Arguments) -> int:
     async for finding in _findings(options):
         found.append(finding)
         if not options.json:
-            print(_as_text(finding), flush=True)  # as it goes: the last ones take a while
+            print(_as_text(finding), flush=True)  # each at once: the last ones take a while
     if options.json:
         print(json.dumps([asdict(finding) for finding in found], indent=2))
     return int(any(finding.level == "problem" for finding in found))
 
 
 async def _findings(options: arguments.Arguments) -> "AsyncIterator[Finding]":
-    from shardnet.doctor import about_machine, about_peers, about_rendezvous, about_trust  # they bring torch: not for other commands
+    from shardnet.doctor import about_machine, about_peers, about_rendezvous, about_trust  # imported here, because they import torch
 
     protection = Protection.of(options)
     for finding in await about_machine(options.listen or ""):
@@ -91,7 +91,7 @@ async def _findings(options: arguments.Arguments) -> "AsyncIterator[Finding]":
         return
     try:
         security = protection.security(Role.WORKER)
-    except CredentialsError:  # of which `about_trust` has told
+    except CredentialsError:  # `about_trust` has reported it already
         return
     reached = await about_rendezvous(options.rendezvous, security, ANSWER_S)
     for finding in reached:

@@ -6,7 +6,7 @@ Row = Sequence[str]
 
 
 def grid(head: Row, rows: Sequence[Row], words: Collection[str]) -> str:
-    """Columns as wide as their widest cell, two blanks apart. Numbers stand to the right; `words` names the other columns."""
+    """Columns as wide as their widest cell, two blanks apart. Numbers are aligned to the right; `words` names the other columns."""
     table = [head, *rows]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     cells = ([c.ljust(w) if title in words else c.rjust(w) for c, w, title in zip(row, widths, head, strict=True)] for row in table)

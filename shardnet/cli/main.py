@@ -1,6 +1,6 @@
 """The `shardnet` command: finds the subcommand, and turns errors into one line and an exit status.
 
-Exit statuses: 0 all is well, 1 it failed, 2 the command line is wrong, 128 + n signal n; `run` gives that of its worker.
+Exit statuses: 0 success, 1 failure, 2 wrong command line, 128 + n signal n; `run` returns that of its worker.
 """
 
 import errno
@@ -34,7 +34,7 @@ COMMANDS = (
     certs,
     plan,
     bench,
-)  # each has add_to(commands) and is listed in this order
+)  # each has add_to(commands), and --help lists them in this order
 
 DESCRIPTION = "Sharded training of PyTorch models over any network that lets gRPC through."
 EPILOG = """\
@@ -50,7 +50,7 @@ examples:
 
 
 def build_parser() -> Parser:
-    """The parser of the whole command line. Its result has `execute`, the function to call with it."""
+    """The parser of the whole command line. The arguments that it returns have `execute`, the function to call with them."""
     parser = Parser(prog="shardnet", description=DESCRIPTION, epilog=EPILOG)
     parser.set_defaults(passes_on=False)
     parser.add_argument("--version", action="version", version=f"shardnet {VERSION}")
@@ -63,19 +63,19 @@ def build_parser() -> Parser:
 def parse(argv: Sequence[str] | None = None) -> Arguments:
     """Read a command line; exits with status 2 if it is wrong.
 
-    `unknown` holds what the command does not know, for the commands that pass it on to a program of their own.
+    `unknown` holds the arguments that the command does not know, for commands that pass them on to a program of their own.
     """
     parser = build_parser()
     arguments, unknown = parser.parse_known_args(argv)
     arguments.unknown = unknown
     if unknown and not arguments.passes_on:
-        parser.prog += f" {arguments.command}"  # what is wrong, and whose help says what is right
+        parser.prog += f" {arguments.command}"  # so that the error names the command whose help is needed
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{_meant(arguments, unknown)}")
     return arguments
 
 
 def _meant(arguments: Arguments, unknown: Sequence[str]) -> str:
-    """Commands that are about one process take its address as it is, and others behind an option, where it may be forgotten."""
+    """A hint for a forgotten option: commands about one process take its address without an option, other commands after one."""
     if "rendezvous" not in arguments or arguments.rendezvous is not None:
         return ""
     for text in unknown:
@@ -113,13 +113,14 @@ def _complain(command: str, error: Exception, code: int) -> int:
 
 
 def _on_broken_pipe() -> int:
-    """Nobody reads stdout any more. Without the redirection Python would complain of that at exit."""
+    """Nobody reads stdout any more. Without the redirection Python would print an error about that at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 128 + signal.SIGPIPE
 
 
 def _have_streams() -> None:
-    """Standard streams that were closed go nowhere. Or what is opened next would have their numbers, and somebody write into it."""
+    """Open closed standard streams on the null device: otherwise the next opened file would get their number, and output would go into
+    it."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= _STDERR:
         pass
     os.close(descriptor)
@@ -128,7 +129,7 @@ def _have_streams() -> None:
 
 
 def _tolerate_any_text() -> None:
-    """A terminal that cannot show a character gets it escaped; a worker's output must not end the launcher."""
+    """Escape characters that a terminal cannot show: a worker's output must not end the launcher."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

@@ -1,4 +1,4 @@
-"""`shardnet plan`: what a training will need under each strategy, before it is started."""
+"""`shardnet plan`: says before a training is started what it will need under each strategy."""
 
 import argparse
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from shardnet.cli import arguments
 from shardnet.errors import UsageError
 
-# Spelled out, so that a --help need not wait for torch; tests/cli/test_plan.py compares them with what can be planned.
+# Written out, so that --help need not wait for torch; tests/cli/test_plan.py compares them with the strategies that can be planned.
 STRATEGIES = ("full_shard", "shard_grad_op", "hybrid_shard", "zero_1", "no_shard")
 OPTIMIZERS = ("adamw", "sgd-momentum", "sgd")
 DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -97,7 +97,7 @@ def add_to(commands: arguments.Commands) -> None:
 
 
 def _resharding(text: str) -> bool | int:
-    """FSDP's argument; it is FSDP's business which numbers make sense."""
+    """FSDP's argument; FSDP itself checks which numbers make sense."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     try:

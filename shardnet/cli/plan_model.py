@@ -1,4 +1,4 @@
-"""The model that `shardnet plan` is asked about: built from what a user names, or from sizes."""
+"""The model that `shardnet plan` is asked about: built from a class or function that a user names, or from sizes."""
 
 import importlib
 import sys
@@ -18,7 +18,7 @@ MODEL_ONLY = ("units", "input")
 
 
 def model_of(options: Arguments) -> ModelSize:
-    """What the command line describes. Raises UsageError saying what is missing, contradicts or cannot be built."""
+    """The model that the command line describes. Raises UsageError saying what is missing, contradictory or cannot be built."""
     given = [f"--{name.replace('_', '-')}" for name in SIZES if getattr(options, name) is not None]
     if options.model is not None:
         if given:
@@ -58,7 +58,7 @@ def _built(options: Arguments) -> ModelSize:
 
 
 def _callable(path: str) -> Callable[[], Any]:
-    """`package.module:name`, from the current directory or whatever is installed."""
+    """Import `package.module:name`, from the current directory or from installed packages."""
     module_name, colon, attribute = path.partition(":")
     if not (colon and module_name and attribute):
         raise UsageError(f"{path!r} does not say what to call: write MODULE:CALLABLE, such as my_project.model:small")
@@ -81,7 +81,7 @@ def _callable(path: str) -> Callable[[], Any]:
 
 
 def _on_meta(path: str, make: Callable[[], Any]) -> nn.Module:
-    """The module without memory."""
+    """Build the module on the meta device, without memory."""
     try:
         with torch.device("meta"):
             module = make()
@@ -116,5 +116,5 @@ def _input(text: str, compute: torch.dtype | None) -> torch.Tensor:
 
 
 def _said(error: Exception) -> str:
-    """One line: the kind and what it says."""
+    """One line: the error's class and its text."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")

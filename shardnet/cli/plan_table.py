@@ -1,4 +1,4 @@
-"""What `shardnet plan` prints: plans as text or JSON."""
+"""The output of `shardnet plan`: plans as text or JSON."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ NAMES = {
     Strategy.NO_SHARD: "NO_SHARD (DDP)",
 }
 _MEMORY = ("parameters", "gradients", "optimizer", "gathered", "reducing", "secondary", "residuals", "packed", "copies", "activations")
-_SOMETIMES = ("secondary", "residuals", "packed", "copies")  # columns left out where nobody has any, as where nothing is compressed
+_SOMETIMES = ("secondary", "residuals", "packed", "copies")  # columns that are left out if no plan has any, for example without compression
 _TOTALS = {"a rank holds": "total"}
 _TOTALS_OFFLOADED = {"on the CPU": "on_cpu", "on the GPU": "on_gpu"}
 _WORDS = frozenset({"strategy", "collective", "to"})
@@ -35,7 +35,7 @@ def as_text(model: ModelSize, setting: Setting, plans: Sequence[Plan]) -> str:
 
 
 def as_json(model: ModelSize, setting: Setting, plans: Sequence[Plan]) -> str:
-    """Bytes and seconds; what is not known is null."""
+    """Plans in bytes and seconds; unknown values are null."""
     about = {
         "model": model.name,
         "parameters": model.numel,
@@ -77,13 +77,13 @@ def _about(model: ModelSize, setting: Setting) -> str:
 
 
 def _compressed(setting: Setting) -> str:
-    """Such as `; sent compressed: weights as int8, gradients as int8`."""
+    """For example `; sent compressed: weights as int8, gradients as int8`."""
     sent = [f"{name} as {kind}" for name in ("weights", "gradients") if (kind := getattr(setting.compression, name))]
     return f"; sent compressed: {', '.join(sent)}" if sent else ""
 
 
 def _dtypes(groups: Sequence[GroupSize], setting: Setting) -> str:
-    """Such as `float32, gathered as bfloat16, reduced as float32`."""
+    """For example `float32, gathered as bfloat16, reduced as float32`."""
     kept, computed, reduced = (
         " and ".join(sorted({str(dtype).removeprefix("torch.") for dtype in dtypes}))
         for dtypes in (

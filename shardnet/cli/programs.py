@@ -1,4 +1,4 @@
-"""Where the programs are that come with shardnet but are not part of the package."""
+"""Finds the programs that come with shardnet but are not part of the package."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ CHECKOUT = Path(__file__).resolve().parents[2]  # the directory that holds `shar
 
 
 def find(path: str) -> Path:
-    """The file `path` of the checkout or, where shardnet was installed apart from it, of the current directory.
+    """The file `path` of the checkout or, if shardnet was installed elsewhere, of the current directory.
 
     Raises UsageError saying how to get it.
     """

@@ -1,4 +1,4 @@
-"""`Protection`: what the user has said of how connections are protected."""
+"""`Protection`: the user's choice of how connections are protected."""
 
 import os
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from shardnet.variables import flag
 
 @dataclass(frozen=True, slots=True)
 class Protection:
-    """At most one of them is set.
+    """At most one of the fields is set.
 
     insecure  unencrypted connections to and from other machines are allowed
     certs     folder with certificates
@@ -25,7 +25,7 @@ class Protection:
 
     @staticmethod
     def add_to(parser: arguments.Parser) -> None:
-        """The options."""
+        """Add the options."""
         parser.add_argument(
             "--certs",
             type=Path,
@@ -43,7 +43,7 @@ class Protection:
 
     @classmethod
     def of(cls, options: arguments.Arguments) -> Self:
-        """What the command line and the environment say.
+        """Read it from the command line and the environment.
 
         Raises UsageError for a SHARDNET_INSECURE that is neither 0 nor 1, and CredentialsError for a token that cannot be read.
         """
@@ -51,25 +51,26 @@ class Protection:
         return cls(options.insecure or flag(os.environ, "SHARDNET_INSECURE"), certs, find_token(os.environ))
 
     def security(self, role: Role) -> Security:
-        """Raises CredentialsError for what cannot be used."""
+        """Raises CredentialsError for credentials that cannot be used."""
         return Security.find(role, insecure=self.insecure, certs=self.certs, token=self.token)
 
     def on_this_machine(self) -> "Protection":
-        """For a run that has a rendezvous of its own. A machine's certificate is for no rendezvous: such a run has its own token."""
+        """The protection for a run with a rendezvous of its own. A machine's certificate is not valid for a rendezvous, so such a run has
+        a token of its own."""
         if not self.certs:
             return self
-        from shardnet.credentials.token import new_token  # costs 0.1 s, for those who want it
+        from shardnet.credentials.token import new_token  # costs 0.1 s, so only if it is needed
 
         return Protection(token=new_token())
 
     @property
     def settings(self) -> dict[str, bool | str]:
-        """For `connect`."""
+        """As settings of `connect`."""
         return {"insecure": self.insecure, "certs": self.certs, "token": self.token}
 
     @property
     def environment(self) -> dict[str, str]:
-        """For a worker. Complete: what it inherits beside does not count."""
+        """As environment variables for a worker. All are set, so that inherited ones do not count."""
         return {
             "SHARDNET_INSECURE": str(int(self.insecure)),
             "SHARDNET_CERTS": self.certs,

@@ -70,8 +70,8 @@ def add_to(commands: arguments.Commands) -> None:
 
 
 def execute(options: arguments.Arguments) -> int:
-    """Serve until SIGINT or SIGTERM, or the end of a training. Raises ListenError, PlaintextRefused for another machine's sake, or
-    UsageError for a state file that is of no use, or for an extra that is not installed."""
+    """Serve until SIGINT or SIGTERM, or the end of a training. Raises ListenError, PlaintextRefused for an unprotected address that other
+    machines reach, or UsageError for an unusable state file or for an extra that is not installed."""
     logging.getLogger("shardnet.rendezvous").setLevel(logging.INFO)
     protection = Protection.of(options)
     security = _as_rendezvous(protection)

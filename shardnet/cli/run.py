@@ -22,7 +22,7 @@ from shardnet.scheduler import Task
 from shardnet.settings import Settings
 
 MANY_FILES = 65536
-_TO_COME = "127.0.0.1:1"  # a rendezvous that is not there yet
+_TO_COME = "127.0.0.1:1"  # stands for a rendezvous that is not there yet
 
 DESCRIPTION = """\
 Start NPROC workers on this machine, show their output with rank prefixes, and end all of them when one fails.
@@ -122,13 +122,13 @@ def add_to(commands: arguments.Commands) -> None:
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module")
     parser.add_argument("script", metavar="SCRIPT", help="the program, or with -m a module")
     rest = parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS", help="what the program gets")
-    rest.required = False  # argparse would name it as missing, beside SCRIPT
+    rest.required = False  # otherwise argparse would report it as missing, too, not only SCRIPT
     parser.set_defaults(execute=execute)
 
 
 def execute(options: arguments.Arguments) -> int:
-    """Raises UsageError for a script that is not there, for certificates that are of no use, or for addresses off this machine
-    without protection."""
+    """Raises UsageError for a script that is not there, for unusable certificates, or for addresses that other machines reach without
+    protection."""
     try:
         Path.cwd()
     except FileNotFoundError:
@@ -163,7 +163,7 @@ def execute(options: arguments.Arguments) -> int:
 
 
 def _node_rank(options: arguments.Arguments) -> int | None:
-    """Which of several machines this is, as far as anybody says."""
+    """The number of this machine among several, if anything gives it."""
     given: int | None = options.node_rank
     if given is not None or options.nnodes == 1:
         return given
@@ -172,7 +172,7 @@ def _node_rank(options: arguments.Arguments) -> int | None:
 
 
 def _allow_many_files() -> None:
-    """As many as this user may have: each worker needs some of the launcher's, and workers need some for each other one."""
+    """Raise the limit of open files to this user's maximum: the launcher needs some for each worker, and each worker some for each other."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MANY_FILES if hard == resource.RLIM_INFINITY else min(hard, MANY_FILES)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -180,7 +180,7 @@ def _allow_many_files() -> None:
 
 
 def _check(options: arguments.Arguments, protection: Protection) -> Identity | None:
-    """Whose certificate the workers have. Here, where it is one line: the workers would all say what is wrong, each with a traceback."""
+    """The identity of the workers' certificate. Checked here, where an error is one line: each worker would report it with a traceback."""
     security = protection.security(Role.WORKER)
     for given in (options.rendezvous, options.listen and str(Address(options.listen, 0))):
         if given:
@@ -198,7 +198,7 @@ def _check(options: arguments.Arguments, protection: Protection) -> Identity | N
 def run_job(job: Job) -> int:
     """Launch in the foreground; returns the exit status. Raises UsageError or AddressError for SHARDNET_* variables that make no sense."""
     _allow_many_files()
-    # As the first worker will read them. Here, where what is wrong is one line: the workers would all say it, each with a traceback.
+    # Read as the first worker will read them. Here an error is one line: each worker would report it with a traceback.
     Settings.from_environment(worker_environment(job, 0, job.rendezvous or _TO_COME))
     ask = functools.partial(worker_progress, security=job.protection.security(Role.OPERATOR))
     with Console() as console:

@@ -1,4 +1,4 @@
-"""A look at the cluster as a picture of text."""
+"""Draws a view of the cluster as text."""
 
 import math
 import time
@@ -15,14 +15,14 @@ from shardnet.observation.rates import LATE_SHARE, RateMeter, Rates
 from shardnet.observation.views import GONE, RENDEZVOUS, ClusterView, JobView, WorkerView, short_nodes
 
 _COLUMNS = ("rank", "node", "state", "step", "a step", "wait", "late", "sent/s", "received/s", "memory")
-_WORDS = ("node", "state")  # columns that are no numbers
+_WORDS = ("node", "state")  # columns that are not numbers
 _NONE = "-"
 _BAR = 30  # characters
-_WAITS_MUCH = 0.3  # of the step
+_WAITS_MUCH = 0.3  # the share of the step from which waiting counts as much
 
 
 def draw(view: ClusterView, meter: RateMeter, events: Sequence[Event]) -> RenderableType:
-    """All of it, however much room there is."""
+    """Draw the whole view, however much room there is."""
     stats = view.stats
     head = Text.assemble(
         (f"{stats.role} {view.address}", "bold"),
@@ -76,7 +76,7 @@ def _workers(workers: Iterable[WorkerView], meter: RateMeter) -> RenderableType:
 
 
 def _worker(worker: WorkerView, node: str, rates: Rates, awaited: float | None) -> list[Text]:
-    """`awaited`: for which share of the time others have waited for it."""
+    """`awaited`: the share of the time for which others have waited for this worker."""
     late = Text(_NONE if awaited is None else f"{awaited:.0%}", "yellow" if (awaited or 0.0) > LATE_SHARE else "")
     place = [Text(str(worker.rank)), Text(node or _NONE), Text(worker.state, _colour(worker.state))]
     stats = worker.stats

@@ -1,4 +1,4 @@
-"""`shardnet status`: who is in the cluster, and how each one is doing."""
+"""`shardnet status`: shows which workers are in the cluster, and how each of them is doing."""
 
 import asyncio
 

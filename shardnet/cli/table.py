@@ -1,4 +1,4 @@
-"""What `shardnet status` prints: a `ClusterView` as text or JSON."""
+"""The output of `shardnet status`: a `ClusterView` as text or JSON."""
 
 import dataclasses
 import json
@@ -11,7 +11,7 @@ from shardnet.histogram import Histogram
 from shardnet.observation.views import GONE, RENDEZVOUS, ClusterView, JobView, Stats, WorkerView, late_s, short_nodes
 from shardnet.waiting import Absent
 
-_LATE = "late in all"  # one look knows no better; `top` and the page have the last seconds
+_LATE = "late in all"  # a single look has only the total; `top` and the page show the last seconds
 _WORKER_HEAD = (
     "rank",
     "node",
@@ -30,7 +30,7 @@ _WORKER_HEAD = (
     "collectives",
 )
 _OP_HEAD = ("collective", "count", "failed", "sent", "mean time", "half", "99 %", "waited")
-_WORDS = frozenset({"node", "address", "state", "shared with", "collective"})  # columns that are no numbers
+_WORDS = frozenset({"node", "address", "state", "shared with", "collective"})  # columns that are not numbers
 _NONE = "-"
 _SHOWN_LATE_S = 0.05  # less rounds to nothing
 _COPIED = "*"
@@ -51,7 +51,7 @@ def as_text(view: ClusterView) -> str:
 
 
 def as_json(view: ClusterView) -> str:
-    """The fields of `ClusterView`; a number that is not known is null."""
+    """The fields of `ClusterView`; unknown numbers are null."""
     return json.dumps(_without_nan(dataclasses.asdict(view)), indent=2, allow_nan=False)
 
 
@@ -73,7 +73,7 @@ def _workers(workers: Iterable[WorkerView]) -> str:
 
 
 def _stuck(workers: Iterable[WorkerView]) -> list[str]:
-    """What is waited for, with all the ranks that say the same of it in one line."""
+    """What ranks wait for; all ranks that say the same are in one line."""
     waiting: dict[tuple[str, tuple[Absent, ...]], list[tuple[int, float]]] = {}
     for worker in workers:
         for each in worker.stats.waiting if worker.stats is not None else ():
@@ -87,8 +87,8 @@ def _stuck(workers: Iterable[WorkerView]) -> list[str]:
 
 
 def _stale(workers: Iterable[WorkerView]) -> list[str]:
-    """Who has dropped data that came too late, or was not for it: some after each failed collective; many, time and again, say that
-    something repeats what it has heard."""
+    """Workers that have dropped data because it came too late, or was not for them. Some is usual after each failed collective; much of it,
+    again and again, means that something repeats old messages."""
     return [
         f"rank {worker.rank} has dropped {worker.stats.stale_chunks} chunks of collectives or epochs that were over"
         for worker in workers
@@ -97,7 +97,7 @@ def _stale(workers: Iterable[WorkerView]) -> list[str]:
 
 
 def _routing(workers: Iterable[WorkerView]) -> str:
-    """Which way collectives go, as the first one says that knows; it is the same for all."""
+    """Which way collectives go, from the first worker that knows it; it is the same for all."""
     routing = next((worker.stats.routing for worker in workers if worker.stats is not None and worker.stats.routing), "")
     return f"\ncollectives: {routing}" if routing else ""
 
@@ -144,7 +144,7 @@ def _collectives(stats: Stats) -> str:
 
 
 def _notes(stats: Stats) -> Iterator[str]:
-    """What one worker says beside its row, a line each; nothing of what has not been."""
+    """What one worker reports besides its row, one line each; nothing about events that did not happen."""
     steps = stats.steps
     if steps.seconds:
         times = f"half within {_time(steps.times, 0.5)}, 99 % within {_time(steps.times, 0.99)}"
@@ -162,14 +162,14 @@ def _notes(stats: Stats) -> Iterator[str]:
 
 
 def _latecomers(stats: Stats) -> list[str]:
-    """For whom it has waited, the latest first: a worker alone does not know how long the others waited for it."""
+    """The ranks for which this worker has waited, the latest first: a worker alone does not know how long the others waited for it."""
     found = sorted(stats.late.items(), key=lambda each: each[1], reverse=True)
     words = [f"{seconds:.1f} s for rank {rank}" for rank, seconds in found if seconds >= _SHOWN_LATE_S]
     return [f"has waited {', '.join(words)}"] if words else []
 
 
 def _time(times: Histogram, share: float) -> str:
-    """Within which this share of them took; from buckets, so to the next half of an order of magnitude."""
+    """The time within which this share of them ended; from buckets, so rounded up to half an order of magnitude."""
     return short_time(times.quantile(share)) if times.count else _NONE
 
 

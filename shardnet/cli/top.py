@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from shardnet.observation.rates import RateMeter
 
 ANSWER_S = 2.0
-WIDTH = 160  # where there is no terminal
-LEAST_EVENTS = 3  # that are shown, however many workers there are
+WIDTH = 160  # if there is no terminal
+LEAST_EVENTS = 3  # shown in any case, however many workers there are
 DESCRIPTION = """\
 Show who is in the cluster and how it goes, once a second: steps, loss, rates, who waits and who is waited for, and what happens.
 If the rendezvous goes away its workers are still asked. Ctrl-C ends it. Without a terminal pictures are printed one after the other.
@@ -77,7 +77,7 @@ async def _follow(security: Security, options: arguments.Arguments, show: Show) 
 
 
 async def watch(observer: Observer, address: str, interval_s: float, count: int | None, show: Show) -> None:
-    """Look again and again, and show what was found. Raises like `Observer.look` if the first look fails."""
+    """Look repeatedly, and show each view. Raises like `Observer.look` if the first look fails."""
     from shardnet.observation.chronicle import Chronicle
     from shardnet.observation.rates import RateMeter
 

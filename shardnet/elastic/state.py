@@ -167,7 +167,7 @@ class State:
         return None, loaded
 
     def _say_so(self, witness: int | None) -> None:
-        """Log one line for a changed world, on the first rank that was there before: rank 0 may be a newcomer and not know what happened."""
+        """Log one line for a changed world, on the first rank that was there before: rank 0 may be a newcomer that knows nothing of it."""
         ended, self._ended = self._ended, None
         if ended is not None and self._cluster.rank == witness:
             workers = f"{self._cluster.world_size} worker{'s' if self._cluster.world_size > 1 else ''}"

@@ -1,7 +1,7 @@
-"""Tensors as a `Backend` takes them: contiguous, of a dtype that it knows; and what it gives, put where it belongs.
+"""Tensors in the form that a `Backend` takes: contiguous, of a dtype that it knows; and its results, put where they belong.
 
-Only moved, any dtype is its bytes. Reduced, a complex number is two real ones, where that is the same; and a mean of whole numbers, which a
-`Backend` does not have, is their sum, divided here and cut off, as NCCL has it.
+For collectives that only move data, a tensor of any dtype is sent as its bytes. For reductions a complex number is sent as two real ones,
+if that gives the same result. A `Backend` has no mean of integers: the sum is divided here and truncated, as NCCL does it.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,11 +36,11 @@ _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 @dataclass(frozen=True, slots=True)
 class Reducing:
-    """One of torch's operations, by means of ours."""
+    """One of torch's operations, expressed by one of ours."""
 
     op: ReduceOp
-    factor: float | Tensor | None = None  # with which each rank multiplies its part before
-    cuts_mean: bool = False  # the result is a sum, to be divided
+    factor: float | Tensor | None = None  # by which each rank multiplies its part before
+    cuts_mean: bool = False  # the result is a sum that must still be divided
 
     @property
     def label(self) -> str:
@@ -48,16 +48,16 @@ class Reducing:
         return "mean, cut off" if self.cuts_mean else ""
 
     def finish(self, target: Tensor, ranks: int, *, in_place: bool) -> Callable[[Tensor], None] | None:
-        """What is left to do with the flat result, which is `target`'s own memory if it is `in_place`."""
+        """What must still be done with the flat result, which is `target`'s own memory if it is `in_place`."""
         if self.cuts_mean:
             return partial(_put_mean, target, ranks, in_place)
         return None if in_place else partial(put, target)
 
 
 def reduction(op: Any, dtype: torch.dtype) -> Reducing:
-    """torch's operation, a ReduceOp or its RedOpType."""
+    """Translate torch's operation, a ReduceOp or its RedOpType."""
     for theirs, ours in _OPS:
-        if op == theirs:  # not a lookup: torch's operations are equal, but have other hashes
+        if op == theirs:  # not a lookup in a dict: equal operations of torch's have different hashes
             if ours is ReduceOp.MEAN and dtype in _WHOLE:
                 return Reducing(ReduceOp.SUM, cuts_mean=True)
             return Reducing(ours, op.__getstate__()[1] if theirs == dist.ReduceOp.PREMUL_SUM else None)
@@ -65,15 +65,15 @@ def reduction(op: Any, dtype: torch.dtype) -> Reducing:
 
 
 def check(tensors: Sequence[Tensor]) -> None:
-    """Raise UsageError for what this backend cannot carry."""
+    """Raise UsageError for tensors that this backend cannot carry."""
     for tensor in tensors:
         if tensor.device.type not in DEVICES:
             raise UsageError(f"the backend 'shardnet' moves tensors of {' and '.join(DEVICES)}, got one on {tensor.device}")
-        if tensor.is_quantized:  # torch itself crashes where it is seen as bytes
+        if tensor.is_quantized:  # torch itself crashes on a view of it as bytes
             raise UsageError(
                 f"the backend 'shardnet' moves no quantized tensors, got one of {tensor.dtype}; use .int_repr(), or .dequantize()"
             )
-        if tensor.is_conj() or tensor.is_neg():  # torch has yet to compute it
+        if tensor.is_conj() or tensor.is_neg():  # torch has not computed its values yet
             raise UsageError(
                 f"the backend 'shardnet' moves what is in memory, got a {'conjugate' if tensor.is_conj() else 'negative'} that is not; use "
                 f".resolve_{'conj' if tensor.is_conj() else 'neg'}()"
@@ -86,8 +86,7 @@ def check(tensors: Sequence[Tensor]) -> None:
 
 
 def movable(tensor: Tensor) -> Tensor:
-    """A 1-D view of a contiguous tensor's bytes, or of the tensor itself where its dtype is one that a `Backend` knows; a copy if it is not
-    contiguous."""
+    """A 1-D view of a contiguous tensor, as its bytes if a `Backend` does not know its dtype; a copy if it is not contiguous."""
     flat = _flat(tensor)
     return flat if flat.dtype in _KNOWN else _bytes(flat)
 
@@ -103,7 +102,7 @@ def reducible(tensor: Tensor, op: ReduceOp) -> Tensor:
 
 
 def premultiplied(tensor: Tensor, factor: float | Tensor | None) -> Tensor:
-    """Raises DtypeError where the product would be of another dtype."""
+    """The tensor times the factor. Raises DtypeError if the product would have another dtype."""
     product = tensor if factor is None else tensor * factor
     if product.dtype != tensor.dtype:
         raise DtypeError(
@@ -113,9 +112,10 @@ def premultiplied(tensor: Tensor, factor: float | Tensor | None) -> Tensor:
 
 
 def put(target: Tensor, result: Tensor) -> None:
-    """A flat result, which may be bytes or pairs of real numbers, into a tensor of any strides.
+    """Copy a flat result, which may be bytes or pairs of real numbers, into a tensor of any strides.
 
-    Where one is expanded, it shows an element several times, and torch does not write it: it gets the first of them.
+    In an expanded dimension the tensor shows one element several times, and torch refuses to write it: the element gets the first of the
+    values for it.
     """
     with writing(target):
         target, result = target.detach(), _like(result, target)
@@ -126,8 +126,8 @@ def put(target: Tensor, result: Tensor) -> None:
 
 
 def writing(target: Tensor) -> AbstractContextManager[object]:
-    """For writing to a caller's tensor. If it was made in inference mode, torch lets it be written in that mode only, which is the caller's
-    thread's, and who puts a result in place may be another one."""
+    """The mode for writing to a caller's tensor. torch allows writing to a tensor from inference mode only in that mode, which belongs to
+    the caller's thread, and another thread may put the result in place."""
     return torch.inference_mode() if target.is_inference() else torch.no_grad()
 
 
@@ -148,13 +148,13 @@ def put_all(targets: Sequence[Tensor], result: Tensor) -> None:
 
 def _like(flat: Tensor, target: Tensor) -> Tensor:
     if flat.dtype != target.dtype:
-        flat = flat.clone().view(torch.uint8).view(target.dtype)  # cloned: a slice of bytes may lie where no such element can
+        flat = flat.clone().view(torch.uint8).view(target.dtype)  # cloned: a slice of bytes may not be aligned for such elements
     return flat.view(target.shape)
 
 
 def _flat(tensor: Tensor) -> Tensor:
     flat = tensor.detach().contiguous().view(-1)
-    # with less than two elements anything is contiguous, whatever the stride, which torch minds where it is seen as bytes
+    # with fewer than two elements a tensor is contiguous whatever its stride, but torch refuses some strides for a view as bytes
     return flat if flat.stride() == (1,) else flat.as_strided(flat.shape, (1,))
 
 

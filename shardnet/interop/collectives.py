@@ -1,7 +1,7 @@
-"""torch's collectives, in the words of `Backend`.
+"""torch's collectives, translated into calls of `Backend`.
 
-What they mean is documented in torch.distributed. Methods have the names by which torch calls them, from Python and from C++; several of
-them had others before torch 2.13, and have both here. All ranks must call the same ones in the same order: who does not gets an
+torch.distributed documents what they mean. Methods have the names by which torch calls them, from Python and from C++; several of
+them had other names before torch 2.13, and have both here. All ranks must call the same ones in the same order: otherwise a rank gets an
 error that names both sides, whatever TORCH_DISTRIBUTED_DEBUG says.
 """
 
@@ -32,7 +32,7 @@ Tensor = torch.Tensor
 
 @uncompiled
 class Collectives(dist.ProcessGroup):
-    """A group that carries tensors, and no more: `ShardnetProcessGroup` says whose it is and how it ends. Any thread.
+    """The part of a group that carries tensors: `ShardnetProcessGroup` adds its identity and its end. Any thread.
 
     Everything returns at once with a torch Work; its `wait` raises shardnet's errors. `ranks` are the group's ranks as the default
     group numbers them, for errors; `ends` runs callbacks of futures.
@@ -45,7 +45,7 @@ class Collectives(dist.ProcessGroup):
         self._timeout_s = timeout_s
         self._ends = ends
         self._collectives = 0  # that were called
-        self._coalesced: list[PendingWork] | None = None  # what is begun between start_coalescing and end_coalescing
+        self._coalesced: list[PendingWork] | None = None  # works that were begun between start_coalescing and end_coalescing
 
     # --- one tensor
 
@@ -173,7 +173,7 @@ class Collectives(dist.ProcessGroup):
 
     @overloaded(c10d.GatherOptions, [0, 0], "root timeout")
     def gather_single(self, output: Tensor, input: Tensor, opts: Any) -> PendingWork:
-        """What is in `output` counts on the destination alone."""
+        """`output` matters only on the destination."""
         here = opts.rootRank == self.rank()
         check([output, input])
         _check_dtypes("gather", output, input)
@@ -184,7 +184,7 @@ class Collectives(dist.ProcessGroup):
         return self._work(pending, opts, [output], partial(put, output) if here else None)
 
     def _gather(self, flat: Tensor, sizes: Sequence[int], opts: Any) -> Pending[Tensor]:
-        """`sizes` are those of all ranks' parts; they count on the destination."""
+        """`sizes` are the sizes of all ranks' parts; they matter only on the destination."""
         sends = [flat.numel() if rank == opts.rootRank else 0 for rank in range(self.size())]
         receives = list(sizes) if opts.rootRank == self.rank() else [0] * self.size()
         return self._exchange(flat, sends, receives, opts, self._rooted("gather to", opts.rootRank))
@@ -216,11 +216,11 @@ class Collectives(dist.ProcessGroup):
         return self._work(pending, opts, [tensor], how.finish(tensor, self.size(), in_place=False) if here else None)
 
     def _exchange(self, flat: Tensor, sends: list[int], receives: list[int], opts: Any, label: str = "") -> Pending[Tensor]:
-        """`label` says what it is other than an all_to_all: ranks must agree on it, and errors name it."""
+        """`label` names the operation that this all_to_all carries out: ranks must agree on it, and errors name it."""
         return self._backend.all_to_all(flat, send_sizes=sends, recv_sizes=receives, timeout_s=self._timeout(opts), label=label)
 
     def _rooted(self, what: str, root: int) -> str:
-        """A label for what a `Backend` knows by another name."""
+        """A label for an operation with a root, which the `Backend` carries out by another collective."""
         if not 0 <= root < self.size():
             raise InvalidRankError(root, self.size(), "root")
         return f"{what} {self._ranks[root]}"
@@ -315,7 +315,7 @@ def _joined(works: list[PendingWork]) -> dist.Work:
 
 
 def _scaled(rows: Sequence[int], tensor: Tensor) -> list[int]:
-    """Elements that a `Backend` sees for so many rows."""
+    """The numbers of elements that a `Backend` sees for these numbers of rows."""
     width = tensor.shape[1:].numel() if tensor.dim() else 1
     per_element = movable(tensor[:0] if tensor.dim() else tensor.view(1)[:0]).itemsize
     return [count * width * tensor.itemsize // per_element for count in rows]

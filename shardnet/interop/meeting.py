@@ -1,7 +1,7 @@
-"""How the ranks of a torch job find each other: each says in torch's store where it is.
+"""How the ranks of a torch job find each other: each writes its address to torch's store.
 
-What is in the store is text, and is only read. It is torch's own, which whoever reaches its port can write to; so what counts is what a
-certificate proves when the connections are made, and without certificates a network that is trusted.
+The entries are text, and are only read. Anybody who reaches the port of torch's store can write to it. So protection comes from the
+certificates when the connections are made; without certificates the network must be trusted.
 """
 
 import asyncio
@@ -18,9 +18,9 @@ from shardnet.errors import HandshakeError, JoinTimeout, ProtocolError
 from shardnet.rendezvous.identity import node_identity
 from shardnet.topology import Member, Topology
 
-_COUNT = "shardnet/ranks"  # that have come here and not given up: a store may see several worlds of the same ranks, one after the other
+_COUNT = "shardnet/ranks"  # how many came and did not give up: one store may serve several worlds of the same ranks, one after the other
 _PAUSE_S = 0.02
-_GONE = "gone"  # in place of the card of a rank that has given up
+_GONE = "gone"  # instead of the card of a rank that has given up
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -48,8 +48,8 @@ class _Card:
 async def meet(
     store: Store, rank: int, world_size: int, node: str, incarnation: str, timeout_s: float, address: str, identity: str
 ) -> Topology:
-    """Who is where, once all have said so. `node` names this machine; empty: found. Raises JoinTimeout naming who has not come,
-    and HandshakeError where some have certificates and others have not."""
+    """The ranks and their addresses, once all ranks have come. `node` names this machine; empty: found. Raises JoinTimeout naming the
+    missing ranks, and HandshakeError if some have certificates and others have none."""
     world = await _ask(store.add, _COUNT, 1)
     number = (world - 1) // world_size
     mine = _Card(address, node_identity(node), incarnation, identity)
@@ -57,10 +57,10 @@ async def meet(
     try:
         cards = await _cards(store, number, world_size, timeout_s)
     except BaseException:
-        with suppress(RuntimeError):  # the store may be what has failed
-            # Who comes later would look for this rank where it is no more. Not deleted: who has just found it would wait for it.
+        with suppress(RuntimeError):  # perhaps the store itself has failed
+            # Later ranks would look for this one where it no longer is. Not deleted: a rank that has just seen the key would wait for it.
             await _ask(store.set, _key(number, rank), _GONE)
-            await _ask(store.add, _COUNT, -1)  # it may come again, and is one of this world then
+            await _ask(store.add, _COUNT, -1)  # if it comes again it belongs to this world
         raise
     _check_protection(cards)
     return Topology(number + 1, rank, _placed(cards))
@@ -80,7 +80,7 @@ async def _cards(store: Store, number: int, world_size: int, timeout_s: float) -
         if time.monotonic() >= gives_up_s:
             missing = ", ".join(str(rank) for rank in range(world_size) if rank not in cards)
             raise JoinTimeout(f"ranks {missing} of {world_size} have not come within {timeout_s:g} s; look whether these processes run")
-        await asyncio.sleep(_PAUSE_S)  # the store could wait, but not be told to stop waiting
+        await asyncio.sleep(_PAUSE_S)  # the store itself can wait, but such a wait cannot be cancelled
 
 
 def _ranks(ranks: list[int]) -> str:
@@ -88,7 +88,7 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def _check_protection(cards: list[_Card]) -> None:
-    """All see the same cards, so all fail here, or none."""
+    """All ranks see the same cards, so either all fail here or none."""
     plain = [rank for rank, card in enumerate(cards) if not card.identity]
     if plain and len(plain) < len(cards):
         raise HandshakeError(
@@ -98,7 +98,7 @@ def _check_protection(cards: list[_Card]) -> None:
 
 
 def _placed(cards: list[_Card]) -> tuple[Member, ...]:
-    """Nodes in the order of their lowest ranks."""
+    """The members by rank; nodes are numbered in the order of their lowest ranks."""
     nodes = list(dict.fromkeys(card.node for card in cards))
     seen = dict.fromkeys(nodes, 0)
     members = []
@@ -113,5 +113,5 @@ def _key(number: int, rank: int) -> str:
 
 
 async def _ask(call: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
-    """A method of the store, which blocks."""
+    """Call a method of the store, which blocks, on a thread."""
     return await asyncio.to_thread(call, *arguments, **options)

@@ -1,13 +1,13 @@
-"""`MixedProcessGroup`: a group in which shardnet has the tensors of some devices and other backends those of others, as
+"""`MixedProcessGroup`: a group in which shardnet carries the tensors of some devices and other backends those of others, as
 `init_process_group("cpu:shardnet,cuda:nccl")` makes it.
 
-[Note: groups of several backends] torch makes one backend after the other and puts each into a group of its own kind. A group that is
-written in Python, as shardnet's is, it takes for the whole: it drops those that it has made, and does not make the rest. So this one
-stands in front of two: shardnet's group, and torch's own with the other backends, made here as torch makes them. A call goes to the one
-that has the device of its tensors.
+[Note: groups of several backends] torch makes one backend after the other and puts them into its own kind of group. But if a backend gives
+it a group written in Python, as shardnet does, torch takes that for the whole group: it drops the backends that it has made, and does not
+make the rest. So this group stands in front of two: shardnet's group, and torch's own group with the other backends, which is completed
+here in the way that torch does it. A call goes to the group that has the device of its tensors.
 
-What is below Python (symmetric memory, the flight recorder) asks a group for its backends by another way, so the others are registered
-in this group as well.
+Code below Python (symmetric memory, the flight recorder) asks a group for its backends in another way, so the other backends are also
+registered in this group.
 """
 
 # torch's stubs do not know how it makes a group, and overload methods with forms that it never calls on a subclass:
@@ -33,12 +33,12 @@ from shardnet.uncompiled import uncompiled
 def create(
     options: Any, others_options: Any, others: dist.ProcessGroup, config: dist.BackendConfig, description: str
 ) -> "MixedProcessGroup":
-    """A new group of several backends, of which shardnet is one. Raises what the others raise, and UsageError for a device that
+    """Make a group of several backends, of which shardnet is one. Raises the errors of the others, and UsageError for a device that
     shardnet does not serve.
 
-    options          what torch gives to each backend
-    others_options   what the program has said for the other backends: `pg_options`
-    others           torch's own group, which has those of them that are named before shardnet
+    options          the options that torch gives to each backend
+    others_options   the program's options for the other backends: `pg_options`
+    others           torch's own group, which has the backends that are named before shardnet
     """
     names = config.get_device_backend_map()
     if beyond := sorted(device for device, name in names.items() if name == NAME and device not in DEVICES):
@@ -50,7 +50,7 @@ def create(
         others._set_group_desc(description)
         return MixedProcessGroup(ours, others, names, _recorder(others, options, config))
     except BaseException as error:
-        ours.abort()  # the other ranks may have what this one has not: they hear of it
+        ours.abort()  # this tells the other ranks, which may have made all backends
         error.add_note(
             f"This is of the backends beside shardnet in {config}. Where one rank cannot make one, torch on the others waits for it."
         )
@@ -58,7 +58,7 @@ def create(
 
 
 def _complete(group: dist.ProcessGroup, options: Any, others_options: Any, names: dict[str, str]) -> None:
-    """Make the backends that torch's group lacks, but for shardnet's."""
+    """Make the backends that torch's group lacks, except shardnet's."""
     made = {each.type for each in group._device_types}
     for device, name in names.items():
         if name != NAME:
@@ -69,10 +69,10 @@ def _complete(group: dist.ProcessGroup, options: Any, others_options: Any, names
 
 
 def _made(name: str, device: str, options: Any, others_options: Any) -> Any:
-    """A backend as torch would have made it, in its wrapper for TORCH_DISTRIBUTED_DEBUG=DETAIL where that is set."""
+    """Make a backend as torch would have made it, in its wrapper for TORCH_DISTRIBUTED_DEBUG=DETAIL if that is set."""
     getattr(dist.Backend, "_ensure_backend_registered", lambda _: None)(name)
     plugin = dist.Backend._plugins.get(name.upper())
-    if plugin is None:  # older versions make their own ones in a place that cannot be called
+    if plugin is None:  # older versions make torch's own backends in code that cannot be called
         raise UsageError(
             f"torch {torch.__version__} makes {name!r} only where it is named before shardnet: say '{device}:{name}' first, or use "
             "torch 2.15"
@@ -98,7 +98,7 @@ def _kind(name: str) -> Any:
 
 
 def _recorder(group: dist.ProcessGroup, options: Any, config: dist.BackendConfig) -> object:
-    """torch's flight recorder of a group whose backends have none of their own, if there is to be one. It records as long as it is held."""
+    """torch's flight recorder for a group whose backends have none of their own, if one is wanted. It records while it is referenced."""
     attach = getattr(distributed_c10d, "_maybe_attach_flight_recorder", None)
     if attach is None:
         return None
@@ -107,7 +107,7 @@ def _recorder(group: dist.ProcessGroup, options: Any, config: dist.BackendConfig
 
 
 def _by_tensors(name: str) -> Callable[..., Any]:
-    """The method of that name of the group that has the device of the tensors."""
+    """A method that calls the method `name` of the group that has the device of the tensors."""
 
     def call(self: "MixedProcessGroup", *given: Any, **named: Any) -> Any:
         device = next(_devices([*given, *named.values()]), None)
@@ -120,7 +120,7 @@ def _by_tensors(name: str) -> Callable[..., Any]:
 
 
 def _devices(arguments: Iterable[Any]) -> Iterator[torch.device]:
-    """Of the tensors among them, and in lists among them."""
+    """The devices of the tensors among the arguments, and in lists among them."""
     for each in arguments:
         if isinstance(each, torch.Tensor):
             yield each.device
@@ -133,22 +133,22 @@ class MixedProcessGroup(dist.ProcessGroup):
     """See [Note: groups of several backends]. Lives until `destroy_process_group`. Any thread."""
 
     def __init__(self, ours: ShardnetProcessGroup, others: dist.ProcessGroup, names: dict[str, str], recorder: object = None) -> None:
-        """names  of the backends, by device; recorder: held as long as this"""
+        """names  of the backends, by device; recorder: referenced as long as this group lives"""
         super().__init__(ours.rank(), ours.size())
         self._ours = ours
         self._others = others
         self._names = dict(names)
         self._recorder = recorder
         bound = others.bound_device_id
-        if bound is not None and names.get(bound.type) != NAME:  # torch would make later groups by splitting what has that device
-            self.bound_device_id = bound  # before the backends, which are bound to it as they are registered
+        if bound is not None and names.get(bound.type) != NAME:  # torch would split the backend of that device for later groups
+            self.bound_device_id = bound  # set before the backends are registered, which binds them to it
         for device, name in names.items():
             if name != NAME:
                 self._register_backend(torch.device(device), _kind(name), others._get_backend(torch.device(device)))
                 self._set_default_backend(_kind(name))
 
     def _of(self, device: torch.device) -> dist.ProcessGroup:
-        """The one of the two groups that has tensors of a device."""
+        """Of the two groups the one that carries tensors of a device."""
         name = self._names.get(device.type)
         if name is None:
             raise RuntimeError(f"the group of the backends {self.getBackendName()} has none for {device}")
@@ -185,7 +185,7 @@ class MixedProcessGroup(dist.ProcessGroup):
 
     @property
     def backend(self) -> Backend:
-        """What carries shardnet's part."""
+        """The backend that carries shardnet's part."""
         return self._ours.backend
 
     @property
@@ -215,8 +215,8 @@ class MixedProcessGroup(dist.ProcessGroup):
         group_desc: str | None = None,
         device_types: list[torch.device] | None = None,
     ) -> dist.ProcessGroup | None:
-        """Some of its ranks, numbered as they are given, as a group of their own with the backends of `device_types`, or all of them;
-        None on the others."""
+        """Make a group of some of its ranks, numbered in the given order, with the backends of `device_types`, or all of them; None on the
+        other ranks."""
         names = {device: name for device, name in self._names.items() if device_types is None or torch.device(device) in device_types}
         theirs = [torch.device(device) for device, name in names.items() if name != NAME]
         about: dict[str, Any] = {"timeout": timeout, "opts": opts, "group_name": group_name, "group_desc": group_desc}
@@ -256,7 +256,7 @@ class MixedProcessGroup(dist.ProcessGroup):
         return self._of(device)._end_coalescing(device)
 
     def barrier(self, opts: c10d.BarrierOptions | None = None, timeout: timedelta | None = None) -> dist.Work:
-        """On the device that the options name, or else by shardnet."""
+        """A barrier on the device that the options name; if they name none, by shardnet."""
         options = c10d.BarrierOptions() if opts is None else opts
         if timeout is not None:
             options.timeout = timeout
@@ -274,14 +274,14 @@ class MixedProcessGroup(dist.ProcessGroup):
     # --- the end
 
     def shutdown(self) -> None:
-        """End both; shardnet's waits for what is under way."""
+        """End both groups; shardnet's waits for running collectives."""
         try:
             self._others.shutdown()
         finally:
             self._ours.shutdown()
 
     def abort(self) -> None:
-        """Fail what is under way."""
+        """Fail running collectives in both groups."""
         try:
             self._ours.abort()
         finally:

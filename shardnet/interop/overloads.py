@@ -1,4 +1,4 @@
-"""The forms in which torch documents a group's methods, as one: lists of tensors, and options.
+"""Converts all forms of calls that torch documents for a group's methods to one: lists of tensors, and options.
 
 torch calls `allreduce([tensor], options)` from C++. A program may as well call `allreduce(tensor, ReduceOp.MAX)`, `reduce(tensor, 0)`, or
 `broadcast(tensor, root=1, timeout=...)`.
@@ -13,14 +13,14 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 R = TypeVar("R")
-_FIELDS = {"op": "reduceOp", "root": "rootRank", "timeout": "timeout"}  # what of the options they stand for
+_FIELDS = {"op": "reduceOp", "root": "rootRank", "timeout": "timeout"}  # the fields of the options that they set
 
 
 def overloaded(options: Callable[[], Any], depths: Sequence[int], plain: str) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """Decorates a method that takes tensors, or lists of them, and last of all `opts`, so that it takes every form.
+    """Decorates a method that takes tensors, or lists of them, and `opts` last, so that it takes every form.
 
-    `options` makes those of a call without any; `depths` says of each argument before how many lists are around a tensor (0: it is left as
-    it is); `plain` names, in torch's order, what may be given in place of options.
+    `options` makes the options of a call without any; `depths` says for each argument before `opts` how many lists are around a tensor (0:
+    the argument is left as it is); `plain` names, in torch's order, the arguments that may be given instead of options.
     """
     names = plain.split()
 
@@ -43,7 +43,7 @@ def overloaded(options: Callable[[], Any], depths: Sequence[int], plain: str) ->
 
 
 def _options(make: Callable[[], Any], names: Sequence[str], rest: Sequence[Any], named: dict[str, Any]) -> Any:
-    """What comes behind the tensors, in place and by name, as options."""
+    """The arguments after the tensors, positional or by name, as options."""
     opts = named.get("opts")
     if rest and not isinstance(rest[0], dist.ReduceOp | int | timedelta | None):
         opts, *rest = rest
@@ -58,7 +58,7 @@ def _options(make: Callable[[], Any], names: Sequence[str], rest: Sequence[Any],
 
 
 def _nested(value: Any, depth: int) -> Any:
-    """As many lists around a tensor as are wanted; there may be nothing in a list."""
+    """Put `depth` lists around a tensor, counting those that are there already; a list may be empty."""
     found, inside = 0, value
     while isinstance(inside, Sequence) and found < depth:
         found, inside = (found + 1, inside[0]) if inside else (depth, None)
@@ -68,6 +68,6 @@ def _nested(value: Any, depth: int) -> Any:
 
 
 def _parameter(name: str, parameters: Sequence[str]) -> str:
-    """Ours for torch's, which calls one differently in each form: output_tensors, output_tensor, output."""
+    """Our name for a parameter of torch's, which has another name in each form: output_tensors, output_tensor, output."""
     stem = name.split("_")[0].removesuffix("s")
     return name if name in parameters else next((each for each in parameters if each.removesuffix("s") == stem), name)

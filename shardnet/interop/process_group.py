@@ -1,4 +1,4 @@
-"""`ShardnetProcessGroup`: what torch makes of "shardnet", the default group and parts of it."""
+"""`ShardnetProcessGroup`: the process group that torch makes for "shardnet", for the default group and for parts of it."""
 
 # torch's stubs overload these methods with forms that it never calls on a subclass:
 # mypy: disable-error-code="override, assignment"
@@ -18,11 +18,11 @@ from shardnet.interop.store import placed_world
 from shardnet.interop.world import World
 from shardnet.uncompiled import uncompiled
 
-_worlds: list[World] = []  # that this process is a member of: one at most
+_worlds: list[World] = []  # the worlds of which this process is a member: one at most
 
 
 def create(options: Any) -> "ShardnetProcessGroup":
-    """A new group. The first one connects the processes; others are some of its ranks, and need no connection of their own."""
+    """Make a new group. The first one connects the processes; others consist of some of its ranks, and need no connections of their own."""
     ranks, timeout_s = list(options.global_ranks_in_group), options.timeout.total_seconds()
     if ranks and not _worlds:
         raise StateError(
@@ -66,7 +66,7 @@ class ShardnetProcessGroup(Collectives):
         self._name = name
 
     def _get_backend(self, device: torch.device) -> "ShardnetProcessGroup":
-        """What carries tensors of a device, as torch asks for its abilities."""
+        """The backend for tensors of a device; torch asks for it to learn its abilities."""
         if torch.device(device).type not in DEVICES:
             raise RuntimeError(f"the backend 'shardnet' has nothing for {device}")
         return self
@@ -75,19 +75,19 @@ class ShardnetProcessGroup(Collectives):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """Whose tensors it carries: checkpoints are put together, and groups split, where torch finds one of these."""
+        """The devices whose tensors it carries: torch puts checkpoints together, and splits groups, on one of these."""
         return [torch.device(each) for each in DEVICES if each == "cpu" or torch.cuda.is_available()]
 
     supports_reconfigure = False
     supports_window = False
-    supports_coalescing = False  # as NCCL does it: several as one launch
+    supports_coalescing = False  # as NCCL does it: several collectives as one launch
 
     def supports_tensor_alloc(self, _: torch.device) -> bool:
         return False
 
     @property
     def backend(self) -> Backend:
-        """What carries it."""
+        """The backend that carries this group's collectives."""
         return self._backend
 
     @property
@@ -100,7 +100,7 @@ class ShardnetProcessGroup(Collectives):
 
     @property
     def options(self) -> c10d.Backend.Options:
-        """To be read: `_timeout` is what a collective has that says nothing else."""
+        """Read-only: `_timeout` is the timeout of a collective that gives none."""
         return c10d.Backend.Options(self.getBackendName(), timedelta(seconds=self._timeout_s))
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -125,7 +125,7 @@ class ShardnetProcessGroup(Collectives):
         group_desc: str | None = None,
         device_types: object = None,
     ) -> "ShardnetProcessGroup | None":
-        """Some of its ranks, numbered as they are given, as a group of their own; None on the others."""
+        """Make a group of some of its ranks, numbered in the given order; None on the other ranks."""
         if self.rank() not in new_ranks:
             return None
         options = c10d._DistributedBackendOptions()
@@ -141,18 +141,19 @@ class ShardnetProcessGroup(Collectives):
         """Nothing to do: a group's ranks are connected already."""
 
     def perform_nocolor_split(self, _: torch.device) -> None:
-        """Nothing to do: who is no member of a new group has no part in making it."""
+        """Nothing to do: ranks outside a new group have no part in making it."""
 
     # --- the end
 
     def shutdown(self) -> None:
-        """Say goodbye to the other ranks and close the port, if this is the default group. Waits for what is under way."""
+        """Say goodbye to the other ranks and close the port, if this is the default group. Waits for running collectives."""
         if self._owns:
             self._world.close()
             self._forget()
 
     def abort(self) -> None:
-        """Fail what is under way, here and on the other ranks, and close at once: the default group with all others, another one alone."""
+        """Fail running collectives, here and on the other ranks, and close at once: the default group closes all groups, others only
+        themselves."""
         if self._owns:
             self._world.abort()
             self._forget()

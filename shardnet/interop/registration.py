@@ -1,7 +1,7 @@
 """How torch learns that there is a backend called "shardnet".
 
-torch calls `register` at the end of its own import: it is an entry point of the group `torch.backends` (pyproject.toml). So it imports
-nothing that torch has not; the rest comes with the first process group.
+torch calls `register` at the end of its own import: it is an entry point of the group `torch.backends` (pyproject.toml). So this module
+imports nothing except torch; everything else is imported with the first process group.
 """
 
 import inspect
@@ -22,17 +22,17 @@ DEVICES = ["cpu", "cuda"]
 
 
 def register() -> None:
-    """Make the name known. Safe to call again. Does nothing where torch was built without its distributed package."""
+    """Make the name known. Safe to call again. Does nothing if torch was built without its distributed package."""
     if dist.is_available() and NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=DEVICES)
         register_rendezvous_handler(NAME, _rendezvous)  # type: ignore[no-untyped-call]
-        # torch would attach its flight recorder to each group that has devices, which asks the part below Python for a name that a group in
-        # Python cannot give it, so that init_process_group fails. shardnet records its collectives itself.
+        # torch would attach its flight recorder to each group that has devices. The recorder asks the C++ part of the group for a name, which
+        # a group in Python cannot give, and init_process_group would fail. shardnet records its collectives itself.
         getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set[str]()).add(NAME)
 
 
 def _create(options: Any, others_options: Any) -> "ShardnetProcessGroup | MixedProcessGroup":
-    """What torch calls on each member of a new group."""
+    """torch calls this on each member of a new group."""
     from shardnet.interop import mixed, process_group
 
     making = _making()
@@ -43,7 +43,7 @@ def _create(options: Any, others_options: Any) -> "ShardnetProcessGroup | MixedP
 
 
 def _making() -> dict[str, Any]:
-    """What torch's function that makes a group knows of it. A backend is not told of the others, so this looks where torch has them."""
+    """The local variables of torch's function that makes a group. torch does not tell a backend about the others, so this looks there."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_code.co_name != "_new_process_group_helper":
         frame = frame.f_back
@@ -51,7 +51,7 @@ def _making() -> dict[str, Any]:
 
 
 def _rendezvous(url: str, **options: Any) -> "Iterator[tuple[Store, int, int]]":
-    """What torch calls for `init_method="shardnet://"`."""
+    """torch calls this for `init_method="shardnet://"`."""
     from shardnet.interop.rendezvous import rendezvous
 
     return rendezvous(url, **options)

@@ -13,17 +13,17 @@ from shardnet.interop.store import WorldStore
 from shardnet.interop.world import World
 
 _DEFAULT = timedelta(minutes=30)  # torch's own
-_latest: "list[WorldStore]" = []  # one at most; torch holds only what lies below Python of a store, and forgets whose it is
+_latest: "list[WorldStore]" = []  # one at most; torch holds only the C++ part of a store, and loses the Python object
 
 
 def rendezvous(url: str, timeout: timedelta = _DEFAULT, **_: Any) -> Iterator[tuple[Store, int, int]]:
-    """What torch calls for `shardnet://` and `shardnet://HOST:PORT`, with `rank` and `world_size` where the program gives them: a wish, and
-    the number of ranks. What is left open comes from the environment, as for `shardnet.connect`.
+    """torch calls this for `shardnet://` and `shardnet://HOST:PORT`, with `rank` and `world_size` if the program gives them. `rank` is a
+    wish, `world_size` the number of ranks. Other settings come from the environment, as for `shardnet.connect`.
 
-    Raises what `World.join` does.
+    Raises the errors of `World.join`.
     """
     for store in _latest:
-        store.world.close()  # of a group that could not be made, or was none of ours, so that nobody has closed it
+        store.world.close()  # its group could not be made, or was not one of ours, so that nobody has closed it
     world = World.join(timeout.total_seconds(), _given(url))
     _tell_others(world)
     _latest[:] = [WorldStore(world)]

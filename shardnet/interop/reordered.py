@@ -1,9 +1,9 @@
-"""`Reordered`: a group whose ranks are numbered otherwise than ascending, as `new_group(ranks, sort_ranks=False)` and
+"""`Reordered`: a group whose ranks do not ascend, as `new_group(ranks, sort_ranks=False)` and
 `DeviceMesh(..., preserve_rank_order=True)` make them.
 
-A `Backend` has the ranks of a sub-group ascending: its routes and the order of its sums follow from that. So this one has another numbering
-in front of it: ranks are translated, and blocks, of which every rank has one, are put into the other order before they go or after
-they have come, which costs a copy. A group whose ranks ascend never comes here. Sums are taken in the order that they would have ascending.
+A `Backend` numbers the ranks of a sub-group in ascending order: its routes and the order of its sums follow from that. So this class puts
+another numbering in front of it. It translates ranks, and it reorders the blocks, one for each rank, before they are sent or after
+they have come, which costs a copy. A group whose ranks ascend does not use this class. Sums are taken in the ascending order.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ U = TypeVar("U")
 
 
 def in_order(backend: Backend, members: Sequence[int]) -> Backend:
-    """The sub-group of these ranks of `backend`, numbered as they are given. Call it on every member, in the same order."""
+    """The sub-group of these ranks of `backend`, numbered in the given order. Call it on every member, in the same order."""
     if isinstance(backend, Reordered):
         return in_order(backend.ascending, [backend.place(member) for member in members])
     group = backend.subgroup(members)
@@ -35,7 +35,7 @@ def in_order(backend: Backend, members: Sequence[int]) -> Backend:
 
 
 class Reordered(Backend):
-    """One rank's end of a group with ranks of its own; lives as long as the group. A rank's `place` is its rank ascending."""
+    """One rank's end of a group with its own numbering; lives as long as the group. A rank's `place` is its rank in ascending order."""
 
     def __init__(self, ascending: Backend, members: Sequence[int]) -> None:
         """members  of the group, in the order of their ranks here"""
@@ -168,7 +168,7 @@ class Reordered(Backend):
         return target
 
     def _blocks(self, tensor: Tensor, sizes: Sequence[int] | None) -> Sequence[Tensor]:
-        """One for each rank, of equal size where there are no sizes."""
+        """The blocks, one for each rank, of equal size if there are no sizes."""
         rows = tensor.shape[0] if tensor.dim() else 1
         if sizes is None and rows % self.world_size:
             raise SizeMismatchError(f"a multiple of {self.world_size}", rows, "rows")
@@ -179,13 +179,13 @@ class Reordered(Backend):
 
 
 def _then(pending: Pending[T], tensor: Tensor, function: Callable[[T], U]) -> Pending[U]:
-    """A handle for `function` of a result that is where `tensor` is. It is done when that is, so that who polls sees it whole; but what is
-    on a GPU may still be on its way then, and only who waits has streams wait for it."""
+    """A handle for `function` of a pending result that is on the device of `tensor`. It is done when the result is, so that a caller that
+    polls sees all of it. But data on a GPU may still be on its way then, and only a call of `wait` makes streams wait for it."""
     return pending.read_as(_Once(function)) if is_on_gpu(tensor) else pending.map(function)
 
 
 class _Once(Generic[T, U]):
-    """A function that is called by the first who asks: a later call would write what its caller may have changed since then."""
+    """A function that only the first caller calls: a later call would overwrite memory that the program may have changed since then."""
 
     def __init__(self, function: Callable[[T], U]) -> None:
         self._function: Callable[[T], U] | None = function

@@ -1,8 +1,8 @@
 """Sums of sparse tensors, such as the gradient of an `nn.Embedding(sparse=True)`.
 
-[Note: sparse sums] Each rank has other rows, and nobody knows how many the others have. So the ranks tell each other that first, and the
-call waits for it; then indices and values are gathered, and each rank adds up the same values in the same order. What is sent grows with
-the number of ranks, as with gloo, and pays as long as few rows are touched.
+[Note: sparse sums] Each rank has different rows, and no rank knows how many the others have. So the ranks first tell each other their
+numbers, and the call waits for that. Then indices and values are gathered, and each rank adds up the same values in the same order. The
+amount of data grows with the number of ranks, as with gloo; this is worth while as long as few rows have values.
 """
 
 from typing import Any
@@ -18,10 +18,10 @@ Tensor = torch.Tensor
 
 
 def sparse_all_reduce(backend: Backend, tensor: Tensor, how: Reducing, timeout_s: float) -> tuple[Pending[Any], Finish]:
-    """Begin one: what is pending, and what puts its result into `tensor`.
+    """Begin a sparse sum: returns the pending result, and the function that puts it into `tensor`.
 
-    `tensor` is of layout sparse_coo and of one shape on all ranks, else CollectiveMismatch. Floats of 16 bits are added up as float32. A
-    collective, which blocks until all ranks have called it, and raises what that raises.
+    `tensor` has layout sparse_coo and the same shape on all ranks, otherwise this raises CollectiveMismatch. Floats of 16 bits are added up
+    as float32. A collective that blocks until all ranks have called it, and raises a collective's errors.
     """
     if how.op not in (ReduceOp.SUM, ReduceOp.MEAN) or how.cuts_mean or tensor.is_complex():
         raise UsageError(
@@ -46,7 +46,7 @@ def sparse_all_reduce(backend: Backend, tensor: Tensor, how: Reducing, timeout_s
 
 
 def _counts(backend: Backend, tensor: Tensor, timeout_s: float, label: str) -> list[int]:
-    """How many places each rank has values at."""
+    """The number of values of each rank."""
     own = torch.tensor([[tensor._nnz(), tensor.sparse_dim(), *tensor.shape]], device="cpu")
     (_, *shape), *_ = ranks = backend.all_gather(own, timeout_s=timeout_s, label=label).wait().tolist()
     for rank, (_, *other) in enumerate(ranks):

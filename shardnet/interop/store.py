@@ -1,4 +1,4 @@
-"""`WorldStore`: torch's store where shardnet's rendezvous has placed the ranks. Rank 0 keeps it; the others ask through its port."""
+"""`WorldStore`: torch's store if shardnet's rendezvous has placed the ranks. Rank 0 keeps it; the others ask through its port."""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -11,18 +11,18 @@ from shardnet.interop.world import World
 from shardnet.pb.store_pb2 import StoreReply, StoreRequest
 from shardnet.uncompiled import uncompiled
 
-_NO_LIMIT_S = 1e6  # in place of none, as torch writes zero
+_NO_LIMIT_S = 1e6  # stands for no limit, for which torch writes zero
 
 
 @uncompiled
 class WorldStore(Store):
-    """Holds the world that the rendezvous has made, and lives as long as that is used. Any thread but shardnet's own; each call blocks.
+    """Holds the world that the rendezvous has made, and lives as long as that is used. Any thread except shardnet's own; each call blocks.
 
-    Raises DistStoreError, as torch's stores, where keys do not come in time; shardnet's errors, which are RuntimeErrors as well, for all
-    else. Methods have the names by which torch calls them from below Python, and from Python.
+    Raises DistStoreError, as torch's stores do, if keys do not come in time; for everything else shardnet's errors, which are also
+    RuntimeErrors. Methods have the names by which torch calls them from C++ and from Python.
     """
 
-    timeout: timedelta  # in which keys must come; torch's own attribute, as `set_timeout`
+    timeout: timedelta  # within which keys must come; torch's own attribute, like `set_timeout`
 
     def __init__(self, world: World) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def _as_bytes(value: Any) -> bytes:
 
 
 def placed_world(store: Any) -> World | None:
-    """The world that a rendezvous has made already, where torch hands that store on."""
+    """The world that a rendezvous has made already, if torch hands on its store."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store.world if isinstance(store, WorldStore) else None

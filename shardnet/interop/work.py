@@ -1,13 +1,14 @@
-"""`PendingWork`: torch's handle of a collective that is under way.
+"""`PendingWork`: torch's handle of a running collective.
 
-[Note: futures] Who asks for a `torch.futures.Future`, as DDP does for each bucket, may hang callbacks on it that compute and wait. They
-must not run on shardnet's loop thread, so threads of the world's own end futures (ends.py). Nobody pays for them who only waits.
+[Note: futures] A caller that asks for a `torch.futures.Future`, as DDP does for each bucket, may add callbacks to it that compute and wait.
+They must not run on shardnet's loop thread, so each world has threads of its own that complete futures (ends.py). A caller that only
+waits causes no such thread.
 
-A future that is given an exception crashes DDP's reducer, and one that is made of a failed work says that all is well. So the
-future that is given out is the one of a callback that raises (`then`).
+Setting an exception on a future crashes DDP's reducer, and a future that is made from a failed work reports success. So the
+future that is given out is that of a callback that raises (`then`).
 
-For results on a GPU everything here is in the order of streams, as with NCCL: `wait` has the current stream wait, and a future that knows
-of the device has that of whoever waits for it do so.
+For results on a GPU everything here is in stream order, as with NCCL: `wait` makes the current stream wait, and a future that knows
+the device makes the stream of whoever waits for it wait.
 """
 
 import time
@@ -28,7 +29,7 @@ from shardnet.backend.streams import Event, is_on_gpu, join, now
 from shardnet.interop.ends import Ends
 from shardnet.uncompiled import uncompiled
 
-_AT_ONCE_S = 1e-6  # the shortest time that there is: zero means another thing
+_AT_ONCE_S = 1e-6  # the shortest time that there is: zero means no limit
 
 Tensor = torch.Tensor
 Finish = Callable[[Any], None]  # puts a result where the caller wants it
@@ -36,11 +37,11 @@ Finish = Callable[[Any], None]  # puts a result where the caller wants it
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a program may ask of a work, other than its result."""
+    """What a program may ask a work for, other than its result."""
 
     sequence: int = 0  # how many collectives the rank has called in that group
-    timeout: timedelta = timedelta(0)  # that it has
-    source: int | None = None  # of a receive: the rank of the group that sends, where it is named
+    timeout: timedelta = timedelta(0)  # of the work
+    source: int | None = None  # of a receive: the rank of the group that sends, if the caller has named it
 
 
 @uncompiled
@@ -48,7 +49,7 @@ class PendingWork(dist.Work):
     """Lives as long as torch, or whoever asked for it, holds it. Any thread.
 
     outputs  the tensors that hold the result once it is done
-    finish   called once with what is pending, before anybody sees the result or hears that it is there; None: all is in place
+    finish   called once with the pending result, before anybody sees it or hears that it is there; None: the result is in place already
     """
 
     def __init__(
@@ -61,35 +62,35 @@ class PendingWork(dist.Work):
         self._ends = ends  # see [Note: futures]
         self._facts = facts or Facts()
         self._lock = Lock()
-        self._finished: list[tuple[torch.device, Event]] = []  # on which GPUs `finish` has put results, and when: maybe on another's stream
+        self._finished: list[tuple[torch.device, Event]] = []  # GPUs on which `finish` has put results, maybe on another stream, and when
         self._failed: Exception | None = None  # what `finish` has raised
-        self._futures: dict[Executor, torch.futures.Future[list[Tensor]]] = {}  # by the thread that ends it
+        self._futures: dict[Executor, torch.futures.Future[list[Tensor]]] = {}  # by the thread that completes it
         self._was_waited_for = False
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Block until it is done. Raises the collective's error, or TimeoutError after `timeout` (0: none); it goes on then.
+        """Block until it is done. Raises the collective's error, or TimeoutError after `timeout` (0: none); the collective then goes on.
 
-        Who has asked for its future before finds that done, too: it ends behind the callbacks of what ended before.
+        If the caller has asked for its future before, that is done, too: it completes after the callbacks of earlier futures.
         """
         self._settle(timeout.total_seconds() if timeout > timedelta(0) else None)
         self._was_waited_for = True
         if self._futures and (future := self._futures.get(self._ends.for_caller())) is not None:
-            future.wait()  # who has waited for the work asks for the future's value
+            future.wait()  # a caller that has waited for the work may ask for the future's value at once
         return True
 
     def synchronize(self) -> None:
         self.wait()
 
     def block_current_stream(self) -> None:
-        """The host waits, too: what comes over a network has no place in a stream before it is here."""
+        """The host waits, too: data from a network cannot be ordered in a stream before it has arrived."""
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether it is over. Who has asked until it was, need not wait: the result is in place."""
+        """Whether it is over. A caller that polls this until it is true need not wait: the result is in place."""
         if not self._pending.done():
             return False
         if self._pending.exception() is None:
-            with suppress(Exception):  # `wait` and `exception` have it
+            with suppress(Exception):  # `wait` and `exception` report the error
                 self._settle(None)
         return True
 
@@ -118,7 +119,7 @@ class PendingWork(dist.Work):
         return self._outputs
 
     def get_future(self) -> "torch.futures.Future[list[Tensor]]":
-        """May be waited for in a callback of another future, if it is asked for there."""
+        """The future. A callback of another future may wait for it, if the callback itself has asked for it."""
         thread = self._ends.for_caller()
         with self._lock:
             if thread in self._futures:
@@ -137,7 +138,7 @@ class PendingWork(dist.Work):
         return self._outputs
 
     def _settle(self, timeout_s: float | None) -> None:
-        """Wait, and have the result put where the caller wants it, if it is not there yet."""
+        """Wait, and put the result where the caller wants it, if it is not there yet."""
         result = self._pending.wait(timeout_s)
         with self._lock:
             if self._finish is not None:
@@ -162,13 +163,13 @@ class PendingWork(dist.Work):
 def _end(thread: Executor, done: "torch.futures.Future[None]", _: Pending[Any]) -> None:
     try:
         thread.submit(done.set_result, None)
-    except RuntimeError:  # the world is closed, and so are its threads: who waits for this would wait for ever
+    except RuntimeError:  # the world is closed, and so are its threads: without this a waiter would wait for ever
         done.set_result(None)
 
 
 @uncompiled
 class AnySourceWork(PendingWork):
-    """A receive whose result is the rank of the group that it came from."""
+    """A receive whose result is the group rank of the sender."""
 
     def source_rank(self) -> int:
         return int(self._pending.wait())
@@ -176,20 +177,20 @@ class AnySourceWork(PendingWork):
 
 @uncompiled
 class Works(dist.Work):
-    """Several as one."""
+    """Several works as one."""
 
     def __init__(self, works: Sequence[PendingWork]) -> None:
         super().__init__()
         self._works = list(works)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait for all, also where one fails; raises the first error. `timeout` is that of all together, zero each one's own."""
+        """Wait for all, even if one fails; raises the first error. `timeout` is for all together; zero: each one's own."""
         until_s = time.monotonic() + timeout.total_seconds()
         errors = []
         for work in self._works:
             try:
                 work.wait(timedelta(seconds=max(until_s - time.monotonic(), _AT_ONCE_S)) if timeout > timedelta(0) else timeout)
-            except Exception as error:  # noqa: BLE001 - it is raised below, when nothing is under way any more
+            except Exception as error:  # noqa: BLE001 - it is raised below, when all have ended
                 errors.append(error)
         if errors:
             raise errors[0]

@@ -1,4 +1,4 @@
-"""`World`: all processes of a torch job, connected, as one of them has it."""
+"""`World`: one process's connections to all other processes of a torch job."""
 
 import os
 from collections.abc import Callable, Coroutine, Mapping
@@ -23,21 +23,21 @@ from shardnet.training.seat import Seat
 from shardnet.training.station import Meet, open_station, take_seat
 from shardnet.transport.store_service import StoreClient, StoreService
 
-JOB = "torch"  # where nobody gives it a name
+JOB = "torch"  # the job's name if nobody gives one
 T = TypeVar("T")
 Ask = Callable[[StoreRequest], Coroutine[Any, Any, StoreReply]]
-_NOWHERE = "127.0.0.1:1"  # where ranks meet that share a file: the address from which that is reached is loopback
+_NOWHERE = "127.0.0.1:1"  # stands for a store that has no address, such as a file: this machine's address towards it is loopback
 
 
 class World:
     """One port, the connections to all other ranks, and threads for futures; lives as long as torch's default group. Any thread."""
 
     def __init__(self, seat: Seat, stack: AsyncExitStack, ask: Ask | None = None) -> None:
-        """`ask` is for what rank 0 keeps, where the rendezvous has placed the ranks."""
+        """`ask` asks for the keys that rank 0 keeps, if the rendezvous has placed the ranks."""
         self.address = seat.topology.me.address  # host:port at which others reach this rank
         self.ends = Ends()
         self._seat = seat
-        self._stack = stack  # what outlives the seat
+        self._stack = stack  # closed after the seat
         self._ask = ask
         self._closed = False
 
@@ -45,7 +45,7 @@ class World:
     def meet(cls, store: Store, rank: int, world_size: int, timeout_s: float) -> Self:
         """Find the others through torch's store, and connect to each. Blocks.
 
-        Raises PeerLost or JoinTimeout, naming who is missing; ListenError; CredentialsError or PlaintextRefused where connections
+        Raises PeerLost or JoinTimeout, naming the missing ranks; ListenError; CredentialsError or PlaintextRefused if connections
         would not be protected as they must be.
         """
         settings = Settings.from_environment(
@@ -63,7 +63,7 @@ class World:
     @classmethod
     def join(cls, timeout_s: float, given: Mapping[str, object]) -> Self:
         """Find the others through shardnet's rendezvous, which the environment or `given` names as for `shardnet.connect`, and connect to
-        each. Blocks. Raises what that does, and UsageError for an elastic job."""
+        each. Blocks. Raises the errors of `shardnet.connect`, and UsageError for an elastic job."""
         settings = Settings.from_environment(None, **given)
         if settings.elastic:
             raise UsageError(
@@ -89,7 +89,7 @@ class World:
         raise AssertionError("unreachable: the stack hides no error")
 
     def ask_store(self, request: StoreRequest) -> StoreReply:
-        """What is asked of the keys that rank 0 keeps. Blocks; raises as `StoreClient.ask`, or ClosedError."""
+        """Send a request about the keys that rank 0 keeps. Blocks; raises as `StoreClient.ask`, or ClosedError."""
         if self._closed:
             raise ClosedError("this process has left the world whose store this was")
         if self._ask is None:
@@ -105,19 +105,19 @@ class World:
         return self._seat.backend
 
     def close(self) -> None:
-        """Finish what is under way, take leave of the other ranks, close the port. Safe to call again."""
+        """Finish running collectives, say goodbye to the other ranks, close the port. Safe to call again."""
         self._end(None)
 
     def abort(self) -> None:
-        """Fail what is under way, and close at once, without a goodbye. Safe to call again."""
-        self.backend.abort()  # also where a `close` in another thread waits for something
+        """Fail running collectives, and close at once, without a goodbye. Safe to call again."""
+        self.backend.abort()  # also while a `close` in another thread waits for something
         self._end(ClosedError("the process group was aborted"))
 
     def _end(self, error: ShardnetError | None) -> None:
         if not self._closed:
             self._closed = True
             _wait(self._leave(error))
-            self.ends.shutdown(wait=False)  # a callback may be what closes this
+            self.ends.shutdown(wait=False)  # this may run in a callback on one of these threads
 
     async def _leave(self, error: ShardnetError | None) -> None:
         async with self._stack:
@@ -125,7 +125,7 @@ class World:
 
 
 def _asking(keys: StoreService, topology: Topology, settings: Settings, stack: AsyncExitStack) -> Ask:
-    """How this rank asks for keys, until the stack ends."""
+    """The function with which this rank asks for keys, until the stack ends."""
     if topology.rank == 0:
         keys.open(topology.epoch)
         stack.callback(keys.close)
@@ -136,7 +136,7 @@ def _asking(keys: StoreService, topology: Topology, settings: Settings, stack: A
 
 
 def _wait(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run it on shardnet's loop, from any other thread. Ctrl-C cancels it."""
+    """Run a coroutine on shardnet's loop, from any other thread, and wait for it. Ctrl-C cancels it."""
     running: Future[T] = LoopThread.shared().run(coroutine)
     try:
         return running.result()
@@ -146,7 +146,7 @@ def _wait(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def _address(store: Store) -> str:
-    """Where the store is; this machine's address towards it is where this rank can be reached."""
+    """The address of the store; others can reach this rank at this machine's address towards the store."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return f"{_bracketed(store.host)}:{store.port}" if isinstance(store, TCPStore) else _NOWHERE

@@ -163,7 +163,7 @@ class Membership:
                 self._joiners = event.count
 
     async def _come_back(self) -> Lease:
-        """Try until the rendezvous has taken this worker back. Raises JoinRefused, or an error that says that there is no rendezvous now."""
+        """Try until the rendezvous has taken this worker back. Raises JoinRefused, or an error that says that it is no rendezvous now."""
         assert self._channel is not None
         for pause_s in delays(most_s=RETURN_S):
             await asyncio.sleep(pause_s)
