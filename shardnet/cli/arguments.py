@@ -111,8 +111,8 @@ def name(text: str) -> str:
 
 
 def add_web_to(parser: Parser, *, before: str = "") -> None:
-    """Add `--web`, whose value may be left out. If a positional argument, `before`, follows, a `--` before it shows that it is not the value
-    of `--web`."""
+    """Add `--web`, whose value may be left out. If a positional argument, `before`, follows, a `--` before it shows that it is not the
+    value of `--web`."""
 
     def page_address(text: str) -> str:
         try:

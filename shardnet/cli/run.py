@@ -172,7 +172,7 @@ def _node_rank(options: arguments.Arguments) -> int | None:
 
 
 def _allow_many_files() -> None:
-    """Raise the limit of open files to this user's maximum: the launcher needs some for each worker, and each worker some for each other."""
+    """Raise the limit of open files to this user's maximum: the launcher needs some per worker, and each worker some per other worker."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MANY_FILES if hard == resource.RLIM_INFINITY else min(hard, MANY_FILES)
     if soft != resource.RLIM_INFINITY and soft < most:

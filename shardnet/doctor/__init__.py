@@ -1,7 +1,7 @@
-"""What may keep a cluster from working, or from being fast, found before a training is begun.
+"""Finds what may keep a cluster from working, or from being fast, before a training begins.
 
 `machine` looks at this machine, `trust` at its certificate, `meeting` at the rendezvous, and `peers` at the links to the
-other machines. What each has looked at is a `finding`.
+other machines. The result of each check is a `finding`.
 """
 
 from shardnet.doctor.finding import Finding, Level

@@ -1,11 +1,11 @@
-"""`Finding`: one thing that was looked at."""
+"""`Finding`: the result of one check."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 
 
 class Level(StrEnum):
-    """How it is."""
+    """How serious a finding is."""
 
     OK = "ok"
     WARNING = "warning"  # it works, but is slower or weaker than it need be, or will soon not work
@@ -14,7 +14,7 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What it is and how, and unless it is well, what to do."""
+    """What was found and how serious it is, and, unless it is ok, what to do."""
 
     topic: str
     level: Level
@@ -31,5 +31,5 @@ def warning(topic: str, what: str, advice: str) -> Finding:
 
 
 def problem(topic: str, what: str, advice: str = "") -> Finding:
-    """Without an advice where `what`, such as an error of ours, has it."""
+    """Without an advice if `what` contains it, as errors of ours do."""
     return Finding(topic, Level.PROBLEM, what, advice)

@@ -24,7 +24,7 @@ _GIB = 2**30
 
 
 async def about_machine(listen: str) -> list[Finding]:
-    """`listen` is the host that workers shall listen on; empty: they find one."""
+    """`listen` is the host on which workers should listen; empty: they find one."""
     found = [*_versions(), _processors(), _files(), _shared_memory(), *_accelerators(), _settings()]
     if listen:
         found.append(await _listening(listen))

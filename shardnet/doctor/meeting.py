@@ -12,11 +12,11 @@ from shardnet.errors import EndpointUnavailable, HandshakeError, ProtocolError, 
 from shardnet.transport.observe import Health, health, snapshot
 from shardnet.version import VERSION
 
-RENDEZVOUS = "rendezvous"  # the role that it gives itself
+RENDEZVOUS = "rendezvous"  # its role in its own statistics
 
 
 async def about_rendezvous(address: str, security: Security, timeout_s: float) -> list[Finding]:
-    """Its name, its port, whether both ends trust each other, and what it says of itself; up to the first of these that fails."""
+    """Check its name, its port, whether both ends trust each other, and what it says about itself; stop at the first check that fails."""
     target = Address.parse(address)
     try:
         security.check(address)
@@ -40,7 +40,7 @@ async def _resolve(target: Address) -> list[str]:
 
 
 async def _reach(target: Address, timeout_s: float) -> float:
-    """Seconds until a connection was there."""
+    """Connect; returns after how many seconds the connection was there."""
     start = time.perf_counter()
     async with asyncio.timeout(timeout_s):
         _, writer = await asyncio.open_connection(target.host, target.port)

@@ -1,7 +1,7 @@
 """The links between machines: each doctor joins, as a worker does, and they measure each other, two by two.
 
-[Note: two by two] While one pair measures nobody else uses its ends: in each of n - 1 rounds (n if n is odd) every doctor meets another one
-(the circle method of round-robin tournaments).
+[Note: two by two] While one pair measures, no other doctor uses its two machines: in each of n - 1 rounds (n if n is odd) every doctor
+meets another one (the circle method of round-robin tournaments).
 """
 
 import statistics
@@ -20,19 +20,19 @@ from shardnet.errors import CollectiveError, RendezvousError, ShardnetError
 from shardnet.training import Cluster, connect
 
 PINGS = 20
-FIRST_BYTES, MOST_BYTES = 256 << 10, 16 << 20  # of what is sent to measure a speed: four times as much each time,
-ENOUGH_S = 0.2  # until it takes so long,
-TRIES = 3  # and then so often
+FIRST_BYTES, MOST_BYTES = 256 << 10, 16 << 20  # the sizes that are sent to measure a speed: four times as much each time,
+ENOUGH_S = 0.2  # until sending takes this long,
+TRIES = 3  # and then this many times
 SLOW_BYTES_PER_S = 12.5e6  # 100 Mbit/s
-CLOCKS_S = 1.0  # apart: certificates, logs and timelines are read by the clock
+CLOCKS_S = 1.0  # the largest difference between clocks: certificates, logs and timelines depend on them
 _LABEL = "doctor"
-# Whatever the environment says of a training, which may be running beside it and have its files and its port for metrics.
+# These win over the environment, whose values are for a training that may run at the same time with its own files and metrics port.
 _OWN = {"elastic": False, "replacement": False, "wished_rank": -1, "report_file": "", "trace": "", "track": "", "flight": "", "metrics": ""}
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What one doctor has measured of another one."""
+    """What one doctor has measured on the link to another one."""
 
     round_trip_s: float  # the median
     clock_s: float  # how far the other one's clock is ahead
@@ -44,8 +44,8 @@ async def about_peers(workers: int, *, job: str, wait_s: float, **settings: Any)
     """Wait for the others, then measure.
 
     workers   how many doctors there are
-    job       whose certificates they have; they meet in another one beside it, and disturb nobody
-    wait_s    for the others
+    job       the job of their certificates; they meet in a separate job, and do not disturb this one
+    wait_s    how long to wait for the others
     settings  of `connect`
     """
     sizes = {"min_world_size": workers, "max_world_size": workers}
@@ -70,8 +70,8 @@ async def _measure(backend: Backend) -> dict[int, Link]:
 
 
 def opponents(rank: int, world_size: int) -> Iterator[int | None]:
-    """Whom a rank meets, round by round; None where it rests. [Note: two by two]"""
-    last = world_size - 1 + world_size % 2  # stays in its place, while the others go round
+    """The rank that `rank` meets, round by round; None when it rests. [Note: two by two]"""
+    last = world_size - 1 + world_size % 2  # stays in its place, while the others rotate
     for turn in range(last):
         if rank == last:
             other = turn * (last + 1) // 2 % last
@@ -82,7 +82,7 @@ def opponents(rank: int, world_size: int) -> Iterator[int | None]:
 
 
 async def _link(backend: Backend, peer: int) -> Link:
-    """One asks and sends while the other one answers and receives, the lower rank first."""
+    """One rank asks and sends while the other answers and receives; the lower rank begins."""
     if backend.rank < peer:
         round_trip_s, clock_s = await _ping(backend, peer)
         to_bytes_per_s = await _send(backend, peer)
@@ -95,7 +95,7 @@ async def _link(backend: Backend, peer: int) -> Link:
 
 
 async def _ping(backend: Backend, peer: int) -> tuple[float, float]:
-    """The median round trip, and by how much the other one's clock is ahead, as the fastest of them shows it; seconds."""
+    """The median round trip, and by how much the other clock is ahead, taken from the fastest round trip; in seconds."""
     trips = []
     for _ in range(PINGS):
         theirs = torch.zeros(1, dtype=torch.float64, device="cpu")
@@ -114,7 +114,7 @@ async def _answer(backend: Backend, peer: int) -> None:
 
 
 async def _send(backend: Backend, peer: int) -> float:
-    """Bytes per second of the fastest piece, up to when the other one has said that it has it."""
+    """Bytes per second of the fastest piece, timed until the other rank has confirmed it."""
     size, fastest, tries = FIRST_BYTES, 0.0, 0
     while tries < TRIES:
         piece = torch.zeros(size, dtype=torch.uint8, device="cpu")

@@ -1,4 +1,4 @@
-"""With what this machine proves who it is."""
+"""The credentials with which this machine proves its identity."""
 
 import stat
 from datetime import UTC, datetime, timedelta
@@ -16,7 +16,7 @@ _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 def about_trust(*, insecure: bool, certs: str, token: str) -> list[Finding]:
-    """As a user gives it; at most one of them."""
+    """Check the protection that a user gives; at most one of the three is given."""
     try:
         security = Security.find(Role.WORKER, insecure=insecure, certs=certs, token=token)
     except CredentialsError as error:

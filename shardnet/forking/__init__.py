@@ -1,1 +1,1 @@
-"""Processes that begin where another one is, with everything imported: server.py forks them, for whom nursery.py speaks."""
+"""Processes that start as forks of another one, with everything imported: server.py forks them, and nursery.py asks it to."""

@@ -1,4 +1,4 @@
-"""`Nursery`: a process that forks others, seen from who tells it to."""
+"""`Nursery`: a process that forks others, seen from the process that asks it to."""
 
 import os
 import select
@@ -15,12 +15,12 @@ import psutil
 from shardnet.forking.server import SEPARATOR
 
 PATIENCE_S = 45.0  # far above what forking takes; only a hang reaches it
-IMPORT_S = 300.0  # also for a machine that has more to do than it can
+IMPORT_S = 300.0  # enough even for an overloaded machine
 
 
 class Nursery:
-    """Runs a command that serves (see server.py), with nothing imported yet. Any thread may ask, in turn: who waits for a process that
-    does not end holds up the others.
+    """Runs a command that serves (see server.py), with nothing imported yet. Any thread may ask, one at a time: a thread that waits for a
+    process that does not end holds up the others.
 
     environment  of that process, and of those that it forks
     cwd          their working directory; None: this process's
@@ -35,27 +35,27 @@ class Nursery:
                 cwd=cwd,
                 env=environment,
                 stdin=theirs.fileno(),
-                start_new_session=True,  # Ctrl-C is for who uses it: it must be there to the end, to wait for the others
+                start_new_session=True,  # Ctrl-C must reach only its user: this process must live to the end, to wait for the others
             )
 
     def wait_until_ready(self) -> None:
-        """Until everything is imported. Raises TimeoutError, or ConnectionError if it has ended."""
+        """Wait until everything is imported. Raises TimeoutError, or ConnectionError if it has ended."""
         self._ask("ready", within_s=IMPORT_S)
 
     def fork(self, *task: str, descriptors: Sequence[int] = ()) -> int:
-        """The pid of a new process, told what to do, which has these descriptors for its standard input, output and errors, as far as
-        there are any, and then others. Raises as `wait_until_ready`, and OSError if the system has no room for another one."""
+        """Fork a new process, which gets this task; returns its pid. The first three descriptors, as far as given, become its standard
+        input, output and errors, and it gets the others, too. Raises as `wait_until_ready`, and OSError if the system cannot fork it."""
         pid = self._ask("fork", *task, descriptors=descriptors)
         if pid < 0:
             raise OSError(-pid, f"no process could be forked: {os.strerror(-pid)}")
         return pid
 
     def wait(self, pid: int) -> int:
-        """Wait until a process has ended; its exit status, negative for a signal. Until then nobody else can get its pid."""
+        """Wait until a process has ended; returns its exit status, negative for a signal. Until then no other process can get its pid."""
         return self._ask("wait", str(pid))
 
     def wait_or_kill(self, pid: int, within_s: float) -> int:
-        """The same of a process that is killed if it has not ended in time."""
+        """The same, but kill the process if it has not ended in time."""
         ended = os.pidfd_open(pid)
         try:
             if not select.select([ended], [], [], within_s)[0]:
@@ -78,7 +78,7 @@ class Nursery:
 
     @property
     def _ending(self) -> str:
-        with suppress(subprocess.TimeoutExpired):  # what it has started may hold the other end
+        with suppress(subprocess.TimeoutExpired):  # a process that it has started may hold the other end
             code = self._process.wait(PATIENCE_S)
             if code < 0:
                 hint = " as the system does when memory runs out" if code == -signal.SIGKILL else ""
@@ -87,17 +87,18 @@ class Nursery:
 
     @property
     def ended(self) -> bool:
-        """Whether it has ended of itself, or somebody has killed it."""
+        """Whether it has ended by itself, or was killed."""
         return self._process.poll() is not None
 
     @property
     def alive(self) -> list[psutil.Process]:
-        """Processes that nobody has waited for, and what they have started."""
+        """Processes for which nobody has waited yet, and the processes that they have started."""
         return psutil.Process(self._process.pid).children(recursive=True)
 
     def close(self) -> None:
-        """End it, what it has started, and so those that it has forked; who asks it meanwhile gets a ConnectionError."""
-        with suppress(ProcessLookupError, PermissionError):  # nobody is left
+        """End it and the processes that it has started; the processes that it has forked end with it. A thread that asks it meanwhile gets
+        a ConnectionError."""
+        with suppress(ProcessLookupError, PermissionError):  # no process is left
             os.killpg(self._process.pid, signal.SIGKILL)  # it may be in the middle of an import
         self._control.shutdown(socket.SHUT_RDWR)  # a daemon that was started in one may have the other end, too
         with self._asking:

@@ -1,13 +1,13 @@
-"""`serve`: in the process that forks others, which begin with everything imported that it has.
+"""`serve`: runs in the process that forks others; these begin with everything imported that it has imported.
 
 [Note: fork server] Importing torch and its compiler takes 4 s of processor time and 300 MB of memory. So one process imports everything,
-starts no thread, and then forks as often as it is told through a socket: what has been imported is there once, and at once. The kernel
-kills a new process when the one that has forked it dies.
+starts no thread, and then forks whenever a request comes through a socket: the imported modules are in memory only once, and new
+processes have them at once. The kernel kills a new process when the process that has forked it dies.
 
-A request is a list of texts, with a zero byte between them: "ready"; or "fork" and what the new process shall do, together with the
-descriptors that it shall have as its standard input, output and errors, as far as there are any, and others, whose numbers it is told; the
-answer is its pid, or minus the number of the error if there can be none. Or "wait" and a pid, until that process has ended; the answer is
-its exit status, negative for a signal.
+A request is a list of texts, with a zero byte between them. "ready" waits for the imports. "fork" is followed by the task of the new
+process; with it come descriptors for its standard input, output and errors, as far as given, and then others, whose numbers the process
+is told. The answer is its pid, or minus the error number if it cannot be forked. "wait" and a pid wait until that process has ended; the
+answer is its exit status, negative for a signal.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-MAX_REQUEST_BYTES = 128 * 1024  # of one packet; what a socket takes by default
+MAX_REQUEST_BYTES = 128 * 1024  # of one packet; as much as a socket takes by default
 MAX_DESCRIPTORS = 4
 SEPARATOR = "\0"
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
@@ -30,7 +30,7 @@ PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 @dataclass(frozen=True, slots=True)
 class Forked:
-    """What a new process shall do.
+    """What a new process should do.
 
     task         the texts of the request
     descriptors  those beyond standard errors; programs that it starts do not inherit them
@@ -41,17 +41,17 @@ class Forked:
 
 
 def preload(modules: Sequence[str]) -> None:
-    """Import what the forked processes will need. Raises what that raises."""
+    """Import the modules that the forked processes will need. Raises the errors of the imports."""
     for module in modules:
         importlib.import_module(module)
 
 
 def serve(*, sessions: bool = False) -> Forked | None:
-    """Fork and reap as told by the socket that is this process's standard input, until it closes; then returns None. Returns in each
-    forked process, too, whose standard input is empty unless it got another one. Raises RuntimeError if there are threads.
+    """Fork and reap as requested through the socket that is this process's standard input, until it closes; then returns None. Also returns
+    in each forked process, whose standard input is empty unless it got another one. Raises RuntimeError if there are threads.
 
-    sessions  each forked process leads one of its own, so that what it starts can be ended with it; the system may share out its processors
-              by session
+    sessions  each forked process leads a session of its own, so that the processes that it starts can be ended with it; the system may
+              schedule processors by session
     """
     control = socket.socket(fileno=os.dup(0))
     _put(os.open(os.devnull, os.O_RDWR), 0)
@@ -60,8 +60,8 @@ def serve(*, sessions: bool = False) -> Forked | None:
             f"a fork would lose threads, and what they hold locked: {', '.join(each.name for each in threading.enumerate())}"
         )
     gc.collect()
-    gc.freeze()  # or each process's first collection copies all that it shares with the others
-    usual = signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # which is meant for one of the others, and would end all of them
+    gc.freeze()  # otherwise the first garbage collection of each process would copy all memory that it shares with the others
+    usual = signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # it is meant for one of the others, and here it would end all of them
     while True:
         request, descriptors, _, _ = socket.recv_fds(control, MAX_REQUEST_BYTES, MAX_DESCRIPTORS)
         match os.fsdecode(request).split(SEPARATOR):
@@ -74,7 +74,7 @@ def serve(*, sessions: bool = False) -> Forked | None:
             case ["fork", *task]:
                 try:
                     child = _fork(sessions)
-                except OSError as error:  # the others are none the worse for it
+                except OSError as error:  # this does not affect the others
                     child = -(error.errno or errno.EAGAIN)
                 if child == 0:
                     signal.signal(signal.SIGUSR1, usual)
@@ -88,12 +88,13 @@ def serve(*, sessions: bool = False) -> Forked | None:
 
 
 def _fork(leads: bool) -> int:
-    """As os.fork; when it returns in the parent, the child leads a session if it shall, so that a signal for its group finds it."""
+    """Like os.fork. If the child should lead a session, it does so before this returns in the parent, so that a signal to its group reaches
+    it."""
     began, begins = os.pipe()
     parent = os.getpid()
     if (child := os.fork()) == 0:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it has died before
+        if os.getppid() != parent:  # the parent has died before the prctl
             os._exit(1)
         if leads:
             os.setsid()
@@ -102,13 +103,13 @@ def _fork(leads: bool) -> int:
         os.close(begins)
         return 0
     os.close(begins)
-    os.read(began, 1)  # nothing, but only when the child has closed its end, or is gone
+    os.read(began, 1)  # reads nothing, and returns only when the child has closed its end, or is gone
     os.close(began)
     return child
 
 
 def _seed_anew() -> None:
-    """Or all processes would draw the same numbers, which Python's own generator sees to itself."""
+    """Seed torch and numpy again, or all processes would draw the same numbers; Python reseeds its own generator after a fork."""
     if numpy := sys.modules.get("numpy.random"):
         numpy.seed()
     if torch := sys.modules.get("torch"):

@@ -26,8 +26,8 @@ def register() -> None:
     if dist.is_available() and NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=DEVICES)
         register_rendezvous_handler(NAME, _rendezvous)  # type: ignore[no-untyped-call]
-        # torch would attach its flight recorder to each group that has devices. The recorder asks the C++ part of the group for a name, which
-        # a group in Python cannot give, and init_process_group would fail. shardnet records its collectives itself.
+        # torch would attach its flight recorder to each group that has devices. The recorder asks the C++ part of the group for a name,
+        # which a group in Python cannot give, and init_process_group would fail. shardnet records its collectives itself.
         getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set[str]()).add(NAME)
 
 

@@ -1,3 +1,3 @@
-"""A cluster seen from outside: `observer` asks, `replies` reads what it hears, `views` is what it finds; `follower` looks again and again,
-`rates` and `chronicle` say what has changed since.
+"""A cluster seen from outside: `observer` asks, `replies` parses the replies, `views` has the results; `follower` looks repeatedly,
+`rates` and `chronicle` say what has changed between looks.
 """

@@ -1,4 +1,4 @@
-"""`Chronicle`: what has happened, told by what is other than at the look before."""
+"""`Chronicle`: events, found by comparing each look with the one before."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ LOST_WORDS = " (its workers have vanished, and had not said that it was over)"
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """`at_s` is in seconds since 1970. `bad`: something to worry about."""
+    """`at_s` is in seconds since 1970. `bad`: the event is a reason to worry."""
 
     at_s: float
     what: str
@@ -20,7 +20,7 @@ class Event:
 
 
 class Chronicle:
-    """The last events, the newest last; lives as long as somebody watches."""
+    """The last events, the newest last; lives as long as someone watches."""
 
     def __init__(self) -> None:
         self.events: deque[Event] = deque(maxlen=KEPT)
@@ -28,7 +28,7 @@ class Chronicle:
         self._new = 0
 
     def add(self, at_s: float, view: ClusterView) -> None:
-        """The next look. What is there at the first one is no event."""
+        """Add the next look. The first look gives no events."""
         if self._before is not None:
             found = [Event(at_s, what, bad) for what, bad in _changes(self._before, view)]
             self.events.extend(found)
@@ -36,7 +36,7 @@ class Chronicle:
         self._before = view
 
     def take_new(self) -> list[Event]:
-        """Those that have not been taken before."""
+        """The events that have not been taken before."""
         count, self._new = min(self._new, len(self.events)), 0
         return list(self.events)[len(self.events) - count :]
 
@@ -65,11 +65,11 @@ def _of_job(before: JobView, now: JobView) -> Iterator[tuple[str, bool]]:
             yield f"{_name(worker)} has come", False
             continue
         earlier = known.pop(worker.address)
-        if worker.state != earlier.state:  # of one that is gone nobody says any more where it was
+        if worker.state != earlier.state:  # nobody reports the machine of a worker that is gone
             yield f"{_name(worker if worker.node else earlier)} is {worker.state}", worker.state != "serving"
         yield from _of_worker(earlier, worker)
     for worker in known.values():
-        if worker.state != GONE and now.workers:  # when all have, the job's state says so
+        if worker.state != GONE and now.workers:  # when all workers have gone, the job's state says so
             yield f"{_name(worker)} is gone", True
 
 

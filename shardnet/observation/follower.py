@@ -1,4 +1,4 @@
-"""`Follower`: the newest statistics of processes that are looked at again and again, at little cost to them."""
+"""`Follower`: the newest statistics of processes that are watched, at little cost to them."""
 
 import asyncio
 from collections.abc import Collection
@@ -15,10 +15,10 @@ from shardnet.transport.watching import watch
 
 
 class Follower:
-    """A stream from each process that was ever asked for; an async context manager that lives as long as somebody looks on. On one loop.
+    """One stream from each process that was ever asked for; an async context manager that lives as long as someone watches. On one loop.
 
-    interval_s  from one snapshot to the next, as far as streams can have it
-    timeout_s   for a first answer; and of silence, beyond the interval, after which a process counts as gone
+    interval_s  from one snapshot to the next, within the limits of streams
+    timeout_s   for a first answer; a process that is silent for this time beyond the interval counts as gone
     """
 
     def __init__(self, security: Security, interval_s: float, timeout_s: float) -> None:
@@ -28,16 +28,16 @@ class Follower:
         self._streams: dict[str, _Stream] = {}
 
     async def ask(self, address: str) -> stats_pb2.SnapshotReply:
-        """What the process at `address` said last.
+        """The last snapshot of the process at `address`.
 
-        Raises EndpointUnavailable, HandshakeError or ProtocolError; a process that has failed is called anew the next time.
+        Raises EndpointUnavailable, HandshakeError or ProtocolError; after a failure the next call opens a new stream.
         """
         stream = self._streams.get(address)
         if stream is None:
             stream = self._streams[address] = _Stream(address, self._security, self._interval_s, self._timeout_s)
         try:
             return await stream.newest()
-        except ProtocolError:  # such as: it has as many watchers as it takes
+        except ProtocolError:  # for example: it has its maximum of watchers
             await self._forget(address)
             return await snapshot(address, timeout_s=self._timeout_s, security=self._security)
         except BaseException:
@@ -45,7 +45,7 @@ class Follower:
             raise
 
     async def keep(self, addresses: Collection[str]) -> None:
-        """End the streams from all other processes: who looks on for days sees many come and go."""
+        """End the streams from all other processes: in days of watching many come and go."""
         await asyncio.gather(*(self._forget(address) for address in self._streams.keys() - set(addresses)))
 
     async def _forget(self, address: str) -> None:
@@ -64,7 +64,7 @@ class Follower:
 
 
 class _Stream:
-    """One process' stream, and a task that reads it."""
+    """One process's stream, and a task that reads it."""
 
     def __init__(self, address: str, security: Security, interval_s: float, timeout_s: float) -> None:
         self._address = address

@@ -18,9 +18,9 @@ Ask = Callable[[str], Awaitable[stats_pb2.SnapshotReply]]
 
 
 class Observer:
-    """Asks, everyone at once; an answer that does not come in `timeout_s` is none.
+    """Asks all processes at once; a process that does not answer within `timeout_s` counts as unreachable.
 
-    ask  how to get the statistics of a process; raises like `snapshot`. Who looks again and again has a `Follower`
+    ask  the function that gets the statistics of a process; raises like `snapshot`. Repeated looks use that of a `Follower`
     """
 
     def __init__(self, security: Security, timeout_s: float, ask: Ask | None = None) -> None:
@@ -29,7 +29,8 @@ class Observer:
         self._ask = ask or partial(snapshot, timeout_s=timeout_s, security=security)
 
     async def look(self, address: str) -> ClusterView:
-        """The process at `address` and all that it leads to. Raises EndpointUnavailable, HandshakeError or ProtocolError for it alone."""
+        """The process at `address` and all workers that it names. Raises EndpointUnavailable, HandshakeError or ProtocolError only for the
+        process itself."""
         stats, state = await self._see(address)
         if stats.role != RENDEZVOUS:
             return ClusterView(address, state, stats)
@@ -37,7 +38,7 @@ class Observer:
         return ClusterView(address, state, stats, tuple(await asyncio.gather(*map(self._job, statuses))))
 
     async def look_again(self, view: ClusterView) -> ClusterView:
-        """The workers that were there at an earlier look, if the process that knew of them does not answer any more."""
+        """The workers of an earlier look, for when the process that named them no longer answers."""
 
         async def again(job: JobView) -> JobView:
             asked = await asyncio.gather(*(self._worker(each.rank, each.node, each.address) for each in job.workers if each.state != GONE))

@@ -1,4 +1,4 @@
-"""`RateMeter`: how fast each worker is, from what it has said at several looks."""
+"""`RateMeter`: how fast each worker is, from its statistics at several looks."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -8,35 +8,35 @@ from shardnet.observation.views import ClusterView, Stats, WorkerView
 from shardnet.traffic import Traffic
 
 WINDOW_S = 5.0  # long enough that numbers can be read, short enough that they are about now
-LATE_SHARE = 0.2  # of the time: others have waited so long for who is worth a look
+LATE_SHARE = 0.2  # of the time: if others have waited this long for a worker, it deserves attention
 _NOTHING = Traffic()
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Of one worker, over the last WINDOW_S; None for what cannot be said yet."""
+    """The rates of one worker over the last WINDOW_S; None for values that are not known yet."""
 
-    step_s: float | None = None  # seconds a step
-    sent: float | None = None  # payload bytes a second
+    step_s: float | None = None  # seconds per step
+    sent: float | None = None  # payload bytes per second
     received: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """Payload bytes a second from a worker to one of its peers."""
+    """Payload bytes per second from a worker to one of its peers."""
 
     network: float
     memory: float
 
 
 class RateMeter:
-    """The looks of the last seconds; lives as long as somebody watches."""
+    """The looks of the last seconds; lives as long as someone watches."""
 
     def __init__(self) -> None:
         self._looks: deque[tuple[float, dict[str, Stats]]] = deque()
 
     def add(self, at_s: float, view: ClusterView) -> None:
-        """A look at `at_s`, of any clock that only goes on."""
+        """Add a look at the time `at_s`, of any clock that never goes back."""
         stats = {worker.address: worker.stats for job in view.jobs for worker in job.workers if worker.stats is not None}
         if not view.jobs:
             stats[view.address] = view.stats
@@ -45,7 +45,8 @@ class RateMeter:
             self._looks.popleft()
 
     def of(self, worker: WorkerView) -> Rates:
-        """A worker is known by its address; one that has started anew there, or has gone back behind a step, begins anew."""
+        """The rates of a worker, which is identified by its address; they start again if it was restarted there or has gone back to an
+        earlier step."""
         span = self._span(worker)
         if span is None:
             return Rates()
@@ -54,7 +55,7 @@ class RateMeter:
         return Rates(_step_s(begin, end, took_s), sent / took_s, received / took_s)
 
     def flows(self, worker: WorkerView) -> dict[int, Flow]:
-        """From the worker to each rank to which it has sent in this epoch; empty if that cannot be said yet."""
+        """The flows from the worker to each rank to which it has sent in this epoch; empty if they are not known yet."""
         span = self._span(worker, in_one_epoch=True)
         if span is None:
             return {}
@@ -69,7 +70,7 @@ class RateMeter:
         return {rank: flow(rank, now) for rank, now in end.peers.items()}
 
     def waits(self, worker: WorkerView) -> dict[int, float]:
-        """Which share of the time the worker has waited for each other rank to enter collectives."""
+        """The share of the time for which the worker has waited for each other rank to enter collectives."""
         span = self._span(worker, in_one_epoch=True)
         if span is None:
             return {}
@@ -80,14 +81,14 @@ class RateMeter:
         }  # a wait counts when it ends, however long ago it began
 
     def late(self, workers: Sequence[WorkerView]) -> list[float | None]:
-        """For which share of the time the others have waited for each of the workers, as the one says that has waited longest; None for
-        one of whom nobody can say."""
+        """For each worker the share of the time for which the others have waited for it, according to the one that has waited longest; None
+        if no other worker knows."""
         waits = {each.rank: self.waits(each) for each in workers if self._span(each, in_one_epoch=True) is not None}
         return [max((waited.get(each.rank, 0.0) for rank, waited in waits.items() if rank != each.rank), default=None) for each in workers]
 
     def _span(self, worker: WorkerView, *, in_one_epoch: bool = False) -> tuple[Stats, Stats, float] | None:
-        """What it said first and last within the window, and the time between, which is its own: what is seen at a look may be as old as
-        the last one. Ranks are others' in another epoch."""
+        """The worker's first and last statistics within the window, and the time between them by its own clock: the data of a look may be
+        as old as the look before. In another epoch ranks belong to other workers."""
         if worker.stats is None:
             return None
         seen = [stats[worker.address] for _, stats in self._looks if worker.address in stats]
@@ -101,7 +102,7 @@ class RateMeter:
 
 
 def _step_s(begin: Stats, end: Stats, took_s: float) -> float | None:
-    """As long as the steps took that ended meanwhile, where that is known: they may be longer than the window."""
+    """The mean time of the steps that ended meanwhile, if their times are known: steps may be longer than the window."""
     timed = end.steps.times.count - begin.steps.times.count
     if timed > 0:
         return (end.steps.seconds - begin.steps.seconds) / timed

@@ -65,7 +65,7 @@ def read_progress(message: stats_pb2.Progress) -> Progress:
 
 
 def _histogram(counts: Sequence[int]) -> Histogram:
-    """Empty where the process does not count them: another version."""
+    """Empty if the process does not count them because it is of another version."""
     return Histogram(list(counts)) if counts else Histogram()
 
 

@@ -1,4 +1,4 @@
-"""What is seen of a cluster: of each process what it says of itself, if it answers."""
+"""What an observer sees of a cluster: for each process the statistics that it gives about itself, if it answers."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -8,18 +8,18 @@ from shardnet.telemetry import OpCounter, Progress
 from shardnet.traffic import Traffic
 from shardnet.waiting import Absent
 
-RENDEZVOUS = "rendezvous"  # the role that it gives itself
+RENDEZVOUS = "rendezvous"  # its role in its own statistics
 UNREACHABLE = "unreachable"  # the rendezvous counts it as a member, but it does not answer
-UNTRUSTED = "not trusted"  # it, or who is at its address now, has no certificate that counts, or does not take ours
-LOST = "lost"  # a job's state: nobody is left, and they have not said that it was over
+UNTRUSTED = "not trusted"  # it, or the process at its address now, has no valid certificate, or does not accept ours
+LOST = "lost"  # a job's state: no worker is left, and none has said that the training was over
 OVER = ("finished", LOST)
-_KEPT = 8  # characters of the identity of a machine, where two have one name
-GONE = "gone"  # it was given a rank and is no member any more
+_KEPT = 8  # characters of a machine's identity, if two machines have the same name
+GONE = "gone"  # it was given a rank but is no longer a member
 
 
 @dataclass(frozen=True, slots=True)
 class Stuck:
-    """A collective that waits for ranks for long, as one of those says that wait."""
+    """A collective that has waited for ranks for long, as one of the waiting ranks reports it."""
 
     collective: str
     seconds: float
@@ -52,46 +52,46 @@ class Stats:
     collectives: dict[str, OpCounter]
     bytes_sent: int
     bytes_received: int
-    stale_chunks: int  # that came and were dropped
+    stale_chunks: int  # chunks that came too late and were dropped
     resident_bytes: int
     memory_peers: tuple[int, ...]  # ranks to which it sends through shared memory
-    borrowers: tuple[int, ...]  # those of them that read what it sends where it is, so that nothing is copied in between
+    borrowers: tuple[int, ...]  # those of them that read data directly from its memory, without a copy in between
     routing: str  # which way large collectives go, in words
     connections: str  # how they are protected, in words
     waiting: tuple[Stuck, ...]  # at most one for each group of ranks
-    late: dict[int, float]  # seconds that it has waited for other ranks to enter collectives, by rank; in this epoch
+    late: dict[int, float]  # seconds for which it has waited for other ranks to enter collectives, by rank; in this epoch
     nodes: tuple[str, ...]  # names of machines, by node group
     node_groups: tuple[int, ...]  # by rank
-    epochs: int  # that it has been a member of
-    losses: int  # peers that it has lost, in all of them
+    epochs: int  # of which it has been a member
+    losses: int  # peers that it has lost, in all epochs
     bounds_s: tuple[float, ...]  # of all histograms
     steps: Steps
-    exposed_s: float  # for which training waited for communication, in all
+    exposed_s: float  # for which training waited for communication, in total
     stalls: int  # collectives that others had not entered for long
-    stall_s: float  # that these took
+    stall_s: float  # the time that these took
     peers: dict[int, Traffic]  # by rank, in this epoch
-    link_bytes_per_s: float  # to the next rank; 0: nobody has measured it
+    link_bytes_per_s: float  # to the next rank; 0: not measured
     peak_resident_bytes: int
-    shared_bytes: int  # part of what is resident
+    shared_bytes: int  # part of the resident bytes
     device_bytes: int  # in tensors on CUDA devices
     device_reserved_bytes: int
     device_peak_bytes: int
-    metrics: str  # where Prometheus can scrape it; empty: nowhere
+    metrics: str  # the URL where Prometheus can scrape it; empty: nowhere
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerView:
-    """One worker: where it should be, and what it says, if it answers."""
+    """One worker: where it should be, and its statistics, if it answers."""
 
     rank: int
-    node: str  # empty if only the worker itself was asked: it does not say
+    node: str  # empty if only the worker itself was asked, because it does not know
     address: str
-    state: str  # what its health says, or UNREACHABLE, UNTRUSTED or GONE
+    state: str  # its health, or UNREACHABLE, UNTRUSTED or GONE
     stats: Stats | None = None
 
     @property
     def host(self) -> str:
-        """Its machine's name, without what tells apart two of one name."""
+        """Its machine's name, without the suffix that distinguishes machines of the same name."""
         return self.node.partition("/")[0]
 
 
@@ -109,7 +109,7 @@ class JobView:
 
 @dataclass(frozen=True, slots=True)
 class ClusterView:
-    """What the process at `address` says: of itself, and, if it is a rendezvous, of its jobs."""
+    """What the process at `address` says about itself, and, if it is a rendezvous, about its jobs."""
 
     address: str
     health: str
@@ -118,7 +118,7 @@ class ClusterView:
 
 
 def short_nodes(names: Sequence[str]) -> list[str]:
-    """Names of machines without the identities that make them long, or with as much of these as tells all apart."""
+    """Names of machines without their long identities, or with as much of these as makes all names different."""
     for kept in (0, _KEPT):
         short = {name: _cut(name, kept) for name in names}
         if len({*short.values()}) == len(short):
@@ -132,6 +132,6 @@ def _cut(name: str, kept: int) -> str:
 
 
 def late_s(worker: WorkerView, workers: Iterable[WorkerView]) -> float | None:
-    """How long the others have waited for it to enter collectives, as the one says that has waited longest; None if nobody says."""
+    """How long the others have waited for it to enter collectives, according to the one that has waited longest; None if unknown."""
     waited_s = [other.stats.late.get(worker.rank, 0.0) for other in workers if other is not worker and other.stats is not None]
     return max(waited_s, default=None)

@@ -1,16 +1,16 @@
-"""Helpers for testing what is built on shardnet; the project's own tests use them, too.
+"""Helpers for testing programs that are built on shardnet; the project's own tests use them, too.
 
 The fixture `cluster`: plugin.py, cluster_runner.py and cluster_run.py (one run) with meeting.py and news.py; thread_worker.py, or
-process_worker.py and on its other side process.py, part.py and frames.py, begun by nursery.py and forking.py; rank_failure.py.
+process_worker.py and on its other side process.py, part.py and frames.py, started by nursery.py and forking.py; rank_failure.py.
 
-What goes wrong in it: fault.py and faults.py, saboteur.py (in a worker) and relays.py (between them), fault_not_fired.py.
+Faults in it: fault.py and faults.py, saboteur.py (in a worker) and relays.py (between workers), fault_not_fired.py.
 
-A network: relay.py with lane.py, pipe.py, conditions.py and harm.py (in front of a port), namespaces.py (of the kernel's).
+Networks: relay.py with lane.py, pipe.py, conditions.py and harm.py (in front of a port), namespaces.py (the kernel's).
 
-Clusters in one process: cluster.py and jitter.py with ranks.py; what they must give: reference.py and bitwise.py.
+Clusters in one process: cluster.py and jitter.py with ranks.py; their expected results: reference.py and bitwise.py.
 
-The names below are imported when they are first used: whoever only makes namespaces need not wait for torch. So no module here may
-be called like a name of another one.
+The names below are imported when they are first used: a test that only makes namespaces need not wait for torch. So no module here may
+have the same name as an object of another one.
 """
 
 import importlib

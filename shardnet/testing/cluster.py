@@ -36,7 +36,7 @@ async def local_cluster(
     timeouts: Timeouts | None = None,
     limits: Limits | None = None,
 ) -> AsyncIterator[list[ClusterBackend]]:
-    """Backends over gRPC on loopback ports, by rank. They are closed on leaving, or aborted where an error is the reason.
+    """Backends over gRPC on loopback ports, by rank. They are closed on leaving, or aborted if an error is the reason.
 
     `shared_memory` may be a function of the rank. All ranks have the same `security`.
     """
@@ -95,7 +95,7 @@ async def jitter_cluster(
     timeouts: Timeouts | None = None,
     limits: Limits | None = None,
 ) -> AsyncIterator[list[LoopbackBackend]]:
-    """Loopback with random delays, which follow from the seed and the order of what is sent: see `JitterMesh`."""
+    """Loopback with random delays, which follow from the seed and the order of the chunks: see `JitterMesh`."""
     timeouts, backends = timeouts or Timeouts.for_tests(), []
     for mesh in JitterMesh.connect(world_size):
         mesh.random.seed(seed * world_size + mesh.rank)

@@ -18,33 +18,33 @@ from shardnet.testing.rank_failure import RankFailure, RanksFailed
 from shardnet.testing.relays import Relays
 
 JOINS_S = 20.0  # within which a process has started and asked to join
-DOING_S = 3.0  # to find out what somebody is stuck in
+DOING_S = 3.0  # to find out where a worker is stuck
 
 
 class Worker(Protocol):
-    """One worker, begun when it is made."""
+    """One worker, which starts when it is made."""
 
     def kill(self) -> None:
-        """End it without a word."""
+        """End it without a goodbye."""
 
     def thaw(self) -> None:
-        """Let it go on that has frozen itself."""
+        """Let it go on after it has frozen itself."""
 
     def doing(self, within_s: float) -> Doing:
-        """What it is doing, if that is to be had."""
+        """What it is doing, if that can be found out."""
 
     def join(self) -> int:
-        """Wait until it has ended; its exit status."""
+        """Wait until it has ended; returns its exit status."""
 
     def output(self) -> str:
         """What it has written, when it has ended."""
 
 
-Start = Callable[[int, Callable[[News], None]], Worker]  # a worker of a number
+Start = Callable[[int, Callable[[News], None]], Worker]  # starts the worker with a number
 
 
 class ClusterRun:
-    """Starts workers, does to them what was ordered, and gathers what they say; for one thread, and one call of `run`."""
+    """Starts workers, carries out the ordered faults, and collects the workers' news; for one thread, and one call of `run`."""
 
     def __init__(self, start: Start, world_size: int, faults: Mapping[int, Fault], relays: Relays, meeting: Meeting) -> None:
         self._start = start
@@ -63,9 +63,9 @@ class ClusterRun:
         self._timers: list[threading.Timer] = []
 
     def run(self, timeout_s: float) -> list[Any]:
-        """What the training function returned, by rank, then that of joiners; None for who was killed by order.
+        """The results of the training function, by rank, then those of joiners; None for workers that were killed by order.
 
-        Raises RanksFailed, and FaultNotFired if all went well and something that was ordered did not happen.
+        Raises RanksFailed, and FaultNotFired if all went well but an ordered fault did not happen.
         """
         __tracebackhide__ = True
         ends_s = time.monotonic() + timeout_s
@@ -85,7 +85,7 @@ class ClusterRun:
         self._workers.append(self._start(len(self._workers), self._news.put))
 
     def _in_order(self) -> list[int]:
-        """The numbers of workers, by their first ranks; later ones behind."""
+        """The numbers of workers, by their first ranks; later workers after the others."""
         first = range(self._world_size)
         return [*sorted(first, key=lambda number: self._ranks.get(number, self._world_size)), *range(self._world_size, len(self._workers))]
 
@@ -108,7 +108,7 @@ class ClusterRun:
                     self._ends[number] = Ended(number, failure=RankFailure("Died", f"the process {_in_words(status)}"))
 
     def _do(self, number: int, fault: Fault) -> None:
-        """This end's part of a fault."""
+        """Carry out this end's part of a fault."""
         match fault.action:
             case Action.KILL:
                 self._killed.add(number)
@@ -116,7 +116,7 @@ class ClusterRun:
                 self._later(fault.seconds, self._workers[number].thaw)
             case Action.JOIN:
                 self._add_worker()
-                self._meeting.somebody_waits(JOINS_S)  # or a training of few steps is over before; if it fails, it says so
+                self._meeting.somebody_waits(JOINS_S)  # otherwise a training of few steps would be over before; if the worker fails, it says so
             case Action.LINK:
                 self._relays.worsen(number, fault.conditions)
             case Action.HARM:
@@ -132,7 +132,7 @@ class ClusterRun:
     # --- the end
 
     def _give_up(self, timeout_s: float) -> None:
-        """The time is over: note who has not ended, and where each is."""
+        """The time is over: note which workers have not ended, and where each of them is."""
         stuck = [number for number in range(len(self._workers)) if number not in self._ends and number not in self._killed]
         for number in stuck:
             doing = self._workers[number].doing(DOING_S)
@@ -141,7 +141,7 @@ class ClusterRun:
             self._ends[number] = Ended(number, failure=RankFailure("Hung", message, doing.stacks, waits_for=doing.waits_for))
 
     def _end(self) -> None:
-        """Nothing is left running, whatever has happened."""
+        """End everything, so that nothing is left running, whatever has happened."""
         for timer in self._timers:
             timer.cancel()
         for number, worker in enumerate(self._workers):

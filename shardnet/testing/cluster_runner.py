@@ -1,4 +1,4 @@
-"""`ClusterRunner`: what the fixture `cluster` is."""
+"""`ClusterRunner`: the object that the fixture `cluster` gives."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ _OWN = {"rendezvous", "job", "min_world_size", "max_world_size", "elastic", "loc
 
 
 class ClusterRunner:
-    """Runs training functions on clusters of this machine; close it to end what makes processes."""
+    """Runs training functions on clusters of this machine; close it to end the process that forks workers."""
 
     def __init__(self) -> None:
         self._nursery: Nursery | None = None
@@ -45,27 +45,27 @@ class ClusterRunner:
         timeout_s: float = 60.0,
         **settings: Any,
     ) -> list[Any]:
-        """Let `world_size` ranks train, and wait until all have ended; what they returned, by rank.
+        """Let `world_size` ranks train, and wait until all have ended; returns their results, by rank.
 
         train        `train(cluster, *args)`, or `train(cluster, state, *args)` if elastic; a coroutine function or a usual one. Each rank
                      calls it on a thread with an event loop of its own, so it may block
-        processes    each rank is a process, not a thread of this one: what it imports, seeds and sets is its own, and it can be killed.
-                     Then `train` is defined at the top of a module, and `args` and results are tensors, numbers, text and containers of
-                     these
-        nodes        how many nodes the ranks believe to be on, equally many on each; 1, or if the faults concern links, one for each rank:
-                     on one node data goes through memory and not over links
-        elastic      through `shardnet.elastic.run`: the others go on when a worker is lost, if at least `min_workers` are left; `every` is
-                     of that function
-        faults       what shall go wrong meanwhile
-        timeout_s    of all together: then who has not ended has failed
-        settings     of `shardnet.connect`; `timeouts` are short ones unless given
+        processes    each rank is a process, not a thread of this one: it has its own imports, seeds and settings, and it can be killed.
+                     Then `train` must be defined at the top of a module, and `args` and results must be tensors, numbers, text and
+                     containers of these
+        nodes        on how many nodes the ranks believe to be, the same number of ranks on each; default: 1, or if the faults concern
+                     links, one for each rank, because on one node data goes through memory and not over links
+        elastic      run through `shardnet.elastic.run`: the others go on when a worker is lost, if at least `min_workers` are left;
+                     `every` is an argument of that function
+        faults       the faults that should happen
+        timeout_s    for all ranks together: a rank that has not ended by then has failed
+        settings     of `shardnet.connect`; `timeouts` are short unless given
 
-        The result of a worker that was killed by order is None; those of workers that joined by order come last. What processes print is
+        The result of a worker that was killed by order is None; those of workers that joined by order come last. The output of processes is
         printed here when all have ended.
 
-        Raises RanksFailed if ranks raise or die without order or are not through in time, FaultNotFired if all goes well and an
-        order was not carried out, and UsageError for a call that makes no sense. Nothing is left running in any case, but a thread that is
-        stuck in code of its own.
+        Raises RanksFailed if ranks raise, die without an order, or do not end in time, FaultNotFired if all goes well but an ordered fault
+        did not happen, and UsageError for a call that makes no sense. In any case nothing is left running, except a thread that is stuck in
+        its own code.
         """
         __tracebackhide__ = True
         faults = Faults() if faults is None else faults
@@ -77,7 +77,7 @@ class ClusterRunner:
             raise UsageError(f"{', '.join(sorted(own))} cannot be given: the run of a cluster says so itself, from its other arguments")
         Settings.check_names(settings)
         if processes:
-            self.warm_up()  # which is none of what `timeout_s` is for
+            self.warm_up()  # `timeout_s` does not count this
         with ExitStack() as stack:
             relays = Relays(world_size if faults.on_links else 0)
             stack.callback(relays.close)
@@ -105,7 +105,7 @@ class ClusterRunner:
             return ClusterRun(start, world_size, orders, relays, meeting).run(timeout_s)
 
     def warm_up(self) -> None:
-        """Start what makes processes, which takes some seconds; else the first run with `processes` does."""
+        """Start the process that forks workers, which takes some seconds; otherwise the first run with `processes` does it."""
         self._forks().wait_until_ready()
 
     def close(self) -> None:
@@ -115,7 +115,7 @@ class ClusterRunner:
             nursery.close()
 
     def _forks(self) -> Nursery:
-        if self._nursery is not None and self._nursery.ended:  # killed, with all that it had made
+        if self._nursery is not None and self._nursery.ended:  # killed, with all processes that it had forked
             self.close()
         if self._nursery is None:
             self._nursery = Nursery("shardnet.testing.process", cwd=Path.cwd())

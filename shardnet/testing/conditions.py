@@ -1,4 +1,4 @@
-"""`Conditions`: what a link is like, and `Way`: which way along it."""
+"""`Conditions`: the properties of a link, and `Way`: a direction on it."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -7,7 +7,7 @@ from shardnet.errors import UsageError
 
 
 class Way(Enum):
-    """Which way something goes through a relay; `tuple(Way)` is both."""
+    """The direction in which something goes through a relay; `tuple(Way)` is both."""
 
     IN = "to the target"
     OUT = "from the target"
@@ -18,12 +18,12 @@ BOTH = tuple(Way)
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """Of a relay's link, in each direction; those of a fast local network if nothing is said.
+    """The properties of a relay's link, in each direction; by default those of a fast local network.
 
-    latency_s    how long each byte is under way
-    jitter_s     up to so much more, at random; what was sent first still comes first
-    bytes_per_s  how much passes, over all connections together; 0: as much as may
-    slice_bytes  in pieces of so many bytes at most, each a segment of its own; 0: as they come
+    latency_s    how long each byte takes
+    jitter_s     a random extra time of up to this much; bytes still arrive in the order in which they were sent
+    bytes_per_s  the bandwidth of all connections together; 0: unlimited
+    slice_bytes  bytes pass in pieces of at most this size, each a segment of its own; 0: as they come
 
     Raises UsageError for values that make no sense.
     """

@@ -1,4 +1,4 @@
-"""`Fault`: one thing that shall go wrong."""
+"""`Fault`: one thing that should go wrong."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -9,12 +9,12 @@ from shardnet.testing.conditions import Conditions
 from shardnet.testing.harm import Kind
 
 STEP = "step"
-_MOMENTS = (STEP, *(kind.value for kind in Pass))  # at which the thread that trains is there to be held up
+_MOMENTS = (STEP, *(kind.value for kind in Pass))  # at which the training thread itself can be held up
 _OPERATIONS = ("all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "recv", "reduce_scatter", "send")  # of a Backend
 
 
 class Action(StrEnum):
-    """What is done. The first three are done by the worker to itself, the others by whoever runs the workers."""
+    """What is done. The worker does the first three to itself; the test process does the others."""
 
     KILL = "kill"
     FREEZE = "freeze"
@@ -31,11 +31,11 @@ ON_LINKS = (Action.LINK, Action.CUT, Action.HOLD, Action.HARM)
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Made by `Faults`, which says what each means.
+    """Made by `Faults`, which documents each action.
 
-    rank     whose it is: in the first epoch of who started together
-    at_step  how many steps it has done by then, as `Cluster.report` and `State.commit` are told
-    after    at the end of what, from then on: "step", "forward", "backward", or an operation of the backend, such as "all_gather"
+    rank     the rank that it concerns, as numbered in the first epoch of the workers that started together
+    at_step  how many steps the rank has done by then, as reported to `Cluster.report` and `State.commit`
+    after    after that step, at the end of which event: "step", "forward", "backward", or a backend operation, such as "all_gather"
     """
 
     action: Action

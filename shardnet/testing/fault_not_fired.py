@@ -2,4 +2,4 @@
 
 
 class FaultNotFired(AssertionError):
-    """A fault was ordered, and what it waits for never came."""
+    """A fault was ordered, but the moment for it never came."""

@@ -1,7 +1,7 @@
 """Run as a module, `python -m shardnet.testing.forking MODULE...`: imports modules, and forks processes that call functions.
 
-What such a process shall do is a function as "module:name" and its arguments, of which the last ones are numbers of descriptors. What it
-returns is the exit status.
+The task of such a process is a function as "module:name" and its arguments, of which the last ones are numbers of descriptors. The
+function's result is the exit status.
 """
 
 import os
@@ -12,7 +12,7 @@ from shardnet.forking.server import preload, serve
 
 
 def main() -> int:
-    preload([*sys.argv[1:], "torch._dynamo"])  # which the first optimizer imports
+    preload([*sys.argv[1:], "torch._dynamo"])  # the first optimizer imports it
     forked = serve()
     if forked is None:
         return 0
@@ -25,4 +25,4 @@ if __name__ == "__main__":
     status = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # at once: what is frozen is never collected, which some libraries complain of when Python takes itself down
+    os._exit(status)  # at once: frozen objects are never collected, and some libraries complain about that when Python shuts down

@@ -1,4 +1,4 @@
-"""Values as frames of bytes between a test and its processes: tensors, numbers, text and containers of them. No code in it."""
+"""Values as frames of bytes between a test and its processes: tensors, numbers, text and containers of them. They contain no code."""
 
 from typing import Any
 
@@ -8,13 +8,13 @@ from shardnet.zero.codec import decode, encode
 
 
 def frames_of(value: object) -> tuple[bytes, bytes]:
-    """Header and payload. Raises UsageError for what cannot be sent."""
+    """Header and payload. Raises UsageError for a value that cannot be sent."""
     header, payload = encode(value)
     return header.numpy().tobytes(), payload.numpy().tobytes()
 
 
 def value_of(header: bytes, payload: bytes) -> Any:
-    """What `frames_of` was given, with tensors of their own memory."""
+    """The value that `frames_of` got, with tensors that have their own memory."""
     return decode(_tensor(header), _tensor(payload))
 
 

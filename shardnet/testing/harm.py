@@ -1,4 +1,4 @@
-"""`Harm`: what a relay does once to bytes that pass."""
+"""`Harm`: damage that a relay does once to bytes that pass."""
 
 import random
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ class Kind(StrEnum):
 
 @dataclass(slots=True)
 class Harm:
-    """One of these, to happen to the next block that is large enough; `fired` says whether it has."""
+    """Damage of one kind to the next block that is large enough; `fired` says whether it has happened."""
 
     kind: Kind
     way: Way
@@ -30,7 +30,7 @@ class Harm:
         return not self.fired and len(block) >= self.least_bytes
 
     def done_to(self, block: bytes) -> bytes:
-        """The block as it goes on."""
+        """The block as the relay passes it on."""
         self.fired = True
         match self.kind:
             case Kind.FLIP:

@@ -1,7 +1,7 @@
 """A mesh inside one process whose pipes are slow at random, but repeatably so: a seed is a schedule.
 
-Chunks of one pipe stay in order, as everywhere; those of different pipes overtake each other as they never would
-between idle processes, which is where the races are.
+Chunks of one pipe stay in order, as everywhere; chunks of different pipes overtake each other as they never would
+between idle processes. This shows race conditions.
 """
 
 import asyncio
@@ -10,11 +10,11 @@ import random
 from shardnet.transport.memory import MemoryMesh
 from shardnet.wire import Chunk
 
-MAX_TURNS = 12  # of the event loop, that one chunk waits
+MAX_TURNS = 12  # of the event loop, for which one chunk waits
 
 
 class JitterMesh(MemoryMesh):
-    """One rank's end; made by `connect`, then given a seed."""
+    """One rank's end; `connect` makes it, then it is given a seed."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         super().__init__(rank, world_size)

@@ -8,7 +8,7 @@ from shardnet.testing.harm import Harm
 
 
 class Lane:
-    """Says of each block when it may go on, and as what. Lives as long as its relay."""
+    """Says for each block when it may pass, and in what form. Lives as long as its relay."""
 
     def __init__(self, way: Way, rng: random.Random) -> None:
         self.way = way
@@ -18,7 +18,7 @@ class Lane:
         self._random = rng
         self._open = asyncio.Event()
         self._open.set()
-        self._free_s = 0.0  # when the link will have sent what it was given
+        self._free_s = 0.0  # when the link will have sent all that it was given
 
     @property
     def conditions(self) -> Conditions:
@@ -29,7 +29,7 @@ class Lane:
         self._conditions, self._free_s = conditions, 0.0
 
     def due_s(self, size: int) -> float:
-        """When so many bytes, which have come now, are through; of the loop's clock."""
+        """The time, by the loop's clock, when `size` bytes that have come now are through."""
         now_s = asyncio.get_running_loop().time()
         conditions = self.conditions
         self._free_s = max(now_s, self._free_s)
@@ -38,7 +38,7 @@ class Lane:
         return self._free_s + conditions.latency_s + self._random.uniform(0.0, conditions.jitter_s)
 
     def pieces(self, block: bytes) -> list[bytes]:
-        """What goes on of a block, in segments."""
+        """The segments in which a block passes, after any harm to it."""
         harm = next((each for each in self.harms if each.fits(block)), None)
         if harm is not None:
             block = harm.done_to(block)
@@ -52,5 +52,5 @@ class Lane:
         self._open.set()
 
     async def passable(self) -> None:
-        """Wait until nobody holds what passes."""
+        """Wait until the lane is not held."""
         await self._open.wait()

@@ -17,7 +17,7 @@ class Meeting:
     """On the process's loop thread, for callers on any other one; a context manager."""
 
     def __init__(self, world_size: int) -> None:
-        """`world_size` is that of the first epoch."""
+        """`world_size` is the world size of the first epoch."""
         self._loop = LoopThread.shared()
         self._server = RendezvousServer("127.0.0.1:0", timeouts=Timeouts.for_tests(), settle_s=SETTLE_S, first_world_size=world_size)
 
@@ -26,7 +26,7 @@ class Meeting:
         return self._server.address
 
     def somebody_waits(self, within_s: float) -> bool:
-        """Wait until a worker waits for the next epoch, or so long; whether one does."""
+        """Wait until a worker waits for the next epoch, at most `within_s`; returns whether one does."""
 
         async def look() -> bool:
             try:

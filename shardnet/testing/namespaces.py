@@ -1,13 +1,13 @@
-"""Nodes that are real to the kernel, on one machine: network namespaces on one bridge. For Linux, as root, with iproute2.
+"""Nodes that are real for the kernel, on one machine: network namespaces on one bridge. For Linux, as root, with iproute2.
 
     with bridged_nodes(2, rate="1gbit") as network:
         subprocess.run(network.nodes[0].command("ping", "-c1", network.nodes[1].address))
 
 The bridge lies in a namespace of its own, the hub, so the machine's own network is neither used nor changed, no address can
-be in anyone's way, and all that must ever be removed are the namespaces.
+clash with others, and only the namespaces must be removed afterwards.
 
-[Note: the keeper] A process of its own removes them as soon as it reads the end of its standard input: when the block is
-left, and when this process is gone, killed with SIGKILL for example. It is in a session of its own, out of Ctrl-C's reach.
+[Note: the keeper] A separate process removes the namespaces as soon as it reads the end of its standard input: when the block is
+left, and when this process is gone, for example killed with SIGKILL. It is in a session of its own, out of Ctrl-C's reach.
 Processes that still run inside keep their nameless network until they end.
 """
 
@@ -22,7 +22,7 @@ from shardnet.errors import UsageError
 
 INTERFACE = "eth0"  # a node's way to the others
 BRIDGE = "bridge"
-MAX_NODES = 253  # what is left of a /24
+MAX_NODES = 253  # addresses that are left in a /24
 # tbf: how much may go out at once, which must hold a segment of 64 KiB as the stack hands it over; how much may queue, as in a switch
 _BURST, _QUEUE = "128kb", "20ms"
 _KEEP = 'read -r _; for name; do "$0" netns delete "$name"; done'
@@ -54,11 +54,11 @@ class Network:
 
 @contextmanager
 def bridged_nodes(count: int, *, rate: str | None = None) -> Iterator[Network]:
-    """Namespaces joined by a bridge, gone when the block is left; end what you start inside before.
+    """Namespaces joined by a bridge, removed when the block is left; before that, end the processes that you start inside.
 
     rate  of each node's link, in each direction, as tc writes it: "1gbit". None: as fast as the processor allows
 
-    Raises NamespacesUnavailable, and UsageError for another number of nodes than there may be.
+    Raises NamespacesUnavailable, and UsageError for an impossible number of nodes.
     """
     if not 1 <= count <= MAX_NODES:
         raise UsageError(f"a network has 1 to {MAX_NODES} nodes, got {count}")
@@ -97,7 +97,7 @@ def _make_node(node: Namespace, hub: Namespace, port: str, rate: str | None) -> 
     _ip(hub, "link", "set", port, "master", BRIDGE, "up")
     _bring_up(node, INTERFACE)
     if rate is not None:
-        for namespace, end in ((node, INTERFACE), (hub, port)):  # what the node sends, and what it receives
+        for namespace, end in ((node, INTERFACE), (hub, port)):  # for data that the node sends, and that it receives
             _run("tc", "-n", namespace.name, *f"qdisc add dev {end} root tbf rate {rate} burst {_BURST} latency {_QUEUE}".split())
 
 
@@ -123,7 +123,7 @@ def _run(tool: str, *arguments: str) -> None:
 
 
 def _tool(name: str) -> str:
-    """Its whole path; it may lie where only root looks."""
+    """The tool's whole path; it may lie in a folder that only root searches."""
     path = shutil.which(name) or shutil.which(name, path="/usr/sbin:/sbin")
     if path is None:
         raise NamespacesUnavailable(f"network namespaces cannot be made here: there is no {name!r}, which is part of Linux's iproute2")

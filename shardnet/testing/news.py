@@ -1,4 +1,4 @@
-"""What the run of a test's cluster hears of its workers. `number` is a worker's own, in the order in which they were started."""
+"""What the run of a test's cluster hears from its workers. `number` is a worker's number, in the order in which they were started."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Fired:
-    """The moment of a fault has come. The worker waits for `done` where others have to do it."""
+    """The moment of a fault has come. The worker waits for `done` if others have to carry it out."""
 
     number: int
     fault: int
@@ -26,7 +26,7 @@ class Fired:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """It is through with its part."""
+    """It has finished its part."""
 
     number: int
     result: Any = None
@@ -35,14 +35,14 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """Nothing is left of it but what it has written."""
+    """Nothing is left of it except its output."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Doing:
-    """What one does that has not ended, as it says when it is asked.
+    """What a worker that has not ended is doing, as it answers when asked.
 
     waits_for  ranks that have not entered a collective in which it has waited for long
     """

@@ -1,4 +1,4 @@
-"""`Nursery`: where worker processes come from."""
+"""`Nursery`: forks worker processes."""
 
 import os
 import sys
@@ -8,10 +8,10 @@ from shardnet.forking import nursery
 
 
 class Nursery(nursery.Nursery):
-    """One for functions (shardnet/testing/forking.py): `fork` takes "module:name" and its arguments; the process ends with what it
-    returns as its exit status. It costs some seconds, so a test session has one.
+    """A nursery for functions (shardnet/testing/forking.py): `fork` takes "module:name" and arguments; the function's result is the
+    exit status of the process. It takes some seconds to start, so a test session has one.
 
-    modules  what the processes need imported, by their names
+    modules  names of the modules that the processes need
     """
 
     def __init__(self, *modules: str, cwd: Path | None = None) -> None:

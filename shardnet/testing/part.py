@@ -1,4 +1,4 @@
-"""`Part`: what one worker of a test's cluster is to do."""
+"""`Part`: the task of one worker of a test's cluster."""
 
 import inspect
 from collections.abc import Callable
@@ -17,7 +17,7 @@ class Part:
 
     train     `train(cluster, *arguments)`; `train(cluster, state, *arguments)` in an elastic run. A coroutine function or not
     settings  of `connect`
-    every     steps between commits; for elastic runs, else 0
+    every     steps between commits; for elastic runs, otherwise 0
     """
 
     train: Callable[..., Any]
@@ -26,7 +26,7 @@ class Part:
     every: int = 0
 
     async def play(self, saboteur: Saboteur, joined: Callable[[Cluster], None]) -> Any:
-        """Join, train and leave; what `train` has returned. `joined` is told when it has joined for the first time."""
+        """Join, train and leave; returns the result of `train`. `joined` is called when the worker has joined for the first time."""
 
         first = True
 

@@ -6,11 +6,11 @@ from collections import deque
 from shardnet.testing.lane import Lane
 
 BLOCK_BYTES = 64 * 1024
-QUEUED_BYTES = 1024 * 1024  # under way at most: what 20 ms of 400 Mbit/s are; who sends more waits, as before a switch that is full
+QUEUED_BYTES = 1024 * 1024  # under way at most, as much as 20 ms at 400 Mbit/s; a sender of more waits, as before a full switch
 
 
 class Pipe:
-    """Reads at one end, writes at the other as the lane allows; for one call of `carry`."""
+    """Reads at one end, and writes at the other as the lane allows; for one call of `carry`."""
 
     def __init__(self, lane: Lane, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._lane = lane
@@ -21,7 +21,7 @@ class Pipe:
         self._changed = asyncio.Condition()
 
     async def carry(self) -> None:
-        """Until the end of what comes, which is passed on as such. Raises a group of OSErrors if either end breaks."""
+        """Carry bytes until the input ends, and pass the end on. Raises a group of OSErrors if either end breaks."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._read())
             group.create_task(self._write())

@@ -1,4 +1,4 @@
-"""A process of a test's cluster: reads from a socket what it is to do, and says there what becomes of it."""
+"""A process of a test's cluster: reads its task from a socket, and reports there."""
 
 import importlib
 import importlib.util
@@ -30,11 +30,11 @@ from shardnet.testing.saboteur import Saboteur
 from shardnet.training import Cluster, run
 from shardnet.training.diagnosis import Diagnosis
 
-MAIN = "__shardnet_main__"  # what a program is called here that is `__main__` elsewhere: what it does as that must not be done again
+MAIN = "__shardnet_main__"  # the name here of the test's `__main__` program: code that it runs as `__main__` must not run again
 
 
 def main(descriptor: str) -> int:
-    """Play one part, as the socket with this number says; the exit status is 0 even if it fails, for that has been said."""
+    """Play one part, as the socket with this number says; the exit status is 0 even if it fails, because it has reported the failure."""
     Child(Connection(int(descriptor))).run()
     return 0
 
@@ -65,7 +65,7 @@ class Child:
 
         try:
             run(play)
-        except BaseException as error:  # noqa: BLE001 - who ordered this process wants to know
+        except BaseException as error:  # noqa: BLE001 - the test that ordered this process wants to know
             failure = RankFailure.of(error)
             self._say({"what": "failed", "kind": failure.kind, "message": failure.message, "traceback": failure.traceback})
 
@@ -74,7 +74,7 @@ class Child:
         self._say({"what": "joined", "rank": cluster.rank})
 
     def _tell_result(self, result: object) -> None:
-        frames = frames_of(result)  # fails for what cannot be sent, before anything is
+        frames = frames_of(result)  # fails for a value that cannot be sent, before anything is sent
         self._say({"what": "ended"}, *frames)
 
     def _act(self, number: int, fault: Fault) -> None:
@@ -95,7 +95,7 @@ class Child:
                 self._channel.send_bytes(frame)
 
     def _read(self) -> None:
-        """Orders, to the end: then whoever gave them is gone, and this process is of no use any more."""
+        """Read orders to the end: then the process that gave them is gone, and this one is no longer needed."""
         try:
             while True:
                 match json.loads(self._channel.recv_bytes()):
@@ -108,7 +108,7 @@ class Child:
 
 
 def _found(job: dict[str, Any]) -> Callable[..., Any]:
-    """The training function: of the module of that name if it is that file, else of the file."""
+    """The training function: from the module of that name if its file is the given one, otherwise from the file."""
     train: Callable[..., Any] = operator.attrgetter(job["train"])(_module(job["module"], job["file"]))
     return train
 
@@ -117,7 +117,7 @@ def _module(name: str, file: str) -> ModuleType:
     name = MAIN if name == "__main__" else name
     root = Path(file).parents[name.count(".")]
     if root.joinpath(*name.split(".")).with_suffix(".py") == Path(file):
-        sys.path.append(str(root))  # behind all else: pytest's importlib mode imports packages that are on no path
+        sys.path.append(str(root))  # after all other folders: pytest's importlib mode imports packages that are on no path
     with suppress(ImportError):
         module = importlib.import_module(name)
         if Path(module.__file__ or "").resolve() == Path(file):

@@ -30,7 +30,7 @@ MAIN = "shardnet.testing.process:main"
 
 
 class ProcessWorker:
-    """A process that plays its part. What it and its end of the socket say is read by a thread here; all else is for one thread."""
+    """A process that plays its part. A thread here reads its messages from the socket; all methods are for one thread."""
 
     def __init__(self, number: int, part: Part, faults: Mapping[int, Fault], tell: Callable[[News], None], nursery: Nursery) -> None:
         job, frames = job_of(part, faults), frames_of(part.arguments)
@@ -43,7 +43,7 @@ class ProcessWorker:
         with theirs, Path(os.devnull).open() as nothing:
             descriptors = nothing.fileno(), self._output.fileno(), self._output.fileno(), theirs.fileno()
             self.pid = nursery.fork(MAIN, descriptors=descriptors)
-        self._ended = os.pidfd_open(self.pid)  # the channel does not tell: a process that this one has started may have it as well
+        self._ended = os.pidfd_open(self.pid)  # the channel does not show it: a process that the worker has started may hold it open, too
         self._channel: Connection[Any, Any] = Connection(ours.detach())
         self._say(job)
         with suppress(BrokenPipeError):
@@ -67,7 +67,7 @@ class ProcessWorker:
             return Doing()
 
     def join(self) -> int:
-        """Wait until it has ended; its exit status, negative for a signal."""
+        """Wait until it has ended; returns its exit status, negative for a signal."""
         status = self._nursery.wait(self.pid)
         self._reader.join()
         self._channel.close()
@@ -75,13 +75,13 @@ class ProcessWorker:
         return status
 
     def output(self) -> str:
-        """What it has written, whole, when it has ended."""
+        """Its whole output, when it has ended."""
         with self._output:
             self._output.seek(0)
             return self._output.read()
 
     def _say(self, message: Mapping[str, object]) -> None:
-        with suppress(BrokenPipeError):  # it has ended, as will be heard
+        with suppress(BrokenPipeError):  # it has ended, which will be noticed
             self._channel.send_bytes(json.dumps(message).encode())
 
     def _read(self) -> None:
@@ -105,7 +105,7 @@ class ProcessWorker:
 
 
 def job_of(part: Part, faults: Mapping[int, Fault]) -> dict[str, Any]:
-    """What the process needs to know, as JSON can say it. Raises UsageError for a function that another process cannot find."""
+    """What the process needs to know, as a value for JSON. Raises UsageError for a function that another process cannot find."""
     train = part.train
     name, module = getattr(train, "__qualname__", ""), inspect.getmodule(train)
     file = getattr(module, "__file__", None)
@@ -133,7 +133,7 @@ def job_of(part: Part, faults: Mapping[int, Fault]) -> dict[str, Any]:
 
 
 def _named(module: object, name: str) -> object:
-    """What a module has under a dotted name, as the process will find it; None if nothing."""
+    """The object that the process will find in a module under a dotted name; None if there is none."""
     with suppress(AttributeError):
         return operator.attrgetter(name)(module)
     return None

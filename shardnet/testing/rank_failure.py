@@ -1,4 +1,4 @@
-"""`RankFailure`: how one rank of a test's cluster has failed; `RanksFailed`: the error that has all of them."""
+"""`RankFailure`: how one rank of a test's cluster has failed; `RanksFailed`: the error that contains all failures."""
 
 import sys
 import traceback
@@ -10,21 +10,21 @@ from typing import Any
 
 from shardnet.errors import PeerLost
 
-_OF_OTHERS = {PeerLost.__name__}  # errors of ranks that fail because another one has
+_OF_OTHERS = {PeerLost.__name__}  # errors of ranks that fail because another one has failed
 # One calls the training function, and the other one `shardnet.run`, which leaves that call out of a traceback
 _CALLERS = [str(Path(__file__).with_name(name)) for name in ("part.py", "process.py")]
 
 
 @dataclass(frozen=True, slots=True)
 class RankFailure:
-    """An error, also of another process: so it is kept as text.
+    """An error, kept as text because it may come from another process.
 
-    kind       name of its class, "ValueError"; "Died" where a process ended without one, "Hung" where the time was over
-    message    what str() of it says
+    kind       name of its class, "ValueError"; "Died" if a process ended without an error, "Hung" if the time was over
+    message    its str()
     traceback  as Python prints it
-    error      itself, of a rank in this process
-    rank       -1 of a worker that never joined
-    waits_for  ranks for which one that hung was waiting
+    error      the error itself, if the rank is in this process
+    rank       -1 for a worker that never joined
+    waits_for  ranks for which a rank that hung was waiting
     """
 
     kind: str
@@ -52,10 +52,10 @@ class RankFailure:
 
 
 class RanksFailed(Exception):
-    """Ranks of a test's cluster have failed. `failures` has them all, `first` the one that the others seem to come from."""
+    """Ranks of a test's cluster have failed. `failures` has all failures, `first` the one that seems to have caused the others."""
 
     def __init__(self, failures: Sequence[RankFailure], world_size: int) -> None:
-        """`failures` in the order in which they were heard."""
+        """`failures` are in the order in which they were reported."""
         self.first = min(failures, key=lambda failure: (failure.kind in _OF_OTHERS or bool(failure.waits_for), failure.rank < 0))
         self.failures = [self.first, *sorted((each for each in failures if each is not self.first), key=lambda failure: failure.rank)]
         self._world_size = world_size
@@ -63,8 +63,8 @@ class RanksFailed(Exception):
 
     @property
     def skip(self) -> BaseException | None:
-        """What `pytest.skip()` has raised in ranks of this process, where others have only lost these."""
-        pytest: Any = sys.modules.get("pytest")  # who has called it has imported it
+        """The exception of `pytest.skip()` from ranks of this process, if the other ranks have only lost these."""
+        pytest: Any = sys.modules.get("pytest")  # a program that has called it has imported it
         if pytest is None or not isinstance(self.first.error, pytest.skip.Exception):
             return None
         others = (failure for failure in self.failures if failure.kind not in _OF_OTHERS)
@@ -85,7 +85,7 @@ class RanksFailed(Exception):
 
 
 def _below_the_kit(trace: TracebackType | None) -> TracebackType | None:
-    """A stack from where the user's code begins, whole if that was not reached."""
+    """The traceback from where the user's code begins; the whole one if it did not reach that."""
     found, each = trace, trace
     while each is not None:
         if each.tb_frame.f_code.co_filename in _CALLERS and each.tb_next is not None:

@@ -12,7 +12,7 @@ Work = Callable[[Backend], Awaitable[T]]
 
 
 async def each_rank(backends: Sequence[Backend], work: Work[T]) -> list[T]:
-    """Run `work(backend)` for every rank at once; its results by rank. Waits for all, then raises the first error, if any."""
+    """Run `work(backend)` for every rank at once; returns the results by rank. Waits for all, then raises the first error, if any."""
     results: dict[int, T] = {}
 
     async def run(index: int) -> None:
@@ -25,7 +25,7 @@ async def each_rank(backends: Sequence[Backend], work: Work[T]) -> list[T]:
 
 
 async def each_error(backends: Sequence[Backend], work: Work[object]) -> list[ShardnetError]:
-    """Run `work(backend)`, which must fail on every rank; the errors by rank. Raises AssertionError for a rank that succeeds."""
+    """Run `work(backend)`, which must fail on every rank; returns the errors by rank. Raises AssertionError for a rank that succeeds."""
 
     async def fail(backend: Backend) -> ShardnetError:
         try:

@@ -1,4 +1,4 @@
-"""What each collective must give, in plain torch: tensors of all ranks in, tensors of all ranks out.
+"""The correct result of each collective, in plain torch: tensors of all ranks in, tensors of all ranks out.
 
 Sums are taken in rank order, 16-bit floats in float32. A backend may add in another fixed order, so compare floats
 whose sums are exact (small whole numbers), or with a tolerance.

@@ -1,6 +1,6 @@
-"""`Relay`: stands in front of a port, and what goes through it comes late, slowly, in pieces, broken, twice, or not at all.
+"""`Relay`: stands in front of a port, and data that goes through it comes late, slowly, in pieces, broken, twice, or not at all.
 
-    async with Relay("127.0.0.1:7001") as relay:     # whoever shall be disturbed calls relay.address
+    async with Relay("127.0.0.1:7001") as relay:     # callers that should be disturbed call relay.address
         relay.conditions = Conditions(latency_s=0.05, bytes_per_s=12.5e6)
         relay.harm(Kind.FLIP)                         # one bit of what passes next
         relay.hold()                                  # nothing passes, and nobody is told ...
@@ -33,11 +33,11 @@ _RESET = struct.pack("ii", 1, 0)  # SO_LINGER of no time: closing sends a reset
 class Relay:
     """A listener and the connections through it, on the loop that enters it; its methods are for that loop's thread.
 
-    target  host:port that it leads to; may be set later. Who calls while nobody listens there is reset, as by a machine that is up
+    target  host:port to which it leads; may be set later. While nobody listens there, callers are reset, as by a machine that is up
     listen  where it listens itself; port 0: the system chooses
-    seed    of jitter and of which bits flip
+    seed    for the jitter and for the bits that flip
 
-    Leaving without an error raises FaultNotFired for a harm that was ordered and never done: a test that disturbs nothing proves nothing.
+    Leaving without an error raises FaultNotFired for a harm that was ordered but never done: a test that disturbs nothing proves nothing.
     """
 
     def __init__(self, target: str, *, listen: str = "127.0.0.1:0", seed: int = 0) -> None:
@@ -56,25 +56,25 @@ class Relay:
 
     @property
     def address(self) -> str:
-        """host:port to call in the target's stead."""
+        """host:port to call instead of the target."""
         if not self._address:
             raise StateError("a relay has an address when it is entered: async with Relay(...) as relay")
         return self._address
 
     @property
     def connections(self) -> int:
-        """How many go through it now."""
+        """How many connections go through it now."""
         return len(self._connections)
 
     def passed_bytes(self, way: Way) -> int:
-        """How much has come out at the other end so far."""
+        """How many bytes have come out at the other end so far."""
         return self._lanes[way].passed_bytes
 
     # --- what can be done to the link
 
     @property
     def conditions(self) -> Conditions:
-        """What the link is like from now on, in both directions."""
+        """The properties of the link from now on, in both directions."""
         return self._lanes[Way.IN].conditions
 
     @conditions.setter
@@ -83,30 +83,30 @@ class Relay:
             lane.conditions = conditions
 
     def harm(self, kind: Kind, *, way: Way = Way.IN, least_bytes: int = 1) -> Harm:
-        """Do that to the next block of so many bytes; one block each for several orders."""
+        """Damage the next block of at least `least_bytes`; several orders damage one block each."""
         harm = Harm(kind, way, least_bytes, rng=self._random)
         self._lanes[way].harms.append(harm)
         return harm
 
     def hold(self, ways: Iterable[Way] = BOTH) -> None:
-        """Let nothing pass until `mend`; nothing is lost. To both ends it is as if the other one had frozen."""
+        """Let nothing pass until `mend`; nothing is lost. To each end it seems that the other one has frozen."""
         for way in ways:
             self._lanes[way].hold()
 
     def cut(self) -> None:
-        """Reset all connections now, and until `mend` those that come."""
+        """Reset all connections now, and until `mend` also new ones."""
         self._is_cut = True
         for connection in tuple(self._connections):
             connection.reset()
 
     def mend(self) -> None:
-        """Take back `hold` and `cut`. Connections that were cut stay so."""
+        """Take back `hold` and `cut`. Connections that were cut stay cut."""
         self._is_cut = False
         for lane in self._lanes.values():
             lane.let_go()
 
     def check_fired(self) -> None:
-        """Raise FaultNotFired for harms that were ordered and not done yet."""
+        """Raise FaultNotFired for harms that were ordered but not done yet."""
         missing = [str(harm) for harm in self._harms() if not harm.fired]
         if missing:
             raise FaultNotFired(f"the relay to {self.target} was told to {missing[0]}, but none passed" + _and_more(missing))
@@ -158,19 +158,19 @@ class Relay:
         if self._is_cut:
             raise ConnectionResetError
         for lane in self._lanes.values():
-            await lane.passable()  # who calls through a link that is held waits, too
+            await lane.passable()  # a caller through a held link waits, too
         target = Address.parse(self.target)
         connection.ends.append(await asyncio.open_connection(target.host, target.port))
         (from_caller, to_caller), (from_target, to_target) = connection.ends
         for writer in (to_caller, to_target):
-            writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # or slices are put together again
+            writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # otherwise slices would be joined again
         async with asyncio.TaskGroup() as group:
             group.create_task(Pipe(self._lanes[Way.IN], from_caller, to_target).carry())
             group.create_task(Pipe(self._lanes[Way.OUT], from_target, to_caller).carry())
 
 
 class _Connection:
-    """Both ends of what passes through a relay; the caller's first."""
+    """Both ends of a connection through a relay; the caller's first."""
 
     def __init__(self, ends: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]) -> None:
         self.ends = ends

@@ -1,4 +1,4 @@
-"""`Relays`: one in front of each worker of a test's cluster, if its faults need that."""
+"""`Relays`: one relay in front of each worker of a test's cluster, if its faults need that."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -21,7 +21,7 @@ class Relays:
         self._interrupted = [0] * count
 
     def settings(self, number: int) -> dict[str, str]:
-        """How a worker is to listen, so that its relay leads to it."""
+        """The settings with which a worker must listen, so that its relay leads to it."""
         if number >= len(self._relays):
             return {}
         relay = self._relays[number]
@@ -39,7 +39,7 @@ class Relays:
         self._do(relay.hold if hold else relay.cut)
 
     def mend(self, number: int) -> None:
-        """One interruption is over; the link is whole when all are."""
+        """One interruption is over; the link is whole when all interruptions are."""
         self._interrupted[number] -= 1
         if not self._interrupted[number]:
             self._do(self._relays[number].mend)
@@ -55,7 +55,7 @@ class Relays:
         return self._loop.run(done()).result()
 
     def _open(self) -> Relay:
-        """One that leads to the same port of another loopback address: nobody else takes that meanwhile."""
+        """Open a relay that leads to the same port of another loopback address: no other process takes that meanwhile."""
 
         async def opened() -> Relay:
             relay = Relay("127.0.0.1:0")

@@ -9,11 +9,11 @@ from shardnet.training import Cluster
 
 
 class Saboteur:
-    """Watches what one worker does, and calls `act` for each of the faults that are meant for its rank; lives through all epochs."""
+    """Watches what one worker does, and calls `act` for each fault that is meant for its rank; lives through all epochs."""
 
     def __init__(self, faults: Mapping[int, Fault], act: Callable[[int, Fault], None]) -> None:
         """faults  by number, of all ranks
-        act     called on the thread on which the moment has come, once a fault
+        act     called once per fault, on the thread on which its moment has come
         """
         self._faults = dict(faults)
         self._act = act
@@ -21,7 +21,7 @@ class Saboteur:
         self._lock = threading.Lock()
 
     def attend(self, cluster: Cluster) -> None:
-        """Begin, with what is meant for the rank that this worker has now."""
+        """Begin, with the faults that are meant for the rank that this worker has now."""
         self._faults = {number: fault for number, fault in self._faults.items() if fault.rank == cluster.rank}
         cluster.telemetry.observe(self)
         self.on_step(cluster.telemetry.step)
@@ -37,7 +37,7 @@ class Saboteur:
         self._happen(op)
 
     def on_transfer(self, direction: TransferDirection, duration_ns: int, bytes: int) -> None:
-        """Nothing is planned for copies."""
+        """There are no faults for copies."""
 
     def _happen(self, what: str) -> None:
         while self._faults and (order := self._take(what)) is not None:

@@ -42,23 +42,23 @@ class ThreadWorker:
         raise AssertionError("a thread is not frozen")
 
     def doing(self, within_s: float) -> Doing:
-        """The stacks are those of this whole process."""
+        """What it is doing; the stacks are those of this whole process."""
         return Doing(self._diagnosis.text(), self._diagnosis.waits_for())
 
     def join(self) -> int:
-        """Wait until it has ended. One that is stuck in code of its own can be ended by nobody, and ends with the process."""
+        """Wait until it has ended. Nothing can end a thread that is stuck in its own code; it ends with the process."""
         self._thread.join(GRACE_S)
         return 0
 
     def output(self) -> str:
-        """Nothing: it writes where the test does."""
+        """Nothing: it writes to the test's own output."""
         return ""
 
     def _run(self) -> None:
         try:
             with asyncio.Runner() as runner:
                 self._tell(Ended(self._number, runner.run(self._play())))
-        except BaseException as error:  # noqa: BLE001 - the run looks at it
+        except BaseException as error:  # noqa: BLE001 - the run handles it
             self._tell(Ended(self._number, failure=RankFailure.of(error)))
         self._tell(Gone(self._number))
 

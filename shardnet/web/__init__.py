@@ -1,7 +1,7 @@
-"""A cluster as a web page: `watcher` looks, `story` keeps what was seen (of each job its `history`), `answer` tells it, `page_port` serves
-that, and `page/` draws it.
+"""A cluster as a web page: `watcher` looks, `story` keeps what was seen (for each job its `history`), `answer` makes the JSON, `page_port`
+serves it, and `page/` draws it.
 
-The scripts in `page/` put what they are told into the page as text, never as markup.
+The scripts in `page/` put the data into the page as text, never as markup.
 """
 
 from collections.abc import AsyncIterator
@@ -17,8 +17,8 @@ __all__ = ["page_of"]
 
 @asynccontextmanager
 async def page_of(address: str, listen: str, security: Security) -> AsyncIterator[str]:
-    """Serve the page of the rendezvous at `address`; yields what to open in a browser. It is watched all the while, so that who opens the
-    page late sees what has been. Raises AddressError, PlaintextRefused or ListenError."""
+    """Serve the page of the rendezvous at `address`; yields the URL to open in a browser. The rendezvous is watched all the time, so that a
+    page that is opened late shows earlier events. Raises AddressError, PlaintextRefused or ListenError."""
     story = Story()
     async with PagePort(listen, story, insecure=security.insecure) as page, Watcher(address, story, security):
         yield page.url

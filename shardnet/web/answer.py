@@ -1,13 +1,13 @@
-"""`answer`: what the page is told, as a value for JSON.
+"""`answer`: the data for the page, as a value for JSON.
 
-[Note: what the page is told] Fields, and those of values within:
+[Note: what the page is told] The fields, and the fields of nested values:
 
-version     1; another one where a field changes its meaning
-run         which process tells; number, at_s: its last look
-since       null: points and events are all that there are; else those after that look
+version     1; increased if a field changes its meaning
+run         identifies the process that answers; number, at_s: its last look
+since       null: points and events are all that exist; otherwise those after that look
 rendezvous  the process itself; null before the first look
-jobs        all of them in short
-job         one of them, the asked one if it is there; null: there is none
+jobs        all jobs in short form
+job         one of them, the requested one if it exists; null: there is none
   progress  what its first worker reports
   workers   rank, node (an index of nodes), address, state; step_s, wait (share of the step), late_share (of the last seconds
             others have waited for it), late (it holds the others up), sent, received; to: [rank, network, memory]
@@ -15,7 +15,7 @@ job         one of them, the asked one if it is there; null: there is none
   points    rows of `columns`
 events      [number, at_s, what, bad]
 
-What is not known is null. Bytes are payload, times seconds, rates a second.
+Unknown values are null. Bytes are payload, times are in seconds, rates per second.
 """
 
 import math
@@ -29,19 +29,19 @@ from shardnet.web.history import History, Point, traffic
 from shardnet.web.story import Story
 
 VERSION = 1
-_LATER = 2.5  # times as much as the others
+_LATER = 2.5  # times as late as the others
 _COLUMNS = [each.name for each in fields(Point)]
 
 
 def answer(story: Story, job: str = "", since: int | None = None) -> dict[str, Any]:
-    """`job` is the one that is asked for, empty: any; `since` the look up to which the caller knows the story of that job."""
+    """`job` is the requested job, empty: any; `since` is the look up to which the caller knows the story of that job."""
     view = story.view
     told: dict[str, Any] = {"version": VERSION, "run": story.run, "number": story.number, "at_s": round(story.at_s, 2), "since": since}
     if view is None:
         return {**told, "rendezvous": None, "jobs": [], "job": None, "events": []}
     chosen = _choose(view, job)
     if chosen is None or chosen.job != job or (since or 0) > story.number:
-        told["since"] = since = None  # it knows another one's points
+        told["since"] = since = None  # the caller knows the points of another job
     return {
         **told,
         "rendezvous": _rendezvous(view),
@@ -52,7 +52,7 @@ def answer(story: Story, job: str = "", since: int | None = None) -> dict[str, A
 
 
 def _choose(view: ClusterView, name: str) -> JobView | None:
-    """The asked one, else the newest of those that run, or form, or have been."""
+    """The requested job, otherwise the newest that runs, or forms, or has ended, in this order."""
     asked = next((job for job in view.jobs if job.job == name), None)
     order = (*OVER, "forming", "running")
     return asked or max(reversed(view.jobs), key=lambda job: order.index(job.state) if job.state in order else 0, default=None)
@@ -93,7 +93,7 @@ def _job(story: Story, job: JobView, since: int | None) -> dict[str, Any]:
 
 
 def _progress(story: Story, job: JobView, history: History) -> dict[str, Any] | None:
-    """Null if nobody says anything. Of a job that is over, what was seen last."""
+    """None if no worker reports any. For a job that is over, the last known progress."""
     stats = next((worker.stats for worker in _here(job) if worker.stats is not None), None)
     if stats is None:
         said = next((point for point in reversed(history.points) if point.step is not None), None)
@@ -132,9 +132,11 @@ def _worker(story: Story, job: JobView, worker: WorkerView, nodes: list[str]) ->
 
 
 def _mark_late(workers: list[dict[str, Any]], job: JobView, story: Story) -> list[dict[str, Any]]:
-    """For how much of the last seconds each was waited for, as the one says that has waited longest, and whether that is much.
+    """Add the share of the last seconds for which others waited for each worker, according to the one that waited longest, and whether that
+    is much.
 
-    Some wait for others in any training, and on a crowded machine all do: late is who is waited for much more than the rest.
+    In any training some workers wait for others, and on a crowded machine all do: a worker is late if others wait for it much longer than
+    for the rest.
     """
     awaited = {absent.rank for worker in job.workers if worker.stats is not None for each in worker.stats.waiting for absent in each.absent}
     found = story.meter.late(job.workers)
@@ -147,7 +149,7 @@ def _mark_late(workers: list[dict[str, Any]], job: JobView, story: Story) -> lis
 
 
 def _node(worker: WorkerView, job: JobView) -> str:
-    """Of one that is no member any more, the others know it."""
+    """The worker's machine. If it is no longer a member, the others know it."""
     if worker.node:
         return worker.node
     return next((found for other in job.workers if other.stats is not None and (found := _node_of(worker.rank, other.stats))), "")
@@ -171,7 +173,7 @@ def _event(number: int, event: Event) -> list[Any]:
 
 
 def _short(value: float | None) -> float | None:
-    """As many digits as are drawn; JSON has no word for NaN."""
+    """The value with as many digits as the page draws; NaN becomes null, because JSON has no NaN."""
     if value is None or isinstance(value, int):
         return value
     return float(f"{value:.5g}") if math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""`History`: how one job has gone, a point for each look."""
+"""`History`: the course of one job, with a point for each look."""
 
 import math
 from collections import deque
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from shardnet.observation.rates import WINDOW_S, RateMeter
 from shardnet.observation.views import GONE, OVER, JobView, WorkerView
 
-KEPT_POINTS = 900  # 15 minutes at a look a second; 0.3 MB
-KEPT_RATES = 90  # of each worker: as much as a small curve has room for
-_STILL_STEPS = 3.0  # no step for as long as that many take: the training stands
+KEPT_POINTS = 900  # 15 minutes at one look per second; 0.3 MB
+KEPT_RATES = 90  # of each worker: as many as fit into a small curve
+_STILL_STEPS = 3.0  # if no step has ended for the time of so many steps, the training stands still
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One look. `number` is the look's; None is what nobody has said. Bytes are payload, a second, over all workers."""
+    """The values of one look, whose number is `number`; unknown values are None. Bytes are payload per second, over all workers."""
 
     number: int
     at_s: float
@@ -29,17 +29,17 @@ class Point:
 
 
 class History:
-    """The points of one job, and what each worker has sent; lives as long as the job is known."""
+    """The points of one job, and the send rates of each worker; lives as long as the job is known."""
 
     def __init__(self) -> None:
         self.points: deque[Point] = deque(maxlen=KEPT_POINTS)
-        self._sent: dict[str, deque[float | None]] = {}  # by address: bytes a second
+        self._sent: dict[str, deque[float | None]] = {}  # by address: bytes per second
         self._step = -1
-        self._step_s: float | None = None  # of the last one that was timed
-        self._moved_s = -math.inf  # when there was another step than before
+        self._step_s: float | None = None  # the time of the last step that was timed
+        self._moved_s = -math.inf  # when the step last changed
 
     def add(self, number: int, at_s: float, now_s: float, job: JobView, meter: RateMeter) -> None:
-        """A look at `now_s` of a clock that only goes on, which is `at_s` since 1970. Before the first worker there is nothing to keep."""
+        """Add a look at `now_s` of a clock that never goes back, which is `at_s` since 1970. Before the first worker nothing is kept."""
         here = [worker for worker in job.workers if worker.state != GONE]
         if not (here or (self.points and job.state not in OVER)):
             return
@@ -49,11 +49,11 @@ class History:
         self.points.append(self._point(number, at_s, now_s, job.epoch, here, meter))
 
     def since(self, number: int) -> Iterator[Point]:
-        """The points of later looks than that."""
+        """The points of looks after `number`."""
         return (point for point in self.points if point.number > number)
 
     def sent(self, worker: WorkerView) -> list[float | None]:
-        """Of the last looks."""
+        """The worker's send rates at the last looks."""
         return list(self._sent.get(worker.address, ()))
 
     def _point(self, number: int, at_s: float, now_s: float, epoch: int, here: list[WorkerView], meter: RateMeter) -> Point:
@@ -69,7 +69,7 @@ class History:
         tokens_per_s = stats.progress.tokens_per_s or None
         return Point(
             *(number, at_s, epoch, stats.step, None if math.isnan(stats.progress.loss) else stats.progress.loss),
-            # What was reported with the last step stays so for ever: it is said of now only while there are steps.
+            # Values that were reported with the last step stay for ever: they are shown as current only while steps go on.
             tokens_per_s=tokens_per_s if moves else tokens_per_s and 0.0,
             step_s=self._step_s if moves else None,
             network=network,
@@ -78,6 +78,6 @@ class History:
 
 
 def traffic(workers: Iterable[WorkerView], meter: RateMeter) -> tuple[float | None, float | None]:
-    """What they send each other over the network and through memory, in bytes a second; None if nobody says."""
+    """What the workers send each other over the network and through memory, in bytes per second; None if no worker reports it."""
     flows = [flow for worker in workers for flow in meter.flows(worker).values()]
     return (sum(flow.network for flow in flows), sum(flow.memory for flow in flows)) if flows else (None, None)

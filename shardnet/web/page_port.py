@@ -17,7 +17,7 @@ _EXAMPLE = "127.0.0.1:7080"
 VIEW = "/view.json"
 _KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 _FIELDS = {
-    # Nothing from elsewhere, nothing written into the page itself, and in nobody's frame.
+    # Load nothing from other sites, run no inline code, and allow no other page to frame this one.
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "cross-origin-resource-policy": "same-origin",
@@ -28,7 +28,7 @@ _FIELDS = {
 
 
 class PagePort:
-    """Serves the page of a story; an async context manager. Lives on the loop that enters it, and as long as somebody adds to the story."""
+    """Serves the page of a story; an async context manager. Lives on the loop that enters it, as long as the story is added to."""
 
     def __init__(self, listen: str, story: Story, *, insecure: bool = False) -> None:
         """insecure: it may be open to other machines. Raises AddressError or PlaintextRefused; opens nothing yet."""
@@ -39,14 +39,14 @@ class PagePort:
 
     @property
     def url(self) -> str:
-        """What to open in a browser; empty before it is open."""
+        """The URL to open in a browser; empty before it is open."""
         bound = self._port.bound
         if bound is None:
             return ""
         return f"http://{Address(socket.gethostname(), bound.port) if bound.is_unspecified else bound}/"
 
     async def start(self) -> None:
-        """Bind and answer. Raises ListenError; nothing is left open then."""
+        """Bind and answer. Raises ListenError, and leaves nothing open then."""
         await self._port.start()
 
     async def aclose(self) -> None:
@@ -61,7 +61,7 @@ class PagePort:
         await self.aclose()
 
     async def _view(self, request: Request) -> Response:
-        """`?job=NAME&run=RUN&since=NUMBER`; without them, or with others than there are, all of some job."""
+        """Answer `?job=NAME&run=RUN&since=NUMBER`; without these, or with unknown values, everything about some job."""
         asked = {name: values[-1] for name, values in parse_qs(request.query).items()}
         since: int | None = None
         if asked.get("run") == self._story.run:

@@ -1,4 +1,4 @@
-"""`Story`: what has been seen of a cluster since somebody watches."""
+"""`Story`: everything that was seen of a cluster since the watching began."""
 
 import secrets
 
@@ -7,13 +7,13 @@ from shardnet.observation.rates import RateMeter
 from shardnet.observation.views import OVER, ClusterView
 from shardnet.web.history import History
 
-MAX_HISTORIES = 32  # of jobs; 10 MB. A rendezvous knows more jobs than that, finished ones among them
+MAX_HISTORIES = 32  # of jobs; 10 MB. A rendezvous may know more jobs, including finished ones
 
 
 class Story:
-    """The last look, and the points and events of those before; bounded. Lives as long as the page is served.
+    """The last look, and the points and events of earlier ones; bounded. Lives as long as the page is served.
 
-    Looks are numbered from 1 on. `run` tells this story from that of another process at the same address.
+    Looks are numbered from 1 on. `run` distinguishes this story from that of another process at the same address.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Story:
         self._events: list[tuple[int, Event]] = []  # with the number of the look
 
     def add(self, at_s: float, now_s: float, view: ClusterView) -> None:
-        """The next look, at `at_s` since 1970 and at `now_s` of a clock that only goes on."""
+        """Add the next look, at `at_s` since 1970 and at `now_s` of a clock that never goes back."""
         self.number += 1
         self.at_s, self.view = at_s, view
         self.meter.add(now_s, view)
@@ -39,11 +39,11 @@ class Story:
                 self.histories[job.job].add(self.number, at_s, now_s, job, self.meter)
 
     def events(self, since: int) -> list[tuple[int, Event]]:
-        """Those of later looks than that, the newest last."""
+        """The events of looks after `since`, the newest last."""
         return [each for each in self._events if each[0] > since]
 
     def _make_room(self, view: ClusterView) -> None:
-        """Each job has a history while it is known, those that run first."""
+        """Drop histories: each known job has one, and if there are too many jobs, running ones come first."""
         by_worth = sorted(view.jobs, key=lambda job: job.state in OVER)
         kept = {job.job for job in by_worth[:MAX_HISTORIES]}
         self.histories = {name: self.histories.get(name) or History() for name in kept}

@@ -1,4 +1,4 @@
-"""`Watcher`: looks at a cluster, time and again."""
+"""`Watcher`: looks at a cluster repeatedly."""
 
 import asyncio
 import logging
@@ -17,15 +17,15 @@ from shardnet.web.story import Story
 log = logging.getLogger(__name__)
 
 INTERVAL_S = 1.0
-ANSWER_S = 2.0  # who has not answered by then is shown as unreachable
+ANSWER_S = 2.0  # a process that has not answered by then is shown as unreachable
 
 
 class Watcher:
-    """Adds what it finds to a story, whatever that is; an async context manager that looks as long as it is entered."""
+    """Adds everything that it finds to a story; an async context manager that looks as long as it is entered."""
 
     def __init__(self, address: str, story: Story, security: Security, interval_s: float = INTERVAL_S) -> None:
-        """address   where a rendezvous listens, as it was told
-        security  of who asks: a certificate in any role is told health and statistics
+        """address   where a rendezvous listens, as given to it
+        security  of this process, which asks: a certificate in any role may ask for health and statistics
         """
         self._security = security
         self._address = reachable(address)
@@ -49,7 +49,7 @@ class Watcher:
                 begin_s = time.monotonic()
                 try:
                     await self._look_on(observer, follower, begin_s)
-                except Exception:  # the rendezvous, and the page with what it has, go on
+                except Exception:  # the rendezvous goes on, and so does the page, with the data that it has
                     log.exception("looking at %s for the page failed", self._address)
                 await asyncio.sleep(max(0.0, begin_s + self._interval_s - time.monotonic()))
 
@@ -60,7 +60,7 @@ class Watcher:
             await follower.keep({self._address, *(worker.address for job in view.jobs for worker in job.workers)})
 
     async def _look(self, observer: Observer) -> ClusterView | None:
-        """None before anybody has answered."""
+        """Look once; returns None before any process has answered."""
         try:
             return await observer.look(self._address)
         except (EndpointUnavailable, HandshakeError, ProtocolError):
@@ -68,7 +68,7 @@ class Watcher:
 
 
 def reachable(address: str) -> str:
-    """Where this machine calls what listens there."""
+    """The address at which this machine can call a process that listens at `address`."""
     parsed = Address.parse(address)
     if not parsed.is_unspecified:
         return address

@@ -19,7 +19,7 @@ _COLOURS = (36, 33, 32, 35, 34, 31)  # ANSI: cyan, yellow, green, magenta, blue,
 
 
 class _Bar(tqdm):  # type: ignore[type-arg]  # it counts and iterates over nothing
-    monitor_interval = 0  # no thread that redraws: every change is drawn by the console's own
+    monitor_interval = 0  # no thread that redraws: the console's own thread draws every change
 
 
 class Console:
@@ -28,7 +28,7 @@ class Console:
     A thread of its own does the writing: a terminal that was paused, or a pager that nobody scrolls, must not stop
     the event loop, which answers the workers' rendezvous and the user's signals.
 
-    A context manager; leaving it writes what was given and takes the bar away.
+    A context manager; leaving it writes all lines that were given and removes the bar.
     """
 
     def __init__(self, out: TextIO | None = None, err: TextIO | None = None) -> None:
@@ -49,15 +49,15 @@ class Console:
         self._thread.shutdown(wait=True)
 
     def prefix(self, label: str, number: int, stream: TextIO) -> str:
-        """`[label] `, in the colour of `number` where colours are seen and wanted (https://no-color.org)."""
+        """`[label] `, in the colour of `number` if colours can be seen and are wanted (https://no-color.org)."""
         if not stream.isatty() or os.environ.get("NO_COLOR"):
             return f"[{label}] "
         return f"\x1b[{_COLOURS[number % len(_COLOURS)]}m[{label}]\x1b[0m "
 
     async def write(self, stream: TextIO, lines: Sequence[str], prefix: str = "") -> None:
-        """Write lines to `self.out` or `self.err`, each behind the prefix; returns when they are written. Raises OSError.
+        """Write lines to `self.out` or `self.err`, each after the prefix; returns when they are written. Raises OSError.
 
-        Cancelling does not take back what was given.
+        Cancelling does not take back lines that were given.
         """
         if stream is self.err or self._is_one_place:
             self._note(lines)
@@ -70,8 +70,8 @@ class Console:
         self._thread.submit(self._write, self.err, f"shardnet: {text}\n")
 
     def ends_with(self, lines: Sequence[str]) -> bool:
-        """Whether these are what was written last where the launcher speaks, each behind any prefix; by whichever rank, and whoever has
-        been told since to have ended in the same way."""
+        """Whether these are the last lines on the launcher's own stream, each after any prefix, written by any rank. References to the same
+        traceback of other workers after them do not count."""
         recent = [line for line in self._recent if not is_reference(line)]
         return [*map(of_any_rank, lines)] == [*map(of_any_rank, recent[max(0, len(recent) - len(lines)) :])]
 
@@ -80,17 +80,17 @@ class Console:
         self.told.count(len(lines))
 
     async def draw_bar(self, step: int, total: int, text: str) -> None:
-        """Draw or redraw the bar. It is there from the first call on."""
+        """Draw or redraw the bar. It exists from the first call on."""
         await asyncio.get_running_loop().run_in_executor(self._thread, self._draw_bar, step, total, text)
 
     def remove_bar(self) -> None:
-        """Take the bar away, after what was given before; whatever is written later stands last on the screen."""
+        """Remove the bar, after the lines that were given before; then later lines are the last ones on the screen."""
         self._thread.submit(self._remove_bar)
 
     def _write(self, stream: TextIO, text: str) -> None:
         if self._bar is not None:
             self._bar.clear()
-            self.err.flush()  # out and err may be one terminal: the bar must be gone before the text comes
+            self.err.flush()  # out and err may be one terminal: the bar must be removed before the text is written
         stream.write(text)
         stream.flush()
         if self._bar is not None:
@@ -98,7 +98,7 @@ class Console:
 
     def _draw_bar(self, step: int, total: int, text: str) -> None:
         if self._bar is None:
-            tqdm.set_lock(threading.RLock())  # the default lock is one for many processes, which takes a semaphore of the system
+            tqdm.set_lock(threading.RLock())  # the default lock is for several processes, and needs a semaphore of the system
             self._bar = _Bar(file=self.err, dynamic_ncols=True, leave=False, bar_format="{percentage:3.0f}% |{bar:30}| {desc}")
         self._bar.total = max(total, step, 1)
         self._bar.n = step

@@ -1,24 +1,24 @@
-"""What a worker learns from its launcher, as environment variables: the whole contract between the two.
+"""The environment variables by which a launcher tells a worker everything: the whole contract between the two.
 
 SHARDNET_RENDEZVOUS        host:port of the rendezvous
 SHARDNET_JOB               id of the job there
 SHARDNET_WORLD_SIZE        workers on all nodes; the most that the job runs with, and unless it is elastic, the least
 SHARDNET_ELASTIC           only if the job is elastic: 1
-SHARDNET_MIN_WORLD_SIZE    only if the job is elastic: the least workers with which it goes on
+SHARDNET_MIN_WORLD_SIZE    only if the job is elastic: the smallest number of workers with which it goes on
 SHARDNET_LOCAL_RANK        0-based number of the worker on this machine
-SHARDNET_LOCAL_WORLD_SIZE  workers on this machine; who has it listens to no scheduler ([Note: schedulers] in shardnet/scheduler.py)
-SHARDNET_WISHED_RANK       only if it is known which of the machines this is: the rank that follows from that
+SHARDNET_LOCAL_WORLD_SIZE  workers on this machine; a worker with it ignores schedulers ([Note: schedulers] in shardnet/scheduler.py)
+SHARDNET_WISHED_RANK       only if this machine's number is known: the rank that follows from it
 SHARDNET_REPLACEMENT       only for a worker that replaces one that has failed: 1
-SHARDNET_REPORT_FILE       file to which the worker appends one line, "address rank world_size", whenever these are new
-SHARDNET_NODE              only if given: what this machine calls itself
+SHARDNET_REPORT_FILE       file to which the worker appends one line, "address rank world_size", whenever these have changed
+SHARDNET_NODE              only if given: this machine's name
 SHARDNET_LISTEN            only if given: host to listen on
-SHARDNET_INSECURE          1 allows unencrypted connections to other machines; else 0
+SHARDNET_INSECURE          1 allows unencrypted connections to other machines; otherwise 0
 SHARDNET_CERTS             folder with this machine's certificate, or empty
 SHARDNET_TOKEN             join token, or empty
-SHARDNET_TOKEN_FILE        empty: the token that the launcher has read there is in SHARDNET_TOKEN
+SHARDNET_TOKEN_FILE        empty: the launcher has read that file, and the token is in SHARDNET_TOKEN
 SHARDNET_TRACE             only if given: path of the trace
-OMP_NUM_THREADS            this worker's part of the cores, unless the user set it
-GLIBC_TUNABLES             has malloc set no small blocks aside (see `_NOTHING_ASIDE`), unless the user set it
+OMP_NUM_THREADS            this worker's share of the cores, unless the user set it
+GLIBC_TUNABLES             keeps malloc from caching small freed blocks (see `_NOTHING_ASIDE`), unless the user set it
 """
 
 import os
@@ -26,24 +26,24 @@ from collections.abc import Mapping
 
 from shardnet.cli.launch.job import Job
 
-# glibc sets small blocks that are freed aside, by thread and by size, and takes them for used until it needs one of that size. So what is
-# large and freed beside them stays in pieces, which the next step finds too small: for some forty steps each takes more from the system,
-# page by page, until a process has half as much again as it would need.
+# glibc keeps small freed blocks in a cache by thread and size (tcache), and counts them as used until it needs one of that size. So large
+# freed memory beside them stays in pieces, which are too small for the next step: for some forty steps each step takes more memory from
+# the system, page by page, until a process has half as much again as it would need.
 _NOTHING_ASIDE = "glibc.malloc.mxfast=0:glibc.malloc.tcache_max=0"
 
 
 def common_environment(job: Job, inherited: Mapping[str, str] | None = None) -> dict[str, str]:
-    """What the environments of all workers have in common: `inherited` (default: this process's own), and what libraries read when they
-    are loaded."""
+    """The variables that all workers share: `inherited` (default: this process's own), and variables that libraries read when they are
+    loaded."""
     environment = dict(os.environ if inherited is None else inherited)
-    # Without a limit every worker starts a thread a core, and on a full machine they spend their time waiting for each other.
+    # Without a limit every worker starts one thread per core, and on a full machine the threads mostly wait for each other.
     environment.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // job.nproc)))
     environment.setdefault("GLIBC_TUNABLES", _NOTHING_ASIDE)
     return environment
 
 
 def worker_environment(job: Job, local_rank: int, rendezvous: str, inherited: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of one worker: the common one, and what the launcher adds."""
+    """The environment of one worker: the common one, and the launcher's variables for it."""
     environment = common_environment(job, inherited) | {
         "SHARDNET_RENDEZVOUS": rendezvous,
         "SHARDNET_JOB": job.name,

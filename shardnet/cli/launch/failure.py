@@ -1,4 +1,4 @@
-"""Which worker is to blame, and how that is told."""
+"""Finds the worker that is to blame, and describes the failure."""
 
 import re
 import signal
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from shardnet.cli.launch.tracebacks import is_head
 
-# Errors that say "somebody else has failed", or was told to leave: the worker that shows one is a witness, not the culprit.
+# Errors that say that another worker has failed, or was told to leave: the worker that shows one is a witness, not the culprit.
 _CONSEQUENCES = frozenset({"PeerLost", "MembershipLost", "Preempted"})
-# After these a new worker would begin the training anew, as if nothing had been lost.
+# After these errors a new worker would begin the training from the start, as if nothing had been lost.
 _FINAL = frozenset({"StateLost"})
 # The last line of a traceback, also inside the frame that is drawn around a member of an exception group.
 _ERROR_LINE = re.compile(r"[\s|+-]*(?:[A-Za-z_]\w*\.)*([A-Z]\w*)(?::\s|:?$)")
@@ -22,7 +22,7 @@ class Exit:
 
     code       exit status, or minus the number of the signal that killed it
     started_s  time.monotonic() of its start
-    ended_s    and of its end
+    ended_s    time.monotonic() of its end
     was_ended  the launcher had sent it a signal before
     tail       the last lines of its stderr
     """
@@ -45,7 +45,7 @@ class Exit:
 
     @property
     def is_final(self) -> bool:
-        """Whether its last error says that nobody can go on."""
+        """Whether its last error says that no worker can go on."""
         return self._last_error in _FINAL
 
     @property
@@ -79,28 +79,29 @@ class Exit:
 
 
 def culprit(exits: Sequence[Exit]) -> Exit | None:
-    """The failure that the others follow from: not one that the launcher caused, rather not one that only lost a peer, the first."""
+    """The failure that caused the others: preferably one that the launcher did not cause, then one that is not only the loss of a peer,
+    then the earliest."""
     failures = (end for end in exits if end.failed)
     return min(failures, key=lambda end: (end.was_ended, end.is_consequence, end.ended_s), default=None)
 
 
 def last_straw(exits: Sequence[Exit]) -> Exit | None:
-    """As `culprit`, of an elastic job, which has borne all failures but the last."""
+    """Like `culprit`, for an elastic job, which has survived all failures except the last."""
     failures = (end for end in exits if end.failed)
     return min(failures, key=lambda end: (end.was_ended, end.is_consequence, -end.ended_s), default=None)
 
 
 def announce(failure: Exit, what_follows: str) -> str:
-    """What the user reads while the job goes on. The worker's output stands above; its last line may be far up."""
+    """The message for the user while the job goes on. The worker's output is above it; its last line may be far up."""
     head = f"{failure.label} failed: {failure.cause}; {what_follows}"
     last_line = next((line for line in reversed(failure.tail) if _WORD.search(line)), None)
-    if failure.code == -signal.SIGKILL:  # it had no time for a word about that: what it wrote last is about something else
+    if failure.code == -signal.SIGKILL:  # it could write nothing about that: its last line is about something else
         return head
     return head if last_line is None else f"{head}. Its last line on stderr:\n    {last_line.strip()}"
 
 
 def describe_losses(lost: Sequence[Exit], replaced: Sequence[Exit]) -> str:
-    """What the user reads when an elastic job has ended well nonetheless."""
+    """The message for the user when an elastic job has succeeded in spite of losses."""
     told = [(end, end.how) for end in lost] + [(end, f"{end.how}, replaced") for end in replaced]
     told.sort(key=lambda loss: loss[0].ended_s)
     count = "1 worker was" if len(told) == 1 else f"{len(told)} workers were"
@@ -108,11 +109,11 @@ def describe_losses(lost: Sequence[Exit], replaced: Sequence[Exit]) -> str:
 
 
 def describe(failure: Exit, others: int, least: int | None = None, *, stands_above: bool = False) -> str:
-    """What the user reads last, with the worker's own error as the last line of all.
+    """The last message for the user, with the worker's own error as the last line of all.
 
-    others        workers ended because of it
-    least         workers that an elastic job needs, if these were no longer there
-    stands_above  the end of its stderr is what the user has read just before
+    others        how many workers were ended because of it
+    least         how many workers an elastic job needs, if fewer were left
+    stands_above  the end of its stderr is directly above this message
     """
     ended = f"; {others} other{'s' if others > 1 else ''} ended with it" if others else ""
     too_few = f"; fewer than {least} workers cannot go on" if least is not None and least > 1 else ""

@@ -1,7 +1,7 @@
-"""Run as a script, `forge.py [-m] TARGET ARGS...`: forks workers, each of which does as `python -u [-m] TARGET ARGS...` would.
+"""Run as a script, `forge.py [-m] TARGET ARGS...`: forks workers, each of which behaves like `python -u [-m] TARGET ARGS...`.
 
-What it has imported before is there once for all of them ([Note: fork server] in shardnet/forking/server.py). A worker is told the
-variables of its environment that this process has not, "NAME=VALUE"; its report goes to the descriptor that it gets besides.
+All workers share the modules that this process has imported before ([Note: fork server] in shardnet/forking/server.py). A worker gets
+those variables of its environment that this process does not have, as "NAME=VALUE"; it writes its report to an extra descriptor.
 """
 
 import ast
@@ -24,12 +24,12 @@ from types import ModuleType
 from typing import NoReturn
 
 LIBRARIES = ("torch", "shardnet.training", "shardnet.fsdp", "shardnet.zero", "shardnet.checkpoint", "shardnet.elastic")
-COMPILER = "torch._dynamo"  # a second; the first optimizer imports it
+COMPILER = "torch._dynamo"  # takes a second to import; the first optimizer imports it
 _ROOT = str(Path(__file__).parents[3])
 
 
 def main(argv: Sequence[str]) -> None:
-    """Does not return: ends the process, a worker when the program has ended, and the one that forks when nobody needs it any more."""
+    """Does not return: a worker ends when its program has ended, and the forking process when nobody needs it any more."""
     is_module, (target, *arguments) = argv[0] == "-m", argv[1:] if argv[0] == "-m" else argv
     _look_first_in(_ROOT)
     from shardnet.forking.server import preload, serve
@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> None:
     try:
         with _cuda_untouched():
             preload(needs(target, is_module))
-    except Exception as error:  # noqa: BLE001 - the program will fail of it as well, or can do without
+    except Exception as error:  # noqa: BLE001 - the program will fail with it, too, or does not need the module
         problem = error
     worker = serve(sessions=True)
     if worker is None:
@@ -55,10 +55,10 @@ def main(argv: Sequence[str]) -> None:
 
 
 def needs(target: str, is_module: bool) -> Sequence[str]:
-    """The modules to import ahead: none if the program needs the standard library only, or looks at its environment before it imports
-    anything else, for it may set what libraries read when they are loaded; and the compiler unless it has no optimizer.
+    """The modules to import ahead. None if the program needs only the standard library, or uses its environment before it imports anything
+    else, because it may set variables that libraries read when they are loaded. The compiler is left out if the program has no optimizer.
 
-    Where that cannot be told from its source alone, all of them.
+    If the source alone does not tell, all of them.
     """
     path = target
     if is_module:
@@ -70,7 +70,7 @@ def needs(target: str, is_module: bool) -> Sequence[str]:
         source = Path(path).read_bytes()
         tree = ast.parse(source)
     except (OSError, SyntaxError, ValueError):
-        return (*LIBRARIES, COMPILER) if Path(path).is_dir() or _is_archive(path) else ()  # all else is about to fail
+        return (*LIBRARIES, COMPILER) if Path(path).is_dir() or _is_archive(path) else ()  # any other target will fail
     foreign = {name: line for name, line in _imports(tree) if name not in sys.stdlib_module_names}
     if not foreign or any(line < min(foreign.values()) for line in _environment_lines(tree)):
         return ()
@@ -78,14 +78,14 @@ def needs(target: str, is_module: bool) -> Sequence[str]:
 
 
 def _imports(tree: ast.Module) -> Iterator[tuple[str, int]]:
-    """What is imported, and in which line first; "" is a part of the program's own package."""
+    """Names of imported packages with their lines, the first line last; "" is a part of the program's own package."""
     for node in sorted((node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)), key=lambda node: -node.lineno):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else ["" if node.level else node.module or ""]
         yield from ((name.partition(".")[0], node.lineno) for name in names)
 
 
 def _environment_lines(tree: ast.Module) -> Iterator[int]:
-    """Where the program mentions its environment."""
+    """The lines in which the program mentions its environment."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute | ast.Name) and (node.attr if isinstance(node, ast.Attribute) else node.id) in (
             "environ",
@@ -95,10 +95,10 @@ def _environment_lines(tree: ast.Module) -> Iterator[int]:
 
 
 def run(target: str, is_module: bool, problem: Exception | None = None) -> int:
-    """Run a program as `__main__`; its exit status. What it does not catch is shown as Python shows it, without the frames of this file.
+    """Run a program as `__main__`; returns its exit status. Shows uncaught errors as Python does, without the frames of this file.
 
-    problem  what has kept this process from importing everything ahead. It is shown above what the program fails of then: torch says only
-             the first time why it cannot be imported
+    problem  the error that has kept this process from importing everything ahead. It is shown above the program's own error, because torch
+             says only the first time why it cannot be imported
     """
     was_main, main_module = sys.modules["__main__"], ModuleType("__main__")
     main_module.__dict__.update({"__builtins__": builtins} | ({"__annotations__": {}} if hasattr(was_main, "__annotations__") else {}))
@@ -126,7 +126,7 @@ def run(target: str, is_module: bool, problem: Exception | None = None) -> int:
 
 
 def _begin_with(problem: Exception | None, error: BaseException) -> None:
-    """Have a traceback of `error` begin with that of `problem`, as of one that it was raised in the handling of."""
+    """Make the traceback of `error` begin with that of `problem`, as if `error` had been raised while handling it."""
     first, seen = error, set[int]()
     while (before := first.__cause__ or first.__context__) is not None and id(before) not in seen:
         seen.add(id(before))
@@ -143,8 +143,8 @@ def _run_script(main_module: ModuleType, path: str) -> None:
 
 
 def _end(status: int) -> NoReturn:
-    """End this process as Python would, but without taking down what it has in common with the others: that would copy it, and take a
-    second. What the program has at its top is let go, and files that it has left open are closed."""
+    """End this process as Python would, but without destroying the objects that it shares with the other workers: that would copy their
+    memory, and take a second. The program's global names are dropped, and files that it has left open are closed."""
     threads, callbacks = threading._shutdown, atexit._run_exitfuncs  # type: ignore[attr-defined]  # as multiprocessing does
     for step in (threads, callbacks, _drop_main, _close_files, _flush):
         _do(step)
@@ -152,8 +152,8 @@ def _end(status: int) -> NoReturn:
 
 
 def _drop_main() -> None:
-    """Python gives names that begin with an underscore up first."""
-    threading.excepthook = lambda _: None  # a daemon thread may still run, and miss something
+    """Drop the program's global names, those that begin with an underscore first, as Python does."""
+    threading.excepthook = lambda _: None  # a daemon thread may still run, and fail because a name is gone
     names = vars(sys.modules.pop("__main__"))
     for each in sorted(names, key=lambda name: not name.startswith("_")):
         if each != "__builtins__":
@@ -162,7 +162,7 @@ def _drop_main() -> None:
 
 
 def _close_files() -> None:
-    """The outer ones first: what they hold back goes into the inner ones. What is frozen is not among them."""
+    """Close open files, the outer ones first, because their buffered data goes into the inner ones. Frozen objects are not among them."""
     files = [each for each in gc.get_objects() if issubclass(type(each), io.TextIOBase | io.BufferedIOBase)]  # asking `each` may warn
     for file in sorted(files, key=lambda file: (not isinstance(file, io.TextIOBase), type(file).__module__ == "_io")):
         with contextlib.suppress(Exception):
@@ -179,12 +179,12 @@ def _flush() -> None:
 def _do(step: Callable[[], object]) -> None:
     try:
         step()
-    except BaseException:  # noqa: BLE001 - or what comes behind it would not be done
+    except BaseException:  # noqa: BLE001 - otherwise the steps after it would not run
         traceback.print_exc()
 
 
 def _place(target: str, is_module: bool) -> str:
-    """Where Python looks first for what a program imports."""
+    """The place where Python looks first for the modules that a program imports."""
     if is_module:
         return str(Path.cwd())
     path = Path(target).resolve()
@@ -204,7 +204,7 @@ def _is_archive(path: str) -> bool:
 
 @contextlib.contextmanager
 def _cuda_untouched() -> Iterator[None]:
-    """torch asks the driver's library whether there are GPUs, not CUDA: a forked process could not go on with that."""
+    """Make torch ask the driver's library (NVML), not CUDA, whether there are GPUs: forked processes cannot use CUDA after it was used."""
     name = "PYTORCH_NVML_BASED_CUDA_CHECK"
     before = os.environ.get(name)
     os.environ[name] = "1"

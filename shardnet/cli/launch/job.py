@@ -10,14 +10,14 @@ from shardnet.errors import UsageError
 
 
 class StartMethod(StrEnum):
-    """How workers begin."""
+    """How workers are started."""
 
     FORKSERVER = "forkserver"  # forked from one process that has imported torch and shardnet
     SPAWN = "spawn"  # each as an interpreter of its own
 
     @classmethod
     def default(cls) -> "StartMethod":
-        """Fork on Linux, where libraries bear it, from version 5.3 on, which can wait for another process's child."""
+        """Fork on Linux from version 5.3 on: there libraries can be forked, and the system can wait for another process's child."""
         try:
             os.close(os.pidfd_open(os.getpid()))
         except (AttributeError, OSError):
@@ -33,15 +33,15 @@ class Job:
     """A program and how many workers run it, checked when it is made.
 
     target       path of a script, or the name of a module if `is_module`
-    arguments    what the program gets, untouched
+    arguments    the program's arguments, unchanged
     nproc        workers on this machine
     nnodes       machines, each with its own launcher and the same nproc
-    node_rank    0-based number of this machine among them, which orders the ranks; None: as they arrive
+    node_rank    0-based number of this machine among them, which orders the ranks; None: ordered by arrival
     rendezvous   host:port of a running rendezvous; None starts one here
-    name         id of the job at the rendezvous; equal on all machines
-    node         what this machine calls itself; None leaves it to the workers
-    listen       host that the workers listen on; None leaves it to them
-    protection   of the connections, to and from other machines and here
+    name         id of the job at the rendezvous; the same on all machines
+    node         this machine's name; None leaves it to the workers
+    listen       host on which the workers listen; None leaves it to them
+    protection   of the connections on this machine and to and from others
     trace        where the workers write a trace; None: nowhere
     web          host:port of the page of a rendezvous that is started here; None: nowhere
     min_workers  workers, over all machines, with which the program goes on when others have died; None: all
@@ -105,7 +105,7 @@ class Job:
 
     @property
     def least_workers_here(self) -> int:
-        """What of these this machine has to give even if no other machine has lost one."""
+        """How many of the least workers this machine must have even if no other machine has lost one."""
         return max(0, self.least_workers - (self.world_size - self.nproc))
 
     @property

@@ -21,12 +21,12 @@ from shardnet.cli.launch.supervisor import Supervisor, Verdict
 from shardnet.cli.launch.worker import Worker
 
 BROKEN_PIPE_STATUS = 128 + signal.SIGPIPE
-CLOCK_S = 2.0  # a file system may round times to so many seconds, and a server's clock be as late
+CLOCK_S = 2.0  # a file system may round times to as many seconds, and a file server's clock may be as late
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Rendezvous(Protocol):
-    """What workers meet at."""
+    """The rendezvous at which workers meet."""
 
     @property
     def address(self) -> str: ...
@@ -80,7 +80,7 @@ async def _supervise(job: Job, console: Console, rendezvous: str, start: Start, 
             verdict = await supervisor.run()
             progress.cancel()
     has_trace = job.trace is not None and verdict.status == 0 and any(_ended_as_rank_0(place.worker) for place in places)
-    if has_trace and await asyncio.to_thread(_is_written, Path(str(job.trace)), begin_s):  # else rank 0 has said why not
+    if has_trace and await asyncio.to_thread(_is_written, Path(str(job.trace)), begin_s):  # otherwise rank 0 has said why not
         console.say(f"timeline of all ranks, for https://ui.perfetto.dev: {job.trace}")
     return verdict
 
@@ -98,7 +98,7 @@ def _recovery(job: Job, console: Console) -> Recovery | None:
 
 @contextlib.contextmanager
 def _stop_signals(supervisor: Supervisor, console: Console) -> Iterator[None]:
-    """Lead the user's signals to the supervisor while the workers run. A signal that is ignored, as by nohup, stays so."""
+    """Pass the user's signals to the supervisor while the workers run. A signal that is ignored, for example by nohup, stays ignored."""
 
     def stop(number: int) -> None:
         name = signal.Signals(number).name
@@ -130,7 +130,7 @@ def _ended_as_rank_0(worker: Worker) -> bool:
 
 
 def _first_leaf(error: BaseException) -> BaseException:
-    """The error itself, out of the task groups' wrapping: the first worker's will do for all."""
+    """The error itself, without the task groups around it: the first worker's error is enough."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

@@ -1,4 +1,4 @@
-"""`LineSplitter`: from the bytes of one stream to the lines that a reader would see."""
+"""`LineSplitter`: turns the bytes of one stream into the lines that a reader would see."""
 
 import codecs
 import re

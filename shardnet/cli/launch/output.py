@@ -13,14 +13,14 @@ from shardnet.cli.launch.pipe import Pipe
 from shardnet.cli.launch.tracebacks import Tracebacks
 
 TAIL_LINES = 20
-REDRAW_S = 1.0  # of lines that overwrite each other, one in this time is shown; a worker's own progress bar draws many more
+REDRAW_S = 1.0  # one of the lines that overwrite each other is shown in this time; a worker's own progress bar draws many more
 
 
 class Output:
     """Prefixes every line and remembers the last ones; lives as long as the stream.
 
-    prefix      asked for every batch of lines, because a worker's rank is known only after it has joined
-    tracebacks  for a stream in which they are looked for
+    prefix      called for every batch of lines, because a worker's rank is known only after it has joined
+    tracebacks  finds the tracebacks in this stream; None: they are not looked for
     """
 
     def __init__(self, console: Console, stream: TextIO, prefix: Callable[[TextIO], str], tracebacks: Tracebacks | None = None) -> None:

@@ -1,4 +1,4 @@
-"""`Pipe`: what a child process writes, read on the event loop."""
+"""`Pipe`: reads the output of a child process on the event loop."""
 
 import asyncio
 import os
@@ -15,7 +15,7 @@ class Pipe:
     asyncio's own subprocess pipes are not used: with them `Process.wait()` may wait until every writer is gone, and a
     grandchild that keeps the pipe open then hides that the worker has died.
 
-    `write_fd` is inherited only by a child that is given it; `close_writer` after that, or the end is never read.
+    Only a child that is given `write_fd` inherits it. Call `close_writer` after that, or the end is never read.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Pipe:
 
     @property
     def waited_s(self) -> float:
-        """How long `read` has been waiting for bytes, all in all; what the reader does with them does not count."""
+        """How long `read` has waited for bytes in total; the time that the reader spends on them does not count."""
         return self._waited_s if self._waiting_since_s is None else self._waited_s + time.monotonic() - self._waiting_since_s
 
     async def readline(self) -> bytes:

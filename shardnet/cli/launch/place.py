@@ -1,4 +1,4 @@
-"""`Place`: a local rank of this machine and whoever has it."""
+"""`Place`: a local rank of this machine and the worker that has it."""
 
 from shardnet.cli.launch.console import Console
 from shardnet.cli.launch.environment import worker_environment
@@ -9,7 +9,7 @@ from shardnet.cli.launch.worker import Worker
 
 
 class Place:
-    """Its worker, and those that take over when that has died; lives as long as the launch."""
+    """A place's worker, and the workers that take over when it has died; lives as long as the launch."""
 
     def __init__(self, local_rank: int, job: Job, rendezvous: str, start: Start, console: Console) -> None:
         self._console = console
@@ -20,7 +20,7 @@ class Place:
 
     @property
     def worker(self) -> Worker:
-        """The latest. It may have ended."""
+        """The latest worker. It may have ended."""
         return self._worker
 
     async def run(self) -> Exit:
@@ -28,7 +28,7 @@ class Place:
         environment = self._environment
         if self._taken:
             environment = {**environment, "SHARDNET_REPLACEMENT": "1"}
-            # the others may have closed ranks meanwhile, so that its old one is another's until it reports
+            # the others may have been renumbered meanwhile: its old rank may belong to another worker until it reports
             self._worker = Worker(self._worker.local_rank, self._console, unique_here=False)
             self._console.told.forget()
         self._taken = True

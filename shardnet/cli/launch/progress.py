@@ -1,4 +1,4 @@
-"""How far the training is: asked of one worker, shown as a bar or as plain lines."""
+"""Asks one worker how far the training is, and shows it as a bar or as plain lines."""
 
 import asyncio
 import contextlib
@@ -12,7 +12,7 @@ from shardnet.errors import ShardnetError
 from shardnet.telemetry import Progress
 
 POLL_S = 0.5
-PLAIN_INTERVAL_S = 5.0  # between two lines where no bar can be drawn
+PLAIN_INTERVAL_S = 5.0  # between two lines if no bar can be drawn
 
 Ask = Callable[[str], Awaitable[Progress]]  # a worker's address -> what its program reported last; ShardnetError if it cannot be had
 
@@ -27,7 +27,7 @@ class ProgressView:
         self._plain_after_s = 0.0
 
     async def show(self, progress: Progress) -> None:
-        """Redraw the bar; where there is none, say a line if the last one is old enough and there is something new."""
+        """Redraw the bar; without a bar, write a line if the last one is old enough and there is something new."""
         now_s = time.monotonic()
         text = describe(progress, self._remaining_s(progress, now_s))
         if self._console.interactive:
@@ -37,7 +37,7 @@ class ProgressView:
             self._console.say(text)
 
     def _remaining_s(self, progress: Progress, now_s: float) -> float | None:
-        """By the mean speed since the first report, which leaves out how long the start took."""
+        """The remaining time at the mean speed since the first report, which does not count the start."""
         if self._first is None:
             self._first = (progress.step, now_s)
         step, since_s = self._first
@@ -49,8 +49,8 @@ class ProgressView:
 async def follow(pick: Callable[[], Sequence[str]], ask: Ask, view: ProgressView) -> None:
     """Show the progress of the first worker of `pick()` that answers, twice a second until cancelled.
 
-    A worker that does not answer is asked again later: it may have ended, which its exit tells better, or hang, while the others of an
-    elastic job go on.
+    A worker that does not answer is asked again later: it may have ended, which its exit shows better, or it may hang while the others of
+    an elastic job go on.
     """
     while True:
         for address in pick():

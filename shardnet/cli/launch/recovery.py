@@ -12,24 +12,25 @@ from shardnet.cli.launch.failure import Exit, announce
 
 @dataclass(frozen=True, slots=True)
 class Pauses:
-    """Before a replacement starts: none, unless the one before it died young. A program that fails at once would keep the machine busy."""
+    """The pause before a replacement starts: none, unless the worker before it died young. A program that always fails at once would
+    otherwise keep the machine busy."""
 
-    first_s: float = 0.5  # each next one in a row is twice as long
+    first_s: float = 0.5  # each further pause in a row is twice as long
     longest_s: float = 10.0
     young_s: float = 10.0
 
     def after(self, failure: Exit, last_s: float | None) -> float:
-        """`last_s`: the pause before the start of the worker that has failed now, None if it was the first of its place."""
+        """`last_s`: the pause before the start of the worker that has just failed, None if it was the first of its place."""
         if last_s is None or failure.lived_s >= self.young_s:
             return 0.0
         return min(max(self.first_s, 2 * last_s), self.longest_s)
 
 
 class Recovery:
-    """Who is replaced, and whether the others go on; lives as long as the launch.
+    """Decides which workers are replaced, and whether the others go on; lives as long as the launch.
 
-    restarts  replacements that there may be in all
-    least     workers of this machine without which the others cannot go on
+    restarts  the largest number of replacements in total
+    least     the number of workers that this machine needs so that the others can go on
     say       tells the user a line
     """
 
@@ -42,8 +43,8 @@ class Recovery:
         self._last_s: dict[object, float] = {}
 
     def replace(self, place: object, failure: Exit, others: int) -> float | None:
-        """The pause before its replacement, None if it gets none. `others`: places whose workers run or are to be replaced."""
-        if self._used == self._restarts or others + 1 < self._least:  # it would wait for peers that have left
+        """The pause before its replacement, None if it gets none. `others`: places whose workers run or will be replaced."""
+        if self._used == self._restarts or others + 1 < self._least:  # the replacement would wait for peers that have left
             return None
         self._used += 1
         pause_s = self._last_s[place] = self._pauses.after(failure, self._last_s.get(place))
@@ -52,7 +53,7 @@ class Recovery:
         return pause_s
 
     def go_on(self, failure: Exit, others: int, done: int) -> bool:
-        """Whether the others can without it. `done`: workers that have left with success; they have not gone missing."""
+        """Whether the others can go on without it. `done`: workers that have ended with success; they are not missing."""
         if others + done < self._least:
             return False
         if others:

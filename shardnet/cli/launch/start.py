@@ -1,4 +1,4 @@
-"""How a worker process is started: forked from one that has everything imported, or from nothing."""
+"""How a worker process is started: forked from a process that has everything imported, or as a new interpreter."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ from shardnet.forking.nursery import Nursery
 
 
 class Process(Protocol):
-    """One that has been started."""
+    """A process that has been started."""
 
     @property
     def pid(self) -> int: ...
@@ -33,14 +33,14 @@ class Start(Protocol):
     """Starts workers of one program."""
 
     async def __call__(self, environment: Mapping[str, str], out: int, err: int, report: int) -> Process:
-        """A new worker, in a session of its own, which does not outlive this process. Its standard output and errors are these
-        descriptors, and what it reports goes to the third. Raises OSError if it cannot be started."""
+        """Start a new worker, in a session of its own; it does not outlive this process. `out` and `err` are its standard output and
+        errors, and its report goes to `report`. Raises OSError if it cannot be started."""
         ...
 
 
 @contextlib.asynccontextmanager
 async def starting(job: Job) -> AsyncIterator[Start]:
-    """What starts the workers of a job; they have ended when this is left.
+    """Yields the function that starts the workers of a job; they have ended when this is left.
 
     Raises OSError if the process that forks them cannot be started, or ends. The main thread only: see tether.py.
     """
@@ -80,7 +80,7 @@ class Spawn:
 
 
 class Fork:
-    """Has a process fork them (forge.py) that was started with an `environment`, to which theirs add something."""
+    """Has another process fork the workers (forge.py). It was started with `environment`; workers get additional variables."""
 
     def __init__(self, nursery: Nursery, environment: Mapping[str, str]) -> None:
         self._nursery = nursery
@@ -96,7 +96,7 @@ class Fork:
 
 
 class ForkedProcess:
-    """One that is another process's child."""
+    """A process that is another process's child."""
 
     def __init__(self, nursery: Nursery, pid: int) -> None:
         self.pid = pid
@@ -105,7 +105,7 @@ class ForkedProcess:
         self._descriptor = os.pidfd_open(pid)
 
     async def wait(self) -> int:
-        """Its exit status, negative for a signal. Raises ConnectionError if it has ended because its parent has."""
+        """Its exit status, negative for a signal. Raises ConnectionError if it has ended because its parent has ended."""
         if self.returncode is None:
             loop, ended = asyncio.get_running_loop(), asyncio.Event()
             loop.add_reader(self._descriptor, ended.set)
@@ -114,8 +114,8 @@ class ForkedProcess:
             finally:
                 loop.remove_reader(self._descriptor)
             try:
-                self.returncode = self._nursery.wait(self.pid)  # at once: it has ended
-            except ConnectionError as error:  # so has its parent, and with that all others, too
+                self.returncode = self._nursery.wait(self.pid)  # returns at once: it has ended
+            except ConnectionError as error:  # its parent has ended, and with it all other workers, too
                 self.returncode = -signal.SIGKILL
                 raise type(error)(f"{error}, and all workers with it; '--start-method spawn' does without it") from error
             finally:

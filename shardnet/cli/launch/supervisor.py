@@ -1,7 +1,7 @@
-"""`Supervisor`: the workers of one launch, which end together when one fails, or see [Note: elastic].
+"""`Supervisor`: the workers of one launch, which end together when one fails; for elastic jobs see [Note: elastic].
 
 [Note: two-stage stop] The first signal from the user is passed on: workers finish their step and leave in their own
-time. The second kills them, and nobody is replaced after either.
+time. The second kills them. After either signal no worker is replaced.
 """
 
 import asyncio
@@ -19,27 +19,27 @@ SETTLE_S = 3.0  # how long the culprit may take to print its error after a peer 
 
 
 class _Stage(Enum):
-    RUNNING = auto()  # no worker has failed, or the job can bear it; waits for each to end
+    RUNNING = auto()  # no worker has failed, or the job can go on without it; waits for each to end
     STOPPING = auto()  # the user asked once; the workers may take as long as they need. KILLED comes next
-    SETTLING = auto()  # a worker failed because it lost a peer, whose own error is still to come. TERMINATING comes next
+    SETTLING = auto()  # a worker failed because it lost a peer, whose own error has not come yet. TERMINATING comes next
     TERMINATING = auto()  # a worker failed and the rest got SIGTERM. KILLED comes next
     KILLED = auto()  # the rest got SIGKILL; final
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How a launch ended. `status` is the exit status that says so; `failure` is told to the user."""
+    """How a launch ended. `status` is the exit status for it; `failure` is told to the user."""
 
     status: int
     failure: Exit | None = None
     ended_with_it: int = 0  # workers that had to be ended because of the failure
-    too_few: bool = False  # an elastic job could not bear it
-    lost: Sequence[Exit] = ()  # failures that an elastic job could bear
+    too_few: bool = False  # an elastic job could not go on after it
+    lost: Sequence[Exit] = ()  # failures that an elastic job has survived
     replaced: Sequence[Exit] = ()  # failures after which another worker was started
 
 
 class Supervised(Protocol):
-    """What starts workers and passes signals on to the one that runs: a `Place`."""
+    """Starts workers and passes signals on to the one that runs: a `Place`."""
 
     async def run(self) -> Exit: ...
 
@@ -51,7 +51,7 @@ class Supervised(Protocol):
 class Supervisor:
     """Runs each place's worker.
 
-    grace_s   when one has failed: from SIGTERM to SIGKILL for the others
+    grace_s   when a worker has failed: the time from SIGTERM to SIGKILL for the others
     recovery  of an elastic job, see [Note: elastic]; None: the first failure ends all
     """
 
@@ -60,10 +60,10 @@ class Supervisor:
         self._recovery = recovery
         self._limits_s = {_Stage.SETTLING: min(SETTLE_S, grace_s), _Stage.TERMINATING: grace_s}
         self._stage = _Stage.RUNNING
-        self._escalation: asyncio.TimerHandle | None = None  # for stages that last only so long
+        self._escalation: asyncio.TimerHandle | None = None  # for stages with a time limit
         self._stopped_by: int | None = None
         self._leaving = asyncio.Event()  # the stage is no longer RUNNING
-        self._exits: list[Exit] = []  # after which nobody was started
+        self._exits: list[Exit] = []  # those after which no other worker was started
         self._replaced: list[Exit] = []
 
     async def run(self) -> Verdict:
@@ -81,7 +81,7 @@ class Supervisor:
         if self._stage is _Stage.RUNNING:
             self._stopped_by = number
             self._enter(_Stage.STOPPING)
-            # a closed terminal (SIGHUP) is a wish to stop, too, but programs seldom take it for one
+            # a closed terminal (SIGHUP) also means to stop, but programs seldom handle it so
             self._signal_all(signal.SIGTERM if number == signal.SIGHUP else number)
         else:
             self._kill_all()
@@ -91,17 +91,17 @@ class Supervisor:
         return self._stage is not _Stage.RUNNING
 
     async def _fill(self, place: Supervised) -> None:
-        """Run the place's worker, and those that replace it."""
+        """Run the place's worker, and the workers that replace it."""
         while (ended := await place.run()).failed and await self._replace(place, ended):
             self._replaced.append(ended)
         self._exits.append(ended)
 
     async def _replace(self, place: Supervised, failure: Exit) -> bool:
-        """Do what follows from a failure. Returns when it is time to start a new worker in the place, False if none is to be."""
+        """React to a failure. Returns True when it is time to start a new worker in the place, False if none should start."""
         if self._recovery is not None and self._stage is _Stage.RUNNING and not failure.is_final:
             others = len(self._places) - len(self._exits) - 1
             done = sum(not end.failed for end in self._exits)
-            pause_s = None if done else self._recovery.replace(place, failure, others)  # who is done says that all is done
+            pause_s = None if done else self._recovery.replace(place, failure, others)  # if one worker has succeeded, the whole training is done
             if pause_s is not None:
                 return await self._pause(pause_s)
             if self._recovery.go_on(failure, others, done):
@@ -110,7 +110,7 @@ class Supervisor:
         return False
 
     async def _pause(self, pause_s: float) -> bool:
-        """Whether the launch still goes on after it."""
+        """Wait; returns whether the launch still goes on afterwards."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(pause_s):
                 await self._leaving.wait()

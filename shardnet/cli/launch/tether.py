@@ -1,10 +1,10 @@
 """Run as a script, `tether.py LAUNCHER_PID COMMAND...`: becomes COMMAND, which the kernel kills when the launcher dies.
 
 A launcher that is killed with SIGKILL cannot end its workers any more, so the kernel has to: PR_SET_PDEATHSIG, which
-outlives the exec below. It must be set by the child itself between fork and exec. `preexec_fn` would do that inside a
-fork of a process with threads (gRPC has some), which may deadlock; a short-lived interpreter without site-packages
-costs 25 ms and cannot. The signal comes when the thread that forked ends, not the process: only the main thread, which
-outlives all others, may start workers. Elsewhere than on Linux there is no such signal and workers outlive a killed launcher until
+outlives the exec below. The child itself must set it between fork and exec. `preexec_fn` would do that inside a
+fork of a process with threads (gRPC has some), which may deadlock. A short-lived interpreter without site-packages cannot
+deadlock, and costs 25 ms. The signal comes when the thread that forked ends, not the process: so only the main thread, which
+outlives all others, may start workers. Only Linux has this signal; elsewhere workers outlive a killed launcher until
 they notice that the rendezvous is gone.
 """
 

@@ -1,7 +1,8 @@
-"""`Tracebacks`: those in a worker's output, each in one piece, and in one line where another worker has just shown the same.
+"""`Tracebacks`: keeps each traceback in a worker's output in one piece, and shortens it to one line if another worker has just shown it.
 
-[Note: told once] A mistake in a program is on all ranks. Each writes the same traceback, line by line and at the same time, so that they
-are mixed, and the first one has left the screen when the last one has come. What it says of the rank that wrote it does not count.
+[Note: told once] A mistake in a program fails on all ranks. All write the same traceback, line by line and at the same time, so that the
+lines are mixed, and the first traceback has left the screen before the last one is complete. Two tracebacks that differ only in the rank
+that wrote them count as the same.
 """
 
 import re
@@ -9,26 +10,26 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-HELD_S = 0.2  # from its first line on; by then the rest of it is there, or the worker is busy with something else
-_NEAR_LINES = 200  # what is further up is not referred to
+HELD_S = 0.2  # from a traceback's first line on; by then the rest of it is there, or the worker is busy with something else
+_NEAR_LINES = 200  # a traceback further up is not referred to
 _HEAD = re.compile(r"(  \+ Exception Group )?Traceback \(most recent call last\):$")
-_GROUP = re.compile(r"  \| (\S*ExceptionGroup: .*)$")  # how the outermost one is called
+_GROUP = re.compile(r"  \| (\S*ExceptionGroup: .*)$")  # the line that names the outermost group
 _REFERENCE = re.compile(r" \(with the traceback of [^()]+\)$")
-_RANK = re.compile(r"\[rank \d+/")  # with which our errors begin
+_RANK = re.compile(r"\[rank \d+/")  # the beginning of our errors
 
 
 def is_reference(line: str) -> bool:
-    """Whether that line stands for a traceback that another worker has shown."""
+    """Whether the line stands for a traceback that another worker has shown."""
     return _REFERENCE.search(line) is not None
 
 
 def of_any_rank(text: str) -> str:
-    """What several ranks have said alike, without who it was."""
+    """The text without the rank that wrote it, to compare texts of several ranks."""
     return _RANK.sub("[rank /", text)
 
 
 def is_head(line: str) -> bool:
-    """Whether a traceback begins with that line."""
+    """Whether a traceback begins with the line."""
     return _HEAD.match(line) is not None
 
 
@@ -36,49 +37,50 @@ def is_head(line: str) -> bool:
 class _Shown:
     owner: object
     label: str
-    line: int  # so many had been written before
+    line: int  # how many lines had been written before
 
 
 class Told:
-    """Which tracebacks have been shown of late, and whose."""
+    """The tracebacks that have been shown recently, with the worker that showed each."""
 
     def __init__(self) -> None:
         self._shown: dict[str, _Shown] = {}
         self._lines = 0
 
     def count(self, lines: int) -> None:
-        """So many lines have been written, of whatever kind."""
+        """Take note that `lines` lines of any kind have been written."""
         self._lines += lines
 
     def whose(self, text: str, owner: object, label: str) -> str | None:
-        """What that one is called who has shown it, if it is somebody else; None: `owner`, called `label`, is to show it now."""
+        """The label of the other worker that has shown the traceback already; None: `owner`, called `label`, should show it now."""
         key = of_any_rank(text)
         self._shown = {each: shown for each, shown in self._shown.items() if self._lines - shown.line <= _NEAR_LINES}
         shown = self._shown.setdefault(key, _Shown(owner, label, self._lines))
         return None if shown.owner is owner else shown.label
 
     def forget(self) -> None:
-        """Somebody begins anew: what comes is about another life."""
+        """Forget all: a worker starts again, and its errors must be shown again."""
         self._shown.clear()
 
 
 class Tracebacks:
-    """One stream's. Lines go in, and those to be shown now come out. A traceback is held until a line comes that is none of it.
+    """The tracebacks of one stream. Lines go in, and the lines to show now come out. A traceback is held until a line comes that does not
+    belong to it.
 
-    label  whose stream it is; asked for every traceback
+    label  returns the name of the stream's worker; called for every traceback
     """
 
     def __init__(self, told: Told, label: Callable[[], str]) -> None:
         self._told = told
         self._label = label
         self._held: list[str] = []
-        self._error: str | None = None  # of the one that is held: its last line, or what stands for it
+        self._error: str | None = None  # of the held traceback: its last line, or the line that stands for it
         self._until_s = 0.0
         self._is_group = False
 
     @property
     def held_s(self) -> float | None:
-        """How long what is held may still be held; None: nothing is."""
+        """How long the held lines may still be held; None: no lines are held."""
         return max(0.0, self._until_s - time.monotonic()) if self._held else None
 
     def feed(self, line: str) -> list[str]:
@@ -93,14 +95,14 @@ class Tracebacks:
         return [*shown, line]
 
     def release(self) -> list[str]:
-        """What is held, as it is to be shown."""
+        """The held lines in the form in which they are shown."""
         held, error = self._held, self._error
         self._held, self._error = [], None
         whose = None if error is None else self._told.whose("\n".join(held), self, self._label())
         return held if whose is None else [f"{error} (with the traceback of {whose})"]
 
     def _continues(self, line: str) -> bool:
-        """Frames are indented, and so are members of a group and what a message has below its first line."""
+        """Whether the line belongs to the traceback: frames are indented, and so are members of a group and further lines of a message."""
         if self._is_group:
             if self._error is None and (group := _GROUP.match(line)):
                 self._error = group.group(1)

@@ -16,12 +16,12 @@ from shardnet.cli.launch.pipe import Pipe
 from shardnet.cli.launch.start import Process, Start
 from shardnet.cli.launch.tracebacks import Tracebacks
 
-STRAGGLER_S = 1.0  # waiting for bytes after which a pipe that outlives its worker's whole process group is given up
+STRAGGLER_S = 1.0  # without bytes, after which a pipe that outlives its worker's whole process group is given up
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a worker tells its launcher when it has joined, and again when that has changed."""
+    """What a worker tells its launcher when it has joined, and again when it has changed."""
 
     address: str
     rank: int
@@ -37,9 +37,9 @@ class Report:
 
 
 class Worker:
-    """A process in a session of its own, so that a Ctrl-C in the terminal reaches it through the launcher only, and once.
+    """A process in a session of its own, so that a Ctrl-C in the terminal reaches it only through the launcher, and only once.
 
-    unique_here  the local rank says all, as on a single node; otherwise it is called local until the rank is known
+    unique_here  the local rank is unique, as on a single node; otherwise the label says "local" until the rank is known
     """
 
     def __init__(self, local_rank: int, console: Console, *, unique_here: bool = True) -> None:
@@ -69,7 +69,7 @@ class Worker:
     async def run(self, start: Start, environment: Mapping[str, str]) -> Exit:
         """Start it, copy its output, and return when it has ended and everything that it wrote is written.
 
-        Whatever it started in its own session is killed with it. Cancelling kills it. Raises OSError if it cannot be started.
+        Processes that it started in its own session are killed with it. Cancelling kills it. Raises OSError if it cannot be started.
         """
         started_s = time.monotonic()
         async with Pipe() as out, Pipe() as err, Pipe() as report:
@@ -88,9 +88,9 @@ class Worker:
         return Exit(self.label, code, started_s, ended_s, self._was_ended, self._stderr.tail)
 
     def signal(self, number: int) -> None:
-        """Send a signal to the worker alone: the processes that it started are its own to end. Before its start: as soon as it is there."""
+        """Send a signal to the worker alone, which must end the processes that it started. Before its start: as soon as it has started."""
         if self._process is None:
-            self._early = number  # lost otherwise, and whoever waits for the worker's end waits for ever
+            self._early = number  # otherwise the signal would be lost, and we might wait for the worker's end for ever
         elif self.running:
             self._was_ended = True
             self._process.send_signal(number)
@@ -112,15 +112,15 @@ class Worker:
         return self._process
 
     async def _listen(self, pipe: Pipe) -> None:
-        """Keep the newest report. Lines that are none are skipped: they say nothing that could be acted on."""
-        with contextlib.suppress(ValueError):  # a line without end
+        """Keep the newest report. Lines that are not reports are skipped: nothing can be done about them."""
+        with contextlib.suppress(ValueError):  # a line that is too long
             while line := await pipe.readline():
                 self.report = Report.parse(line.decode("utf-8", "replace")) or self.report
 
     @staticmethod
     def _kill_group(leader: int) -> None:
-        """Kill a session's processes, also when the leader has been reaped: its number is not given away while one lives."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left; macOS says EPERM for zombies
+        """Kill a session's processes, even if the leader has been reaped: its number is not reused while one of them lives."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # no process is left; macOS says EPERM for zombies
             os.killpg(leader, signal.SIGKILL)
 
     @property
@@ -137,8 +137,8 @@ class Worker:
 async def _drain(pumps: Sequence[asyncio.Task[None]], pipes: Sequence[Pipe]) -> None:
     """Wait until the pumps have copied everything.
 
-    A daemon that left the worker's session may keep a pipe open, and write to it, for ever. So a pipe is given up that
-    was waited for too long: what the worker wrote before its end is there without waiting, however slow the console is.
+    A daemon that left the worker's session may keep a pipe open, and write to it, for ever. So a pipe is given up after too long a
+    wait: bytes that the worker wrote before its end are there without waiting, however slow the console is.
     """
     before_s = [pipe.waited_s for pipe in pipes]
     while True:
