@@ -116,7 +116,7 @@ class ClusterRun:
                 self._later(fault.seconds, self._workers[number].thaw)
             case Action.JOIN:
                 self._add_worker()
-                self._meeting.somebody_waits(JOINS_S)  # otherwise a training of few steps would be over before; if the worker fails, it says so
+                self._meeting.somebody_waits(JOINS_S)  # or a training of few steps would be over before; failures are reported
             case Action.LINK:
                 self._relays.worsen(number, fault.conditions)
             case Action.HARM:

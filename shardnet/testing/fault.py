@@ -35,7 +35,7 @@ class Fault:
 
     rank     the rank that it concerns, as numbered in the first epoch of the workers that started together
     at_step  how many steps the rank has done by then, as reported to `Cluster.report` and `State.commit`
-    after    after that step, at the end of which event: "step", "forward", "backward", or a backend operation, such as "all_gather"
+    after    from that step on, the event at whose end it happens: "step", "forward", "backward", or a backend operation ("all_gather")
     """
 
     action: Action

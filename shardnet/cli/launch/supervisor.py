@@ -101,7 +101,7 @@ class Supervisor:
         if self._recovery is not None and self._stage is _Stage.RUNNING and not failure.is_final:
             others = len(self._places) - len(self._exits) - 1
             done = sum(not end.failed for end in self._exits)
-            pause_s = None if done else self._recovery.replace(place, failure, others)  # if one worker has succeeded, the whole training is done
+            pause_s = None if done else self._recovery.replace(place, failure, others)  # one success means that all is done
             if pause_s is not None:
                 return await self._pause(pause_s)
             if self._recovery.go_on(failure, others, done):
