@@ -1,7 +1,7 @@
 """`Connection`: a stream of bytes to a peer over a TCP socket, plain or under TLS (tls.py).
 
 [Note: unsent bytes] The bytes that the system has taken go out in order: a ping, or the news that a collective has failed, waits
-behind all of them. Without a limit the system takes megabytes: up to 4 MiB on a link of 100 Mbit/s, which is a third of a second. So
+for all of them. Without a limit the system takes megabytes: up to 4 MiB on a link of 100 Mbit/s, which is a third of a second. So
 we give it only as much as keeps the link busy until the loop comes round again, and 0.9 to 1.6 MiB are under way. This does not slow
 down a link that is faster than this machine: there no bytes wait.
 

@@ -51,7 +51,7 @@ class DirectCalls:
         self._served: dict[str, Serve] = {}
 
     def add(self, path: str, serve: Serve) -> None:
-        """`path` as in gRPC: /package.Service/Method."""
+        """Serve a method; `path` as in gRPC: /package.Service/Method."""
         self._served[path] = serve
 
     async def take(self, connection: Connection) -> None:

@@ -13,8 +13,8 @@ process the window is, and the reader opens it below /proc and compares the secr
 there is no memory, data goes over the stream as between nodes.
 
 Data that need not be copied into a window is lent: see [Note: loans] in `lending.py`. Where all ranks of a node want the same data, they
-write it into one segment (`segment.py`). And a small message is left in a mailbox, without any notice on a stream: see
-[Note: mailboxes] in `mailbox.py`.
+write it into one segment (`segment.py`). And a small message is left in a mailbox, without any notice on a stream: see [Note: mailboxes]
+in `mailbox.py`.
 
 `window.py` is the writer's side, `view.py` the reader's, `sharing.py` what a mesh does with both. `bell.py`, `alarm.py` and `futex.py`
 wake a thread that sleeps at a mailbox; `memfd.py` and `mapping.py` make and map the memory.

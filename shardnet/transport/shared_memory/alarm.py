@@ -27,7 +27,7 @@ class Alarm:
     def __init__(self, delay_s: float) -> None:
         """delay_s  more than 0
 
-        Raises OSError if there may be no more of them.
+        Raises OSError if the system allows no more of them.
         """
         self._descriptor = _create()
         self._later, self._now, self._never = map(_times, (delay_s, _NOW_S, 0.0))

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 
 _SYSCALL, _WAITV = 202, 449  # of x86-64; the second is there since Linux 5.16
-_WAIT, _WAKE = 0, 1  # not the PRIVATE ones: who waits and who wakes are different processes
+_WAIT, _WAKE = 0, 1  # not the PRIVATE ones: the waiting and the waking process differ
 _EVERYBODY = 2**31 - 1
 _WORD_OF_32_BITS = 2
 
