@@ -8,7 +8,7 @@ MOST_S = 2.0  # a worker that waits for its rendezvous starts at most this late
 
 
 def delays(seed: int | None = None, *, most_s: float = MOST_S) -> Iterator[float]:
-    """Endless delays in seconds: each up to twice the one before and at most `most_s`, drawn from the upper half of that range.
+    """Endless delays in seconds: each is random between half of a limit and the limit, which doubles each time, up to `most_s`.
 
     Without the randomness, workers that lost the same rendezvous would all return in the same instant.
     """

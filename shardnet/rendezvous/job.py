@@ -74,7 +74,7 @@ class Job:
         return notices + self._welcome(request)
 
     def _welcome(self, request: JoinRequest) -> list[Notice]:
-        """Form the world, or send the notices, that follow from a new joiner."""
+        """The notices that follow from a new joiner; forms the world if it is complete now."""
         if self.state is JobState.RUNNING and self._members:
             return [*self._tell_waiting([request.incarnation]), *self._tell_joiners()]
         if self.state is JobState.RUNNING:

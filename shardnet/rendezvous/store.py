@@ -28,7 +28,7 @@ VERSION = 2  # of the tables
 
 @dataclass(frozen=True, slots=True)
 class SavedJob:
-    """A job that has run: its last epoch, and the members of that epoch with their ranks, unless it has ended."""
+    """A job that has run: its last epoch, and the members of that epoch with their ranks, if it still runs."""
 
     name: str
     epoch: int
