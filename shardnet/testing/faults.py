@@ -52,8 +52,8 @@ class Faults:
         return self._add(Fault(Action.HOLD, rank, at_step, after, seconds))
 
     def harm(self, kind: Kind, *, rank: int, at_step: int, least_bytes: int = 1, after: str = STEP) -> "Faults":
-        """Bytes that are sent to the worker are broken, doubled or lost, once: the first block of at least `least_bytes`. A block has at most
-        65536 bytes."""
+        """Bytes that are sent to the worker are broken, doubled or lost, once: the first block of at least `least_bytes`. A block has at
+        most 65536 bytes."""
         return self._add(Fault(Action.HARM, rank, at_step, after, kind=kind, least_bytes=least_bytes))
 
     def link(self, conditions: Conditions, *, rank: int, at_step: int = 0) -> "Faults":

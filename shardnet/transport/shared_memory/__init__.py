@@ -3,8 +3,8 @@
 [Note: the window] Each rank writes into one window, a ring buffer that the node's other ranks map read-only. The writer copies
 data in once, for any number of readers, and says over its stream where the data lies. Each reader adds or copies the data from there
 to where it belongs, and says over its own stream which data it no longer needs. So the kernel copies nothing, nobody polls, and the
-streams themselves provide order, flow control and the loss of a peer. A window's memory has no name (memfd) and is freed with the
-last process that maps it, however that process ends. All of it is allocated when the window is made, so that a lack of memory shows
+streams themselves keep the order, control the flow and show the loss of a peer. A window's memory has no name (memfd) and is freed with
+the last process that maps it, however that process ends. All of it is allocated when the window is made, so that a lack of memory shows
 then (as an error, or as a kill at a container's limit) and not in the middle of a training run. And it is sealed: it cannot shrink
 under a reader, and no reader can map it for writing.
 

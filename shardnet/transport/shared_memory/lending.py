@@ -3,7 +3,7 @@
 [Note: loans] Data need not be copied into a window if its memory stays unchanged until the collective ends. Instead the owner says where
 the data is, in a message on its stream or in a letter, and each reader copies it from there to where it belongs with one system call
 (process_vm_readv, which works only where the system lets one process read the other's memory). So each byte is copied once instead of
-twice, and nobody waits for room in a window. This is what MPI calls a rendezvous protocol with cross-memory attach.
+twice, and nobody waits for room in a window. MPI implementations call this a rendezvous protocol with cross-memory attach.
 
 A loan ends with its collective, and a successful collective ends when each reader has said that it has read everything. Nobody waits
 for the readers of a failed one: the lender revokes the loan before the caller may use the memory again. A token tells a reader which of
