@@ -25,8 +25,8 @@ class Receiver(Protocol):
 class Mesh(ABC):
     """One rank's pipes to its peers. All methods except `abort` run on the loop thread.
 
-    The mesh needs no buffers beyond those that the caller passes in: `send` returns when the chunk's buffer is free again, and
-    the mesh hands each chunk that arrives to the receiver at once, which copies or reduces it where it belongs.
+    The buffers that the caller passes in bound the memory: `send` returns when the chunk's buffer is free again, and the mesh
+    hands each chunk that arrives to the receiver at once, which copies or reduces it where it belongs.
     """
 
     def __init__(self, rank: int, world_size: int, epoch: int) -> None:
