@@ -11,6 +11,7 @@ from shardnet.cli.protection import Protection
 from shardnet.cli.services import with_page
 from shardnet.credentials import Role, Security
 from shardnet.errors import CredentialsError
+from shardnet.process import allow_many_files
 from shardnet.rendezvous.server import RendezvousServer
 from shardnet.rendezvous.store import NoStore, SqliteStore, Store
 
@@ -76,6 +77,7 @@ def execute(options: arguments.Arguments) -> int:
     protection = Protection.of(options)
     security = _as_rendezvous(protection)
     store = NoStore() if options.state is None else SqliteStore(options.state)
+    allow_many_files()  # it needs three for each worker
     return asyncio.run(_serve(options, protection, security, store))
 
 

@@ -4,7 +4,6 @@ import argparse
 import asyncio
 import functools
 import os
-import resource
 import secrets
 from pathlib import Path
 
@@ -18,10 +17,10 @@ from shardnet.cli.protection import Protection
 from shardnet.cli.services import local_rendezvous, worker_progress
 from shardnet.credentials import Identity, Role
 from shardnet.errors import CredentialsError, UsageError
+from shardnet.process import allow_many_files
 from shardnet.scheduler import Task
 from shardnet.settings import Settings
 
-MANY_FILES = 65536
 _TO_COME = "127.0.0.1:1"  # stands for a rendezvous that is not there yet
 
 DESCRIPTION = """\
@@ -171,14 +170,6 @@ def _node_rank(options: arguments.Arguments) -> int | None:
     return None if task is None else task.rank
 
 
-def _allow_many_files() -> None:
-    """Raise the limit of open files to this user's maximum: the launcher needs some per worker, and each worker some per other worker."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = MANY_FILES if hard == resource.RLIM_INFINITY else min(hard, MANY_FILES)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-
-
 def _check(options: arguments.Arguments, protection: Protection) -> Identity | None:
     """The identity of the workers' certificate. Checked here, where an error is one line: each worker would report it with a traceback."""
     security = protection.security(Role.WORKER)
@@ -197,7 +188,7 @@ def _check(options: arguments.Arguments, protection: Protection) -> Identity | N
 
 def run_job(job: Job) -> int:
     """Launch in the foreground; returns the exit status. Raises UsageError or AddressError for SHARDNET_* variables that make no sense."""
-    _allow_many_files()
+    allow_many_files()  # the launcher needs some for each worker, and each worker some for each other worker
     # Read as the first worker will read them. Here an error is one line: each worker would report it with a traceback.
     Settings.from_environment(worker_environment(job, 0, job.rendezvous or _TO_COME))
     ask = functools.partial(worker_progress, security=job.protection.security(Role.OPERATOR))

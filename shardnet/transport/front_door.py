@@ -22,6 +22,7 @@ from shardnet.transport.http2 import OPENING
 from shardnet.transport.http2.frames import ErrorCode, goaway, settings
 from shardnet.transport.options import HANDSHAKE_S
 from shardnet.transport.socket_tasks import SocketTasks
+from shardnet.transport.strangers import Strangers
 from shardnet.transport.throttle import Throttle
 
 log = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ class FrontDoor:
         self._credentials = security.credentials
         self._refused, self._troubles = Throttle(log), Throttle(log)
         self._tasks = SocketTasks()
+        self._strangers = Strangers()
         self._relays: set[asyncio.Task[Any]] = set()  # the tasks among them that pass bytes on
         self._listeners = [self._tasks.spawn(self._accept(sock), sock) for sock in sockets]
 
@@ -66,6 +68,7 @@ class FrontDoor:
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         while True:
+            await self._strangers.make_room()
             try:
                 sock, where = await loop.sock_accept(listener)
             except OSError as error:  # no descriptors, or an error of that one connection (accept(2)): there will be others
@@ -73,7 +76,8 @@ class FrontDoor:
                 await asyncio.sleep(_REST_S)
                 continue
             sock.setblocking(False)
-            self._tasks.spawn(self._welcome(sock, f"{where[0]}:{where[1]}"), sock)
+            self._strangers.add(self._tasks.spawn(self._welcome(sock, f"{where[0]}:{where[1]}"), sock))
+            await asyncio.sleep(0)  # sock_accept does not wait where others queue already: the loop would do nothing else
 
     async def _welcome(self, sock: socket.socket, caller: str) -> None:
         try:
@@ -81,6 +85,7 @@ class FrontDoor:
             async with asyncio.timeout(HANDSHAKE_S):
                 connection = await self._secure(sock)
                 said = await _first_words(connection)
+            self._strangers.forget(asyncio.current_task())
             if said == OPENING:
                 await self._take(connection)
             elif said:
@@ -112,7 +117,7 @@ class FrontDoor:
             with suppress(OSError):
                 await loop.sock_sendall(sock, settings({}) + goaway(ErrorCode.INADEQUATE_SECURITY, _TLS_ONLY))
             raise HandshakeError("it does not begin with TLS, which this port demands")
-        return await tls.handshake(sock, self._credentials.accepting, accepting=True, said=first)
+        return await tls.handshake(sock, self._credentials.accepting, accepting=True, said=first, step=self._strangers.step)
 
 
 async def _first_words(connection: Connection) -> bytes:

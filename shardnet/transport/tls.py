@@ -8,8 +8,8 @@ import asyncio
 import errno
 import socket
 import ssl
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext, suppress
 
 from shardnet.credentials import Identity
 from shardnet.errors import CredentialsError, HandshakeError
@@ -147,10 +147,18 @@ class TlsConnection(Connection):
         self._waiting = memoryview(data)
 
 
-async def handshake(sock: socket.socket, context: ssl.SSLContext, *, accepting: bool, said: bytes = b"") -> TlsConnection:
+async def handshake(
+    sock: socket.socket,
+    context: ssl.SSLContext,
+    *,
+    accepting: bool,
+    said: bytes = b"",
+    step: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
+) -> TlsConnection:
     """Begin TLS on a connected, non-blocking socket; the caller bounds the time, and owns the socket until this returns.
 
     said  the bytes that were already read from the peer
+    step  what surrounds each part of the handshake that takes the processor; it may wait
 
     Raises HandshakeError, whose text is about the peer ("its certificate has expired"), or OSError if the connection breaks.
     """
@@ -159,7 +167,8 @@ async def handshake(sock: socket.socket, context: ssl.SSLContext, *, accepting: 
     incoming.write(said)
     while True:
         try:
-            tls.do_handshake()
+            async with step():
+                tls.do_handshake()
             break
         except ssl.SSLWantReadError:
             await loop.sock_sendall(sock, outgoing.read())

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import resource
 import signal
 import urllib.request
 from pathlib import Path
@@ -32,6 +33,22 @@ def test_it_tells_its_address_answers_and_ends_cleanly_on_ctrl_c(tmp_path: Path)
     assert json.loads(as_json.out)["stats"]["role"] == "rendezvous"
     assert (result.status, result.err) == (0, "")
     assert result.out.endswith("rendezvous: closed\n")
+
+
+def test_it_may_open_as_many_files_as_its_user_may(tmp_path: Path) -> None:
+    """It needs three for each worker, and systems give a process 1024 unless it asks for more."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+    try:
+        with Launched(tmp_path, "rendezvous", "--listen", "127.0.0.1:0") as rendezvous:
+            rendezvous.read_lines(1)
+            limits = Path(f"/proc/{rendezvous.process.pid}/limits").read_text()
+            rendezvous.process.send_signal(signal.SIGINT)
+            rendezvous.finish()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    (line,) = (line for line in limits.splitlines() if line.startswith("Max open files"))
+    assert int(line.split()[3]) == (65536 if before[1] == resource.RLIM_INFINITY else min(before[1], 65536))
 
 
 def test_it_ends_with_the_training_where_it_is_told_to(tmp_path: Path) -> None:

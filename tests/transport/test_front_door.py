@@ -15,7 +15,7 @@ from shardnet.config import MIB, Limits, Timeouts
 from shardnet.credentials import Security
 from shardnet.errors import ListenError
 from shardnet.pb import stats_pb2
-from shardnet.transport import listening
+from shardnet.transport import listening, strangers
 from shardnet.transport.admission import Admission
 from shardnet.transport.connection import Connection, PlainConnection
 from shardnet.transport.endpoint import Endpoint
@@ -24,6 +24,7 @@ from shardnet.transport.http2 import OPENING, Call, Status
 from shardnet.transport.listening import listening_sockets
 from shardnet.transport.mesh_service import MeshService
 from shardnet.transport.observe import Health, health, snapshot
+from shardnet.transport.strangers import Strangers
 from tests.shared_loop import on_shared_loop
 from tests.transport.handshakes import BRIEF_S, be_impatient
 from tests.transport.http2.test_call import sockets
@@ -229,3 +230,52 @@ async def test_closing_cuts_what_is_left() -> None:
                 for sock in (silent, relayed):
                     while await loop.sock_recv(sock, 4096):
                         pass
+
+
+def accepted(port: int) -> int:
+    """How many connections to a port this process has taken out of the kernel's queue."""
+    return sum(c.laddr.port == port and c.status == psutil.CONN_ESTABLISHED for c in psutil.Process().net_connections("tcp"))
+
+
+@on_shared_loop
+async def test_strangers_who_say_nothing_take_few_descriptors_and_hold_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """[Note: strangers]"""
+    monkeypatch.setattr(strangers, "MOST", 4)
+    monkeypatch.setattr(strangers, "FAIR_S", 0.05)
+    async with worker() as endpoint:
+        silent = [await connect(endpoint) for _ in range(40)]
+        port = silent[0].getpeername()[1]
+        most = 0
+        asking = asyncio.ensure_future(snapshot(endpoint.address))  # behind all of them in the kernel's queue
+        while not asking.done():
+            most = max(most, accepted(port))
+            await asyncio.sleep(0.01)
+        assert await asking == REPLY
+        assert most == 4
+        for sock in silent:
+            sock.close()
+
+
+@on_shared_loop
+async def test_who_has_been_let_in_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strangers, "MOST", 1)
+    monkeypatch.setattr(strangers, "FAIR_S", 60.0)
+    async with worker() as endpoint:
+        async with asyncio.timeout(30.0):
+            for _ in range(3):
+                assert await snapshot(endpoint.address) == REPLY
+
+
+@on_shared_loop
+async def test_a_loop_does_one_step_of_a_handshake_in_each_of_its_rounds() -> None:
+    some, rounds, at = Strangers(), 0, list[int]()
+
+    async def shake() -> None:
+        async with some.step():
+            at.append(rounds)
+
+    tasks = [asyncio.ensure_future(shake()) for _ in range(5)]
+    while not all(task.done() for task in tasks):
+        rounds += 1
+        await asyncio.sleep(0)
+    assert len(set(at)) == 5
