@@ -71,8 +71,10 @@ class Authority:
         can hold.
         """
         hosts = list(hosts)
-        if any(host.lower().endswith(_OURS) for host in hosts):
-            raise CredentialsError(f"the names that end in {_OURS} say what role a process has; choose another host than one of these")
+        if any("*" in host or host.rstrip(".").lower().endswith(_OURS) for host in hosts):  # grpcio compares without the last dot
+            raise CredentialsError(
+                f"the names that end in {_OURS} say what role a process has, and one with * would stand for them; choose other hosts"
+            )
         last = self.certificate.not_valid_after_utc
         if datetime.now(UTC) + timedelta(days=days) > last:
             raise CredentialsError(

@@ -130,7 +130,7 @@ def _asking(keys: StoreService, topology: Topology, settings: Settings, stack: A
         keys.open(topology.epoch)
         stack.callback(keys.close)
         return keys.ask
-    client = StoreClient(topology.members[0].address, settings.security(), settings.timeouts, settings.limits)
+    client = StoreClient(topology.members[0], settings.security(), settings.timeouts, settings.limits)
     stack.push_async_callback(client.aclose)
     return client.ask
 

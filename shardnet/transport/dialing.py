@@ -28,6 +28,19 @@ async def dial(address: Address, security: Security) -> Connection:
         raise
 
 
+async def dial_member(address: Address, security: Security, identity: str) -> Connection:
+    """A connection to the member whom the rendezvous placed at `address`, and to nobody else; `identity` is what its certificate must say.
+
+    Raises as `dial` does, and HandshakeError if another process answers.
+    """
+    connection = await dial(address, security)
+    found = connection.identity
+    if (found.uri if found else "") != identity:
+        connection.close()
+        raise HandshakeError(f"the one at {address} is {found or 'nobody known'}, but the rendezvous placed {identity}")
+    return connection
+
+
 async def check_trust(address: str, security: Security, timeout_s: float, to: Role | None = None) -> None:
     """Raise HandshakeError, saying why, if the process at `address`, which should have the role `to`, and this one would not
     trust each other. Used after a failed call, because grpcio does not tell this. Nothing happens if they would, or if nobody

@@ -40,8 +40,8 @@ class Hello:
                 epoch=int(_text(found["epoch"])),
                 source=int(_text(found["source"])),
                 target=int(_text(found["target"])),
-                incarnation=_text(found["incarnation"]),
-                terms=_text(found["terms"]),
+                incarnation=_printable(found["incarnation"]),
+                terms=_printable(found["terms"]),
             )
         except (KeyError, ValueError) as error:
             raise ProtocolError("the caller's metadata is not a worker's; only shardnet workers may call this service") from error
@@ -65,3 +65,9 @@ def disagreement(theirs: str, mine: str) -> str | None:
 
 def _text(value: str | bytes) -> str:
     return unquote(value if isinstance(value, str) else value.decode("ascii"), errors="strict")
+
+
+def _printable(value: str | bytes) -> str:
+    if not (text := _text(value)).isprintable():  # it goes into log lines
+        raise ValueError
+    return text

@@ -11,8 +11,7 @@ from shardnet.config import Limits, Timeouts
 from shardnet.credentials import Security
 from shardnet.errors import HandshakeError, PeerLost, ProtocolError
 from shardnet.topology import Member
-from shardnet.transport.connection import Connection
-from shardnet.transport.dialing import dial
+from shardnet.transport.dialing import dial_member
 from shardnet.transport.hello import ACCEPTED, Hello
 from shardnet.transport.http2 import Call, CallBroken, Status
 from shardnet.transport.options import HANDSHAKE_S
@@ -132,7 +131,7 @@ class Outbox:
         while True:
             try:
                 async with asyncio.timeout(HANDSHAKE_S):
-                    connection = await self._dial()
+                    connection = await dial_member(self._address, self._security, self._identity)
             except HandshakeError:
                 raise  # the next try would end like this one
             except OSError as error:  # a timeout, too
@@ -143,15 +142,6 @@ class Outbox:
                 self._call = Call(connection, self._limits)
                 self._call.open(str(self._address), PUSH, self._hello.metadata())
                 return self._call
-
-    async def _dial(self) -> Connection:
-        """Connect to the peer, and to nobody else. Raises OSError (HandshakeError is a subclass)."""
-        connection = await dial(self._address, self._security)
-        found = connection.identity
-        if (found.uri if found else "") != self._identity:
-            connection.close()
-            raise HandshakeError(f"the one at {self._address} is {found or 'nobody known'}, but the rendezvous placed {self._identity}")
-        return connection
 
     async def _watch(self, call: Call, on_accepted: Callable[[], None]) -> str | None:
         async with self._pulse.beating(call):

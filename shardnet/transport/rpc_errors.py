@@ -3,6 +3,7 @@
 import grpc
 
 from shardnet.errors import EndpointUnavailable, ProtocolError, ShardnetError
+from shardnet.printable import printable
 
 UNREACHABLE = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED})
 _NO_CONNECTION = "failed to connect to all addresses"  # grpcio's words
@@ -32,5 +33,5 @@ def translate_status(code: grpc.StatusCode, reason: str, address: str, what: str
 
 def reason(error: grpc.aio.AioRpcError) -> str:
     """gRPC's own words in one line. If no connection could be made, only the last part of the chain says why."""
-    words = " ".join((error.details() or error.code().name).split())
+    words = printable(" ".join((error.details() or error.code().name).split()))
     return words.rpartition(": ")[2] if words.startswith(_NO_CONNECTION) else words

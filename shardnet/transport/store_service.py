@@ -9,12 +9,14 @@ from typing import NoReturn, TypeVar
 
 import grpc
 
+from shardnet.address import Address
 from shardnet.config import Limits, Timeouts
 from shardnet.credentials import Role, Security
-from shardnet.errors import ClosedError, UsageError
+from shardnet.errors import ClosedError, HandshakeError, UsageError
 from shardnet.pb.store_pb2 import StoreReply, StoreRequest
+from shardnet.topology import Member
 from shardnet.transport.admission import caller
-from shardnet.transport.dialing import check_trust
+from shardnet.transport.dialing import check_trust, dial_member
 from shardnet.transport.direct import Refused
 from shardnet.transport.handlers import Context, unary
 from shardnet.transport.options import HANDSHAKE_S, channel_options
@@ -179,17 +181,19 @@ class StoreService:
 class StoreClient:
     """Asks the rank that keeps the store of a world. Runs on one loop."""
 
-    def __init__(self, address: str, security: Security, timeouts: Timeouts, limits: Limits) -> None:
+    def __init__(self, keeper: Member, security: Security, timeouts: Timeouts, limits: Limits) -> None:
         """Opens nothing yet."""
-        self._address = address
+        self._keeper = keeper
         self._security = security
-        self._channel = security.channel(address, channel_options(timeouts, limits), to=Role.WORKER)
+        self._channel = security.channel(keeper.address, channel_options(timeouts, limits), to=Role.WORKER)
         self._call = self._channel.unary_unary(
             PATH, request_serializer=StoreRequest.SerializeToString, response_deserializer=StoreReply.FromString
         )
+        self._checked = False  # the keeper is the one whom the rendezvous placed there
 
     async def ask(self, request: StoreRequest) -> StoreReply:
-        """Raises UsageError if the store refuses the request, EndpointUnavailable, HandshakeError or ProtocolError."""
+        """Raises UsageError for what the store refuses, EndpointUnavailable, HandshakeError or ProtocolError."""
+        await self._check()
         try:
             reply: StoreReply = await self._call(request, timeout=request.within_s + ANSWER_S)
             return reply
@@ -197,8 +201,22 @@ class StoreClient:
             if error.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED):
                 raise UsageError(reason(error)) from None
             if error.code() is grpc.StatusCode.UNAVAILABLE:
-                await check_trust(self._address, self._security, HANDSHAKE_S, Role.WORKER)
-            raise translate(error, self._address, "the store of this world") from error
+                await check_trust(self._keeper.address, self._security, HANDSHAKE_S, Role.WORKER)
+            raise translate(error, self._keeper.address, "the store of this world") from error
+
+    async def _check(self) -> None:
+        """Before the first question: grpcio takes the certificate of any worker, of any job. Who does not answer here is left to grpcio."""
+        if self._checked or self._security.credentials is None:
+            return
+        try:
+            async with asyncio.timeout(HANDSHAKE_S):
+                connection = await dial_member(Address.parse(self._keeper.address), self._security, self._keeper.identity)
+        except HandshakeError:
+            raise
+        except OSError:  # a timeout, too
+            return
+        connection.close()
+        self._checked = True
 
     async def aclose(self) -> None:
         await self._channel.close()

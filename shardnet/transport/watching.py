@@ -8,7 +8,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from shardnet.address import Address
-from shardnet.config import Limits
+from shardnet.config import KIB, Limits
 from shardnet.credentials import Security
 from shardnet.errors import EndpointUnavailable, HandshakeError, ProtocolError
 from shardnet.pb import stats_pb2
@@ -17,6 +17,10 @@ from shardnet.transport.http2 import Call, CallBroken, Status
 from shardnet.transport.observe import ANSWER_S
 from shardnet.transport.rpc_errors import translate_status
 from shardnet.transport.stats_service import INTERVAL_S, PATH
+
+# A snapshot of a world of 4096 ranks, as many as a rendezvous takes, has 360 KB. One that is larger is not read: a rendezvous with a page
+# reads those of all workers on the loop on which its members' leases depend.
+_LIMITS = Limits(chunk_bytes=64 * KIB, max_message_bytes=512 * KIB)
 
 
 async def watch(
@@ -101,7 +105,7 @@ async def _call(address: str, interval_s: float, timeout_s: float, security: Sec
     try:
         async with asyncio.timeout(timeout_s):
             connection = await dial(Address.parse(address), security)
-        call = Call(connection, Limits())
+        call = Call(connection, _LIMITS)
         stream = _Stream(call, address)
         call.open(address, PATH, ())
         call.send_now(stats_pb2.WatchRequest(interval_s=interval_s).SerializeToString())

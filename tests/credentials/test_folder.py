@@ -149,7 +149,7 @@ def test_all_files_or_none(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["key.pem"]
 
 
-@pytest.mark.parametrize("host", ["rendezvous.shardnet", "x.Shardnet", "*.shardnet"])
+@pytest.mark.parametrize("host", ["rendezvous.shardnet", "x.Shardnet", "*.shardnet", "rendezvous.shardnet.", "*"])
 def test_a_host_name_gives_no_role(host: str) -> None:
     """grpcio knows a rendezvous by such a name."""
     with pytest.raises(CredentialsError, match=r"the names that end in \.shardnet say what role a process has"):

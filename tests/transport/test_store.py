@@ -10,9 +10,10 @@ import pytest
 
 from shardnet.config import Limits, Timeouts
 from shardnet.credentials import Role, Security
-from shardnet.errors import ClosedError, EndpointUnavailable, ProtocolError, UsageError
+from shardnet.errors import ClosedError, EndpointUnavailable, HandshakeError, ProtocolError, UsageError
 from shardnet.pb import stats_pb2
 from shardnet.pb.store_pb2 import StoreReply, StoreRequest
+from shardnet.topology import Member
 from shardnet.transport import store_service
 from shardnet.transport.endpoint import Endpoint
 from shardnet.transport.store_service import StoreClient, StoreService
@@ -26,7 +27,7 @@ Keys, Entries, Exchange, Sum = StoreRequest.Keys, StoreRequest.Entries, StoreReq
 
 @asynccontextmanager
 async def opened(
-    *callers: Security, protection: Security | None = None, epoch: int | None = EPOCH
+    *callers: Security, protection: Security | None = None, epoch: int | None = EPOCH, placed: str = ""
 ) -> AsyncIterator[tuple[StoreService, list[StoreClient]]]:
     """A worker that keeps a store, and others that ask it."""
     service = StoreService("lm")
@@ -35,7 +36,9 @@ async def opened(
     async with endpoint:
         if epoch is not None:
             service.open(epoch)
-        clients = [StoreClient(endpoint.address, each, TIMEOUTS, LIMITS) for each in callers or (Security(),)]
+        identity = "" if protection is None or protection.credentials is None else protection.credentials.identity.uri
+        keeper = Member(0, 0, 0, endpoint.address, "a", "w0", placed or identity)
+        clients = [StoreClient(keeper, each, TIMEOUTS, LIMITS) for each in callers or (Security(),)]
         try:
             yield service, clients
         finally:
@@ -153,6 +156,18 @@ async def test_workers_of_the_job_alone_are_answered() -> None:
         for client in clients[1:]:
             with pytest.raises(ProtocolError, match=r"PERMISSION_DENIED: .* is no worker of job 'lm'"):
                 await client.ask(asked(count=True))
+
+
+@on_shared_loop
+async def test_another_worker_at_the_keepers_address_is_told_nothing() -> None:
+    """grpcio takes any worker's certificate: of another job, for instance, whose worker has got this address by now."""
+    async with opened(security(job="lm"), protection=security("mallory", job="lm"), placed="shardnet:worker:lm:node-0") as (
+        store,
+        (client,),
+    ):
+        with pytest.raises(HandshakeError, match="is worker 'mallory' of job 'lm', but the rendezvous placed shardnet:worker:lm:node-0"):
+            await client.ask(asked(set=Entries(keys=["a"], values=[b"secret"])))
+        assert (await store.ask(asked(count=True))).number == 0
 
 
 @on_shared_loop

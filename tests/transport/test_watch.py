@@ -15,7 +15,7 @@ from shardnet.config import MIB, Limits, Timeouts
 from shardnet.credentials import Security
 from shardnet.errors import EndpointUnavailable, ProtocolError
 from shardnet.pb import stats_pb2
-from shardnet.transport import stats_service
+from shardnet.transport import stats_service, watching
 from shardnet.transport.dialing import dial
 from shardnet.transport.endpoint import Endpoint
 from shardnet.transport.http2 import Call
@@ -41,6 +41,15 @@ class Counter:
 
 def endpoint(counter: Counter) -> Endpoint:
     return Endpoint("127.0.0.1:0", limits=Limits(), timeouts=Timeouts.for_tests(), snapshot=counter.snapshot)
+
+
+@on_shared_loop
+async def test_one_that_is_too_large_is_not_read() -> None:
+    """Who watches many, as a rendezvous with a page, would be held up by one of them."""
+    async with endpoint(Counter(size=MIB)) as opened:
+        async with aclosing(watch(opened.address)) as snapshots:
+            with pytest.raises(ProtocolError, match="is larger than allowed"):
+                await anext(snapshots)
 
 
 @on_shared_loop
@@ -109,8 +118,9 @@ async def test_a_watcher_that_is_frozen_is_let_go(monkeypatch: pytest.MonkeyPatc
 
 
 @on_shared_loop
-async def test_for_a_watcher_that_takes_nothing_nothing_is_made() -> None:
+async def test_for_a_watcher_that_takes_nothing_nothing_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """What its system does not take any more would pile up here. Another one, that takes all, counts the beats."""
+    monkeypatch.setattr(watching, "_LIMITS", Limits())  # so that few snapshots fill a socket
     counter, told = Counter(size=4 * MIB), 0
     async with endpoint(counter) as opened:
         connection = await dial(Address.parse(opened.address), Security())

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from enum import IntEnum, IntFlag
 
 from shardnet.errors import ProtocolError
+from shardnet.printable import printable
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 HEAD_BYTES = 9
@@ -101,7 +102,7 @@ def inadequate_security(answer: bytes) -> str | None:
         length, kind, _, _ = read_head(answer, at)
         payload = answer[at + HEAD_BYTES : at + HEAD_BYTES + length]
         if kind == Type.GOAWAY and payload[4:8] == _U32.pack(ErrorCode.INADEQUATE_SECURITY):
-            return payload[8:].decode(errors="replace")
+            return printable(payload[8:].decode(errors="replace"))
         at += HEAD_BYTES + length
     return None
 

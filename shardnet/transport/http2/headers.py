@@ -7,10 +7,16 @@ from urllib.parse import quote, unquote
 import grpc
 from hpack import Decoder, Encoder, HPACKError
 
+from shardnet.config import KIB
 from shardnet.errors import ProtocolError
+from shardnet.printable import printable
 
 Headers = tuple[tuple[str, str], ...]
 
+# Of a header block, as it comes and decoded. A worker's have 1 KiB. One byte can decode to a whole header, so a block of 64 KiB would hold
+# the loop for 0.3 s.
+MAX_BYTES = 16 * KIB
+_MAX_DETAILS = 1000  # characters, each of up to 12 bytes when it is quoted
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 _PRINTABLE = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
 
@@ -31,11 +37,11 @@ class Status:
         except (KeyError, ValueError):
             http = found.get(":status", "none")
             return cls(grpc.StatusCode.UNAVAILABLE, f"no gRPC status; HTTP status {http}")
-        return cls(code, unquote(found.get("grpc-message", "")))
+        return cls(code, printable(unquote(found.get("grpc-message", ""))))
 
     def trailers(self) -> Headers:
         number = ("grpc-status", str(self.code.value[0]))
-        return (number, ("grpc-message", quote(self.details, safe=_PRINTABLE))) if self.details else (number,)
+        return (number, ("grpc-message", quote(self.details[:_MAX_DETAILS], safe=_PRINTABLE))) if self.details else (number,)
 
 
 def request(authority: str, path: str, metadata: Headers) -> Headers:
@@ -60,7 +66,7 @@ class HeaderCodec:
 
     def __init__(self) -> None:
         self._encoder = Encoder()
-        self._decoder = Decoder()  # refuses lists above 64 KiB
+        self._decoder = Decoder(max_header_list_size=MAX_BYTES)
 
     def encode(self, headers: Headers) -> bytes:
         return self._encoder.encode(headers)

@@ -2,15 +2,14 @@
 
 from collections import deque
 
-from shardnet.config import KIB
 from shardnet.errors import ProtocolError
+from shardnet.printable import printable
 from shardnet.transport.http2 import frames
 from shardnet.transport.http2.frames import ErrorCode, Flags, Setting, Type
-from shardnet.transport.http2.headers import HeaderCodec, Headers
+from shardnet.transport.http2.headers import MAX_BYTES, HeaderCodec, Headers
 from shardnet.transport.http2.writing import FrameWriter
 
 _REFILL_BYTES = frames.MAX_WINDOW // 2  # the windows are filled up again when so many bytes have come
-_MAX_HEADER_BYTES = 64 * KIB
 _MAX_BLOCKS = 4  # header blocks that nobody has asked for yet; a call has two at most
 
 
@@ -51,12 +50,14 @@ class CallState:
     def on_frame(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
         if (kind == Type.CONTINUATION) != (self._block is not None):
             raise ProtocolError("a header block was interrupted, or continued where there was none")
+        if kind in (Type.HEADERS, Type.CONTINUATION) and stream != self._stream:  # before it is decoded, which takes long
+            raise ProtocolError(f"a header block for stream {stream}: a connection is for one call")
         match kind:
             case Type.HEADERS:
                 self._block, self._block_ends = bytearray(), bool(flags & Flags.END_STREAM)
-                self._on_block(flags, stream, frames.unpad(payload, flags, priority=True))
+                self._on_block(flags, frames.unpad(payload, flags, priority=True))
             case Type.CONTINUATION:
-                self._on_block(flags, stream, payload)
+                self._on_block(flags, payload)
             case Type.SETTINGS if not flags & Flags.ACK:
                 self._on_settings(payload)
             case Type.PING if not flags & Flags.ACK:
@@ -70,17 +71,14 @@ class CallState:
             case Type.GOAWAY:
                 self._on_goaway(payload)
 
-    def _on_block(self, flags: int, stream: int, block: bytes) -> None:
+    def _on_block(self, flags: int, block: bytes) -> None:
         assert self._block is not None
         self._block += block
-        if len(self._block) > _MAX_HEADER_BYTES:
+        if len(self._block) > MAX_BYTES:
             raise ProtocolError("a header block is too long")
         if not flags & Flags.END_HEADERS:
             return
         found, self._block = self.codec.decode(bytes(self._block)), None
-        if stream != self._stream:
-            self._writer.control(frames.reset(stream, ErrorCode.REFUSED_STREAM))
-            return
         if len(self.headers) == _MAX_BLOCKS:
             raise ProtocolError("too many header blocks")
         self.headers.append(found)
@@ -103,5 +101,5 @@ class CallState:
     def _on_goaway(self, payload: bytes) -> None:
         code = int.from_bytes(payload[4:8])
         if code != ErrorCode.NO_ERROR:  # after a GOAWAY without an error the call may still finish
-            text = payload[8:].decode(errors="replace") or f"HTTP/2 error {code}"
+            text = printable(payload[8:].decode(errors="replace")) or f"HTTP/2 error {code}"
             raise CallBroken(f"its connection broke ({text})")

@@ -385,6 +385,12 @@ class TestFrames:
             (frames.frame(Type.HEADERS, Flags.NONE, 1, b"\x88") + frames.frame(Type.PING, 0, 0, bytes(8)), "interrupted"),
             (frames.frame(Type.HEADERS, Flags.END_HEADERS, 1, b"\x88") * 9, "too many header blocks"),
             (frames.frame(Type.HEADERS, Flags.NONE, 1) + frames.frame(Type.PING, 0, 0, bytes(8)), "interrupted"),
+            (
+                frames.frame(Type.HEADERS, Flags.END_HEADERS, 3, b"\xff\xff\xff"),
+                "a header block for stream 3: a connection is for one call",
+            ),
+            (frames.frame(Type.HEADERS, Flags.END_HEADERS, 1, b"\x88" * 1000), "header block cannot be read"),
+            (frames.frame(Type.GOAWAY, 0, 0, bytes(7) + b"\x0b\x1b[2Jcleared"), r"its connection broke .\\x1b\[2Jcleared"),
             (frames.frame(Type.CONTINUATION, Flags.END_HEADERS, 1, b"\x88"), "continued where there was none"),
             (frames.frame(Type.PING, 0, 0, bytes(20000)), "a PING frame of 20000 bytes"),
             (frames.frame(Type.HEADERS, Flags.NONE, 1, bytes(30000)) + 3 * frames.frame(Type.CONTINUATION, 0, 1, bytes(30000)), "too long"),
