@@ -46,10 +46,9 @@ def endpoint(counter: Counter) -> Endpoint:
 @on_shared_loop
 async def test_one_that_is_too_large_is_not_read() -> None:
     """Who watches many, as a rendezvous with a page, would be held up by one of them."""
-    async with endpoint(Counter(size=MIB)) as opened:
-        async with aclosing(watch(opened.address)) as snapshots:
-            with pytest.raises(ProtocolError, match="is larger than allowed"):
-                await anext(snapshots)
+    async with endpoint(Counter(size=MIB)) as opened, aclosing(watch(opened.address)) as snapshots:
+        with pytest.raises(ProtocolError, match="is larger than allowed"):
+            await anext(snapshots)
 
 
 @on_shared_loop
