@@ -93,15 +93,18 @@ class Hierarchical:
 
     async def run(self, op: Operation) -> None:
         """The algorithm of an operation."""
-        if self.commons is None:
-            await self._run(op)
-            return
         try:
             await self._run(op)
         except BaseException:
-            self.commons.fail(self.claim)
+            if self.commons is not None:
+                self.commons.fail(self.claim)
             raise
-        self.commons.end(self.claim)
+        else:
+            if self.commons is not None:
+                self.commons.end(self.claim)
+        finally:
+            # Their generators and callbacks refer to this object: in a cycle the caller's tensors would stay until Python's collector runs.
+            self._near, self._far = Lane(), Lane()
 
     async def _run(self, op: Operation) -> None:
         self._rank, self._size, self._route = op.group.rank, op.group.size, op.group.route

@@ -1,10 +1,13 @@
 """Whose memory a collective reads and writes, and until when."""
 
+import asyncio
+import gc
 from collections.abc import Sequence
 from functools import partial
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardnet.backend import Backend, ReduceOp
 from shardnet.testing import each_rank, reference, same_bits
@@ -157,3 +160,32 @@ async def test_a_parameter_as_out(pair: Ranks) -> None:
         assert out.requires_grad
 
     await each_rank(pair, work)
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_nothing_keeps_them_when_it_has_ended(world: Ranks, size: int) -> None:
+    """Not even until Python's collector runs: gradients of several steps would be in memory until then."""
+    traces = list[StorageWeakRef]()
+
+    async def work(rank: Backend) -> None:
+        flat, whole = torch.ones(size), torch.ones(size * len(world))
+        outs = [
+            await rank.all_reduce(flat),
+            await rank.all_gather(flat),
+            await rank.reduce_scatter(whole),
+            await rank.broadcast(flat, 0),
+            await rank.all_to_all(whole),
+            *await asyncio.gather(rank.all_reduce(whole), rank.all_reduce(flat, ReduceOp.MAX)),
+        ]
+        traces.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in (flat, whole, *outs))  # type: ignore[no-untyped-call]
+        await rank.barrier()
+
+    gc.collect()
+    gc.disable()
+    try:
+        await each_rank(world, work)
+        async with asyncio.timeout(5.0):  # other threads may hold the last one for a moment
+            while not all(trace.expired() for trace in traces):  # type: ignore[no-untyped-call]
+                await asyncio.sleep(0.001)
+    finally:
+        gc.enable()
