@@ -3,8 +3,8 @@
 Shapes: B sequences, T bytes, D = dim, H = heads, E = D / H.
 
 [Note: bigrams] A byte says little, and the first thing a model learns is which byte follows which two. A table of
-vectors for pairs of bytes gives it that by one look-up, at almost no compute. The pair is of the lower seven bits of
-both bytes: exact for ASCII, and where other bytes collide their own embeddings still tell them apart.
+vectors for pairs of bytes gives it that by one look-up, at almost no compute. A pair is made of the lower seven bits of
+both bytes. That is exact for ASCII; where other bytes collide, their own embeddings still tell them apart.
 
 [Note: zero outputs] The layers that write into the residual stream, and the head, start at zero: every block begins
 as the identity and the untrained loss is exactly ln 256 = 5.545.
@@ -30,7 +30,7 @@ class GPTConfig:
     layers: int = 4
     heads: int = 4
     context: int = 256
-    bigrams: int = 128  # width of the vectors of byte pairs, see [Note: bigrams]; 0: none
+    bigrams: int = 128  # width of the vectors of byte pairs, see [Note: bigrams]; 0: no such table
 
     def __post_init__(self) -> None:
         if min(self.dim, self.layers, self.heads, self.context) < 1 or self.bigrams < 0:
@@ -55,7 +55,7 @@ class Past:
         return self._kept is not None
 
     def extend(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Those kept and the new ones; the oldest go once the window is full."""
+        """Add new keys and values, and return all that are kept; the oldest go once the window is full."""
         if self._kept is not None:
             key, value = torch.cat((self._kept[0], key), dim=2), torch.cat((self._kept[1], value), dim=2)
         self._kept = key[:, :, -self._window :], value[:, :, -self._window :]
@@ -74,7 +74,7 @@ class Attention(nn.Module):
         nn.init.zeros_(self.out.weight)  # [Note: zero outputs]
 
     def forward(self, x: Tensor, rotary: Rotary, past: Past | None = None) -> Tensor:
-        """B×T×D → B×T×D. A text that goes on after `past` goes on byte by byte (T = 1)."""
+        """B×T×D → B×T×D. After `past`, a text must continue byte by byte (T = 1)."""
         batch, length, dim = x.shape
         query, key, value = self.qkv(x).view(batch, length, 3 * self.heads, -1).transpose(1, 2).chunk(3, dim=1)
         query, key = _rotate(_unit(query), rotary), _rotate(_unit(key), rotary)
@@ -135,7 +135,7 @@ class Bigrams(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes to the logits of the byte that follows each."""
+    """Map each byte to the logits of the byte that follows it."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -166,9 +166,9 @@ class GPT(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         pasts = [Past(self.config.context) for _ in self.blocks]
         text = list((prompt or b"\n")[-self.config.context :])
-        fresh, position = len(text), 0  # bytes the model has not seen, and the number it has
+        fresh, position = len(text), 0  # how many bytes the model has not seen yet, and how many it has
         for _ in range(length):
-            x = self._embed(torch.tensor([text[-fresh - 1 :]]))[:, -fresh:]  # one byte more, for the bigram
+            x = self._embed(torch.tensor([text[-fresh - 1 :]]))[:, -fresh:]  # one byte more, for the first bigram
             rotary = self._rotary(position, fresh, self.head.weight.device)
             for block, past in zip(self.blocks, pasts, strict=True):
                 x = block(x, rotary, past)

@@ -1,4 +1,4 @@
-"""`Journal`: follows a training run and tells about it as it goes."""
+"""`Journal`: follows a training run and reports on it as it goes."""
 
 import math
 import time
@@ -8,14 +8,14 @@ from shardnet import Cluster
 from shardnet.training.record import StepRecord, Validation
 from text import Text
 
-RECENT = 20  # steps over which the speed is said
+RECENT = 20  # steps over which the speed is taken
 
 
 class Journal:
     """One run as one rank saw it. Rank 0 is the one that prints."""
 
     def __init__(self, max_seconds: float | None) -> None:
-        self._cluster: Cluster  # from `began` on
+        self._cluster: Cluster  # set by `began`
         self._total_steps = 0
         self._max_seconds = max_seconds
         self.parameters = 0
@@ -41,7 +41,7 @@ class Journal:
     def began(
         self, cluster: Cluster, parameters: int, text: Text, total_steps: int, tokens_per_step: int, *, done: int, elapsed_s: float
     ) -> None:
-        """The training begins, or goes on behind step `done`, for which it has taken so long. What was told of later ones is forgotten."""
+        """The training begins, or goes on after step `done`, which it reached in `elapsed_s`. It forgets records of later steps."""
         if not hasattr(self, "_cluster"):
             self._exposed_before_ns = cluster.telemetry.exposed_ns
         self._cluster, self._total_steps, self.parameters = cluster, total_steps, parameters
@@ -59,7 +59,7 @@ class Journal:
         self._last_s, self._last_exposed_ns = time.perf_counter(), self._cluster.telemetry.exposed_ns
 
     def end_step(self, step: int, *, loss: float, tokens: int, learning_rate: float, gradient_norm: float) -> None:
-        """`tokens` of all ranks together."""
+        """`tokens` counts those of all ranks together."""
         seconds = time.perf_counter() - self._last_s
         exposed_share = (self._cluster.telemetry.exposed_ns - self._last_exposed_ns) / 1e9 / seconds
         record = StepRecord(step, self.elapsed_s, loss, learning_rate, tokens / seconds, gradient_norm, exposed_share)
@@ -81,12 +81,12 @@ class Journal:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all ranks, the median of the last steps."""
+        """The speed of all ranks together: the median of the last steps."""
         recent = sorted(step.tokens_per_s for step in self.steps[-RECENT:])
         return recent[len(recent) // 2] if recent else 0.0
 
     def _expected_steps(self, step: int) -> int:
-        """How many there will be, at the speed so far, before the steps or the time run out."""
+        """How many steps there will be, at the speed so far, before the steps or the time run out."""
         in_time = math.ceil(step * self._max_seconds / self.elapsed_s) if self._max_seconds else self._total_steps
         return max(step, min(self._total_steps, in_time))
 

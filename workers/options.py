@@ -10,7 +10,7 @@ from shardnet import ShardingStrategy
 from shardnet.fsdp import Compression, MixedPrecision
 
 STEPS = 600
-MAX_SECONDS = 120.0  # a run that nobody gave a length ends in under three minutes, start and sample included, on any machine
+MAX_SECONDS = 120.0  # without a given length a run ends in under three minutes, start and sample included, on any machine
 PRECISIONS = {
     "float32": MixedPrecision(),
     "bfloat16": MixedPrecision(torch.bfloat16, torch.float32, output_dtype=torch.float32),
@@ -33,7 +33,7 @@ examples:
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options, checked. Ends the program with a message where they make no sense."""
+    """The options, checked. End the program with a message if they make no sense."""
     parser = _parser()
     options = parser.parse_args(arguments)
     if options.steps is None and options.epochs is None:

@@ -26,7 +26,7 @@ TRACE = "trace.json"
 
 
 def prepare(options: argparse.Namespace) -> None:
-    """Make the folder that will be written to: at the end of a long run it is too late to learn that one cannot be made."""
+    """Make the output folder now: at the end of a long run it is too late to learn that it cannot be made."""
     if options.out:
         try:
             options.out.mkdir(parents=True, exist_ok=True)
@@ -90,7 +90,7 @@ async def write_sample(cluster: Cluster, model: AsyncFSDP, config: GPTConfig, op
 
 
 def typical_steps(steps: Sequence[StepRecord], validations: Sequence[Validation], spans: Sequence[RankSpans]) -> list[RankSpans]:
-    """The spans of a few steps from the middle of the run, without a validation among them if there are such."""
+    """The spans of a few steps from the middle of the run; steps without a validation, if there are enough."""
     validated = {validation.step for validation in validations}
     later = [record.step for record in steps[len(steps) // 2 :]]
     quiet = [step for step in later if step not in validated]
@@ -111,7 +111,7 @@ def print_summary(run: RunRecord) -> None:
 
 
 def write_files(run: RunRecord, spans: Sequence[RankSpans], folder: Path) -> None:
-    """The report page and the trace."""
+    """Write the report page and the trace."""
     write_trace(folder / TRACE, spans)
     print(f"timeline for https://ui.perfetto.dev: {folder / TRACE}", flush=True)
     write_report(folder / REPORT, run)
@@ -119,6 +119,6 @@ def write_files(run: RunRecord, spans: Sequence[RankSpans], folder: Path) -> Non
 
 
 def versions() -> dict[str, str]:
-    """Of what has a say in a run's numbers and speed."""
+    """Versions of everything that influences a run's numbers and speed."""
     packages = ("shardnet", "torch", "grpcio", "numpy")
     return {name: version(name) for name in packages} | {"python": platform.python_version(), "platform": platform.platform()}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 HELD_OUT = 20  # every 20th file is held out, or the last 20th of the text
 _SKIPPED = frozenset({"test", "tests", "idle_test", "__pycache__", "site-packages", "dist-packages", "lib2to3", "encodings", "pydoc_data"})
-_MAX_FILE_BYTES = 64 * 2**20  # a text file larger than this is most likely none
+_MAX_FILE_BYTES = 64 * 2**20  # a file larger than this is most likely no text
 
 
 class TextError(Exception):
@@ -54,7 +54,7 @@ class Text:
     train: Windows
     valid: Windows
     files: int
-    fingerprint: int  # crc32 of all bytes: ranks that differ in it read different texts
+    fingerprint: int  # crc32 of all bytes: ranks with different fingerprints have read different texts
 
     @property
     def size_bytes(self) -> int:
@@ -75,7 +75,7 @@ def read_text(source: Path | None, context: int) -> Text:
 
 
 def find_files(source: Path | None) -> list[Path]:
-    """The files of a text, in an order that depends on their names alone."""
+    """The files of a text, in an order that depends only on their names."""
     if source is None:
         return _standard_library()
     if source.is_file():
@@ -90,7 +90,7 @@ def find_files(source: Path | None) -> list[Path]:
 
 
 def split(contents: Sequence[bytes]) -> tuple[bytes, bytes]:
-    """Training and validation bytes: every 20th file is held out, or of fewer files the last 20th of the text."""
+    """Training and validation bytes: every 20th file is held out, or the last 20th of the text if there are fewer than 20 files."""
     if len(contents) >= HELD_OUT:
         held_out = range(HELD_OUT // 2, len(contents), HELD_OUT)
         train = b"".join(content for i, content in enumerate(contents) if i not in held_out)

@@ -5,7 +5,7 @@
     shardnet run --nproc 3 --min-workers 2 --restarts 1 workers/train_lm.py
 
 Every rank has the whole text and, in each step, sequences of its own. With the second command line the training goes on when a
-worker dies, at the step behind the last committed one. `--help` lists the options; model, text and
+worker dies, at the step after the last committed one. `--help` lists the options; model, text and
 report have files of their own beside this one.
 """
 
@@ -49,7 +49,7 @@ async def main() -> None:
 
 
 async def train(cluster: shardnet.Cluster, state: elastic.State, options: argparse.Namespace, text: Text, journal: Journal) -> None:
-    """The training with the workers that there are now, from where it stands."""
+    """Train with the present workers, from the step that the state has reached."""
     cluster.telemetry.tracing |= options.out is not None
     await check_same_text(cluster, text)
     trainer = await Trainer.create(cluster, state, options, text, journal)
@@ -64,7 +64,7 @@ async def train(cluster: shardnet.Cluster, state: elastic.State, options: argpar
 
 
 class Trainer:
-    """One run, as one rank takes part in it while nobody comes or goes. Every coroutine here is a collective."""
+    """One rank's part in the training while no worker comes or goes. Every coroutine here is a collective."""
 
     def __init__(
         self,
@@ -89,9 +89,9 @@ class Trainer:
         self.journal = journal
         self.total_steps = 0
         self.recorder: PerformanceRecorder  # from `create`, since it measures the network first
-        self.commits_s: list[float] = []  # how long each took
+        self.commits_s: list[float] = []  # how long each commit took
         self.elapsed_s = 0.0  # the mean over ranks, so that all ranks decide alike; 0 until the first step is done
-        self.told_to_stop = False  # any of them
+        self.told_to_stop = False  # whether any rank was told to
 
     @classmethod
     async def create(
@@ -122,7 +122,7 @@ class Trainer:
         return trainer
 
     def steps_left(self, epochs: int) -> int:
-        """How many steps go through what is left of so many passes over the text."""
+        """How many steps the rest of `epochs` passes over the text takes."""
         position: int = self.state["position"]
         passes, seen = divmod(position, self.sampler.samples)
         left = math.ceil((self.sampler.samples - seen) / self.sampler.global_batch)
@@ -153,7 +153,7 @@ class Trainer:
         progress = torch.tensor([loss.item(), self.journal.elapsed_s, told_to_stop], dtype=torch.float64)
         agreed = self.cluster.backend.all_reduce(
             progress, shardnet.ReduceOp.MEAN, label="progress"
-        ).quietly()  # who is lost meanwhile, backward tells
+        ).quietly()  # if a rank is lost meanwhile, backward raises that
         await self.model.backward(loss)
         norm = await self.model.clip_grad_norm(self.options.clip)
         with self.cluster.telemetry.span("optimizer"):
@@ -177,7 +177,7 @@ class Trainer:
         samples = 0
         for share in self._sampler(len(windows)).epoch(0):
             inputs, targets = self._on_device(self.text.valid.batch([windows[index] for index in share.indices]))
-            with torch.no_grad():  # not as a decorator: that would end before the coroutine begins
+            with torch.no_grad():  # not as a decorator, which would end before the coroutine begins
                 loss = cross_entropy(await self.model(inputs), targets)
             total += share.samples * loss.item()
             samples += share.samples
@@ -197,7 +197,7 @@ def device_of(cluster: shardnet.Cluster, options: argparse.Namespace) -> torch.d
 
 
 def learning_rate(options: argparse.Namespace, step: int, total_steps: int, elapsed_s: float) -> float:
-    """Linear warm-up, then a cosine down to `decay` of the peak, as steps or the seconds allowed are used up."""
+    """Linear warm-up, then a cosine down to `decay` of the peak, by the share of steps or of allowed seconds that is used up (the larger)."""
     used = max(step / total_steps, elapsed_s / options.max_seconds if options.max_seconds else 0.0)
     cosine = 0.5 * (1 + math.cos(math.pi * min(used, 1.0)))
     warm = min(1.0, used / options.warmup) if options.warmup else 1.0
@@ -210,7 +210,7 @@ def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 async def check_same_text(cluster: shardnet.Cluster, text: Text) -> None:
-    """Ranks with different texts would share out different samples, and nobody would notice."""
+    """End the program if ranks have different texts: they would share out different samples, and nobody would notice."""
     fingerprints = await gather_json(cluster.backend, text.fingerprint, "text")
     strangers = [rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0]]
     if strangers:

@@ -56,7 +56,7 @@ class StatsServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """one now and then; ends when the process closes
+        """one reply per interval; ends when the process closes
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
