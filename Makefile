@@ -1,4 +1,4 @@
-# The same verbs at the desk and in CI. Every target does all of its own set-up; `make` alone lists them.
+# The same targets at the desk and in CI. Every target does all of its own set-up; `make` alone lists them.
 
 # The interpreter to use: `make test PYTHON=python3.13`. Each one gets a virtual environment of its own, so they can live side by side.
 DEFAULT_PYTHON := $(shell command -v python3.11 >/dev/null 2>&1 && echo python3.11 || echo python3)
@@ -7,15 +7,15 @@ PYTHON ?= $(DEFAULT_PYTHON)
 TORCH_INDEX ?=
 # Passed on to the program behind the target: `make test ARGS="tests/backend -x"`, `make demo ARGS="--steps 50"`.
 ARGS ?=
-# Processes that share the tests, file by file. Most tests wait part of their time, so one more than two cores can run; with JOBS=0 they run
-# in one, as a debugger likes it.
+# Processes that share the tests, file by file. Most tests spend part of their time waiting, so there is one more process than two cores can
+# run. With JOBS=0 the tests run in one process, which a debugger needs.
 JOBS ?= 3
 
 VENV := .venv$(if $(filter-out $(DEFAULT_PYTHON),$(PYTHON)),-$(notdir $(PYTHON)))
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-# pyenv's shims run only a version that was chosen; others ignore the variable.
+# pyenv's shims run only a version that was chosen with this variable; other interpreters ignore it.
 RUN_PYTHON := PYENV_VERSION=$(patsubst python%,%,$(notdir $(PYTHON))) $(PYTHON)
 UV := $(shell command -v uv 2>/dev/null)
 ifdef UV
@@ -37,7 +37,7 @@ help: ## list the targets
 demo: $(STAMP) ## train a small language model on a local cluster of two workers, in about three minutes
 	$(BIN)/shardnet demo $(ARGS)
 
-# Some hundred processes that the tests start would each compile the package anew where the environment forbids to keep what is compiled.
+# The tests start some hundred processes. If the environment forbids keeping bytecode, each of them would compile the package again.
 test faults: export PYTHONDONTWRITEBYTECODE :=
 
 faults: export SHARDNET_TO_THE_LETTER := 1

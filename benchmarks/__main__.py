@@ -1,6 +1,6 @@
 """`python -m benchmarks`: measure, print tables, write JSON.
 
-Exit status 0 if everything was measured, fast or slow. What this machine cannot have is missed only if it was asked for by name.
+Exit status 0 if everything was measured, fast or slow. A topology that this machine cannot have fails the run only if asked for by name.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def main() -> int:
 
 
 def measure(options: argparse.Namespace) -> int:
-    """All sessions, one after the other, and the report."""
+    """Run all sessions, one after the other, and write the report."""
     machine, now = describe_machine(), datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     rows: list[Row] = []
     left_out: set[Topology] = set()
@@ -54,9 +54,9 @@ def measure(options: argparse.Namespace) -> int:
 
 
 def record(rows: list[Row], directory: Path | None) -> None:
-    """The tables, and plots of what was measured of growth, if they are wanted."""
+    """Write the tables, and plots of how cost grows if it was measured, where they are wanted."""
     if directory is not None:
-        from benchmarks.plots import draw_all  # which needs matplotlib
+        from benchmarks.plots import draw_all  # needs matplotlib
 
         directory.mkdir(parents=True, exist_ok=True)
         for path in (write_tables(rows, directory), *draw_all(rows, directory)):
@@ -64,7 +64,7 @@ def record(rows: list[Row], directory: Path | None) -> None:
 
 
 def _run_where_possible(session: Session, left_out: set[Topology]) -> list[Row]:
-    """Nothing for a topology in `left_out`, to which one is added, and said so, that this machine turns out not to have."""
+    """Run a session unless its topology is in `left_out`. One that this machine turns out not to have is added there, with a message."""
     if session.topology in left_out:
         return []
     try:

@@ -21,7 +21,7 @@ class Disagreement(Exception):
 
 
 def measure(session: Collectives, backend: Backend) -> Iterator[Row]:
-    """One row a case, the same on all ranks. A collective."""
+    """One row per case, the same on all ranks. A collective."""
     for case in session.cases:
         yield _measure(case, backend, session)
 
@@ -34,7 +34,7 @@ def _measure(case: Case, backend: Backend, session: Collectives) -> Row:
     timings = race(contenders, case.repeats)
     median_ms = {contender.name: timing.quartiles_ms()[1] for contender, timing in zip(contenders, timings, strict=True)}
     for task in tasks:
-        task.contender.prepare()  # of sums of sums the order could be seen
+        task.contender.prepare()  # fresh inputs: repeated in-place sums would no longer be exact in any order
         task.contender.run()
     if not torch.equal(tasks[0].result, tasks[1].result):
         raise Disagreement(f"{case.op} of {case.bytes} bytes: shardnet and gloo differ on rank {backend.rank}")
@@ -58,7 +58,7 @@ def _measure(case: Case, backend: Backend, session: Collectives) -> Row:
 
 
 def _memcpy(case: Case) -> Contender:
-    """The least that a collective in memory can do: what others had is written here; in an all_reduce twice, for the sums first."""
+    """The least that a collective in memory must do: write the others' data here; for an all_reduce twice, first for the sums."""
     source = torch.zeros(case.bytes, dtype=torch.uint8)
     target = torch.empty_like(source)
 

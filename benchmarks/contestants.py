@@ -44,7 +44,7 @@ class Trainer:
 
 class Alone(Trainer):
     """The compute of one rank of a sharded model and nothing else: forward and backward of the whole model, and the
-    optimizer on one part in `ranks` of each parameter."""
+    optimizer on 1/`ranks` of each parameter."""
 
     def __init__(self, name: str, model: nn.Module, batch: Tensor, ranks: int) -> None:
         self._whole = list(model.parameters())
@@ -63,7 +63,7 @@ class Alone(Trainer):
 
 
 class Sharded(Trainer):
-    """By shardnet; the optimizer steps behind backward or, unit by unit, within it."""
+    """Sharded by shardnet; the optimizer steps after backward or, unit by unit, within it."""
 
     def __init__(self, name: str, model: FSDP, batch: Tensor, *, in_backward: bool) -> None:
         super().__init__(name, model, batch)
@@ -72,7 +72,7 @@ class Sharded(Trainer):
 
 
 def parameter_bytes(session: Training) -> int:
-    """Of the whole model."""
+    """Size of the whole model's parameters."""
     with torch.device("meta"):
         return sum(parameter.nbytes for parameter in GPT(_config(session)).parameters())
 
@@ -84,7 +84,7 @@ def trainers(session: Training, backend: Backend) -> list[Trainer]:
 
 
 def trainer(name: str, session: Training, backend: Backend) -> Trainer:
-    """One of them. A collective."""
+    """The training called `name`. A collective."""
     batch, model = own_batch(session, backend.rank), new_model(session)
     if name == FSDP2:
         return Trainer(name, fully_sharded(model, init_device_mesh("cpu", (backend.world_size,))), batch)
@@ -100,7 +100,7 @@ def own_batch(session: Training, rank: int) -> Tensor:
 
 
 def new_model(session: Training) -> GPT:
-    """The same on all ranks."""
+    """The same model on all ranks."""
     torch.manual_seed(1)
     return GPT(_config(session))
 

@@ -1,7 +1,7 @@
 """What the copies and sums of a collective in memory take alone: each rank does its own and waits for nobody.
 
-Bytes, calls to the system, and the size of the pieces that are added up are shardnet's; words between ranks there are none. So what
-an engine takes beyond this it takes for them, and no engine that copies once takes less.
+The bytes, the system calls and the size of the pieces that are added up are shardnet's, but the ranks exchange no messages. So any
+time that an engine takes beyond this goes into messages, and no engine that copies once takes less.
 """
 
 import os
@@ -23,7 +23,7 @@ PIECE = PIECE_BYTES // 4  # elements of float32 that are read and added at once
 
 
 def copies(case: Case) -> Contender | None:
-    """None for one that copies in another way, or where ranks cannot read each other's memory. A collective."""
+    """None for a case that copies in another way, or if ranks cannot read each other's memory. A collective."""
     if case.op is Op.GATHER_ON_NODE:
         return None
     alone = _Alone(case)
@@ -33,13 +33,13 @@ def copies(case: Case) -> Contender | None:
 class _Alone:
     """One rank with two tensors that the others read: its own numbers, and results, which an all_reduce passes on.
 
-    Nobody waits, so results are those of no moment in particular.
+    Nobody waits, so a rank may read another one's results at any stage of their making.
     """
 
     def __init__(self, case: Case) -> None:
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         self._part = case.bytes // 4 // self._ranks
-        # Memory as the engines' tensors have it: numpy would ask for huge pages, out of which copies are faster.
+        # The same kind of memory as the engines' tensors: numpy would ask for huge pages, and copies from those are faster.
         self._given, self._result = (torch.ones(self._part * self._ranks).numpy() for _ in range(2))
         self._piece = np.empty(PIECE, np.float32)
         self._loan = Loan()
@@ -62,12 +62,12 @@ class _Alone:
         return bool(possible)
 
     def _all_gather(self) -> None:
-        """Each has its shard at the beginning of what it gives."""
+        """Each rank has its shard at the beginning of what it gives."""
         for rank in range(self._ranks):
             self._take(rank, self._givens, 0, self._slot(rank))
 
     def _reduce_scatter(self) -> None:
-        """Into the place that an all_reduce passes on."""
+        """The sums go where an all_reduce passes them on."""
         own = self._slot(self._rank)
         for start in range(0, self._part, PIECE):
             total = own[start : start + PIECE]
@@ -82,7 +82,7 @@ class _Alone:
                 self._take(rank, self._results, self._part * rank, self._slot(rank))
 
     def _of(self, rank: int, start: int, count: int) -> "np.ndarray":
-        """To be added: this rank's own where it lies, another one's in the piece."""
+        """What to add next: this rank's own data in place, another rank's read into the piece."""
         if rank == self._rank:
             return self._given[start : start + count]
         self._read(self._givens[rank], start, self._piece[:count])

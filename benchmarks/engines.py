@@ -24,7 +24,7 @@ class Engine(Protocol):
         """[n] → [n], summed in place."""
 
     def all_reduce_at_once(self, tensors: Sequence[Tensor]) -> None:
-        """All of them are started before the first one is waited for."""
+        """Start all of them before waiting for the first one."""
 
     def gather_on_node(self, shard: Tensor, out: Tensor) -> Tensor:
         """[k] → [k · ranks], in `out` or in memory that is good until the next call."""

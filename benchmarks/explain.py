@@ -1,8 +1,8 @@
-"""Where the time of shardnet's collectives goes: what a caller waits for, and what the loop thread did meanwhile; or what the
-caller did itself, where it is a round of letters.
+"""Where the time of shardnet's collectives goes: what a caller waits for, and what the loop thread does meanwhile. In a round of
+letters the calling thread does the work itself.
 
-That thread runs under cProfile, which makes Python itself look slower than it is: believe the figures for large
-collectives, and for small ones their order.
+The thread that works runs under cProfile, which makes Python itself look slower than it is: believe the figures for large
+collectives, and for small ones only their order.
 """
 
 import cProfile
@@ -36,7 +36,7 @@ from shardnet.collectives.letters.round import Round
 from shardnet.loop import LoopThread
 
 RUNS = 5
-# A copy by numpy has no entry of its own, nor has one by the kernel from another process: they count as their caller.
+# A copy by numpy or by the kernel from another process has no entry of its own in the profile: it counts for its caller.
 _COPIES = {
     ("reduction.py", "copy_bytes"),
     ("window.py", "put"),
@@ -44,14 +44,14 @@ _COPIES = {
     ("hierarchical.py", "_write_own"),
     ("loans.py", "_write"),
 }
-# Nor have calls by way of ctypes.
+# Calls through ctypes have none either.
 _CALLS = {("futex.py", "wait"): PEERS, ("futex.py", "wait_any"): PEERS, ("round.py", "_wait"): PEERS, ("futex.py", "wake"): SENDING}
 
 Explanation = dict[str, float]  # ms of one run, by part
 
 
 def explain(op: str, contender: Contender, backend: Backend) -> Explanation:
-    """Mean over runs and ranks, equal on all ranks; the parts are all of the time between call and result. A collective.
+    """Mean over runs and ranks, equal on all ranks; the parts add up to the whole time between call and result. A collective.
 
     `op` is the name under which the backend counts what the contender runs.
     """
@@ -72,7 +72,7 @@ def explain(op: str, contender: Contender, backend: Backend) -> Explanation:
     else:
         inside_s = counter.seconds - seconds
         idle_s = max(0.0, inside_s - sum(busy.values()))
-        peers_s = min(idle_s, counter.waited_s - waited_s)  # what the loop thread does while it waits for peers is no waiting
+        peers_s = min(idle_s, counter.waited_s - waited_s)  # time in which the loop thread works while it waits for peers is not waiting
         parts = {**busy, HANDED_OVER: wall_s - inside_s, PEERS: peers_s, DATA: idle_s - peers_s}
     mean_ms = torch.tensor([parts[name] for name in PARTS], dtype=torch.float64) * 1e3 / RUNS / backend.world_size
     dist.all_reduce(mean_ms)
@@ -80,7 +80,7 @@ def explain(op: str, contender: Contender, backend: Backend) -> Explanation:
 
 
 def _is_round(contender: Contender) -> bool:
-    """Whether this thread does the work: by trying."""
+    """Find out by trying whether this thread does the work."""
     profile = cProfile.Profile()
     contender.prepare()
     profile.runcall(contender.run)
@@ -88,7 +88,7 @@ def _is_round(contender: Contender) -> bool:
 
 
 class _Profiled:
-    """The loop thread, or this one, under cProfile, now and then."""
+    """The loop thread, or this one, under cProfile from `start` to `stop`, as often as these are called."""
 
     def __init__(self, *, here: bool) -> None:
         self.here = here
@@ -101,7 +101,7 @@ class _Profiled:
         self._profile.disable() if self.here else _on_loop(self._profile.disable)
 
     def parts(self) -> dict[str, float]:
-        """Seconds by part; functions that are not shardnet's count as the one that is theirs by kind."""
+        """Seconds by part; functions of other packages count for the part that their kind of work belongs to."""
         seconds = dict.fromkeys((PEERS, *BUSY), 0.0)
         for entry in self._profile.getstats():
             seconds[_part_of(entry.code)] += entry.inlinetime
@@ -124,7 +124,7 @@ _BUILT_IN = (
 
 
 def _part_of(code: CodeType | str) -> str:
-    """By the name of a built-in function, or by where one in Python lies."""
+    """Decide by the name of a built-in function, or by the file of a Python function."""
     if isinstance(code, str):
         return next((part for name, part in _BUILT_IN if name in code), COLLECTIVES)
     path, name = PurePath(code.co_filename), code.co_name

@@ -1,4 +1,4 @@
-"""What processes need, as the kernel tells it: memory, and what goes through the loopback interface."""
+"""What processes need, as the kernel reports it: memory, and bytes through the loopback interface."""
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -9,7 +9,7 @@ INTERVAL_S = 0.05
 
 
 def loopback_bytes() -> int:
-    """All that this machine has ever sent to itself, with the headers of IP; in a packet of 64 KiB they are next to nothing."""
+    """All bytes that this machine has ever sent to itself, IP headers included; in a packet of 64 KiB those are negligible."""
     for line in Path("/proc/net/dev").read_text().splitlines():
         name, _, counts = line.partition(":")
         if name.strip() == "lo":
@@ -19,7 +19,7 @@ def loopback_bytes() -> int:
 
 @contextmanager
 def watched(pids: Callable[[], Iterable[int]]) -> Iterator[list[int]]:
-    """The most bytes that these processes had together, up to now: what several have in common counts once."""
+    """The most memory that these processes have had together so far, in bytes; memory that several share counts once."""
     peak, over = [0], threading.Event()
 
     def watch() -> None:
@@ -38,7 +38,7 @@ def watched(pids: Callable[[], Iterable[int]]) -> Iterator[list[int]]:
 
 
 def _proportional_bytes(pid: int) -> int:
-    """Resident memory of a process, of shared pages its share; none of one that has ended."""
+    """Resident memory of a process, with its share of shared pages; 0 for a process that has ended."""
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
             if line.startswith("Pss:"):

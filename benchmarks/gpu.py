@@ -1,4 +1,4 @@
-"""Trainings on GPUs, in turn: `python -m benchmarks.gpu`. Ranks are processes of this machine, which share its GPUs.
+"""Trainings on GPUs, in turn: `python -m benchmarks.gpu`. Ranks are processes on this machine, which share its GPUs.
 
     shardnet             FULL_SHARD, over the backend of `connect()`
     shardnet, offload    the same with cpu_offload
@@ -7,8 +7,8 @@
     alone                the compute of one rank and nothing else
 
 The same GPT (workers/gpt.py), parameters, data and precision in all of them: bfloat16 to compute in, float32 for parameters, sums of
-gradients and AdamW. A step counts from the first rank's start to the last one's result. Memory is what torch has given out at the peak of
-a step, less what it had before that training was made.
+gradients and AdamW. A step is timed from the first rank's start to the last one's result. Memory is what torch has allocated at the peak of
+a step, less what it had allocated before that training was made.
 """
 
 import argparse
@@ -73,7 +73,7 @@ def parse() -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """As one rank."""
+    """Measure as one rank."""
     torch.cuda.set_device(options.rank % torch.cuda.device_count())
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("shardnet", init_method=f"file://{options.store}", rank=options.rank, world_size=options.ranks, timeout=TIMEOUT)
@@ -116,7 +116,7 @@ def report(options: argparse.Namespace, trainers: list[Trainer], medians: list[f
 
 
 def _trainer(name: str, make: Callable[[GPT], nn.Module], options: argparse.Namespace, peaks: dict[str, int]) -> Trainer:
-    """A training, after its first two steps, in which its peak is measured. A collective."""
+    """A training after its first two steps, the second of which measures its peak. A collective."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.manual_seed(1)

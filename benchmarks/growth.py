@@ -1,4 +1,4 @@
-"""How cost grows with ranks, size, collectives under way at once and depth of the model: each alone, the rest as small as it may be."""
+"""How cost grows with ranks, size, collectives under way at once and depth of the model: one varies, the others stay as small as can be."""
 
 from collections.abc import Iterable, Iterator
 
@@ -12,12 +12,12 @@ SIZES = tuple(KIB * 4**power for power in range(9))
 OUTSTANDING = (1, 2, 4, 8, 16, 32)
 OUTSTANDING_SIZES = (64 * KIB, 4 * MIB)
 LAYERS = (2, 4, 8, 16)
-_MEASURED = [(size, 1) for size in OUTSTANDING_SIZES if size in SIZES]  # one at once, among the sizes
+_MEASURED = [(size, 1) for size in OUTSTANDING_SIZES if size in SIZES]  # one at a time: measured among the sizes
 PLACE = (Topology.ONE_NODE, Transport.SHM)
 
 
 def sessions(chunk_bytes: int) -> Iterator[Session]:
-    """All of it through shared memory on one machine, where there may be far more ranks than cores."""
+    """Everything goes through shared memory on one machine, which may have far fewer cores than ranks."""
     for ranks in RANKS:
         yield _collectives(ranks, chunk_bytes, (_case(op, size) for op in (Op.ALL_GATHER, Op.ALL_REDUCE) for size in RANK_SIZES))
     yield _collectives(2, chunk_bytes, (_case(Op.ALL_REDUCE, size) for size in SIZES if size not in RANK_SIZES))

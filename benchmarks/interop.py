@@ -1,6 +1,6 @@
 """torch's own collectives and trainings over a process group of shardnet's and over one of gloo's, in turn.
 
-Trainings run a third time over a group that moves nothing: how much of a step is left for whoever moves the data.
+Trainings run a third time over a group that moves nothing, which shows how much of a step is left for moving data.
 """
 
 import datetime
@@ -34,7 +34,7 @@ Groups = dict[str, dist.ProcessGroup]
 
 @contextmanager
 def groups_of(store: Path, rank: int, ranks: int) -> Iterator[Groups]:
-    """All three, by name; shardnet's is torch's default one."""
+    """The three process groups, by name; shardnet's is torch's default group."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     dist.init_process_group("shardnet", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=TIMEOUT)
     try:
@@ -62,7 +62,7 @@ def measure(session: Interop, groups: Groups, on_row: Callable[[], None]) -> Ite
 
 
 def _collectives(size: int, groups: Groups) -> dict[Op, dict[str, Callable[[], object]]]:
-    """Of tensors that have so many bytes on each rank before they are cut, or when they are whole."""
+    """Each collective over each group, on tensors that have `size` bytes on a rank while they are whole."""
     groups = {name: group for name, group in groups.items() if name != FREE}
     whole = torch.ones(size // 4)
     part = torch.ones(len(whole) // dist.get_world_size())
@@ -77,7 +77,7 @@ def _collectives(size: int, groups: Groups) -> dict[Op, dict[str, Callable[[], o
 
 def _ddp(model: GPT, group: dist.ProcessGroup) -> nn.Module:
     replica = nn.parallel.DistributedDataParallel(model, process_group=group)
-    if dist.get_backend(group) == "fake":  # whose handles have no result, which DDP looks for
+    if dist.get_backend(group) == "fake":  # its handles lack the result that DDP looks for
         replica.register_comm_hook(None, _as_it_is)
     return replica
 

@@ -1,6 +1,6 @@
-"""`Journal`: what the first rank writes down while it measures, and the process that started it reads along.
+"""`Journal`: the first rank writes down what it measures, and the process that started it reads along.
 
-A file, because asking the worker over its port would take CPU time from what is measured.
+It is a file, because asking the worker over its port would take CPU time from what is measured.
 """
 
 import json
@@ -14,7 +14,7 @@ from shardnet.telemetry import Progress
 
 @dataclass(frozen=True, slots=True)
 class Alone:
-    """What one engine needed for a training of its own."""
+    """What one engine needed for a training that ran by itself."""
 
     timing: Timing
     peak_bytes: int
@@ -23,7 +23,7 @@ class Alone:
 
 
 class Journal:
-    """Lines of JSON, each a row or how far the session is. One process writes, another reads."""
+    """Lines of JSON; each is a row, or says how far the session is. One process writes, another reads."""
 
     FILE_NAME = "journal"  # in the directory that the processes of a session share
 

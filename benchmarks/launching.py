@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class SessionFailed(Exception):
-    """A worker failed, which the launcher has told, or the user stopped the run. `status` is the exit status that says so."""
+    """A worker failed, which the launcher has reported, or the user stopped the run. `status` is the exit status that says which."""
 
     def __init__(self, status: int) -> None:
         super().__init__(f"the workers ended with status {status}")
@@ -52,7 +52,7 @@ def run_session(session: Session) -> list[Row]:
 
 
 def _run(session: Session, result: Callable[[Journal], T]) -> T:
-    """What the workers have written down."""
+    """Run the workers, and return what `result` reads from their journal."""
     with tempfile.TemporaryDirectory(prefix="shardnet-bench-") as name:
         directory = Path(name)
         journal = Journal(directory / Journal.FILE_NAME)
@@ -102,7 +102,7 @@ def _run_here(session: Session, directory: Path, journal: Journal) -> int:
     async def progress(_: str) -> Progress:
         return journal.last_progress()
 
-    with Console() as console, _environment({"GLIBC_TUNABLES": ""} if as_torchrun else {}):  # malloc as it is
+    with Console() as console, _environment({"GLIBC_TUNABLES": ""} if as_torchrun else {}):  # malloc with its defaults
         return asyncio.run(launch(job, console, lambda: local_rendezvous(job.protection.security(Role.RENDEZVOUS)), progress))
 
 
@@ -118,14 +118,14 @@ def _environment(changes: Mapping[str, str]) -> Iterator[None]:
 
 
 def _protection(session: Session) -> Protection:
-    """Elsewhere than on this machine nobody is but the session itself: see nodes.py."""
+    """Plaintext in network namespaces, where there is nobody but the session itself: see nodes.py."""
     if session.transport is Transport.MTLS:
         return Protection(token=new_token())
     return Protection(insecure=session.topology is not Topology.ONE_NODE)
 
 
 def _run_on_nodes(session: Session, directory: Path, _: Journal) -> int:
-    """Without a bar: two launchers would draw two. Each row is a line all the same."""
+    """Run without a progress bar, since two launchers would draw two. Each row is still printed as a line."""
     nodes = session.topology.nodes(session.ranks)
     try:
         run_on_nodes(WORKER, (to_json(session), str(directory)), nodes, session.ranks // nodes, session.topology.rate, _protection(session))

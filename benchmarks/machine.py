@@ -1,4 +1,4 @@
-"""What the numbers were measured on: they are worth little without it."""
+"""The machine that the numbers were measured on: they are worth little without it."""
 
 import os
 import platform
@@ -15,7 +15,7 @@ def describe_machine() -> str:
 
 
 def _cores() -> int:
-    """Those that this process may use."""
+    """How many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -19,19 +19,19 @@ from benchmarks.plan import Collectives, Interop, Memory, Session, Topology, Tra
 from benchmarks.row import Row
 from benchmarks.tables import one_line
 
-GLOO_TIMEOUT = datetime.timedelta(seconds=120)  # of one collective; gloo's own is half an hour
+GLOO_TIMEOUT = datetime.timedelta(seconds=120)  # of one collective; gloo's default is half an hour
 STORE = "store"  # file name in the shared directory
 
 
 async def measure(session: Session, directory: Path) -> None:
     """Join the cluster, measure, leave. `directory` is shared by the ranks: gloo's meeting point and the journal."""
     torch.set_num_threads(1)  # for both sides: ranks that share cores must not fight for them with threads as well
-    logging.getLogger("shardnet.credentials").setLevel(logging.ERROR)  # it warns of plaintext; nobody else is in the namespaces
+    logging.getLogger("shardnet.credentials").setLevel(logging.ERROR)  # it warns about plaintext, but nobody else is in the namespaces
     limits = shardnet.Limits(chunk_bytes=session.chunk_bytes)
     apart = session.topology is Topology.ONE_NODE and session.transport is not Transport.SHM
     alone = {"node": f"rank {os.environ['SHARDNET_LOCAL_RANK']}"} if apart else {}
     async with shardnet.connect(limits=limits, **alone) as cluster:
-        # In a thread of its own, so that signals find this loop awake. The first one closes the cluster, which ends the thread.
+        # In a separate thread, so that this loop is free to handle signals. The first signal closes the cluster, which ends the thread.
         await asyncio.to_thread(_measure, session, cluster.backend, directory)
 
 
@@ -56,7 +56,7 @@ def _measure_collectives(session: Collectives, backend: shardnet.Backend, journa
 
 
 def _measure_training(session: Training, backend: shardnet.Backend, journal: Journal) -> None:
-    from benchmarks import training  # brings FSDP2 along, a second of imports that sessions of collectives need not wait for
+    from benchmarks import training  # imports FSDP2, which takes a second that sessions of collectives need not wait for
 
     def on_step(done: int) -> None:
         journal.progress(done, session.steps, f"{session.ranks} ranks, training")
@@ -77,7 +77,7 @@ def _measure_interop(session: Interop, backend: shardnet.Backend, directory: Pat
 
 
 def _measure_memory(session: Memory, backend: shardnet.Backend, journal: Journal) -> None:
-    from benchmarks import memory  # which brings FSDP2 along, too
+    from benchmarks import memory  # imports FSDP2, too
 
     journal.progress(0, session.steps, f"{session.ranks} ranks, {session.engine} alone")
     journal.add_alone(memory.measure(session, backend))
@@ -91,7 +91,7 @@ def _publish(row: Row, backend: shardnet.Backend, journal: Journal) -> None:
 
 @contextmanager
 def _gloo(store: Path, backend: shardnet.Backend) -> Iterator[None]:
-    """Torch's default process group with the same ranks as the cluster; over the loopback interface, unless launching.py says another."""
+    """Torch's default process group with the same ranks as the cluster, over the loopback interface unless nodes.py has set another one."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=backend.rank, world_size=backend.world_size, timeout=GLOO_TIMEOUT)
     try:

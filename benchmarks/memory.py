@@ -1,4 +1,4 @@
-"""How much memory a node needs for one training: each engine alone, for what another one has freed is not given back."""
+"""How much memory a node needs for one training. Each engine runs alone, because memory that another one has freed is not given back."""
 
 import os
 
@@ -15,7 +15,7 @@ from shardnet import Backend
 
 
 def measure(session: Memory, backend: Backend) -> Alone:
-    """What one engine needs, as rank 0 sees it: its ranks, and of ours what has forked them. A collective."""
+    """What one engine needs, as rank 0 sees it: memory of its ranks and, for shardnet, of the process that forked them. A collective."""
     pids = torch.zeros(backend.world_size, dtype=torch.int64)
     pids[backend.rank] = os.getpid()
     dist.all_reduce(pids)

@@ -1,4 +1,4 @@
-"""A program on the nodes of a network on this machine, each with `shardnet run` in a namespace of its own."""
+"""Run a program on the nodes of a network on this machine: one `shardnet run` per node, each in a namespace of its own."""
 
 import asyncio
 import os
@@ -11,11 +11,11 @@ from shardnet.cli.protection import Protection
 from shardnet.testing.namespaces import INTERFACE, Namespace, Network, bridged_nodes
 
 RENDEZVOUS_PORT = 7000  # free: nobody else is in the namespace
-GRACE_S = 10.0  # for workers that were told to stop: they close their cluster
+GRACE_S = 10.0  # for workers that were told to stop, to close their cluster
 
 
 class NodeFailed(Exception):
-    """A launcher or the rendezvous ended and should not have; on stderr it has told why."""
+    """A launcher or the rendezvous failed; it has said why on stderr."""
 
     def __init__(self, status: int) -> None:
         super().__init__(f"ended with status {status}")
@@ -23,7 +23,7 @@ class NodeFailed(Exception):
 
 
 def run_on_nodes(module: str, arguments: Sequence[str], nodes: int, ranks_per_node: int, rate: str | None, protection: Protection) -> None:
-    """Run `python -m module arguments` as `ranks_per_node` workers on each of `nodes` nodes. What they write to stderr is seen here.
+    """Run `python -m module arguments` as `ranks_per_node` workers on each of `nodes` nodes. Their stderr is this process's.
 
     Neither a process nor a namespace is left when this returns or raises. Raises NodeFailed, NamespacesUnavailable for a
     machine that cannot have namespaces, and KeyboardInterrupt.
@@ -49,7 +49,7 @@ async def _run(network: Network, program: Sequence[str], ranks_per_node: int, pr
 
 
 async def _shardnet(where: Namespace, *arguments: str, token: str, quiet: bool = False) -> None:
-    """Run the command to its end; cancelling ends it. Raises NodeFailed. `quiet`: what it writes is seen only if it fails."""
+    """Run the command to its end; cancelling ends it. Raises NodeFailed. `quiet`: its output is shown only if it fails."""
     command = tethered(where.command(sys.executable, "-m", "shardnet.cli", *arguments))
     process = await asyncio.create_subprocess_exec(
         *command,
@@ -57,7 +57,7 @@ async def _shardnet(where: Namespace, *arguments: str, token: str, quiet: bool =
         stdout=asyncio.subprocess.DEVNULL if quiet else None,
         stderr=asyncio.subprocess.PIPE if quiet else None,
         env=os.environ | {"GLOO_SOCKET_IFNAME": INTERFACE, "SHARDNET_TOKEN": token},
-        start_new_session=True,  # a Ctrl-C in the terminal reaches it through this process only, and once
+        start_new_session=True,  # so a Ctrl-C in the terminal reaches it only through this process, and once
     )
     try:
         _, said = await process.communicate()
@@ -69,7 +69,7 @@ async def _shardnet(where: Namespace, *arguments: str, token: str, quiet: bool =
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """Let it leave, then kill it; a launcher's workers die with it."""
+    """Give it time to leave, then kill it; a launcher's workers die with it."""
     if process.returncode is None:
         process.terminate()
         with suppress(TimeoutError):
@@ -80,7 +80,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 
 
 def _first(group: BaseException) -> BaseException:
-    """The error itself, out of the task groups' wrapping: the first one's will do for all."""
+    """The error itself, without the task groups' wrapping; the first error stands for all."""
     while isinstance(group, BaseExceptionGroup):
         group = group.exceptions[0]
     return group

@@ -30,7 +30,7 @@ from shardnet.config import KIB, MIB, Limits
 T = TypeVar("T")
 
 LATEST = Path(__file__).resolve().parent / "latest.json"
-MEMORY_STEPS = 4  # what is needed at once is known after two
+MEMORY_STEPS = 4  # peak memory is known after two
 ELEMENT_BYTES = 4  # everything is measured in float32
 _UNITS = {"": 1, "b": 1, "k": KIB, "kib": KIB, "m": MIB, "mib": MIB, "g": 1024 * MIB, "gib": 1024 * MIB}
 DESCRIPTION = """\
@@ -96,7 +96,7 @@ QUICK = _Preset(
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options, checked; `sessions` among them is what to measure. Exits with status 2 where they make no sense."""
+    """The options, checked; their `sessions` say what to measure. Exit with status 2 if the options make no sense."""
     parser = _parser()
     options = parser.parse_args(arguments)
     preset = QUICK if options.quick else FULL
@@ -110,7 +110,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
                 parser.error(f"--sizes must be multiples of {ELEMENT_BYTES} bytes x ranks, got {size} for {session.ranks} ranks")
     if options.dim % (2 * options.heads):
         parser.error(f"--dim must be a multiple of twice --heads, got {options.dim} and {options.heads}")
-    if options.results is not None and find_spec("matplotlib") is None:  # which is better said before the measuring than after it
+    if options.results is not None and find_spec("matplotlib") is None:  # better said before measuring than after
         parser.error("--results draws plots, for which matplotlib is missing: pip install 'shardnet[bench]'")
     try:
         Limits(chunk_bytes=options.chunk)
@@ -144,7 +144,7 @@ def _sessions(options: argparse.Namespace) -> Iterator[Session]:
         for ranks, topology, transport in _places(options, options.step_ranks):
             if transport is Transport.MTLS:
                 continue
-            compressions = options.compress if topology.rate else ()  # where there is a link to spare
+            compressions = options.compress if topology.rate else ()  # only where links are limited
             yield Training(
                 *(ranks, topology, transport, options.chunk), options.steps or default_steps(topology), **model, compressions=compressions
             )
@@ -166,7 +166,7 @@ def _interop(options: argparse.Namespace, model: dict[str, Any]) -> Iterator[Ses
 
 
 def _places(options: argparse.Namespace, choice: Sequence[int]) -> Iterator[tuple[int, Topology, Transport]]:
-    """Numbers of ranks, where they are and how they talk. `choice` holds where the topology leaves one."""
+    """Numbers of ranks, where they are and how they talk. `choice` applies where the topology does not fix the number."""
     for topology in options.topologies or Topology:
         for ranks in choice if topology.ranks is None else (topology.ranks,):
             for transport in topology.transports:
@@ -267,7 +267,7 @@ def _list_of(parse: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
     def parse_list(text: str) -> tuple[T, ...]:
         return tuple(parse(item.strip()) for item in text.split(","))
 
-    parse_list.__name__ = "list"  # argparse says "invalid list value" of what it cannot read
+    parse_list.__name__ = "list"  # argparse then reports "invalid list value" for text that it cannot parse
     return parse_list
 
 

@@ -1,8 +1,8 @@
 """What plain TCP takes between two nodes, without shardnet: `python -m benchmarks.plain_tcp`, as root.
 
-Each process and its counterpart on the other node send each other what an all_gather makes them send, on a connection for each way, as
-shardnet's are, or on several. No rank waits for another one but at the end of a round, for those of its node. The time is that of one
-process, and so are the CPU seconds, for each GiB that it sends, and receives.
+Each process and its counterpart on the other node send each other what an all_gather makes them send, on one connection in each
+direction, as shardnet does, or on several. Ranks wait for each other only between rounds, and only within their node. The time is that of
+one process, and so are the CPU seconds, per GiB that it sends, and receives.
 """
 
 import argparse
@@ -49,12 +49,12 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--rate", type=lambda text: None if text == "none" else text, default=Topology.NETNS_1GBIT.rate, help="or none")
     parser.add_argument("--ranks", type=int, default=2, help="of a node (default: %(default)s)")
     parser.add_argument("--streams", type=int, default=1, help="connections of a rank, each way (default: %(default)s)")
-    parser.add_argument("--node", nargs=2, help=argparse.SUPPRESS)  # to itself: which one, and where the first one listens
+    parser.add_argument("--node", nargs=2, help=argparse.SUPPRESS)  # for its own subprocesses: which node, and where the first node listens
     return parser.parse_args()
 
 
 def run_node(place: str, address: str, options: argparse.Namespace) -> None:
-    """One of the two nodes, to its end; the first one listens at the address."""
+    """Run one of the two nodes to its end; the first one listens at the address."""
     barrier = multiprocessing.Barrier(options.ranks)
     ranks = [multiprocessing.Process(target=run_rank, args=(place, address, rank, options, barrier)) for rank in range(options.ranks)]
     for process in ranks:
@@ -88,7 +88,7 @@ def exchange(
     rooms: Sequence[memoryview],
     barrier: "multiprocessing.synchronize.Barrier",
 ) -> float:
-    """Send and receive at once. Returns the milliseconds until all ranks of the node have what they get."""
+    """Send and receive at the same time. Return the milliseconds until all ranks of the node have received everything."""
     barrier.wait()
     start_s = time.perf_counter()
     threads = [threading.Thread(target=connection.sendall, args=(data,)) for connection in outgoing]

@@ -13,7 +13,7 @@ class Op(StrEnum):
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
     ALL_REDUCE = "all_reduce"
-    GATHER_ON_NODE = "gather_on_node"  # as FSDP gathers a unit: one buffer a node; the peer's is an all_gather
+    GATHER_ON_NODE = "gather_on_node"  # as FSDP gathers a unit: into one buffer per node; the peer runs an all_gather
 
     @property
     def counted_as(self) -> str:
@@ -54,7 +54,7 @@ class Topology(StrEnum):
 
     @property
     def ranks(self) -> int | None:
-        """How many there are, where that is not to be chosen."""
+        """How many ranks there are, if the topology fixes that."""
         return 4 if self is Topology.NETNS_1GBIT else None
 
     def nodes(self, ranks: int) -> int:
@@ -62,7 +62,7 @@ class Topology(StrEnum):
 
     @property
     def transports(self) -> tuple[Transport, ...]:
-        """What can carry data there."""
+        """The transports that can carry data there."""
         match self:
             case Topology.ONE_NODE:
                 return Transport.GRPC, Transport.MTLS, Transport.SHM
@@ -72,17 +72,17 @@ class Topology(StrEnum):
                 return (Transport.HIER,)
 
     def ops(self, transport: Transport) -> tuple[Op, ...]:
-        """What is worth measuring there."""
+        """The collectives that are worth measuring there."""
         return tuple(Op) if transport is Transport.SHM else COLLECTIVES
 
     @property
     def rate(self) -> str | None:
-        """Of each node's link in each direction, as tc writes it; None: no limit."""
+        """The rate of each node's link in each direction, as tc writes it; None: no limit."""
         return "1gbit" if self is Topology.NETNS_1GBIT else None
 
     @property
     def link_bytes_per_s(self) -> float | None:
-        """Of payload: a full segment is 1514 bytes on the link, 1448 of them the sender's. None: no limit."""
+        """The link's rate for payload: a full segment is 1514 bytes on the link, 1448 of them payload. None: no limit."""
         return 1e9 / 8 * 1448 / 1514 if self.rate else None
 
 
@@ -102,7 +102,7 @@ class Case:
 
     @property
     def calls(self) -> int:
-        """How many make one run, one after the other."""
+        """How many calls, one after the other, make one run."""
         return calls_of(self.bytes) if self.outstanding == 1 else 1
 
 
@@ -115,7 +115,7 @@ class Collectives:
     transport: Transport
     chunk_bytes: int
     cases: tuple[Case, ...]
-    explain: bool = False  # whether to find out, too, where the time goes
+    explain: bool = False  # whether to find out where the time goes as well
     kind: str = "collective"  # of its rows
 
 
@@ -126,7 +126,7 @@ Compressed = Literal["int8", "bfloat16"]
 class Training:
     """Training steps of a GPT. Sizes as in workers/gpt.py; `batch` is the number of sequences of one rank.
 
-    compressions  what weights are sent as in more trainings, with gradients as int8: "int8" or "bfloat16"
+    compressions  more trainings, each with weights sent as one of these ("int8" or "bfloat16") and gradients as int8
     kind          of its rows
     """
 
@@ -147,7 +147,7 @@ class Training:
 
 @dataclass(frozen=True, slots=True)
 class Memory(Training):
-    """The same training for its memory: by one engine alone, `engine`, or by each in processes of its own."""
+    """The same training, to measure its memory: by one engine alone (`engine`), or by each engine in processes of its own."""
 
     engine: str = ""
     kind: str = "memory"
@@ -155,7 +155,7 @@ class Memory(Training):
 
 @dataclass(frozen=True, slots=True)
 class Interop(Training):
-    """torch's own collectives, and the same model trained by torch, over a process group of shardnet's and over one of gloo's.
+    """torch's own collectives, and the same model trained by torch, over shardnet's process group and over gloo's.
 
     sizes    of the full tensor on a rank, in bytes
     repeats  of a collective; None: by its size
@@ -170,12 +170,12 @@ Session = Collectives | Training
 
 
 def calls_of(full_bytes: int) -> int:
-    """How many collectives of a size make one run: of what is not large several, or it would rather show how a barrier ends."""
+    """How many collectives of a size make one run: several unless they are large, as a short run would rather show how a barrier ends."""
     return min(MOST_CALLS, max(1, RUN_BYTES // full_bytes))
 
 
 def default_repeats(full_bytes: int, topology: Topology = Topology.ONE_NODE) -> int:
-    """More for what is short and noisy, fewer for what takes long; a slow link takes long and is not noisy."""
+    """More for short, noisy runs, fewer for long ones; runs over a slow link are long and not noisy."""
     if topology.rate and full_bytes > MIB:
         return 5
     for limit, repeats in ((64 * KIB, 60), (MIB, 30), (16 * MIB, 15)):
@@ -185,7 +185,7 @@ def default_repeats(full_bytes: int, topology: Topology = Topology.ONE_NODE) -> 
 
 
 def default_steps(topology: Topology) -> int:
-    """Fewer where all of `make bench` would else take too long for what they add."""
+    """Fewer where `make bench` would otherwise take too long for what they add."""
     return {Topology.ONE_NODE: 10, Topology.NETNS: 8, Topology.NETNS_1GBIT: 6}[topology]
 
 

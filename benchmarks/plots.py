@@ -1,4 +1,4 @@
-"""What was measured of growth, as plots: shardnet and its peer, on logarithmic axes, where a straight line is a power."""
+"""Plots of how cost grows: shardnet and its peer, on logarithmic axes, where a straight line is a power."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ _COLOURS = ("#1f6feb", "#8250df")
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Rows along one axis, which differ in nothing else."""
+    """Rows that differ only in the value on one axis."""
 
     name: str
     rows: list[Row]
@@ -37,7 +37,7 @@ class Plot:
 
 
 def draw_all(rows: Sequence[Row], directory: Path) -> Iterator[Path]:
-    """One SVG a question for which there are rows; the same file for the same rows."""
+    """Write one SVG per question for which there are rows; equal rows give an equal file."""
     for plot in plots(rows):
         path = directory / plot.file
         with mpl.rc_context({"svg.hashsalt": "shardnet", "svg.fonttype": "none", "font.family": "sans-serif"}):
@@ -70,7 +70,7 @@ def plots(rows: Sequence[Row]) -> list[Plot]:
 
 
 def _outstanding(rows: Sequence[Row]) -> list[Row]:
-    """Of the sizes and the number of ranks of that question; one alone is one of them."""
+    """Rows with the sizes and the number of ranks of that question, one collective at a time included."""
     return [row for row in rows if row.op == "all_reduce" and row.ranks == 2 and row.bytes in growth.OUTSTANDING_SIZES]
 
 
@@ -105,7 +105,7 @@ def _draw(axes: Axes, plot: Plot, line: Line) -> None:
     xs, peer = [x for x, _ in rows], rows[0][1].peer
     ours_ms = [row.ours_ms / plot.per(row) for _, row in rows]
     peer_ms = [row.peer_ms / plot.per(row) for _, row in rows]
-    if _label(OURS, line) not in axes.get_legend_handles_labels()[1]:  # one that has two peers is drawn once
+    if _label(OURS, line) not in axes.get_legend_handles_labels()[1]:  # shardnet's line is drawn once even if it has two peers
         axes.plot(xs, ours_ms, color=line.colour, marker="o", markersize=4, label=_label(OURS, line))
     axes.plot(xs, peer_ms, color=line.colour, marker="s", markersize=3, linestyle="--", alpha=0.65, label=_label(peer, line))
 

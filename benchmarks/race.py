@@ -1,4 +1,4 @@
-"""Taking the time of several engines in turn, so that whatever else the machine does meets all of them alike."""
+"""Timing several engines in turn, so that whatever else the machine does affects all of them alike."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -18,8 +18,8 @@ def _nothing() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """One engine at one task. `prepare` is not timed, nor is it repeated: of several `calls` of `run`, one after the other, the mean
-    counts. One alone would rather show how far ranks are apart when they leave the barrier.
+    """One engine at one task. `prepare` runs once before each timed run and is not timed. `run` is called `calls` times in a row, and the
+    mean counts: a single call would rather show how far apart the ranks leave the barrier.
     """
 
     name: str
@@ -29,7 +29,7 @@ class Contender:
 
 
 def race(contenders: Sequence[Contender], rounds: int, on_round: Callable[[int], None] = lambda done: None) -> list[Timing]:
-    """Let every contender run once a round; the timings in the contenders' order, equal on all ranks. A collective.
+    """Let every contender run once per round; return the timings in the contenders' order, equal on all ranks. A collective.
 
     `on_round(done)` is called after each round that counts. The barriers are gloo's for all contenders.
     """
@@ -42,7 +42,7 @@ def race(contenders: Sequence[Contender], rounds: int, on_round: Callable[[int],
                 start_s[lane, number], end_s[lane, number], cpu_s[lane, number] = times
         if number >= 0:
             on_round(number + 1)
-    # all ranks are on this machine, with one clock: it begins with the first rank, and is over when the last one has its result
+    # all ranks are on this machine, with one clock: a run begins with the first rank and ends when the last one has its result
     dist.all_reduce(start_s, op=dist.ReduceOp.MIN)
     dist.all_reduce(end_s, op=dist.ReduceOp.MAX)
     dist.all_reduce(cpu_s, op=dist.ReduceOp.SUM)
@@ -59,5 +59,5 @@ def _time(contender: Contender) -> tuple[float, float, float]:
     for _ in range(contender.calls):
         contender.run()
     end = time.perf_counter()
-    dist.barrier()  # before the CPU time is read: what an engine still does behind its result, for other ranks, is its cost, too
+    dist.barrier()  # before the CPU time is read: work that an engine does for other ranks after it has its result is its cost, too
     return start, end, time.process_time() - cpu_start

@@ -4,7 +4,7 @@ from benchmarks.tables import Table
 
 
 def as_text(table: Table) -> str:
-    """Columns as wide as their widest cell, two blanks apart; what is a number stands to the right."""
+    """Columns as wide as their widest cell, two blanks apart; numbers are right-aligned."""
     columns = list(zip(table.head, *table.rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
     lines = [

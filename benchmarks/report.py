@@ -28,7 +28,7 @@ def read_json(path: Path) -> list[Row]:
 
 
 def write_tables(rows: list[Row], directory: Path) -> Path:
-    """All tables as one page; where it is."""
+    """Write all tables as one page; return its path."""
     path = directory / "tables.md"
     path.write_text(f"# Tables of one run\n\n{PREFACE}\n\n{markdown_report(rows)}\n")
     return path

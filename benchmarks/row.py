@@ -13,8 +13,8 @@ from benchmarks.plan import Topology, Transport
 class Timing:
     """How long one engine took.
 
-    wall_s  one run each, from the first rank's start to the last one's result
-    cpu_s   of one run, all threads of all ranks together; the mean
+    wall_s  of each run, from the first rank's start to the last one's result
+    cpu_s   of one run on average, all threads of all ranks together
     """
 
     wall_s: tuple[float, ...]
@@ -35,10 +35,10 @@ class Row:
 
     kind         "collective", "step", "memory": a step of each engine in processes of its own, "interop": torch's own code over
                  process groups of both, or "growth": a collective or a step of those that show how cost grows
-    op           which collective, or "train_step"; of torch's own code "ddp_step" or "fsdp2_step"
+    op           which collective, or "train_step"; for torch's own code "ddp_step" or "fsdp2_step"
     topology     where the ranks are: "one-node" is all on one machine, "netns" each in a network namespace, "netns-1gbit" on two
                  nodes (namespaces) with links of 1 Gbit/s
-    nodes        that the ranks are spread over, evenly
+    nodes        over how many the ranks are spread, evenly
     transport    what carried shardnet's data, as benchmarks/plan.py has it: "grpc", "grpc-mtls", "shm" or "hier"
     bytes        collective: the full tensor on a rank (gathered for all_gather, unreduced otherwise); step: all parameters
     ours_ms      median; q1 and q3 are the quartiles. Each run counts from the first rank's start to the last one's result
@@ -48,7 +48,7 @@ class Row:
     chunk_bytes  shardnet's
     outstanding  collective: how many were started before the first one was waited for; times are for all of them
     layers       step: blocks of the model
-    *_peak_bytes memory: the most that all ranks' processes had together; what several have in common counts once
+    *_peak_bytes memory: the most that all ranks' processes had together; memory that several share counts once
     memcpy_ms    collective, where ranks share memory: how long a copy of `bytes`, or for an all_reduce two, takes all ranks at once
     copies_ms    the same: how long it takes all ranks at once to copy and add what they must, if nobody waits for anybody (copies.py)
     free_ms      step of torch's own code: the same over a process group that moves nothing
@@ -110,9 +110,9 @@ class Row:
 
     @property
     def link_bound_ms(self) -> float | None:
-        """The least time in which the nodes' links let through what must cross them; None where they have no limit.
+        """The least time in which the nodes' links can carry what must cross them; None if they have no limit.
 
-        A node has to receive what it has not, once: of a tensor over n nodes (n - 1) / n, as often as a ring sends a tensor.
+        A node must receive once what it lacks: (n - 1) / n of a tensor over n nodes, as often as a ring sends a tensor.
         """
         bytes_per_s = Topology(self.topology).link_bytes_per_s
         if bytes_per_s is None:

@@ -1,4 +1,4 @@
-"""A training without a step, for how long it takes to start and end: `time shardnet run --nproc 4 benchmarks/starting.py`."""
+"""A training without a step, to time how long it takes to start and end: `time shardnet run --nproc 4 benchmarks/starting.py`."""
 
 import torch
 from torch import nn

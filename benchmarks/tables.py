@@ -38,7 +38,7 @@ _VIA = {
 _LINK_HEAD = ("link's bound ms", "reached")
 _VERDICT_HEAD = ("where", "by", "ranks", "ratio", "target", "")
 _MEMORY_HEAD = ("memcpy ms", "reached", "copies alone ms")
-Place = tuple[Topology, int, Transport]  # the number is what makes a table of its own, besides where and how: ranks or bytes
+Place = tuple[Topology, int, Transport]  # each place gets its own table; the number is that of ranks or of bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Table:
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:
-    """Collectives by number of ranks, the targets, training steps; those for which there are rows."""
+    """Collectives by number of ranks, the targets, training steps and more: the tables for which there are rows."""
     by_ranks = [_collectives(place, group) for place, group in _grouped(collectives(rows), lambda row: row.ranks)]
     why = [_explained(place, group) for place, group in _grouped(collectives(rows), lambda row: row.ranks)]
     by_size = [_steps(place, group) for place, group in _grouped(steps(rows), lambda row: row.bytes)]
@@ -60,7 +60,7 @@ def tables(rows: Sequence[Row]) -> list[Table]:
 
 
 def _grouped(rows: Sequence[Row], number: Callable[[Row], int]) -> list[tuple[Place, list[Row]]]:
-    """By topology, as they are declared, then number, then transport."""
+    """Sorted by topology in the order of declaration, then number, then transport."""
     groups: dict[Place, list[Row]] = {}
     for row in rows:
         groups.setdefault((Topology(row.topology), number(row), Transport(row.transport)), []).append(row)
@@ -69,7 +69,7 @@ def _grouped(rows: Sequence[Row], number: Callable[[Row], int]) -> list[tuple[Pl
 
 
 def one_line(row: Row) -> str:
-    """A row while the rest is still being measured."""
+    """A row as it is printed while the rest is still being measured."""
     what = row.op if row.op.endswith("step") else f"{_op(row)} {size(row.bytes)}"
     if row.ours_peak_bytes is not None and row.peer_peak_bytes is not None:
         peaks = f"shardnet {_mb(row.ours_peak_bytes)} MB  {row.peer} {_mb(row.peer_peak_bytes)} MB"
@@ -115,8 +115,8 @@ def _bound_head(row: Row) -> tuple[str, ...]:
 
 
 def _of_bound(row: Row, head: Sequence[str]) -> tuple[str, ...]:
-    """The least time that the links or memory allow, and what part of shardnet's time that is: nothing for small messages, whose time
-    is no matter of either."""
+    """The least time that the links or memory allow, and what part of shardnet's time that is. Empty for small messages: their time
+    depends on neither."""
     bound_ms = row.memcpy_ms if row.link_bound_ms is None else row.link_bound_ms
     if bound_ms is None or row.bytes < MIB:
         return ("",) * len(head)
@@ -148,7 +148,7 @@ def _targets(outcomes: Sequence[Outcome]) -> Table:
 
 
 def _verdict(outcome: Outcome | StepOutcome, ratio: float, why_none: str) -> tuple[str, ...]:
-    """One line of a table of targets; `why_none` is said where there is no verdict, and beside what is missed what could be reached."""
+    """One line of a table of targets. Without a verdict it says `why_none`; a missed target comes with the ratio that could be reached."""
     target, limit = outcome.target, outcome.limit
     missed = "missed" if limit is None else f"missed; at most {_ratio(limit.ratio)}, {limit.if_}"
     verdict = {True: "met", False: missed, None: why_none}[outcome.met]
@@ -189,7 +189,7 @@ def _step_targets(outcomes: Sequence[StepOutcome]) -> Table:
 
 
 def _memory(rows: Sequence[Row]) -> Table:
-    """The peer's part of it is what the target is about: at most 0.7 of that."""
+    """The target is relative to the peer's memory: at most 0.7 of it."""
     return Table(
         "Peak memory of all ranks together in such a training, each engine in processes of its own",
         ("engine", "ranks", "parameters MB", "peak MB", "step ms", "ratio", "target", ""),
@@ -253,7 +253,7 @@ def _mb(count: int) -> str:
 
 
 def _cpu_per_gib(row: Row, cpu_s: float) -> str:
-    """Nothing for small messages: there it is the cost of a call that is measured, whatever its size."""
+    """Empty for small messages: they measure the cost of a call, whatever its size."""
     return f"{cpu_s * GIB / row.moved_bytes:.2f}" if row.bytes >= MIB else ""
 
 
@@ -274,7 +274,7 @@ def size(count: int) -> str:
 
 
 def _ms(value: float) -> str:
-    """Three digits are more than a benchmark knows."""
+    """Three digits are more than a benchmark can tell."""
     return f"{value:.3g}" if value < 100 else f"{value:.0f}"
 
 

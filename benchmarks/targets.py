@@ -9,8 +9,8 @@ from benchmarks.row import Row, collectives, steps
 from shardnet.config import KIB, MIB
 
 SIZES = (MIB, 16 * MIB, 64 * MIB)
-SMALL = (KIB, 64 * KIB)  # of which it is latency that is measured
-UNITS = (16 * MIB, 64 * MIB)  # that FSDP gathers: those of the GPT whose steps are measured have 12 MiB
+SMALL = (KIB, 64 * KIB)  # here it is latency that is measured
+UNITS = (16 * MIB, 64 * MIB)  # units that FSDP gathers; those of the GPT whose steps are measured have 12 MiB
 _NAMES = {SIZES: "", SMALL: ", small", UNITS: ", of a unit"}
 GLOO = "gloo"
 MEMCPY = "memcpy"
@@ -21,7 +21,7 @@ OURS = "shardnet"
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The least geometric mean of ratios to `peer` over `ops` and `sizes` that will do, at each number of ranks."""
+    """`ratio` is the least geometric mean of `peer`'s time / shardnet's, over `ops` and `sizes`, that will do at each number of ranks."""
 
     topology: Topology
     transport: Transport
@@ -54,16 +54,16 @@ TARGETS = (
 )
 
 
-# Trainings that are compared with shardnet's, as they are called in rows.
+# Trainings that are compared with shardnet's, by their names in rows.
 FSDP2 = "fsdp2-gloo"
 ALONE = "no communication"
-COMPRESSED = {"int8": "shardnet int8", "bfloat16": "shardnet bfloat16"}  # by what weights are sent as; gradients as int8
+COMPRESSED = {"int8": "shardnet int8", "bfloat16": "shardnet bfloat16"}  # by the format of the weights that are sent; gradients as int8
 STEPPING = "shardnet stepping in backward"
 
 
 @dataclass(frozen=True, slots=True)
 class StepTarget:
-    """The least that the time of `peer` has to be, as a multiple of the time of `by`, at each number of ranks."""
+    """`ratio` is the least value of `peer`'s time / `by`'s time that will do at each number of ranks."""
 
     topology: Topology
     transport: Transport
@@ -83,15 +83,15 @@ STEP_TARGETS = (
     *(StepTarget(Topology.NETNS_1GBIT, Transport.HIER, compressed, FSDP2, 3.0) for compressed in COMPRESSED.values()),
 )
 INTEROP_RATIO = (
-    1.5  # of torch's own code over gloo to the same over shardnet, on one machine: of collectives the mean over SIZES, and each training
+    1.5  # time of torch's own code over gloo / over shardnet, on one machine: for collectives as the mean over SIZES, and for each training
 )
-MEMORY_RATIO = 1 / 0.7  # of FSDP2's peak to shardnet's, on one machine through shared memory
-STEP_BYTES = 100_000_000  # of parameters, from which on the targets count
+MEMORY_RATIO = 1 / 0.7  # FSDP2's peak / shardnet's, on one machine through shared memory
+STEP_BYTES = 100_000_000  # of parameters; the targets count from this size on
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """The ratio that there would be if shardnet took no longer than something that was measured in the same run."""
+    """The ratio that would result if shardnet took no longer than something else that was measured in the same run."""
 
     ratio: float
     if_: str
@@ -126,14 +126,14 @@ class Outcome:
 
 
 def judge(rows: Sequence[Row]) -> list[Outcome]:
-    """One outcome a target and number of ranks for which anything was measured."""
+    """One outcome for each target and number of ranks for which anything was measured."""
     counting = [row for row in collectives(rows) if row.outstanding == 1]
     ranks = sorted({row.ranks for row in counting})
     return [outcome for count in ranks for target in TARGETS if (outcome := _judge(target, count, counting)) is not None]
 
 
 def judge_steps(rows: Sequence[Row]) -> list[StepOutcome]:
-    """One outcome a target and number of ranks for which both trainings were measured."""
+    """One outcome for each target and number of ranks for which both trainings were measured."""
     found = steps(rows)
     places = sorted({(row.ranks, row.bytes) for row in found})
     outcomes = []
@@ -148,7 +148,7 @@ def judge_steps(rows: Sequence[Row]) -> list[StepOutcome]:
 
 
 def _step_times_ms(target: StepTarget, rows: Sequence[Row]) -> dict[str, float]:
-    """Of all trainings where the target is about, by name."""
+    """Step times of all trainings on the target's topology and transport, by name."""
     here = [row for row in rows if (row.topology, row.transport) == (target.topology, target.transport)]
     return {row.peer: row.peer_ms for row in here} | ({OURS: here[0].ours_ms} if here else {})
 
@@ -173,7 +173,7 @@ def _limit(target: Target, rows: Sequence[Row]) -> Limit | None:
 
 
 def _ratios(rows: Iterable[Row], peer: str, by: str) -> dict[tuple[str, int], float]:
-    """Times of the peer / times of another one, by case, where both are known."""
+    """`peer`'s time / `by`'s time, by case, where both are known."""
     times_ms = {(row.op, row.bytes): (_time_ms(row, peer), _time_ms(row, by)) for row in rows}
     return {case: peer_ms / by_ms for case, (peer_ms, by_ms) in times_ms.items() if peer_ms is not None and by_ms is not None}
 

@@ -11,9 +11,9 @@ from benchmarks.race import Contender, race
 from benchmarks.row import Row
 from shardnet import Backend
 
-# float32, another order of additions, and AdamW, which divides small differences by small numbers
+# Trainings differ by this much: float32, another order of additions, and AdamW, which divides small differences by small numbers.
 LOSS_TOLERANCE = 1e-3
-GATHERS_AND_REDUCTIONS = 3  # of all parameters, in one step: gathered in forward and in backward, reduced once
+GATHERS_AND_REDUCTIONS = 3  # of all parameters in one step: gathered in forward and in backward, reduced once
 
 
 class Divergence(Exception):
@@ -21,7 +21,7 @@ class Divergence(Exception):
 
 
 def measure(session: Training, backend: Backend, on_step: Callable[[int], None]) -> Iterator[Row]:
-    """A row against FSDP2 and one against no communication, the same on all ranks. A collective."""
+    """A row against FSDP2, no communication and each other way of shardnet; the same on all ranks. A collective."""
     contestants = trainers(session, backend)
     size = parameter_bytes(session)
     timings = race([Contender(trainer.name, trainer.step) for trainer in contestants], session.steps, on_step)

@@ -34,7 +34,7 @@ async def main() -> None:
         alone, watched, told = list[float](), list[float](), 0
 
         async def round_s() -> float:
-            """CPU seconds of all ranks in a second."""
+            """CPU seconds that all ranks together use per second."""
             await cluster.backend.barrier()
             started_s, used_s = time.perf_counter(), time.process_time()
             await asyncio.sleep(options.seconds)
@@ -42,7 +42,7 @@ async def main() -> None:
             return float(await cluster.mean(mine)) * cluster.world_size
 
         for _ in range(3):
-            cluster.report(step=cluster.telemetry.step + 1)  # what a snapshot has in it later
+            cluster.report(step=cluster.telemetry.step + 1)  # so that snapshots have some content
             await cluster.mean(1.0)
         for _ in range(options.rounds):
             alone.append(await round_s())
@@ -66,7 +66,7 @@ async def start_watching(addresses: list[str], interval_s: float) -> asyncio.sub
 
 
 async def look_on(addresses: list[str], interval_s: float) -> None:
-    """Read a stream of each; print a line when all have begun, and then how many snapshots came."""
+    """Read a stream from each address; print a line when all have begun, and at the end how many snapshots came."""
     told, begun = Counter[str](), asyncio.Event()
 
     async def read(address: str) -> None:

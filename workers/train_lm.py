@@ -197,7 +197,7 @@ def device_of(cluster: shardnet.Cluster, options: argparse.Namespace) -> torch.d
 
 
 def learning_rate(options: argparse.Namespace, step: int, total_steps: int, elapsed_s: float) -> float:
-    """Linear warm-up, then a cosine down to `decay` of the peak, by the share of steps or of allowed seconds that is used up (the larger)."""
+    """Linear warm-up, then a cosine down to `decay` of the peak, by the used share of steps or of allowed seconds, whichever is larger."""
     used = max(step / total_steps, elapsed_s / options.max_seconds if options.max_seconds else 0.0)
     cosine = 0.5 * (1 + math.cos(math.pi * min(used, 1.0)))
     warm = min(1.0, used / options.warmup) if options.warmup else 1.0

@@ -76,7 +76,7 @@ def races(
 
 
 def kills(engines: Sequence[Engine], venvs: dict[str, Path], repeats: int, failures: list[ContestantFailed]) -> dict[str, list[Loss]]:
-    """In turn, as all is."""
+    """Kill a rank of each engine, in turn, `repeats` times."""
     deaths: dict[str, list[Loss]] = {}
     for _ in range(repeats):
         for engine in engines:
@@ -89,7 +89,7 @@ def kills(engines: Sequence[Engine], venvs: dict[str, Path], repeats: int, failu
 
 
 def environment(peer: str, folder: Path) -> Path:
-    """The Python of a peer's virtual environment. Files are copied into it: memory that shares them with another's would count half."""
+    """The Python of a peer's virtual environment. Files are copied into it: memory of files shared with another one would count half."""
     python = (folder / peer / "bin" / "python").absolute()
     if not python.exists():
         uv = shutil.which("uv")

@@ -19,13 +19,13 @@ from typing import IO, Any
 from benchmarks.gauges import loopback_bytes, watched
 
 ROOT = Path(__file__).resolve().parents[2]
-SILENCE_S = 300.0  # longer than any step or timeout of theirs; DeepSpeed compiles when it is first started
+SILENCE_S = 300.0  # longer than any engine's step or timeout; DeepSpeed compiles at its first start
 WARM_UP = 2
-WATCHED = 2  # steps of which memory is read, which takes time of its own
+WATCHED = 2  # steps in which memory is read; these are not timed, since reading takes time
 
 
 class ContestantFailed(Exception):
-    """It ended, or said nothing for too long; the end of its log is in the message."""
+    """A contestant ended, or said nothing for too long; the end of its log is in the message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,18 +33,18 @@ class Engine:
     """One way to train."""
 
     name: str
-    peer: str  # whose: the end of its program's name, and its virtual environment's
+    peer: str  # its library: with_{peer}.py is its program, and its virtual environment is named after it
     arguments: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
 class Figures:
-    """Of one engine in a race."""
+    """What was measured of one engine in a race."""
 
     name: str
-    steps_s: list[float] = field(default_factory=list)  # of the slowest rank each
+    steps_s: list[float] = field(default_factory=list)  # each of its slowest rank
     losses: list[float] = field(default_factory=list)  # mean over ranks of every step, warm-up included
-    sent_bytes: list[float] = field(default_factory=list)  # a step, of all ranks, one number a round
+    sent_bytes: list[float] = field(default_factory=list)  # per step, by all ranks together, one number per round
     peak_bytes: int = 0
 
 
@@ -53,13 +53,13 @@ class Loss:
     """What a `kill -9` cost the survivors."""
 
     step_s: float  # median before it
-    resumed_s: float  # from the kill until all of them had done a step without the dead
+    resumed_s: float  # from the kill until all survivors had done a step without the dead rank
     lost: int  # steps that were done and had to be done again
-    vain: int  # steps that were begun and came to nothing, of the survivor that had most
+    vain: int  # steps that were begun and came to nothing, on the survivor with the most of them
 
 
 class Group:
-    """The processes of one engine: ranks, and where they meet."""
+    """The processes of one engine: its ranks, and the one through which they find each other."""
 
     def __init__(self, engine: Engine, python: Path, ranks: int, least: int, logs: Path) -> None:
         self._engine, self._python, self._ranks = engine, python, ranks
@@ -97,7 +97,7 @@ class Group:
         return [str(self._python), "-m", f"benchmarks.peers.with_{self._engine.peer}"]
 
     def _meet(self, port: int, least: int) -> str:
-        """Start what the ranks find each other by, as number -1."""
+        """Start the process through which the ranks find each other, as number -1."""
         match self._engine.peer:
             case "shardnet":
                 command = "import sys; from shardnet.cli.main import main; sys.exit(main())"
@@ -121,7 +121,7 @@ class Group:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
-            start_new_session=True,  # a peer may be several processes, which are watched and die together
+            start_new_session=True,  # a rank may be several processes, which are watched together and die together
         )
         self._processes[number] = process
         threading.Thread(target=self._listen, args=(number, process), daemon=True).start()
@@ -136,7 +136,7 @@ class Group:
         self._said.put((number, None))
 
     def _next(self, but: int | None = None) -> tuple[int, dict[str, Any]]:
-        """What somebody says, unless it is that one."""
+        """What the next contestant says; `but` is ignored."""
         while True:
             try:
                 number, said = self._said.get(timeout=SILENCE_S)
@@ -149,7 +149,7 @@ class Group:
             return number, said
 
     def _hear(self, number: int, what: str) -> dict[str, Any]:
-        """Others may say the same first; they are put back."""
+        """Wait until contestant `number` says `what`. What others say meanwhile is put back."""
         others = list[tuple[int, dict[str, Any]]]()
         while True:
             speaker, said = self._next()
@@ -166,12 +166,12 @@ class Group:
         for number in range(self._ranks):
             pipe = self._processes[number].stdin
             assert pipe is not None
-            with suppress(BrokenPipeError):  # that it has ended is told by its other pipe
+            with suppress(BrokenPipeError):  # its other pipe tells that it has ended
                 pipe.write(b"%d\n" % steps)
                 pipe.flush()
 
     def turn(self, steps: int, figures: Figures, *, counts: bool) -> None:
-        """So many steps, while all other groups wait."""
+        """Do `steps` steps, while all other groups wait."""
         before = loopback_bytes()
         self._tell(steps)
         heard: list[list[dict[str, Any]]] = [[] for _ in range(self._ranks)]
@@ -192,7 +192,7 @@ class Group:
         figures.peak_bytes = peak[0]
 
     def _pids(self) -> Iterator[int]:
-        """Of all its processes, with those that they have started."""
+        """Of all processes of this group, and of those that they have started."""
         leaders = {process.pid for process in self._processes.values()}
         for path in Path("/proc").iterdir():
             with suppress(ValueError, ProcessLookupError):
@@ -200,7 +200,7 @@ class Group:
                     yield pid
 
     def lose_one(self, steps: int) -> Loss:
-        """After so many steps of all ranks kill the last rank in the middle of one."""
+        """After `steps` steps of all ranks, kill the last rank in the middle of the next one."""
         self._tell(1_000_000)
         heard: list[list[dict[str, Any]]] = [[] for _ in range(self._ranks)]
         victim = self._ranks - 1
@@ -213,7 +213,7 @@ class Group:
             if "step" in said:
                 heard[number].append(said)
         step_s = statistics.median(said["ended_s"] - said["began_s"] for said in whole(victim)[1:])
-        time.sleep(step_s / 4)  # it computes the next one
+        time.sleep(step_s / 4)  # it now computes the next step
         killed_s = time.monotonic()
         os.killpg(self._processes[victim].pid, signal.SIGKILL)
         survivors = range(victim)
@@ -256,7 +256,7 @@ def group(engine: Engine, venvs: dict[str, Path], ranks: int, least: int) -> Ite
 
 
 def race(pair: tuple[Engine, Engine], venvs: dict[str, Path], rounds: int, steps: int) -> tuple[Figures, Figures]:
-    """Steps of two ranks each, in turn."""
+    """Let both engines of a pair step in turn, with two ranks each."""
     results = Figures(pair[0].name), Figures(pair[1].name)
     with ExitStack() as stack:
         groups = [stack.enter_context(group(engine, venvs, 2, 2)) for engine in pair]
@@ -271,6 +271,6 @@ def race(pair: tuple[Engine, Engine], venvs: dict[str, Path], rounds: int, steps
 
 
 def loss(engine: Engine, venvs: dict[str, Path]) -> Loss:
-    """Of one of three ranks, after four steps and a bit of all of them."""
+    """The loss of one of three ranks, after all of them have done four steps and begun the fifth."""
     with group(engine, venvs, 3, 2) as three:
         return three.lose_one(4)

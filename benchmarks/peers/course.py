@@ -1,12 +1,12 @@
-"""What every contestant trains, and the lines by which it and the contest talk. Needs torch alone.
+"""What every contestant trains, and the lines in which it and the contest talk. Needs only torch.
 
-A contestant says {"ready": true} on stdout when its model stands. Each line on stdin is a number of steps to do; for each it says a line:
+A contestant says {"ready": true} on stdout when its model is ready. Each line on stdin is a number of steps; for each step it says a line:
 
-    step      steps that are done for good, this one included
+    step      how many steps are done for good, this one included
     loss      of this rank's batch, before the step
     world     ranks that took part
     began_s, ended_s
-              of the machine's monotonic clock, the same for all processes
+              by the machine's monotonic clock, which all processes share
 
 {"vain": true} says that a step was tried and came to nothing. It ends when stdin does.
 """
@@ -26,18 +26,18 @@ from gpt import GPT, GPTConfig
 SEQUENCES, CONTEXT, RATE = 4, 128, 1e-3
 RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 MEETING = os.environ.get("MEETING", "")  # where the contestants of a group find each other
-LEAST = int(os.environ.get("LEAST", "1"))  # ranks without which there is no step
+LEAST = int(os.environ.get("LEAST", "1"))  # with fewer ranks there is no step
 
 
 def new_model() -> GPT:
-    """The same on all ranks and for all contestants: 25.4 million parameters."""
+    """The same model on all ranks and for all contestants: 25.4 million parameters."""
     torch.set_num_threads(1)
     torch.manual_seed(1)
     return GPT(GPTConfig(512, 8, 8, CONTEXT, 0))
 
 
 def new_batch() -> Tensor:
-    """This rank's; it stays the same, so that the loss falls fast and a wrong gradient shows at once."""
+    """This rank's batch; it stays the same, so that the loss falls fast and a wrong gradient shows at once."""
     return torch.randint(256, (SEQUENCES, CONTEXT + 1), generator=torch.Generator().manual_seed(RANK))
 
 

@@ -1,4 +1,4 @@
-"""What came of the contest, as tables."""
+"""The results of the contest, as tables."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -7,12 +7,12 @@ from benchmarks.peers.contest import Figures, Loss
 from benchmarks.tables import Table
 
 MB = 1e6
-# Of steps of the same arithmetic in another order of additions; where it is not the same, it is seen.
+# Enough for the same arithmetic with another order of additions; a difference in the arithmetic itself exceeds it.
 LOSS_TOLERANCE = 1e-3
 
 
 def steps_table(rows: Sequence[tuple[Figures, Figures]]) -> Table:
-    """A row a pair, shardnet and a peer. The ratio is the peer's median by shardnet's."""
+    """A row per pair of shardnet and a peer. The ratio is the peer's median divided by shardnet's."""
     return Table(
         "A training step of 2 ranks",
         ("shardnet", "ms", "range", "MB sent", "peak MB", "peer", "ms", "range", "MB sent", "peak MB", "ratio", "losses"),
@@ -21,7 +21,7 @@ def steps_table(rows: Sequence[tuple[Figures, Figures]]) -> Table:
 
 
 def losses_table(deaths: Mapping[str, Sequence[Loss]]) -> Table:
-    """A row an engine."""
+    """A row per engine."""
     rows = (
         (
             name,

@@ -1,4 +1,4 @@
-"""The course with DeepSpeed's ZeRO, of the stage that the first argument says, in single precision over gloo."""
+"""The course with DeepSpeed's ZeRO, of the stage that the first argument gives, in single precision over gloo."""
 
 import sys
 
@@ -10,8 +10,8 @@ CONFIG = {
     "train_micro_batch_size_per_gpu": SEQUENCES,
     "train_batch_size": SEQUENCES * RANKS,
     "zero_optimization": {"stage": int(sys.argv[1])},
-    "gradient_clipping": 0.0,  # 1.0 otherwise
-    "zero_allow_untested_optimizer": True,  # it is the optimizer of all contestants, rather than DeepSpeed's
+    "gradient_clipping": 0.0,  # the default is 1.0
+    "zero_allow_untested_optimizer": True,  # all contestants use this optimizer, not DeepSpeed's own
 }
 
 

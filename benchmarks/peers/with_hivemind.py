@@ -1,4 +1,4 @@
-"""The course with hivemind's GradientAverager; with the argument `meet` the first node of the hash table, which trains nothing."""
+"""The course with hivemind's GradientAverager. With the argument `meet` this is the first node of the hash table, which trains nothing."""
 
 import sys
 

@@ -11,7 +11,7 @@ from shardnet import elastic
 
 
 class Runner:
-    """Lives through all epochs."""
+    """What stays the same through all epochs."""
 
     def __init__(self) -> None:
         self.goal = 0  # steps to do in all

@@ -1,4 +1,4 @@
-"""The course with torchft: a replica group a rank, DDP over its gloo. Timeouts as its own example train_ddp.py has them."""
+"""The course with torchft: each rank is a replica group, DDP over its gloo. Timeouts are those of its own example train_ddp.py."""
 
 from datetime import timedelta
 from typing import Any
@@ -24,7 +24,7 @@ def main() -> None:
         state_dict=lambda: {"model": model.state_dict(), "optimizer": inner.state_dict()},
         min_replica_size=LEAST,
         timeout=timedelta(seconds=30),
-        init_sync=False,  # all begin with the same parameters; else only one would take part in the first step
+        init_sync=False,  # all begin with the same parameters; otherwise only one would take part in the first step
         rank=0,
         world_size=1,
         store_addr="127.0.0.1",

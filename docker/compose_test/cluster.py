@@ -1,4 +1,4 @@
-"""`Cluster`: the containers of one `docker compose up`, and the end of all that it has made."""
+"""`Cluster`: the containers of one `docker compose up`, and taking down everything that it has made."""
 
 import contextlib
 import json
@@ -12,12 +12,12 @@ from compose_test.console import Failure, say
 from compose_test.engine import compose, inspect, run, state
 from compose_test.story import Line, Story, world_of
 
-SECONDS = 900  # after which a training ends in any case
+SECONDS = 900  # a training ends after these in any case
 STOP_FILE = "/tmp/stop"
-START_S = 180.0  # from `up` to the first step; interpreters are slow to start on a machine that is busy
+START_S = 180.0  # from `up` to the first step; interpreters start slowly on a busy machine
 NODES = 2
 WORKERS = 2
-# Small, so that there are some steps a second on any machine, and with a line for each of them.
+# Small, so that any machine does some steps per second, and with a line of output for each step.
 TRAINING = "--dim 64 --layers 2 --context 64 --batch 2 --bigrams 8 --valid-every 1 --valid-windows 4 --sample-bytes 0"
 
 
@@ -45,7 +45,7 @@ class Cluster:
             self._take_down()
 
     def up(self, nodes: int = NODES) -> None:
-        """Start what is not running, so that there are so many nodes."""
+        """Start what is not running, so that there are `nodes` nodes."""
         self._compose("up", "--detach", "--no-build", "--no-recreate", "--scale", f"node={nodes}", timeout_s=120)
         self.listen()
 
@@ -54,7 +54,7 @@ class Cluster:
             self.story.listen(container)
 
     def containers(self, service: str) -> list[str]:
-        """In the order of their numbers."""
+        """The containers of a service, in the order of their numbers."""
         labels = [f"label=com.docker.compose.project={self.project}", f"label=com.docker.compose.service={service}"]
         found = run("docker", "ps", "--all", "--quiet", "--no-trunc", *(word for label in labels for word in ("--filter", label))).split()
         return sorted(found, key=lambda each: int(inspect(each)["Config"]["Labels"]["com.docker.compose.container-number"]))
@@ -74,11 +74,11 @@ class Cluster:
 
     @property
     def runs(self) -> bool:
-        """Whether any node does; a frozen one counts."""
+        """Whether any node runs; a frozen one counts."""
         return any(state(each)["Running"] for each in self.nodes)
 
     def wait_for_world(self, workers: int, *, since_s: float = 0.0, timeout_s: float = START_S) -> float:
-        """Until so many train together; returns when that began."""
+        """Wait until `workers` workers train together; return when that began."""
 
         def grown(line: Line) -> float | None:
             return line.at_s if world_of(line) == workers else None
@@ -93,18 +93,18 @@ class Cluster:
         return job
 
     def end_training(self) -> None:
-        """As it would end by itself, but now. One node is told, and tells the others."""
+        """End the training now, in the way that it would end by itself. One node is told, and tells the others."""
         run("docker", "exec", self.nodes[-1], "touch", STOP_FILE)
 
     def wait_for_end(self, timeout_s: float) -> None:
-        """Until all containers have ended, by themselves. Raises Failure if one does not, or not with status 0."""
+        """Wait until all containers have ended by themselves. Raises Failure if one does not, or ends with another status than 0."""
         everyone = {container: service for service in ("node", "rendezvous", "token") for container in self.containers(service)}
         deadline_s = time.monotonic() + timeout_s
         while running := [container for container in everyone if state(container)["Running"]]:
             if time.monotonic() > deadline_s:
                 names = ", ".join(f"{everyone[container]} {container[:12]}" for container in running)
                 raise Failure(f"{names} has not ended after {timeout_s:.0f} s")
-            time.sleep(0.5)  # the engine tells nobody who does not wait for one container alone
+            time.sleep(0.5)  # the engine can only be asked to wait for one container
         for container, service in everyone.items():
             self._check_end(service, container)
 
@@ -129,7 +129,7 @@ class Cluster:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """A second Ctrl-C would leave containers behind."""
+    """Ignore signals meanwhile: a second Ctrl-C would leave containers behind."""
     before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield

@@ -1,4 +1,4 @@
-"""What is said while it runs, with the time since the beginning in front."""
+"""Messages while it runs, each with the time since the beginning in front."""
 
 import time
 
@@ -6,7 +6,7 @@ _begin_s = time.monotonic()
 
 
 class Failure(Exception):
-    """The cluster, or something that it needs, does not do what it should. The message is all that is told of it."""
+    """The cluster, or something that it needs, does not do what it should. Only its message is shown."""
 
 
 def say(text: str) -> None:

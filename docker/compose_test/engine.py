@@ -14,7 +14,7 @@ TIMEOUT_S = 60.0
 
 
 def run(*words: str, environment: Mapping[str, str] | None = None, timeout_s: float = TIMEOUT_S) -> str:
-    """What a command prints. Raises Failure with what it complains of, if it does not end well or in time."""
+    """What a command prints. Raises Failure with its error output if it fails or takes too long."""
     try:
         ended = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False)
     except subprocess.TimeoutExpired:
@@ -25,7 +25,7 @@ def run(*words: str, environment: Mapping[str, str] | None = None, timeout_s: fl
 
 
 def stream(*words: str, environment: Mapping[str, str] | None = None) -> Iterator[str]:
-    """The lines that a command prints, as they come. It is ended if nobody reads on. Raises Failure at the end if that is no good one."""
+    """The lines that a command prints, as they come. The command is terminated if the caller stops reading. Raises Failure if it fails."""
     with subprocess.Popen(
         words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     ) as process:
@@ -40,7 +40,7 @@ def stream(*words: str, environment: Mapping[str, str] | None = None) -> Iterato
 
 
 def succeeds(*words: str) -> bool:
-    """Whether a command is there and ends well."""
+    """Whether a command exists and succeeds."""
     try:
         run(*words)
     except (Failure, OSError):

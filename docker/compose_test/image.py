@@ -1,4 +1,4 @@
-"""The image that all containers run, made from a base that can be had."""
+"""The image that all containers run, made from a base image that is available."""
 
 import os
 import re
@@ -11,13 +11,13 @@ from compose_test.engine import ROOT, compose, has_image, run, stream, succeeds
 PUBLIC_BASE = "python:3.11-slim"
 OWN_BASE = "shardnet-base:bookworm"
 PULL_S = 300.0
-_TAIL = 40  # lines of a build that has failed
+_TAIL = 40  # lines shown of a failed build
 _WORTH_SAYING = re.compile(r"^(Step \d+/\d+ : (FROM|RUN|COPY)|#\d+ \[|Successfully)|(Resolved|Prepared|Installed|compiled) \d+|Bytecode")
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def base_image() -> str | None:
-    """What to build from: a base that was named or is there, one from a registry, or one made here. None if there is no way to one."""
+    """The base image: one that was named or is present, one from a registry, or one made here. None if none of these is possible."""
     given = os.environ.get("BASE_IMAGE")
     if given:
         return given
@@ -38,9 +38,9 @@ def base_image() -> str | None:
 
 
 def build(environment: Mapping[str, str]) -> None:
-    """Raises Failure for a build that breaks, after its last lines."""
+    """Build the image. If that fails, show the last lines and raise Failure."""
     headline(f"building {environment['IMAGE']} from {environment['BASE_IMAGE']}")
-    # The plugin's builder has no containers; that of docker-compose leaves one where a build has failed.
+    # The plugin's builder uses no containers; docker-compose's leaves one after a failed build.
     _watch(*compose(), "build", *(["--force-rm"] if len(compose()) == 1 else []), environment=environment, wanted=_WORTH_SAYING)
 
 

@@ -1,7 +1,7 @@
-"""What is done to a cluster, and what it must do then. Figures are printed, and held against limits.
+"""What is done to a cluster, and what it must do then. Times are printed and compared with limits.
 
-Limits are above what docs/elastic.md promises. There a worker has a core, and time counts from when the fault is there; here it counts
-from when the engine is asked for it.
+Limits are above what docs/elastic.md promises. There each worker has a core, and time counts from the fault itself; here it counts
+from the request to the engine.
 """
 
 import time
@@ -17,19 +17,19 @@ from compose_test.story import Epoch, Line, epoch_of, step_of
 
 HEALTHY_S = 60.0
 DEAD_S = 3.0  # a dead node is noticed; promised: 1 s
-SILENT_S = 8.0  # a frozen one, or one that is cut off; promised: 4.5 s
-ON_S = 20.0  # the others go on, from then; promised: 5 s
-BACK_S = 60.0  # a node that was away trains again, from when it could
-STARTED_S = 180.0  # one that was started anew: its interpreters compete with those that train
-STEPS = 5  # that are done with others, before the next fault
+SILENT_S = 8.0  # a node that is frozen or cut off is noticed; promised: 4.5 s
+ON_S = 20.0  # the others go on, counted from then; promised: 5 s
+BACK_S = 60.0  # a node that was away trains again, counted from when it could
+STARTED_S = 180.0  # the same for a node that was started again: its interpreters compete with those that train
+STEPS = 5  # done by all nodes together before the next fault
 
 
 @dataclass
 class Fault:
     """What is done to a node.
 
-    hurt, heal  commands of the engine; the container, or the network and the container, are added
-    noticed_s   limit
+    hurt, heal  commands of the engine, to which the container, or the network and the container, is added
+    noticed_s   limit for the others to notice
     """
 
     hurt: tuple[str, ...]
@@ -63,7 +63,7 @@ def plain(cluster: Cluster) -> None:
 
 
 def faults(cluster: Cluster, wanted: list[str]) -> None:
-    """One training that all of it happens to."""
+    """One training that suffers all wanted faults."""
     headline(f"faults: {', '.join(wanted)}")
     cluster.up()
     world_s = cluster.wait_for_world(NODES * WORKERS)
@@ -103,7 +103,7 @@ def _rendezvous(cluster: Cluster) -> None:
 
 
 def _later(cluster: Cluster) -> None:
-    """A container more than there were."""
+    """One more container is started later."""
     nodes = len(cluster.nodes) + 1
     begin_s = time.time()
     cluster.up(nodes)
@@ -146,7 +146,7 @@ def _away_and_back(cluster: Cluster, name: str, fault: Fault, victim: str, back_
 
 
 def _wait_for_epoch(cluster: Cluster, workers: int, since_s: float, timeout_s: float, what: str) -> Epoch:
-    """The first with so many workers; in between there may be others, since the ranks of a node come one by one."""
+    """The first epoch with `workers` workers; there may be others before it, since the ranks of a node come one by one."""
 
     def wanted(line: Line) -> Epoch | None:
         epoch = epoch_of(line)
@@ -156,7 +156,7 @@ def _wait_for_epoch(cluster: Cluster, workers: int, since_s: float, timeout_s: f
 
 
 def _wait_for_steps(cluster: Cluster, since_s: float, count: int) -> None:
-    """Until so many steps were done after a moment."""
+    """Wait until `count` steps were done after `since_s`."""
     for _ in range(count):
         since_s = cluster.story.wait(
             lambda line: line.at_s if step_of(line) else None,
@@ -168,7 +168,7 @@ def _wait_for_steps(cluster: Cluster, since_s: float, count: int) -> None:
 
 
 def _wait_for_members(cluster: Cluster) -> int:
-    """Until a rendezvous that was away has all workers of its job again; returns how many."""
+    """Wait until a rendezvous that was away has all workers of its job again; return how many."""
     deadline_s = time.monotonic() + BACK_S
     while time.monotonic() < deadline_s:
         with suppress(Failure, ValueError):  # it does not answer yet, or knows of no job

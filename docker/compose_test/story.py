@@ -21,7 +21,7 @@ _EPOCH = re.compile(r"epoch (\d+) with (\d+) workers?: it goes on behind step (\
 class Line:
     """One line of a container.
 
-    at_s  of the engine's clock, in seconds since 1970
+    at_s  by the engine's clock, in seconds since 1970
     """
 
     at_s: float
@@ -33,10 +33,10 @@ class Line:
 class Epoch:
     """The training goes on with other workers.
 
-    workers  that there are now
-    step     behind which it goes on
-    ended_s  when the rank that tells of it learnt that the epoch before was over
-    at_s     when it had brought everyone to that step
+    workers  how many there are now
+    step     the training goes on after this one
+    ended_s  when the rank that reports it learnt that the epoch before was over
+    at_s     when that rank had brought everyone to that step
     """
 
     workers: int
@@ -47,7 +47,7 @@ class Epoch:
 
 
 def read_line(container: str, raw: str) -> Line | None:
-    """A line of `docker logs --timestamps`; None if it is none."""
+    """Parse a line of `docker logs --timestamps`; None if it is not one."""
     stamp, _, text = raw.partition(" ")
     whole, _, fraction = stamp.rstrip("Z\n").partition(".")
     try:
@@ -64,7 +64,7 @@ def step_of(line: Line) -> int | None:
 
 
 def world_of(line: Line) -> int | None:
-    """How many ranks train from now on."""
+    """How many ranks train from this line on."""
     found = _WORLD.search(line.text)
     return None if found is None else int(found[1])
 
@@ -77,7 +77,7 @@ def epoch_of(line: Line) -> Epoch | None:
 
 
 class Story:
-    """Listens to containers as long as they run; each has a thread and a `docker logs` of its own, until `close`."""
+    """Listens to containers for as long as they run, each with its own thread and `docker logs`, until `close`."""
 
     def __init__(self) -> None:
         self._lines: list[Line] = []
@@ -86,7 +86,7 @@ class Story:
         self._listeners: dict[str, tuple[subprocess.Popen[str], threading.Thread]] = {}
 
     def listen(self, container: str) -> None:
-        """To one that has just been started, the first time or again. Does nothing for one that is listened to."""
+        """Listen to a container that has just been started, for the first time or again. Do nothing if this already listens to it."""
         known = self._listeners.get(container)
         if known is not None and known[1].is_alive():
             return
@@ -102,7 +102,7 @@ class Story:
             thread.join()
 
     def find(self, read: Callable[[Line], T | None], *, since_s: float = 0.0, until_s: float = float("inf")) -> list[T]:
-        """What `read` makes of the lines of a time, the earliest first."""
+        """What `read` makes of the lines from `since_s` to `until_s`, the earliest first."""
         with self._news:
             lines = sorted((line for line in self._lines if since_s < line.at_s <= until_s), key=lambda line: line.at_s)
         return [found for line in lines if (found := read(line)) is not None]
@@ -110,8 +110,8 @@ class Story:
     def wait(
         self, read: Callable[[Line], T | None], *, since_s: float, timeout_s: float, what: str, alive: Callable[[], bool] = lambda: True
     ) -> T:
-        """The first that `read` makes of a line after `since_s`. Raises Failure, with what was waited for, if none comes in time or
-        nobody is `alive` to say it."""
+        """The first result of `read` for a line after `since_s`. Raises Failure, naming `what`, if none comes in time or nobody is
+        `alive` any more to print it."""
         deadline_s = time.monotonic() + timeout_s
         with self._news:
             while not (found := self.find(read, since_s=since_s)):
@@ -134,8 +134,8 @@ class Story:
                 if line is None:
                     continue
                 with self._news:
-                    # A restarted container's log begins with what it said before. When tells nothing: of what a program writes to its two
-                    # outputs at once, the later may come first.
+                    # A restarted container's log begins with its old lines again. Timestamps cannot tell: when a program writes to both of
+                    # its outputs at once, the later line may come first.
                     if line not in self._heard:
                         self._heard.add(line)
                         self._lines.append(line)

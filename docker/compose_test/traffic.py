@@ -1,4 +1,4 @@
-"""Which way the bytes of a training go: what workers count themselves, held against the network interfaces of their containers."""
+"""Which way the bytes of a training go: the workers' own counts, compared with the network interfaces of their containers."""
 
 from dataclasses import dataclass
 from typing import Any, Self
@@ -8,13 +8,13 @@ from compose_test.console import Failure, say
 from compose_test.engine import run
 
 MIB = 2**20
-INSIDE_MOST = 0.02  # of a node's bytes may go over its network: what ranks tell each other about them, and what is tiny
-WIRE_MOST = 1.25  # times the payload: TLS, HTTP/2, TCP, and all that is said beside it
+INSIDE_MOST = 0.02  # at most this share of a node's own bytes may go over the network: control messages and tiny data
+WIRE_MOST = 1.25  # times the payload: TLS, HTTP/2, TCP and control messages come on top
 
 
 @dataclass(frozen=True)
 class Interfaces:
-    """Bytes that a container has sent over loopback, and over all others."""
+    """Bytes that a container has sent over loopback, and over all other interfaces."""
 
     loopback: int
     wire: int
@@ -61,7 +61,7 @@ class Payload:
 
 @dataclass(frozen=True)
 class Reading:
-    """One node's counters. Workers are asked after the interfaces were read and before they are read again, which takes a while."""
+    """One node's counters. Asking the workers takes a while, so the interfaces are read before and after."""
 
     early: Interfaces
     payload: Payload
@@ -69,7 +69,7 @@ class Reading:
 
 
 def read(cluster: Cluster) -> dict[str, Reading]:
-    """By container. Raises Failure if a worker does not answer, or says that it is not encrypted."""
+    """A reading of each node, by container. Raises Failure if a worker does not answer, or says that its connections are not encrypted."""
     nodes = cluster.nodes
     early = [Interfaces.of(container) for container in nodes]
     workers = cluster.status()["workers"]
@@ -83,7 +83,7 @@ def read(cluster: Cluster) -> dict[str, Reading]:
 
 
 def check(container: str, before: Reading, after: Reading) -> None:
-    """What a node has sent in between. Raises Failure for bytes that took the wrong way."""
+    """Check what a node has sent in between. Raises Failure for bytes that took the wrong way."""
     sent = after.payload.since(before.payload)
     loopback, wire_most = after.late.loopback - before.early.loopback, after.late.wire - before.early.wire
     wire_least = after.early.wire - before.late.wire
