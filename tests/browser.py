@@ -15,7 +15,7 @@ from typing import Any
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 _OPTIONS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--remote-debugging-pipe")
-# The browser reads commands from descriptor 3 and writes answers to 4. Duplicates come first: our own may have these numbers.
+# The browser reads commands from descriptor 3 and writes answers to 4. Duplicate first, because our own descriptors may have these numbers.
 _LAUNCH = """
 import os, sys
 ends = [os.dup(int(number)) for number in sys.argv[1:3]]
@@ -61,7 +61,7 @@ class Page:
         return answer["result"].get("value")
 
     def wait_for(self, condition: str, within_s: float) -> None:
-        """Until a JavaScript expression is true."""
+        """Wait until a JavaScript expression is true."""
         look = f"const look = () => {condition} ? done(true) : performance.now() > end ? done(false) : setTimeout(look, 50);"
         end = f"const end = performance.now() + {1000 * within_s};"
         is_true = self.evaluate(f"new Promise((done) => {{ {end} {look} look(); }})")
@@ -70,12 +70,12 @@ class Page:
         )
 
     def texts(self, selector: str) -> list[str]:
-        """The texts of all elements that are selected."""
+        """The texts of all elements that `selector` matches."""
         found: list[str] = self.evaluate(f"[...document.querySelectorAll({json.dumps(selector)})].map((each) => each.textContent)")
         return found
 
     def resize(self, width: int, height: int) -> None:
-        """Returns when the page has heard of it."""
+        """Resize the window; return when the page has heard of it."""
         self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         self.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done(0))))")
 

@@ -14,8 +14,8 @@ _PACKAGE = str(Path(shardnet.__file__).parent)
 class Graphs:
     """A backend of torch.compile, which runs graphs as they are.
 
-    calls   what is called in each of them
-    traced  where shardnet's own code has got into one
+    calls   the operations that are called in each graph
+    traced  lines of shardnet's own code that have got into a graph
     """
 
     def __init__(self) -> None:
@@ -26,5 +26,5 @@ class Graphs:
         called = [node for node in graph.graph.nodes if node.op.startswith("call")]
         self.calls.append([node.name for node in called])
         frames = [line.strip() for node in called for line in (node.stack_trace or "").splitlines()]
-        self.traced += [line for line in frames if _PACKAGE in line and not line.endswith(" in forward")]  # which calls the program's
+        self.traced += [line for line in frames if _PACKAGE in line and not line.endswith(" in forward")]  # it calls the program's
         return graph.forward

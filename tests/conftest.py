@@ -1,4 +1,4 @@
-"""What every test gets. The guards are a plugin of their own, so that tests/test_guards.py can load them into a fresh run."""
+"""Fixtures and settings of every test. The guards are a separate plugin, so that tests/test_guards.py can load them into a fresh run."""
 
 import contextlib
 import os
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 __all__ = ["a_thread_each", "default_device", "nursery"]
 
-# Virtual machines exist that announce AMX and then end a process for using it, as torch does for products of 16-bit floats. Without it
-# these also have the same bits on more machines. What the tests start inherits this; torch reads it with its first product.
+# Some virtual machines announce AMX and then kill a process that uses it, and torch does so for products of 16-bit floats. Without AMX
+# these products also have the same bits on more machines. Processes that tests start inherit this; torch reads it at its first product.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
-# Who starts the tests may ignore these, as nohup does and a script that runs them in the background. Children inherit that, and tests that
-# interrupt one would wait for ever.
+# The process that starts the tests may ignore these signals: nohup does, and so does a script that runs them in the background. Children
+# inherit that, and a test that interrupts one would wait for ever.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
@@ -33,15 +33,16 @@ pytest_plugins = ["tests.guards"]
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_finish() -> None:
-    """A process's first optimizer imports torch's compiler: seconds, which no single test should pay, and objects by the hundred thousand.
-    They must be there when the guards freeze what has been imported (tests/guards.py): `elastic.run` searches for garbage in each epoch."""
+    """Make an optimizer: a process's first one imports torch's compiler, which takes seconds that no single test should pay, and makes
+    some hundred thousand objects. They must exist when the guards freeze what has been imported (tests/guards.py), because `elastic.run`
+    collects garbage in each epoch."""
     if torch := sys.modules.get("torch"):
         torch.optim.SGD([torch.zeros(1, requires_grad=True)])
 
 
 @pytest.fixture
 def nothing_compiled() -> Iterator[None]:
-    """By torch.compile before the test, and nothing again and again in it."""
+    """Before the test torch.compile has compiled nothing, and in the test it must not compile the same code again and again."""
     import torch
 
     torch.compiler.reset()
@@ -52,7 +53,7 @@ def nothing_compiled() -> Iterator[None]:
 
 @pytest.fixture
 def runner() -> "Iterator[ClusterRunner]":
-    """As the fixture `cluster`, for a test alone: that one's processes live as long as the session, and the guards would find them."""
+    """Like the fixture `cluster`, but for one test: processes of `cluster` live as long as the session, and the guards would find them."""
     from shardnet.testing import ClusterRunner
 
     with contextlib.closing(ClusterRunner()) as runner:

@@ -1,7 +1,7 @@
-"""Guards around every test: what a test opened it must have closed, and nothing may hold up an event loop.
+"""Guards around every test: a test must close what it has opened, and nothing may hold up an event loop.
 
-Things die late by nature (a socket whose peer is still closing, a thread on its way out), so a leak is what is still there after
-GRACE_S of looking again. What lives as long as the process by design is started before the first test.
+Some things naturally die late (a socket whose peer is still closing, a thread that is ending), so only what is still there after looking
+for GRACE_S counts as a leak. Whatever lives as long as the process by design is started before the first test.
 """
 
 import asyncio
@@ -20,8 +20,8 @@ from tests.resources import Resources
 
 GRACE_S = 5.0
 LOOK_EVERY_S = 0.05
-SHARED_LOOP_LIMIT_S = 2.0  # a peer counts as lost after so long a silence
-TEST_LOOP_LIMIT_S = 5.0  # a user's loop may compute: far above a step of any model in the tests, on a crowded machine too
+SHARED_LOOP_LIMIT_S = 2.0  # after a silence of this length a peer counts as lost
+TEST_LOOP_LIMIT_S = 5.0  # a user's loop may compute: this is far above a step of any model in the tests, even on a busy machine
 
 
 async def _thread_id() -> int:
@@ -29,19 +29,19 @@ async def _thread_id() -> int:
 
 
 def pytest_collection_finish() -> None:
-    """What has been imported stays: without this every search for garbage looks through it, which takes up to seconds in a long run."""
+    """Freeze what has been imported: otherwise each garbage collection looks through it, which takes up to seconds in a long run."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_sessionfinish() -> None:
-    """Frozen to the end, it would be missed by libraries that count what they have given away."""
+    """Unfreeze it: if objects stayed frozen to the end, libraries that count their objects would report them as leaks."""
     gc.unfreeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def loop_watch() -> Iterator[LoopWatch]:
-    """The watch over the process's shared loop; tests with a loop of their own add it."""
+    """The watch over the process's shared loop; tests with a loop of their own add that loop to it."""
     shared = LoopThread.shared()
     with LoopWatch() as watch:
         watch.add(shared.loop, shared.run(_thread_id()).result(), SHARED_LOOP_LIMIT_S)
@@ -52,8 +52,8 @@ def loop_watch() -> Iterator[LoopWatch]:
 def grpc_poller() -> Iterator[None]:
     """Keeps gRPC's poller, which all channels and servers of the process share, from starting and ending with the tests.
 
-    It ends when the last of them is freed, and that may be later than the test: a captured log record can hold an error, the error a
-    frame, and the frame a server. An idle channel holds it for the session.
+    The poller ends when the last channel or server is freed, which may be after the test: a captured log record can hold an error, the
+    error a frame, and the frame a server. An idle channel keeps it alive for the session.
     """
     shared = LoopThread.shared()
     channel = shared.run(idle_channel()).result()
@@ -62,7 +62,7 @@ def grpc_poller() -> Iterator[None]:
 
 
 async def idle_channel() -> grpc.aio.Channel:
-    return grpc.aio.insecure_channel("127.0.0.1:1")  # connects at its first call, of which there is none
+    return grpc.aio.insecure_channel("127.0.0.1:1")  # would connect at its first call, but there is none
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +80,7 @@ def guard(request: pytest.FixtureRequest, loop_watch: LoopWatch, grpc_poller: No
 
 @pytest.fixture(autouse=True)
 def guard_async(request: pytest.FixtureRequest, guard: None) -> None:
-    """Guards the loop of an async test. Apart from `guard`, because pytest tears down what a fixture asks for by name after it."""
+    """Guards the loop of an async test. Not in `guard`: pytest tears down a fixture that another one asks for by name after that one."""
     if request.node.get_closest_marker("asyncio"):
         request.getfixturevalue("guard_loop")
 
@@ -99,7 +99,7 @@ async def guard_loop(loop_watch: LoopWatch) -> AsyncIterator[None]:
 
 
 def lasting_leaks(before: Resources) -> list[str]:
-    """What is held beyond `before`, after it had GRACE_S to go away."""
+    """What the process holds beyond `before` even after GRACE_S."""
     deadline = time.monotonic() + GRACE_S
     leaks = Resources().beyond(before)
     while leaks and time.monotonic() < deadline:

@@ -15,7 +15,7 @@ class Answer:
 
 
 async def say(address: str, *parts: bytes) -> bytes:
-    """What the port answers to this, to its end."""
+    """Send this to the port, and return its whole answer."""
     loop = asyncio.get_running_loop()
     with await knock(address) as sock:
         for part in parts:
@@ -27,7 +27,7 @@ async def say(address: str, *parts: bytes) -> bytes:
 
 
 async def knock(address: str) -> socket.socket:
-    """A connection that the caller closes; streams of uvloop's would leave a descriptor to its loop."""
+    """Open a connection, which the caller closes; uvloop's streams would leave a descriptor to its loop."""
     sock = socket.socket()
     sock.setblocking(False)
     target = Address.parse(address)

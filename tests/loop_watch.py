@@ -1,8 +1,8 @@
 """`LoopWatch`: notices event loops that one callback holds up.
 
-The watch must not keep a loop awake: a loop that nobody else wakes is a bug that tests should show, and a ping every so often would
-hide it. So it looks from outside at what the loop's thread is doing, and pings only a loop that has been busy at every look for
-BUSY_S. One that is busy with many short callbacks answers at once; one that is held up does not.
+The watch must not keep a loop awake: a loop that nobody wakes is a bug that tests should show, and regular pings would hide it. So the
+watch looks from outside at what the loop's thread is doing, and pings only a loop that has been busy at every look for BUSY_S. A loop that
+is busy with many short callbacks answers at once; a loop that is held up does not.
 
 Time is counted in looks, not by the clock: when the whole process gets no CPU, the watch does not look either.
 """
@@ -21,7 +21,7 @@ from shardnet.frames import current_frames
 LOOK_EVERY_S = 0.05
 BUSY_S = 0.5
 
-# An idle asyncio loop stands in its selector. An idle uvloop shows no frame of its own, only the one that runs it.
+# An idle asyncio loop waits in its selector. An idle uvloop shows no frame of its own, only the frame that runs it.
 IDLE_FILES = (selectors.__file__, shardnet.loop.__file__)
 
 
@@ -32,7 +32,7 @@ class _Watched:
     limit_s: float
     busy_looks: int = 0
     silent_looks: int = 0
-    ping: threading.Event | None = None  # sent and not known to be answered
+    ping: threading.Event | None = None  # sent, and as far as we know not answered yet
     reported: bool = False
 
     def calm(self) -> None:

@@ -1,4 +1,4 @@
-"""Namespaces for tests, where this machine lets them be made."""
+"""Network namespaces for tests, if this machine allows them."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -10,7 +10,7 @@ from shardnet.testing.namespaces import NamespacesUnavailable, Network, bridged_
 
 @contextmanager
 def nodes_or_skip(count: int, *, rate: str | None = None) -> Iterator[Network]:
-    """`bridged_nodes`; skips the test, saying why, where there can be none."""
+    """`bridged_nodes`, or skip the test and say why if this machine allows none."""
     with ExitStack() as stack:
         try:
             network = stack.enter_context(bridged_nodes(count, rate=rate))

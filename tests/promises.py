@@ -1,6 +1,6 @@
-"""How long it may take. What shardnet promises in seconds is asked to the letter where nothing else runs, as `make faults` does. The suite
-shares its processors with itself and with strangers, and asks with room: not so much that what waits for a timeout, for the end of a peer's
-silence (1.5 x suspect_s) or of its data (drain_s) would pass for prompt."""
+"""How long something may take in a test. `make faults` runs nothing else at the same time, and holds shardnet to the letter of its promises
+in seconds. The ordinary suite shares its processors with itself and with other programs, so it allows more time: but not so much that code
+which waits for a timeout, for the end of a peer's silence (1.5 x suspect_s) or for the end of its data (drain_s) would pass as prompt."""
 
 import os
 

@@ -12,8 +12,8 @@ import psutil
 
 from shardnet.loop import THREAD_NAME, LoopThread
 
-# Threads that outlive tests by design, by the beginning of their names: the shared event loop, its executor (each kind of loop has
-# its own name for that), and threads that Python did not start (the autograd engine's).
+# Threads that outlive tests by design, by the beginning of their names: the shared event loop, its executor (each kind of loop names it
+# differently), and threads that Python did not start (the autograd engine's).
 LASTING_THREADS = (THREAD_NAME, "asyncio_", "uvloop_", "Dummy-")
 GRPC_POLLER = "_poll_wrapper"  # in the name of grpc.aio's thread, which lives as long as any channel of the process
 
@@ -29,13 +29,13 @@ class Resources:
             self._found.update(kind())
 
     def beyond(self, before: "Resources") -> list[str]:
-        """What is here and was not there before, described."""
+        """Descriptions of what this snapshot has and `before` had not."""
         extra = self._found - before._found
         return sorted(_describe(name, count) for name, count in extra.items() if not belongs_to_a_stranger(name))
 
 
 def open_files() -> Iterator[str]:
-    """What this process has descriptors of."""
+    """The targets of all descriptors of this process."""
     for entry in os.listdir("/proc/self/fd"):  # noqa: PTH208 - Path.iterdir would keep a descriptor open meanwhile
         with suppress(FileNotFoundError):  # the descriptor of this very listing
             yield os.readlink(f"/proc/self/fd/{entry}")  # noqa: PTH115 - a link to no path
@@ -65,9 +65,9 @@ def _shared_memory() -> Iterator[str]:
 
 
 def _tasks() -> Iterator[str]:
-    """Tasks on the shared loop: nobody who owns one may end a test without ending it."""
+    """Tasks on the shared loop: a test must end each task that it owns."""
     try:
-        # Asked on the loop itself, behind everything that was handed over to it before: a task may be on its way there.
+        # Asked on the loop itself, after everything that was handed over to it before: a task may be on its way there.
         return iter(LoopThread.shared().run(_tasks_here()).result(timeout=1.0))
     except TimeoutError:
         return iter(["task that blocks the shared loop"])
@@ -95,7 +95,7 @@ def _describe_process(pid: int) -> str:
 
 
 def belongs_to_a_stranger(name: str) -> bool:
-    """Whether a name in /dev/shm is in use by a process that is not ours: another test run on the same machine."""
+    """Whether another process than ours uses a name in /dev/shm: another test run on the same machine."""
     if not name.startswith(f"{SHARED_MEMORY}/"):
         return False
     ours = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
@@ -107,5 +107,5 @@ def _uses(pid: int, path: str) -> bool:
         if path in Path(f"/proc/{pid}/maps").read_text():
             return True
         return any(os.readlink(link) == path for link in Path(f"/proc/{pid}/fd").iterdir())  # noqa: PTH115
-    except OSError:  # it ended, or is not ours to see
+    except OSError:  # it has ended, or this user may not look at it
         return False

@@ -1,4 +1,4 @@
-"""Counting what this process has mapped of the memory that a node's ranks have in common."""
+"""Counting this process's mappings of the memory that a node's ranks have in common."""
 
 import gc
 from collections.abc import Callable
@@ -8,12 +8,12 @@ NAME = "memfd:shardnet-segment"
 
 
 def mappings() -> list[str]:
-    """All of this process."""
+    """All memory mappings of this process."""
     return Path("/proc/self/maps").read_text().splitlines()
 
 
 def since_now() -> Callable[[], int]:
-    """How many mappings there are more than now, of all ranks in this process: two a slot and rank."""
+    """Return a function that counts how many more of these mappings this process has than now, for all its ranks: two per slot and rank."""
 
     def mapped() -> int:
         gc.collect()

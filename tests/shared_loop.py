@@ -1,4 +1,4 @@
-"""Tests that use gRPC run on the process's one loop: grpc.aio wants no second one."""
+"""Tests that use gRPC run on the process's one loop, because grpc.aio works with only one."""
 
 import functools
 from collections.abc import Callable, Coroutine
@@ -8,11 +8,11 @@ from shardnet.loop import LoopThread
 
 P = ParamSpec("P")
 
-LIMIT_S = 50.0  # below pytest's own, so that what the test has opened is closed by its own `finally`
+LIMIT_S = 50.0  # below pytest's own limit, so that the test's own `finally` closes what it has opened
 
 
 def on_shared_loop(test: Callable[P, Coroutine[object, object, None]]) -> Callable[P, None]:
-    """Make a test of a coroutine function; it runs on shardnet's loop thread while pytest's thread waits."""
+    """Make a coroutine function a test that runs on shardnet's loop thread while pytest's thread waits."""
 
     @functools.wraps(test)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:

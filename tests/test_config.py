@@ -1,4 +1,4 @@
-"""Settings that make no sense are refused where they are made."""
+"""Settings that make no sense are refused when they are made."""
 
 from typing import Any
 

@@ -1,6 +1,6 @@
-"""`torch.set_default_device` is about what a program makes. What shardnet makes for itself is where it has always been.
+"""`torch.set_default_device` is for tensors that a program makes. Tensors that shardnet makes for itself stay where they always were.
 
-The device "meta" stands in for a GPU: what is made there by mistake has no values, and cannot be sent."""
+The device "meta" stands in for a GPU: a tensor that is made there by mistake has no values, and cannot be sent."""
 
 import ast
 from pathlib import Path
@@ -62,7 +62,7 @@ def _batch(step: int, rank: int = 0) -> torch.Tensor:
 
 
 async def shards(cluster: Cluster, state: State, device: str) -> list[dict[str, torch.Tensor]]:
-    """Sharded training that is elastic: states move, and are saved."""
+    """An elastic sharded training, in which states move and are saved."""
     torch.set_default_device("cpu")
     model = await cluster.shard(_model(), units=(nn.Sequential,))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)  # before torch 2.13 Adam makes tensors on the default device
@@ -89,7 +89,7 @@ def test_elastic_training(runner: ClusterRunner, faults: Faults | None, tmp_path
 
 
 async def others(cluster: Cluster, device: str) -> list[Any]:
-    """What else exchanges data of its own: ZeRO, scalers, compression, uneven batches, saved states."""
+    """Everything else that exchanges data of its own: ZeRO, scalers, compression, uneven batches, saved states."""
     torch.set_default_device("cpu")
     module, sharded = (
         _model(),

@@ -1,4 +1,4 @@
-"""Errors: what they are besides, and that they can go from one process to another."""
+"""Errors: which of Python's errors they also are, and that they can go from one process to another."""
 
 import pickle
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Looking at all threads must not bring the process to a stand."""
+"""Looking at all threads must not bring the process to a standstill."""
 
 import gc
 import sys
@@ -20,7 +20,7 @@ def test_no_garbage_is_collected_meanwhile(monkeypatch: pytest.MonkeyPatch, coll
 
     def look() -> dict[int, object]:
         during.append(gc.isenabled())
-        return {}  # to the watch of the tests, too, which looks meanwhile
+        return {}  # also to the tests' own watch, which looks meanwhile
 
     with monkeypatch.context() as patched:
         patched.setattr(sys, "_current_frames", look)

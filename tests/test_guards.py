@@ -1,4 +1,4 @@
-"""The guards must fail what they are there for, and leave the rest alone: each sample runs in a fresh pytest with the guards loaded."""
+"""The guards must fail the tests that they are for, and pass all others: each sample runs in a fresh pytest with the guards loaded."""
 
 import os
 import subprocess
@@ -106,7 +106,7 @@ PASSES = (
 
 @pytest.fixture(scope="module")
 def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What the guards said of each sample; empty if nothing."""
+    """What the guards said about each sample; empty if they said nothing."""
     directory = tmp_path_factory.mktemp("guards")
     (directory / "test_samples.py").write_text(SAMPLES)
     arguments = ["-p", "tests.guards", "-p", "no:cacheprovider", "-o", "asyncio_mode=auto", f"--junitxml={directory / 'verdicts.xml'}"]

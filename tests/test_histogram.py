@@ -1,4 +1,4 @@
-"""What is counted of durations: histograms, the pace of steps, stalls."""
+"""How durations are counted: histograms, the pace of steps, stalls."""
 
 import math
 import time
@@ -41,7 +41,7 @@ def test_quantiles_lie_in_their_bucket() -> None:
 
 def test_steps_are_timed_and_what_is_said_twice_counts_once() -> None:
     pace = Pace()
-    pace.reach(10, 1 * S, 0)  # where it goes on: no step has been seen
+    pace.reach(10, 1 * S, 0)  # a training that goes on: no step has been seen yet
     pace.reach(11, 2 * S, S // 4)
     pace.reach(11, 3 * S, S // 4)
     pace.reach(13, 4 * S, S // 2)  # two at once, in 2 s

@@ -27,7 +27,7 @@ async def test_its_error_comes_back() -> None:
 
 
 async def test_what_is_cancelled_at_once_has_begun() -> None:
-    """Or what it was to close would stay open."""
+    """Otherwise what it should close would stay open."""
     closed = threading.Event()
 
     async def close() -> None:
@@ -53,7 +53,7 @@ async def test_cancelling_waits_until_it_has_cleaned_up() -> None:
         try:
             await asyncio.Event().wait()
         finally:
-            await asyncio.sleep(0.1)  # as to close something takes
+            await asyncio.sleep(0.1)  # as closing something may take
             cleaned.set()
 
     task = asyncio.create_task(LoopThread.shared().run_here(hold()))

@@ -1,4 +1,4 @@
-"""The page on looking on works as it stands there, and names only what is served; so does the dashboard beside it."""
+"""The examples on the page about observing work as they stand, and name only series that are served; so does the dashboard beside it."""
 
 import asyncio
 import json
@@ -25,17 +25,17 @@ UNITS = {"none", "s", "percentunit", "cps", "Bps", "bytes"}  # as Grafana calls 
 
 
 def served() -> dict[str, Metric]:
-    """Families by the names that they have in the text, a counter's with its `_total`."""
+    """Metric families, by their names in the text; a counter's name has its `_total`."""
     families = [family for reply in REPLIES for family in SnapshotMetrics(reply).collect()]
     return {f"{family.name}_total" if family.type == "counter" else family.name: family for family in families}
 
 
 def queried(name: str) -> str:
-    """The family of a time series: a histogram has three, which stand in queries alone."""
+    """The family that a time series in a query belongs to: a histogram has three series, which appear only in queries."""
     return re.sub(r"_(bucket|count|sum)$", "", name)
 
 
-@pytest.mark.timeout(180)  # fresh interpreters, on whatever machine
+@pytest.mark.timeout(180)  # starts fresh interpreters, maybe on a slow machine
 @pytest.mark.parametrize(
     ("program", "lines"),
     [("healthy.py", ["NOT_SERVING", "SERVING", "NOT_SERVING"]), ("look.py", ["rank 0/2 epoch 1 step 7: 3 all_gather"])],

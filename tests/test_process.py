@@ -1,4 +1,4 @@
-"""What a process asks of the system."""
+"""What a process requests from the system."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from shardnet import process
 from tests.training.workers import Nursery
 
 BLOCKS = 200
-BLOCK_BYTES = 100_000  # malloc has larger ones apart, and gives each back by itself
+BLOCK_BYTES = 100_000  # larger blocks malloc maps and returns to the system one by one
 
 
 def resident_bytes() -> int:

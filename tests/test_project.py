@@ -63,7 +63,7 @@ def test_grpc_floor_is_what_the_generated_stubs_demand() -> None:
 
 @pytest.fixture
 def generator() -> ModuleType:
-    """protos/generate.py, which is a script of no package."""
+    """protos/generate.py as a module; it is a script outside of any package."""
     pytest.importorskip("grpc_tools", reason="grpcio-tools belongs to the dev extra")
     spec = util.spec_from_file_location("generate", ROOT / "protos" / "generate.py")
     assert spec is not None
@@ -96,7 +96,7 @@ def test_installed_package_is_this_project() -> None:
 
 
 def make(*arguments: str) -> str:
-    # The make that may be running these tests hands its own variables down; they are not what is tested.
+    # If make runs these tests, it passes its own variables on; they must not affect what is tested.
     environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "PYTHON", "ARGS")}
     return subprocess.run(["make", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
 

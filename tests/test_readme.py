@@ -1,7 +1,7 @@
-"""What the README and the pages show works as it stands there.
+"""The examples in the README and the pages work as they stand there.
 
-The README's program is started as a user does; those of the pages run under the command lines that stand there, without the launcher,
-which tests/cli has.
+The README's program is started as a user would start it. The pages' programs run with the command lines that stand there, but without the
+launcher, which tests/cli tests.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from tests.training.workers import Nursery
 README = Path(__file__).parent.parent / "README.md"
 
 
-@pytest.mark.timeout(180)  # two fresh interpreters, on whatever machine
+@pytest.mark.timeout(180)  # starts two fresh interpreters, maybe on a slow machine
 async def test_training_program(tmp_path: Path) -> None:
     program = re.search(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     assert program is not None
@@ -45,7 +45,7 @@ async def test_training_program(tmp_path: Path) -> None:
 
 
 def test_the_optimizer_alone() -> None:
-    """The function of the README's passage on ZeRO-1, on two ranks of this process."""
+    """The function in the README's passage on ZeRO-1, on two ranks of this process."""
     (program,) = re.findall(r"```python\n(from shardnet.zero import .*?)```", README.read_text(), re.DOTALL)
     lines: list[str] = []
     names: dict[str, Any] = {"shardnet": shardnet, "torch": torch, "nn": nn, "F": F, "print": lines.append}
@@ -60,7 +60,7 @@ def test_the_optimizer_alone() -> None:
 
 
 async def test_the_elastic_program_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It trains in a world of one, as any program does; what becomes of it in larger ones: tests/elastic."""
+    """It trains in a world of one, as any program does; tests/elastic has larger worlds."""
     program = _elastic_program().partition("if __name__")[0]
     lines: list[str] = []
     names: dict[str, Any] = {"shardnet": shardnet, "torch": torch, "nn": nn, "F": F, "print": lines.append}
@@ -86,7 +86,7 @@ def _elastic_program() -> str:
     return str(program)
 
 
-@pytest.mark.timeout(180)  # the nursery may have to begin, on whatever machine
+@pytest.mark.timeout(180)  # the nursery may have to start first, maybe on a slow machine
 def test_the_program_of_the_page_on_workers_that_come_and_go(nursery: Nursery, tmp_path: Path) -> None:
     page = (README.parent / "docs" / "elastic.md").read_text()
     program = re.search(r"```python\n(.*?)```", page, re.DOTALL)

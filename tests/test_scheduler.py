@@ -1,4 +1,4 @@
-"""What each scheduler says of a process, who is believed where several have spoken, and what is said of half a word."""
+"""What each scheduler tells a process, which one counts if there are several, and the error for incomplete variables."""
 
 import pytest
 
@@ -47,7 +47,7 @@ def test_nobody_has_started_several(environment: dict[str, str]) -> None:
         ([slurm(1, 2, 1), open_mpi(3, 4, 2)], "Open MPI"),
         ([slurm(1, 2, 1), mpiexec(3, 4, 2)], "mpiexec"),
         ([allocation(4, 2), torchrun(3, 4, 4)], "torchrun"),
-        ([slurm(3, 4, 2), {"WORLD_SIZE": "8"}], "Slurm"),  # half a word counts for less than a whole one
+        ([slurm(3, 4, 2), {"WORLD_SIZE": "8"}], "Slurm"),  # a complete set of variables counts before an incomplete one
     ],
 )
 def test_the_innermost_that_has_said_all_is_believed(environments: list[dict[str, str]], scheduler: str) -> None:

@@ -1,4 +1,4 @@
-"""What torch.compile steps over: it is called as it is, whoever calls it, and the rest of the program is compiled."""
+"""Functions that torch.compile steps over: they run uncompiled, whoever calls them, and the rest of the program is compiled."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("nothing_compiled")
 
 
 def graphs_of(function: Function) -> list[list[str]]:
-    """What is compiled of it; it does as without that."""
+    """The graphs that are compiled of a function, which must return the same as without compiling."""
     graphs = Graphs()
     x = torch.tensor([-1.0, 2.0])
     assert torch.equal(torch.compile(function, backend=graphs)(x), function(x))
@@ -39,7 +39,7 @@ def resource() -> Iterator[int]:
 
 @pytest.fixture
 def ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This file counts as shardnet's."""
+    """Let this file count as shardnet's code."""
     monkeypatch.setattr(sys.modules["shardnet.uncompiled"], "_OURS", __file__)
 
 
@@ -54,7 +54,7 @@ class TestMarks:
         assert graphs_of(lambda x: helper(x.relu()).cos()) == [["relu", "sin", "cos"]]
 
     def test_what_a_function_defines_is_none_either(self) -> None:
-        """Such as a hook that autograd calls when the function has returned."""
+        """For example a hook that autograd calls after the function has returned."""
         seen: list[Tensor] = []
 
         @uncompiled
@@ -108,7 +108,7 @@ class TestMarks:
         assert graphs_of(lambda x: x.relu() * kind.number) == [["relu", "mul"]]
 
     def test_a_decorator_of_others_is_not_marked(self) -> None:
-        """What contextlib makes of a function has the code of all that it has made."""
+        """All functions that contextlib's decorator makes share the same code, so none may be marked."""
 
         @uncompiled
         class Kind:

@@ -1,4 +1,4 @@
-"""Chunks as bytes: what protobuf itself writes, nothing else accepted, and no damage unnoticed."""
+"""Chunks as bytes: they are what protobuf itself writes, nothing else is accepted, and no damage goes unnoticed."""
 
 import itertools
 import random
@@ -59,7 +59,7 @@ def message_of(chunk: Chunk, **changes: object) -> mesh_pb2.Chunk:
     if len(chunk.data):
         message.data = bytes(chunk.data)
         message.padding = b""
-        before = len(message.SerializeToString()) + 5 - len(chunk.data)  # with the checksum, which is not set yet
+        before = len(message.SerializeToString()) + 5 - len(chunk.data)  # plus the checksum, which is not set yet
         message.padding = bytes(-before % ALIGNMENT)
     message.crc32c = int.from_bytes(encode(chunk)[HEAD_BYTES - 4 : HEAD_BYTES], "little")
     return message
@@ -96,7 +96,7 @@ def test_checksum_is_crc32c_of_the_fields_and_of_all_behind_it() -> None:
 
 
 def test_every_order_of_fields_is_read() -> None:
-    """Another library may write them in any; protobuf allows it."""
+    """Another library may write fields in any order; protobuf allows it."""
     chunk = sample(b"payload")
     message = message_of(chunk)
     parts = []
@@ -113,7 +113,7 @@ def test_every_order_of_fields_is_read() -> None:
 
 
 def test_numbers_of_other_length_are_read() -> None:
-    """A length may be written with padding: the canonical reader does not match, the tolerant one does."""
+    """A length may be written with extra bytes: the canonical reader does not match it, the tolerant one does."""
     chunk = sample(b"payload", control=None)
     frame = encode(chunk)
     assert frame[-9:] == b"\x7a\x07payload"
@@ -121,7 +121,7 @@ def test_numbers_of_other_length_are_read() -> None:
 
 
 def test_a_chunk_without_padding_is_read() -> None:
-    """Only the sender profits by it; another library need not know it."""
+    """Padding only makes sums faster; another library need not know it."""
     message = message_of(sample(b"payload"))
     message.ClearField("padding")
     plain = message.SerializeToString()
@@ -143,7 +143,7 @@ def test_data_is_aligned_in_the_message(size: int, control: mesh_pb2.Control | N
 @pytest.mark.parametrize("data", [b"", b"\x00", b"0123456789"], ids=["no data", "one byte", "ten bytes"])
 @pytest.mark.parametrize("control", [None, ANNOUNCEMENT], ids=["bare", "with control"])
 def test_no_flipped_bit_goes_unnoticed(data: bytes, control: mesh_pb2.Control | None) -> None:
-    """Each single bit of the frame: refused, or read as exactly what was sent (a bit that carries no meaning)."""
+    """Flip each bit of the frame: it is refused, or read as exactly what was sent (if the bit carries no meaning)."""
     chunk = sample(data, control)
     frame = encode(chunk)
     refused = 0
@@ -160,7 +160,7 @@ def test_no_flipped_bit_goes_unnoticed(data: bytes, control: mesh_pb2.Control | 
 
 
 def test_flipped_bits_among_zeros_are_noticed() -> None:
-    """All fields zero: a field that goes missing has its value still, so only what changes the content must be refused."""
+    """All fields are zero: a field that goes missing still has its value, so only a flip that changes the content must be refused."""
     chunk = Chunk(0, 0, 0, data=bytes(5))
     frame = encode(chunk)
     for position in range(len(frame) * 8):
@@ -194,7 +194,7 @@ def test_garbage_raises_nothing_but_protocol_errors(frame: bytes) -> None:
 @given(st.binary(max_size=60), st.integers(0, U32))
 @settings(max_examples=300, deadline=None)
 def test_garbage_behind_a_good_head_raises_nothing_but_protocol_errors(behind: bytes, epoch: int) -> None:
-    """With a checksum that fits: what a sender writes that is broken, or hostile."""
+    """The checksum fits, as from a broken or hostile sender."""
     decode_or_refuse(forged(behind, epoch))
 
 
@@ -207,7 +207,7 @@ def decode_or_refuse(frame: bytes) -> None:
 
 
 def forged(behind: bytes, epoch: int = 1) -> bytes:
-    """A frame with a right checksum and anything at all behind the head."""
+    """A frame with a correct checksum and arbitrary bytes after the head."""
     head = encode(Chunk(epoch, 0, 0))[: HEAD_BYTES - 4]
     fields = epoch.to_bytes(4, "little") + bytes(28)
     return head + crc32c(fields + behind).to_bytes(4, "little") + behind
@@ -269,7 +269,7 @@ def test_another_order_is_read_without_a_checksum_too() -> None:
 
 
 def test_what_came_without_a_checksum_gets_one_where_it_needs_one() -> None:
-    """A ring whose links are not all alike."""
+    """For a ring in which some links use checksums and others do not."""
     came = decode(b"".join(wire.encode(sample(), sealed=False)), sealed=False)
     assert came.frame is not None
     assert wire.encode(came, sealed=False) == (came.frame,)

@@ -1,4 +1,4 @@
-"""`at_work`: two workers in a stream of collectives, whose results they check all the time."""
+"""`at_work`: two workers that run collectives without pause and check all results."""
 
 import subprocess
 from collections.abc import Iterator
@@ -19,13 +19,13 @@ class Work:
 
     @property
     def processes(self) -> tuple[int, int]:
-        """Of the first worker and of the rendezvous."""
+        """The process numbers of the first worker and of the rendezvous."""
         return self.workers[0].pid, self.server.pid
 
 
 @contextmanager
 def at_work(nursery: Nursery) -> Iterator[Work]:
-    """At the end all have done well, and have left nothing."""
+    """Start them; check at the end that all have succeeded and have left nothing behind."""
     with ExitStack() as stack:
         server, address = stack.enter_context(rendezvous_process("127.0.0.1:0"))
         workers = [stack.enter_context(Worker(nursery, address)) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""What the ranks of a flood do, each in a process of its own: rank 2 floods rank 0, and the others work on in a group of their own."""
+"""What the ranks do in test_floods.py, each in a process of its own: rank 2 floods rank 0; ranks 0 and 1 work on in their own group."""
 
 import asyncio
 import statistics
@@ -17,12 +17,12 @@ from shardnet.transport.http2 import CallBroken
 from shardnet.wire import Chunk, encode
 from tests.faults.ports import mesh_of
 
-_BATCH = 200  # chunks, then the loop has other things to do
+_BATCH = 200  # chunks, after which the loop may do other things
 MOST = 400_000  # chunks, if nobody stops it
 
 
 def flood(backend: ClusterBackend, kind: str, rounds: int) -> dict[str, float]:
-    """`kind` is what the chunks are for: a group that nobody has made, collectives to come, or one that is over."""
+    """`kind` says what the chunks belong to: a group that nobody has made, collectives to come, or one that is over."""
     pair = backend.subgroup((0, 1)) if backend.rank < 2 else None
     backend.barrier(timeout_s=120.0).wait(120.0)
     if pair is None:
@@ -58,7 +58,7 @@ def _p95(values: Sequence[float]) -> float:
 
 
 async def _pour(backend: ClusterBackend, kind: str) -> tuple[int, float]:
-    """How many tiny chunks went out until the stream was cut, and how long that took."""
+    """Send tiny chunks until the stream is cut; return how many went out, and how long that took."""
     group, sequence = {"a group that nobody has made": (77, 0), "collectives to come": (0, 1000), "one that is over": (0, 0)}[kind]
     frame = b"".join(encode(Chunk(backend._board.mesh.epoch, group, sequence, data=b"tiny")))
     outbox, started_s = mesh_of(backend)._outboxes[0], time.monotonic()
@@ -69,5 +69,5 @@ async def _pour(backend: ClusterBackend, kind: str) -> tuple[int, float]:
             for _ in range(_BATCH):
                 call.send_now(frame)
             sent += _BATCH
-            await asyncio.sleep(0.001)  # the flooder's own pace: as fast as one that is cut off can be
+            await asyncio.sleep(0.001)  # the flooder's own pace, which still lets it notice that it is cut off
     return sent, time.monotonic() - started_s

@@ -1,4 +1,4 @@
-"""Another user of the machine, who looks for memory that is not its own; each function is run in a process of its own."""
+"""Another user of the machine, who looks for other users' memory; each function runs in a process of its own."""
 
 import ctypes
 import os
@@ -10,7 +10,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 NOBODY = 65534
-KNOCK_S = 1.0  # within which a socket would answer
+KNOCK_S = 1.0  # how long to wait for a socket's answer
 _PEEK_BYTES = 4096
 
 
@@ -19,7 +19,7 @@ class _Range(ctypes.Structure):
 
 
 def as_nobody(*pids: str) -> int:
-    """Exit status: whether anything of these processes could be read as a user without rights."""
+    """Look as a user without rights. The exit status says whether anything of these processes could be read."""
     os.setgroups([])
     os.setgid(NOBODY)
     os.setuid(NOBODY)
@@ -27,14 +27,14 @@ def as_nobody(*pids: str) -> int:
 
 
 def as_myself(*pids: str) -> int:
-    """The same as whoever runs this, who may."""
+    """Look as the user who runs this, who may read everything."""
     found = {name: what for pid in pids for name, what in _read(pid)}
     print(found)
     return len(found) > 0
 
 
 def _read(pid: str) -> Iterator[tuple[str, int]]:
-    """What could be read, and how many bytes."""
+    """What this process could read, and how many bytes."""
     process = Path("/proc", pid)
     with suppress(OSError):
         for descriptor in (process / "fd").iterdir():
@@ -68,7 +68,7 @@ def _peek(pid: int, address: int) -> int:
 
 
 def _knock() -> Iterator[tuple[str, int]]:
-    """Sockets without a file, which any user can find, whosever they are: what they say to one who asks for nothing."""
+    """Sockets without a file (abstract ones), which any user can find: yield those that talk to a caller who asks for nothing."""
     names = {line.rpartition(" ")[2] for line in Path("/proc/net/unix").read_text().splitlines()}
     with ExitStack() as stack:
         doors: dict[socket.socket, str] = {}

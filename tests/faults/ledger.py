@@ -1,4 +1,4 @@
-"""What the fault scenarios measured: a JSON line each in benchmarks/faults.jsonl."""
+"""What the fault scenarios measured: one JSON line for each in benchmarks/faults.jsonl."""
 
 import json
 import statistics
@@ -16,21 +16,21 @@ SEED = 20_261_122
 
 @dataclass
 class Scenario:
-    """One kind of fault, and what came of its repetitions. Times in seconds after the fault."""
+    """One kind of fault, and the results of its repetitions. Times are in seconds after the fault."""
 
     name: str
     seed: int = 0
     repeats: int = 0
-    detected_s: list[float] = field(default_factory=list)  # until each survivor knew
-    resumed_s: list[float] = field(default_factory=list)  # until each survivor had the state of the next epoch
+    detected_s: list[float] = field(default_factory=list)  # when each survivor knew of the fault
+    resumed_s: list[float] = field(default_factory=list)  # when each survivor had the state of the next epoch
     steps_lost_max: int = 0  # committed ones
     parameters_equal: bool = True
     bytes_leaked: int = 0  # in /dev/shm
-    rss_delta_bytes: int = 0  # of a worker that was there all the time
-    measured: dict[str, float] = field(default_factory=dict)  # what is of interest for this kind alone, by name
+    rss_delta_bytes: int = 0  # growth of a worker that was there all the time
+    measured: dict[str, float] = field(default_factory=dict)  # figures of this kind of fault only, by name
 
     def write(self, *, passed: bool, kept: bool = True) -> None:
-        """Print its line, and add it if it is kept."""
+        """Print the scenario's line, and add it to the file if it is kept."""
         line = {"scenario": self.name, "repeats": self.repeats, "passed": passed}
         for what in ("detected_s", "resumed_s"):
             values: list[float] = getattr(self, what)
@@ -46,7 +46,7 @@ class Scenario:
 
 @contextmanager
 def scenario(name: str, seed: int = SEED, *, kept: bool = True) -> Iterator[Scenario]:
-    """Figures that are written however it ends; those of a short version are not `kept`."""
+    """Figures that are written even if the scenario fails. Those of a short version are not `kept`."""
     figures = Scenario(name, seed)
     before = {path.name for path in SHM.iterdir()}
     passed = False

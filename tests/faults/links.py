@@ -1,4 +1,4 @@
-"""What processes do for test_links.py: train over slow links, stand between them, and be strangers that vanish."""
+"""What processes do for test_links.py: train over slow links, relay between workers, and be strangers that vanish."""
 
 import asyncio
 import socket
@@ -30,8 +30,8 @@ HALF_OPEN = 40  # connections of a stranger
 class InFlight:
     """The most that was on its way to one peer at any moment; its methods are for the loop thread.
 
-    That is what the system has taken and the peer's system has not acknowledged. What waits behind it is not copied: a chunk or two of
-    each collective under way, where the caller has them.
+    Those are the bytes that the kernel has taken and the peer's kernel has not acknowledged. Data that waits behind them is not copied: a
+    chunk or two of each collective under way stays in the caller's memory.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -51,7 +51,7 @@ class InFlight:
 
 
 def train(backend: Backend, width: int, layers: int, steps: int) -> dict[str, Any]:
-    """For `Worker.call`: seconds and bytes sent of each step, the most in flight on a link, and what the parameters came to."""
+    """For `Worker.call`: each step's seconds and bytes sent, the most in flight on a link, and the sum of the trained parameters."""
     torch.manual_seed(0)
     model = FSDP(nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers))), backend, units=(nn.Linear,))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -74,7 +74,7 @@ def train(backend: Backend, width: int, layers: int, steps: int) -> dict[str, An
 
 
 def relay(namespace: str, listen: str, target: str, latency_s: str) -> int:
-    """In a process of its own: stand in front of a worker until standard input ends; all that passes comes so much later."""
+    """In a process of its own: relay to a worker until standard input ends, and delay everything that passes by `latency_s`."""
     enter(namespace)
 
     async def stand() -> None:
@@ -88,7 +88,7 @@ def relay(namespace: str, listen: str, target: str, latency_s: str) -> int:
 
 
 def stranger(namespace: str, address: str, words: str) -> int:
-    """In a process of its own: open connections, say something on each, and hold them until it is killed."""
+    """In a process of its own: open connections, say `words` on each, and hold them until this process is killed."""
     enter(namespace)
     host, port = address.rsplit(":", 1)
     held: list[object] = []

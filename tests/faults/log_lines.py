@@ -1,4 +1,4 @@
-"""What shardnet has logged, as text: a record would keep the error that it tells of, and with it all that the error has seen."""
+"""What shardnet has logged, as text: a log record would keep its error alive, and with it everything in the error's traceback."""
 
 import logging
 import time
@@ -23,7 +23,7 @@ class _Ear(logging.Handler):
 
 @contextmanager
 def heard_lines() -> Iterator[list[Line]]:
-    """Its warnings and errors from now on, which nobody else hears."""
+    """Shardnet's warnings and errors from now on, which reach no other handler."""
     ear, log = _Ear(), logging.getLogger("shardnet")
     log.addHandler(ear)
     log.propagate = False

@@ -1,4 +1,4 @@
-"""What a worker process does for test_misuse.py: one of the ranks calls something else than the others, or nothing, again and again."""
+"""What a worker process does for test_misuse.py: again and again one rank calls another collective than the others, or none."""
 
 import time
 from collections.abc import Callable
@@ -10,7 +10,7 @@ import torch
 from shardnet.backend import Backend, Pending, ReduceOp
 from shardnet.errors import CollectiveMismatch, CollectiveTimeout
 
-Start = Callable[[Backend, int], Pending[Any]]  # of so many elements
+Start = Callable[[Backend, int], Pending[Any]]  # starts a collective of so many elements
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Call:
 SUM = Call("all_reduce(float32 [N], sum)", lambda b, n: b.all_reduce(_ones(n)))
 GATHER = Call("all_gather(float32 [N])", lambda b, n: b.all_gather(_ones(n)))
 SKIPPED = "a skipped call"
-CASES: dict[str, tuple[Call, Call]] = {  # what all call, and what one of them does
+CASES: dict[str, tuple[Call, Call]] = {  # what the others call, and what the odd rank calls
     "shape": (SUM, Call("all_reduce(float32 [1, N], sum)", lambda b, n: b.all_reduce(_ones(1, n)))),
     "size": (GATHER, Call("all_gather(float32 [N, 2])", lambda b, n: b.all_gather(_ones(n, 2)))),
     "dtype": (GATHER, Call("all_gather(int32 [N])", lambda b, n: b.all_gather(_ones(n).int()))),
@@ -39,14 +39,14 @@ def _ones(*shape: int) -> torch.Tensor:
 
 
 class Culprit:
-    """One rank's part: `odd` is the one that does wrong. What each call came to is said as a dictionary that JSON can carry."""
+    """One rank's part; `odd` is the rank that does wrong. Each call's outcome is a dictionary that JSON can carry."""
 
     def __init__(self, backend: Backend, odd: int, elements: int, timeout_s: float) -> None:
         self._backend = backend
         self._is_odd = backend.rank == odd
         self._elements = elements
         self._timeout_s = timeout_s
-        self._gate = backend.subgroup(range(backend.world_size))  # has numbers of its own, so it opens whatever becomes of the others
+        self._gate = backend.subgroup(range(backend.world_size))  # has its own numbers, so it opens whatever becomes of other calls
 
     def run(self) -> list[dict[str, Any]]:
         said = [self._disagree(name, odd if self._is_odd else usual) for name, (usual, odd) in CASES.items()]
@@ -57,7 +57,7 @@ class Culprit:
         return self._note(name, call) | self._next()
 
     def _swap(self) -> list[dict[str, Any]]:
-        """Two layers in another order: both calls are wrong."""
+        """The odd rank calls two layers in the other order: both calls are wrong."""
         self._gate.barrier().wait()
         labels = ("layer 2", "layer 1") if self._is_odd else ("layer 1", "layer 2")
         start = time.monotonic()
@@ -66,7 +66,7 @@ class Culprit:
         return [each | self._next() for each in said]
 
     def _skip(self) -> dict[str, Any]:
-        """The others wait until their time is over; who comes then is told at once."""
+        """The odd rank skips a call: the others time out, and when it calls after that, it is told at once."""
         self._gate.barrier().wait()
         said: dict[str, Any] = {}
         if not self._is_odd:
@@ -87,11 +87,11 @@ class Culprit:
         raise AssertionError(f"{name}: nobody noticed")
 
     def _next(self) -> dict[str, Any]:
-        """Whether the one after it works."""
+        """Whether the next collective works."""
         total = self._backend.all_reduce(_ones(self._elements)).wait()
         return {"next": bool((total == self._backend.world_size).all())}
 
 
 def misuse(backend: Backend, runs: list[tuple[int, int]], timeout_s: float) -> list[dict[str, Any]]:
-    """For `Worker.call`. Each run: who does wrong, and with how many elements."""
+    """For `Worker.call`. Each of `runs` says which rank does wrong, and with how many elements."""
     return [{"odd": odd, **said} for odd, elements in runs for said in Culprit(backend, odd, elements, timeout_s).run()]

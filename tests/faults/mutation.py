@@ -1,4 +1,4 @@
-"""What becomes of a message that is damaged at random: `mutated`, and the messages that it begins with."""
+"""Damaging messages at random: `mutated`, and the messages that it starts from."""
 
 import random
 from collections.abc import Sequence
@@ -18,13 +18,13 @@ _WORDS = (
 
 
 def corpus(kind: str) -> list[bytes]:
-    """The saved messages of a kind: lines of its name and the bytes in hexadecimal."""
+    """The saved messages of a kind, from lines of its name and the bytes in hexadecimal."""
     lines = (line.split() for line in CORPUS.read_text().splitlines() if line and not line.startswith("#"))
     return [bytes.fromhex("".join(data)) for name, *data in lines if name == kind]
 
 
 def mutated(rng: random.Random, messages: Sequence[bytes]) -> bytes:
-    """One of these after one to four accidents."""
+    """One of these messages after one to four random changes."""
     data = bytearray(rng.choice(messages))
     for _ in range(rng.randint(1, 4)):
         at = rng.randint(0, len(data))

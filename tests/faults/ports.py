@@ -1,4 +1,4 @@
-"""`Ports`: ranks in one process whose meshes come and go, one epoch after the other, as after each loss."""
+"""`Ports`: ranks in one process that form one mesh after another, each in a new epoch, as after a loss."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -15,7 +15,7 @@ from shardnet.transport.mesh_service import MeshService
 
 
 class Ports:
-    """A port a rank; lives on shardnet's loop."""
+    """One port for each rank; lives on shardnet's loop."""
 
     def __init__(
         self, services: Sequence[MeshService], members: Sequence[Member], security: Security, timeouts: Timeouts, limits: Limits
@@ -28,7 +28,7 @@ class Ports:
         self._limits = limits
 
     async def form(self, *, shared_memory: bool = False) -> list[ClusterBackend]:
-        """The backends of the next epoch, by rank; to be given to `dissolve`."""
+        """Form the next epoch and return its backends, by rank; the caller must give them to `dissolve`."""
         self.epoch += 1
         return await asyncio.gather(*(self._start(rank, shared_memory) for rank in range(len(self._members))))
 
@@ -54,7 +54,7 @@ def mesh_of(rank: ClusterBackend) -> GrpcMesh:
 async def ports(
     count: int, *, one_node: bool = False, security: Security | None = None, timeouts: Timeouts, limits: Limits
 ) -> AsyncIterator[Ports]:
-    """Each rank is a node of its own, or all of them are one."""
+    """Each rank is a node of its own, or with `one_node` all ranks are one node."""
     security = security or Security()
     identity = "" if security.credentials is None else security.credentials.identity.uri
     async with AsyncExitStack() as stack:

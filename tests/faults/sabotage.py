@@ -8,7 +8,7 @@ import pytest
 from shardnet.transport.http2 import Call
 from shardnet.wire import Buffer
 
-_TAGS = (0, 5, 14, 23, 28, 37)  # of a chunk's first fields: a zero whose tag is broken is a zero still
+_TAGS = (0, 5, 14, 23, 28, 37)  # positions of a chunk's first tags: a field that is zero stays zero even if its tag is broken
 
 
 class Harm(StrEnum):
@@ -19,7 +19,7 @@ class Harm(StrEnum):
 
 
 class Saboteur:
-    """Of all streams of this process. Breaks one message when it is told to."""
+    """Sits in all streams of this process, and breaks one message when it is told to."""
 
     def __init__(self, patch: pytest.MonkeyPatch, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -39,7 +39,7 @@ class Saboteur:
         patch.setattr(Call, "send_now", sent_now)
 
     def break_one(self, harm: Harm, *, after: int) -> None:
-        """Do it to one message, after so many others."""
+        """Break one message, after `after` others."""
         self._harm, self._skips = harm, after
 
     @property

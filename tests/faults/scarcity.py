@@ -1,4 +1,4 @@
-"""Two ranks of one node where memory to share is scarce: what a process does that a `Nursery` has forked."""
+"""Two ranks of one node with little memory to share: the code of a process that a `Nursery` has forked."""
 
 import asyncio
 import ctypes
@@ -14,7 +14,7 @@ from shardnet.testing import each_rank, local_cluster
 
 CLONE_NEWNS = 0x20000
 
-# What a /dev/shm of 4096 bytes gets before the ranks begin.
+# What fills a /dev/shm of 4096 bytes before the ranks begin.
 FULL = "head -c 4096 /dev/zero > /dev/shm/all"
 TAKEN = (
     "for name in shardnet shardnet-window shardnet-segment shardnet-mailbox; do "
@@ -23,10 +23,10 @@ TAKEN = (
 
 
 def work(shm: str, limit_bytes: str) -> int:
-    """Collectives of what is small, what is copied, and what lies in common memory; prints with whom rank 0 shares.
+    """Run small collectives, copied ones, and ones in common memory; print with which ranks rank 0 shares memory.
 
-    shm          shell commands that fill a /dev/shm of this process's own; without any it stays what it is
-    limit_bytes  of a file, and so of memory to share; 0: none
+    shm          shell commands that fill a /dev/shm of this process's own; empty: /dev/shm stays as it is
+    limit_bytes  limit of a file's size, and so of memory to share; 0: no limit
     """
     if shm:
         if ctypes.CDLL(None).unshare(CLONE_NEWNS) != 0:

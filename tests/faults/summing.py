@@ -1,4 +1,4 @@
-"""`summing`: ranks of this process that work on while something happens beside them."""
+"""`summing`: ranks of this process that keep working while something else happens."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -12,7 +12,7 @@ from shardnet.backend import Backend
 
 @asynccontextmanager
 async def summing(ranks: Sequence[Backend]) -> AsyncIterator[None]:
-    """Collectives one after the other meanwhile, whose results are right."""
+    """Run one collective after another meanwhile, and check the results."""
     over = asyncio.Event()
 
     async def run() -> None:

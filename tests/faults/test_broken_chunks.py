@@ -1,4 +1,4 @@
-"""Chunks that are broken between two workers: each is noticed, no result has a wrong byte, and the next mesh is as good as ever."""
+"""Chunks that break on their way between two workers: each is noticed, no result has a wrong byte, and the next mesh works as usual."""
 
 import asyncio
 import random
@@ -40,8 +40,8 @@ Groups = dict[tuple[tuple[int, ...], int], Backend]  # by members and rank
 
 @pytest.mark.parametrize("count", [SHORT, pytest.param(1000, marks=pytest.mark.faults)])
 def test_one_broken_chunk_after_the_other(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Flipped, dropped, duplicated and truncated ones in turn, somewhere in a step: it fails with our errors, or its results are right
-    to the bit on every rank, and only where a chunk came twice. A step that failed is done again by a new mesh."""
+    """Flip, drop, duplicate and truncate one chunk each in turn, somewhere in a step. The step fails with our errors, or its results are
+    right to the bit on every rank; without errors the chunk was a duplicate. A new mesh does a failed step again."""
     saboteur = Saboteur(monkeypatch, SEED)
     with heard_lines(), scenario("flipped, dropped, duplicated, truncated chunks", SEED, kept=count > SHORT) as figures:
         LoopThread.shared().run(_train(saboteur, count, figures)).result(PATIENCE_S)
@@ -75,7 +75,7 @@ async def _train(saboteur: Saboteur, count: int, figures: Scenario) -> None:
                 kept.clear()
                 await dissolve(ranks)
                 ranks = await pool.form()
-                _give(ranks, replace(TIMEOUTS, collective_s=10.0))  # nothing is broken now, and a busy machine may take its time
+                _give(ranks, replace(TIMEOUTS, collective_s=10.0))  # nothing is broken now, and a busy machine may need longer
                 results = await _step(ranks, seed, parameters, kept)
                 _give(ranks, TIMEOUTS)
             sums = [each[-1] for each in results]
@@ -96,8 +96,8 @@ def _give(ranks: Sequence[ClusterBackend], timeouts: Timeouts) -> None:
 
 
 async def _step(ranks: Sequence[ClusterBackend], seed: int, parameters: Sequence[torch.Tensor], kept: list[Groups]) -> Results:
-    """Four collectives at once, of which the last one sums gradients, and a barrier of each group, which may have had no other; for each
-    rank what it got. Results that came are checked. The groups are `kept`: that one is over nobody waits to hear."""
+    """Run four collectives at once, the last of which sums gradients, and a barrier of each group, which may have no other collective.
+    Return each rank's results or errors; results are checked. `kept` keeps the groups: nobody waits for the word that one is over."""
     rng = random.Random(seed)
     program = [random_step(rng, GROUPS, rows=3000) for _ in range(3)]
     inputs = [inputs_of(step, seed) for step in program]
@@ -125,7 +125,7 @@ async def _step(ranks: Sequence[ClusterBackend], seed: int, parameters: Sequence
 
 
 def _gradient(parameters: torch.Tensor, rank: int) -> torch.Tensor:
-    """Of whole numbers and halves of them, so that sums are exact in any order."""
+    """A gradient of whole numbers, so that sums are exact in any order."""
     return (parameters.floor() + torch.arange(len(parameters)) + rank) % 5
 
 
@@ -135,8 +135,8 @@ def _summed(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
 
 @pytest.mark.parametrize("timed", [False, pytest.param(True, marks=pytest.mark.faults)])
 async def test_checksums_cost_little_of_a_step(timed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two ranks that share nothing but the network: who sends a byte looks at it once, and so does who gets it. How much of a step's
-    processor time that takes is measured where nothing else runs."""
+    """Two ranks share only the network: the sender of a byte computes its checksum once, and so does the receiver. The share of a step's
+    processor time is measured only where nothing else runs."""
     spent_ns, summed_bytes = [], 0
 
     def watched(data: bytes | memoryview, value: int = 0) -> int:
@@ -152,7 +152,7 @@ async def test_checksums_cost_little_of_a_step(timed: bool, monkeypatch: pytest.
         async with AsyncFSDP(make_gpt(width=240, layers=4), rank, units=[Block]) as model:
             optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
             for step in range(6):
-                if step == 1:  # the first one makes buffers
+                if step == 1:  # the first step makes buffers
                     spent_ns.clear()
                     started_ns = time.process_time_ns()
                 await model.backward(await model.run(loss_of, model.fsdp, batch))

@@ -1,4 +1,4 @@
-"""Two that claim to be one: the second one is refused within half a second, and the work of the first goes on."""
+"""Two workers that claim to be the same one: the second is refused within half a second, and the first works on."""
 
 import asyncio
 import signal
@@ -44,7 +44,7 @@ def soon(figures: Scenario) -> Iterator[None]:
 
 
 def request(work: Work, **changes: object) -> JoinRequest:
-    """What a second start of the first worker would say."""
+    """The request of a second start of the first worker."""
     return replace(JoinRequest(JOB, "another start", work.workers[0].address, "node", 2, 2), **changes)  # type: ignore[arg-type]
 
 
@@ -56,7 +56,7 @@ async def refused(work: Work, wish: JoinRequest) -> Refusal:
 
 @times
 def test_a_second_member(nursery: Nursery, times: int) -> None:
-    """By address, by incarnation, and by being started again while the first one is only frozen."""
+    """It claims the first one's address or incarnation, or is a restart while the first one is only frozen."""
     with at_work(nursery) as work, scenario("a second worker with the same address or id", SEED, kept=times > 5) as figures:
 
         @on_shared_loop
@@ -66,7 +66,7 @@ def test_a_second_member(nursery: Nursery, times: int) -> None:
                     assert await refused(work, request(work)) in (Refusal.DUPLICATE_ADDRESS, Refusal.RUNNING)
             alone = request(work, job="other", address="127.0.0.1:1", incarnation="mine", max_world_size=3, min_world_size=3)
             first = asyncio.ensure_future(join(work.rendezvous, alone, timeouts=TIMEOUTS).__aenter__())
-            while not await known(work):  # it is on its way
+            while not await known(work):  # until its request has arrived
                 pass
             for _ in range(times):
                 with soon(figures):
@@ -77,7 +77,7 @@ def test_a_second_member(nursery: Nursery, times: int) -> None:
             await asyncio.wait({first})
 
         claim()
-        work.workers[0].signal(signal.SIGSTOP)  # its lease is open still
+        work.workers[0].signal(signal.SIGSTOP)  # its lease is still open
 
         @on_shared_loop
         async def start_again() -> None:
@@ -90,7 +90,7 @@ def test_a_second_member(nursery: Nursery, times: int) -> None:
 
 
 async def known(work: Work) -> bool:
-    """Whether the first of the two that say the same is in."""
+    """Whether the first of the two has joined."""
     return any(job.job == "other" and job.joined for job in await status(work.rendezvous))
 
 
@@ -110,7 +110,7 @@ def test_a_second_process_on_a_port(nursery: Nursery, times: int) -> None:
 @times
 @on_shared_loop
 async def test_a_second_stream_of_a_rank(times: int) -> None:
-    """From one who knows all that there is to know of the first: it does not get its place, nor does the first one lose it."""
+    """The caller knows everything about the first one: it does not get that rank's place, and the first one does not lose it."""
     with scenario("two streams of one rank", SEED, kept=times > 5) as figures:
         async with ports(2, timeouts=TIMEOUTS, limits=LIMITS) as pool:
             ranks = await pool.form()

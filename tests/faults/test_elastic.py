@@ -24,15 +24,15 @@ from tests.training.workers import Nursery, Worker
 
 pytestmark = pytest.mark.faults
 
-KILLS = int(os.environ.get("SHARDNET_FAULT_KILLS", "50"))  # of each kind
+KILLS = int(os.environ.get("SHARDNET_FAULT_KILLS", "50"))  # of each kind of scenario
 CHURN_S = float(os.environ.get("SHARDNET_FAULT_CHURN_S", "600"))
 BOTH_WAYS = "from and to a node"
-GROWTH_BYTES = 32 * 2**20  # what is there at one moment goes up and down by this
+GROWTH_BYTES = 32 * 2**20  # memory in use goes up and down by this
 DETECTED_S, FROZEN_S, CUT_S, RESUMED_S, RETURNED_S = 1.0, 4.0, 4.5, 5.0, 2.0  # what is promised
 
 
 def note_loss(figures: Scenario, learners: Class, fault_s: float, *, world_size: int) -> None:
-    """What the survivors say of a loss until they have resumed; checks that they do so at the same bits."""
+    """Note when the survivors notice a loss and resume; check that they resume with the same bits."""
     figures.detected_s += [each["at_s"] - fault_s for each in learners.all_hear("failed")]
     try:
         resumed = learners.resumed(world_size)
@@ -40,7 +40,7 @@ def note_loss(figures: Scenario, learners: Class, fault_s: float, *, world_size:
         figures.parameters_equal = False
         raise
     figures.resumed_s.append(resumed["at_s"] - fault_s)
-    # whoever was told that a step is committed was told the truth
+    # a step that was reported as committed must not be lost
     figures.steps_lost_max = max(figures.steps_lost_max, learners.committed - resumed["step"])
     learners.committed = resumed["step"]
     figures.repeats += 1
@@ -58,7 +58,7 @@ def rss(worker: Worker) -> int:
 
 @pytest.mark.parametrize("place", ["forward", "backward", "committed"])
 def test_a_worker_is_killed(nursery: Nursery, place: str) -> None:
-    """In a forward, while units are gathered; in a backward, while gradients are reduced; between steps."""
+    """It dies in a forward, while units are gathered; in a backward, while gradients are reduced; or between steps."""
     with scenario(f"kill -9 of a worker: {place}") as figures, lesson(nursery, least=3, most=4) as learners:
         for _ in range(3):
             learners.enrol()
@@ -70,7 +70,7 @@ def test_a_worker_is_killed(nursery: Nursery, place: str) -> None:
             learners.learners.remove(victim)
             assert victim.end() == -signal.SIGKILL
             note_loss(figures, learners, died["at_s"], world_size=3)
-            if number == KILLS // 2:  # by then its pools are as large as they get
+            if number == KILLS // 2:  # by then a worker's pools are as large as they get
                 early = rss(learners.learners[0])
         figures.rss_delta_bytes = rss(learners.learners[0]) - early
         learners.end()
@@ -85,7 +85,7 @@ def test_a_whole_node_is_killed(nursery: Nursery) -> None:
             learners.enrol(node="stays")
         for number in range(max(1, KILLS // 3)):
             victims = [learners.enrol(node=f"goes {number}") for _ in range(2)]
-            # one may be taken in before the other
+            # one newcomer may be taken in before the other
             sizes = [_wait_for_four(learners, victims)]
             assert sizes == [4]
             for _ in range(rng.randrange(3)):
@@ -100,7 +100,7 @@ def test_a_whole_node_is_killed(nursery: Nursery) -> None:
 
 
 def _wait_for_four(learners: Class, newcomers: list[Worker]) -> int:
-    """Until all have resumed together; those that were there may have done so with three of them before."""
+    """Wait until all four have resumed together; the older workers may have resumed as three before."""
     for learner in learners.learners:
         while (size := int(learners.hear(learner, "resumed")["world_size"])) < 4:
             assert learner not in newcomers or size == 3
@@ -128,7 +128,7 @@ def test_a_worker_freezes_and_comes_back(nursery: Nursery, seconds: float, repea
 
 @pytest.mark.parametrize("way", [BOTH_WAYS, "to a node"])
 def test_a_node_is_cut_off_for_ten_seconds(nursery: Nursery, way: str) -> None:
-    """One of four, each with a network of its own: one new epoch without it, and one with it when it is back."""
+    """One of four nodes, each with a network of its own: one new epoch begins without it, and another when it is back."""
     if way != BOTH_WAYS and shutil.which("nft") is None:
         pytest.skip("there is no 'nft' to drop packets with (nftables)")
     with ExitStack() as stack:
@@ -192,7 +192,7 @@ def test_the_rendezvous_is_killed_and_comes_back(nursery: Nursery, tmp_path: Pat
             before = learners.committed
             ends_s = time.monotonic() + seconds
             while time.monotonic() < ends_s:
-                for learner in learners.learners:  # each goes on step by step, whatever becomes of it
+                for learner in learners.learners:  # each worker goes on, step by step
                     learners.hear(learner, "step")
             assert learners.committed > before
             running, same = stack.enter_context(rendezvous_process(address, state))
@@ -208,7 +208,7 @@ def test_the_rendezvous_is_killed_and_comes_back(nursery: Nursery, tmp_path: Pat
 
 @contextmanager
 def cut_off(network: Network, number: int, way: str) -> Iterator[None]:
-    """What is sent to a node is lost meanwhile, or also what it sends itself."""
+    """Meanwhile everything that is sent to a node is lost, and with BOTH_WAYS everything that it sends as well."""
     if way == BOTH_WAYS:
         _within(network.hub, f"ip link set port{number} down")
     else:
@@ -228,7 +228,7 @@ def _within(namespace: Namespace, line: str) -> None:
 
 
 def _until_known(address: str, members: int) -> float:
-    """When a rendezvous has all of its members back."""
+    """Wait until a rendezvous has all of its members back; return when."""
     while True:
         (job,) = LoopThread.shared().run(status(address)).result(10.0)
         if (len(job.members), job.absent) == (members, 0):
@@ -237,7 +237,7 @@ def _until_known(address: str, members: int) -> float:
 
 @pytest.mark.timeout(CHURN_S + 300.0)
 def test_workers_come_and_go(nursery: Nursery) -> None:
-    """Two to six of them; every half to two seconds one starts or is killed. A commit at least every 30 s, and nothing grows."""
+    """Two to six workers; every 0.5 to 2 seconds one starts or is killed. There is a commit at least every 30 s, and no memory grows."""
     rng = random.Random(SEED)
     with scenario("churn") as figures, lesson(nursery, least=2, most=6) as learners:
         for _ in range(4):

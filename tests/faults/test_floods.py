@@ -1,4 +1,4 @@
-"""Too much at once: refused before there is memory for it, and other links do not notice."""
+"""Too much data at once: it is refused before memory is allocated for it, and other links do not notice."""
 
 import asyncio
 import tracemalloc
@@ -27,7 +27,7 @@ from tests.transport.handshakes import be_impatient
 SEED = 20_261_127
 TIMEOUTS, LIMITS = Timeouts.for_tests(), Limits()
 GIB = 2**30
-HELD_BYTES = 4 * MIB  # at any moment, of thirty callers and of what answers them
+HELD_BYTES = 4 * MIB  # the most that may be held for thirty callers and those that answer them
 
 
 KINDS = ("a group that nobody has made", "collectives to come", "one that is over")
@@ -35,7 +35,7 @@ KINDS = ("a group that nobody has made", "collectives to come", "one that is ove
 
 @pytest.mark.parametrize(("kind", "rounds"), [(KINDS[0], 300), *(pytest.param(kind, 5000, marks=pytest.mark.faults) for kind in KINDS)])
 def test_a_flood_of_tiny_chunks(nursery: Nursery, kind: str, rounds: int) -> None:
-    """From a member: it is cut off, and two others that work together all the time do not notice, as far as so many rounds can tell."""
+    """A member that floods is cut off, and two others that work together meanwhile do not notice, as far as `rounds` rounds can tell."""
     with scenario(f"a flood of tiny chunks of {kind}", SEED, kept=rounds > 300) as figures, rendezvous() as address, ExitStack() as stack:
         workers = [stack.enter_context(Worker(nursery, address)) for _ in range(3)]
         for number, worker in enumerate(workers):
@@ -62,7 +62,7 @@ def test_a_flood_of_tiny_chunks(nursery: Nursery, kind: str, rounds: int) -> Non
 
 
 def request(beginning: bytes) -> bytes:
-    """What opens a mesh stream, but for who calls."""
+    """The request that opens a mesh stream, except for the caller's identity."""
     block = headers.HeaderCodec().encode(headers.request("localhost:1", PUSH, ()))
     return beginning + frames.frame(Type.HEADERS, Flags.END_HEADERS, 1, block)
 
@@ -81,14 +81,14 @@ CLAIMS = {
 @pytest.mark.parametrize("claim", CLAIMS)
 @on_shared_loop
 async def test_what_a_stranger_claims(claim: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody makes room for it, and who stays is shown the door; to grpcio as well as to our own end."""
+    """Nobody allocates memory for it, and the port ends the connection. That holds for grpcio as well as for our own server."""
     be_impatient(monkeypatch)
     async with ports(2, timeouts=TIMEOUTS, limits=LIMITS) as pool:
         ranks = await pool.form()
         address = Address.parse(mesh_of(ranks[0]).address(0))
         claimed = CLAIMS[claim]
         said = (OPENING + claimed, request(OPENING) + claimed, request(frames.PREFACE + frames.settings({})) + claimed)
-        await asyncio.gather(*(listen(address, each) for each in said))  # what there is once
+        await asyncio.gather(*(listen(address, each) for each in said))  # first, for everything that is allocated only once
         before = psutil.Process().memory_info().rss
         with heard_lines(), peak() as peaks:
             await asyncio.gather(*(listen(address, each) for each in said * 10))
@@ -98,10 +98,10 @@ async def test_what_a_stranger_claims(claim: str, monkeypatch: pytest.MonkeyPatc
 
 
 async def listen(address: Address, said: bytes) -> None:
-    """To the end."""
+    """Send `said`, and read the answer to its end."""
     connection = await dial(address, Security())
     try:
-        with suppress(OSError):  # it does not listen to all of it
+        with suppress(OSError):  # the port need not read all of it
             await connection.send_all(said)
         with suppress(ConnectionError):
             async with asyncio.timeout(10.0):
@@ -113,7 +113,7 @@ async def listen(address: Address, said: bytes) -> None:
 
 @contextmanager
 def peak() -> Iterator[list[int]]:
-    """The most that was held at any time, by what Python and numpy have allocated."""
+    """The most memory that Python and numpy have held at any time, in bytes."""
     found = list[int]()
     tracemalloc.start()
     try:
@@ -125,7 +125,7 @@ def peak() -> Iterator[list[int]]:
 
 @on_shared_loop
 async def test_what_a_member_claims() -> None:
-    """On a stream that was let in: a message above Limits.max_message_bytes is refused by its first five bytes."""
+    """On an accepted stream, a message above Limits.max_message_bytes is refused after its first five bytes."""
     async with ports(2, timeouts=TIMEOUTS, limits=LIMITS) as pool:
         ranks = await pool.form()
         call = mesh_of(ranks[1])._outboxes[0]._call

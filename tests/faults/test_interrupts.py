@@ -1,7 +1,7 @@
 """Ctrl-C in every phase of a training: it ends within a second and leaves nothing behind. Twice: at once.
 
-Of `shardnet.run` and the launcher that is the end of the process. After asyncio.run Python takes torch apart, which takes up to a second
-more, shardnet or not: there it is the end of the program.
+With `shardnet.run` and the launcher, "ends" means the end of the process. After asyncio.run Python takes torch apart, which takes up to a
+second more, with or without shardnet: there it means the end of the program's own code.
 """
 
 import os
@@ -25,18 +25,18 @@ from tests.faults.trainee import AHEAD, BEHIND, PHASES, VICTIM
 from tests.promises import within_s
 from tests.training.workers import PATIENCE_S, ROOT, Nursery, rendezvous
 
-ENDED_S, AT_ONCE_S = within_s(1.0), within_s(0.5)  # the first Ctrl-C, the second one
-RUNNERS = {"shardnet.run": 128 + signal.SIGINT, "asyncio.run": -signal.SIGINT}  # and the exit status of who was interrupted
-ROLES = {"reform": (AHEAD, BEHIND, VICTIM), "cleaning up": (AHEAD,)}  # where they are not two
+ENDED_S, AT_ONCE_S = within_s(1.0), within_s(0.5)  # after the first Ctrl-C, after the second one
+RUNNERS = {"shardnet.run": 128 + signal.SIGINT, "asyncio.run": -signal.SIGINT}  # and the exit status of an interrupted process
+ROLES = {"reform": (AHEAD, BEHIND, VICTIM), "cleaning up": (AHEAD,)}  # phases that do not have the usual two roles
 REPEATS = 5
 NOISE = ("Warning", "never", "ignored", "Exception in", "Task ")
 
 
 class End(NamedTuple):
-    """Of a process. Seconds after the Ctrl-C."""
+    """How a process ended. Times are in seconds after the Ctrl-C."""
 
     status: int
-    left_s: float  # until the program was through with it
+    left_s: float  # when the program's own code had ended
     ended_s: float
 
 
@@ -58,7 +58,7 @@ class Trainees:
             os.close(write)
 
     def hear(self, *words: str) -> None:
-        """Wait until somebody has said each of these."""
+        """Wait until the processes have printed each of these."""
         while not set(words) <= set(self._seen.decode().splitlines()):
             assert select.select([self._read], [], [], PATIENCE_S)[0], (words, self._seen, self.errors(AHEAD), self.errors(BEHIND))
             data = os.read(self._read, 65536)
@@ -66,7 +66,7 @@ class Trainees:
             self._seen += data
 
     def interrupt(self, role: str) -> End:
-        """Ctrl-C, and its end."""
+        """Send a Ctrl-C to a process, and wait for its end."""
         start = time.monotonic()
         os.kill(self.pids[role], signal.SIGINT)
         status = self._nursery.wait_or_kill(self.pids[role], PATIENCE_S)
@@ -76,13 +76,13 @@ class Trainees:
         return End(status, left[-1] - start if left else ended_s, ended_s)
 
     def _rest(self) -> list[str]:
-        """All that was said so far."""
+        """All lines that were printed so far."""
         while select.select([self._read], [], [], 0.0)[0] and (data := os.read(self._read, 65536)):
             self._seen += data
         return self._seen.decode().splitlines()
 
     def errors(self, role: str) -> str:
-        """What it has written to its standard error; without what nanobind says of triton's objects, which the nursery keeps for good."""
+        """What a process has written to stderr, without nanobind's lines about triton's objects, which the nursery keeps for good."""
         lines = self._stderr(role).read_text().splitlines(keepends=True)
         return "".join(line for line in lines if not line.lstrip(" ").startswith(("nanobind:", "- ", "See https://nanobind")))
 
@@ -98,7 +98,7 @@ class Trainees:
 
 @contextmanager
 def trainees(nursery: Nursery, phase: str, runner: str, folder: Path) -> Iterator[tuple[Trainees, str]]:
-    """They, and the address of their rendezvous."""
+    """The trainees, and the address of their rendezvous."""
     with rendezvous() as address:
         running = Trainees(nursery, address, phase, runner, folder)
         try:
@@ -137,7 +137,7 @@ def test_ctrl_c_again_and_again(nursery: Nursery, phase: str, runner: str, tmp_p
 @pytest.mark.faults
 @pytest.mark.parametrize("phase", PHASES)
 def test_ctrl_c_of_a_launcher(phase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`shardnet run` passes it on, and says so; nothing else is printed."""
+    """`shardnet run` passes the Ctrl-C on and says so; nothing else is printed."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     count = len(ROLES.get(phase, (AHEAD, BEHIND)))
@@ -169,7 +169,7 @@ def _interrupt(nursery: Nursery, figures: Scenario, phase: str, runner: str, fol
             assert nursery.wait(running.pids.pop(VICTIM)) == -signal.SIGKILL
         time.sleep(wait_s)  # no synchronisation: any moment will do
         children = psutil.Process(running.pids[AHEAD]).children(recursive=True)
-        for role in (AHEAD, BEHIND):  # the other one in its own code, its peer lost
+        for role in (AHEAD, BEHIND):  # the second one is then in its own code and has lost its peer
             end = running.interrupt(role)
             print(f"{phase}, {runner}, {role}: left after {end.left_s:.3f} s, ended after {end.ended_s:.3f} s", flush=True)
             assert end.status == RUNNERS[runner], running.errors(role)
@@ -184,9 +184,9 @@ def _interrupt(nursery: Nursery, figures: Scenario, phase: str, runner: str, fol
 
 
 def _interrupt_twice(nursery: Nursery, phase: str, folder: Path, wait_s: float) -> None:
-    """The second one comes while the first one is being seen to, or when that is done. Not of asyncio.run: its second one is an exception
-    at any place, which may be inside the event loop, and then what the loop was about to do is never done. A program of ten lines that
-    knows nothing of shardnet hangs in one of 400 tries; ours in 3 of 300, in Python's loop like that one."""
+    """The second Ctrl-C comes while the first one is being handled, or after that. Not with asyncio.run: there the second one raises at any
+    place, even inside the event loop, and then the loop never does what it was about to do. A program of ten lines without shardnet
+    hangs in one of 400 tries; ours in 3 of 300, in Python's loop as well."""
     runner = "shardnet.run"
     with trainees(nursery, phase, runner, folder) as (running, _):
         running.hear(AHEAD, BEHIND)
@@ -200,7 +200,7 @@ def _interrupt_twice(nursery: Nursery, phase: str, folder: Path, wait_s: float) 
 
 
 def is_quiet(errors: str, runner: str) -> bool:
-    """Nothing but what Python itself says of a KeyboardInterrupt."""
+    """Whether stderr has only what Python itself prints about a KeyboardInterrupt."""
     if runner == "shardnet.run":
         return not errors
     return errors.endswith("KeyboardInterrupt\n") and not any(word in errors for word in NOISE)

@@ -24,18 +24,18 @@ from tests.training.workers import PATIENCE_S, Nursery, Worker
 MIB = 2**20
 RANKS = 3
 RATE, BYTES_PER_S = "100mbit", 12.5e6
-BOUND, IN_FLIGHT_BYTES = 1.3, 4 * MIB  # what is promised: of a step, as a multiple of what its bytes take; on one link
+BOUND, IN_FLIGHT_BYTES = 1.3, 4 * MIB  # promised: a step's time, as a multiple of its bytes' time on the link; for one link
 CUT_S, BASE_S = 4.5, 10.0
 LOSS_S = float(os.environ.get("SHARDNET_FAULT_LOSS_S", "60"))
-MUCH = 20  # percent of packets lost, at which a worker may be lost, too
+MUCH = 20  # percent of lost packets at which a worker may be lost, too
 LEAST_ROUNDS = 5
 STRANGERS = (*SAID, WATCHING)
-SLACK = 2  # descriptors that come and go in a process that has something to do
+SLACK = 2  # descriptors that come and go in a busy process
 WORKER_PORT, RELAY_PORT = 7100, 7200
 
 
 def enrol(stack: ExitStack, nursery: Nursery, network: Network, address: str, ranks: int = RANKS) -> list[Worker]:
-    """Workers, each in its namespace, that have not been told anything yet."""
+    """Start workers, each in its own namespace, that have no task yet."""
     return [stack.enter_context(Worker(nursery, address, node.name)) for node in network.nodes[:ranks]]
 
 
@@ -52,7 +52,7 @@ def tell(workers: Sequence[Worker], network: Network, *, advertised: Sequence[st
 
 @contextmanager
 def process(nursery: Nursery, function: str, *arguments: str) -> Iterator[tuple[int, str]]:
-    """A helper in a process of its own, with the line that it says when it is ready; it ends with its input, or is killed."""
+    """Start a helper process; yield its pid and the line that it prints when it is ready. It ends when its stdin does, or is killed."""
     stdin, ours = os.pipe()
     answers, stdout = os.pipe()
     try:
@@ -72,7 +72,7 @@ def process(nursery: Nursery, function: str, *arguments: str) -> Iterator[tuple[
 @pytest.mark.faults
 @pytest.mark.parametrize("latency_s", [0.0, 0.05])
 def test_a_slow_link_is_full_and_nobody_is_taken_for_dead(nursery: Nursery, latency_s: float) -> None:
-    """100 Mbit/s at each node, and so many seconds more on the way to each."""
+    """100 Mbit/s at each node, and `latency_s` more seconds on the way to each."""
     with ExitStack() as stack:
         network = stack.enter_context(nodes_or_skip(RANKS, rate=RATE))
         _, address = stack.enter_context(rendezvous_process(f"{network.hub.address}:7000", namespace=network.hub))
@@ -86,7 +86,7 @@ def test_a_slow_link_is_full_and_nobody_is_taken_for_dead(nursery: Nursery, late
         left = [worker.hear("left", within_s=300.0) for worker in workers]
         assert [(each["error"], each["leaks"]) for each in left] == [(None, [])] * RANKS, left
         said = [each["result"] for each in left]
-        for step in range(1, 4):  # the first one warms up
+        for step in range(1, 4):  # the first step warms up
             bound_s = max(each["sent"][step] for each in said) / BYTES_PER_S
             took_s = max(each["seconds"][step] for each in said)
             print(f"+ {latency_s * 1e3:g} ms: step {took_s:.2f} s, bound {bound_s:.2f} s, {took_s / bound_s:.2f} x", flush=True)
@@ -108,7 +108,7 @@ def test_a_slow_link_is_full_and_nobody_is_taken_for_dead(nursery: Nursery, late
     [(5, 3.0), pytest.param(5, LOSS_S, marks=pytest.mark.faults), pytest.param(20, LOSS_S, marks=pytest.mark.faults)],
 )
 def test_packets_are_lost(nursery: Nursery, percent: int, seconds: float) -> None:
-    """Of what comes to each node, the rendezvous included. With 20 of 100 a worker may be lost; what is computed is right in any case."""
+    """Packets to each node and to the rendezvous are lost. With 20 % a worker may be lost; results are right in any case."""
     with ExitStack() as stack:
         if shutil.which("nft") is None:
             pytest.skip("there is no 'nft' to drop packets with (nftables)")
@@ -117,12 +117,12 @@ def test_packets_are_lost(nursery: Nursery, percent: int, seconds: float) -> Non
         with losing([*network.nodes[:RANKS], network.hub], percent) as dropped:
             time.sleep(seconds)  # the fault's own length
             print(f"{percent} %: {dropped()} packets dropped", flush=True)
-            assert min(dropped()[:RANKS]) > 0, "nothing was lost"  # the rendezvous is sent so little that it may have luck
+            assert min(dropped()[:RANKS]) > 0, "nothing was lost"  # the rendezvous receives so few that it may be lucky
             workers[0].tell(stop=True)
             left = [worker.hear("left", within_s=60.0) for worker in workers]
         rounds = [each.get("result", 0) for each in left]
         print(f"{percent} %: {[(each['error'], each['message']) for each in left if each['error']]}, rounds of 8: {rounds}", flush=True)
-        # a result that is wrong would be an error of its own
+        # a wrong result would be another error
         assert {each["error"] for each in left} <= ({None} if percent < MUCH else {None, "PeerLost"}), left
         assert all(each["leaks"] == [] for each in left)
         assert min(rounds) > LEAST_ROUNDS or percent >= MUCH, "they stood still"
@@ -131,7 +131,7 @@ def test_packets_are_lost(nursery: Nursery, percent: int, seconds: float) -> Non
 
 @pytest.mark.faults
 def test_a_peer_and_its_network_vanish(nursery: Nursery) -> None:
-    """Nobody says a word: the others find it out, and what they had for it is gone soon, at the rendezvous, too."""
+    """No packet says that it is gone: the others find out and soon give back all that they held for it, and so does the rendezvous."""
     with ExitStack() as stack:
         network, meeting, base, workers = _streaming(stack, nursery, rows=2000)
         figures = stack.enter_context(scenario("a peer's namespace is deleted"))
@@ -141,7 +141,7 @@ def test_a_peer_and_its_network_vanish(nursery: Nursery) -> None:
         lost.signal(signal.SIGKILL)
         left = [worker.hear("left") for worker in workers]
         assert [(each["error"], each["lost"]) for each in left] == [("PeerLost", lost.rank)] * len(left), left
-        # what this process held when it joined is what it holds now: descriptors, tasks, threads
+        # each process holds the same descriptors, tasks and threads as when it joined
         assert all(each["leaks"] == [] for each in left), left
         figures.detected_s = [each["failed_s"] - start for each in left]
         figures.resumed_s = [each["at_s"] - start for each in left]
@@ -156,7 +156,7 @@ def test_a_peer_and_its_network_vanish(nursery: Nursery) -> None:
 @pytest.mark.faults
 @pytest.mark.parametrize("words", STRANGERS)
 def test_strangers_vanish_and_leave_connections_half_open(nursery: Nursery, words: str) -> None:
-    """At a worker and at the rendezvous, whose descriptors are back to what they were within ten seconds; the training goes on."""
+    """Their connections are to a worker and to the rendezvous. Both give back the descriptors within ten seconds; the work goes on."""
     with ExitStack() as stack:
         network, meeting, _, workers = _streaming(stack, nursery, rows=2000)
         figures = stack.enter_context(scenario(f"half-open connections of strangers that have said {words}"))
@@ -167,7 +167,7 @@ def test_strangers_vanish_and_leave_connections_half_open(nursery: Nursery, word
             pid, held = stack.enter_context(process(nursery, "tests.faults.links:stranger", network.nodes[RANKS].name, address, words))
             assert held == str(HALF_OPEN)
             pids.append(pid)
-            _wait_for(partial(_has, host, base + HALF_OPEN // 2), BASE_S)  # the kernel lets them in before the host does
+            _wait_for(partial(_has, host, base + HALF_OPEN // 2), BASE_S)  # the kernel accepts connections before the process does
         delete(network, RANKS)
         start = time.monotonic()
         for pid in pids:
@@ -185,12 +185,12 @@ def _has(host: psutil.Process, descriptors: int) -> bool:
 
 
 def _more(processes: Sequence[psutil.Process], before: Sequence[int]) -> list[int]:
-    """Descriptors that each has beyond what it had."""
+    """How many more descriptors each process has than before."""
     return [each.num_fds() - count for each, count in zip(processes, before, strict=True)]
 
 
 def delete(network: Network, number: int) -> None:
-    """A node's link and its namespace; nothing more comes from there, not even a reset."""
+    """Delete a node's link and its namespace; nothing more comes from there, not even a reset."""
     for command in (network.hub.command("ip", "link", "delete", f"port{number}"), ("ip", "netns", "delete", network.nodes[number].name)):
         subprocess.run(command, check=True, timeout=10)
 
@@ -203,7 +203,7 @@ def _wait_for(condition: Callable[[], bool], within_s: float) -> None:
 
 
 def _streaming(stack: ExitStack, nursery: Nursery, *, rows: int) -> tuple[Network, psutil.Process, int, list[Worker]]:
-    """A network of one node more than workers, its rendezvous, how many descriptors that had before they came, and workers in a stream."""
+    """A network with one node more than workers, its rendezvous, the descriptors that it had before workers came, and working workers."""
     network = stack.enter_context(nodes_or_skip(RANKS + 1))
     meeting, address = stack.enter_context(rendezvous_process(f"{network.hub.address}:7000", namespace=network.hub))
     base = psutil.Process(meeting.pid).num_fds()
@@ -216,7 +216,7 @@ def _streaming(stack: ExitStack, nursery: Nursery, *, rows: int) -> tuple[Networ
 
 @contextmanager
 def losing(namespaces: Sequence[Namespace], percent: int) -> Iterator[Callable[[], list[int]]]:
-    """Gives how many packets were dropped so far, in each."""
+    """Drop packets at random; yield a function that says how many were dropped so far in each namespace."""
     for namespace in namespaces:
         nft(namespace, "add table inet lossy")
         nft(namespace, "add chain inet lossy in { type filter hook input priority 0 ; }")

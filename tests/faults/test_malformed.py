@@ -1,6 +1,6 @@
-"""Messages that are damaged at random, sent to real ports: refused in few words, and the work of others goes on.
+"""Randomly damaged messages, sent to real ports: they are refused in few words, and the work of others goes on.
 
-They begin with tests/faults/corpus.txt, and follow from SEED.
+The messages start from tests/faults/corpus.txt; SEED determines the damage.
 """
 
 import asyncio
@@ -46,13 +46,13 @@ SHORT = 100  # messages, in `make test`
 COUNTS = [SHORT, pytest.param(5000, marks=pytest.mark.faults)]
 AT_ONCE = 32
 TIMEOUTS, LIMITS = Timeouts.for_tests(), Limits(window_bytes=2**20, chunk_bytes=2**16, letter_bytes=2**12)
-GROWTH_BYTES = 10 * 2**20  # of a process that is talked to
+GROWTH_BYTES = 10 * 2**20  # allowed growth of a process that gets these messages
 REFUSAL_S = 10.0
-TURNS = 10  # of the loop, in which a message is sent and read
+TURNS = 10  # of the loop, enough to send and read a message
 INTERNALS = re.compile(r"Traceback|Exception|\bFile \"|\b[A-Z]\w+Error\b|NoneType|object at 0x|\.py\b")
 
 RENDEZVOUS, MESH = "/shardnet.v1.Rendezvous/", "/shardnet.v1.Mesh/"
-METHODS = {  # by kind of message; those that answer with a stream, too
+METHODS = {  # by kind of message, including those that answer with a stream
     "Join": [f"{RENDEZVOUS}Join"],
     "Leave": [f"{RENDEZVOUS}Leave"],
     "Status": [f"{RENDEZVOUS}Status"],
@@ -66,9 +66,9 @@ STREAMS = {"Join", "Watch"}
 
 @pytest.mark.parametrize("count", COUNTS)
 def test_requests(nursery: Nursery, count: int) -> None:
-    """To all that grpcio serves, of a worker that is in the middle of collectives and of its rendezvous."""
+    """Requests to everything that grpcio serves, at a worker in the middle of collectives and at its rendezvous."""
     with at_work(nursery) as work, scenario("mutated requests", SEED, kept=count > SHORT) as figures:
-        told = ask(work.rendezvous, work.workers[0].address, random.Random(SEED), 50)  # what there is once, such as the first log line
+        told = ask(work.rendezvous, work.workers[0].address, random.Random(SEED), 50)  # what is allocated once, as for the first log line
         processes = [psutil.Process(pid) for pid in work.processes]
         before = [held(process) for process in processes]
         told += ask(work.rendezvous, work.workers[0].address, random.Random(SEED + 1), count)
@@ -83,14 +83,14 @@ def test_requests(nursery: Nursery, count: int) -> None:
         assert figures.rss_delta_bytes <= GROWTH_BYTES
 
 
-# What grpcio's client says, now and then, of a call whose answer it has lost: nobody sent it (https://github.com/grpc/grpc/issues/36066).
+# grpcio's client says this now and then when it has lost an answer; no server sent it (https://github.com/grpc/grpc/issues/36066).
 NO_ANSWER = "Internal error from Core"
 ALLOWED = {
     grpc.StatusCode.OK,
     grpc.StatusCode.INVALID_ARGUMENT,
-    grpc.StatusCode.NOT_FOUND,  # a service that health knows nothing of; a member that is none
-    grpc.StatusCode.DEADLINE_EXCEEDED,  # a stream that was opened, and says nothing for now
-    grpc.StatusCode.FAILED_PRECONDITION,  # this and the next two: a Join that can be read, and cannot be
+    grpc.StatusCode.NOT_FOUND,  # a service that health does not know; a caller that is no member
+    grpc.StatusCode.DEADLINE_EXCEEDED,  # a stream that was opened and says nothing yet
+    grpc.StatusCode.FAILED_PRECONDITION,  # this and the next two: a Join that is readable, but impossible
     grpc.StatusCode.ALREADY_EXISTS,
     grpc.StatusCode.RESOURCE_EXHAUSTED,
     grpc.StatusCode.UNIMPLEMENTED,  # a worker is no rendezvous
@@ -98,7 +98,7 @@ ALLOWED = {
 
 
 def ask(rendezvous: str, worker: str, rng: random.Random, count: int) -> list[tuple[grpc.StatusCode, str]]:
-    """The answers to so many mutated requests."""
+    """The answers to `count` mutated requests."""
 
     async def one(channels: Sequence[grpc.aio.Channel], turn: asyncio.Semaphore) -> tuple[grpc.StatusCode, str]:
         kind = rng.choice(list(METHODS))
@@ -141,7 +141,7 @@ def ask(rendezvous: str, worker: str, rng: random.Random, count: int) -> list[tu
 
 @pytest.mark.parametrize("count", [SHORT, pytest.param(2000, marks=pytest.mark.faults)])
 def test_openings(nursery: Nursery, count: int) -> None:
-    """Of mesh streams, frame for frame: none is let in, and all are shown the door."""
+    """Damaged openings of mesh streams, frame by frame: none is accepted, and the port ends all connections."""
     with at_work(nursery) as work, scenario("mutated openings", SEED, kept=count > SHORT) as figures:
         said = list(openings())
         for target in (work.workers[0].address, work.rendezvous):
@@ -157,7 +157,7 @@ def test_openings(nursery: Nursery, count: int) -> None:
 
 
 def openings() -> Iterator[bytes]:
-    """What a worker says first, and a chunk behind it."""
+    """What a worker sends first, followed by a chunk."""
     for chunk in corpus("Chunk"):
         codec = headers.HeaderCodec()
         block = codec.encode(headers.request("localhost:1", PUSH, Hello("test", 1, 1, 0, "w-1", "a 1, b 2").metadata()))
@@ -167,7 +167,7 @@ def openings() -> Iterator[bytes]:
 
 
 def knock(address: str, said: Sequence[bytes], rng: random.Random, count: int) -> list[bytes]:
-    """The answers to so many mutated openings. Raises TimeoutError if a connection stays open."""
+    """The answers to `count` mutated openings. Raises TimeoutError if a connection stays open."""
 
     async def one(turn: asyncio.Semaphore) -> bytes:
         opening = mutated(rng, said)
@@ -179,7 +179,7 @@ def knock(address: str, said: Sequence[bytes], rng: random.Random, count: int) -
                 connection.finish()
                 while more := await connection.receive(65536):
                     answer += more
-            except OSError:  # it did not listen to the end
+            except OSError:  # the port did not read to the end
                 pass
             finally:
                 connection.close()
@@ -198,8 +198,8 @@ def knock(address: str, said: Sequence[bytes], rng: random.Random, count: int) -
 @pytest.mark.parametrize("shared_memory", [False, True], ids=["network", "one node"])
 @pytest.mark.parametrize("count", [SHORT, pytest.param(2000, marks=pytest.mark.faults)])
 def test_chunks(count: int, shared_memory: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """On streams that were let in, each in the middle of a collective: it ends, well or with an error of ours, and a new mesh is as good
-    as ever. Half of them have a checksum that fits."""
+    """Damaged chunks on accepted streams, each in the middle of a collective: it ends, well or with one of our errors, and a new mesh works as
+    usual. Half of the chunks have a correct checksum."""
     rng, outcomes = random.Random(SEED), Counter[str]()
 
     async def run() -> None:
@@ -221,13 +221,13 @@ def test_chunks(count: int, shared_memory: bool, caplog: pytest.LogCaptureFixtur
         print(outcomes)
         assert outcomes["PeerLost"] > count / 4
         assert [line.text for line in lines if INTERNALS.search(line.text)] == []
-        assert caplog.records == []  # of a task that nobody waited for, say
+        assert caplog.records == []  # such as asyncio's, about a task that nobody waited for
         assert figures.rss_delta_bytes <= GROWTH_BYTES
 
 
 async def suffer(pair: Ports, rng: random.Random, *, shared_memory: bool) -> list[str]:
-    """Form a mesh of two, have rank 1 say something that makes no sense before it takes part, and dissolve it; what became of what was
-    under way."""
+    """Form a mesh of two, let rank 1 send something senseless before it takes part in a collective, and dissolve the mesh. Return how that
+    collective ended on both ranks."""
     ranks = await pair.form(shared_memory=shared_memory)
     rows, is_forged = rng.choice((4, 40_000)), rng.random() < 0.5
     frame = forged(rng, pair.epoch) if is_forged else mutated(rng, corpus("Chunk"))
@@ -240,7 +240,7 @@ async def suffer(pair: Ports, rng: random.Random, *, shared_memory: bool) -> lis
     finally:
         await dissolve(ranks)
     for result in results:
-        if isinstance(result, torch.Tensor):  # a member can spoil sums, but not by accident
+        if isinstance(result, torch.Tensor):  # a member can spoil sums on purpose, but not by accident
             assert is_forged or torch.equal(result, torch.full((rows,), 2.0)), frame.hex()
         else:
             assert isinstance(result, ShardnetError), (frame.hex(), traceback.format_exception(result))
@@ -249,7 +249,7 @@ async def suffer(pair: Ports, rng: random.Random, *, shared_memory: bool) -> lis
 
 
 def forged(rng: random.Random, epoch: int) -> bytes:
-    """A chunk with a right checksum, of random content."""
+    """A chunk of random content with a correct checksum."""
     group, sequence, block, offset = (rng.choice((0, 0, 1, 2**31)) for _ in range(4))
     chunk = Chunk(rng.choice((epoch, epoch, epoch - 1)), group, sequence, block, offset)
     chunk.data = rng.randbytes(rng.choice((0, 4, 16, 64)))
@@ -262,8 +262,8 @@ def forged(rng: random.Random, epoch: int) -> bytes:
 
 
 def held(process: psutil.Process) -> int:
-    """The memory that a process has when it is least busy."""
-    gc.collect()  # where it is this one
+    """The least memory that a process has over a few looks, when it is least busy."""
+    gc.collect()  # in case it is this process
     least = []
     for _ in range(20):
         least.append(process.memory_info().rss)

@@ -1,4 +1,4 @@
-"""Programs that are wrong: a rank calls something else than the others, or nothing. All are told soon, live on, and the next call works."""
+"""Wrong programs: a rank calls another collective than the others, or none. All ranks are told soon, go on, and the next call works."""
 
 import random
 from contextlib import ExitStack
@@ -15,7 +15,7 @@ RANKS = 4
 NODES = {"one node": "aaaa", "two nodes": "aabb", "a node each": "abcd"}  # by rank
 SIZES = (8, 600_000)  # elements of 4 bytes: letters and eager chunks; loans, windows and rings
 MISMATCH_S, LATE_S = within_s(1.0), within_s(0.5)
-TIMEOUT_S = 0.7  # of who waits for one that skips a call
+TIMEOUT_S = 0.7  # of the ranks that wait for one that skips a call
 ROUNDS = 10
 
 
@@ -43,7 +43,7 @@ def _within_promises(figures: Scenario) -> None:
 
 
 def _misuse(nursery: Nursery, figures: Scenario, place: str, runs: list[tuple[int, int]]) -> None:
-    """Each run has one rank that does wrong, and calls of so many elements; all in the same processes."""
+    """Each run has one rank that does wrong and its own number of elements; all runs are in the same processes."""
     with rendezvous() as address, ExitStack() as stack:
         workers = [stack.enter_context(Worker(nursery, address)) for _ in range(RANKS)]
         for worker, node in zip(workers, NODES[place], strict=True):
@@ -61,16 +61,16 @@ def _misuse(nursery: Nursery, figures: Scenario, place: str, runs: list[tuple[in
 
 
 def _check(figures: Scenario, said: tuple[dict[str, Any], ...]) -> None:
-    """What all ranks, in this order, have said of one case."""
+    """Check what the ranks, in this order, have said about one case."""
     odd = said[0]["odd"]
     if said[0]["case"] == SKIPPED:
         assert all(each["error"] == "CollectiveTimeout" and f"missing rank {odd} (" in each["message"] for each in said), said
         others = [each for rank, each in enumerate(said) if rank != odd]
-        first_s = min(each["called_s"] for each in others)  # when that one's time is over it is for all, whoever called a little later
+        first_s = min(each["called_s"] for each in others)  # the first timeout ends it for all, also for those that called later
         assert min(each["failed_s"] for each in others) - first_s >= TIMEOUT_S * 0.9
         waited_s = [each["failed_s"] - each["called_s"] for each in others]
         assert max(waited_s) <= TIMEOUT_S + LATE_S, waited_s
-        figures.detected_s.append(said[odd]["failed_s"] - said[odd]["called_s"])  # it is told when it comes
+        figures.detected_s.append(said[odd]["failed_s"] - said[odd]["called_s"])  # the odd rank is told when it calls
         figures.detected_s += [each - TIMEOUT_S for each in waited_s]
     else:
         wrong, right = (said[rank]["called"] for rank in (odd, odd - 1))

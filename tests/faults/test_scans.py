@@ -1,4 +1,4 @@
-"""A port that somebody scans, talks nonsense to, or holds in silence: it is soon as it was, and the log stays readable."""
+"""Somebody scans a port, talks nonsense to it, or holds it in silence: it soon recovers, and the log stays readable."""
 
 import asyncio
 import os
@@ -41,8 +41,8 @@ GREETINGS = (
 
 
 async def attack(address: str, count: int) -> float:
-    """So many connections that say something random, a quarter as many that say nothing, and some that only look whether anybody
-    listens; when the last one has come. Returns when all have been shown the door."""
+    """Open `count` connections, some of which only check that somebody listens while the others say something random, and a quarter as many
+    that say nothing. Wait until the port has ended them all; return the time at which the last one connected."""
     rng, where, loop = random.Random(SEED), Address.parse(address), asyncio.get_running_loop()
     last_s = 0.0
 
@@ -80,7 +80,7 @@ async def attack(address: str, count: int) -> float:
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("protection", [Security, security], ids=["plaintext", "TLS"])
 def test_the_log(count: int, protection: Callable[[], Security], monkeypatch: pytest.MonkeyPatch) -> None:
-    """At most a line a second, while ranks of the attacked process work."""
+    """It gets at most one line per second, while ranks of the attacked process work."""
     if count == SHORT:
         be_impatient(monkeypatch)
 
@@ -108,7 +108,7 @@ def test_the_log(count: int, protection: Callable[[], Security], monkeypatch: py
 
 @pytest.mark.parametrize("count", COUNTS)
 def test_descriptors(nursery: Nursery, count: int) -> None:
-    """Of a worker and of a rendezvous that work meanwhile."""
+    """Those of a worker and of a rendezvous, which work meanwhile, are given back."""
     with at_work(nursery) as work, scenario("port scan, garbage and silence: descriptors", SEED, kept=count > SHORT) as figures:
         figures.repeats = count
 
@@ -126,7 +126,7 @@ def descriptors() -> int:
 
 
 async def until_back(figures: Scenario, held: Callable[[], int], before: int, last_s: float) -> None:
-    """Wait until so many descriptors are held again, which is soon after the last connection."""
+    """Wait until no more descriptors are held than `before`, which must be soon after the last connection."""
     while held() > before:
         assert time.monotonic() <= last_s + BACK_S, f"{held()} descriptors, {before} before"
         await asyncio.sleep(0.05)

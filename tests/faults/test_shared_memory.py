@@ -1,4 +1,4 @@
-"""Memory that ranks of a node share, and who else is on the machine: another user, or nobody but there is no memory."""
+"""Memory that ranks of a node share, when another user is on the machine, and when there is too little memory."""
 
 import os
 import sys
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, re
 
 
 def test_another_user_reads_nothing(nursery: Nursery) -> None:
-    """Nor unlinks anything. The same look as the workers' own user finds their memory, so it is one that could."""
+    """Nor does it unlink anything. The same search as the workers' own user finds their memory, so the search works."""
     with at_work(nursery) as work, scenario("another user looks for shared memory", SEED, kept=False) as figures:
         for worker in work.workers:
             stats = LoopThread.shared().run(snapshot(worker.address)).result(10.0)
@@ -35,6 +35,6 @@ def test_another_user_reads_nothing(nursery: Nursery) -> None:
     ids=["/dev/shm is full", "another user has taken the names", "no memory for a window", "no memory for a common buffer"],
 )
 def test_it_starts_nevertheless(nursery: Nursery, shm: str, limit_bytes: int, peers: str) -> None:
-    """And its results are right; a signal (SIGBUS, SIGXFSZ) would end it."""
+    """Its results are right. Signals (SIGBUS, SIGXFSZ) would kill it."""
     printed = nursery.call("tests.faults.scarcity:work", shm, str(limit_bytes), within_s=50.0)
     assert printed.splitlines()[-1] == peers, printed

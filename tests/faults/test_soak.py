@@ -1,4 +1,4 @@
-"""Minutes of real trouble: `make faults`. With ARGS=-s each test tells how far it is; everything follows from SEED."""
+"""Minutes of real trouble: `make faults`. With ARGS=-s each test prints its progress. SEED determines everything."""
 
 import asyncio
 import random
@@ -22,8 +22,8 @@ pytestmark = pytest.mark.faults
 SEED = 20_240_501
 ROUNDS = 60
 NODES = {"one node": "aaa", "two nodes": "aabb"}  # by process
-# of 8 collectives: 10,000 behind those of the beginning, which lasts longer on two nodes: fewer of the groups have ranks there that share
-# memory, so it takes more rounds until their buffers are as large as they get (90 s in all)
+# Rounds of 8 collectives: 10,000 collectives after a warm-up, which takes longer on two nodes. There fewer of the groups have ranks that
+# share memory, so it takes more rounds until their buffers are as large as they get (90 s in all).
 SOAK_ROUNDS = {"one node": 1880, "two nodes": 5640}
 GROWS_BY_LESS = {"descriptors": 2, "tasks": 4, "memfd_mappings": 4, "memfd_descriptors": 2, "shm_names": 1}
 HEARD_WITHIN_S = 10.0
@@ -32,14 +32,14 @@ MIB = 1024 * KIB
 
 
 def test_every_survivor_of_every_killed_worker_names_it(nursery: Nursery) -> None:
-    """The survivors go on to the next round in the same process: what one round breaks, the next one meets."""
+    """The survivors go on to the next round in the same process, so if one round breaks something, the next one notices."""
     rng = random.Random(SEED)
     with rendezvous() as address, ExitStack() as stack:
         workers = [stack.enter_context(Worker(nursery, address)) for _ in range(3)]
         for number in range(ROUNDS):
             begin(workers, job=f"round {number}", work="stream", seed=rng.randrange(10**6), rows=rng.choice((100, 10_000, 100_000)))
             victim = rng.choice(workers)
-            how = rng.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGTERM))  # at once, or by way of its own clean-up
+            how = rng.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGTERM))  # at once, or after its own clean-up
             wait_s = rng.uniform(0.0, 0.5)
             time.sleep(wait_s)  # no synchronisation: any moment will do
             killed_s = victim.signal(how)
@@ -73,14 +73,14 @@ async def test_thousands_of_collectives_give_what_torch_gives(limits: Limits, ro
 
 @pytest.mark.parametrize("place", NODES)
 def test_ten_thousand_collectives_leave_memory_as_it_was(nursery: Nursery, place: str) -> None:
-    """Results are checked. On one node through letters, loans, windows, common buffers and streams; on two through these inside each
+    """Results are checked. On one node data goes through letters, loans, windows, common buffers and streams; on two it does so inside each
     node, and over gRPC between them."""
     nodes, rounds = NODES[place], SOAK_ROUNDS[place]
     growths: list[int] = []
     with scenario(f"10,000 collectives: {place}", SEED) as figures, rendezvous() as address, ExitStack() as stack:
         workers = [stack.enter_context(Worker(nursery, address)) for _ in nodes]
         begin(workers, nodes, work="stream", seed=SEED, rounds=rounds, rows=100_000)
-        for worker, node in zip(workers, nodes, strict=True):  # each maps its own window, and those of the others of its node
+        for worker, node in zip(workers, nodes, strict=True):  # each maps its own window and those of the other ranks of its node
             assert Path(f"/proc/{worker.pid}/maps").read_text().count("shardnet-window") == nodes.count(node)
         for worker in workers:
             held = [worker.hear("holds", skip="streaming", within_s=120.0) for _ in range(10)]
@@ -89,7 +89,7 @@ def test_ten_thousand_collectives_leave_memory_as_it_was(nursery: Nursery, place
                 print(f"rank {worker.rank}: {numbers}", flush=True)
             left = worker.hear("left")
             assert (left["error"], left["leaks"]) == (None, [])
-            # what is there at one moment goes up and down by some 30 MiB; what grows does so for good
+            # memory in use goes up and down by some 30 MiB; a leak grows for good
             for name, more in GROWS_BY_LESS.items():
                 assert min(each[name] for each in held[5:]) < max(each[name] for each in held[:5]) + more, name
             growths.append(growth([each["rss"] for each in held], 8 * rounds // 10))
@@ -100,20 +100,20 @@ def test_ten_thousand_collectives_leave_memory_as_it_was(nursery: Nursery, place
 
 
 def growth(held: list[int], between: int) -> int:
-    """In 1,000 collectives, of which there were so many from one look to the next, once pools are as large as they get: within the first
-    4,500 of them on one node, and 13,500 on two."""
+    """Growth in 1,000 collectives, if `between` collectives lie between two looks. Only looks after the warm-up count: pools reach their
+    full size within the first 4,500 collectives on one node, and 13,500 on two."""
     return (min(held[7:]) - min(held[3:6])) * 1000 // (4 * between)
 
 
 async def test_a_large_gradient_does_not_hold_up_a_small_group() -> None:
-    """128 MiB over all ranks, and one element after the other between two of them meanwhile."""
+    """128 MiB over all ranks, and meanwhile one small collective after another between two of them."""
     elements = 128 * MIB // 4
     pattern = torch.arange(elements, dtype=torch.float32).remainder_(251)
     waits_s: list[float] = []
 
     async def small(group: Backend, large: list[asyncio.Task[torch.Tensor]]) -> None:
         for number in range(10**6):
-            # one of the two says when to stop, so that both do the same number
+            # one of the two says when to stop, so that both run the same number of collectives
             going = 0.0 if group.rank == 0 and all(task.done() for task in large) else 1.0
             started = time.monotonic()
             total = await group.all_reduce(torch.tensor([float(number), going]))
@@ -157,5 +157,5 @@ def test_long_training_does_not_grow(nursery: Nursery) -> None:
             assert late["rss"] < early["rss"] + 4 * MIB
             assert late["descriptors"] <= early["descriptors"]
             assert late["threads"] <= early["threads"] + 4  # gRPC's pool has more threads when the machine is busy
-            assert late["tasks"] <= early["tasks"] + 8  # what is under way at the moment
+            assert late["tasks"] <= early["tasks"] + 8  # those under way at that moment
         assert [worker.end() for worker in workers] == [0, 0]

@@ -1,4 +1,4 @@
-"""Chunks that come again, or from an epoch that is over: none is applied, and each is counted."""
+"""Chunks that come a second time, or from an epoch that is over: none is applied, and each is counted."""
 
 import asyncio
 import random
@@ -39,8 +39,8 @@ class Tape:
 
 @pytest.mark.parametrize("count", [SHORT, pytest.param(5000, marks=pytest.mark.faults)])
 def test_stale_chunks(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Among collectives whose results are right: chunks of earlier ones as they were, and of the one under way but from the epoch before;
-    aborts, losses and goodbyes among them."""
+    """Inject chunks between those of collectives, whose results stay right: unchanged chunks of earlier collectives, and chunks for the one
+    under way but from the epoch before, with aborts, losses and goodbyes among them."""
     with scenario("replayed and stale-epoch chunks", SEED, kept=count > SHORT) as figures:
         injected, counted = LoopThread.shared().run(_replay(Tape(monkeypatch), count)).result(500.0)
         figures.repeats = sum(injected)
@@ -70,20 +70,20 @@ async def _replay(tape: Tape, count: int) -> tuple[list[int], list[int]]:
                 outbox._open().send_now(frame)
                 injected[receiver] += 1
             await under_way
-        await _sum(ranks, 10)  # behind all that was injected
+        await _sum(ranks, 10)  # after everything that was injected
         counted = [int(worker_snapshot(rank.telemetry, None).stale_chunks) for rank in ranks]
         await dissolve(ranks)
     return injected, counted
 
 
 async def _sum(ranks: Sequence[ClusterBackend], rows: int) -> None:
-    """Of halves, so that an addition too many would be seen."""
+    """Sum halves, so that an extra addition would be seen."""
     sums = await asyncio.gather(*(rank.all_reduce(torch.full((rows,), 0.5 + rank.rank)) for rank in ranks))
     assert all(torch.equal(each, torch.full((rows,), 4.5)) for each in sums)
 
 
 def _of_the_epoch_before(rng: random.Random, rank: ClusterBackend) -> bytes:
-    """What would do harm to the collective that is under way if its epoch were not looked at."""
+    """A chunk that would harm the collective under way if nobody looked at its epoch."""
     sequence = rank._board.world._ledger._next - 1
     control = rng.choice(
         (

@@ -1,5 +1,5 @@
-"""Workers that are slow and not dead: frozen for a moment again and again, or hardly ever given a processor. Nobody is lost, and
-the statistics say whose fault it is."""
+"""Workers that are slow but not dead: frozen for a moment again and again, or almost without processor time. Nobody is lost, and
+the statistics say which worker is slow."""
 
 import os
 import random
@@ -21,26 +21,26 @@ from tests.training.workers import Nursery, Worker, rendezvous
 
 RANKS = 3
 NODES = {"one node": "aaa", "a node each": "abc"}  # by rank
-BURNERS = 7  # processes that want the same processor, each in a session of its own: a kernel may deal time out by session, whoever is nice
+BURNERS = 7  # processes that want the same processor, each in its own session: a kernel may share time by session, regardless of niceness
 SHORT_S, LONG_S = 4.0, 30.0
-NAMED = 0.3  # of the time that a worker is slow: so long the others must have waited for it
-COUNTED_S = 5.0  # from when it is as quick as the others again
+NAMED = 0.3  # the others must have waited for a slow worker for this share of the time
+COUNTED_S = 5.0  # after the worker has become as quick as the others again
 
 Fault = Callable[[Worker, float], None]  # makes a worker slow for so many seconds
 
 
 def stutter(worker: Worker, seconds: float) -> None:
-    """Stopped for most of the time, never for long."""
+    """Stop a worker most of the time, but never for long."""
     rng, ends_s = random.Random(SEED), time.monotonic() + seconds
     while time.monotonic() < ends_s:
         worker.signal(signal.SIGSTOP)
-        time.sleep(rng.uniform(0.02, 0.3))  # the fault's own length, as the next one
+        time.sleep(rng.uniform(0.02, 0.3))  # the fault's own length, like the next one
         worker.signal(signal.SIGCONT)
         time.sleep(rng.uniform(0.01, 0.1))
 
 
 def starve(worker: Worker, seconds: float) -> None:
-    """On one processor with others that never sleep, and a small part of it, however many tests want it as well."""
+    """Put a worker on one processor with others that never sleep, so that it gets little of it even without other tests."""
     process, processors = psutil.Process(worker.pid), os.sched_getaffinity(worker.pid)
     before = process.cpu_times()
     with burning(min(processors)):
@@ -52,7 +52,7 @@ def starve(worker: Worker, seconds: float) -> None:
 
 
 def place(process: psutil.Process, processors: set[int], niceness: int) -> None:
-    """Where all threads of a process may run, and how much they give way."""
+    """Set where all threads of a process may run, and their niceness."""
     for thread in process.threads():
         with suppress(ProcessLookupError):  # it has ended meanwhile
             os.sched_setaffinity(thread.id, processors)
@@ -61,7 +61,7 @@ def place(process: psutil.Process, processors: set[int], niceness: int) -> None:
 
 @contextmanager
 def burning(processor: int) -> Iterator[None]:
-    """Processes that never sleep, on one processor."""
+    """Run processes that never sleep on one processor."""
     with ExitStack() as stack:
         for _ in range(BURNERS):
             burner = stack.enter_context(subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"], start_new_session=True))
@@ -100,7 +100,7 @@ def _slow_down(nursery: Nursery, figures: Scenario, place: str, fault: Fault, se
         fault(slow, seconds)
         after, deadline = late_s(workers), time.monotonic() + COUNTED_S
         while after[slow.rank] - before[slow.rank] <= NAMED * seconds and time.monotonic() < deadline:
-            after = late_s(workers)  # a wait counts when it has ended
+            after = late_s(workers)  # a wait counts only after it has ended
         workers[0].tell(stop=True)
         left = [worker.hear("left") for worker in workers]
         assert [(each["error"], each["leaks"]) for each in left] == [(None, [])] * RANKS, left
@@ -113,7 +113,7 @@ def _slow_down(nursery: Nursery, figures: Scenario, place: str, fault: Fault, se
 
 
 def late_s(workers: list[Worker]) -> dict[int, float]:
-    """How long ranks were waited for, as the one says that has waited longest."""
+    """For each rank, the longest time that any other rank says it has waited for it."""
     observer, loop = Observer(Security(), timeout_s=10.0), LoopThread.shared()
     late = [loop.run(observer.look(worker.address)).result().stats.late for worker in workers]
     return {rank: max(each.get(rank, 0.0) for each in late) for rank in range(RANKS)}

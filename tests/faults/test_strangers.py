@@ -1,4 +1,4 @@
-"""Who has no certificate that counts, or another one's: no handler is entered, and one line a connection says who and why."""
+"""Callers without a valid certificate, or with another worker's: no handler runs, and one log line per connection says who and why."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
@@ -27,7 +27,7 @@ times = pytest.mark.parametrize("times", [5, pytest.param(200, marks=pytest.mark
 
 
 def signed_elsewhere() -> Credentials:
-    """Trusts this cluster, and shows what another authority has signed."""
+    """Credentials that trust this cluster, but show a certificate of another authority."""
     mine, theirs = credentials(), credentials(by="another")
     return Credentials(theirs.identity, mine.authority, theirs.certificate, theirs.key)
 
@@ -44,7 +44,7 @@ STRANGERS: dict[str, tuple[Callable[[], Security], str]] = {
 @pytest.mark.parametrize("stranger", STRANGERS)
 @on_shared_loop
 async def test_who_is_turned_away_at_the_door(stranger: str, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardnet.transport.throttle.EVERY_S", 0.0)  # here each refusal is one of its own
+    monkeypatch.setattr("shardnet.transport.throttle.EVERY_S", 0.0)  # so that each refusal gets its own line
     make, why = STRANGERS[stranger]
     with scenario(f"strangers: {stranger}", SEED, kept=times > 5) as figures:
         async with worker(security()) as host:
@@ -56,12 +56,12 @@ async def test_who_is_turned_away_at_the_door(stranger: str, times: int, monkeyp
             assert host.handled == 0
             assert len(lines) == times
             assert all(line.text.startswith("refused a connection from 127.0.0.1:") and why in line.text for line in lines), lines
-            await ask_for_statistics(host.address, security())  # it can be entered
+            await ask_for_statistics(host.address, security())  # a valid caller does enter a handler
             assert host.handled == 1
 
 
 async def ask_for_statistics(address: str, protection: Security) -> None:
-    """One connection, and no second one to find out why; heard to its end, or to the answer."""
+    """Open one connection, without a second one to find out why it failed; read to its end, or to the answer."""
     with suppress(OSError):
         connection = await dial(Address.parse(address), protection)
         try:
@@ -81,7 +81,7 @@ STATISTICS = HeaderCodec().encode(request("member.shardnet", "/shardnet.v1.Stats
 @times
 @on_shared_loop
 async def test_another_workers_place(times: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a certificate of the cluster, and all that there is to know of rank 1 but its key. The ranks work on."""
+    """The caller has a certificate of the cluster and knows everything about rank 1 except its key. The ranks work on."""
     monkeypatch.setattr("shardnet.transport.throttle.EVERY_S", 0.0)
     with scenario("strangers: another worker's identity", SEED, kept=times > 5) as figures, heard_lines() as lines:
         async with ports(2, security=security("node-0"), timeouts=TIMEOUTS, limits=LIMITS) as pool:

@@ -1,7 +1,7 @@
 """A training program that is interrupted, for test_interrupts.py: `python -m tests.faults.trainee ROLE PHASE RUNNER`
 
-One process, "ahead", goes on until in a certain phase it waits for "behind", which stops short of it for ever; a "victim" dies, so that the
-two reform. Each says where it is. Where the rendezvous is says the environment, as for any worker.
+One process, "ahead", goes on until it waits in a certain phase for "behind", which stops before that phase for ever. A "victim" dies, so
+that the other two reform. Each process prints where it is. The environment says where the rendezvous is, as for any worker.
 """
 
 import asyncio
@@ -25,13 +25,13 @@ from tests.fsdp.models import Block, loss_of, make_gpt, token_batches
 
 # in the order in which a training comes to them
 PHASES = ("joining", "forming the mesh", "sharding", "forward", "backward", "step", "commit", "reform", "the end", "closing")
-STEP = 2  # in which it happens
+STEP = 2  # in which the phases of a step happen
 AHEAD, BEHIND, VICTIM = "ahead", "behind", "victim"
 TIMEOUTS = Timeouts(connect_s=60.0, join_s=60.0, suspect_s=5.0)
 
 
 class Trainee:
-    """One of them, on its way to the phase."""
+    """One of these processes, on its way to the phase."""
 
     def __init__(self, role: str, phase: str) -> None:
         self._role = role
@@ -57,7 +57,7 @@ class Trainee:
         return {"min_world_size": 2, "max_world_size": self._size, "timeouts": TIMEOUTS}
 
     async def _at(self, phase: str) -> None:
-        """Where one is that is ahead, and where the other one stays."""
+        """If this is the phase in question, say so; then "behind" stays here for ever and a "victim" dies."""
         if phase != self._phase:
             return
         say(self._role)
@@ -67,12 +67,12 @@ class Trainee:
             await asyncio.Event().wait()
 
     async def _become_a_member_and_no_more(self) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as server:  # it takes connections, and says nothing on them
+        with socket.create_server(("127.0.0.1", 0)) as server:  # it accepts connections, but says nothing on them
             address = "{}:{}".format(*server.getsockname())
             request = JoinRequest(os.environ.get("SHARDNET_JOB", "default"), "behind", address, "here", 2, 2, 1, elastic=True)
             membership = join(os.environ["SHARDNET_RENDEZVOUS"], request, timeouts=TIMEOUTS)
             await LoopThread.shared().run_here(membership.__aenter__())
-            say(AHEAD)  # which is forming the mesh by now, and knows nobody whom it could tell
+            say(AHEAD)  # said on its behalf: it is forming the mesh by now, and cannot say so itself
             await self._at(self._phase)
 
     async def _train(self, cluster: Cluster, state: elastic.State) -> None:
@@ -104,7 +104,7 @@ class Trainee:
         await self._at("the end")
 
     async def _clean_up(self) -> None:
-        """The user's own: it takes its time, which the second Ctrl-C does not leave to it."""
+        """A user's own clean-up, which takes long; the second Ctrl-C cuts it short."""
         async with shardnet.connect():
             try:
                 say(self._role)
@@ -119,20 +119,20 @@ async def never(_: str) -> None:
 
 
 def say(what: str) -> None:
-    sys.stdout.write(f"{what}\n")  # in one piece: they share a pipe
+    sys.stdout.write(f"{what}\n")  # in one write, because the processes share a pipe
     sys.stdout.flush()
 
 
 def begin(role: str, phase: str, runner: str, rendezvous: str) -> int:
-    """In a forked process."""
+    """Begin in a forked process."""
     os.environ |= {"SHARDNET_RENDEZVOUS": rendezvous}
     return main(role, phase, runner)
 
 
 def main(role: str, phase: str, runner: str) -> int:
-    warnings.simplefilter("error")  # what is imported has warned by now, or not
+    warnings.simplefilter("error")  # imported packages have issued their warnings by now
     torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # which it is not where a shell has started the tests behind a `&`
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts the tests with `&` makes them ignore SIGINT
     trainee = Trainee(role, phase)
     try:
         if runner == "asyncio.run":
@@ -140,7 +140,7 @@ def main(role: str, phase: str, runner: str) -> int:
         else:
             shardnet.run(trainee.run)
     finally:
-        say(f"{role} left at {time.monotonic()}")  # what is to come is Python's: to take torch apart takes longer
+        say(f"{role} left at {time.monotonic()}")  # the rest is Python's: taking torch apart takes longer
     return 0
 
 
