@@ -1,17 +1,17 @@
 """One suite for every backend: each test here runs in one process and over gRPC, within a node and across nodes.
 
     one process   over gRPC
-    loopback      shm          all ranks on one node: direct collectives, over gRPC through shared memory
+    loopback      shm          all ranks on one node: direct collectives; `shm` sends data through shared memory
     ring          grpc         each rank a node of its own: around the ring
-                  nodes        two ranks a node: hierarchical, through shared memory and over gRPC
-    staged                     as loopback, with tensors that are copied elsewhere and back, as those of a GPU are
-    gloo                       all ranks on one node: what is large by a torch process group
-    hybrid                     two ranks a node: that inside, the ring across
+                  nodes        two ranks per node: hierarchical, through shared memory and over gRPC
+    staged                     like loopback, but tensors are copied elsewhere and back, as a GPU's are
+    gloo                       all ranks on one node: large data by a torch process group
+    hybrid                     two ranks per node: gloo inside nodes, the ring across them
 
-Ranks of one node, `shm`, tell each other by letters where what is large lies; `streams` and `windows` are the ways of who has
-no mailbox, and cannot read other ranks' memory either (ENGINES), for the tests of what arrives.
+Ranks of one node (`shm`) tell each other by letters where large data lies. `streams` and `windows` (ENGINES) are for tests of the
+results: `streams` has no mailbox, and `windows` cannot read other ranks' memory either.
 
-`world` is shared by tests, because forming a mesh costs more than most of them: they leave it as they found it. A test that
+Tests share `world`, because forming a mesh costs more than most of them; they must leave it as they found it. A test that
 breaks something takes `fresh`. Limits are tiny, so that a few hundred bytes make many chunks and wrap around a window.
 """
 
@@ -38,10 +38,10 @@ from tests.backend.torch_ranks import torch_cluster
 from tests.devices import TEST_DEVICE
 
 KINDS = ("loopback", "shm", "ring", "grpc", "nodes", "staged", "gloo", "hybrid")
-# of most tests: what they ask of a ring over gRPC they need not ask in one process as well
+# for most tests: what they check of a ring over gRPC they need not check in one process as well
 COMMON = ("loopback", "shm", "grpc", "staged", "gloo")
 RANKS_PER_NODE = {"ring": 1, "grpc": 1, "nodes": 2, "hybrid": 2}
-# In elements of float32: 16 a chunk, 8 eagerly a peer; 4 are enough to go through memory, where a window holds 128.
+# In elements of float32: a chunk has 16, 8 go eagerly to each peer, data from 4 on goes through memory, and a window holds 128.
 LIMITS = Limits(chunk_bytes=64, eager_bytes=32, window_bytes=512, inline_bytes=16)
 TIMEOUTS = Timeouts.for_tests()
 
@@ -56,7 +56,7 @@ MakeCluster = Callable[..., AbstractAsyncContextManager[Sequence[Backend]]]
 
 
 class LateCopy(Copy):
-    """Is made while it is waited for, and not sooner."""
+    """A copy that is made only when somebody waits for it."""
 
     is_done = property(lambda self: False)
 
@@ -65,14 +65,14 @@ class LateCopy(Copy):
 
 
 class LateStreams(CopyStreams):
-    """Copies within the CPU's memory that take as long as those of a GPU, as far as one can see."""
+    """Copies within the CPU's memory that seem to take as long as a GPU's: none is done before somebody waits for it."""
 
     def fetch(self, source: torch.Tensor, after: Event) -> Copy:
         return LateCopy(source, self.host_like(source), after, after)
 
 
 class StagedRank(LoopbackBackend):
-    """Takes all memory for that of a GPU."""
+    """A rank that treats all memory as a GPU's."""
 
     def __init__(self, board: Switchboard, group: Group, timeouts: Timeouts) -> None:
         super().__init__(board, group, timeouts)
@@ -110,7 +110,7 @@ WORLDS = [(kind, size) for kind in KINDS for size in SIZES.get(kind, (2, 3, 4))]
 
 
 def name_of(value: object) -> str:
-    """Of a parameter, for the name of its test."""
+    """The name of a parameter in its test's name."""
     return "-".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
@@ -144,7 +144,7 @@ def shared_cluster(kind: str, world_size: int) -> Iterator[Sequence[Backend]]:
     ranks = loop.run(stack.enter_async_context(cluster(kind, world_size))).result(TIMEOUTS.connect_s)
     for started in [
         rank.all_reduce(torch.ones(400, device=TEST_DEVICE)) for rank in ranks
-    ]:  # what is made at the first use is there before
+    ]:  # so that whatever the first use makes is there before tests begin
         started.wait(TIMEOUTS.collective_s)
     yield ranks
     loop.run(stack.aclose()).result(TIMEOUTS.collective_s)

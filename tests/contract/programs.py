@@ -1,4 +1,4 @@
-"""Random programs of collectives: what each step is, what goes in, what must come out; and their execution."""
+"""Random programs of collectives: their steps, inputs and expected results, and running them."""
 
 import random
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ GROUPS: tuple[tuple[int, ...], ...] = ((0, 1, 2, 3), (0, 2), (1, 2, 3), (3,))
 
 @dataclass(frozen=True)
 class Step:
-    """One collective of a group; `cuts` are rows from each member to each other one."""
+    """One collective of a group; `cuts` says how many rows go from each member to each other."""
 
     members: tuple[int, ...]
     op: str
@@ -38,7 +38,7 @@ def reductions(dtype: torch.dtype) -> list[ReduceOp]:
 
 
 def random_step(rng: random.Random, groups: Sequence[tuple[int, ...]] = GROUPS, *, rows: int) -> Step:
-    """A step drawn by its seed rather than by hypothesis: for runs that are too long to be shrunk."""
+    """A step drawn with a seeded generator rather than by hypothesis, for runs that are too long to be shrunk."""
     members = rng.choice(groups)
     ranks = range(len(members))
     dtype = rng.choice(DTYPES)
@@ -49,7 +49,7 @@ def random_step(rng: random.Random, groups: Sequence[tuple[int, ...]] = GROUPS, 
 
 
 def inputs_of(step: Step, salt: int) -> list[torch.Tensor]:
-    """What each member gives to it: small whole numbers, whose sums are exact in any order."""
+    """Each member's input: small whole numbers, whose sums are exact in any order."""
     ranks = len(step.members)
     rows = step.rows * (ranks if step.op in ("reduce_scatter", "reduce_scatter_pieces", "all_to_all") else 1)
     tensors = []
@@ -78,7 +78,7 @@ def expected(step: Step, inputs: list[torch.Tensor]) -> list[torch.Tensor | None
             return [*reference.all_to_all(inputs)]
         case "uneven":
             return [*reference.all_to_all(inputs, step.cuts)]
-        case "send":  # everyone to the next one
+        case "send":  # each member sends to the next one
             return [inputs[rank - 1] if len(inputs) > 1 else None for rank in range(len(inputs))]
         case _:
             return [None for _ in inputs]
@@ -90,7 +90,7 @@ def start(step: Step, group: Backend, mine: torch.Tensor) -> list[Pending[Any]]:
     match step.op:
         case "all_reduce" | "reduce_scatter":
             return [getattr(group, step.op)(mine, step.reduce)]
-        case "all_reduce_pieces" | "reduce_scatter_pieces":  # which each rank cuts elsewhere, in rows or not
+        case "all_reduce_pieces" | "reduce_scatter_pieces":  # each rank cuts them in other places, into rows or not
             pieces = torch.split(mine if rank % 2 else mine.reshape(-1), step.cuts[rank][0] + 1)
             return [getattr(group, step.op)(pieces, step.reduce)]
         case "broadcast":
@@ -119,12 +119,12 @@ class Runner:
     """Four ranks and their groups, for many programs."""
 
     def __init__(self, ranks: Sequence[Backend], *, passing: bool = False) -> None:
-        """`passing`: each step has groups of its own, which nobody has any more when it is under way."""
+        """`passing`: each step has groups of its own, to which nobody holds a reference once the step is under way."""
         self._ranks = ranks
         self._groups = {} if passing else {(members, rank): ranks[rank].subgroup(members) for members in GROUPS for rank in members}
 
     def run(self, program: list[Step], seed: int) -> None:
-        """Start all steps rank by rank, then wait for them in an order of its own."""
+        """Start all steps, rank by rank, then wait for them in a random order."""
         data = [inputs_of(step, number) for number, step in enumerate(program)]
         started = []
         for rank in random.Random(seed).sample(range(4), 4):

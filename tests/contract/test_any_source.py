@@ -1,4 +1,4 @@
-"""Receives that take what comes first, from whomever: nothing is lost, nothing goes to the wrong one, and errors say what is wrong."""
+"""Receives that take the first message from any rank: nothing is lost or goes to the wrong receive, and errors say what is wrong."""
 
 import asyncio
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ def room(count: int = 1) -> list[torch.Tensor]:
 
 
 async def announced(sender: Backend, receiver: Backend) -> None:
-    """Wait until all that one has begun to send to another has been announced there: what is sent later comes later."""
+    """Wait until everything that one rank has begun to send to another has been announced there, so that later sends arrive later."""
     (into,) = room()
     sent, received = sender.send(numbers(0), receiver.rank, tag="later"), receiver.recv(into, sender.rank, tag="later")
     await received
@@ -48,7 +48,7 @@ async def test_all_that_is_sent_comes_once(four: Ranks, elements: int) -> None:
         return got
 
     _, got, *_ = await each_rank(four, work)
-    for source in (0, 2, 3):  # each one's in the order in which they were sent
+    for source in (0, 2, 3):  # each sender's messages in the order in which they were sent
         assert [value for rank, value in got if rank == source] == [10 * source + number for number in range(5)]
 
 
@@ -64,7 +64,7 @@ async def test_what_was_announced_first_is_taken_first(four: Ranks) -> None:
 
 
 async def test_what_was_announced_first_is_what_the_first_receive_takes(fresh: MakeCluster) -> None:
-    """The same where nothing was ever received with that tag."""
+    """This also holds if nothing was ever received with that tag."""
     async with fresh(4) as ranks:
         sends = []
         for source in (3, 0, 2):
@@ -84,7 +84,7 @@ async def test_several_that_wait_are_served_in_their_order(pair: Ranks) -> None:
 
 
 async def test_named_receives_go_before_it(four: Ranks) -> None:
-    """Whether they were called before it or after: it takes what they leave."""
+    """A receive from any source takes only what they leave, whether they were called before it or after."""
     first, whatever, second = room(3)
     named = [four[0].recv(first, 1)]
     waiting = four[0].recv_any(whatever)
@@ -106,7 +106,7 @@ async def test_tags_and_groups_are_kept_apart(four: Ranks) -> None:
     await four[0].send(numbers(8), 1, tag="a")
     assert (await ours, theirs.done()) == (0, False)
     await group[2].send(numbers(9), 0, tag="c")
-    assert await theirs == 2  # by the group's count
+    assert await theirs == 2  # its rank in the group
     assert [each.item() for each in into] == [8, 7, 9]
 
 
@@ -122,7 +122,7 @@ async def test_who_gives_up_has_taken_nothing(pair: Ranks) -> None:
 
 
 async def test_a_sender_that_has_given_up_is_told_of(pair: Ranks) -> None:
-    """As to a receive that names it: the next ones match again."""
+    """As with a receive that names its source, the next send and receive match again."""
     with pytest.raises(CollectiveTimeout):
         await pair[1].send(numbers(1), 0, timeout_s=0.1)
     (into,) = room()

@@ -1,4 +1,4 @@
-"""Bits that arithmetic would lose survive, and every rank, every run and every backend ends with the same ones."""
+"""Bits that arithmetic would lose survive, and every rank, every run and every backend ends with the same bits."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ AS_INTEGER = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 
 
 def strange(dtype: torch.dtype, elements: int) -> torch.Tensor:
-    """Quiet and signalling NaNs with payloads, infinities, both zeros, the smallest and the largest numbers; as many as asked for."""
+    """`count` of these: quiet and signalling NaNs with payloads, infinities, both zeros, the smallest and the largest numbers."""
     info, whole = torch.finfo(dtype), AS_INTEGER[dtype.itemsize]
     values = torch.tensor(
         [torch.nan, -torch.nan, torch.inf, -torch.inf, 0.0, -0.0, info.tiny, info.smallest_normal / 2, info.max, info.min]
@@ -72,7 +72,7 @@ async def test_sums_of_strange_floats_are_what_arithmetic_says(four: Ranks, dtyp
 
 
 async def test_every_rank_has_the_same_bits(world: Ranks) -> None:
-    """Random floats, whose sum depends on its order; strange ones among them."""
+    """Sum random floats, whose sum depends on the order, with strange ones among them."""
     for dtype in FLOATS:
         for elements in (7, 129, 1000):
             random = torch.Generator().manual_seed(elements)
@@ -101,8 +101,8 @@ async def sums(ranks: Ranks, dtype: torch.dtype, elements: int) -> list[bytes]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 async def test_the_same_bits_every_time_and_on_every_backend(dtype: torch.dtype) -> None:
-    """The order of a sum follows from the ranks and their nodes alone: not from timing, transport or the size of chunks. And it is
-    the same for one node as for nodes of one rank."""
+    """Only the ranks and their nodes determine the order of a sum, not timing, transport or the size of chunks. And it is the same for
+    one node as for nodes of one rank."""
     for ranks, elements in ((2, 5), (3, 2), (3, 100), (4, 333)):
         seen = set()
         for kind in ("loopback", "shm", *ENGINES, "ring", "grpc", "gloo"):
@@ -129,7 +129,7 @@ async def test_the_same_bits_every_time_and_on_every_backend(dtype: torch.dtype)
     ("kind", "elements", "way"), [("shm", 2, "letter"), ("shm", 333, "loan by letter"), ("streams", 333, "loan"), ("windows", 333, "piece")]
 )
 async def test_the_ways_inside_a_node_are_different_ones(kind: str, elements: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or the test above would show less than it says."""
+    """Otherwise the test above would show less than it says."""
     ways = Counter[str]()
     for name, owner in {"letter": LetterRound, "loan by letter": LoanRound, "loan": Sharing, "piece": Window}.items():
         method = {"loan": "lend", "piece": "put"}.get(name, "_run")
@@ -159,7 +159,7 @@ def test_16_bit_floats_are_summed_in_32(four: Ranks) -> None:
 @pytest.mark.parametrize("per_node", [None, 1, 2])
 @pytest.mark.parametrize("make", [loopback_cluster, local_cluster])
 async def test_in_rank_order_a_sum_is_that_of_a_loop(make: MakeCluster, per_node: int | None) -> None:
-    """Whatever its size, and whoever is on a node with whom. As they come by default, large ones are not."""
+    """This holds for any size and any placement on nodes. Without this option large sums are not in rank order."""
     differs = False
     for routing in (Routing.AUTO, Routing.RANK_ORDER):
         async with make(4, ranks_per_node=per_node, limits=LIMITS, routing=routing) as backends:

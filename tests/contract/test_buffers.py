@@ -1,4 +1,4 @@
-"""Whose memory a collective reads and writes, and until when."""
+"""Which memory a collective reads and writes, and until when."""
 
 import asyncio
 import gc
@@ -14,7 +14,7 @@ from shardnet.testing import each_rank, reference, same_bits
 
 Ranks = Sequence[Backend]
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)
-SIZES = (1, 5, 150)  # elements a rank: directly, directly or in parts, by many chunks
+SIZES = (1, 5, 150)  # elements per rank: sent directly, directly or in parts, in many chunks
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -78,7 +78,7 @@ async def test_gathering_ones_own_slice(world: Ranks, size: int) -> None:
 
 
 async def test_gathering_from_elsewhere_in_the_result(four: Ranks) -> None:
-    """An input that overlaps its place, but is not there, is moved."""
+    """An input that overlaps its place in the result, but does not match it, is moved there."""
     for size in SIZES:
 
         async def work(rank: Backend, size: int = size) -> None:
@@ -106,7 +106,7 @@ async def test_reducing_into_ones_own_slice(world: Ranks) -> None:
 
 
 async def test_reducing_into_what_overlaps_the_input(four: Ranks) -> None:
-    """Elsewhere than element by element: another rank's slice, or shifted. Each rank's input must outlive its result."""
+    """The result is not where the input's own elements are: it is another rank's slice, or shifted. A rank's input must outlive its result."""
     for size in SIZES:
         whole = [torch.arange(size * 4) % 7 + rank for rank in range(4)]
         for shift in range(4):
@@ -125,7 +125,7 @@ async def test_reducing_into_what_overlaps_the_input(four: Ranks) -> None:
 
 
 async def test_results_are_independent(world: Ranks) -> None:
-    """A result is nobody else's memory: writing into it changes neither the input nor another result."""
+    """A result has memory of its own: writing into it changes neither the input nor another result."""
 
     async def work(rank: Backend) -> None:
         mine = torch.ones(3)
@@ -151,7 +151,7 @@ async def test_out_of_another_shape_keeps_it(pair: Ranks) -> None:
 
 
 async def test_a_parameter_as_out(pair: Ranks) -> None:
-    """Filled in place, without autograd taking notice."""
+    """It is filled in place, without autograd noticing."""
 
     async def work(rank: Backend) -> None:
         out = torch.nn.Parameter(torch.zeros(3))

@@ -1,4 +1,4 @@
-"""Tags that are used once and tags that come back: of idle ones a rank keeps the numbers alone, and nobody can tell."""
+"""Tags that are used once, and tags that come back: a rank keeps only the sequence numbers of idle ones, and nobody can tell."""
 
 import asyncio
 import random
@@ -29,7 +29,7 @@ Ranks = Sequence[Backend]
 
 @pytest.fixture(autouse=True)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Channels are retired soon."""
+    """Let channels be retired soon."""
     monkeypatch.setattr(channels, "KEPT", KEPT)
 
 
@@ -39,7 +39,7 @@ def board_of(rank: Backend) -> Switchboard:
 
 
 async def on_loop(look: Any) -> Any:
-    """What is there when the loop thread has done all that it has been given."""
+    """What `look` returns on the loop thread, after everything that was handed over to that thread before."""
 
     async def run() -> Any:
         return look()
@@ -54,7 +54,7 @@ async def one(sender: Backend, receiver: Backend, value: int, tag: str) -> None:
 
 
 async def push_out(sender: Backend, receiver: Backend) -> None:
-    """Use so many other tags that all idle channels from one to the other which were there are retired on both."""
+    """Use so many other tags that both ranks retire all channels from one to the other that were idle before."""
     for number in range(3 * KEPT):
         await one(sender, receiver, number, f"other {number}")
     for rank in (sender, receiver):
@@ -69,14 +69,14 @@ async def live_tags(rank: Backend) -> set[str]:
 
 
 async def id_of(rank: Backend, tag: str) -> int:
-    """Of what rank 0 sends to rank 1 with a tag, which is in use."""
+    """The id of the channel from rank 0 to rank 1 with a tag that is in use."""
     assert isinstance(rank, MeshBackend)
     with rank._group.channels.channel(0, 1, tag) as channel:
         return channel.id
 
 
 async def position(rank: Backend, group: int) -> int:
-    """Where others would take a rank to be that says goodbye now."""
+    """The position in a group that a rank would tell others if it said goodbye now."""
     goodbye = await on_loop(board_of(rank).goodbye)
     positions: dict[int, int] = {each.group: each.next_sequence for each in goodbye.positions}
     return positions[group]
@@ -93,7 +93,7 @@ async def test_hundreds_of_tags_leave_a_few_channels(fresh: MakeCluster) -> None
 
 
 async def test_many_new_tags_at_once_are_looked_through_once(fresh: MakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not once for each that is made before the loop thread comes to it."""
+    """The search does not run once for each channel that was made before the loop thread gets to it."""
     looked: list[Group] = []
     retire = Switchboard.retire
 
@@ -117,7 +117,7 @@ async def test_many_new_tags_at_once_are_looked_through_once(fresh: MakeCluster,
 
 
 async def test_tags_that_come_back_go_on_where_they_were(fresh: MakeCluster) -> None:
-    """Each message is the one that its tag has next, in whatever order tags are used, with several under way."""
+    """Each receive gets its tag's next message, in whatever order tags are used, with several messages under way."""
     async with fresh(3) as ranks:
         rng = random.Random(5)
         plan: list[tuple[int, int, str, int]] = []
@@ -168,7 +168,7 @@ async def test_what_comes_for_a_retired_channel_waits_for_its_receive(fresh: Mak
 
 
 async def test_what_is_under_way_is_not_retired(fresh: MakeCluster) -> None:
-    """A receive that nobody has sent to yet, one from any source, and a message that nobody has asked for."""
+    """Three cases: a receive for which nobody has sent yet, one from any source, and a message that nobody has asked for."""
     async with fresh(2) as ranks:
         early, late, any_late = room(3)
         waits = ranks[1].recv(late, 0, tag="waits"), ranks[1].recv_any(any_late, tag="waits for any")
@@ -186,7 +186,7 @@ async def test_what_is_under_way_is_not_retired(fresh: MakeCluster) -> None:
 
 
 async def test_what_is_about_to_be_used_is_not_retired(fresh: MakeCluster) -> None:
-    """By another thread, which has found the channel and has begun nothing in it."""
+    """Another thread has found the channel, but has not begun anything in it yet."""
     async with fresh(2) as ranks:
         assert isinstance(ranks[0], MeshBackend)
         await one(ranks[0], ranks[1], 0, "found")
@@ -197,7 +197,7 @@ async def test_what_is_about_to_be_used_is_not_retired(fresh: MakeCluster) -> No
 
 
 async def test_a_channel_that_was_made_and_not_taken_is_found_again(fresh: MakeCluster) -> None:
-    """As it is if a Ctrl-C comes in between; what has come for it by then is not lost."""
+    """That happens if a Ctrl-C comes in between; a message that has come for the channel by then is not lost."""
     async with fresh(2) as ranks:
         assert isinstance(ranks[1], MeshBackend)
         number = await id_of(ranks[1], "made")
@@ -226,7 +226,7 @@ async def test_what_comes_late_for_a_retired_channel_is_dropped(fresh: MakeClust
 
 
 async def test_who_has_retired_a_channel_says_that_it_has_heard_of_a_failure(fresh: MakeCluster) -> None:
-    """Or what has failed on the other rank would keep its turn there for ever."""
+    """Otherwise the failed message would keep its turn on the other rank for ever."""
     async with fresh(2) as ranks:
         await one(ranks[0], ranks[1], 0, "late")
         number = await id_of(ranks[1], "late")
@@ -291,7 +291,7 @@ async def test_a_group_ends_with_its_retired_channels(fresh: MakeCluster) -> Non
         await one(groups[0], groups[1], 0, "ends")
         await push_out(groups[0], groups[1])
         (into,) = room()
-        received = groups[1].recv(into, 0, tag="ends")  # live here, retired there
+        received = groups[1].recv(into, 0, tag="ends")  # the channel is live here and retired there
         groups[0].disband("for a test")
         with pytest.raises(CollectiveError, match="for a test"):
             await received
@@ -318,7 +318,7 @@ async def test_of_receives_from_any_source_only_those_that_wait_are_kept(fresh: 
 
 
 async def test_many_threads_use_many_tags(fresh: MakeCluster) -> None:
-    """Channels come and go on the loop thread while others look for theirs; each thread has tags of its own."""
+    """Channels come and go on the loop thread while other threads look for theirs; each thread has its own tags."""
     async with fresh(2) as ranks:
         wrong = []
 

@@ -1,4 +1,4 @@
-"""Ranks that do not come, go away or are closed: everyone else is told who, soon, and nothing hangs."""
+"""Ranks that do not come, go away or are closed: all others are soon told which rank it was, and nothing hangs."""
 
 import asyncio
 import re
@@ -74,7 +74,7 @@ class TestTimeout:
         assert timeout_s <= time.monotonic() - start < timeout_s + LATE_S
         await settle(four)
         start = time.monotonic()
-        late = await errors_of(every_kind(four[3], 60.0))  # it is told as soon as it comes
+        late = await errors_of(every_kind(four[3], 60.0))  # the late rank is told as soon as it calls
         assert all(isinstance(error, CollectiveTimeout) for error in late)
         assert time.monotonic() - start < LATE_S
         sums = await each_rank(four, lambda rank: rank.all_reduce(torch.ones(400)))
@@ -173,7 +173,7 @@ class TestLost:
             assert [each.tolist() for each in sums] == [[3.0] * 3] * 3
 
     async def test_in_the_middle_of_the_data(self, fresh: MakeCluster) -> None:
-        """Hundreds of chunks are on their way when a rank goes. (Of rounds, whose data is no chunks: tests/collectives.)"""
+        """Hundreds of chunks are on their way when a rank goes. (tests/collectives does this with rounds, which have no chunks.)"""
         async with fresh(3, limits=replace(LIMITS, letter_bytes=0)) as ranks:
             large = [rank.all_reduce(torch.ones(100_000)) for rank in ranks]
             await LoopThread.shared().run_here(_abort_after(ranks[1], sent_bytes=10_000))
@@ -216,7 +216,7 @@ class TestLeaving:
             await asyncio.gather(leaving, *(rank.aclose() for rank in ranks[:2]))
 
     async def test_what_was_started_ends_first(self, fresh: MakeCluster) -> None:
-        """Closing waits for the others, who have not even called yet."""
+        """Closing waits for the other ranks, which have not even called yet."""
         async with fresh(4) as ranks:
             mine = every_kind(ranks[3])
             leaving = asyncio.ensure_future(ranks[3].aclose())
@@ -229,7 +229,7 @@ class TestLeaving:
             await asyncio.gather(leaving, *(rank.aclose() for rank in ranks[:3]))
 
     async def test_nobody_ends_before_all_have_entered(self, fresh: MakeCluster) -> None:
-        """A rank that is done and leaves takes nothing along that a late one still needs; root of a broadcast is the example."""
+        """A rank that is done and leaves must not take away what a late rank still needs, such as the data of a broadcast's root."""
         for shares in ([400, 0, 0, 0], [0, 0, 0, 400]):
             async with fresh(4) as ranks:
                 x = torch.ones(400)
@@ -252,7 +252,7 @@ class TestLeaving:
             assert time.monotonic() - start < LATE_S
 
     async def test_after_a_loss(self, fresh: MakeCluster) -> None:
-        """Nobody waits for the goodbye of one who is gone."""
+        """Nobody waits for the goodbye of a rank that is gone."""
         async with fresh(3) as ranks:
             waiting = [rank.barrier() for rank in ranks[:2]]
             ranks[2].abort()
@@ -285,7 +285,7 @@ class TestClosed:
             if size > 1:
                 calls += [lambda: ranks[0].send(x, 1), lambda: ranks[0].recv(x, 1)]
             for call in calls:
-                # a call that comes before the loop thread has ended what was under way ends with it
+                # until the loop thread has ended the operations under way, a new call fails with those
                 words = "the backend is closed" if way == "close" else "the backend (is closed|was aborted)"
                 with pytest.raises(ClosedError, match=rf"\[rank 0/{size} epoch 1 step 0\] {words}"):
                     await call()
@@ -299,7 +299,7 @@ class TestClosed:
                 await rank.aclose()
 
     async def test_abort_while_closing_ends_the_wait(self, fresh: MakeCluster) -> None:
-        """A closing rank waits for its collectives; a second signal must not wait with it."""
+        """A closing rank waits for its collectives; a second signal must end that wait."""
         async with fresh(2) as ranks:
             stuck = ranks[0].barrier()
             closing = asyncio.ensure_future(ranks[0].aclose())
@@ -325,7 +325,7 @@ class TestClosed:
         async with fresh(2) as ranks:
             sent = [ranks[0].send(torch.full((400,), 7.0), 1, tag=tag) for tag in ("named", "any")]
             later, last = ranks[0].send(torch.ones(1), 1), torch.zeros(1)
-            await ranks[1].recv(last, 0)  # behind the announcements of those
+            await ranks[1].recv(last, 0)  # comes after the announcements of the two others
             await later
             named, whatever = torch.zeros(400), torch.zeros(400, device="cpu")
             received = ranks[1].recv(named, 0, tag="named"), ranks[1].recv_any(whatever, tag="any")
@@ -364,7 +364,7 @@ class TestClosed:
 
 
 async def _abort_after(rank: Backend, sent_bytes: int) -> None:
-    """Abort as soon as a rank has sent so much. Runs on the loop thread, so nothing happens between looking and aborting."""
+    """Abort a rank as soon as it has sent `sent_bytes`. Runs on the loop thread, so nothing happens between looking and aborting."""
     while rank.telemetry.bytes_sent < sent_bytes:  # noqa: ASYNC110 - a counter tells nobody when it changes
         await asyncio.sleep(0)
     rank.abort()

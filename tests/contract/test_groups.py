@@ -93,7 +93,7 @@ async def test_two_groups_of_the_same_ranks_are_two(pair: Ranks) -> None:
 
 
 async def test_a_group_that_one_member_makes_late(pair: Ranks) -> None:
-    """What arrives for it before is kept, in order."""
+    """What arrives for the group before that is kept, in order."""
     early = pair[0].subgroup([0, 1])
     handles = [early.all_reduce(torch.full((size,), 1.0)) for size in (1, 50, 3)]
     await each_rank(pair, lambda rank: rank.barrier())  # so the first messages of the group have arrived at rank 1
@@ -104,7 +104,7 @@ async def test_a_group_that_one_member_makes_late(pair: Ranks) -> None:
 
 
 async def test_channels_made_by_two_threads_at_once(pair: Ranks) -> None:
-    """The first sends of a pair, started by many threads: all of them use one and the same channel."""
+    """Many threads start the first sends of a pair: all of them use the same channel."""
 
     def exchange(number: int) -> int:
         group = [rank.subgroup([0, 1]) for rank in pair]
@@ -119,7 +119,7 @@ async def test_channels_made_by_two_threads_at_once(pair: Ranks) -> None:
 
 
 async def test_an_error_in_a_group_is_the_groups_alone(four: Ranks) -> None:
-    """It names the cluster's ranks; the parent and the next collective of the group are unaffected."""
+    """The error names the cluster's ranks; the parent and the next collective of the group are unaffected."""
     groups = groups_of(four, [1, 3])
     beside = [rank.all_reduce(torch.ones(50)) for rank in four[:3]]
     errors = await each_error(groups, lambda rank: rank.barrier() if rank.rank else rank.all_reduce(torch.ones(1)))
@@ -154,7 +154,7 @@ async def test_aborting_a_group_aborts_the_parent(fresh: MakeCluster) -> None:
 
 
 def _calls(group: Backend, other: int) -> list[Callable[[], Pending[Any]]]:
-    """Collectives, and then sends and receives that nobody matches who calls these."""
+    """Calls of collectives, then of sends and receives that match nothing if several ranks make these calls."""
     return [
         *(partial(group.all_reduce, torch.ones(size)) for size in (4, 400, 4000)),
         partial(group.send, torch.ones(3), other, tag="1"),
@@ -164,7 +164,7 @@ def _calls(group: Backend, other: int) -> list[Callable[[], Pending[Any]]]:
 
 
 async def test_one_ends_alone(four: Ranks) -> None:
-    """With all that is done in it; its ranks hear why, and whatever else they do goes on."""
+    """Everything under way in that group ends; its ranks hear why, and everything else that they do goes on."""
     groups, others = groups_of(four, [0, 2, 3]), groups_of(four, [0, 2, 3])
     await each_rank(groups, lambda rank: rank.barrier())
     beside = [rank.all_reduce(torch.ones(50)) for rank in four[:3]]
@@ -190,7 +190,7 @@ async def test_one_ends_alone(four: Ranks) -> None:
 
 
 async def test_who_has_ended_a_group_hears_its_own_reason(four: Ranks) -> None:
-    """Also where another rank's word of it comes between a call and the call's first step."""
+    """Also if another rank's message about the end comes between a call and the call's first step."""
     group = groups_of(four, [0, 1])[0]
     assert isinstance(group, SubBackend)
     group.disband("it is no more")
@@ -209,7 +209,7 @@ async def test_who_has_ended_a_group_hears_its_own_reason(four: Ranks) -> None:
 
 @pytest.mark.parametrize("ended", [True, False])
 async def test_of_those_that_are_made_again_and_again_none_is_kept(four: Ranks, ended: bool) -> None:
-    """If one of their ranks ends them, or all forget them, with what they have under way."""
+    """Groups go if one of their ranks ends them, or if all ranks drop them, even with operations under way."""
     seen = list[weakref.ref[Group]]()
     for number in range(40):
         groups = groups_of(four, [0, 1, 3])
@@ -236,7 +236,7 @@ async def test_of_those_that_are_made_again_and_again_none_is_kept(four: Ranks, 
 
 
 async def _until_few(seen: Sequence["weakref.ref[Group]"], ranks: Ranks) -> None:
-    """Those that cannot go at once go when others are made."""
+    """Make groups until few of those are left: groups that cannot go at once go when others are made."""
     gc.collect()
     while len([each for each in seen if each() is not None]) > 2:
         await each_rank(groups_of(ranks, [0, 1]), lambda rank: rank.barrier())
@@ -245,7 +245,7 @@ async def _until_few(seen: Sequence["weakref.ref[Group]"], ranks: Ranks) -> None
 
 @pytest.mark.parametrize("made", [True, False])
 async def test_of_one_that_all_have_left_but_the_dead_nothing_is_kept(fresh: MakeCluster, made: bool) -> None:
-    """Whether these had made it or not."""
+    """Whether the dead rank had made the group or not."""
     async with fresh(3) as ranks:
         groups = groups_of(ranks, [0, 1, 2]) if made else [rank.subgroup([0, 1, 2]) for rank in ranks[:2]]
         if made:
@@ -269,7 +269,7 @@ async def test_who_makes_one_and_leaves_it_ahead_of_another_rank_says_no_more_th
         await each_rank(four, lambda rank: rank.barrier())
     words = [chunk.control for _, chunk in board._unknown.take(number)]
     assert [word and word.WhichOneof("kind") for word in words] == ["group_made"]
-    four[1].subgroup([0, 1])  # the same number of them on both
+    four[1].subgroup([0, 1])  # so that both ranks have made equally many groups
 
 
 async def test_a_receive_from_any_outlives_its_group(four: Ranks) -> None:
@@ -290,7 +290,7 @@ def _board_of(rank: Backend) -> Switchboard:
 
 
 async def test_who_ends_one_takes_back_the_letters_that_nobody_has_read() -> None:
-    """Else there is no room for others, some time."""
+    """Otherwise there would some day be no room for others."""
     async with cluster("shm", 2) as ranks:
         for _ in range(100):
             groups = groups_of(ranks, [0, 1])
@@ -306,7 +306,7 @@ async def test_who_ends_one_takes_back_the_letters_that_nobody_has_read() -> Non
 
 
 async def test_what_comes_for_one_that_is_over_is_stale(four: Ranks) -> None:
-    """And nobody is told that it was."""
+    """The sender is not told."""
     groups = groups_of(four, [0, 1])
     assert isinstance(groups[0], SubBackend)
     board, number = groups[0]._board, groups[0]._group.id
@@ -322,8 +322,8 @@ async def test_what_comes_for_one_that_is_over_is_stale(four: Ranks) -> None:
 
 
 async def test_what_has_ended_before_the_end_ends_everywhere(four: Ranks) -> None:
-    """What the one that ends a group has done the others may yet do, as slow as they are to ask for it; and nobody waits for what one of
-    them has not begun."""
+    """A collective that the ending rank has completed can still be completed by the others, however slow they are to wait for it. And
+    nobody waits for a collective that one of them has not begun."""
     for elements in (1, 400) * 10:
         groups = groups_of(four, [0, 1, 3])
         handles = [group.all_reduce(torch.ones(elements)) for group in groups]

@@ -60,7 +60,7 @@ async def test_from_other_loops_and_threads(pair: Ranks) -> None:
 
 
 async def test_ranks_in_threads(four: Ranks) -> None:
-    """The plain way: a thread a rank, which blocks."""
+    """The plain way: each rank has a thread, which blocks."""
 
     def work(rank: Backend) -> float:
         return sum(rank.all_reduce(torch.tensor([float(n)])).wait(10.0).item() for n in range(50))
@@ -69,7 +69,7 @@ async def test_ranks_in_threads(four: Ranks) -> None:
 
 
 async def test_threads_of_one_rank(pair: Ranks) -> None:
-    """Collectives of one rank may be started from several threads, if only all ranks start them in the same order."""
+    """Several threads of one rank may start collectives, as long as all ranks start them in the same order."""
     turn = threading.Lock()
 
     def both(number: int) -> list[float]:
@@ -127,7 +127,7 @@ async def test_cancelling_an_await_does_not_cancel_the_collective(pair: Ranks) -
 
 
 async def test_the_loop_of_a_cancelled_await_may_close(pair: Ranks) -> None:
-    """Whoever waited is gone with its loop when the result comes."""
+    """The waiting task and its loop are gone when the result comes."""
     handle = pair[0].all_reduce(torch.ones(1))
 
     async def give_up() -> None:

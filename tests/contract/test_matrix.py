@@ -19,7 +19,7 @@ DTYPES = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
 )
-# Of gRPC, which knows bytes only, one dtype of each way of summing.
+# For gRPC, which only sees bytes, one dtype of each way of summing.
 MATRIX = [(("loopback", ranks), dtype) for ranks in (1, 2, 3, 4, 5) for dtype in DTYPES]
 BYTES = (torch.float32, torch.bfloat16, torch.int8)
 MATRIX += [
@@ -44,7 +44,7 @@ class Case:
 
     def start(self, backend: Backend, mine: Tensor) -> Pending[Tensor]:
         arguments = self.arguments
-        if "table" in arguments:  # rows from each rank to each other one
+        if "table" in arguments:  # rows from each rank to each other
             table, rank = arguments["table"], backend.rank
             arguments = {"send_sizes": table[rank], "recv_sizes": [row[rank] for row in table]}
         pending: Pending[Tensor] = getattr(backend, self.op)(mine, **arguments)
@@ -57,13 +57,13 @@ def sample(dtype: torch.dtype, shape: Sequence[int], rank: int) -> Tensor:
 
 
 def block_sizes(dtype: torch.dtype) -> list[int]:
-    """Elements a rank sends to each other one: around the eager limit, the chunk, and with some chunks more."""
+    """How many elements a rank sends to each other: around the eager limit, around a chunk's size, and some chunks more."""
     eager, chunk = LIMITS.eager_bytes // dtype.itemsize, LIMITS.chunk_bytes // dtype.itemsize
     return [0, 1, eager - 1, eager, eager + 1, chunk, 2 * chunk + 1]
 
 
 def whole_sizes(dtype: torch.dtype, ranks: int) -> list[int]:
-    """Elements of data that is cut over the ranks, or not cut at all."""
+    """How many elements for data that is cut over the ranks, or not cut at all."""
     eager, chunk = LIMITS.eager_bytes // dtype.itemsize, LIMITS.chunk_bytes // dtype.itemsize
     direct = 2 * eager // ranks  # the largest all_reduce in one step
     return sorted({0, 1, ranks - 1, ranks + 1, direct, direct + 1, eager, eager + 1, eager * ranks + 1, 2 * chunk * ranks + 1})
@@ -87,7 +87,7 @@ def cases(dtype: torch.dtype, ranks: int) -> list[Case]:
 
 
 def uneven(dtype: torch.dtype, ranks: int, seed: int) -> list[Case]:
-    """The uneven forms, with sizes that a seed chooses; some ranks have nothing."""
+    """The uneven forms, with seeded random sizes; some ranks have nothing."""
     choose = random.Random(seed)
     most = 3 * LIMITS.chunk_bytes // dtype.itemsize if seed % 2 else 5
     sizes = [choose.choice((0, 1, choose.randint(0, most))) for _ in range(ranks)]
@@ -150,7 +150,7 @@ async def test_inputs_that_are_not_contiguous(world: Sequence[Backend]) -> None:
 
 
 async def test_parameters_can_be_given(world: Sequence[Backend]) -> None:
-    """What requires grad is taken by value; results have no history."""
+    """The value of a tensor that requires grad is used; results have no autograd history."""
 
     async def work(rank: Backend) -> None:
         got = await rank.all_reduce(torch.nn.Parameter(torch.ones(3)))
@@ -161,7 +161,7 @@ async def test_parameters_can_be_given(world: Sequence[Backend]) -> None:
 
 
 async def test_pieces(world: Sequence[Backend]) -> None:
-    """Of any shape, strides and size, cut by each rank as it likes, or not at all: it is one and the same collective."""
+    """Pieces of any shape, strides and size, which each rank cuts differently or not at all: it is the same collective."""
     ranks = len(world)
     sizes = [0] + [40 + rank for rank in range(1, ranks)] if ranks > 1 else [40]
     whole = [sample(torch.float32, (sum(sizes),), rank) for rank in range(ranks)]

@@ -23,7 +23,7 @@ def ones(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.ones(shape, dtype=dtype)
 
 
-# What three ranks call and what they are then said to be in, and the same for the odd one. 400 elements go around the ring.
+# What three ranks call and how errors name it, then the same for the odd rank. 400 elements go around the ring.
 CASES: dict[str, tuple[Call, str, Call, str]] = {
     "another collective": (lambda r: r.all_reduce(ones(4)), "all_reduce(float32 [4], sum)", lambda r: r.barrier(), "barrier()"),
     "the same bytes of another dtype": (
@@ -128,7 +128,7 @@ async def test_a_size_error_never_waits_for_a_timeout(pair: Ranks) -> None:
 
 @pytest.mark.parametrize("rows", [3, 60], ids=["small", "large"])
 async def test_uneven_all_to_all_that_does_not_add_up(four: Ranks, rows: int) -> None:
-    """Rank 1 sends rank 2 one row more than rank 2 expects; the tables are no part of the signature, so they are compared apart."""
+    """Rank 1 sends rank 2 one row more than rank 2 expects. The tables are not part of the signature, so they are compared separately."""
 
     def call(rank: Backend) -> Pending[torch.Tensor]:
         sends = [rows] * 4
@@ -156,7 +156,7 @@ async def test_a_send_and_a_receive_of_different_dtypes(pair: Ranks) -> None:
 
 
 async def test_every_other_collective_of_many_is_wrong(four: Ranks) -> None:
-    """The failed ones take nothing of their neighbours with them."""
+    """The failed collectives do not disturb their neighbours."""
 
     def call(rank: Backend, number: int) -> Pending[torch.Tensor]:
         wrong = number % 2 and rank.rank == number % 4

@@ -1,4 +1,4 @@
-"""The numbers of the reference, literally."""
+"""The reference's results, as literal numbers."""
 
 import asyncio
 import math
@@ -99,7 +99,7 @@ async def test_send_and_receive(pair: Ranks) -> None:
 
 @pytest.mark.parametrize("first", [0, 1])
 async def test_size_of_a_receive(pair: Ranks, first: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ends are told, whichever sees it first, and the next message between them arrives."""
+    """Both ends are told, whichever notices first, and the next message between them arrives."""
     text, tag = "rank 0 sends 3 elements, but rank 1 receives into 4; give both tensors one size", f"seen by {first}"
     cleared = Operation.cleared
 
@@ -156,7 +156,7 @@ async def test_no_sending_to_oneself(world: Ranks) -> None:
 
 
 async def test_wrong_sizes_are_refused_before_any_traffic(world: Ranks) -> None:
-    """Each rank may call alone: nothing is sent, no number is used up, and the next collective is right."""
+    """Even if only one rank makes the call: nothing is sent, no sequence number is used up, and the next collective is right."""
     size, rank = len(world), world[0]
     before = rank.telemetry.bytes_sent
     wrong: list[tuple[Callable[[], object], str]] = [
@@ -212,7 +212,7 @@ async def test_wrong_sizes_are_refused_before_any_traffic(world: Ranks) -> None:
 
 
 async def test_values_of_the_wrong_kind(world: Ranks) -> None:
-    """Are refused by the call, before any traffic."""
+    """The call refuses them, before any traffic."""
     rank, before, one = world[0], world[0].telemetry.bytes_sent, torch.zeros(1)
     other = 1 % rank.world_size
     wrong: list[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any], str]] = [

@@ -14,11 +14,11 @@ from shardnet.testing import each_rank
 from tests.contract.conftest import MakeCluster
 
 Ranks = Sequence[Backend]
-Started = list[tuple[Pending[torch.Tensor], torch.Tensor]]  # a handle and what it must give
+Started = list[tuple[Pending[torch.Tensor], torch.Tensor]]  # a handle and its expected result
 
 
 def start(rank: Backend, kind: int, number: int, elements: int) -> tuple[Pending[torch.Tensor], torch.Tensor]:
-    """A collective that no other one of the same program can be taken for."""
+    """Start a collective that cannot be mistaken for another one of the same program."""
     ranks, mine = rank.world_size, torch.full((elements,), number * 10 + rank.rank)
     total = sum(number * 10 + r for r in range(ranks))
     match kind:
@@ -50,7 +50,7 @@ async def test_hundreds_of_all_kinds(four: Ranks) -> None:
 
 
 async def test_more_than_may_be_outstanding(fresh: MakeCluster) -> None:
-    """The rest waits for its turn; also when ranks start them in bursts at different times."""
+    """The rest waits for its turn, also if ranks start collectives in bursts at different times."""
     async with fresh(3, limits=Limits(chunk_bytes=64, eager_bytes=32, window_bytes=256, inline_bytes=16, max_outstanding=4)) as ranks:
 
         async def work(rank: Backend) -> None:
@@ -80,7 +80,7 @@ async def test_eight_equal_gathers_are_never_mixed_up(pair: Ranks) -> None:
 
 
 async def test_sends_and_receives_of_a_pair_match_in_order(pair: Ranks) -> None:
-    """Both ways at once, among collectives, with as many as 60 under way."""
+    """They go both ways at once, between collectives, with up to 60 under way."""
 
     async def work(rank: Backend) -> None:
         other = 1 - rank.rank
@@ -117,7 +117,7 @@ async def test_large_chunks_both_ways_at_once(fresh: MakeCluster) -> None:
 
 
 async def test_a_rank_that_runs_ahead(four: Ranks) -> None:
-    """Rank 0 has started, and where it may finished, everything before the others begin: what it sent was kept."""
+    """Rank 0 has started everything, and finished what it could, before the others begin: what it sent was kept."""
 
     def program(rank: Backend) -> Started:
         return [start(rank, number % 5, number, 1 + number % 12) for number in range(50)]
@@ -130,7 +130,7 @@ async def test_a_rank_that_runs_ahead(four: Ranks) -> None:
 
 
 async def test_what_waits_for_its_turn_ends_when_its_time_is_over(fresh: MakeCluster) -> None:
-    """And not when those before it have ended; what is behind it goes on."""
+    """It does not wait until those before it have ended; collectives after it go on."""
     async with fresh(2, limits=Limits(max_outstanding=2)) as ranks:
         first = [ranks[0].all_reduce(torch.ones(1)) for _ in range(2)]
         for call in (ranks[0].all_reduce, ranks[0].all_gather):

@@ -1,4 +1,4 @@
-"""A rank may be ahead of another one by as many groups and messages as it likes: that one keeps little, and cuts nobody off."""
+"""A rank may be any number of groups and messages ahead of another one, which keeps little of them and cuts nobody off."""
 
 import asyncio
 import threading
@@ -25,11 +25,11 @@ from tests.contract.conftest import MakeCluster
 from tests.contract.test_any_source import announced, numbers, room
 from tests.contract.test_channels import KEPT, live_tags, one
 
-# A rank keeps 192 KiB of another one, which is 24 words; a mailbox has room for four letters.
+# A rank keeps up to 192 KiB from another rank, which is 24 control messages (words); a mailbox has room for four letters.
 LIMITS = Limits(chunk_bytes=32 * KIB, eager_bytes=32 * KIB, window_bytes=128 * KIB, letter_bytes=32 * KIB, max_outstanding=2)
 WORDS = most_words(LIMITS)
 GROUPS = 8
-ELEMENTS = 6_000  # of 4 bytes: all that is outstanding in GROUPS is twice what may be kept
+ELEMENTS = 6_000  # of 4 bytes: the data outstanding in GROUPS groups is twice what may be kept
 
 Begin = Callable[[Backend, torch.Tensor], Pending[torch.Tensor]]
 COLLECTIVES: dict[str, Begin] = {
@@ -42,7 +42,7 @@ COLLECTIVES: dict[str, Begin] = {
 
 
 def kept(rank: Backend) -> int:
-    """Bytes of data that others have sent it for groups that it has yet to make."""
+    """How many bytes of data a rank has kept from others for groups that it has yet to make."""
     assert isinstance(rank, MeshBackend)
     chunks = [chunk for numbers in rank._board._unknown._chunks.values() for came in numbers.values() for _, chunk in came]
     return sum(chunk.size for chunk in chunks)
@@ -83,7 +83,7 @@ async def test_who_never_makes_a_group_is_named(fresh: MakeCluster) -> None:
         groups.append(ranks[2].subgroup(range(3)))
         handles = [group.all_reduce(torch.ones(ELEMENTS)) for group in groups[:2]]
         await announced(ranks[1], ranks[2])
-        # Rank 2 is in the first one, which has failed.
+        # For rank 2 the next collective is the first one, which has failed.
         with pytest.raises(CollectiveError):
             await groups[2].all_gather(torch.ones(ELEMENTS), timeout_s=0.5)
         handles.append(groups[2].all_reduce(torch.ones(ELEMENTS)))
@@ -94,7 +94,7 @@ async def test_who_never_makes_a_group_is_named(fresh: MakeCluster) -> None:
 async def test_who_dies_before_it_makes_a_group_is_named(fresh: MakeCluster) -> None:
     async with fresh(3, limits=LIMITS) as ranks:
         groups = [rank.subgroup(range(3)) for rank in ranks[:2]]
-        handles = [group.all_gather(torch.ones(ELEMENTS)) for group in groups for _ in range(7)]  # more than find room in a mailbox
+        handles = [group.all_gather(torch.ones(ELEMENTS)) for group in groups for _ in range(7)]  # more than a mailbox has room for
         await announced(ranks[0], ranks[2])
         ranks[2].abort()
         for handle in handles:
@@ -105,7 +105,7 @@ async def test_who_dies_before_it_makes_a_group_is_named(fresh: MakeCluster) -> 
 
 
 async def test_thousands_of_groups_that_others_have_yet_to_make(fresh: MakeCluster) -> None:
-    """Each costs a rank an eighth of what any other word does."""
+    """Keeping a word about a new group costs a rank an eighth of what any other word does."""
     async with fresh(2, limits=LIMITS) as ranks:
         groups = [ranks[0].subgroup(range(2)) for _ in range(4 * WORDS)]
         await announced(*ranks)
@@ -130,7 +130,7 @@ async def test_a_group_that_ended_before_others_have_made_it(fresh: MakeCluster)
 
 
 async def test_a_group_that_ends_before_a_collective_has_begun_there(fresh: MakeCluster) -> None:
-    """Which fails of that before the others are told, and counts as one that this rank has not done."""
+    """That collective fails before the others are told of the end, and counts as one that this rank has not done."""
     async with fresh(2, limits=LIMITS) as ranks:
         groups = [rank.subgroup(range(2)) for rank in ranks]
         await each_rank(groups, lambda group: group.barrier())
@@ -138,12 +138,12 @@ async def test_a_group_that_ends_before_a_collective_has_begun_there(fresh: Make
         await announced(ranks[1], ranks[0])
         loop, held = LoopThread.shared(), threading.Event()
         loop.call(held.wait, 10.0)
-        loop.call(loop.loop.call_soon, groups[0].disband, "enough")  # between its call and its first step
+        loop.call(loop.loop.call_soon, groups[0].disband, "enough")  # between the collective's call and its first step
         mine = groups[0].all_gather(torch.ones(ELEMENTS))
         held.set()
         async with asyncio.timeout(10.0):
             ends = [await each_end(handle) for handle in (mine, theirs)]
-        # By letter each may have the other one's before the group ends.
+        # By letter each rank may have the other one's data before the group ends.
         assert all(isinstance(end, torch.Tensor) or "enough" in str(end) for end in ends)
 
 
@@ -156,10 +156,10 @@ async def each_end(handle: Pending[torch.Tensor]) -> torch.Tensor | Exception:
 
 @pytest.mark.parametrize("name", ["all_gather", "all_reduce"])
 async def test_collectives_that_fail_while_a_rank_is_away(fresh: MakeCluster, name: str) -> None:
-    """It hears of each of them when it is back, or which other one it should have called, and has kept none of their data."""
+    """When it is back it hears of each failure, or which other collective it should have called; it has kept none of their data."""
     async with fresh(3, limits=LIMITS) as ranks:
         tensor = torch.ones(ELEMENTS)
-        failures = WORDS // 3  # of two words each, and of three times the data that may be kept
+        failures = WORDS // 3  # two words each; together they have three times the data that may be kept
         for _ in range(failures):
             for error in await each_error(ranks[:2], lambda rank: getattr(rank, name)(tensor, timeout_s=0.05)):
                 assert "rank 2 (at #0, last entered nothing)" in str(error)
@@ -167,7 +167,7 @@ async def test_collectives_that_fail_while_a_rank_is_away(fresh: MakeCluster, na
         for _ in range(failures - 1):
             with pytest.raises(CollectiveTimeout, match="was aborted by rank"):
                 await COLLECTIVES[name](ranks[2], tensor)
-        with pytest.raises((CollectiveMismatch, CollectiveTimeout), match=f"all_to_all.* {name}"):  # a letter that failed is taken back
+        with pytest.raises((CollectiveMismatch, CollectiveTimeout), match=f"all_to_all.* {name}"):  # a failed letter is taken back
             await ranks[2].all_to_all(tensor)
         handles = [COLLECTIVES[name](rank, tensor) for rank in ranks]
         results = [await handle for handle in handles]
@@ -176,7 +176,7 @@ async def test_collectives_that_fail_while_a_rank_is_away(fresh: MakeCluster, na
 
 @pytest.mark.parametrize("sends_first", [True, False], ids=["sends", "receives"])
 async def test_more_messages_than_the_other_rank_would_keep(fresh: MakeCluster, sends_first: bool) -> None:
-    """With a tag each, the last one first."""
+    """Each message has its own tag, and the last one is asked for first."""
     async with fresh(2, limits=LIMITS) as ranks:
         count = 4 * WORDS
         into = room(count)
@@ -191,7 +191,7 @@ async def test_more_messages_than_the_other_rank_would_keep(fresh: MakeCluster, 
         ahead, behind = ranks if sends_first else ranks[::-1]
         begun = first(range(count))
         for _ in range(2):
-            await announced(behind, ahead)  # whose messages need no turn, since the other one asks for them
+            await announced(behind, ahead)  # which needs no turn: the other rank asks for its messages
         assert isinstance(behind, MeshBackend)
         assert await value_on_loop(lambda: len(behind._board._unknown)) == WORDS // 4
         for handle in [*second(range(count - 1, -1, -1)), *begun]:
@@ -214,16 +214,16 @@ async def test_a_receive_from_any_source_finds_what_has_its_turn_later(fresh: Ma
 
 
 async def test_who_needs_its_turn_no_more_leaves_it_to_the_next(fresh: MakeCluster) -> None:
-    """It is called in the same moment in which the other rank asks for it."""
+    """A message's turn comes at the same moment at which the other rank asks for it."""
     async with fresh(2, limits=LIMITS) as ranks:
         *first, last = range(WORDS // 4 + 1)
-        before = [ranks[0].send(numbers(0), 1, tag=f"before {number}") for number in (*first, last)]  # the last one has no turn
+        before = [ranks[0].send(numbers(0), 1, tag=f"before {number}") for number in (*first, last)]  # the last one does not get a turn yet
         wanted = ranks[0].send(numbers(7), 1, tag="wanted")
         (into,) = room()
         found = ranks[1].recv_any(into, tag="wanted")
         held = threading.Event()
         LoopThread.shared().call(held.wait, 10.0)
-        received = [ranks[1].recv(room()[0], 0, tag=f"before {number}") for number in (*first[1:], last)]  # all of these have one
+        received = [ranks[1].recv(room()[0], 0, tag=f"before {number}") for number in (*first[1:], last)]  # all of these have a turn
         held.set()
         assert (await found, into.item()) == (0, 7)
         for each in [*received, ranks[1].recv(room()[0], 0, tag="before 0")]:
@@ -233,7 +233,7 @@ async def test_who_needs_its_turn_no_more_leaves_it_to_the_next(fresh: MakeClust
 
 
 async def test_who_fails_while_it_is_called_leaves_its_turn_to_the_next(fresh: MakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is about to say who is missing, and by then nobody is."""
+    """The failing send is about to say which rank is missing, but by then none is."""
     asks, go_on, hold = threading.Event(), asyncio.Event(), RollCall.hold
 
     async def slow(self: RollCall, sequence: int) -> Attendance:
@@ -263,7 +263,7 @@ async def test_who_fails_while_it_is_called_leaves_its_turn_to_the_next(fresh: M
 
 
 async def test_what_fails_keeps_its_turn_until_the_other_rank_has_heard_of_it(fresh: MakeCluster) -> None:
-    """Which keeps little of it: a rank that fails again and again is not cut off for it, and may go on."""
+    """That rank keeps little about failures: a rank that fails again and again is not cut off, and may go on."""
     async with fresh(2, limits=LIMITS) as ranks:
         assert isinstance(ranks[0], MeshBackend)
         turns = ranks[0]._board.turns
@@ -311,7 +311,7 @@ async def test_who_asks_for_what_failed_before_its_turn_hears_it_at_once(
 
 
 async def test_failures_before_and_after_their_turn_leave_no_gap(fresh: MakeCluster) -> None:
-    """What is sent next with that tag is received next, after as many errors as there were, whether its source is named or not."""
+    """After as many errors as there were failures, the next message with that tag arrives, whether its source is named or not."""
     async with fresh(2, limits=LIMITS) as ranks:
         assert isinstance(ranks[0], MeshBackend)
         turns = ranks[0]._board.turns
@@ -343,14 +343,14 @@ async def test_who_waits_for_a_turn_hears_of_a_loss_and_of_the_end(fresh: MakeCl
 
 
 def books(rank: Backend) -> tuple[object, ...]:
-    """All that there is about messages that have no answer yet."""
+    """All that a rank keeps about messages without an answer."""
     assert isinstance(rank, MeshBackend)
     turns = rank._board.turns
     return +turns._taken, turns._kept, [*filter(None, turns._waiting.values())], rank._board._unknown._chunks
 
 
 async def check_settled(ranks: Sequence[Backend]) -> None:
-    """All that has been said is heard, nothing is left of it, and messages come as ever."""
+    """Check that everything that was said has been heard, and that nothing of it is kept."""
     for _ in range(2):
         await announced(*ranks)
         await announced(*ranks[::-1])
@@ -360,7 +360,7 @@ async def check_settled(ranks: Sequence[Backend]) -> None:
 
 @pytest.mark.parametrize("at", ["one rank", "both"])
 async def test_groups_that_end_with_more_messages_than_the_other_rank_would_keep(fresh: MakeCluster, at: str) -> None:
-    """It has made none of their channels, and will not."""
+    """The other rank has made none of their channels, and will not."""
     async with fresh(2, limits=LIMITS) as ranks:
         for count in (2 * WORDS, *[1] * WORDS):
             groups = [rank.subgroup(range(2)) for rank in ranks]
@@ -390,7 +390,7 @@ async def test_what_has_failed_in_groups_that_ended_keeps_no_turn(fresh: MakeClu
 
 
 async def test_a_group_that_ends_while_others_are_told_what_has_failed_there(fresh: MakeCluster) -> None:
-    """What has no turn for that yet is told no more."""
+    """Failures that do not have a turn yet are no longer told."""
     async with fresh(2, limits=LIMITS) as ranks:
         groups = [rank.subgroup(range(2)) for rank in ranks]
         vain = [groups[0].send(numbers(0), 1, tag=str(number), timeout_s=0.1) for number in range(4 * WORDS)]
@@ -404,7 +404,7 @@ async def test_a_group_that_ends_while_others_are_told_what_has_failed_there(fre
 
 
 async def test_who_has_failed_in_all_its_turns_goes_on(fresh: MakeCluster) -> None:
-    """One of them in sends, the other one in receives, and neither in what the other one has begun."""
+    """One rank fails in sends, the other in receives, and neither in anything that the other one has begun."""
     async with fresh(2, limits=LIMITS) as ranks:
         vain: list[Pending[Any]] = [ranks[0].send(numbers(0), 1, tag=f"to {number}", timeout_s=0.1) for number in range(2 * WORDS)]
         vain += [ranks[1].recv(room()[0], 0, tag=f"fro {number}", timeout_s=0.1) for number in range(2 * WORDS)]
@@ -421,7 +421,7 @@ async def test_who_has_failed_in_all_its_turns_goes_on(fresh: MakeCluster) -> No
 async def test_who_leaves_with_a_failure_that_it_has_not_told_is_not_waited_for(
     fresh: MakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither of them hears that the other one has heard of its failures, so that none has a turn for more."""
+    """Neither rank hears that the other has heard of its failures, so neither gets a turn for more."""
     monkeypatch.setattr(Switchboard, "_acknowledge_abort", lambda *_: None)
     async with fresh(2, limits=LIMITS) as ranks:
         vain: list[Pending[Any]] = [ranks[0].send(numbers(0), 1, tag=f"to {number}", timeout_s=0.1) for number in range(WORDS // 4)]
@@ -441,7 +441,7 @@ async def test_who_leaves_with_a_failure_that_it_has_not_told_is_not_waited_for(
 async def test_who_leaves_while_a_message_is_on_its_way_to_it_is_not_waited_for(
     fresh: MakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its receive waits for a turn when it closes, so that the other one has no answer from it, and gets none."""
+    """When rank 0 closes, its receive still waits for a turn, so the other rank has no answer, and gets none."""
     async with fresh(2, limits=LIMITS) as ranks:
         for number in range(WORDS // 4):
             ranks[0].recv(room()[0], 1, tag=f"vain {number}").quietly()
