@@ -1,4 +1,4 @@
-"""A process that saves one checkpoint after the other until it is killed, for test_kills.py."""
+"""A process that saves one checkpoint after another until it is killed, for test_kills.py."""
 
 import asyncio
 import sys
@@ -20,7 +20,7 @@ def values_at(step: int) -> torch.Tensor:
 
 
 async def load(backend: Backend, folder: Path, *, save: bool) -> int:
-    """Look at what is there, and say its step; or also save the next ones."""
+    """Load the checkpoint that is there and print its step; if asked, also save the next ones."""
     async with AsyncFSDP(Weighted(*([0.0] * ELEMENTS)), backend) as model:
         checkpoints = Checkpoints(backend, folder, model)
         found = await checkpoints.load()

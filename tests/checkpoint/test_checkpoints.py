@@ -1,4 +1,4 @@
-"""What is saved comes back, whatever the number of ranks and however they share it out."""
+"""What is saved comes back, with any number of ranks and any distribution over them."""
 
 import asyncio
 import random
@@ -196,7 +196,7 @@ async def test_what_is_saved_is_what_there_was_when_it_was_called(tmp_path: Path
 
 
 async def test_what_each_rank_has_for_itself_comes_back_to_it(tmp_path: Path) -> None:
-    """Buffers, and random generators; a rank that was not there gets rank 0's buffers, and keeps its generators."""
+    """These are buffers and random generators. A rank that was not there before gets rank 0's buffers, and keeps its own generators."""
 
     async def save(backend: Backend) -> list[Any]:
         norm = nn.BatchNorm1d(3)
@@ -230,7 +230,7 @@ def mean_of(norm: nn.BatchNorm1d) -> torch.Tensor:
 
 
 async def test_loading_takes_back_what_the_optimizer_had_nothing_of(tmp_path: Path) -> None:
-    """A checkpoint from before the first step, loaded behind it: momentum begins anew, too."""
+    """A checkpoint from before the first step is loaded after it: momentum must start again, too."""
 
     async def work(backend: Backend) -> None:
         async with AsyncFSDP(Weighted(), backend) as model:
@@ -294,7 +294,7 @@ async def test_nothing_there(tmp_path: Path) -> None:
 
 
 async def test_a_rank_that_cannot_write_fails_all_and_leaves_nothing(tmp_path: Path) -> None:
-    """Such as one that does not see the folder of the others."""
+    """For example a rank that does not see the others' folder."""
 
     async def work(backend: Backend) -> None:
         async with AsyncFSDP(Weighted(), backend) as model:
@@ -310,7 +310,7 @@ async def test_a_rank_that_cannot_write_fails_all_and_leaves_nothing(tmp_path: P
 
 
 async def test_rank_0_cannot_make_it_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All know, and the next save is as good as ever."""
+    """All ranks hear of it, and the next save works as usual."""
 
     commit = Folder.commit
 
@@ -360,7 +360,7 @@ async def test_ranks_that_save_different_steps(tmp_path: Path) -> None:
 
 
 async def test_a_rank_is_lost_while_a_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is no such checkpoint, and the one before is what is found."""
+    """That checkpoint does not exist, and the one before is found."""
     held, begun = asyncio.Event(), asyncio.Event()
 
     async def work(backend: Backend) -> None:
@@ -392,8 +392,8 @@ async def test_a_rank_is_lost_while_a_checkpoint_is_written(tmp_path: Path, monk
 
 
 async def test_a_save_that_is_cancelled_takes_its_copy_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However far each rank is; so the ranks stay together, and what is saved is of that step."""
-    monkeypatch.setattr(unbroken, "GRACE_S", 20.0)  # this is no test of how fast a crowded machine is
+    """However far each rank is. So the ranks stay together, and the saved data is that step's."""
+    monkeypatch.setattr(unbroken, "GRACE_S", 20.0)  # this does not test how fast a busy machine is
 
     async def save(backend: Backend) -> None:
         async with AsyncFSDP(Weighted(), backend) as model:

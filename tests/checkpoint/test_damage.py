@@ -1,4 +1,4 @@
-"""Files that are not what was written: never a wrong load, and never more than one interval lost."""
+"""Damaged files: they never load wrongly, and never cost more than one interval."""
 
 import asyncio
 import os
@@ -90,14 +90,14 @@ def _append(path: Path) -> None:
 
 
 def _another_digit(path: Path) -> None:
-    """Of a value of the program's own, which nothing but the header has."""
+    """Change a digit of one of the program's own values, which is only in the header."""
     content = path.read_bytes()
     assert content.count(b"%d" % (2 * POSITIONS)) == 1
     path.write_bytes(content.replace(b"%d" % (2 * POSITIONS), b"%d" % (2 * POSITIONS + 1)))
 
 
 def _other_content(path: Path) -> None:
-    """A file that any reader takes, of the same tensors with other values."""
+    """A valid file that any reader accepts, with the same tensors but other values."""
     save_file({name: torch.zeros_like(value) for name, value in load_file(path).items()}, path)
 
 
@@ -137,7 +137,7 @@ async def test_the_checkpoint_before_is_taken(damage: str, run: Path, caplog: py
 
 @pytest.mark.parametrize("repeats", [60, pytest.param(2000, marks=pytest.mark.faults)])
 async def test_a_flipped_bit_anywhere(repeats: int, run: Path, written: Path) -> None:
-    """It is found, or it is where nothing is read: between two lines, or in what no rank needs."""
+    """It is found, or it is where nobody reads: between two lines, or in data that no rank needs."""
     rng = random.Random(SEED)
     files = sorted(Folder(run, 2).of(2).iterdir())
     found = []
@@ -154,7 +154,7 @@ async def test_a_flipped_bit_anywhere(repeats: int, run: Path, written: Path) ->
 
 
 async def test_none_is_whole(run: Path) -> None:
-    """Nobody begins anew without being asked to."""
+    """Nobody starts again from the beginning without being asked to."""
     for step in (1, 2):
         _cut(_file(run, step, 0), 100)
     async with loopback_cluster(RANKS) as ranks:
@@ -177,7 +177,7 @@ async def test_a_newer_format_is_said_so(run: Path, caplog: pytest.LogCaptureFix
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """Room for two checkpoints and a half."""
+    """A disk with room for two and a half checkpoints."""
     where = tmp_path / "disk"
     where.mkdir()
     if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "none", where], check=False, timeout=10).returncode:
@@ -189,7 +189,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 async def test_a_full_disk(small_disk: Path) -> None:
-    """The save fails on all ranks, leaves nothing, and the one before is what is found."""
+    """The save fails on all ranks and leaves nothing, and the checkpoint before is found."""
 
     async def work(backend: Backend) -> int:
         async with AsyncFSDP(module_at(1), backend, units=[Block]) as model:
@@ -258,7 +258,7 @@ def test_weights_that_cannot_be_read_or_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
 def test_a_file_of_weights_may_be_read_by_whom_the_umask_lets(tmp_path: Path, umask: int, mode: int) -> None:
-    """safetensors itself writes one for its owner alone, so that nobody else could have loaded what was exported for them."""
+    """safetensors itself makes the file readable only for its owner, so others could not load weights that were exported for them."""
     before = os.umask(umask)
     try:
         write_weights(tmp_path / "model.safetensors", {"a": torch.ones(2)})

@@ -1,4 +1,4 @@
-"""Files past the page cache hold what was written, wherever they lie."""
+"""Files that are written past the page cache hold what was written, on any file system."""
 
 import errno
 import fcntl
@@ -79,7 +79,7 @@ def _lives_in_memory(path: Path) -> bool:
 @needs_direct
 @pytest.mark.parametrize("refused", ["open", "write"])
 def test_a_file_system_that_knows_only_its_cache(refused: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some say so when a file is opened, some when it is written to."""
+    """Some refuse direct access when a file is opened, some when it is written to."""
     refusals = list[object]()
     real_open, real_write = os.open, os.write
 

@@ -1,4 +1,4 @@
-"""Who writes what: each span once, by one that holds it, and no rank much more than another."""
+"""Which rank writes what: each span is written once, by a rank that holds it, and no rank writes much more than another."""
 
 import random
 
@@ -17,7 +17,7 @@ def test_what_one_rank_holds_it_writes() -> None:
 def test_what_all_hold_is_shared_out(seed: int) -> None:
     rng = random.Random(seed)
     spans = [Span(f"p{number}", 0, rng.randrange(1, 1000)) for number in range(50)]
-    own = [Span("own", 0, 2000)]  # of rank 0, which then has less to do of the rest
+    own = [Span("own", 0, 2000)]  # of rank 0, which therefore gets less of the rest
     duties = writers([spans + own, spans, spans])
     assert duties.keys() == {*spans, *own}
     assert duties[own[0]] == 0

@@ -1,4 +1,4 @@
-"""A save takes its time while a training goes on, and none when somebody waits for it."""
+"""A save rests between its pieces of work while a training goes on, but not when somebody waits for it."""
 
 import asyncio
 import itertools

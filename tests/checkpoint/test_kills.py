@@ -1,4 +1,4 @@
-"""kill -9 at any moment of a save: what is found is the last checkpoint, or the one that was about to be."""
+"""kill -9 at any moment of a save: afterwards the last checkpoint is found, or the one that was being saved."""
 
 import asyncio
 import os

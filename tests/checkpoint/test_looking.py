@@ -1,4 +1,4 @@
-"""Checkpoints that are looked at without a training, by `shardnet checkpoint` and by its functions."""
+"""Looking at checkpoints without a training, by `shardnet checkpoint` and by its functions."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""What is read lies in the file: the kernel has its pages in memory once, for as many ranks of a node as read them."""
+"""Tensors that are read stay in the file's pages: the kernel has these in memory once, for all ranks of a node that read them."""
 
 import json
 from pathlib import Path

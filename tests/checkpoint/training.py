@@ -1,4 +1,4 @@
-"""A training whose losses do not depend on how many ranks do it, nor on how they share it out."""
+"""A training whose losses do not depend on the number of ranks, nor on how they are sharded."""
 
 from dataclasses import dataclass
 from pathlib import Path

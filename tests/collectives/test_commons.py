@@ -1,4 +1,4 @@
-"""One buffer a node: where gathered data lies, and who sees what is written there."""
+"""One buffer per node: where gathered data lies, and who sees what is written there."""
 
 import asyncio
 from dataclasses import replace
@@ -126,7 +126,7 @@ async def test_what_is_small_is_not_worth_it() -> None:
 
 
 async def test_all_nodes_get_the_same_bytes_when_a_shard_changes_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What goes to other nodes is what lies in this one's buffer."""
+    """Other nodes get the bytes in this node's buffer."""
     shards = [torch.full((ROWS,), float(rank)) for rank in range(4)]
     write = Hierarchical._write_own
 

@@ -1,4 +1,4 @@
-"""One buffer a node: who may use its memory again, and when."""
+"""One buffer per node: who may use its memory again, and when."""
 
 import errno
 import os
@@ -36,7 +36,7 @@ async def test_what_nobody_has_any_more_is_released(segments: Callable[[], int])
 
 
 async def test_results_of_about_one_size_take_turns_in_the_same_memory(segments: Callable[[], int]) -> None:
-    """In a training units differ, and memory that was dropped for one of another size has to be cleared by the system each time."""
+    """In a training units differ. If a buffer were dropped for one of another size, the system would have to clear new memory each time."""
     async with local_cluster(2, limits=LIMITS) as ranks:
         commons, made = ranks[0]._group.commons, list[int]()
         for turn in range(8):
@@ -54,7 +54,7 @@ async def test_results_of_about_one_size_take_turns_in_the_same_memory(segments:
 async def test_memory_is_used_again_when_all_have_released_it(segments: Callable[[], int]) -> None:
     async with local_cluster(3, limits=LIMITS) as ranks:
         release(await each_rank(ranks, gather()))
-        release(await each_rank(ranks, gather()))  # the others say with their next call what they have released
+        release(await each_rank(ranks, gather()))  # the others say what they have released with their next call
         mapped = segments()
         for turn in range(20):
             buffers = await each_rank(ranks, gather(add=float(turn)))
@@ -89,7 +89,7 @@ async def test_no_more_memory_stays_than_was_in_use_at_once(segments: Callable[[
 
 @pytest.mark.parametrize("late", [0, 1, 2])
 async def test_what_is_released_for_good_is_given_back(segments: Callable[[], int], late: int) -> None:
-    """Once all have, and so is what would fit into the same room."""
+    """It is given back once all ranks have released it, and so is other memory that would fit into the same room."""
     async with local_cluster(3, limits=LIMITS) as ranks:
         whole = [await each_rank(ranks, gather(add=float(turn))) for turn in range(10)]
         for buffers in whole:
@@ -128,7 +128,7 @@ async def test_what_was_said_is_not_said_again() -> None:
 
 
 async def test_what_nobody_heard_is_said_again(segments: Callable[[], int]) -> None:
-    """Rank 2 tells the keeper what it has released, which waits for rank 1 in vain and hears nothing."""
+    """Rank 2 tells the keeper what it has released, but the keeper waits for rank 1 in vain and hears nothing."""
     async with local_cluster(3, limits=LIMITS) as ranks:
         for _ in range(8):
             release(await each_rank(ranks, gather()))
@@ -193,7 +193,7 @@ async def test_a_collective_that_fails_gives_its_memory_back(segments: Callable[
 
 @pytest.mark.skipif(not futex.available, reason="mailboxes need Linux on x86-64")
 async def test_what_was_said_to_a_keeper_that_failed_behind_the_others_good_end() -> None:
-    """Who has ended well does not say again what it has released: the keeper must have heard it by then."""
+    """A rank that has ended well does not repeat what it has released: by then the keeper must have heard it."""
     async with local_cluster(2, limits=LIMITS) as ranks:
         release(await each_rank(ranks, gather()))
         commons = ranks[0]._group.commons

@@ -1,4 +1,4 @@
-"""One buffer a node: what happens where there is no memory for it, and when a rank does not keep to what was said or is gone."""
+"""One buffer per node: what happens if there is no memory for it, or if a rank breaks the rules or is gone."""
 
 import asyncio
 import errno
@@ -40,7 +40,7 @@ async def test_a_grant_of_less_than_was_asked_for_is_refused(monkeypatch: pytest
 
 
 async def test_a_rank_that_shares_no_memory_makes_its_node_do_without() -> None:
-    """All of it, whichever rank that is."""
+    """The whole node, whichever rank that is."""
     for apart in range(3):
         async with local_cluster(3, limits=LIMITS, shared_memory=partial(operator.ne, apart)) as ranks:
             buffers = await each_rank(ranks, gather())
@@ -75,7 +75,7 @@ async def test_without_memory_each_rank_has_its_own(monkeypatch: pytest.MonkeyPa
 
 
 async def test_a_grant_is_for_one_piece_of_memory_whatever_its_number() -> None:
-    """A rank that was frozen reads of a piece that is gone, and another one of that size has its descriptor."""
+    """A rank that was frozen reads about a piece that is gone, while another piece of that size has its descriptor."""
     first = Segment(4096)
     granted = (os.getpid(), first.descriptor, first.inode)
     Segment(4096, granted)
@@ -104,7 +104,7 @@ async def test_memory_that_a_rank_cannot_map_is_an_error_for_all(monkeypatch: py
 
 
 async def test_a_keeper_that_is_gone_is_named_and_not_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its process may end before its streams do: who looks for what it granted finds nobody."""
+    """Its process may end before its streams do: a rank that looks for the granted memory finds no process."""
     make = Segment.__init__
 
     def gone(segment: Segment, size: int, owner: tuple[int, int] | None = None) -> None:
@@ -142,7 +142,7 @@ async def test_the_others_go_on_when_a_rank_is_lost() -> None:
 
 
 async def test_word_of_memory_that_was_not_granted_is_refused() -> None:
-    """It would count as data that is there."""
+    """Otherwise it would count as data that is there."""
     async with local_cluster(2, limits=replace(LIMITS, letter_bytes=0)) as ranks:
         board = ranks[0]._board
         placed = Chunk(1, 0, 0, 2, control=mesh_pb2.Control(placed=mesh_pb2.Placed(size=4 * ROWS)))

@@ -1,4 +1,4 @@
-"""What the flight recorder says of collectives, whichever way they go."""
+"""What the flight recorder says about collectives, whichever way their data goes."""
 
 import asyncio
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ def flights(rank: Backend) -> list[Flight]:
 
 
 async def until_waiting(rank: Backend) -> None:
-    """Until the newest collective waits for somebody; on the loop thread, so that others get their turn."""
+    """Wait until the newest collective waits for a rank; on the loop thread, so that others get their turn."""
 
     async def look() -> None:
         async with asyncio.timeout(5.0):
@@ -99,7 +99,7 @@ async def test_one_whose_turn_has_not_come_has_only_begun(kind: str) -> None:
 
 
 async def _nothing() -> None:
-    """Behind everything that the loop thread was told before."""
+    """Runs after everything that the loop thread was told before."""
 
 
 async def test_one_that_fails_names_the_error(kind: str) -> None:

@@ -1,4 +1,4 @@
-"""Collectives of groups whose ranks lie on any nodes: the right bits, and no byte across a link that need not go there."""
+"""Collectives of groups with any ranks on any nodes: the right bits, and no unnecessary byte over a link between nodes."""
 
 import asyncio
 from collections import Counter
@@ -24,7 +24,7 @@ Nodes = tuple[tuple[int, ...], ...]
 
 
 def node_sum(parts: Sequence[torch.Tensor], node: Sequence[int], carrier: int) -> torch.Tensor:
-    """In float32 by rank for 16-bit floats, else beginning behind the carrier."""
+    """A node's sum: for 16-bit floats in float32 by rank, otherwise beginning with the rank after the carrier."""
     place = node.index(carrier)
     wide = parts[0].dtype.itemsize == 2
     order = node if wide else [*node[place + 1 :], *node[: place + 1]]
@@ -35,7 +35,7 @@ def node_sum(parts: Sequence[torch.Tensor], node: Sequence[int], carrier: int) -
 
 
 def block_sum(parts: Sequence[torch.Tensor], nodes: Nodes, owner: int) -> torch.Tensor:
-    """Nodes from the one behind the owner's to the owner's, as the docstring of hierarchical.py has it."""
+    """The sum over nodes, from the one after the owner's to the owner's, as the docstring of hierarchical.py says."""
     home = next(index for index, node in enumerate(nodes) if owner in node)
     place = nodes[home].index(owner)
     total: torch.Tensor | None = None
@@ -48,7 +48,7 @@ def block_sum(parts: Sequence[torch.Tensor], nodes: Nodes, owner: int) -> torch.
 
 
 def numbers(count: int, dtype: torch.dtype, random: torch.Generator) -> torch.Tensor:
-    """Random ones whose sum shows its order. In float32 that of 16-bit floats would not, but for large ones that cancel out."""
+    """Random numbers whose sum shows its order. Added in float32, 16-bit floats would not show it without large numbers that cancel out."""
     values = torch.randn(count, generator=random)
     if dtype.itemsize == 2:
         large = torch.randint(-1, 3, (count,), generator=random)
@@ -150,7 +150,7 @@ def across(sent: Counter[tuple[int, int]], nodes: Nodes) -> list[int]:
 @pytest.mark.parametrize("per_node", [1, 2, 3])
 @pytest.mark.parametrize("count", [2, 3])
 async def test_each_link_carries_the_least_possible(sent: Counter[tuple[int, int]], count: int, per_node: int) -> None:
-    """(M - 1)/M of the data a lap, however many ranks a node has, and each of these sends its part of it."""
+    """(M - 1)/M of the data per lap, however many ranks a node has; each of them sends its part of that."""
     ranks = count * per_node
     nodes = tuple(tuple(range(first, first + per_node)) for first in range(0, ranks, per_node))
     whole = torch.ones(60 * ranks)
@@ -187,7 +187,7 @@ async def test_a_forced_routing(sent: Counter[tuple[int, int]], routing: Routing
 
 
 async def test_loans_are_back_before_what_comes_across(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a node's ranks lend each other is added up while the other node is late: then they need not wait for each other at the end."""
+    """A node's ranks add up what they lend each other while the other node is late, so they need not wait for each other at the end."""
     ones, returned, return_loan = torch.ones(4 * 300_000), set[tuple[int, int]](), Operation.return_loan
 
     async def watched(self: Operation, lender: int) -> None:

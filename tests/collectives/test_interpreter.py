@@ -1,9 +1,9 @@
-"""What copies or adds up much memory lets go of the interpreter meanwhile: the training computes, and the loop thread answers its peers.
+"""Calls that copy or add up much memory release the GIL meanwhile, so the training computes and the loop thread answers its peers.
 
-[Note: who holds the interpreter] Python takes it away from a thread only after the switch interval. With one of an hour a thread gets it
-only from one that lets go. So a second thread, which looks at the clock whenever it can, sees how long the first one has kept it at a
-time. A call that keeps it does so from its beginning to its end, on whichever machine. Of one that lets go, the second thread may see
-little, too, where it is not woken in time; then it gets another try.
+[Note: who holds the interpreter] Python takes the GIL from a thread only after the switch interval. If that is an hour, a thread gets the
+GIL only when another one releases it. So a second thread, which looks at the clock whenever it can, sees how long the first one has kept
+the GIL at a time. A call that keeps it does so from beginning to end, on any machine. Even with a call that releases it, the second thread
+may rarely run if it is not woken in time; then there is another try.
 """
 
 import ctypes
@@ -32,14 +32,14 @@ COPIED_BYTES = 128 * MIB  # some 10 ms or more, in which a thread that waits for
 ADDED_BYTES = 64 * MIB  # of each part: what is widened is there several times
 LOOK_EVERY_S = 0.0005
 SWITCH_S = 3600.0
-MOST_KEPT = 0.25  # of a call's time, at a time
+MOST_KEPT = 0.25  # the longest time at once, as a share of the call's time
 TRIES = 20
 
 Call = Callable[[], object]
 
 
 def share_kept(call: Call) -> float:
-    """The longest time in which the interpreter was not to be had, as a share of the call's."""
+    """The longest time in which no other thread could get the GIL, as a share of the call's time."""
     looks: list[float] = []
     over = threading.Event()
 
@@ -63,7 +63,7 @@ def share_kept(call: Call) -> float:
 
 
 def least_kept(call: Call) -> float:
-    """Of some tries, up to one that is good enough."""
+    """The least share of some tries, which end with one that is good enough."""
     shares: list[float] = []
     while len(shares) < TRIES and min(shares, default=1.0) >= MOST_KEPT:
         shares.append(share_kept(call))
@@ -88,7 +88,7 @@ def assign(source: np.ndarray, target: np.ndarray) -> None:
 
 
 def move(source: np.ndarray, target: np.ndarray) -> None:
-    """By a function in C that is called as one of Python's own, which keeps what it has."""
+    """Copy by a C function that is called like one of Python's own, which keeps the GIL."""
     memmove = ctypes.PyDLL(None).memmove
     memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
     memmove(target.ctypes.data, source.ctypes.data, source.nbytes)
@@ -109,7 +109,7 @@ def test_what_came_is_copied_to_where_it_belongs(source: np.ndarray, target: np.
 
 
 def test_what_an_exchange_receives_is_copied_to_where_it_belongs(source: np.ndarray, target: np.ndarray) -> None:
-    """In all_to_all, and from who sends to this rank alone."""
+    """In all_to_all, and in a receive."""
     chunk = Chunk(1, 0, 0, data=source.data)
     assert least_kept(lambda: Exchange({}, {1: target}, [1])._on_chunk(1, chunk)) < MOST_KEPT
 
@@ -137,7 +137,7 @@ def test_a_piece_is_put_into_a_window(source: np.ndarray, window: Window) -> Non
 
 
 def at_once(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """What it gives without having waited for anything; no event loop is there to let go of the interpreter."""
+    """Run a coroutine that waits for nothing, and return its result; there is no event loop that would release the GIL."""
     with pytest.raises(StopIteration) as returned:
         coroutine.send(None)
     return returned.value.value
@@ -182,7 +182,7 @@ def test_parts_are_added_up(op: ReduceOp, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_16_bits_are_widened_and_narrowed_again(dtype: torch.dtype) -> None:
-    """One by one: either takes so long that in the whole of a sum nobody would see that the other one keeps it."""
+    """Each is tested alone: each takes so long that in a whole sum nobody would see that the other one keeps the GIL."""
     part, reduction = ones(dtype), Reduction(ReduceOp.SUM, dtype, 2)
     total = reduction.widen(part)
     assert least_kept(lambda: reduction.widen(part)) < MOST_KEPT

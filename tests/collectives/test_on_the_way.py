@@ -1,4 +1,4 @@
-"""Large collectives while they are under way: what goes when, what a rank keeps meanwhile, and what it takes from whom."""
+"""Large collectives under way: what is sent when, what a rank keeps meanwhile, and what it accepts from which rank."""
 
 import asyncio
 import tracemalloc
@@ -19,8 +19,8 @@ from shardnet.transport.memory import MemoryMesh
 from shardnet.wire import Chunk, decode, encode
 from tests.shared_loop import on_shared_loop
 
-LIMITS = Limits(chunk_bytes=64, eager_bytes=0, window_bytes=256)  # nothing is small
-TURNS = 400  # of the loop, in which everything goes as far as it can
+LIMITS = Limits(chunk_bytes=64, eager_bytes=0, window_bytes=256)  # so that nothing counts as small
+TURNS = 400  # of the loop, enough for everything to go as far as it can
 Hop = tuple[int, int]  # from rank, to rank
 
 
@@ -30,14 +30,14 @@ async def turns() -> None:
 
 
 class Wire:
-    """What goes from rank to rank in memory: written down, held back where a test wants it, framed as on a network."""
+    """The chunks between ranks in memory: recorded, held back if a test wants it, and framed as on a network."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[Hop, Chunk]] = []  # data only
         self.held: set[Hop] = set()
         self.broken: set[Hop] = set()
         self.framed = False
-        self.lent = False  # what is sent is overwritten as soon as it was taken
+        self.lent = False  # whether sent data is overwritten as soon as it was taken
         self._send = MemoryMesh.send
 
     async def send(self, mesh: MemoryMesh, peer: int, chunk: Chunk) -> None:
@@ -78,7 +78,7 @@ async def same_everywhere(handles: Sequence[Pending[torch.Tensor]], value: float
 
 
 def test_a_full_link_holds_back_the_neighbours_and_sets_them_going_again(wire: Wire) -> None:
-    """Of 60 chunks that each rank has to give to the other one of its node, next to none while the link takes nothing."""
+    """Each rank has 60 chunks for the other rank of its node, and gives it almost none while the link takes nothing."""
 
     @on_shared_loop
     async def run() -> None:
@@ -89,7 +89,7 @@ def test_a_full_link_holds_back_the_neighbours_and_sets_them_going_again(wire: W
                 handles = [getattr(rank, kind)(torch.ones(4 * 30 * 16)) for rank in ranks]
                 await turns()
                 given = [len(wire.from_to(rank, rank ^ 1)) for rank in range(4)]
-                assert max(given) <= 2 * (hierarchical._AHEAD + 1)  # of two blocks in turn, one of which has to go on
+                assert max(given) <= 2 * (hierarchical._AHEAD + 1)  # of two blocks in turn, one of which must go on to the other node
                 wire.held.clear()
                 await same_everywhere(handles, 4.0)
                 assert len(wire.from_to(0, 1)) >= 60
@@ -99,7 +99,7 @@ def test_a_full_link_holds_back_the_neighbours_and_sets_them_going_again(wire: W
 
 
 def test_every_block_begins_before_any_goes_on(wire: Wire) -> None:
-    """What a rank gives to its neighbour: a chunk of each block in turn, and first of those that have the longest way to go."""
+    """A rank gives its neighbour a chunk of each block in turn, beginning with the blocks that have the longest way to go."""
 
     @on_shared_loop
     async def run() -> None:
@@ -113,7 +113,7 @@ def test_every_block_begins_before_any_goes_on(wire: Wire) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_no_message_is_larger_than_a_chunk(wire: Wire, dtype: torch.dtype) -> None:
-    """The sums of 16-bit floats are not, either."""
+    """This also holds for the sums of 16-bit floats."""
 
     @on_shared_loop
     async def run() -> None:
@@ -142,7 +142,7 @@ def calls(rank: Backend) -> list[Pending[Any]]:
 @pytest.mark.parametrize("late", range(4))
 @pytest.mark.parametrize("per_node", [1, 2, 3])
 def test_who_has_not_entered_gets_nothing_and_nobody_ends(wire: Wire, per_node: int, late: int) -> None:
-    """Or a rank would have to hold whatever the others run ahead with, and one that is done could leave too early."""
+    """Otherwise a rank would have to hold everything that faster ranks send, and one that is done could leave too early."""
 
     @on_shared_loop
     async def run() -> None:
@@ -161,7 +161,7 @@ def test_who_has_not_entered_gets_nothing_and_nobody_ends(wire: Wire, per_node: 
 @pytest.mark.parametrize("late", range(4))
 @pytest.mark.parametrize("per_node", [1, 2, 3])
 def test_another_node_gets_no_more_than_it_may_hold_before_it_has_entered(wire: Wire, per_node: int, late: int) -> None:
-    """And as much in any case: its link need not wait for an announcement."""
+    """It gets that much in any case: its link need not wait for an announcement."""
     limits = replace(LIMITS, eager_bytes=40)
 
     @on_shared_loop
@@ -202,7 +202,7 @@ def test_what_is_lent_is_not_kept(wire: Wire, per_node: int) -> None:
 
 
 def test_what_comes_from_another_node_before_the_buffer_is_granted_is_kept(wire: Wire) -> None:
-    """Rank 3 knows where it belongs when rank 2, the keeper of its node, has entered."""
+    """Rank 3 knows where the data belongs only when rank 2, the keeper of its node, has entered."""
 
     @on_shared_loop
     async def run() -> None:
@@ -220,7 +220,7 @@ def test_what_comes_from_another_node_before_the_buffer_is_granted_is_kept(wire:
 
 
 def test_a_second_phase_waits_for_its_own_announcement(wire: Wire) -> None:
-    """A sum of 16-bit floats on a ring is an exchange and then a gather, for which rank 0 is not there yet."""
+    """A sum of 16-bit floats on a ring is an exchange and then a gather, which rank 0 has not entered yet."""
 
     @on_shared_loop
     async def run() -> None:
@@ -237,8 +237,8 @@ def test_a_second_phase_waits_for_its_own_announcement(wire: Wire) -> None:
 
 
 def test_what_came_is_passed_on_as_it_came_up_to_a_bound(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While its link is held, rank 1 gets 40 chunks to pass on: it keeps 3 of them as they came, beside the one that is going, and
-    reads the rest again. What has gone makes room for more."""
+    """While its link is held, rank 1 gets 40 chunks to pass on. Besides the one being sent it keeps 3 of them as they came, and reads
+    the rest again. Each one that is sent makes room for another."""
 
     @on_shared_loop
     async def run() -> None:
@@ -263,7 +263,7 @@ def test_what_came_is_passed_on_as_it_came_up_to_a_bound(wire: Wire, monkeypatch
 
 
 def test_a_node_of_one_rank_widens_its_part_as_it_goes() -> None:
-    """And not all of it when the collective begins, which would hold up everything else in the process, and take memory."""
+    """Widening all of it when the collective begins would hold up everything else in the process, and take memory."""
     limits = Limits(chunk_bytes=4096, eager_bytes=0, window_bytes=16384)
 
     @on_shared_loop
@@ -284,7 +284,7 @@ def test_a_node_of_one_rank_widens_its_part_as_it_goes() -> None:
 
 @pytest.mark.parametrize("lost", [1, 2])
 def test_a_connection_that_breaks_in_the_middle_of_sending(wire: Wire, lost: int) -> None:
-    """To the rank of its own node or to the one across: the error says which, and in what, to everyone."""
+    """The connection is to the rank of its own node or to the one across: the error tells everyone which rank, and in which collective."""
 
     def call(rank: Backend) -> Pending[torch.Tensor]:
         return rank.all_reduce(torch.ones(960))
@@ -305,7 +305,7 @@ def test_a_connection_that_breaks_in_the_middle_of_sending(wire: Wire, lost: int
 
 @pytest.mark.parametrize("per_node", [2, 4])
 def test_what_was_added_up_is_let_go(per_node: int) -> None:
-    """A rank holds what of its neighbours' parts waits for others, not all of them until the end."""
+    """A rank holds only the neighbours' parts that wait for others, not all of them until the end."""
     limits = Limits(chunk_bytes=4096, eager_bytes=0, window_bytes=16384)
 
     @on_shared_loop
@@ -323,7 +323,7 @@ def test_what_was_added_up_is_let_go(per_node: int) -> None:
 
 
 # Rank 0 of two nodes of two, with 40 floats in each block. It adds up block 0 (its own) from ranks 1 and 2, and block 2 from rank 1.
-# Of the result it gets blocks 4 + 1 and 4 + 3 from rank 1, and 4 + 2 from rank 2.
+# Of the result it receives blocks 4 + 1 and 4 + 3 from rank 1, and 4 + 2 from rank 2.
 @pytest.mark.parametrize(
     ("source", "block", "offset", "size"),
     [
@@ -373,7 +373,7 @@ def test_parts_that_were_cut_in_other_ways_do_not_add_up() -> None:
 
 
 def test_across_nodes_chunks_have_one_size() -> None:
-    """Each small piece would be kept by itself until the others have come: a flood of them."""
+    """Otherwise a flood of small pieces would each be kept until the others have come."""
     assert_refused(lambda rank: rank.all_reduce(torch.ones(160)), [(1, 0, 0, 64), (2, 0, 0, 32)])
     assert_refused(lambda rank: rank.all_reduce(torch.ones(160)), [(1, 0, 0, 64), (1, 0, 64, 4)])
 
@@ -381,7 +381,7 @@ def test_across_nodes_chunks_have_one_size() -> None:
 def assert_refused(
     call: Callable[[Backend], Pending[torch.Tensor]], chunks: list[tuple[int, int, int, int]], words: str = "", *, per_node: int = 2
 ) -> None:
-    """Rank 0 of 4 takes all but the last of these chunks; that one ends the collective for everyone, and nothing else."""
+    """Rank 0 of 4 accepts all of these chunks except the last, which ends the collective for everyone, and nothing else."""
 
     @on_shared_loop
     async def run() -> None:

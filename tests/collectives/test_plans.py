@@ -74,7 +74,7 @@ async def test_a_broadcast_passes_each_link_once() -> None:
 
 
 async def test_on_one_node_a_broadcast_comes_from_the_root_alone() -> None:
-    """What everyone gets is written once where memory is shared, but counts for each who reads it."""
+    """Where memory is shared the data is written once, but counts for each rank that reads it."""
     async with loopback_cluster(4, limits=LIMITS) as backends:
         assert await traffic(backends, "broadcast", torch.ones(100), root=1) == [0, 1200, 0, 0]
 
@@ -98,7 +98,7 @@ async def test_small_ones_take_one_step() -> None:
 
 
 async def test_what_is_small_is_less_where_ranks_share_a_link() -> None:
-    """A small broadcast goes from root to each; a larger one once to the neighbour and once across, or around the ring."""
+    """A small broadcast goes from the root to each rank; a larger one once to the neighbour and once across, or around the ring."""
     limits = Limits(chunk_bytes=64, eager_bytes=64, window_bytes=256, inline_bytes=16)
     for per_node, small, larger in ((1, 64, [0, 68, 68, 68]), (2, 16, [0, 40, 0, 20])):
         async with loopback_cluster(4, ranks_per_node=per_node, limits=limits) as backends:

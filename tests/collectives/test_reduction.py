@@ -90,7 +90,7 @@ def test_integers_wrap_and_booleans_saturate() -> None:
 
 
 def test_arithmetic_warns_of_nothing() -> None:
-    """Infinities and overflow are the user's numbers; numpy would warn, and warnings are errors here."""
+    """Infinities and overflow are the user's business. Numpy would warn about them, and warnings are errors here."""
     infinite = torch.tensor([torch.inf])
     assert reduce(ReduceOp.SUM, [infinite, -infinite]).isnan().all()
     assert reduce(ReduceOp.SUM, [torch.tensor([3e38]), torch.tensor([3e38])]).isinf().all()

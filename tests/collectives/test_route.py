@@ -1,4 +1,4 @@
-"""Which way blocks take over nodes: every node once, by one rank each, and all ranks agree on it."""
+"""Which way blocks take over nodes: to every node once, through one rank of each, and all ranks agree on it."""
 
 import random
 
@@ -11,7 +11,7 @@ from shardnet.collectives.route import Nodes, Route, Routing
 
 @st.composite
 def groups(draw: st.DrawFn) -> Nodes:
-    """Ranks dealt out to nodes in any way, in the order in which groups have them: nodes by their first rank."""
+    """Any distribution of ranks over nodes, ordered as in groups: nodes by their first rank."""
     ranks = list(range(draw(st.integers(1, 12))))
     random.Random(draw(st.integers(0, 1000))).shuffle(ranks)
     cuts = sorted(draw(st.sets(st.integers(1, len(ranks) - 1)))) if len(ranks) > 1 else []
@@ -28,7 +28,7 @@ def test_a_block_passes_each_node_once_by_one_rank(nodes: Nodes) -> None:
         assert legs[owner].carrier == owner
         assert legs[owner].hops == 0
         carrier = owner
-        for hops in range(len(nodes)):  # as it is gathered
+        for hops in range(len(nodes)):  # in the order in which blocks are gathered
             node = next(node for node in nodes if carrier in node)
             assert {legs[rank].hops for rank in node} == {hops}
             assert {legs[rank].carrier for rank in node} == {carrier}
@@ -48,7 +48,7 @@ def test_who_is_near(nodes: Nodes) -> None:
 
 
 def test_the_ranks_of_a_node_carry_a_part_each() -> None:
-    """Two nodes of three: what rank 4 owns is rank 1's business on the other node."""
+    """Two nodes of three ranks: rank 1 carries on its node the part that rank 4 owns on the other."""
     nodes = ((0, 1, 2), (3, 4, 5))
     assert [leg.carrier for leg in Route.of(nodes, 1).legs] == [0, 1, 2, 0, 1, 2]
     assert [leg.carrier for leg in Route.of(nodes, 3).legs] == [3, 4, 5, 3, 4, 5]

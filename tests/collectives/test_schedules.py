@@ -1,6 +1,6 @@
-"""Collectives under schedules that a calm machine never shows: what arrives early, late, and between two steps of a rank.
+"""Collectives under schedules that an idle machine never shows: chunks arrive early, late, and between two steps of a rank.
 
-The tests run on shardnet's own loop, so that nothing but the seed decides what happens when.
+The tests run on shardnet's own loop, so that only the seed decides what happens when.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from tests.shared_loop import on_shared_loop
 
 LIMITS = Limits(chunk_bytes=64, eager_bytes=32, window_bytes=256, max_outstanding=6)
 PATIENCE_S = 20.0
-seeds = st.integers(0, 100_000)  # of delays, and of how many ranks are on a node
+seeds = st.integers(0, 100_000)  # they choose delays, and how many ranks are on a node
 
 
 def program(rank: Backend, timeout_s: float | None = None) -> list[Pending[Any]]:
@@ -45,7 +45,7 @@ def program(rank: Backend, timeout_s: float | None = None) -> list[Pending[Any]]
 
 
 async def settle(handle: Pending[Any]) -> bytes | ShardnetError:
-    """What becomes of a collective; it must end, and only with an error of ours."""
+    """How a collective ends; it must end, and if with an error, then with one of ours."""
     try:
         async with asyncio.timeout(PATIENCE_S):
             result = await handle
@@ -73,7 +73,7 @@ async def test_results_do_not_depend_on_the_schedule(seed: int) -> None:
 @given(seeds, st.integers(0, 2), st.integers(0, 40))
 @on_shared_loop
 async def test_a_mismatch_is_everyones_and_stays_where_it_was(seed: int, odd: int, position: int) -> None:
-    """One rank calls something else once. Nobody may compute with it, and all that follows is right."""
+    """One rank calls another collective once. Nobody may compute with its data, and everything that follows is right."""
     async with jitter_cluster(3, seed, ranks_per_node=1 + seed % 3, limits=LIMITS) as ranks:
         handles = []
         for rank in ranks:

@@ -1,4 +1,4 @@
-"""Collectives that wait for long: who is told of whom, how often, and that nothing is asked while all goes well."""
+"""Collectives that wait for long: which rank is told of which, how often, and that no rank asks while all goes well."""
 
 import asyncio
 import itertools
@@ -57,7 +57,7 @@ async def cluster(kind: str, size: int = 3, **limits: int) -> AsyncIterator[Rank
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """The rank that asks, and for which number, whenever one does."""
+    """Each time that a rank asks others: that rank, and for which sequence number."""
     asked: list[tuple[int, int]] = []
     hold = RollCall.hold
 
@@ -76,7 +76,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 async def until_calm(ranks: Ranks) -> None:
-    """Until nobody looks any more whether something is stuck."""
+    """Wait until nobody checks any more whether something is stuck."""
     await until(lambda: not any(rank._board.watch._armed for rank in ranks))
 
 
@@ -85,7 +85,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 async def test_who_has_not_come_is_named_once_and_until_it_comes(kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Though nobody waits for the collective yet. What status shows is asked anew, and ends with the wait."""
+    """This holds although nobody waits for the collective yet. What status shows is asked again each time, and ends with the wait."""
     async with cluster(kind) as ranks:
         await each_rank(ranks, lambda rank: rank.all_gather(torch.ones(2), label="the last one"))
         early = [rank.barrier(label="x") for rank in ranks[:2]]
@@ -112,7 +112,7 @@ async def test_who_has_not_come_is_named_once_and_until_it_comes(kind: str, capl
 
 
 async def test_ranks_that_have_parted_ways_are_told_where_each_of_them_waits(kind: str) -> None:
-    """One group each, in which it waits for the other rank."""
+    """Each waits for the other one in a different group."""
     async with cluster(kind, 2) as ranks:
         first, second = ([rank.subgroup([0, 1]) for rank in ranks] for _ in range(2))
         early: list[Pending[Any]] = [first[0].all_gather(torch.ones(2), label="forward"), second[1].barrier(label="backward")]
@@ -167,7 +167,7 @@ async def test_what_a_rank_has_entered_in_the_same_group_is_not_elsewhere(kind: 
 
 
 async def test_what_is_given_much_time_is_shown_and_not_told(kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Such as waiting for the others' disks."""
+    """For example a wait for the other ranks' disks."""
     async with cluster(kind, 2) as ranks:
         early = ranks[0].barrier(timeout_s=PATIENT_S)
         await until(lambda: ranks[0].telemetry.waiting)
@@ -179,7 +179,7 @@ async def test_what_is_given_much_time_is_shown_and_not_told(kind: str, caplog: 
 
 
 async def test_nobody_is_asked_while_all_goes_well(kind: str, asked: list[Any], caplog: pytest.LogCaptureFixture) -> None:
-    """Neither of what has ended, nor of what all have entered and one rank does not look at."""
+    """Neither about collectives that have ended, nor about one that all have entered and whose result one rank does not look at."""
     async with cluster(kind) as ranks:
         for _ in range(5):
             await each_rank(ranks, lambda rank: rank.barrier())
@@ -210,7 +210,7 @@ async def test_of_several_in_one_group_the_first_is_asked_for(kind: str, asked: 
         await until(lambda: (0, 1) in asked)
         for _ in early[1:3]:
             await ranks[1].barrier()
-        await until(lambda: (0, 3) in asked)  # which had to wait for its turn
+        await until(lambda: (0, 3) in asked)  # this collective had to wait for its turn
         assert {sequence for _, sequence in asked} <= {0, 1, 2, 3}
         await ranks[1].barrier()
         for handle in early:
@@ -219,7 +219,7 @@ async def test_of_several_in_one_group_the_first_is_asked_for(kind: str, asked: 
 
 @NEEDS_MAILBOXES
 async def test_one_whose_turn_comes_in_a_calm_time_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one before is complete and only waits to be looked at."""
+    """The collective before it is complete and only waits for somebody to look at it."""
     monkeypatch.setattr(Attendant, "take", lambda *_: None)
     async with cluster("letters", 2, max_outstanding=1) as ranks:
         early = [ranks[0].barrier() for _ in range(2)]
@@ -253,7 +253,7 @@ async def test_a_rank_writes_at_most_one_line_a_second(kind: str, caplog: pytest
 
 
 async def test_of_many_that_are_alike_those_are_asked_for_that_time_out_first() -> None:
-    """Other calls are asked for as well."""
+    """Other kinds of calls are asked about as well."""
     async with cluster("grpc", 2) as ranks:
         into = torch.zeros(20, 1)
         early = [ranks[0].recv(into[at], 1, tag=str(at), label=str(at), timeout_s=40.0 - at) for at in range(20)]
@@ -283,7 +283,7 @@ async def test_who_does_not_answer_is_shown_with_its_address(kind: str, monkeypa
 
 @pytest.fixture
 def moving(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Data moves on all links, and whatever is said queues behind it in the world, as on a slow link. Groups have another."""
+    """Data moves on all links, and in the world's queue everything else waits after it, as on a slow link. Groups have another queue."""
     answer, moved = Group._answer_probe, itertools.count(step=BUSY_BYTES)
     monkeypatch.setattr(Group, "_answer_probe", lambda self, *probe: None if self.id == WORLD else answer(self, *probe))
     for mesh in (GrpcMesh, Mesh):
@@ -309,7 +309,7 @@ async def test_who_cannot_answer_for_data_is_slow_and_not_missing(
 
 
 async def test_a_link_may_stand_still_while_it_is_looked_at(asked: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where packets are lost, for longer than is waited for an answer: what has moved since the look before counts, too."""
+    """Lost packets can stop a link for longer than one waits for an answer. So data that has moved since the last look counts, too."""
     monkeypatch.setattr(Group, "_answer_probe", lambda *_: None)
     monkeypatch.setattr(GrpcMesh, "moved_bytes", lambda *_: len(asked) * BUSY_BYTES)
     async with cluster("grpc", 2) as ranks:
@@ -349,7 +349,7 @@ async def test_what_moves_is_counted_in_both_directions() -> None:
 
 
 async def test_who_does_not_answer_pings_is_not_asked(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or it would seem to be alive, and be lost later."""
+    """Otherwise it would seem to be alive, and be lost later."""
     answered: list[int] = []
     answer = Group._answer_probe
 
@@ -370,7 +370,7 @@ async def test_who_does_not_answer_pings_is_not_asked(kind: str, monkeypatch: py
 
 
 async def test_what_all_have_entered_is_slow_and_not_stuck(asked: list[tuple[int, int]], caplog: pytest.LogCaptureFixture) -> None:
-    """It is asked for once."""
+    """The others are asked about it once."""
     async with cluster("grpc", 2) as ranks:
         loop = LoopThread.shared()
         finish = asyncio.Event()
@@ -393,7 +393,7 @@ async def until_calm_again(ranks: Ranks, asked: list[tuple[int, int]]) -> None:
 
 
 async def test_a_timeout_says_the_same(kind: str) -> None:
-    """It asks in the same way."""
+    """It asks other ranks in the same way."""
     async with cluster(kind) as ranks:
         errors = await each_error(ranks[:2], lambda rank: rank.barrier(timeout_s=2 * SUSPECT_S))
         for error in errors:

@@ -106,7 +106,7 @@ async def test_reducing_into_ones_own_slice(world: Ranks) -> None:
 
 
 async def test_reducing_into_what_overlaps_the_input(four: Ranks) -> None:
-    """The result is not where the input's own elements are: it is another rank's slice, or shifted. A rank's input must outlive its result."""
+    """The result is not where its own elements are, but in another rank's slice, or shifted. Each rank's input must outlive its result."""
     for size in SIZES:
         whole = [torch.arange(size * 4) % 7 + rank for rank in range(4)]
         for shift in range(4):

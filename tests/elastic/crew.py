@@ -26,7 +26,7 @@ Train = Callable[[Cluster, State, "Life"], Awaitable[Any]]
 
 
 class Died(Exception):
-    """What a member that shall die raises: it leaves without a goodbye."""
+    """Raised by a member that should die: it leaves without a goodbye."""
 
 
 @dataclass
@@ -34,15 +34,15 @@ class Life:
     """What one member went through."""
 
     epochs: list[tuple[int, int, int, int]] = field(default_factory=list)  # epoch, rank, world size and step at its beginning
-    states: dict[int, list[dict[str, Any]]] = field(default_factory=dict)  # by step: what it saw after a commit or a resumption
+    states: dict[int, list[dict[str, Any]]] = field(default_factory=dict)  # by step: the states that it saw after a commit or a resumption
     result: Any = None
     error: Exception | None = None
-    departure: Departure = field(default_factory=lambda: Departure(lambda: None))  # of its program
-    left: bool = False  # as it was asked to
+    departure: Departure = field(default_factory=lambda: Departure(lambda: None))  # how its program is told to leave
+    left: bool = False  # because it was told to leave
 
 
 class Crew:
-    """A rendezvous and who meets there."""
+    """A rendezvous and the members that meet there."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -117,14 +117,14 @@ async def crew() -> AsyncIterator[Crew]:
 
 
 def net(*, dropout: float = 0.0) -> nn.Module:
-    """The same on all ranks and in all epochs; with parameters that no world size divides."""
+    """The same model on all ranks and in all epochs; no world size divides its parameters evenly."""
     torch.manual_seed(3)
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(dropout)) for _ in range(3)]
     return nn.Sequential(*layers, nn.Linear(WIDTH, 1))
 
 
 def batch(step: int) -> Tensor:
-    """The same on all ranks, so that what is learnt does not depend on how many there are."""
+    """The same batch on all ranks, so that the result does not depend on how many there are."""
     return torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(step))
 
 
@@ -133,7 +133,7 @@ def loss_of(outputs: Tensor, inputs: Tensor) -> Tensor:
 
 
 def alone(steps: int) -> dict[str, Tensor]:
-    """The parameters that one process ends with."""
+    """The parameters after training in one process."""
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(steps):
@@ -165,7 +165,7 @@ async def whole(model: AsyncFSDP, optimizer: torch.optim.Optimizer) -> dict[str,
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Bit for bit."""
+    """Whether two states are equal bit for bit."""
     return one.keys() == other.keys() and all(
         torch.equal(value, other[name]) if isinstance(value, Tensor) else value == other[name] for name, value in one.items()
     )

@@ -1,4 +1,4 @@
-"""What a worker process does for the tests of elastic training: it learns, says each step, and dies where it is told to."""
+"""What a worker process does for the tests of elastic training: it trains, reports each step, and dies where it is told to."""
 
 import hashlib
 import os
@@ -17,18 +17,18 @@ from shardnet.elastic import State, run
 from tests.fsdp.models import Block, make_gpt, token_batches
 
 Say = Callable[..., None]
-SAMPLES = 2  # of a rank in a step
+SAMPLES = 2  # per rank and step
 
 
 class Learner:
     """One process's part in an elastic training, in all of its epochs.
 
-    The command: `job`, `least`, `most`, `node`; and for who shall die `dies` ("forward", "backward", "commit" or "committed") and
-    `at`, the number of steps that it has seen by then.
+    The command: `job`, `least`, `most`, `node`. A process that should die also gets `dies` ("forward", "backward", "commit" or
+    "committed") and `at`, the number of steps that it has seen by then.
     """
 
     def __init__(self, rendezvous: str, command: Mapping[str, Any], say: Say, told: Callable[[], bool]) -> None:
-        """`told`: whether somebody has told this process that it is enough."""
+        """`told`: whether somebody has told this process to stop."""
         self._rendezvous = rendezvous
         self._command = command
         self._say = say
@@ -91,7 +91,7 @@ class Learner:
                 return
 
     def _watch(self, module: nn.Module) -> None:
-        """Die within a pass: when the second block's forward or backward is over, while units are gathered or reduced."""
+        """Die within a pass, after the second block's forward or backward, while units are gathered or reduced."""
         blocks = [each for each in module.modules() if isinstance(each, Block)]
         blocks[1].register_forward_hook(lambda *_: self._at("forward"))
         blocks[1].register_full_backward_hook(lambda *_: self._at("backward"))
@@ -105,7 +105,7 @@ class Learner:
 
 
 async def digest(model: shardnet.AsyncFSDP, optimizer: torch.optim.Optimizer, cluster: Cluster) -> str:
-    """Of all parameters and of Adam's state of them, equal on all ranks and for all world sizes; a collective."""
+    """A digest of all parameters and Adam's state, equal on all ranks and for all world sizes; a collective."""
     found = hashlib.blake2b(digest_size=8)
     for value in (await model.full_state_dict()).values():
         found.update(value.contiguous().view(torch.uint8).numpy().tobytes())

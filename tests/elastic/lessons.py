@@ -1,4 +1,4 @@
-"""Learners in processes of their own (tests/elastic/learner.py), and what they have said."""
+"""Learners in processes of their own (tests/elastic/learner.py), and their messages."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,7 +11,7 @@ class Class:
 
     def __init__(self, nursery: Nursery, address: str, stack: ExitStack, *, least: int, most: int) -> None:
         self.learners: list[Worker] = []
-        self.committed = 0  # the last step that anybody has said to be
+        self.committed = 0  # the last step that any learner has reported as committed
         self._nursery = nursery
         self._address = address
         self._stack = stack
@@ -24,7 +24,7 @@ class Class:
         return learner
 
     def hear(self, learner: Worker, what: str) -> Message:
-        """Its next message of a kind; steps are noted and passed over."""
+        """A learner's next message of a kind; steps before it are noted and skipped."""
         while (message := learner.hear_any())["what"] == "step":
             self.committed = max(self.committed, message["step"])
             if what == "step":
@@ -36,7 +36,7 @@ class Class:
         return [self.hear(learner, what) for learner in self.learners]
 
     def resumed(self, world_size: int) -> Message:
-        """Wait until all that are here have resumed in a world of this size, at the same bits; what the last one said."""
+        """Wait until all learners have resumed in a world of this size, with the same bits; return the last one's message."""
         said = self.all_hear("resumed")
         assert {each["world_size"] for each in said} == {world_size}, said
         assert len({(each["epoch"], each["step"], each["digest"]) for each in said}) == 1, said
@@ -44,7 +44,7 @@ class Class:
         return max(said, key=lambda each: float(each["at_s"]))
 
     def end(self) -> None:
-        """All stop at the same step, in peace."""
+        """End the training: all stop at the same step, without errors."""
         self.learners[0].tell(stop=True)
         ends = self.all_hear("left")
         assert [each["error"] for each in ends] == [None] * len(ends), ends
@@ -53,7 +53,7 @@ class Class:
 
 @contextmanager
 def lesson(nursery: Nursery, *, least: int, most: int, address: str | None = None) -> Iterator[Class]:
-    """A class that meets at a rendezvous of its own, or at another one."""
+    """A class that meets at its own rendezvous, or at the one with that address."""
     with ExitStack() as stack:
         where = address or stack.enter_context(rendezvous())
         yield Class(nursery, where, stack, least=least, most=most)

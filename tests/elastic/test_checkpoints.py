@@ -1,4 +1,4 @@
-"""What is lost in memory is found in files: trainings that go on from their last checkpoint."""
+"""State that is lost from memory is found in files: trainings that go on from their last checkpoint."""
 
 import asyncio
 from itertools import pairwise
@@ -26,7 +26,7 @@ def wanting(folder: Path) -> dict[str, Any]:
 
 
 async def test_more_are_lost_than_there_were_copies(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Two neighbours of four die at once, in the step behind 5: the others go on from the checkpoint of step 4."""
+    """Two neighbours of four die at once, in the step after 5: the others go on from the checkpoint of step 4."""
     both = asyncio.Barrier(2)
 
     async def together(step: int) -> None:
@@ -51,7 +51,7 @@ async def test_more_are_lost_than_there_were_copies(tmp_path: Path, caplog: pyte
 
 
 async def test_all_are_gone_and_others_begin_where_they_were(tmp_path: Path) -> None:
-    """As many as before or not."""
+    """The new ones are as many as before, or not."""
     async with crew() as members:
         for _ in range(2):
             members.hire(trainer(dies("step", 5)), least=2, most=2, join_s=3.0, **wanting(tmp_path))  # who hears of the other's death waits
@@ -65,7 +65,7 @@ async def test_all_are_gone_and_others_begin_where_they_were(tmp_path: Path) -> 
 
 
 async def test_one_that_a_loss_has_cut_short_is_made_good(tmp_path: Path) -> None:
-    """That of the last step, too, behind which nobody would begin another."""
+    """Also that of the last step, after which nobody would begin another."""
     async with crew() as members:
         survivors = [members.hire(trainer(), least=2, most=3, **wanting(tmp_path)) for _ in range(2)]
         members.hire(trainer(dies("committed", STEPS)), least=2, most=3, **wanting(tmp_path))
@@ -76,7 +76,7 @@ async def test_one_that_a_loss_has_cut_short_is_made_good(tmp_path: Path) -> Non
 
 
 async def test_one_that_was_due_is_made_once(tmp_path: Path) -> None:
-    """In an epoch that goes on behind that step, or further."""
+    """In an epoch that goes on after that step, or from a later one."""
     async with local_cluster(1) as (backend,), AsyncFSDP(nn.Linear(2, 2), backend) as model:
         made = []
         for behind, there in ((0, []), (2, []), (4, [4]), (4, [4]), (5, [4]), (6, [6, 4])):
@@ -106,7 +106,7 @@ def test_one_is_due_at_the_first_step_that_passes_its_time(every: int, steps: li
 
 
 async def test_who_is_lost_while_others_look_for_a_checkpoint_ends_the_epoch_and_not_the_training(tmp_path: Path) -> None:
-    """They take no leave of each other, as where all of them end."""
+    """They do not say goodbye to each other, as they do at the end of a training."""
     after: list[type[BaseException]] = []
 
     async def train(cluster: Cluster, state: State, life: Life) -> int:
@@ -194,7 +194,7 @@ async def test_a_folder_that_cannot_be_written_is_told_at_the_beginning(tmp_path
 
 
 def spoil(folder: Path) -> None:
-    """Nothing can be written there from now on."""
+    """Make the folder useless: nothing can be written there from now on."""
     folder.rmdir()
     folder.touch()
 

@@ -1,4 +1,4 @@
-"""Which state the survivors go on with, and that they can: for any layout, any death and any moment of a commit."""
+"""Which state the survivors go on with, and that they can: for any layout, any deaths and any moment of a commit."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ STRUCTURE = structure_of(SIZES)
 
 
 def held(rank: int, world_size: int) -> list[Span]:
-    """What FULL_SHARD gives a rank, one parameter after the other, where that is anything."""
+    """The non-empty parts that FULL_SHARD gives a rank, one parameter after another."""
     spans = []
     for name, numel in SIZES.items():
         shares = shard_sizes(numel, world_size)
@@ -33,7 +33,7 @@ def nodes_of(sizes: Sequence[int]) -> list[list[int]]:
 
 
 def offers_of(ranks: Sequence[int], nodes: Sequence[Sequence[int]], mark: Mark) -> list[Offer]:
-    """A complete generation on some ranks of a world: their own and what is entrusted to them."""
+    """A complete generation on some ranks of a world: their own parts, and the copies that they keep for others."""
     world_size = sum(len(node) for node in nodes)
     entrusted = {keeper(rank, nodes): rank for rank in range(world_size)}
     return [
@@ -96,7 +96,7 @@ def test_a_node_of_several_leaves_at_once() -> None:
 
 @given(worlds, st.data())
 def test_a_step_is_committed_on_all_or_on_none(nodes: list[list[int]], data: st.DataObject) -> None:
-    """At the moment of a death each rank is somewhere in a commit, as far as the barrier lets it: see [Note: all or none]."""
+    """At the moment of a death each rank may be anywhere in a commit that the barrier allows: see [Note: all or none]."""
     world_size = sum(len(node) for node in nodes)
     victim = data.draw(st.integers(0, world_size - 1))
     through = data.draw(st.booleans())  # whether the barrier has opened for anybody
@@ -128,7 +128,7 @@ def test_a_step_is_committed_on_all_or_on_none(nodes: list[list[int]], data: st.
 
 
 def test_what_a_later_epoch_has_decided_counts() -> None:
-    """A worker that was away has a higher step of an epoch that has ended."""
+    """A worker that was away has a higher step, but of an epoch that has ended."""
     nodes = nodes_of([2])
     offers = [
         *offers_of([0, 1], nodes, Mark(4, 10)),

@@ -13,7 +13,7 @@ from shardnet.testing import loopback_cluster
 
 @pytest.mark.parametrize(("spread", "complete"), [(True, [False, True, False, False]), (False, [True, True, True, False])])
 async def test_nobody_is_through_before_all_have_written(spread: bool, complete: list[bool]) -> None:
-    """Rank 3 of four dies with its copy unsent, or, where each has the whole and there is nothing to send, with its step not taken for
+    """Rank 3 of four dies before it has sent its copy or, if each rank has the whole state and sends nothing, before it counts its step as
     complete. Rank 1, which has no part in that exchange, must not take the step for committed."""
     async with loopback_cluster(4) as backends:
         generations = [Generation(Mark(1, 1)) for _ in backends]

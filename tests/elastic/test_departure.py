@@ -1,4 +1,4 @@
-"""Workers that are told to leave: what they had is safe first, and the others lose nothing."""
+"""Workers that are told to leave: they leave only when their state is safe, and the others lose nothing."""
 
 import signal
 from pathlib import Path
@@ -15,13 +15,13 @@ from tests.elastic.crew import Died, Life, Train, crew
 from tests.elastic.test_checkpoints import spoil
 from tests.elastic.trainer import STEPS, check, trainer
 
-TOLD = 2  # steps were done when it came
-LEFT = TOLD + 2  # steps are done when it is met
+TOLD = 2  # steps done when the order comes
+LEFT = TOLD + 2  # steps done when it is obeyed
 RARELY = 1000
 
 
 def told(*ranks: int, dies: int | None = None) -> Train:
-    """Trainers of whom some are told to leave, and of whom one dies before they can."""
+    """Trainers, some of which are told to leave while one dies before they can."""
 
     async def train(cluster: Cluster, state: State, life: Life) -> object:
         rank, is_first = cluster.rank, cluster.topology.epoch == 1
@@ -105,7 +105,7 @@ async def test_who_cannot_save_leaves_nevertheless(tmp_path: Path) -> None:
 
 
 async def test_who_is_to_leave_stays_until_the_loss_of_another_is_made_good() -> None:
-    """It has the only copy of what that one held."""
+    """It has the only copy of the lost worker's part."""
     async with crew() as members:
         lives = [members.hire(told(1, dies=2), least=1, most=3) for _ in range(3)]
         await members.wait()
@@ -119,7 +119,7 @@ async def test_who_is_to_leave_stays_until_the_loss_of_another_is_made_good() ->
 
 
 async def test_nobody_waits_for_a_commit_where_none_will_come() -> None:
-    """Before the state is there, when the epoch is over, and in a job that keeps nothing."""
+    """Three cases: before the state is there, when the epoch is over, and in a job that keeps no copies."""
     asked: list[bool] = []
 
     async def train(cluster: Cluster, state: State, life: Life) -> object:
@@ -140,7 +140,7 @@ async def test_nobody_waits_for_a_commit_where_none_will_come() -> None:
 async def test_who_is_told_in_the_last_step_has_what_came_of_the_training(
     tmp_path: Path, elastic: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """There is no commit any more that would meet it."""
+    """There is no later commit at which it could leave."""
 
     async def train(cluster: Cluster, state: State, life: Life) -> object:
         def event(place: str, step: int) -> None:

@@ -12,7 +12,7 @@ from tests.training.workers import Nursery
 
 NOTICED_WITHIN_S = 2.0  # about 0.05 s where nothing else runs
 RESUMED_WITHIN_S = 10.0  # about 0.5 s
-FROZEN_WITHIN_S = 8.0  # 1.5 x suspect_s, and time for a crowded machine
+FROZEN_WITHIN_S = 8.0  # 1.5 x suspect_s, and time for a busy machine
 
 
 @pytest.mark.timeout(120)

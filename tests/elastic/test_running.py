@@ -1,4 +1,4 @@
-"""Training goes on when members die and when others come: the same state, the same steps, the same result."""
+"""Training goes on when members die and when others come, with the same state, the same steps and the same result."""
 
 import asyncio
 import gc
@@ -70,7 +70,7 @@ async def test_losses_one_after_the_other_down_to_one_worker() -> None:
 
 
 async def test_a_loss_while_the_state_is_being_resumed() -> None:
-    """One dies in a step, and another one before it has resumed in the next epoch: what is left of the first epoch must serve again."""
+    """One dies in a step, and another before it has resumed in the next epoch: the remaining state of the first epoch must serve again."""
 
     async def train(cluster: Cluster, state: State, life: Life) -> object:
         former = life.epochs[0][1] if life.epochs else cluster.rank
@@ -108,7 +108,7 @@ async def test_a_worker_that_comes_later_is_taken_in_after_a_step() -> None:
 
 
 async def test_a_newcomer_at_rank_0_leaves_nobody_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
-    """A replacement has the place of the one that was lost. What has happened, somebody must tell who was there."""
+    """A replacement has rank 0, the place of the lost one. A member that was there must say what has happened."""
     seen, comes = asyncio.Event(), asyncio.Event()
 
     async def wait_for_it(step: int) -> None:
@@ -136,7 +136,7 @@ async def test_a_spare_takes_the_place_of_a_lost_one() -> None:
         lives_ = [members.hire(trainer(event), least=2, most=2) for event in (lives, dies("step", 5), lives)]
         await members.wait()
     dead = [life for life in lives_ if isinstance(life.error, Died)]
-    if dead:  # else the one that dies was the spare, and never had a turn
+    if dead:  # otherwise the one that dies was the spare, and never had a turn
         survivors = [life for life in lives_ if life.error is None]
         check(survivors)
         assert sorted(life.epochs[-1][3] for life in survivors) == [5, 5]
@@ -160,7 +160,7 @@ async def test_without_enough_workers_the_rest_gives_up_in_words() -> None:
     ],
 )
 async def test_more_losses_than_copies_are_said_so(has_folder: bool, advice: str, tmp_path: Path) -> None:
-    """Two neighbours at once: what the first held is gone with the second, which had the copy."""
+    """Two neighbours die at once: the first one's part is gone, since the second one had its only copy."""
     settings: dict[str, Any] = {"checkpoints": tmp_path} if has_folder else {}
     both = asyncio.Barrier(2)
 
@@ -193,7 +193,7 @@ async def test_every_other_step_may_be_committed() -> None:
 
 
 async def test_steps_may_be_counted_otherwise_than_by_one() -> None:
-    """Of 3, 6, 9 and 12 those are committed that pass a multiple of 4."""
+    """Of the steps 3, 6, 9 and 12 those are committed that pass a multiple of 4."""
     seen: list[tuple[int, int]] = []
 
     def trainer_of(event: Event) -> Train:
@@ -203,7 +203,7 @@ async def test_steps_may_be_counted_otherwise_than_by_one() -> None:
             seen.append((cluster.world_size, state.step))
             while state.step < 12:
                 event("begin", state.step)
-                await cluster.backend.barrier()  # who begins this step knows that all others have committed the one before
+                await cluster.backend.barrier()  # a member that begins this step knows that all others have committed the one before
                 await state.commit(state.step + 3)
 
         return train
@@ -228,7 +228,7 @@ async def test_an_error_of_the_training_itself_is_not_taken_for_a_loss() -> None
 
 
 async def test_who_comes_when_all_is_done_has_nothing_to_do() -> None:
-    """A spare that had no turn ends when the members do, and does not begin anew."""
+    """A spare that had no turn ends when the members do, and does not start the training again."""
     seen, comes = asyncio.Event(), asyncio.Event()
 
     async def wait_for_it(step: int) -> None:
@@ -248,8 +248,8 @@ async def test_who_comes_when_all_is_done_has_nothing_to_do() -> None:
 
 
 async def test_a_step_that_all_have_written_counts_though_nobody_was_told_and_outlives_the_next_loss() -> None:
-    """One dies when all have written and none is through the barrier, and another one before it has committed that step anew: what the
-    others have of the step must not be what they write over."""
+    """One dies when all have written the step and none is through the barrier, and another one before it has committed that step again. The
+    others must not overwrite what they have of the step."""
 
     async def die(*_: object, **__: object) -> Any:
         raise Died
@@ -302,11 +302,11 @@ async def test_a_worker_that_is_stuck_is_left_behind_and_comes_back() -> None:
 
 
 async def test_who_is_missing_at_the_same_step_again_ends_the_training() -> None:
-    """As where a program is wrong: it would be wrong for ever."""
+    """For example because the program is wrong: it would fail in every epoch."""
 
     async def dawdle(step: int) -> None:
         if step == 3:
-            await asyncio.sleep(2.2)  # the fault's own length: too long, but not for being given up
+            await asyncio.sleep(2.2)  # the fault's own length: too long for the collective, but too short for being given up
 
     async with crew() as members:
         lives_ = [members.hire(trainer(before=before), least=2, most=2, collective_s=1.5) for before in (None, dawdle)]
@@ -316,9 +316,9 @@ async def test_who_is_missing_at_the_same_step_again_ends_the_training() -> None
 
 
 async def test_an_error_of_another_rank_inside_a_collective_costs_the_epoch() -> None:
-    """Who has the error itself leaves; here nobody does, so that all come back."""
+    """A rank that has the error itself leaves; here none does, so all come back."""
     failed: set[int] = set()
-    all_of_them = asyncio.Barrier(3)  # one that left while another is behind it would be lost to that, whose own error would come later
+    all_of_them = asyncio.Barrier(3)  # if one left while another is still behind, that one would see a loss before its own error
 
     def fail_once(number: int) -> Callable[[int], Awaitable[None]]:
         async def fail(step: int) -> None:
@@ -356,7 +356,7 @@ async def test_newcomers_with_another_program_end_and_the_others_go_on() -> None
 
 @pytest.mark.parametrize(("times", "error"), [(2, type(None)), (3, CollectiveMismatch)])
 async def test_newcomers_may_come_to_know_of_it_one_after_the_other(times: int, error: type) -> None:
-    """Who hears of the loss of another one first comes once more: the others bear that, but not for ever."""
+    """A newcomer that hears first of the loss of another one joins again: the others allow that, but not for ever."""
 
     def stubborn() -> Callable[[Cluster, State, Life], Awaitable[Any]]:
         left, failed = times, False
@@ -380,7 +380,7 @@ async def test_newcomers_may_come_to_know_of_it_one_after_the_other(times: int, 
 
         return train
 
-    both = asyncio.Barrier(2)  # one that left while the other is behind it would be lost to that
+    both = asyncio.Barrier(2)  # if one left while the other is still behind, that one would see a loss
     async with crew() as members:
         lives_ = [members.hire(stubborn(), least=2, most=2) for _ in range(2)]
         await members.wait()
@@ -389,7 +389,7 @@ async def test_newcomers_may_come_to_know_of_it_one_after_the_other(times: int, 
 
 @pytest.mark.parametrize("place", ["begin", "backward", "committed"])
 async def test_the_model_of_the_epoch_before_is_gone_when_the_next_one_is_made(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After two runs of Python's collector, however many layers there are; else there would be two in memory."""
+    """It is gone after two runs of Python's collector, however many layers it has; otherwise two models would be in memory."""
     monkeypatch.setattr(running, "COLLECTIONS", 2)
 
     def remembering(made: "list[weakref.ref[nn.Module]]", there: list[int]) -> Callable[[], nn.Module]:

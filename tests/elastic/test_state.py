@@ -1,4 +1,4 @@
-"""What goes through an epoch's end with the training, and what is refused."""
+"""State that survives an epoch's end with the training, and state that is refused."""
 
 import asyncio
 
@@ -59,7 +59,7 @@ def _zero_step(module: nn.Module, optimizer: ZeroOptimizer, step: int, event: Ev
 
 
 async def test_what_no_optimizer_steps_and_schedulers_of_schedulers_go_through_it() -> None:
-    """Averages of parameters, parameters that nobody has given to an optimizer, and states of more than dicts."""
+    """Averages of parameters, parameters without an optimizer, and states of other types than dicts."""
     found: list[tuple[float, float, float]] = []
 
     def trainer_of(event: Event) -> Train:
@@ -128,7 +128,7 @@ async def test_schedulers_values_and_buffers_go_through_it() -> None:
 
 
 async def test_random_numbers_go_on_where_they_were() -> None:
-    """One worker that is joined by another: the numbers it draws in each step are those that it would have drawn alone."""
+    """A worker is joined by another: in each step it draws the same numbers that it would have drawn alone."""
     drawn: dict[int, float] = {}
     came = asyncio.Event()
 
@@ -231,8 +231,8 @@ async def test_ranks_that_commit_different_steps_are_told() -> None:
 
 
 async def test_a_commit_that_is_cancelled_on_one_rank_comes_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However far it is; the other rank has done nothing wrong, and neither loses the epoch."""
-    monkeypatch.setattr(unbroken, "GRACE_S", 20.0)  # this is no test of how fast a crowded machine is
+    """However far the commit is: the other rank has done nothing wrong, and neither rank loses the epoch."""
+    monkeypatch.setattr(unbroken, "GRACE_S", 20.0)  # this does not test how fast a busy machine is
 
     async def train(cluster: Cluster, state: State, life: Life) -> dict[str, torch.Tensor]:
         model = await cluster.shard(net(), units=(nn.Sequential,))
@@ -259,7 +259,7 @@ async def test_a_commit_that_is_cancelled_on_one_rank_comes_to_its_end(monkeypat
 
 
 async def test_a_commit_that_is_cancelled_where_another_rank_does_not_come_ends_the_epoch() -> None:
-    """For the one that is cancelled; the other one goes on, having lost it."""
+    """It ends for the cancelled rank; for the other one that rank is lost, and it goes on."""
     given_up = asyncio.Event()
 
     async def train(cluster: Cluster, state: State, life: Life) -> int:

@@ -1,4 +1,4 @@
-"""A training for tests, whose members die at places of their own, and what its survivors must have seen."""
+"""A training for tests whose members die at given places, and the check of what its survivors must have seen."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -25,7 +25,7 @@ def dies(place: str, step: int) -> Event:
 
 
 def lives(_: str, __: int) -> None:
-    """Nothing happens."""
+    """The event of a member that lives: nothing happens."""
 
 
 def trainer(
@@ -66,7 +66,7 @@ def trainer(
 
 
 def check(survivors: list[Life], steps: int = STEPS) -> None:
-    """They have all seen the same bits at the same steps, and end where one process does."""
+    """Check that all have seen the same bits at the same steps, and end where one process does."""
     for step in range(steps + 1):
         seen = [state for life in survivors for state in life.states.get(step, [])]
         assert all(same(seen[0], state) for state in seen), f"states of step {step} differ"
@@ -83,6 +83,6 @@ async def joined(address: str) -> int:
 
 
 async def until_joined(address: str, count: int) -> None:
-    """Wait until the rendezvous has so many workers, with ranks or without."""
+    """Wait until the rendezvous has this many workers, with or without ranks."""
     while await joined(address) < count:  # noqa: ASYNC110 - it tells its members, and nobody who looks on
         await asyncio.sleep(0)

@@ -198,8 +198,8 @@ def knock(address: str, said: Sequence[bytes], rng: random.Random, count: int) -
 @pytest.mark.parametrize("shared_memory", [False, True], ids=["network", "one node"])
 @pytest.mark.parametrize("count", [SHORT, pytest.param(2000, marks=pytest.mark.faults)])
 def test_chunks(count: int, shared_memory: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """Damaged chunks on accepted streams, each in the middle of a collective, which ends well or with one of our errors. A new mesh works as
-    usual. Half of the chunks have a correct checksum."""
+    """Damaged chunks on accepted streams, each in the middle of a collective, which ends well or with one of our errors. A new mesh works
+    as usual. Half of the chunks have a correct checksum."""
     rng, outcomes = random.Random(SEED), Counter[str]()
 
     async def run() -> None:

@@ -1,4 +1,4 @@
-"""Trainings that are run by torch's own sharding, by ours, and in one process."""
+"""Trainings that run with torch's own sharding, with ours, and in one process."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -12,7 +12,7 @@ from shardnet.sharding import ShardingStrategy
 from tests.fsdp.models import GPT, loss_of, make_gpt, token_batches
 from tests.fsdp.training import SAMPLES, optimizer_for
 
-STEPS = 3  # both optimizers have state from the first one on
+STEPS = 3  # both optimizers have state from the first step on
 OPTIMIZERS = ("adamw", "sgd")
 MICRO_BATCHES = (1, 3)
 
@@ -24,11 +24,11 @@ class Case(NamedTuple):
     optimizer: str
     micro_batches: int
     strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD
-    dtype: str = "float32"  # to compute in; parameters are float32
+    dtype: str = "float32"  # of the computation; parameters are float32
 
     @property
     def node(self) -> int | None:
-        """Ranks on a node, where the strategy has nodes."""
+        """How many ranks a node has, if the strategy uses nodes."""
         return 2 if self.strategy is ShardingStrategy.HYBRID_SHARD else None
 
     def __str__(self) -> str:

@@ -10,11 +10,11 @@ import pytest
 
 from tests.training.workers import Nursery
 
-START_S = 150  # processes import torch and its compiler, and train; most of this is for a busy machine
+START_S = 150  # processes import torch and its compiler, and train; on a machine that is not busy they take far less
 
 
 def fsdp2_runs(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory, dtype: str) -> Path:
-    """The folder with what the ranks of fsdp2_worker.py, real processes, have written. Give a test that waits for it 2 · START_S."""
+    """The folder with the results of fsdp2_worker.py, whose ranks are real processes. Give a test that waits for it 2 · START_S."""
     return nursery.reference("tests.fsdp.fsdp2_worker:main", partial(tmp_path_factory.mktemp, "fsdp2"), dtype, within_s=START_S)
 
 

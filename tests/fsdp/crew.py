@@ -1,4 +1,4 @@
-"""`Crew`: worker processes that meet in one job after the other, to run functions of the tests on real ranks."""
+"""`Crew`: worker processes that meet in one job after another, to run functions of the tests on real ranks."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -32,10 +32,10 @@ class Crew:
             worker.hear("joined")
         ends = [
             worker.hear("left", within_s=WITHIN_S) for worker in members
-        ]  # of all, also if one has failed: nobody is left in the middle of a job
+        ]  # wait for all, even if one has failed, so that nobody is left in the middle of a job
         said = zip(members, ends, strict=True)
         errors = [f"rank {worker.rank}: {end['error']}: {end['message']}" for worker, end in said if end["error"]]
-        assert not errors, "\n".join(errors)  # of all: who has lost a peer does not know why
+        assert not errors, "\n".join(errors)  # show all: a rank that has lost a peer does not know why
         for worker, end in zip(members, ends, strict=True):
             assert end["leaks"] == [], f"rank {worker.rank}"
         return [end["result"] for _, end in sorted(zip(members, ends, strict=True), key=lambda pair: pair[0].rank)]

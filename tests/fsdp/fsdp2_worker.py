@@ -2,7 +2,7 @@
 
 Four processes train the cases of cases.py that compute in one dtype: FULL_SHARD is fully_shard, SHARD_GRAD_OP that with
 reshard_after_forward=False, HYBRID_SHARD that over a mesh of two dimensions, and NO_SHARD is DistributedDataParallel. In float32
-they also train for longer, on 4 ranks and on 2. Rank 0 writes `FOLDER/<world size>.npz` or `FOLDER/<case>.npz`: the losses of the
+they also train for more steps, on 4 ranks and on 2. Rank 0 writes `FOLDER/<world size>.npz` or `FOLDER/<case>.npz`: the losses of the
 combined batch and the parameters after the last step. The processes are forked once everything is imported, before any thread
 runs, as this one was (tests/training/worker.py): importing torch and its compiler takes longer than the training.
 """
@@ -108,7 +108,7 @@ def run_rank(rank: int, folder: Path, dtype: str) -> None:
         init_method=f"file://{folder / 'rendezvous'}",
         rank=rank,
         world_size=max(WORLD_SIZES),
-        timeout=timedelta(seconds=60),  # a rank whose peers died ends, too
+        timeout=timedelta(seconds=60),  # so that a rank whose peers died ends, too
     )
     groups = {world_size: dist.new_group(list(range(world_size))) for world_size in range(1, max(WORLD_SIZES) + 1)}
     mine = {world_size: group for world_size, group in groups.items() if isinstance(group, dist.ProcessGroup)}  # this rank is a member

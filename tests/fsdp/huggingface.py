@@ -6,7 +6,7 @@ them costs nothing and they are skipped where it is not installed.
 
 import os
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before the import; a name that is no local folder then fails at once
+os.environ["HF_HUB_OFFLINE"] = "1"  # before the import; then a name that is not a local folder fails at once
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ VOCABULARY = 31
 COMMON = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
 
 logging.disable_progress_bar()
-logging.set_verbosity_error()  # that checkpointing turns the cache off is what it should
+logging.set_verbosity_error()  # checkpointing turns the cache off and warns about that, but it is intended
 
 
 def make_gpt2() -> GPT2LMHeadModel:
@@ -59,7 +59,7 @@ class Family:
     block: type[nn.Module]
 
     def make(self, seed: int = 0, *, reentrant: bool | None = None) -> PreTrainedModel:
-        """A model in training mode, with gradient checkpointing of either kind or, for None, without."""
+        """A model in training mode, with gradient checkpointing of either kind, or without for None."""
         with seeded(seed):
             model = (make_gpt2 if self.architecture is GPT2LMHeadModel else make_llama)()
         if reentrant is not None:
@@ -85,7 +85,7 @@ def shares(rank: int, world_size: int) -> Iterator[Tensor]:
 
 
 def generate(model: Any, tokens: int = 6) -> list[int]:
-    """What a model in evaluation mode makes of a prompt: the likeliest token each time, from the cache of keys and values."""
+    """A prompt's continuation by a model in evaluation mode: always the likeliest token, with the cache of keys and values."""
     prompt = torch.tensor([[1, 2, 3, 4]])
     options = {"max_new_tokens": tokens, "do_sample": False, "eos_token_id": None}
     found: list[int] = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)[0].tolist()

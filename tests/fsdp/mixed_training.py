@@ -17,7 +17,7 @@ POLICY = MixedPrecision(torch.bfloat16, torch.float32, output_dtype=torch.float3
 
 
 class Cast(nn.Module):
-    """A model under POLICY in one process: its parameters are cast for each forward, and so are their gradients back."""
+    """A model under POLICY in one process: its parameters are cast for each forward, and their gradients are cast back."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -39,8 +39,8 @@ def train_alone(optimizer: str) -> Run:
 class Deviation(NamedTuple):
     """How far one training ends from another."""
 
-    loss: float  # the largest difference of a step
-    parameters: float  # the distance of the two ends, as a share of the way from the start
+    loss: float  # the largest difference in any step
+    parameters: float  # the distance between the two ends, as a share of the distance from the start
 
 
 def deviation(run: Run, reference: Run) -> Deviation:

@@ -11,7 +11,7 @@ from torch import nn
 from tests.devices import on_test_device
 
 Tensor = torch.Tensor
-_seeding = threading.Lock()  # torch's generator is the process's, and ranks are threads here
+_seeding = threading.Lock()  # torch's generator belongs to the process, and ranks are threads here
 
 
 class Weighted(nn.Module):
@@ -32,7 +32,7 @@ class Block(nn.Module):
         super().__init__()
         self.heads = heads
         self.norm1 = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width, bias=False)  # the gradient of a key bias is 0 but for rounding, which Adam blows up
+        self.qkv = nn.Linear(width, 3 * width, bias=False)  # the gradient of a key bias is 0 except for rounding, which Adam amplifies
         self.out = nn.Linear(width, width)
         self.norm2 = nn.LayerNorm(width)
         self.up = nn.Linear(width, 2 * width + 1)
@@ -69,7 +69,7 @@ class GPT(nn.Module):
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Random numbers within depend on `seed` alone."""
+    """Random numbers within depend only on `seed`."""
     with _seeding, torch.random.fork_rng():
         torch.manual_seed(seed)
         yield

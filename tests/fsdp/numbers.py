@@ -1,7 +1,7 @@
-"""Small cases whose numbers are known by hand, and what earlier systems got wrong: functions of a backend, with what each rank gives.
+"""Small cases with results worked out by hand, and cases that earlier systems got wrong: functions of a backend, with each rank's result.
 
-They run over loopback and in real processes (test_numbers.py): so `work` is a function of a module, which is found there by name,
-and what it gives is what JSON can carry.
+They run over loopback and in real processes (test_numbers.py). So `work` is a function of a module, which the process finds by name,
+and its result is something that JSON can carry.
 """
 
 import asyncio
@@ -103,7 +103,7 @@ def update_all(backend: Backend) -> None:
     before = torch.cat([parameter.detach() for parameter in model.parameters()])
     model.update_shards(before + 1)
     assert torch.equal(torch.cat([parameter.detach() for parameter in model.parameters()]), before + 1)
-    model.broadcast_updated_params()  # nothing to do, but allowed
+    model.broadcast_updated_params()  # this does nothing, but is allowed
     with pytest.raises(UsageError, match=f"expected {before.numel()} elements but got {before.numel() + 1}"):
         model.update_shards(torch.zeros(before.numel() + 1))
 
@@ -114,7 +114,7 @@ def synchronise_first(backend: Backend) -> None:
 
 
 def backward_on_rank_0(backend: Backend) -> list[float]:
-    """The outermost unit is still gathered then, so that takes no collective. A missing gradient counts as zeros."""
+    """The outermost unit is still gathered at that moment, so this takes no collective. A missing gradient counts as zeros."""
     model = FSDP(Weighted(), backend)
     with model.no_sync():
         result = model(torch.tensor(6.0))
@@ -195,7 +195,7 @@ def prefetch_with(backend: Backend, strategy: str) -> None:
 
 
 def sharded_optimizer(backend: Backend) -> tuple[list[float], int]:
-    """The weights after a step, and of how many this rank has the momentum."""
+    """The weights after a step, and for how many of them this rank has the momentum."""
     model = Dot(10, 20, 30, 40)
     optimizer = ZeroOptimizer(model.parameters(), torch.optim.SGD, backend, lr=1.0, momentum=0.9)
     model(1.0 + backend.rank).backward()
@@ -204,7 +204,7 @@ def sharded_optimizer(backend: Backend) -> tuple[list[float], int]:
 
 
 def overflow(backend: Backend, sharded: str) -> tuple[float, list[float]]:
-    """In the first of two steps, on rank 1 alone: the scale at the end, and the weights."""
+    """An overflow in the first of two steps, only on rank 1: the scale at the end, and the weights."""
     dot = Dot(1, 2, 3, 4)
     model = dot if sharded == "optimizer" else FSDP(dot, backend)
     if sharded == "optimizer":
@@ -221,7 +221,7 @@ def overflow(backend: Backend, sharded: str) -> tuple[float, list[float]]:
 
 
 def unequal_samples(backend: Backend) -> list[list[float]]:
-    """The gradient of each step: the mean over samples, also where rank 1 has none."""
+    """The gradient of each step, which is the mean over samples even if rank 1 has none."""
     model = FSDP(Dot(1, 1, 1, 1), backend)
     batches = [torch.tensor([1.0, 2, 3]), torch.tensor([5.0, 7])] if backend.rank == 0 else [torch.tensor([10.0])]
     gradients = []
@@ -233,7 +233,7 @@ def unequal_samples(backend: Backend) -> list[list[float]]:
 
 
 def statistics(backend: Backend) -> tuple[int, int, int, int, list[str], bool]:
-    """The cluster's, of two steps: passes, steps, tokens forward, layers, and whether communication reached the efficiency."""
+    """The cluster's statistics of two steps: passes, steps, tokens forward, layers, and whether communication is part of the efficiency."""
     model = FSDP(EightEqual(), backend, units=[Weighted])
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     with PerformanceRecorder(model, optimizer) as recorder:
@@ -253,7 +253,7 @@ def statistics(backend: Backend) -> tuple[int, int, int, int, list[str], bool]:
 
 
 class EightEqual(nn.Module):
-    """Eight units of one size: gathers that are mixed up would go unnoticed but for their values."""
+    """Eight units of one size: only their values would show that gathers are mixed up."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -358,7 +358,7 @@ NUMBERS = [
     Number(many_gathers_at_once, [0, 0]),
     Number(step_after_prefetch, [6, 6]),
     Number(forward_that_raises, [[0, [2], 10]] * 2),
-    Number(peaks, [[2, True]] * 2, (FULL.value,)),  # at most prefetch + 1, whatever the depth
+    Number(peaks, [[2, True]] * 2, (FULL.value,)),  # at most prefetch + 1 units, whatever the depth
     Number(peaks, [[8, True]] * 2, (GRAD.value,)),  # parameters are kept until backward, but not gradients
     Number(mixed_up, [[True, True, 2]] * 2),
 ]

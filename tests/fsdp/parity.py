@@ -11,11 +11,11 @@ from tests.fsdp.ranks import run_ranks
 
 Tensor = torch.Tensor
 LossOf = Callable[[nn.Module, int], Tensor]  # (model, rank) -> loss on that rank's data
-Train = Callable[[FSDP, int], None]  # (model, rank): whatever ends with gradients on the parameters
+Train = Callable[[FSDP, int], None]  # (model, rank): does something that leaves gradients on the parameters
 
 
 def check_gradients(model: FSDP, alone: nn.Module, rank: int, *, atol: float = 1e-6) -> None:
-    """This rank's gradients are its slices of `alone`'s; zeros where that has none, and None where frozen."""
+    """Check that this rank's gradients are its slices of `alone`'s; zeros where that has none, and None for frozen parameters."""
     whole = dict(alone.named_parameters(remove_duplicate=False))
     for group in model.groups:
         for placed, piece in zip(group.placed, group.layout.slices(rank), strict=True):
@@ -29,7 +29,7 @@ def check_gradients(model: FSDP, alone: nn.Module, rank: int, *, atol: float = 1
 
 
 def check_at_rest(model: FSDP) -> None:
-    """Nothing full-size is left, and the modules hold the sharded originals."""
+    """Check that nothing full-size is left, and that the modules hold the sharded originals."""
     assert model.memory.full_parameters.current_bytes == 0
     assert model.memory.full_gradients.current_bytes == 0
     for group in model.groups:
@@ -56,7 +56,7 @@ def check_against_one_process(
     prefetch: int = 1,
     repeats: int = 2,
 ) -> None:
-    """Gradients on `world_size` ranks equal those of the mean of the ranks' losses in one process; more than once."""
+    """Check that gradients on `world_size` ranks equal those of the mean of the ranks' losses in one process; more than once."""
     alone = make()
     torch.stack([loss_of(alone, rank) for rank in range(world_size)]).mean().backward()  # type: ignore[no-untyped-call]
     models = [make() for _ in range(world_size)]

@@ -22,7 +22,7 @@ def run_ranks(world_size: int, work: Callable[[Backend], T], *, limits: Limits |
 
     def run(backend: Backend) -> None:
         try:
-            # both are a thread's own; a GPU's backwards would run on one thread of torch's for all ranks, which wait for each other
+            # both settings are per thread; a GPU's backwards would run on one of torch's threads for all ranks, which wait for each other
             with by_default(), torch.autograd.set_multithreading_enabled(False):
                 results[backend.rank] = work(backend)
         except BaseException as error:  # noqa: BLE001 - raised below, in the test's thread

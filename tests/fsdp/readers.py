@@ -1,4 +1,4 @@
-"""A model that reads its parts' parameters where they do not run."""
+"""A model that reads its parts' parameters outside of their forwards."""
 
 from collections.abc import Callable
 
@@ -17,7 +17,7 @@ Reading = Callable[["Reader", Tensor], Tensor]
 
 
 class Reader(nn.Module):
-    """Does something with its parts' parameters before, between and after their forwards, and on another one's behalf."""
+    """Does something with its parts' parameters before, between and after their forwards, and from another part's forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ TOKENS = torch.arange(6).reshape(2, 3)
 
 
 def in_its_forward(work: Callable[[Reader], object], *, world_size: int = 2, whole: bool = True) -> None:
-    """Call `work` on all ranks within a forward, and go on with it: a step of what is trained then reaches every parameter.
+    """Call `work` on all ranks within a forward, and finish the step: it must then reach every parameter that is trained.
 
     whole  of the model; or of the module inside
     """
@@ -68,7 +68,7 @@ def in_its_forward(work: Callable[[Reader], object], *, world_size: int = 2, who
 
 
 def refused(read: Callable[[], Tensor]) -> list[str]:
-    """What is said of one; [] if it is not refused."""
+    """The error about a read; [] if it is not refused."""
     try:
         read().sum()
     except StateError as error:

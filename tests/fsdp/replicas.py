@@ -1,4 +1,4 @@
-"""The reference for what depends on each rank's own batch: one replica a rank, all in one process, gradients averaged by hand.
+"""The reference for results that depend on each rank's own batch: one replica per rank, all in one process, gradients averaged by hand.
 
 Batch normalisation computes its statistics from the batch that it gets, and 16-bit activations are rounded batch by batch. So a
 sharded training equals that of replicas on the same shares, and not that of one model on all of them together.
@@ -20,7 +20,7 @@ def train_replicas(
     loss_of: Callable[[nn.Module, Tensor], Tensor],
     optimizer_kind: str = "adamw",
 ) -> list[Run]:
-    """The run of every rank; `shares` has, for each rank, its part of every step's batch."""
+    """Every rank's run; `shares` has each rank's part of every step's batch."""
     per_rank = [list(own) for own in shares]
     replicas = [make() for _ in per_rank]
     optimizers = [optimizer_for(replica.parameters(), optimizer_kind) for replica in replicas]

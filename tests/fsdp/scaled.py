@@ -1,4 +1,4 @@
-"""A model whose gradient is what goes in, and what of it is sent."""
+"""A model whose gradient is its input, and what ranks get of that gradient."""
 
 import torch
 from torch import nn

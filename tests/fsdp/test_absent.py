@@ -1,4 +1,4 @@
-"""Parameters that a model reads outside of their unit's forward, where they are sharded: refused, whatever would have come of it."""
+"""A model reads parameters outside of their unit's forward, where they are sharded: refused, whatever the model does with them."""
 
 import copy
 import io
@@ -105,7 +105,7 @@ def test_what_a_parameter_is_like_may_be_asked_anywhere() -> None:
 
 
 def test_parameters_are_the_originals_in_a_forward_too() -> None:
-    """So an optimizer may be made there, and what another thread saves meanwhile is right."""
+    """So an optimizer may be made there, and another thread that saves meanwhile gets the right values."""
 
     def work(backend: Backend) -> None:
         reader, model = wrapped(backend)
@@ -175,7 +175,7 @@ def test_nothing_is_lost_in_silence(use: Callable[[Tensor], object]) -> None:
 
 
 def test_a_parameter_that_is_put_back_is_the_original() -> None:
-    """As torch.func.functional_call does with what it has replaced."""
+    """torch.func.functional_call puts back what it has replaced."""
 
     def work(reader: Reader) -> None:
         original = next(reader.norm.parameters())

@@ -27,7 +27,7 @@ BATCHES = token_batches(3, 4)
 
 
 def train_alone() -> tuple[dict[str, torch.Tensor], list[float]]:
-    """Parameters after the last step, and the gradient norm of each."""
+    """Train in one process: the parameters after the last step, and each step's gradient norm."""
     model = make_gpt()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     norms = []
@@ -127,7 +127,7 @@ async def test_gradients_accumulate_within_no_sync(backends: list[LoopbackBacken
 
 
 async def test_a_backward_is_within_no_sync_if_it_is_called_there(backends: list[LoopbackBackend]) -> None:
-    """Whenever it runs, and whatever other tasks are within."""
+    """This holds whenever it runs, and whatever other tasks are within no_sync."""
 
     async def work(backend: LoopbackBackend) -> None:
         async with AsyncFSDP(Weighted(), backend) as model:
@@ -153,7 +153,7 @@ async def test_a_backward_is_within_no_sync_if_it_is_called_there(backends: list
                 await asyncio.sleep(0)
             await within
             assert gradients() == [[1, 1]]
-            await model.backward(losses[2])  # another task is within
+            await model.backward(losses[2])  # another task is within no_sync
             assert gradients() == [[3, 3]]
             left.set()
             await other
@@ -162,7 +162,7 @@ async def test_a_backward_is_within_no_sync_if_it_is_called_there(backends: list
 
 
 async def test_blocks_of_no_sync_end_wherever_they_are_left(backends: list[LoopbackBackend]) -> None:
-    """In any order, in another task, and by a generator that nobody goes on with."""
+    """They end in any order, in another task, and in a generator that nobody resumes."""
 
     async def work(backend: LoopbackBackend) -> None:
         async with AsyncFSDP(Weighted(), backend) as model:

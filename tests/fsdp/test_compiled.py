@@ -1,4 +1,4 @@
-"""torch.compile of what is sharded: of its units, of all of it, and of whole steps."""
+"""torch.compile of a sharded model's units, of the whole model, and of whole steps."""
 
 from collections.abc import Callable
 
@@ -61,7 +61,7 @@ def test_compiled_units_are_compiled_as_often_as_without_sharding() -> None:
 
 
 def test_the_hooks_of_its_parts_are_nothing_in_a_compiled_unit() -> None:
-    """All of the model is one graph, as it is without sharding."""
+    """The whole model is one graph, as it is without sharding."""
     without, with_sharding = Graphs(), Graphs()
     whole = seeded(Stack)()
     whole.compile(backend=without)
@@ -104,7 +104,7 @@ def test_gradients_are_those_of_one_process(compile_what: str) -> None:
 
 @pytest.mark.parametrize("how", ["clipped", "in backward", "scaled", "in bfloat16"])
 def test_a_whole_step_may_be_compiled(how: str) -> None:
-    """Hooks, reductions and what the step calls of FSDP are no part of its graphs."""
+    """Hooks, reductions and the step's calls of FSDP are not part of its graphs."""
 
     def train(backend: Backend, stack: nn.Module, compiler: Callable[..., Callable[[], Tensor]]) -> list[Tensor]:
         precision = MixedPrecision(param_dtype=torch.bfloat16) if how == "in bfloat16" else None

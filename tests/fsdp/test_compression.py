@@ -1,4 +1,4 @@
-"""Compressed communication: who computes with which values, what goes over the wire, and what is never rounded."""
+"""Compressed communication: which values modules compute with, what goes over the wire, and what is never rounded."""
 
 import re
 from typing import Any
@@ -27,7 +27,7 @@ WIDE = {"width": 66, "layers": 2}  # shards of many blocks
 
 
 class Probe(nn.Linear):
-    """Notes what it computes with, in forward and in backward."""
+    """Records the values that it computes with, in forward and in backward."""
 
     def __init__(self) -> None:
         super().__init__(9, 9)
@@ -256,7 +256,7 @@ def test_what_fails_within_a_node_fails_everywhere_and_training_goes_on() -> Non
 
 
 def mislabel_next(group: Backend) -> None:
-    """The next all_to_all of this rank is not what the others are in."""
+    """Make this rank's next all_to_all differ from the others'."""
     real = group.all_to_all
 
     def mistaken(*args: Any, label: str, **options: Any) -> Any:

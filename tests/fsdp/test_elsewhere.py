@@ -1,4 +1,4 @@
-"""Losses that are computed with parameters themselves: their gradients come to the slices, beside what is reduced."""
+"""Losses that are computed directly with parameters: their gradients reach the slices in addition to the reduced ones."""
 
 import asyncio
 import gc
@@ -26,12 +26,12 @@ from tests.fsdp.ranks import run_ranks
 
 Tensor = torch.Tensor
 STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
-X = torch.linspace(-1, 1, 48, dtype=torch.float64).reshape(2, 6, 4)  # of two ranks
+X = torch.linspace(-1, 1, 48, dtype=torch.float64).reshape(2, 6, 4)  # two ranks' inputs
 STEPS = 3
 
 
 class Scaled(nn.Module):
-    """With a scale that the forward does not use."""
+    """A model with a scale that its forward does not use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ Train = Callable[[nn.Module, Scaled, Tensor], torch.optim.Optimizer]
 
 
 def penalty(module: nn.Module) -> Tensor:
-    """Of biases, which backward does not read: torch would refuse to step what it still needs."""
+    """A penalty on biases, which backward does not read: torch would refuse a step of parameters that backward still needs."""
     return torch.stack([each.abs().sum() for name, each in module.named_parameters() if name.endswith("bias")]).sum()
 
 
@@ -75,7 +75,7 @@ def train_with_scale(model: nn.Module, inner: Scaled, x: Tensor) -> torch.optim.
 
 
 def train_in_parts(model: nn.Module, inner: Scaled, x: Tensor) -> torch.optim.Optimizer:
-    """Backwards of the penalty and the scale alone, before and behind that of the model, and one before there was any forward."""
+    """Backwards of the penalty and the scale alone, before and after that of the model, and one before any forward."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     (inner.scale.square() * x.mean()).sum().backward()  # type: ignore[no-untyped-call]
     for _ in range(STEPS):
@@ -166,7 +166,7 @@ def test_a_model_that_is_whole_again_is_left_alone() -> None:
 
 
 class Late(torch.autograd.Function):
-    """Brings a gradient to a slice when backward is through with everything else: what was made first comes last."""
+    """Brings a gradient to a slice after backward has done everything else: backward does last what was computed first."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, held: Tensor) -> Tensor:
@@ -192,7 +192,7 @@ def test_a_gradient_that_comes_when_its_parameter_was_stepped_is_refused() -> No
 
 
 def test_reductions_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What comes from elsewhere comes first. It must not put the root unit, which is complete last, before those that are ready sooner."""
+    """Gradients from elsewhere come first. They must not put the root unit, which is complete last, before units that are ready sooner."""
     started: dict[int, list[str]] = {0: [], 1: []}
     start = ReductionQueue._start
 
@@ -273,7 +273,7 @@ def sharded(backend: Backend, **options: Any) -> tuple[Scaled, FSDP]:
 
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_ranks_may_bring_them_at_different_moments_or_not_at_all(in_backward: bool) -> None:
-    """Backward comes last to what was computed before the forward. Reductions have one order even so, and each unit has one."""
+    """Backward comes last to what was computed before the forward. Even so reductions have one order, and each unit has one reduction."""
 
     def work(backend: Backend) -> list[Tensor]:
         inner, model = sharded(backend, units=[nn.Linear])
@@ -342,7 +342,7 @@ def test_behind_a_backward_that_has_failed() -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_beside_what_is_computed_again(reentrant: bool) -> None:
-    """The penalty's gradient comes before backward has come to the forward: what is read then is no part of a unit at work."""
+    """The penalty's gradient comes before backward has reached the forward: what is read then is not part of a unit at work."""
 
     def work(backend: Backend) -> tuple[Tensor | None, Tensor | None]:
         inner, model = sharded(backend)

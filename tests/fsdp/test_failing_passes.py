@@ -1,4 +1,4 @@
-"""Errors in the middle of forward or backward: nothing stays gathered, and the model trains on. And what is refused."""
+"""Errors in the middle of forward or backward: nothing stays gathered, and the model trains on. Also calls that are refused."""
 
 import pytest
 import torch

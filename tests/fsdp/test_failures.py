@@ -21,7 +21,7 @@ BATCH = token_batches(1, 2)[0]
 
 
 class Tail(torch.nn.Module):
-    """Two layers, and what may differ between ranks."""
+    """Two layers, with options that may differ between ranks."""
 
     def __init__(self, *, layers: int = 2, frozen: bool = False, buffer: bool = False, width: int = 3, half: bool = False) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ def test_ranks_that_shard_differently_are_told_so(model: dict[str, Any], argumen
         with pytest.raises(CollectiveMismatch) as refused:
             FSDP(module, backend, **{"units": [torch.nn.Linear], **(arguments if differs else {})})
         assert all(one is other for one, other in zip(module.parameters(), before, strict=True))
-        FSDP(Tail(), backend, units=[torch.nn.Linear])  # who is told may try again
+        FSDP(Tail(), backend, units=[torch.nn.Linear])  # a rank that is told may try again
         return str(refused.value)
 
     for message in run_ranks(3, work):
@@ -114,7 +114,7 @@ def test_ranks_that_use_units_in_another_order_are_told_so() -> None:
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_a_peer_lost_before_forward(prefetch: int) -> None:
-    wrapped = threading.Barrier(2)  # of threads: nothing may be under way when the rank goes
+    wrapped = threading.Barrier(2)  # a barrier of threads: nothing may be under way when the rank goes
 
     def work(backend: Backend) -> None:
         model = FSDP(make_gpt(), backend, units=[Block], prefetch=prefetch)

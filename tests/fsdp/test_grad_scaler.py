@@ -100,7 +100,7 @@ def test_the_scale_grows_after_enough_good_steps() -> None:
 
 
 def test_a_rank_without_gradients_steps_with_the_others() -> None:
-    """As where an optimizer has none of the parameters that got gradients on some rank."""
+    """For example because an optimizer has none of the parameters that got gradients on some rank."""
 
     def work(backend: Backend, mine: Callable[[int], bool]) -> float:
         weight = nn.Parameter(torch.ones(2))
@@ -156,7 +156,7 @@ class InFloat16(nn.Module):
 
 
 def train(model: nn.Module, scaler: torch.amp.GradScaler, rank: int = 0, world_size: int = 1) -> tuple[list[float], list[float]]:
-    """Losses of this rank's share, and the scale after each step."""
+    """The losses of this rank's share, and the scale after each step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     share = SAMPLES // world_size
     losses, scales = [], []
@@ -175,7 +175,7 @@ def train(model: nn.Module, scaler: torch.amp.GradScaler, rank: int = 0, world_s
 def test_float16_trains_as_in_one_process(world_size: int) -> None:
     """From a scale at which the first two steps overflow, whatever a rank's share of the batch is.
 
-    What float16 rounds differs with the split, as what bfloat16 does (see [Note: tolerance] in test_precision_parity.py).
+    Rounding in float16 depends on the split of the batch, as in bfloat16 (see [Note: tolerance] in test_precision_parity.py).
     """
     settings = {"init_scale": 2.0**33, "backoff_factor": 2.0**-10}
     whole = make_small()

@@ -16,7 +16,7 @@ LAYERS = 6
 
 
 async def train(backend: Backend, *, backward: bool) -> "tuple[weakref.ref[torch.nn.Module], torch.Tensor]":
-    """What is left of a model when its epoch has ended, after a step or in the middle of one; its loss."""
+    """Train until the epoch ends, after a step or in the middle of one; return the loss, which is all that is left of the model."""
     model = await AsyncFSDP(make_gpt(layers=LAYERS), backend, units=[Block])
     loss = await model.run(loss_of, model.fsdp, token_batches(1, 1)[0])
     if backward:

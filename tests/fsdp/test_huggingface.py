@@ -1,4 +1,4 @@
-"""Models that are not ours: GPT-2 and Llama as transformers has them train, generate, and are saved and loaded."""
+"""Models that are not ours: transformers' GPT-2 and Llama are trained, generate text, and are saved and loaded."""
 
 import re
 from collections.abc import Callable
@@ -36,7 +36,7 @@ BFLOAT16 = MixedPrecision(torch.bfloat16, torch.float32, output_dtype=torch.floa
 
 
 def shard(hf: ModuleType, name: str, backend: Backend, strategy: ShardingStrategy = FULL, **options: Any) -> FSDP:
-    """A model that starts from other numbers on every rank; only rank 0's count."""
+    """A model with different initial values on every rank, of which only rank 0's count."""
     family, reentrant = hf.FAMILIES[name], options.pop("reentrant", None)
     inner = family.make(seed=backend.rank, reentrant=reentrant)
     return FSDP(inner, backend, units=[family.block], strategy=strategy, intra_node_size=2 if strategy is HYBRID else None, **options)
@@ -154,7 +154,7 @@ def test_tied_weights_are_one_parameter(hf: ModuleType) -> None:
 
 @FAMILIES
 def test_outputs_are_the_models_own_and_any_may_be_differentiated(hf: ModuleType, name: str) -> None:
-    """Here the hidden states between two inner units; what is behind them gets zeros."""
+    """Here they are the hidden states between two inner units; layers after these get zeros."""
     family = hf.FAMILIES[name]
 
     def loss_of(model: nn.Module, rank: int) -> Tensor:
@@ -214,7 +214,7 @@ def test_methods_of_the_inner_module_are_pointed_at(hf: ModuleType) -> None:
 
 
 def test_a_model_on_meta_is_read_from_a_folder(hf: ModuleType, tmp_path: Path) -> None:
-    """In several files, with what is in none of them from the model's own function."""
+    """It is in several files; values that are in none of them come from the model's own function."""
     whole = hf.FAMILIES["llama"].make(seed=5)
     whole.save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
@@ -275,7 +275,7 @@ def test_a_saved_model_is_loaded_by_from_pretrained(hf: ModuleType, saved: tuple
 
 
 def test_a_full_state_dict_is_a_plain_models(hf: ModuleType, saved: tuple[str, Path, dict[str, Tensor]]) -> None:
-    """Strict in both directions: into a plain model, and a plain model's into a sharded one; through a file of safetensors."""
+    """Loading is strict in both directions, into a plain model and from one into a sharded model, through a file of safetensors."""
     from safetensors.torch import load_file, load_model, save_model
 
     name, folder, state = saved
@@ -283,7 +283,7 @@ def test_a_full_state_dict_is_a_plain_models(hf: ModuleType, saved: tuple[str, P
     plain.load_state_dict(state, strict=True)
     assert equal(plain.state_dict(), state)
 
-    save_model(plain, str(folder / "plain.safetensors"))  # tied weights once
+    save_model(plain, str(folder / "plain.safetensors"))  # tied weights are stored once
     again = hf.FAMILIES[name].make(seed=8)
     load_model(again, folder / "plain.safetensors", strict=True)
     assert load_file(folder / "plain.safetensors").keys() <= state.keys()

@@ -1,4 +1,4 @@
-"""Gradients that other ranks read where autograd has put them: which are, that no bit depends on it, and how many there are at once."""
+"""Gradients that other ranks read where autograd has put them: which ones, that no bit depends on it, and how many exist at once."""
 
 import asyncio
 import copy
@@ -83,7 +83,7 @@ def all_at_once(ranks: Sequence[Backend], work: Callable[[Backend], Any]) -> Any
     [(ShardingStrategy.FULL_SHARD, "reduce_scatter_pieces"), (ShardingStrategy.NO_SHARD, "all_reduce_pieces")],
 )
 async def test_no_bit_depends_on_it(strategy: ShardingStrategy, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients that are missing, sparse, of several uses or of several backwards."""
+    """Gradients that are missing or sparse, or come from several uses or several backwards."""
     lent: list[int] = []
     reduce = getattr(MeshBackend, method)
 
@@ -152,7 +152,7 @@ def test_a_gradient_is_kept_where_it_is() -> None:
 
 
 def test_memory_that_autograd_has_given_twice_is_not_added_to() -> None:
-    """Two leaves may have gradients in the same memory, and the caller may go on with what it gave to backward."""
+    """Two leaves may have gradients in the same memory, and the caller may still use the tensors that it gave to backward."""
     shared = torch.ones(4)
     for outlives in (False, True):
         lent, _ = gradients((4,), (4,))

@@ -80,7 +80,7 @@ def test_between_forward_and_backward_the_root_and_the_last_units_are_held(prefe
 
 
 def test_a_model_that_is_dropped_is_gone() -> None:
-    """Also after a backward, whose hooks are kept where Python's collector of cycles does not look."""
+    """Also after a backward, which keeps hooks where Python's cycle collector does not look."""
 
     def work(backend: Backend) -> tuple[weakref.ref[FSDP], weakref.ref[FlatGroup]]:
         model = FSDP(make_gpt(layers=2, **SIZES), backend, units=[Block])
@@ -89,6 +89,6 @@ def test_a_model_that_is_dropped_is_gone() -> None:
         return weakref.ref(model), weakref.ref(model.groups[0])
 
     found = run_ranks(WORLD_SIZE, work)
-    while gc.collect():  # autograd's graphs come apart a layer at a time
+    while gc.collect():  # each run frees only one layer of autograd's graphs
         pass
     assert [reference() for references in found for reference in references] == [None] * 2 * WORLD_SIZE

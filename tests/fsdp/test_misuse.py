@@ -1,4 +1,4 @@
-"""What is done to a sharded model, or with it, that would go wrong in silence."""
+"""Uses of a sharded model that would silently go wrong."""
 
 import asyncio
 import contextlib
@@ -97,7 +97,7 @@ async def test_optimizers_that_look_beyond_elements_are_refused(kind: Callable[.
 
 @pytest.mark.parametrize("called", ["the model", "the module inside", "a unit", "a part of the root"])
 def test_functional_calls_are_refused(called: str) -> None:
-    """They put other parameters into the module for a moment, which gathering would overwrite: the given ones too."""
+    """They put other parameters into the module for a moment, and gathering would overwrite those, too."""
 
     def work(backend: Backend) -> None:
         model = FSDP(Stack(), backend, units=[Layer])
@@ -141,9 +141,9 @@ async def test_another_optimizer_than_those_that_step_in_backward_is_refused() -
         first, second = (torch.optim.SGD(model.parameters(), lr=1.0) for _ in range(2))
         model.step_in_backward(first)
         await model.backward((await model(batch())).sum())
-        await model.step(first)  # finds nothing to do
+        await model.step(first)  # has nothing to do
         wrapper = torch.optim.SGD(model.parameters(), lr=1.0)
-        wrapper.param_groups = first.param_groups  # as wrappers have those of what they wrap
+        wrapper.param_groups = first.param_groups  # wrappers share those of the optimizer that they wrap
         await model.step(wrapper)
         await model.step(torch.optim.SGD(nn.Linear(1, 1).parameters()))
         with pytest.raises(UsageError, match=r"step_in_backward\(\) was given, of which this is none: give it this one"):
@@ -250,7 +250,7 @@ def test_transforms_of_functions(transform: Callable[[nn.Module], object], strat
                 transform(model)
             model(batch()).sum().backward()
         with torch.no_grad():
-            TRANSFORMS["vmap"](model)  # which changes nothing that autograd knows of
+            TRANSFORMS["vmap"](model)  # it changes nothing that autograd knows of
         with model.summon_full_params():
             TRANSFORMS["vmap"](model.module)
         return model.clip_grad_norm_(1.0)

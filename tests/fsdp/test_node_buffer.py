@@ -1,4 +1,4 @@
-"""Gathered parameters exist once a node: the ranks there compute with the same memory, and nothing else changes."""
+"""Gathered parameters exist once per node: its ranks compute with the same memory, and nothing else changes."""
 
 import asyncio
 import copy
@@ -101,7 +101,7 @@ async def test_forward_and_backward_read_the_same_memory(dtype: torch.dtype) -> 
 
 
 async def test_what_is_whole_for_a_moment_is_there_once_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first values on their way to the shards, and parameters that are saved or given back."""
+    """That is the first values on their way to the shards, and parameters that are saved or restored."""
     adopt, views, seen = FlatGroup.adopt, FlatLayout.views, list[bool]()
 
     def look(group: FlatGroup, flat: torch.Tensor) -> None:
@@ -135,7 +135,7 @@ async def test_what_is_whole_for_a_moment_is_there_once_a_node(monkeypatch: pyte
 
 
 async def test_parameters_that_are_written_in_forward_are_the_writers_own() -> None:
-    """As without shared memory: no other rank computes with them, and the next gather brings what the shards hold."""
+    """As without shared memory no other rank computes with them, and the next gather brings the shards' values."""
 
     def work(backend: Backend) -> torch.Tensor:
         model = shard(backend)
@@ -179,7 +179,7 @@ async def test_parameters_without_elements() -> None:
 
 
 async def test_the_whole_model_is_there_once_a_node_and_for_a_while() -> None:
-    """Summoned. Behind it a step takes no more memory than before it."""
+    """It is summoned. After that a step takes no more memory than before."""
     deep = nn.Sequential(*(Layer() for _ in range(10)))
 
     def work(backend: Any) -> tuple[int, int, int]:
@@ -227,7 +227,7 @@ def _prefetches_in_vain(model: FSDP) -> None:
 
 @pytest.mark.parametrize("trouble", [_fails_in_forward, _fails_in_backward, _prefetches_in_vain])
 async def test_nothing_stays_behind(trouble: Callable[[FSDP], None]) -> None:
-    """Memory that came for a unit and was not used is given back: the next step does as well with what there is."""
+    """Memory that was allocated for a unit and not used is given back: the next step manages with what there is."""
 
     def work(backend: Backend) -> torch.Tensor:
         model = shard(backend)

@@ -1,4 +1,4 @@
-"""CPU offload, as far as it goes without a GPU: what is refused, and that numbers do not depend on where shards are."""
+"""CPU offload, as far as it can be tested without a GPU: what is refused, and that numbers do not depend on where shards are."""
 
 import pytest
 import torch
@@ -55,7 +55,7 @@ OPTIONS = {
     ("name", "world_size"), [(name, size) for name in OPTIONS for size in (1, 4) if size > 1 or name not in ("hybrid_shard", "neighbours")]
 )
 def test_no_bit_depends_on_it(monkeypatch: pytest.MonkeyPatch, name: str, world_size: int) -> None:
-    """With the device of the tests in place of a GPU, the shards of which are elsewhere by name alone."""
+    """The tests' device stands in for a GPU, so that shards are elsewhere only in name."""
     monkeypatch.setattr(offload, "compute_device", lambda module, device: TEST_DEVICE)
 
     def work(backend: Backend) -> list[dict[str, torch.Tensor]]:

@@ -1,4 +1,4 @@
-"""The options that are passed on to FSDP are all that it takes."""
+"""The options that are passed on to FSDP are all options that it has."""
 
 from typing import get_type_hints
 

@@ -1,4 +1,4 @@
-"""What the trace must show: the next unit is on its way while one computes, and time spent waiting is called so."""
+"""What the trace must show: the next unit is on its way while one computes, and waiting time is marked as such."""
 
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -69,7 +69,7 @@ def test_the_next_units_are_gathered_while_one_computes(prefetch: int) -> None:
 
 @pytest.mark.parametrize(("compression", "full"), [(None, 1), (Compression(gradients="int8"), 0)])
 def test_reductions_start_while_backward_goes_on_and_are_bounded(compression: Compression | None, full: int) -> None:
-    """`full`: whether full-size gradients wait for the network, or what is packed does."""
+    """`full`: whether full-size gradients wait for the network, or packed ones."""
 
     def work(backend: Backend) -> None:
         started: list[tuple[int, int]] = []
@@ -86,7 +86,7 @@ def test_reductions_start_while_backward_goes_on_and_are_bounded(compression: Co
         layers = nn.Sequential(*(Watched(look_from(index)) for index in range(LAYERS)))
         model = FSDP(layers, backend, units=[Watched], prefetch=1, compression=compression)
         model(torch.ones(2, 3)).sum().backward()
-        # Two reductions may be under way; what is older was waited for and its gradients set.
+        # Two reductions may be under way; older ones were waited for, and their gradients set.
         assert started == [(0, 0), (0, 1 * full), (0, 2 * full), (1, 2 * full), (2, 2 * full), (3, 2 * full)]
 
     run_ranks(2, work)

@@ -27,9 +27,9 @@ from tests.fsdp.ranks import run_ranks
 
 FULL, GRAD, HYBRID, ZERO_1, NONE = Strategy
 WORLD_SIZES = (1, 2, 4)
-NODE = 2  # ranks, of HYBRID_SHARD
+NODE = 2  # ranks per node, for HYBRID_SHARD
 PAGE = Path(__file__).parents[2] / "docs" / "strategies.md"
-# Bytes of parameters, gradients and Adam's moments for each parameter that one of N ranks holds.
+# How many bytes of parameters, gradients and Adam's moments one of N ranks holds for each parameter of the model.
 FORMULAS: dict[Strategy, Callable[[int], float]] = {
     NONE: lambda ranks: 4 + 4 + 8,
     ZERO_1: lambda ranks: 4 + 4 + 8 / ranks,
@@ -53,7 +53,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def held(backend: Backend, strategy: Strategy) -> tuple[int, int]:
-    """Bytes of one rank after a step, gradients included; and the most parameters that were whole besides."""
+    """One rank's bytes after a step, gradients included; and the most bytes of whole parameters besides these."""
     inner = make()
     if strategy is ZERO_1:
         optimizer = ZeroOptimizer(inner.parameters(), torch.optim.AdamW, backend, module=inner, units=[Block])
@@ -72,14 +72,14 @@ def held(backend: Backend, strategy: Strategy) -> tuple[int, int]:
 
 @cache
 def fullest(strategy: Strategy, world_size: int) -> tuple[int, int]:
-    """Of all ranks."""
+    """Those of the rank that holds most."""
     counts = run_ranks(world_size, lambda backend: held(backend, strategy))
     return max(kept for kept, _ in counts), max(whole for _, whole in counts)
 
 
 @pytest.mark.parametrize(("strategy", "world_size"), list(product(FORMULAS, WORLD_SIZES)))
 def test_a_rank_holds_what_the_paper_says(strategy: Strategy, world_size: int) -> None:
-    """Between steps; within one, besides, units in flight (the root, and two blocks), or all, where they stay until backward."""
+    """That is between steps. Within a step come units in flight (the root and two blocks), or all units if they stay until backward."""
     model = make()
     numel, block = (sum(parameter.numel() for parameter in part.parameters()) for part in (model, model.blocks[0]))
     groups, tensors = 1 + len(model.blocks), len(list(model.parameters()))

@@ -1,4 +1,4 @@
-"""Parameters stay the objects they were, and changes made to them from outside count."""
+"""Parameters stay the same objects, and changes made to them from outside count."""
 
 from collections.abc import Mapping
 
@@ -52,7 +52,7 @@ def test_modules_compute_with_whole_parameters() -> None:
 
 
 def test_a_shard_whose_data_was_replaced_is_taken_back() -> None:
-    """As vector_to_parameters, stochastic weight averaging and others do."""
+    """vector_to_parameters, stochastic weight averaging and others replace it."""
 
     def work(backend: Backend) -> None:
         model = FSDP(Weighted(), backend)
@@ -103,7 +103,7 @@ def test_unwrap_gives_the_module_back() -> None:
 
 @pytest.mark.parametrize("before", [True, False], ids=["before sharding", "after it"])
 def test_gradient_hooks_get_what_is_reduced(before: bool) -> None:
-    """Once a backward, and what they return is the gradient."""
+    """They are called once per backward, and the gradient is what they return."""
     alone = make_gpt(layers=2)
     for parameter in alone.parameters():
         parameter.register_hook(lambda gradient: gradient * 3)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Modules of the root unit that are called alone: an encoder, an embedding, a head, the model inside of another one."""
+"""Modules of the root unit that are called alone: an encoder, an embedding, a head, or the model inside another one."""
 
 import copy
 from collections.abc import Callable
@@ -20,7 +20,7 @@ Tensor = torch.Tensor
 
 
 class Body(nn.Module):
-    """No unit, with a parameter of its own and units in it; calls itself if it is told so."""
+    """Not a unit, but with a parameter of its own and units inside; it calls itself if it is told to."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -33,7 +33,7 @@ def test_a_unit_used_twice_in_one_forward() -> None:
 
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_a_unit_with_units_inside_used_twice_in_a_row(prefetch: int) -> None:
-    """What the first call returns is what the second one gets, so backward begins with the one before it ends the other."""
+    """The first call's result is the second one's input, so backward begins with one before it ends the other."""
 
     class Twice(Stack):
         def forward(self, x: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ def test_forwards_that_no_backward_follows() -> None:
         with torch.inference_mode():
             model(data(rank))
         check_at_rest(model)
-        model(data(rank + 5))  # with gradients, but for nothing
+        model(data(rank + 5))  # it could have gradients, but has no backward
         assert all(parameter.dim() == 1 for parameter in model.parameters())
         model.eval()
         model.train()

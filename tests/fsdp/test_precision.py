@@ -1,4 +1,4 @@
-"""Mixed precision: who sees which dtype, what goes over the wire, and what is never rounded."""
+"""Mixed precision: which dtype modules see, what goes over the wire, and what is never rounded."""
 
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ EVERY_PLACE = [(FULL, 2, None), (GRAD, 2, None), (NONE, 2, None), (HYBRID, 4, 2)
 
 
 class Probe(nn.Linear):
-    """Notes the dtypes of what it computes with, each time it does."""
+    """Records the dtypes that it computes with, each time."""
 
     offset: Tensor
 
@@ -284,7 +284,7 @@ def test_full_parameters_take_half_the_memory(strategy: ShardingStrategy) -> Non
         for batch in token_batches(2, 2):
             loss_of(model, batch).backward()  # type: ignore[no-untyped-call]
         held = memory_report(model)
-        assert held.peak_full_parameters == whole // 2  # kept from forward to backward; of NO_SHARD, too: a cast copy
+        assert held.peak_full_parameters == whole // 2  # kept from forward to backward; with NO_SHARD, too, as a cast copy
         assert held.full_parameters == 0
         assert held.peak_full_gradients <= whole // 2
         assert held.gradient_shards == held.parameter_shards

@@ -2,8 +2,8 @@
 
 [Note: tolerance] In bfloat16 the split of a batch over ranks and micro-batches changes how activations and gradients are
 rounded, so a sharded training ends elsewhere than that of one process on the whole batch. How far FSDP2 ends from it is
-measured here, over gloo in real processes, on 3 and 4 ranks with 1 and 3 micro-batches. Ours may end as far away as the
-farthest of these, for each optimizer, and half as far again: both are samples of the same noise.
+measured here, over gloo in real processes, on 3 and 4 ranks with 1 and 3 micro-batches. For each optimizer ours may end up to
+1.5 times as far away as the farthest of these: both are samples of the same noise.
 """
 
 from contextlib import nullcontext
@@ -84,7 +84,7 @@ def test_training_deviates_no_more_than_fsdp2(
 
 
 def train_whole(case: Case) -> Run:
-    """ZeRO-1: the module is whole on every rank, and casts its parameters by itself."""
+    """Train with ZeRO-1: the module is whole on every rank, and casts its parameters itself."""
 
     def work(backend: Backend) -> Run:
         model = make_small()

@@ -58,7 +58,7 @@ def test_a_prefetch_gathers_no_more_than_the_units_in_flight() -> None:
 
 @pytest.mark.parametrize("changing_rank", [0, 1, 2])
 def test_an_update_after_the_prefetch_is_not_lost(changing_rank: int) -> None:
-    """Only one rank's slice changes: all ranks must gather anew."""
+    """Only one rank's slice changes, but all ranks must gather again."""
 
     def work(backend: Backend) -> float:
         model = FSDP(Weighted(1, 2, 3), backend)
@@ -123,7 +123,7 @@ def test_another_way_through_the_model_frees_what_was_prefetched_in_vain() -> No
 
 
 async def test_who_is_cancelled_while_it_waits_for_a_prefetch_leaves_it_to_the_next_forward() -> None:
-    """The other rank has not come: nothing of the prefetch is there yet, and nobody is disturbed."""
+    """The other rank has not entered: nothing of the prefetch has arrived yet, and no rank is disturbed."""
     batch = token_batches(1, 2)[0]
     alone = make_gpt()(batch)
     async with local_cluster(2) as ranks:

@@ -1,4 +1,4 @@
-"""`reshard_after_forward`: what is kept between forward and backward changes traffic and memory, and no bit of the result."""
+"""`reshard_after_forward`: what is kept between forward and backward changes traffic and memory, but no bit of the result."""
 
 import asyncio
 import threading
@@ -25,7 +25,7 @@ HALF = MixedPrecision(torch.bfloat16, torch.float32)
 
 
 def gathers(model: FSDP) -> tuple[int, int]:
-    """How many gathers there were among all ranks that share the parameters, and among this rank's neighbours."""
+    """How many gathers there were over all ranks that share the parameters, and over this rank's neighbours."""
     comms: Any = model._comms
     return comms.gathers._group._ledger._next, comms.neighbours._group._ledger._next if comms.neighbours else 0
 
@@ -117,7 +117,7 @@ def test_backward_gathers_from_neighbours_alone(prefetch: int, held: int) -> Non
 
 
 def test_backward_sends_what_one_neighbour_lacks() -> None:
-    """N/4 to each of three in forward; N/2 to one in backward."""
+    """A rank sends N/4 to each of three ranks in forward, and N/2 to one in backward."""
     size = 64
 
     def work(backend: Backend) -> None:
@@ -278,7 +278,7 @@ def test_backward_reads_what_its_forward_did() -> None:
         x = torch.ones(4, requires_grad=True)
         y = model(x).sum()
         for parameter in model.parameters():
-            parameter.data.mul_(2.0)  # autograd does not see that, or it would refuse
+            parameter.data.mul_(2.0)  # autograd would refuse it, but does not see it
         y.backward()
         assert x.grad is not None
         return x.grad.tolist()

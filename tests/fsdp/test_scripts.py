@@ -1,4 +1,4 @@
-"""What docs/scripts.md says of a training script."""
+"""What docs/scripts.md says about a training script."""
 
 import asyncio
 import copy
@@ -63,7 +63,7 @@ def test_several_models_may_be_sharded_at_the_same_time(runner: ClusterRunner) -
 
 
 async def cancels_one(cluster: Cluster) -> list[list[float]]:
-    """Rank 1 is slow with the first, and both cancel it; the second one of the same kind must not overtake it."""
+    """Rank 1 is slow with the first collective, and both ranks cancel it; a second one of the same kind must not overtake it."""
     began = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -91,7 +91,7 @@ def test_one_that_is_cancelled_keeps_its_turn(runner: ClusterRunner) -> None:
 
 
 async def refused_once(cluster: Cluster) -> float:
-    """A rank that gives wrong arguments first meets the others when it has them right."""
+    """A rank that first gives wrong arguments meets the others once its arguments are right."""
     if cluster.rank:
         with pytest.raises(UsageError, match="units"):
             await cluster.shard(torch.nn.Linear(4, 4), units=[torch.nn.Conv2d])

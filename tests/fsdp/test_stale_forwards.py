@@ -71,7 +71,7 @@ class ActorCritic(nn.Module):
 
 @pytest.mark.parametrize("units", [None, [nn.Sequential]])
 def test_what_the_step_does_not_concern_goes_on(units: list[type[nn.Module]] | None) -> None:
-    """Also where both are parts of one unit."""
+    """Also if both are parts of one unit."""
 
     def train(wrap: Callable[[nn.Module], nn.Module]) -> list[Tensor]:
         inner = ActorCritic()

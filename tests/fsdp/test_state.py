@@ -29,7 +29,7 @@ def equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
 
 
 def test_no_state_cannot_be_loaded() -> None:
-    """Which is what `full_state_dict(rank0_only=True)` leaves to who passes on nothing else."""
+    """A rank other than 0 gets no state from `full_state_dict(rank0_only=True)`."""
 
     def work(backend: Backend) -> None:
         with pytest.raises(UsageError, match="no state to load: every rank must be given all of it"):
@@ -145,7 +145,7 @@ def test_a_sharded_state_of_another_split_is_refused() -> None:
 
 
 def test_the_inner_module_is_still_a_gpt() -> None:
-    """What users do with names keeps working: no prefix is added."""
+    """Code that uses parameter names keeps working: no prefix is added."""
 
     def work(backend: Backend) -> None:
         model = FSDP(make_gpt(), backend, units=[Block])

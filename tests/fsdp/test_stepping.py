@@ -41,7 +41,7 @@ class Layer(nn.Module):
 ORIGINAL = nn.Sequential(nn.Linear(8, 8, bias=False), *(Layer() for _ in range(UNITS)), nn.Linear(8, 1, bias=False))
 
 
-# groups that compute with the shard itself, where a rank has all of it, beside groups that are cast
+# groups that compute with the shard itself, if a rank has all of it, beside groups that are cast
 NARROW = MixedPrecision(
     torch.bfloat16, torch.float32, torch.float32, param_dtype_override_fn=lambda parameter: torch.float32 if parameter.dim() == 1 else None
 )
@@ -73,7 +73,7 @@ def of_two_kinds(model: FSDP) -> list[torch.optim.Optimizer]:
 
 
 def train(backend: Backend, optimizers: Optimizers, *, in_backward: bool, **options: Any) -> tuple[list[float], list[torch.Tensor]]:
-    """Five steps, of which two have another micro-batch before."""
+    """Five steps, two of which have another micro-batch before them."""
     model = shard(backend, **options)
     made = optimizers(model)
     schedules = [torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in made]
@@ -88,7 +88,7 @@ def train(backend: Backend, optimizers: Optimizers, *, in_backward: bool, **opti
             continue
         loss.backward()  # type: ignore[no-untyped-call]
         for each, schedule in zip(made, schedules, strict=True):
-            each.step()  # which may stay in the loop
+            each.step()  # the call may stay in the loop
             each.zero_grad()
             schedule.step()
     return seen, list(model.full_state_dict().values())
@@ -149,7 +149,7 @@ def test_units_are_stepped_while_backward_goes_on_and_one_at_a_time() -> None:
 
 @pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD])
 def test_the_next_forwards_first_units_are_gathered_meanwhile(strategy: ShardingStrategy) -> None:
-    """And what changes until then is not lost, as with any prefetch."""
+    """Changes until then are not lost, as with any prefetch."""
 
     def work(backend: Backend) -> None:
         model = shard(backend, strategy=strategy)
@@ -224,7 +224,7 @@ def test_a_backward_that_raises_leaves_nothing_for_the_next_one(strategy: Shardi
             with pytest.raises(ValueError, match="in the middle"):
                 loss.backward()  # type: ignore[no-untyped-call]
         handle.remove()
-        before = next(losses(model, backend.rank, 1))  # whose forward puts everything in order
+        before = next(losses(model, backend.rank, 1))  # its forward restores the usual order
         assert all(parameter.grad is None for parameter in model.parameters())
         before.backward()  # type: ignore[no-untyped-call]
         for loss in losses(model, backend.rank, 3):
@@ -259,7 +259,7 @@ def test_an_optimizer_that_raises_leaves_nothing_for_the_next_step(strategy: Sha
 
 
 class Shared(nn.Module):
-    """A weight that its first use reads and has no gradient of, so that it has all of them before backward comes to that one."""
+    """A weight whose first use reads it without needing its gradient, so all its gradients are there before backward reaches that use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -290,7 +290,7 @@ class Net(nn.Module):
 @pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
 @pytest.mark.parametrize("uses", [("", "-+"), ("-", "+")], ids=["in one call", "in another call"])
 def test_what_backward_will_read_again_is_stepped_when_it_has_ended(strategy: ShardingStrategy, uses: tuple[str, str]) -> None:
-    """Or it would be the backward of something else than forward was."""
+    """Otherwise it would be the backward of a different forward."""
     net = Net(uses)
 
     def train_it(backend: Backend, *, in_backward: bool) -> list[torch.Tensor]:

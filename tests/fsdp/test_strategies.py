@@ -85,7 +85,7 @@ async def test_the_transport_changes_no_bit(strategy: ShardingStrategy, world_si
     in_memory = (await asyncio.to_thread(run_ranks, world_size, lambda backend: train(backend, strategy, given, "adamw", 1)))[0]
 
     async def work(backend: Backend) -> Run:
-        return await asyncio.to_thread(train, backend, strategy, None, "adamw", 1)  # with the nodes that the cluster has
+        return await asyncio.to_thread(train, backend, strategy, None, "adamw", 1)  # with the cluster's own nodes
 
     async with local_cluster(world_size, ranks_per_node=node) as backends:
         for run in await each_rank(backends, work):
@@ -96,7 +96,7 @@ async def test_the_transport_changes_no_bit(strategy: ShardingStrategy, world_si
 
 
 def test_bytes_held_and_gathers_of_each_strategy() -> None:
-    """ZeRO's table: what is sharded is held to 1 / shards, and nothing full-size stays behind a step."""
+    """ZeRO's table: a rank holds 1 / shards of what is sharded, and nothing full-size stays after a step."""
     layers, ranks = 6, 4
     whole = sum(parameter.nbytes for parameter in make_gpt(layers=layers).parameters())
     rounding = 4 * (layers + 1)
@@ -188,7 +188,7 @@ def test_a_unit_is_averaged_across_nodes_while_others_compute() -> None:
 
 
 def test_what_fails_within_a_node_fails_everywhere_at_once() -> None:
-    """Rank 0 takes one reduction for another. The other node, whose half goes well, does not wait; and training can go on."""
+    """Rank 0 mistakes one reduction for another. The other node, whose half goes well, does not wait; and training can go on."""
 
     def work(backend: Backend) -> float:
         model = FSDP(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)), backend, units=[nn.Linear], strategy=HYBRID, intra_node_size=2)
@@ -210,7 +210,7 @@ def test_what_fails_within_a_node_fails_everywhere_at_once() -> None:
 
 
 def mislabel_next(group: Backend) -> None:
-    """The next reduce_scatter of this rank is not what the others are in."""
+    """Make this rank's next reduce_scatter differ from the others'."""
     real = group.reduce_scatter
 
     def mistaken(*args: Any, label: str, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`summon_full_params`: all parameters whole for a while, for what is not the training's own forward."""
+"""`summon_full_params`: all parameters are whole for a while, for code other than the training's own forward."""
 
 import asyncio
 import copy
@@ -21,7 +21,7 @@ _made = Stack()
 
 
 def make() -> Stack:
-    """Alike in all threads."""
+    """The same model in all threads."""
     return copy.deepcopy(_made)
 
 

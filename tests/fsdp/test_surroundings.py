@@ -1,4 +1,4 @@
-"""What torch keeps for each thread holds for an awaited model, too, though it computes in another one."""
+"""Settings that torch keeps per thread also hold for an awaited model, though it computes in another thread."""
 
 # torch has no types for modes:
 # mypy: disable-error-code="no-untyped-call"
@@ -26,7 +26,7 @@ X = torch.ones(3, 4)
 
 
 class Model(nn.Module):
-    """Makes a tensor in its forward, as masks are made."""
+    """Makes a tensor in its forward, as models do for masks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ async def test_autocast_of_another_dtype_and_without_a_cache(model: AsyncFSDP) -
 
 
 async def test_the_default_device(model: AsyncFSDP) -> None:
-    """Of what the model makes; what shardnet makes has a device of its own."""
+    """It counts for tensors that the model makes; shardnet's own tensors have their own device."""
     with torch.device("meta"):
         output, made = await model(X)
         assert (output.device.type, made.device.type) == ("cpu", "meta")
@@ -149,7 +149,7 @@ async def test_an_error_leaves_nothing_behind(model: AsyncFSDP) -> None:
 
 
 async def test_what_the_program_leaves_there_stays_and_nothing_else(model: AsyncFSDP) -> None:
-    """A function that is run may enter what it does not leave, and leave what others have entered."""
+    """A function that is run may enter modes that it does not leave, and leave modes that others have entered."""
     kept, mode = list[Tensor](), Operations([], "kept")
     entered = contextlib.ExitStack()
     with Functions(), Operations([], "carried"), saved_tensors([]), saved_tensors([]):

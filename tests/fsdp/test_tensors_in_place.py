@@ -1,4 +1,4 @@
-"""What modules do to tensors: outputs and inputs changed in place, weights read through others: gradients equal those of one process."""
+"""Modules that change outputs and inputs in place, or read weights through other modules: gradients equal those of one process."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""Ranks that hold unequal numbers of samples: the mean is that over samples, also where a rank has none."""
+"""Ranks with unequal numbers of samples: the mean is over samples, even if a rank has none."""
 
 import asyncio
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable

@@ -1,4 +1,4 @@
-"""Which parameters there are, where, and which of them are used or frozen: gradients equal those of one process."""
+"""Parameters in any place, used or not, frozen or not: gradients equal those of one process."""
 
 from typing import Any
 
@@ -105,7 +105,7 @@ def test_freezing_after_wrapping() -> None:
 
 
 def test_freezing_between_forward_and_backward() -> None:
-    """As when a discriminator is frozen for the generator's backward. In one process, too, the gradients are dropped then."""
+    """For example a discriminator is frozen for the generator's backward. In one process the gradients are dropped as well then."""
 
     def work(backend: Backend) -> None:
         model = FSDP(Stack(), backend, units=[Layer])
@@ -161,7 +161,7 @@ def test_a_parameter_used_on_some_ranks_only() -> None:
         return square_loss(model, rank)
 
     class UnevenWithSkip(Uneven):
-        """Layer 2's input is also layer 1's, so where it has an unused parameter it is known to be done after layer 1."""
+        """Layer 2's input is also layer 1's, so if layer 2 has an unused parameter it is known to be done only after layer 1."""
 
         def forward(self, x: Tensor) -> Tensor:
             x = self.layers[0](x)
@@ -203,7 +203,7 @@ def test_modules_that_keep_their_own_list_of_parameters() -> None:
     check_against_one_process(2, seeded(Recurrent), square_loss, units=[nn.LSTM])
 
     class Remembering(Layer):
-        """Sees every assignment of a parameter, as modules do that keep a list beside."""
+        """Sees every assignment of a parameter, like modules that keep a list of their own."""
 
         def __setattr__(self, name: str, value: Any) -> None:
             if name == "scale":

@@ -1,4 +1,4 @@
-"""When a thread is within a forward or backward of a model, so that what it reads there may be absent; and what one that failed leaves."""
+"""When a thread counts as within a model's forward or backward, where a read parameter may be absent; and what a failed pass leaves."""
 
 import threading
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def interrupt(*_: object) -> NoReturn:
 
 
 def interrupt_part(reader: Reader) -> None:
-    """A call of the module inside, of which FSDP hears no end."""
+    """Interrupt a call of the inner module, of whose end FSDP does not hear."""
     reader.between = interrupt
     with pytest.raises(KeyboardInterrupt):
         reader(TOKENS)
@@ -109,7 +109,7 @@ def test_a_thread_that_runs_a_part_takes_nothing_from_the_one_that_waits_for_it(
 
 @pytest.mark.parametrize("whole", [True, False], ids=["the model", "the module inside"])
 def test_after_a_forward_that_was_interrupted_attributes_are_slices(whole: bool) -> None:
-    """At once, or where FSDP cannot know of it, from the next step on."""
+    """They are so at once or, if FSDP cannot know of the interrupt, from the next step on."""
 
     def work(backend: Backend) -> None:
         reader, model = wrapped(backend)
@@ -215,7 +215,7 @@ def test_gradients_that_are_taken_within_a_forward_do_not_end_it(monkeypatch: py
 
 
 def test_a_model_that_calls_itself() -> None:
-    """Twice, so that the second call is begun when one has ended."""
+    """It does so twice, so that the second call begins after one has ended."""
 
     def work(backend: Backend) -> None:
         reader, model = wrapped(backend)
@@ -238,7 +238,7 @@ def test_a_model_that_calls_itself() -> None:
 
 
 def test_an_error_that_no_hook_hears_of_leaves_nothing_gathered() -> None:
-    """torch runs none after an error while anything in the process is compiled."""
+    """torch runs no hooks after an error while anything in the process is compiled."""
 
     def work(backend: Backend) -> None:
         reader, model = wrapped(backend)
@@ -256,7 +256,7 @@ def test_an_error_that_no_hook_hears_of_leaves_nothing_gathered() -> None:
 
 
 def test_a_part_of_the_model_alone() -> None:
-    """All else is absent, the part's own parameters are not, and a module that is no unit belongs to the one around it."""
+    """Everything else is absent, but not the part's own parameters; a module that is no unit belongs to the unit around it."""
 
     def work(backend: Backend) -> None:
         model = nn.Sequential(nn.Linear(2, 2), nn.MultiheadAttention(2, 1))

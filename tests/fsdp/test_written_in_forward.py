@@ -1,4 +1,4 @@
-"""Forwards that write to parameters: what would be lost is refused, and what lasts is as in one process."""
+"""Forwards that write to parameters: writes that would be lost are refused, and the others are as in one process."""
 
 from collections.abc import Callable
 
@@ -23,7 +23,7 @@ def weights(*shape: int, start: float) -> nn.Parameter:
 
 
 class Renormed(nn.Module):
-    """Writes rows that have become too long, as torch does."""
+    """Renormalises rows that have become too long, as torch does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ def test_what_would_be_lost_is_refused(writer: type[nn.Module], strategy: Shardi
 
 @pytest.mark.parametrize("strategy", SHARDED)
 def test_a_model_goes_on_when_it_writes_no_more(strategy: ShardingStrategy) -> None:
-    """Also where the parameter was given other memory, of another shape."""
+    """Also if the parameter was given other memory with another shape."""
 
     class Once(Normed):
         writes = True
@@ -158,7 +158,7 @@ def test_within_summon_full_params() -> None:
 
 
 class Momentum(nn.Module):
-    """A network and one that follows it, within the forward, through the slices."""
+    """A network, and another that follows it by momentum: its slices are updated within the forward."""
 
     def __init__(self, change: Callable[[Tensor, Tensor], object]) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ def test_slices_of_a_unit_that_is_gathered_already(
 
 
 def test_a_prefetch_of_ones_own_bears_steps_that_change_nothing() -> None:
-    """What is compared then is bits, of all ranks."""
+    """In that case the bits of all ranks are compared."""
 
     def work(backend: Backend) -> list[Tensor]:
         model = FSDP(Around(nn.Linear(4, 4)), backend, units=[nn.Linear])

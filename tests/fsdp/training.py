@@ -40,7 +40,7 @@ def train_alone(*, steps: int = STEPS, optimizer_kind: str = "adamw") -> Run:
 
 
 async def train_async(backend: Backend, *, steps: int = STEPS) -> dict[str, Tensor]:
-    """One rank's part of it, as an async program; the parameters in the end."""
+    """One rank's part of the run, as an async program; returns the parameters at the end."""
     share = SAMPLES // backend.world_size
     async with AsyncFSDP(make_gpt(seed=backend.rank), backend, units=[Block]) as model:
         optimizer = optimizer_for(model.parameters())
@@ -56,7 +56,7 @@ def train_sharded(
     world_size: int, *, steps: int = STEPS, prefetch: int = 1, explicit: bool = False, optimizer_first: bool = False
 ) -> list[Run]:
     def work(backend: Backend) -> Run:
-        inner = make_gpt(seed=backend.rank)  # only rank 0's counts
+        inner = make_gpt(seed=backend.rank)  # only rank 0's values count
         before = optimizer_for(inner.parameters()) if optimizer_first else None
         model = FSDP(inner, backend, units=[Block], prefetch=prefetch)
         optimizer = before or optimizer_for(model.parameters())

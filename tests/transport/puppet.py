@@ -1,4 +1,4 @@
-"""A rank whose every frame a test decides: the other end of a real mesh's streams."""
+"""A rank of which a test decides every frame: the other end of a real mesh's streams."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -42,7 +42,7 @@ class Stream:
 
 @dataclass
 class Theatre:
-    """Rank 0 is a real backend; rank 1 is the puppet, which has shaken hands and done nothing more."""
+    """Rank 0 is a real backend; rank 1 is the puppet, which has completed its handshake and done nothing more."""
 
     backend: ClusterBackend
     mesh: GrpcMesh
@@ -100,7 +100,7 @@ async def _rank_0(stack: AsyncExitStack, timeouts: Timeouts, service: MeshServic
 
 
 async def _puppet(stack: AsyncExitStack, timeouts: Timeouts, heard: "asyncio.Queue[Chunk]") -> str:
-    """The puppet's ears: it takes every stream and writes down what comes. A plain gRPC server, as behind a proxy."""
+    """The puppet's receiving end: a plain gRPC server, as behind a proxy, that accepts every stream and records what comes."""
     server = grpc.aio.server(options=server_options(timeouts, LIMITS))
 
     async def listen(frames: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, bytes]) -> bytes:

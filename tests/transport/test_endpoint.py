@@ -1,4 +1,4 @@
-"""One port: health, statistics, and clear errors when it cannot be had."""
+"""One port: health, statistics, and clear errors if the port is not available."""
 
 import asyncio
 import logging
@@ -67,7 +67,7 @@ async def test_watchers_are_told_of_changes_and_of_the_end() -> None:
 
 @on_shared_loop
 async def test_a_question_after_health_that_cannot_be_read() -> None:
-    """The library would answer with the class of a Python exception."""
+    """Without our code the library would answer with the class of a Python exception."""
     async with endpoint() as opened:
         channel = grpc.aio.insecure_channel(opened.address)
         check: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary("/grpc.health.v1.Health/Check")
@@ -132,7 +132,7 @@ async def test_order_of_life() -> None:
 
 @on_shared_loop
 async def test_a_start_may_be_cancelled_at_any_moment() -> None:
-    """Nothing is left of it, which the guards see. While it binds, and at each turn of the loop while grpcio starts."""
+    """It is cancelled while it binds, and at each turn of the loop while grpcio starts. The guards see that nothing is left of it."""
     for turns in range(-3, 10):
         opened = endpoint()
         starting = asyncio.create_task(opened.start())
@@ -155,11 +155,11 @@ async def test_failing_snapshot_stays_inside(caplog: pytest.LogCaptureFixture) -
             await snapshot(opened.address)
         assert "secret" not in str(caught.value)
     assert "a secret path" in caplog.text
-    caplog.clear()  # the traceback in the record keeps the call, and with it its socket
+    caplog.clear()  # the traceback in the record keeps the call alive, and with it its socket
 
 
 class TestCallsUnderWay:
-    """What closing does to a call that is being answered."""
+    """What closing does to calls that are being answered."""
 
     @on_shared_loop
     async def test_call_that_ends_in_time_is_answered(self) -> None:
@@ -277,7 +277,7 @@ class TestOptions:
 
     @on_shared_loop
     async def test_connection_that_says_nothing_is_closed(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """By the handshake timeout and by keepalive: without both it stays for ever."""
+        """The handshake timeout or keepalive closes it: without both it would stay for ever."""
         be_impatient(monkeypatch)
         loop = asyncio.get_running_loop()
         async with endpoint() as opened:

@@ -1,4 +1,4 @@
-"""One port, two servers behind it: who says what gets to which."""
+"""One port with two servers: a caller's first bytes decide which one it gets."""
 
 import asyncio
 import errno
@@ -83,7 +83,7 @@ async def test_a_port_that_somebody_has() -> None:
 
 @on_shared_loop
 async def test_our_opening_gets_our_server() -> None:
-    """Which knows one method, and says so in gRPC's words."""
+    """That server knows one method, and says so in gRPC's terms."""
     async with worker() as endpoint:
         call = Call(PlainConnection(await connect(endpoint)), LIMITS)
         call.open(endpoint.address, "/shardnet.v1.Stats/Snapshot", ())
@@ -106,7 +106,7 @@ async def test_an_opening_in_pieces() -> None:
 
 @on_shared_loop
 async def test_who_does_not_go_on_is_shown_the_door(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After nothing, half an opening, and an opening without a request; at once, because each is given all the time there is."""
+    """The callers stop after nothing, half an opening, and an opening without a request; all at once, as each uses the full timeout."""
     be_impatient(monkeypatch)
     loop = asyncio.get_running_loop()
 
@@ -125,7 +125,7 @@ async def test_who_does_not_go_on_is_shown_the_door(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01", OPENING[:24]], ids=["web", "TLS", "no settings"])
 @on_shared_loop
 async def test_who_stays_when_grpcio_has_closed_is_shown_the_door(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half closed would be a descriptor at each end for as long as the caller likes."""
+    """A half-closed connection would keep a descriptor at each end for as long as the caller likes."""
     be_impatient(monkeypatch)
     loop = asyncio.get_running_loop()
     async with worker() as endpoint:
@@ -142,7 +142,7 @@ async def test_who_stays_when_grpcio_has_closed_is_shown_the_door(said: bytes, m
 
 @on_shared_loop
 async def test_who_does_not_take_an_answer_is_shown_the_door(monkeypatch: pytest.MonkeyPatch) -> None:
-    """grpcio gives it up, but what it said before does not fit into the caller's socket any more."""
+    """grpcio gives the connection up, but its answer no longer fits into the caller's socket."""
     monkeypatch.setattr("shardnet.transport.front_door._STALL_S", 0.2)
     loop = asyncio.get_running_loop()
     with socket.create_server(("127.0.0.1", 0)) as behind:
@@ -174,7 +174,7 @@ class Unlucky(socket.socket):
 
 @on_shared_loop
 async def test_a_connection_that_cannot_be_taken_is_not_the_last(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And is told once a second, however long there are no descriptors."""
+    """It is logged once per second, however long there are no descriptors."""
     monkeypatch.setattr("shardnet.transport.front_door._REST_S", 0.0)
     listener = Unlucky()
     listener.problems = [errno.EPROTO, *[errno.EMFILE] * 9]
@@ -201,7 +201,7 @@ async def nobody(connection: Connection) -> None:
 
 @on_shared_loop
 async def test_closing_at_once_closes_the_socket() -> None:
-    """Its task is cancelled before it has begun, and runs no `finally` then."""
+    """Its task is cancelled before it has begun, so it runs no `finally`."""
     (listener,) = await listening_sockets(Address.parse("127.0.0.1:0"))
     door = FrontDoor([listener], Admission(), Security(), nobody)
     await door.aclose()
@@ -210,7 +210,7 @@ async def test_closing_at_once_closes_the_socket() -> None:
 
 @on_shared_loop
 async def test_two_that_bind_at_the_same_moment() -> None:
-    """The system lets both bind where neither listens yet; the second one shall learn in our words what is wrong."""
+    """The kernel lets both bind as long as neither listens; the second one must get our own error message."""
     (first,) = await listening_sockets(Address.parse("127.0.0.1:0"))
     with first:
         where = first.getsockname()

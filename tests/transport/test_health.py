@@ -38,7 +38,7 @@ async def test_the_process_and_its_services_have_one_answer(service: str) -> Non
 
 @on_shared_loop
 async def test_a_service_that_nobody_knows() -> None:
-    """As the protocol has it: an error to who asks once, a status to who watches, for it may come."""
+    """As the protocol says: an error for a single check, but a status for a watch, because the service may come."""
     async with endpoint() as opened, grpc.aio.insecure_channel(opened.address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         with pytest.raises(grpc.aio.AioRpcError) as caught:

@@ -1,4 +1,4 @@
-"""`HttpPort`: who gets an answer, who is told why not, and that nobody holds it up."""
+"""`HttpPort`: which callers get an answer, which are told why not, and that nobody holds it up."""
 
 import asyncio
 import socket
@@ -152,7 +152,7 @@ async def test_more_callers_than_it_takes_wait_their_turn() -> None:
 
 
 async def test_who_says_nothing_holds_up_nobody() -> None:
-    """However many they are: the oldest of them makes room."""
+    """However many silent callers there are: the oldest of them makes room."""
     async with Opened(port()) as address:
         silent = [await knock(address) for _ in range(5 * http_port._CONNECTIONS)]
         for sock in silent[::2]:
@@ -164,7 +164,7 @@ async def test_who_says_nothing_holds_up_nobody() -> None:
 
 
 async def test_who_has_said_what_he_wants_is_not_sent_away() -> None:
-    """Though so many have come behind him before anybody was accepted."""
+    """Although many have come after it before anybody was accepted."""
     async with Opened(port()) as address:
         host, _, number = address.rpartition(":")
         first, caller, *others = (socket.create_connection((host, int(number))) for _ in range(2 + 2 * http_port._SILENT))

@@ -1,4 +1,4 @@
-"""Streams between workers that have certificates: each end is the one that the rendezvous placed, or there is no stream."""
+"""Streams between workers that have certificates: each end is the worker that the rendezvous placed there, or there is no stream."""
 
 import asyncio
 import re
@@ -34,7 +34,7 @@ TIMEOUTS, LIMITS = replace(Timeouts.for_tests(), connect_s=5.0), Limits()
 
 @pytest.mark.parametrize("ranks_per_node", [1, 3])
 async def test_collectives_under_tls(ranks_per_node: int) -> None:
-    """Of all sizes, from what is copied to what is lent; the rest of the contract does not see the difference."""
+    """With data of all sizes, from copied to lent; the rest of the contract is the same with TLS."""
     async with local_cluster(3, ranks_per_node=ranks_per_node, security=security()) as ranks:
         for numel in (1, 1000, 300_000, 3_000_000):
             data = [torch.randn(numel, generator=torch.Generator().manual_seed(rank)) for rank in range(3)]
@@ -47,7 +47,7 @@ async def test_collectives_under_tls(ranks_per_node: int) -> None:
 
 @pytest.mark.parametrize("protection", [None, security()], ids=["plaintext", "TLS"])
 async def test_checksums_are_for_plaintext(protection: Security | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a ring, where what came is passed on as it came."""
+    """On a ring, where ranks pass chunks on as they came."""
     summed = list[int]()
 
     def counted(data: bytes, value: int = 0) -> int:
@@ -66,7 +66,7 @@ async def test_checksums_are_for_plaintext(protection: Security | None, monkeypa
 async def two(
     protections: tuple[Security, Security], placed: tuple[str, str]
 ) -> AsyncIterator[tuple[tuple[Member, ...], list[MeshService]]]:
-    """Two workers' ports, each with its own protection, and what the rendezvous says of who they are."""
+    """Two workers' ports, each with its own protection, and the identities that the rendezvous gives them."""
     services, members = [], []
     async with AsyncExitStack() as stack:
         for rank, (protection, identity) in enumerate(zip(protections, placed, strict=True)):
@@ -111,7 +111,7 @@ async def test_who_was_not_placed_is_not_called() -> None:
 
 @on_shared_loop
 async def test_another_workers_identity_opens_no_stream() -> None:
-    """Who knows everything that rank 1 says of itself, its incarnation included, still needs its certificate."""
+    """A caller that knows everything about rank 1, its incarnation included, still needs its certificate."""
     mine, placed, thief = security("node-0"), security("node-1"), security("node-9")
     async with two((mine, placed), (uri(mine), uri(placed))) as (members, services):
         ranks = await asyncio.gather(*(start(rank, members, services[rank], (mine, placed)[rank]) for rank in range(2)))

@@ -1,4 +1,4 @@
-"""A rank that is done leaves: when its peers have what it sent, or when that does not move any more."""
+"""A rank that is done leaves when its peers have what it sent, or when that data no longer moves."""
 
 import asyncio
 import socket
@@ -25,7 +25,7 @@ GOODBYE = Chunk(1, 0, 0)
 
 @contextmanager
 def stream() -> Iterator[tuple[GrpcMesh, Call, socket.socket]]:
-    """Rank 0's mesh, with an open stream, to a rank 1 that takes bytes as a test does, a few at a time, and says nothing."""
+    """Rank 0's mesh with an open stream to a rank 1 whose bytes the test takes, a few at a time, and which says nothing."""
     members = tuple(Member(rank, rank, 0, f"127.0.0.1:{rank + 1}", "node", f"w{rank}") for rank in range(2))
     mesh = GrpcMesh("job", Topology(1, 0, members), MeshService(TIMEOUTS), Security(), TIMEOUTS, LIMITS)
     near, far = sockets()
@@ -42,7 +42,7 @@ def stream() -> Iterator[tuple[GrpcMesh, Call, socket.socket]]:
 
 
 async def test_it_stays_while_its_peer_takes_what_was_sent() -> None:
-    """Over a slow link that takes longer than drain_s, and the last collective has ended here, but not there."""
+    """The link is so slow that it takes longer than drain_s, and the last collective has ended here, but not on the peer."""
     with stream() as (mesh, call, far):
         await call.send(bytes(2 * MIB))
         leaving, begin = asyncio.ensure_future(mesh._take_leave(1, GOODBYE)), time.monotonic()

@@ -1,4 +1,4 @@
-"""Streams between ranks: who may open one, and what one rank can do to another through it."""
+"""Streams between ranks: which callers may open one, and what one rank can do to another through it."""
 
 import asyncio
 import logging
@@ -59,7 +59,7 @@ class TestHello:
 
 
 class TestStrangers:
-    """Refused with a reason, before a single chunk is read; the mesh does not notice them."""
+    """They are refused with a reason before a single chunk is read; the mesh is not disturbed."""
 
     @on_shared_loop
     async def test_without_metadata(self) -> None:
@@ -125,7 +125,7 @@ async def still_works(stage: Theatre) -> None:
 
 
 class TestFrames:
-    """What comes over an accepted stream and should not. Nobody computes with it, and whoever waits is told."""
+    """Frames that should not come over an accepted stream. Nobody computes with them, and waiting callers are told."""
 
     @pytest.mark.parametrize("frame", [b"", b"\x00", b"GET / HTTP/1.1\r\n\r\n", bytes(100), b"\xff" * 5000])
     def test_garbage(self, frame: bytes) -> None:
@@ -143,7 +143,7 @@ class TestFrames:
 
     @on_shared_loop
     async def test_a_flipped_bit(self) -> None:
-        """Both what it does to a small collective and to a chunk of a large one."""
+        """It may hit a small collective, or a chunk of a large one."""
         for elements in (4, 100):
             async with theatre() as stage:
                 out = torch.zeros(elements)
@@ -219,7 +219,7 @@ class TestFrames:
 
     @on_shared_loop
     async def test_data_before_the_announcement(self) -> None:
-        """Eager data comes with its announcement. Alone it is refused, where nobody has asked for it."""
+        """Eager data comes with its announcement. Without that it is refused, since nobody has asked for it."""
         async with theatre() as stage:
             handle = stage.backend.all_to_all(torch.ones(2), send_sizes=[1, 1], recv_sizes=[1, 1])
             announced = await stage.heard.get()
@@ -229,7 +229,7 @@ class TestFrames:
 
     @on_shared_loop
     async def test_of_another_epoch(self) -> None:
-        """Dropped: it is from before the last change of members."""
+        """It is dropped, since it is from before the last change of members."""
         async with theatre() as stage:
             await stage.send(Chunk(0, 0, 0, data=b"old", control=mesh_pb2.Control(abort=mesh_pb2.Abort(detail="old"))))
             await still_works(stage)
@@ -254,7 +254,7 @@ class TestFrames:
 
     @on_shared_loop
     async def test_an_answer_to_no_offer(self) -> None:
-        """Rank 0 has no window: who said that it sees one would be sent data through it."""
+        """Rank 0 has no window: a rank that claims to see one would be sent data through it."""
         async with theatre() as stage:
             await stage.send(Chunk(1, 0, 0, control=mesh_pb2.Control(window_answer=mesh_pb2.WindowAnswer())))
             code, text = await stage.stream.refusal()
@@ -271,7 +271,7 @@ class TestFrames:
 
     @on_shared_loop
     async def test_another_signature(self) -> None:
-        """In a hand-made announcement: the abort says what both were in."""
+        """It is in a hand-made announcement: the abort says in which collective each rank was."""
         async with theatre() as stage:
             handle = stage.backend.barrier()
             await stage.heard.get()
@@ -282,7 +282,7 @@ class TestFrames:
 
     @pytest.mark.parametrize("reason", [mesh_pb2.Abort.LOST, mesh_pb2.Abort.REASON_UNSPECIFIED, 77])
     def test_aborts_without_what_belongs_to_them(self, reason: mesh_pb2.Abort.Reason) -> None:
-        """Of a newer worker, say: still an error of ours."""
+        """For example from a newer worker: it is still one of our errors."""
 
         @on_shared_loop
         async def run() -> None:
@@ -320,7 +320,7 @@ async def heard_by(stage: Theatre) -> AsyncIterator[Chunk]:
 
 
 async def still_works_after(stage: Theatre) -> None:
-    """A barrier, behind whatever rank 0 has still to say about an earlier collective."""
+    """Complete a barrier, after whatever rank 0 still has to say about an earlier collective."""
     handle = stage.backend.barrier()
     async for chunk in heard_by(stage):
         if chunk.control is not None and chunk.control.announcement.signature == "barrier()":
@@ -361,7 +361,7 @@ class TestEnds:
 
     @on_shared_loop
     async def test_closing_does_not_wait_for_ever_for_a_silent_peer(self) -> None:
-        """The puppet never says goodbye: closing gives it drain_s."""
+        """The puppet never says goodbye: closing waits drain_s for it."""
         async with theatre() as stage:
             start = asyncio.get_running_loop().time()
             await stage.backend.aclose()

@@ -87,7 +87,7 @@ async def test_an_address_of_another_machine_alone_is_named_as_such() -> None:
 
 
 async def test_who_can_be_called_but_does_not_call_is_told_apart() -> None:
-    """As where this rank's port is closed, or has an address of this machine only."""
+    """For example because this rank's port is closed to others, or its address is valid only on this machine."""
     async with places(2, 2) as (services, (own, other)):
         here = replace(own, address=own.address, node="here"), other
         there = replace(own, address=NOBODY, node="here"), other
@@ -112,7 +112,7 @@ async def test_a_rank_that_comes_late_is_waited_for() -> None:
 
 
 async def test_a_refusal_ends_the_wait_at_once() -> None:
-    """Two ranks that belong to different jobs. Who is refused says so and leaves; the other may call after that, and find nobody."""
+    """Two ranks belong to different jobs. The one that is refused says so and leaves; the other may call after that, and find nobody."""
     async with places(2, 2) as (services, members):
         loop = asyncio.get_running_loop()
         begin = loop.time()
@@ -134,7 +134,7 @@ async def test_cancelling_leaves_nothing() -> None:
 
 
 async def test_an_abort_leaves_nothing() -> None:
-    """No task, no descriptor; while the other ranks and all ports go on."""
+    """It leaves no task and no descriptor, while the other ranks and all ports go on."""
     async with local_cluster(3) as ranks:
         await each_rank(ranks, lambda rank: rank.barrier())
         before = Resources()
@@ -153,7 +153,7 @@ async def test_worlds_one_after_the_other() -> None:
 
 
 async def test_an_error_in_the_middle_ends_a_local_cluster_at_once() -> None:
-    """The error that a test raised is what it gets, not a wait for collectives that cannot end."""
+    """The test gets the error that it raised, and does not wait for collectives that cannot end."""
     loop = asyncio.get_running_loop()
     begin = loop.time()
     handles = []

@@ -1,4 +1,4 @@
-"""Statistics over HTTP: what a Prometheus parser reads is what the snapshot says, and the port answers nothing else."""
+"""Statistics over HTTP: a Prometheus parser reads what the snapshot says, and the port answers nothing else."""
 
 import asyncio
 import math

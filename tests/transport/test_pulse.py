@@ -1,4 +1,4 @@
-"""Who is silent, and for how long that is believed to be nothing."""
+"""Silent peers, and how long their silence is tolerated."""
 
 import asyncio
 import socket
@@ -31,7 +31,7 @@ def silent_peer() -> Iterator[tuple[Call, socket.socket]]:
 
 
 async def silence_s(call: Call, pulse: Pulse) -> float:
-    """How long the peer's silence was borne."""
+    """How long the peer's silence was tolerated."""
     begin = time.monotonic()
     async with pulse.beating(call):
         with pytest.raises(CallBroken, match="silent: it did not answer pings"):
@@ -97,7 +97,7 @@ async def test_suspicion_does_not_harm_who_answers() -> None:
 
 
 async def test_a_peer_that_reads_what_is_sent_is_alive() -> None:
-    """It says nothing, and pings wait behind what is sent, as over a slow link."""
+    """It says nothing, and pings wait after the sent data, as over a slow link."""
     with silent_peer() as (call, far):
         call._writer.widen(0, 10**9)
         call._writer.set_initial_window(10**9)
@@ -115,7 +115,7 @@ async def test_a_peer_that_reads_what_is_sent_is_alive() -> None:
 
 
 async def test_a_peer_whose_large_message_trickles_in_is_alive() -> None:
-    """Nobody is woken for what comes of it, so that nobody reads, but it lies there."""
+    """Its bytes have arrived, but nobody is woken to read a part of a message."""
     with silent_peer() as (call, far):
         call.answer()
         call.deliver(lambda message: None)
@@ -136,7 +136,7 @@ async def test_a_peer_whose_large_message_trickles_in_is_alive() -> None:
 
 
 async def test_a_peer_whose_system_takes_what_is_sent_is_alive() -> None:
-    """A slow link: everything lies in the system's buffer, and the ping behind it, but it gets less."""
+    """Over a slow link everything is in the kernel's buffer with the ping after it, but the buffer empties."""
     with silent_peer() as (call, far):
         far.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         call._connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * MIB)
@@ -154,14 +154,14 @@ async def test_a_peer_whose_system_takes_what_is_sent_is_alive() -> None:
 
 
 async def test_a_frozen_peer_whose_system_takes_pings_is_silent() -> None:
-    """They are acknowledged by its kernel, which is no sign of life."""
+    """Its kernel acknowledges them, which is no sign of life of the process."""
     with silent_peer() as (call, _):
         await call.send(b"before it froze")
         assert await silence_s(call, Pulse(TIMEOUTS)) < 2 * TIMEOUTS.lost_s
 
 
 async def test_pings_do_not_end_the_watch() -> None:
-    """Of a peer to which so much is owed already that nothing more may wait."""
+    """So much already waits for the peer that nothing more may be queued."""
     with silent_peer() as (call, far):
         far.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         answers = 1000 * frames.frame(Type.PING, Flags.ACK, 0, bytes(8))
@@ -178,7 +178,7 @@ def owe(call: Call, answers: bytes) -> None:
 
 @pytest.mark.blocks_loop
 async def test_standing_still_oneself_is_not_the_peers_silence() -> None:
-    """The loop was held for longer than `lost_s`, and the answers lie in the socket."""
+    """Our own loop was held up for longer than `lost_s`, and the answers are in the socket."""
     with silent_peer() as (call, far):
         async with Pulse(TIMEOUTS).beating(call):
             await asyncio.sleep(0.1)

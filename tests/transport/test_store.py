@@ -100,7 +100,7 @@ async def test_who_waits_in_vain_hears_for_what() -> None:
 async def test_who_waits_hears_that_the_store_closes() -> None:
     async with opened() as (service, (client,)):
         here, there = (asyncio.ensure_future(each.ask(asked(20.0, wait=Keys(keys=["a"])))) for each in (service, client))
-        await client.ask(asked(count=True))  # behind the other one: that waits by now
+        await client.ask(asked(count=True))  # sent after the other request, which waits by now
         service.close()
         with pytest.raises(ClosedError, match="the worker that keeps the store of this world is closing"):
             await here
@@ -141,7 +141,7 @@ async def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         ):
             with pytest.raises(UsageError, match=why):
                 await client.ask(request)
-        for _ in range(20):  # what is written anew, or deleted, is not counted twice
+        for _ in range(20):  # a key that is written again, or deleted, is not counted twice
             await client.ask(asked(set=Entries(keys=["a"], values=[bytes(600)])))
             await client.ask(asked(set=Entries(keys=["a"], values=[bytes(700)])))
             await client.ask(asked(delete=Keys(keys=["a"])))
@@ -149,7 +149,7 @@ async def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @on_shared_loop
 async def test_workers_of_the_job_alone_are_answered() -> None:
-    """Whoever else has a certificate of the cluster is told what it is missing."""
+    """Any other caller with a certificate of the cluster is told what is missing."""
     worker, other, operator = security(job="lm"), security(job="another"), security(role=Role.OPERATOR)
     async with opened(worker, other, operator, protection=worker) as (_, clients):
         assert (await clients[0].ask(asked(count=True))).number == 0

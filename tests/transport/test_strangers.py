@@ -1,5 +1,5 @@
-"""Who calls a port that demands certificates and has none that count: no handler runs, one line says who and why, and so does
-what the caller is told."""
+"""Callers without a valid certificate at a port that demands one: no handler runs, one log line says who and why, and the caller is told
+the same."""
 
 import asyncio
 import logging
@@ -38,7 +38,7 @@ TIMEOUTS, LIMITS = Timeouts.for_tests(), Limits()
 
 
 class Host:
-    """A worker's endpoint, and what it was made to do."""
+    """A worker's endpoint, and what callers have made it do."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
@@ -64,7 +64,7 @@ async def worker(protection: Security) -> AsyncIterator[Host]:
 
 
 def expired() -> Credentials:
-    """What was once a worker's."""
+    """A worker's certificate that has expired."""
     key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
     uri, name = x509.UniformResourceIdentifier("shardnet:worker:lm:n"), x509.DNSName("member.shardnet")
     certificate = (
@@ -78,7 +78,7 @@ def expired() -> Credentials:
 
 
 class Nameless(Credentials):
-    """Trusts the authority, and shows nothing."""
+    """Credentials that trust the authority, but show no certificate."""
 
     def _context(self, protocol: int) -> ssl.SSLContext:
         context = ssl.SSLContext(protocol)
@@ -116,7 +116,7 @@ def nameless() -> Credentials:
 async def test_who_is_not_let_in(
     stranger: Callable[[], Credentials], line: str, told: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardnet.transport.throttle.EVERY_S", 0.0)  # here each refusal is one of its own
+    monkeypatch.setattr("shardnet.transport.throttle.EVERY_S", 0.0)  # so that each refusal gets its own line
     async with worker(security()) as host:
         with caplog.at_level(logging.WARNING), pytest.raises(HandshakeError, match=re.escape(told)) as caught:
             await snapshot(host.address, security=Security(credentials=stranger()))
@@ -129,7 +129,7 @@ async def test_who_is_not_let_in(
 
 @on_shared_loop
 async def test_a_trusted_caller_that_another_authority_signed(caplog: pytest.LogCaptureFixture) -> None:
-    """It trusts us, and shows a certificate of its own authority: the callee is the one that looks."""
+    """It trusts us, but shows a certificate of another authority: so only the callee can notice."""
     mine, theirs = credentials(), credentials(by="another")
     mixed = Credentials(theirs.identity, mine.authority, theirs.certificate, theirs.key)
     async with worker(security()) as host:
@@ -163,7 +163,7 @@ async def test_two_that_speak_differently(demands: bool, told: str, line: str, c
 
 @on_shared_loop
 async def test_who_has_a_certificate_gets_answers() -> None:
-    """Whatever its role: this is what operators are for."""
+    """Whatever its role: operators exist for that."""
     async with worker(security()) as host:
         for role in Role:
             assert (await snapshot(host.address, security=security("x", role))).role == "worker"
@@ -185,7 +185,7 @@ async def test_garbage_costs_one_line_a_second(caplog: pytest.LogCaptureFixture)
 
 
 async def talk(address: str, said: bytes) -> None:
-    """Say that, and listen to the end."""
+    """Send it, and read to the end."""
     connection = await dial(Address.parse(address), Security())
     try:
         async with asyncio.timeout(10.0):
@@ -199,7 +199,7 @@ async def talk(address: str, said: bytes) -> None:
 
 @on_shared_loop
 async def test_grpcios_own_place_lets_nobody_in_but_through_the_door() -> None:
-    """A local user can find the socket behind the front door (/proc/net/unix), but not come from a visitor's address."""
+    """A local user can find the socket behind the front door (/proc/net/unix), but cannot call it from a visitor's address."""
     async with worker(security()) as host:
         door = host.endpoint._door
         assert door is not None
@@ -232,7 +232,7 @@ def started(program: str, argument: str) -> "subprocess.Popen[bytes]":
 @pytest.mark.skipif(sys.platform != "linux", reason="abstract sockets are Linux's")
 @on_shared_loop
 async def test_nobody_else_gets_what_is_meant_for_grpcio() -> None:
-    """Who takes its name when grpcio has let go of it would hear what callers say, decrypted."""
+    """A process that takes the socket's name after grpcio has released it would hear what callers say, decrypted."""
     admission = Admission()
     program = (
         "import socket, sys; s = socket.socket(socket.AF_UNIX); s.bind('\\0' + sys.argv[1]); s.listen(); print(flush=True); s.accept()"

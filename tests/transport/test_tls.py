@@ -1,4 +1,4 @@
-"""Bytes under TLS: as they were sent, or an error that says why not."""
+"""Bytes under TLS arrive as they were sent, or there is an error that says why not."""
 
 import asyncio
 import random
@@ -32,7 +32,7 @@ async def connected() -> AsyncIterator[tuple[TlsConnection, TlsConnection]]:
 
 
 async def test_it_sleeps_for_no_more_than_is_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However what is encrypted is cut on its way, and whatever part of it lies in our memory or in that of OpenSSL."""
+    """However encrypted bytes are cut on their way, and whether they are in our memory or in OpenSSL's."""
     async with connected() as (caller, callee):
         near, far = sockets()
         own, callee.socket, slept = callee.socket, far, False
@@ -84,7 +84,7 @@ async def read(connection: TlsConnection, room: memoryview) -> int:
 
 
 async def write(connection: TlsConnection, buffers: list[memoryview]) -> None:
-    """All of it, as the http2 writer does: what is taken may be changed by its owner at once."""
+    """Write all of it, as the http2 writer does: its owner may change bytes as soon as they are taken."""
     while buffers:
         try:
             taken = connection.sendmsg(buffers)
@@ -115,7 +115,7 @@ async def test_each_knows_the_other() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 async def test_bytes_arrive_as_they_were_sent(seed: int) -> None:
-    """In pieces of any size on both sides: smaller than a record, of just one, of many."""
+    """In pieces of any size on both sides: smaller than a record, exactly one, or many."""
     chance = random.Random(seed)
     sizes = [chance.choice((0, 1, 9, 50, 16 * KIB - 1, 16 * KIB, 16 * KIB + 1, 64 * KIB, chance.randrange(MIB))) for _ in range(40)]
     sent = [chance.randbytes(size) for size in sizes]
@@ -133,7 +133,7 @@ async def test_bytes_arrive_as_they_were_sent(seed: int) -> None:
 
 
 async def test_a_full_socket_takes_no_more_than_a_batch() -> None:
-    """What was taken waits encrypted: a slow reader holds up the sender and not the memory."""
+    """Bytes that were taken wait encrypted: a slow reader holds up the sender, and does not fill the memory."""
     async with connected() as (caller, _):
         data = memoryview(bytes(MIB))
         with pytest.raises(BlockingIOError):
@@ -147,7 +147,7 @@ async def test_a_full_socket_takes_no_more_than_a_batch() -> None:
 
 
 async def test_the_end_behind_data() -> None:
-    """Which OpenSSL tells as nothing read, for as long as one asks."""
+    """OpenSSL reports the end as zero bytes read, each time that one asks."""
     async with connected() as (caller, callee):
         await caller.send_all(b"last words")
         caller.finish()
@@ -158,7 +158,7 @@ async def test_the_end_behind_data() -> None:
 
 
 async def test_a_reset_behind_data() -> None:
-    """What was sent before it arrives, as over a plain socket: it may say why."""
+    """Data sent before the reset arrives, as over a plain socket: it may say why."""
     async with connected() as (caller, callee):
         await callee.send_all(b"unread, so that closing resets")
         await readable(caller)
@@ -172,7 +172,7 @@ async def test_a_reset_behind_data() -> None:
 
 
 async def test_a_farewell_is_said() -> None:
-    """An end that the peer has said, not one that somebody between has made."""
+    """So the end comes from the peer, and not from somebody in between."""
     async with connected() as (caller, callee):
         caller.finish()
         await readable(callee)
@@ -200,7 +200,7 @@ async def test_no_older_tls() -> None:
 
 
 async def test_a_callee_says_nothing_that_nobody_asked_for() -> None:
-    """Tickets, which a caller that only sends would leave unread: its closing would reset the connection."""
+    """It sends no session tickets: a caller that only sends would leave them unread, and closing would reset the connection."""
     async with connected() as (caller, _):
         with pytest.raises(BlockingIOError):
             caller.socket.recv(1)
@@ -221,7 +221,7 @@ async def test_the_end_is_the_end() -> None:
 
 
 async def test_what_was_altered_is_an_error() -> None:
-    """And none of it is handed out."""
+    """None of it is passed on."""
     near, middle = sockets()
     middle_2, far = sockets()
     loop = asyncio.get_running_loop()
@@ -251,7 +251,7 @@ async def test_what_was_altered_is_an_error() -> None:
 
 
 async def test_what_came_with_the_handshake_is_not_forgotten() -> None:
-    """A caller may say its first words behind its last of the handshake: the socket will tell nobody of them."""
+    """A caller may send its first data right after the handshake's last message: the socket does not report it again."""
     near, far = sockets()
     accepting = asyncio.ensure_future(handshake(far, credentials().accepting, accepting=True))
     caller = await handshake(near, credentials().calling, accepting=False)
@@ -272,7 +272,7 @@ async def test_what_came_with_the_handshake_is_not_forgotten() -> None:
     ids=["a caller of another authority", "a callee of another authority", "an operator that listens"],
 )
 async def test_who_is_not_trusted(caller: Credentials, callee: Credentials, callers_view: str) -> None:
-    """The caller hears of it first, as the callee's certificate comes first."""
+    """The caller notices first, because the callee's certificate comes first."""
     near, far = sockets()
     with near, far:
         calling = asyncio.ensure_future(handshake(near, caller.calling, accepting=False))

@@ -1,4 +1,4 @@
-"""Ranks that watch each other: who watches whom, and what a broken call means to the others."""
+"""Ranks that watch each other: which rank watches which, and what a broken call means to the others."""
 
 import asyncio
 
@@ -67,7 +67,7 @@ class Beliefs:
 
 @on_shared_loop
 async def test_a_broken_call_is_a_suspicion_until_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not once it has said goodbye."""
+    """It is none after the rank has said goodbye."""
     async with theatre() as stage:
         beliefs = Beliefs(stage, monkeypatch)
         first = await attending(stage)

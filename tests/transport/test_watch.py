@@ -1,4 +1,4 @@
-"""A stream of statistics: who may have one, what it costs to have too many, and how it ends."""
+"""A stream of statistics: which callers may have one, what happens with too many, and how it ends."""
 
 import asyncio
 import math
@@ -118,7 +118,7 @@ async def test_a_watcher_that_is_frozen_is_let_go(monkeypatch: pytest.MonkeyPatc
 
 @on_shared_loop
 async def test_for_a_watcher_that_takes_nothing_nothing_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What its system does not take any more would pile up here. Another one, that takes all, counts the beats."""
+    """Snapshots that its kernel no longer takes would pile up here. Another watcher, which takes all of them, counts them."""
     monkeypatch.setattr(watching, "_LIMITS", Limits())  # so that few snapshots fill a socket
     counter, told = Counter(size=4 * MIB), 0
     async with endpoint(counter) as opened:
@@ -159,7 +159,7 @@ async def test_our_own_way_refuses_as_grpcio_does() -> None:
 
 @on_shared_loop
 async def test_somebody_else_answers() -> None:
-    """Who speaks no HTTP/2."""
+    """The other server does not speak HTTP/2."""
     loop = asyncio.get_running_loop()
     with socket.create_server(("127.0.0.1", 0)) as web:
         web.setblocking(False)

@@ -23,7 +23,7 @@ def ones_of(ranks: int, small: torch.Tensor = SMALL) -> torch.Tensor:
 
 
 def leave_all_to_threads(patched: pytest.MonkeyPatch) -> None:
-    """The attendant looks after nothing."""
+    """Let the attendant look after nothing."""
     for call in ("take", "expect"):
         patched.setattr(Attendant, call, lambda *_: None)
 
@@ -41,5 +41,5 @@ async def result_of(handle: Pending[torch.Tensor]) -> torch.Tensor:
 
 
 def interrupt(*_: object) -> None:
-    """What Ctrl-C does in the main thread."""
+    """Do to a thread what Ctrl-C does to the main thread."""
     raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""The thread that looks after rounds for which no thread waits: it is called when there is something to do, and sleeps otherwise."""
+"""The thread that looks after rounds for which no thread waits: it is woken when there is something to do, and sleeps otherwise."""
 
 import asyncio
 import gc
@@ -32,8 +32,8 @@ def many(rank: Backend) -> list[Pending[Any]]:
 
 @pytest.mark.parametrize("room", [1, 2, 3])
 async def test_it_misses_nothing_however_long_it_would_sleep(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Letters, marks and receipts, of which every so many finds no room in its mailbox and comes over a stream; and rounds whose turn comes
-    when others end."""
+    """It misses no letters, marks and receipts, some of which find no room in a mailbox and come over a stream; and no rounds whose turn
+    comes when others end."""
     monkeypatch.setattr(attendant, "SLICE_S", 60.0)
     posted, post = 0, Mailbox.post
 
@@ -69,7 +69,7 @@ async def test_a_thread_that_gives_up_waiting_hands_the_round_back(moment_s: flo
 
 @pytest.fixture
 def turns(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the threads that have looked around, each as often as it has."""
+    """The name of the thread each time that one looks around."""
     taken, take_turn = list[str](), Attendant._take_turn
 
     def counted(self: Attendant) -> Mapping[MailboxView, int] | None:
@@ -91,7 +91,7 @@ async def test_it_does_not_look_again_and_again_while_it_waits(turns: list[str])
 
 
 async def test_it_sleeps_while_threads_wait(turns: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even where it is long until the others come."""
+    """It does so even if the others come much later."""
     monkeypatch.setattr(attendant, "MOMENT_S", 1.0)  # also enough for a busy machine to start the threads that wait
     async with local_cluster(2, limits=LIMITS) as ranks:
         await asyncio.to_thread(_until, lambda: len(turns) == 2)  # as they start
@@ -105,7 +105,7 @@ async def test_it_sleeps_while_threads_wait(turns: list[str], monkeypatch: pytes
 
 @pytest.mark.parametrize("begun", [1, 3])
 async def test_it_comes_when_nobody_waits(begun: int, turns: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a moment, and once for all that have begun in it, also where one of them is waited for."""
+    """It comes after a moment, and once for all rounds that have begun in that moment, even if somebody waits for one of them."""
     monkeypatch.setattr(attendant, "MOMENT_S", 0.1)
     async with local_cluster(2, limits=LIMITS) as ranks:
         await asyncio.to_thread(_until, lambda: len(turns) == 2)  # as they start
@@ -128,7 +128,7 @@ async def test_who_awaits_calls_it_at_once(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 async def test_it_leaves_when_its_mesh_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also in the moment in which it waits for somebody to wait."""
+    """It does so also during the moment for which it waits for a thread to wait."""
     monkeypatch.setattr(attendant, "MOMENT_S", 60.0)
     async with local_cluster(2, limits=LIMITS) as ranks:
         handle = ranks[0].all_reduce(LARGE)
@@ -139,7 +139,7 @@ async def test_it_leaves_when_its_mesh_does(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 async def test_it_keeps_no_result_while_it_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a round that a thread has ended while it slept for another one."""
+    """The result is of a round that another thread has ended while the attendant slept for another one."""
     monkeypatch.setattr(attendant, "SLICE_S", 60.0)
 
     def work(rank: Backend) -> torch.Tensor:
@@ -183,6 +183,6 @@ async def test_who_is_a_little_late_hears_of_nothing_on_its_streams(monkeypatch:
             await early
         assert not told
         early = asyncio.create_task(result_of(ranks[0].all_reduce(LARGE)))
-        await asyncio.to_thread(_until, lambda: bool(told))  # but who waits for long says where it is
+        await asyncio.to_thread(_until, lambda: bool(told))  # but a rank that waits for long says where it is
         await ranks[1].all_reduce(LARGE)
         await early

@@ -1,4 +1,4 @@
-"""Small collectives that go wrong: who is told what, and that the next ones are unharmed."""
+"""Small collectives that go wrong: which rank is told what, and the next ones are unharmed."""
 
 import asyncio
 import threading
@@ -38,7 +38,7 @@ MISMATCHES: dict[str, tuple[Call, Call]] = {
 
 @pytest.mark.parametrize("tensor", [SMALL, LARGE], ids=["a letter", "a loan"])
 async def test_a_round_that_begins_after_an_abort_ends_for_nobody(tensor: torch.Tensor) -> None:
-    """However late the loop thread is, which fails it: the ranks' own threads could end it among themselves."""
+    """The loop thread fails it, however late: until then the ranks' own threads could end it among themselves."""
     held, free = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -66,7 +66,7 @@ async def test_a_round_that_begins_after_an_abort_ends_for_nobody(tensor: torch.
 @pytest.mark.parametrize("odd", [0, 2])
 @pytest.mark.parametrize("behind_s", [0.0, 0.15])
 async def test_ranks_that_disagree_are_told_within_a_second(case: str, odd: int, behind_s: float) -> None:
-    """Whoever is the odd one, and whoever comes first."""
+    """Whichever rank is the odd one, and whichever comes first."""
     most, other = MISMATCHES[case]
     async with local_cluster(3, limits=LIMITS) as ranks:
         assert torch.equal((await each_rank(ranks, lambda rank: rank.all_reduce(SMALL)))[0], ones_of(3))
@@ -107,7 +107,7 @@ async def test_a_missing_rank_is_named_in_time(threads: bool) -> None:
 
 @pytest.mark.parametrize("told", [True, False])
 async def test_a_letter_of_a_rank_that_has_given_up_is_not_used(told: bool) -> None:
-    """Rank 0 gives up in the middle of rank 1's reading, so its input is its caller's again; and does not get to say so."""
+    """Rank 0 gives up while rank 1 reads, so its caller may change the input again; and rank 0 does not get to say so."""
     async with local_cluster(2, limits=LIMITS) as ranks:
         handle = ranks[0].all_reduce(SMALL)
         given_up, late, reduce = ranks[0]._group.rounds.under_way[0], ranks[1]._group, Reduction.reduce
@@ -130,7 +130,7 @@ async def test_a_letter_of_a_rank_that_has_given_up_is_not_used(told: bool) -> N
 
 
 async def test_a_letter_that_nobody_will_acknowledge_is_taken_back() -> None:
-    """Rank 1, whose letter went over its stream, gives up before rank 0 begins, which hears of it when it has ended well."""
+    """Rank 1, whose letter went over its stream, gives up before rank 0 begins. Rank 0 ends well, and only then hears of that."""
     async with local_cluster(2, limits=LIMITS) as ranks:
         group, held, received = ranks[0]._group, [], threading.Event()
         on_chunk = group.on_chunk
@@ -195,7 +195,7 @@ async def test_closing_ends_what_waits() -> None:
 
 
 async def test_a_rank_leaves_when_what_it_has_begun_is_over() -> None:
-    """Though nobody waits for it here; and a round that a rank has left without is lost."""
+    """It leaves although nobody waits for that here; and a round that a rank left without is lost."""
     async with local_cluster(2, limits=LIMITS) as ranks:
         handle = ranks[0].all_reduce(SMALL)
         closing = asyncio.create_task(ranks[0].aclose())
@@ -239,7 +239,7 @@ async def test_a_letter_that_makes_no_sense_ends_its_round_for_all() -> None:
 
 
 async def test_nobody_ends_a_round_before_its_letter_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread, whose own round begins, finds all letters of the others."""
+    """While it is being written, another thread, whose own round begins, finds all letters of the others."""
     begin, groups = LetterRound.begin, list[Group]()
 
     def begin_late(self: LetterRound) -> None:
@@ -279,7 +279,7 @@ async def test_a_queue_goes_on_behind_one_that_has_failed_in_it(thread: bool) ->
 
 
 async def test_a_member_that_is_lost_before_its_group_is_known() -> None:
-    """By the thread that hears of the loss: it is busy when the group is made."""
+    """The thread that hears of the loss does not know the group yet: it is busy when the group is made."""
     async with local_cluster(3, limits=LIMITS) as ranks:
         board, busy = ranks[0]._board, threading.Event()
         board.loop.call(busy.wait, 10.0)
@@ -296,8 +296,8 @@ async def test_a_member_that_is_lost_before_its_group_is_known() -> None:
 
 @pytest.mark.parametrize("group_is_new", [True, False])
 async def test_who_left_after_a_round_takes_nothing_along(group_is_new: bool) -> None:
-    """Rank 1 has read this rank's letter, left its own, ended the round and taken leave before this rank's loop looks at it: that happens
-    where the loop has yet to hear of the group, or the round is begun when another rank had left already."""
+    """Rank 1 has read this rank's letter, left its own, ended the round and said goodbye before this rank's loop looks at the round. That
+    happens if the loop has yet to hear of the group, or if the round begins after another rank has left."""
     async with local_cluster(2, limits=LIMITS) as ranks:
         board, group = ranks[0]._board, ranks[0]._group
         if group_is_new:

@@ -1,4 +1,4 @@
-"""Ctrl-C wherever it may come in the thread that calls a collective: the others hear of it, and both can go on."""
+"""Ctrl-C at every place in the thread that calls a collective: the others hear of it, and all can go on."""
 
 import asyncio
 import linecache
@@ -33,12 +33,12 @@ CALLS: dict[str, Callable[[Backend], Pending[Any]]] = {
 
 @contextmanager
 def ctrl_c_at(line: int) -> Iterator[Callable[[], int]]:
-    """Interrupt this thread before it comes to that line of shardnet's. Gives the number of lines that it has come to."""
+    """Interrupt this thread before it gets to that line of shardnet's. Yields the number of lines that it has got to."""
     lines = 0
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
         nonlocal lines
-        if not frame.f_code.co_filename.startswith(SOURCES) or frame.f_code.co_name == "__del__":  # what is raised there nobody gets
+        if not frame.f_code.co_filename.startswith(SOURCES) or frame.f_code.co_name == "__del__":  # nobody gets what is raised there
             return None
         # A `with` comes again at its end, where Python itself looks for signals only when what it holds is let go.
         if event == "line" and not linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith(("with ", "try:")):
@@ -68,7 +68,7 @@ async def test_ctrl_c_at_any_line(kind: str) -> None:
                     mine = call(ranks[0]).wait()
                 except KeyboardInterrupt:
                     mine = None
-            await LoopThread.shared().run_here(asyncio.sleep(0))  # which has entered it by then, if it had begun
+            await LoopThread.shared().run_here(asyncio.sleep(0))  # by then it has entered the collective, if it had begun it
             if mine is None and ranks[0]._group.position == entered:
                 mine = await call(ranks[0])  # it had not begun
             ends = [mine, *await asyncio.gather(asyncio.to_thread(theirs.wait, 5.0), return_exceptions=True)]

@@ -70,7 +70,7 @@ async def test_what_is_large_lends_where_a_node_is_all_there_is(kind: str) -> No
 
 @pytest.mark.parametrize("most", sorted({1, futex.most}))
 async def test_waiting_at_several_mailboxes(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever comes first is heard, also where the system lets sleep at one only."""
+    """The first rank that comes is heard, also where the system lets a thread sleep at only one mailbox."""
     monkeypatch.setattr(futex, "most", most)
     async with local_cluster(4, limits=LIMITS) as ranks:
         pairs = [[ranks[rank].subgroup([0, other]) for rank in (0, other)] for other in (1, 2, 3)]
@@ -83,7 +83,7 @@ async def test_waiting_at_several_mailboxes(most: int, monkeypatch: pytest.Monke
 
 
 async def test_random_programs_that_lend_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With letters for nothing that has data, and no room for every third one: those go over the streams, with their marks and receipts."""
+    """No data goes by letter, and every third letter finds no room: those go over the streams, with their marks and receipts."""
     posted, post = 0, Mailbox.post
 
     def post_some(self: Mailbox, *args: Any) -> Any:
@@ -102,7 +102,7 @@ async def test_random_programs_that_lend_all(monkeypatch: pytest.MonkeyPatch) ->
 
 
 async def test_a_mark_may_come_over_its_stream_before_the_letter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it does where the letter came before the round began, and the loop thread has not seen yet that it has."""
+    """That happens if the letter came before the round began, and the loop thread has not seen yet that the round has begun."""
     post, announce, deliver, step = Mailbox.post, Rounds.announce, LoanRound.deliver, LoanRound.step
     held, heard = list[Any](), list[Any]()
 
@@ -146,7 +146,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 async def test_who_asks_whether_it_is_done_does_nothing_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An event loop asks, and must not be held up by copies."""
+    """An event loop asks, and copies must not hold it up."""
     async with local_cluster(2, limits=LIMITS) as ranks:
         with monkeypatch.context() as patched:
             leave_all_to_threads(patched)
@@ -167,7 +167,7 @@ async def test_what_a_thread_waits_for_the_attendant_leaves_alone_and_gets_back(
 
 
 async def test_a_result_that_nobody_has_any_more_is_gone_at_once() -> None:
-    """No round, generator or thread keeps it until the garbage collector comes."""
+    """No round, generator or thread keeps the result until the garbage collector runs."""
     async with local_cluster(2, limits=LIMITS) as ranks:
         results = await each_rank(ranks, lambda rank: rank.all_gather(LARGE))
         await each_rank(ranks, lambda rank: rank.barrier())
@@ -195,7 +195,7 @@ def reading(monkeypatch: pytest.MonkeyPatch) -> Iterator["Held"]:
 
 
 class Held:
-    """Holds up whoever reads what is lent."""
+    """Holds up every rank that reads a loan."""
 
     def __init__(self, read: Read) -> None:
         self._read = read
@@ -214,7 +214,7 @@ class Held:
 
 
 async def test_nobody_ends_before_all_have_read(reading: Held) -> None:
-    """Or the caller would use memory that others still read."""
+    """Otherwise the caller would use memory that others still read."""
     async with local_cluster(2, limits=LIMITS) as ranks:
         lender, reader = (rank.broadcast(LARGE * (rank.rank + 1), 0) for rank in ranks)
         assert await asyncio.to_thread(reading.reached.wait, 10.0)
@@ -226,7 +226,7 @@ async def test_nobody_ends_before_all_have_read(reading: Held) -> None:
 
 
 async def test_a_loan_is_over_before_the_caller_knows(reading: Held) -> None:
-    """Who is told of a failure may write its memory at once: another rank, which is about to read it, must not take that for the data."""
+    """A caller that is told of a failure may write its memory at once. A rank that is about to read it must not take that for the data."""
     async with local_cluster(2, limits=LIMITS) as ranks:
         mine = LARGE.clone()
         lender, reader = ranks[0].broadcast(mine, 0, timeout_s=0.2), ranks[1].broadcast(LARGE.clone(), 0)
@@ -243,7 +243,7 @@ async def test_a_loan_is_over_before_the_caller_knows(reading: Held) -> None:
 
 @pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"all_gather_on_node", "broadcast_on_node"}))  # where nobody reads
 async def test_a_rank_that_is_lost_in_the_middle(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others have its letter and not yet its data: they are told whom they miss."""
+    """The others have its letter, but not yet its data: they are told which rank they miss."""
     step, go = LoanRound.step, threading.Event()
 
     def step_later(here: LoanRound) -> Any:
@@ -279,7 +279,7 @@ async def test_ctrl_c_in_the_middle_ends_it_for_all(monkeypatch: pytest.MonkeyPa
 
 
 async def test_work_that_goes_on_and_on_can_be_failed_and_waited_for_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the loop thread, which wants the lock that the thread at work takes again at once; and by that one's own clock."""
+    """The loop thread can, though the working thread takes the lock again at once; and so can the working thread, by its own clock."""
     pieces, at_work = 0, threading.Event()
 
     def much(_: LoanRound) -> Course:

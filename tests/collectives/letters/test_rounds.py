@@ -1,4 +1,4 @@
-"""Small collectives in the threads that wait for them: which they are, what they give, and who does the work."""
+"""Small collectives in the threads that wait for them: which these are, what they return, and which thread does the work."""
 
 import asyncio
 import random
@@ -47,7 +47,7 @@ async def test_what_is_small_goes_by_letter_and_the_rest_as_ever() -> None:
 
 @pytest.mark.parametrize("letter_bytes", [1024 * KIB, 256])
 def test_random_programs(letter_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of letters alone, and with mailboxes that are full all the time: then letters go over the streams."""
+    """With letters alone, and with mailboxes that are always full: then letters go over the streams."""
     sent: list[bytes | None] = []
     announce = Rounds.announce
 
@@ -78,7 +78,7 @@ async def test_a_letter_is_no_larger_than_a_message_may_be() -> None:
 
 @pytest.mark.parametrize("offset", [0, 1, 3])
 async def test_a_result_over_the_input(offset: int) -> None:
-    """Which is read in rank order, the own part of rank 2 last."""
+    """The input is read in rank order, so rank 2 reads its own part last."""
     async with local_cluster(3, limits=LIMITS) as ranks, loopback_cluster(3) as reference:
 
         async def work(rank: Backend) -> list[torch.Tensor]:
@@ -189,7 +189,7 @@ async def test_one_thread_gives_up_and_another_gets_it() -> None:
 
 
 async def test_letters_of_a_group_do_not_wait_for_those_of_another() -> None:
-    """One rank is far ahead in one group, whose letters fill its mailbox; in another one it goes on with all others."""
+    """One rank is far ahead in one group, and that group's letters fill its mailbox; in another group it goes on with all others."""
     async with local_cluster(3, limits=LIMITS) as ranks:
         pairs, trios = [rank.subgroup([0, 1]) for rank in ranks[:2]], [rank.subgroup([0, 1, 2]) for rank in ranks]
         ahead = [pairs[0].all_reduce(torch.full((4 * KIB,), float(number))) for number in range(20)]
@@ -243,7 +243,7 @@ async def test_waiting_for_a_rank_that_is_late_is_counted(tensor: torch.Tensor) 
 
 
 async def test_the_one_that_comes_last_is_the_one_that_was_waited_for() -> None:
-    """Whichever letter is looked for first."""
+    """This holds whichever letter is looked for first."""
     for last in (1, 2):
         async with local_cluster(3, limits=LIMITS) as ranks:
             started = [asyncio.create_task(result_of(ranks[0].all_reduce(SMALL)))]

@@ -67,7 +67,7 @@ async def test_ctrl_c_where_one_waits_leaves_the_work_to_somebody_else() -> None
 
 
 def _interrupted(handle: Pending[torch.Tensor]) -> bool:
-    """A future passes on any error but this one."""
+    """A future passes on any error except this one."""
     try:
         handle.wait()
     except KeyboardInterrupt:
@@ -76,7 +76,7 @@ def _interrupted(handle: Pending[torch.Tensor]) -> bool:
 
 
 async def test_a_callback_may_not_wait_and_its_errors_are_its_own(caplog: pytest.LogCaptureFixture) -> None:
-    """It runs on the thread that ends a round, which others need."""
+    """It runs on the thread that ends a round, and others need that thread."""
     said: list[BaseException] = []
     called = threading.Event()
     async with local_cluster(2, limits=LIMITS) as ranks:
@@ -102,7 +102,7 @@ async def test_a_callback_may_not_wait_and_its_errors_are_its_own(caplog: pytest
 
 
 async def test_callbacks_do_not_run_where_somebody_asks_whether_it_is_done() -> None:
-    """Who may hold a lock that the callback needs."""
+    """The asking thread may hold a lock that the callback needs."""
     lock, order = threading.Lock(), []
     async with local_cluster(2, limits=LIMITS) as ranks:
         for _ in range(20):

@@ -1,4 +1,4 @@
-"""Compressed gradients on nodes of several ranks: a node's sum is exact, what leaves the node is packed, and nobody is left waiting."""
+"""Compressed gradients on nodes of several ranks: a node's sum is exact, data that leaves a node is packed, and no rank is left waiting."""
 
 import asyncio
 import gc
@@ -30,7 +30,7 @@ PACKER = "shardnet-packer"  # how the threads' names begin
 
 
 def gradients_of(model: FSDP, inputs: Tensor, *, backend: Backend) -> Tensor:
-    """All of the gradient of a step."""
+    """The whole gradient of a step."""
     gradient(model, inputs)
     (weight,) = model.parameters()
     return asyncio.run(_gathered(backend, weight.grad))
@@ -45,7 +45,7 @@ async def _gathered(backend: Backend, part: Tensor | None) -> Tensor:
 @pytest.mark.parametrize(("world_size", "ranks_per_node"), [(4, 2), (6, 3), (6, 2), (8, 4)])
 @pytest.mark.parametrize("numel", [1, 5, 64, 333])
 def test_means_are_right(world_size: int, ranks_per_node: int, numel: int) -> None:
-    """Also where ranks have nothing, and parts begin in the middle of a parameter."""
+    """Also where ranks hold nothing, and where parts begin in the middle of a parameter."""
     mean = (world_size + 1) / 2
 
     def work(backend: Backend) -> Tensor:
@@ -57,7 +57,7 @@ def test_means_are_right(world_size: int, ranks_per_node: int, numel: int) -> No
 
 
 def test_what_cancels_inside_a_node_is_not_rounded() -> None:
-    """A gradient of 1 beside one of 1000, which cancels over the ranks of a node: packed by each rank it would round to 0."""
+    """A gradient of 1 beside one of 1000 that cancels over the ranks of a node: if each rank packed it, the 1 would round to 0."""
 
     def work(backend: Backend) -> Tensor:
         model = FSDP(Scaled(8), backend, compression=WITHOUT_FEEDBACK)
@@ -70,7 +70,7 @@ def test_what_cancels_inside_a_node_is_not_rounded() -> None:
 
 @pytest.mark.parametrize("residual", [torch.bfloat16, torch.float32, None])
 def test_error_feedback_makes_up_for_what_is_rounded_across_nodes(residual: torch.dtype | None) -> None:
-    """As above with nodes whose gradients cancel."""
+    """As above, but the gradients of nodes cancel."""
     steps = 40
 
     def work(backend: Backend) -> float:
@@ -84,7 +84,7 @@ def test_error_feedback_makes_up_for_what_is_rounded_across_nodes(residual: torc
 
 @pytest.mark.parametrize(("world_size", "ranks_per_node"), [(4, 2), (6, 3)])
 def test_what_leaves_a_node_is_its_sum_once(world_size: int, ranks_per_node: int) -> None:
-    """However many ranks it has; and each rank keeps residuals for its part of it."""
+    """It leaves once, however many ranks the node has; each rank keeps residuals for its part of the sum."""
     numel, nodes = 6 * 256 * 10, world_size // ranks_per_node
 
     def work(backend: Backend) -> tuple[int, int]:
@@ -149,7 +149,7 @@ def test_steps_in_backward_and_accumulation_end_at_the_same_bits(micro_batches: 
 
 
 async def test_gradients_that_are_read_where_they_are_come_to_the_same_bits() -> None:
-    """Over gRPC and through memory, and without a network."""
+    """Over gRPC, through memory, and without a network."""
 
     async def over_grpc(backend: Backend) -> dict[str, Tensor]:
         async with AsyncFSDP(make_gpt(), backend, units=[Block], compression=INT8) as model:
@@ -186,7 +186,7 @@ class Broken(Exception):
 
 @pytest.mark.parametrize("method", ["pack", "unpack"])
 def test_what_goes_wrong_while_packing_is_told_and_keeps_nobody_waiting(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On one rank: it raises that. Those that would wait for what it packs have an error, too, and all can go on afterwards."""
+    """It fails on one rank, which raises the error. Ranks that would wait for its data get an error, too, and all can go on afterwards."""
     work_of, once = getattr(BlockwiseInt8Codec, method), threading.Lock()
 
     def fails_once(codec: BlockwiseInt8Codec, first: Tensor, second: Tensor) -> Any:
@@ -211,7 +211,7 @@ def test_what_goes_wrong_while_packing_is_told_and_keeps_nobody_waiting(method: 
 
 
 def test_nobody_waits_for_a_packing_thread_that_has_ended() -> None:
-    """As it has while the interpreter ends, when the loop thread and the training may not have."""
+    """While the interpreter ends, that thread may have ended before the loop thread and the training."""
 
     def work(backend: Backend) -> None:
         model = FSDP(Scaled(64), backend, compression=WITHOUT_FEEDBACK)

@@ -1,4 +1,4 @@
-"""Packing numbers: how many bytes, how wrong they come out, and that nothing that is not finite is hidden."""
+"""Packing numbers: how many bytes they take, how large the errors are, and that infinities and NaNs stay visible."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Compressed gradients: what arrives of them, what is remembered for the next ones, and what memory that takes."""
+"""Compressed gradients: what arrives, what is kept for the next step, and how much memory that takes."""
 
 import math
 
@@ -20,7 +20,7 @@ INT8 = Compression(weights="int8", gradients="int8")
 
 @pytest.mark.parametrize("residual", [HALF, FLOAT, None])
 def test_the_sum_of_many_gradients_is_right_with_error_feedback_only(residual: torch.dtype | None) -> None:
-    """A gradient of 1 beside one of 1000, which cancels over ranks: alone it rounds to 0."""
+    """A gradient of 1 beside one of 1000 that cancels over ranks: in each step alone the 1 rounds to 0."""
     steps = 40
 
     def work(backend: Backend) -> float:
@@ -145,7 +145,7 @@ def test_residuals_are_counted_for_what_they_are(residual: torch.dtype | None, i
 
 
 def test_packed_gradients_are_no_full_ones() -> None:
-    """What waits for the network is packed: full-size gradients are those of the unit in backward and of the root."""
+    """Gradients that wait for the network are packed: only the unit in backward and the root have full-size ones."""
 
     def work(backend: Backend, compression: Compression) -> int:
         model = FSDP(make_gpt(layers=5), backend, units=[Block], compression=compression)

@@ -1,4 +1,4 @@
-"""Models built on meta: materialised unit by unit, with the values that one process would have, or refused by name."""
+"""Models built on meta: they are materialised unit by unit, with the values that one process would have, or refused by name."""
 
 import subprocess
 import sys
@@ -65,7 +65,7 @@ def on_meta(kind: Callable[[], nn.Module]) -> nn.Module:
 
 
 def filled(module: nn.Module, generator: torch.Generator) -> None:
-    """A param_init_fn, once it has a generator of its own: ranks are threads here and share torch's."""
+    """A param_init_fn with a generator of its own, because ranks are threads here and share torch's."""
     for parameter in module.parameters(recurse=False):
         nn.init.normal_(parameter, std=0.3, generator=generator)
     for buffer in module.buffers(recurse=False):
@@ -146,7 +146,7 @@ def test_no_more_is_whole_than_in_forward(layers: int) -> None:
 
 
 def test_an_init_function_may_put_parameters_elsewhere() -> None:
-    """As those written for torch's FSDP do, which are given modules that are on meta still."""
+    """Functions written for torch's FSDP do so, because they get modules that are still on meta."""
 
     def emptied(module: nn.Module) -> None:
         module.to_empty(device="cpu", recurse=False)
@@ -229,7 +229,7 @@ def test_whole_parameters_can_come_from_an_iterator() -> None:
 
 class Forgetful(Layer):
     def reset_parameters(self) -> None:
-        """Leaves `scale` as it is."""
+        """This leaves `scale` as it is."""
 
 
 class Recursive(Layer):

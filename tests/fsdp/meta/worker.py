@@ -21,7 +21,7 @@ def make(layers: int) -> nn.Module:
 
 
 def peak_bytes() -> int:
-    """The most that was resident since this program began; `ru_maxrss` would begin with that of the process that started it."""
+    """The peak of resident memory since this program began; `ru_maxrss` would include that of the process that started it."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
@@ -30,9 +30,9 @@ def main() -> None:
     def work(backend: Backend, layers: int = LAYERS) -> FSDP:
         return FSDP(make(layers), backend, units=[nn.Linear])
 
-    run_ranks(WORLD_SIZE, lambda backend: work(backend, 1))  # what the libraries themselves take for good
+    run_ranks(WORLD_SIZE, lambda backend: work(backend, 1))  # so that what the libraries themselves take for good does not count
     before = peak_bytes()
-    models = run_ranks(WORLD_SIZE, work)  # alive, with their shards, which are one model together
+    models = run_ranks(WORLD_SIZE, work)  # kept alive with their shards, which together are one model
     print(peak_bytes() - before, len(models))
 
 

@@ -1,4 +1,4 @@
-"""A call between two ends over a real socket, and between one of ours and one of grpcio's."""
+"""A call between two of our ends over a real socket, and between one of ours and one of grpcio's."""
 
 import asyncio
 import socket
@@ -49,7 +49,7 @@ Ends = Callable[[], AbstractAsyncContextManager[tuple[Call, Call, "asyncio.Queue
 
 @pytest.fixture(params=[plain, under_tls], ids=["plain", "TLS"])
 def ends(request: pytest.FixtureRequest) -> Ends:
-    """Makes caller, callee and what the callee hears. The callee has answered."""
+    """Makes a caller, a callee that has answered, and the list of what the callee hears."""
     return partial(_ends, request.param)
 
 
@@ -121,11 +121,11 @@ async def test_small_messages_of_one_turn_go_out_together(ends: Ends, monkeypatc
 
 
 async def test_a_message_is_sent_when_the_peer_reads() -> None:
-    """More than all buffers of the system hold: `send` waits for the reader, and then is done."""
+    """The message is larger than all buffers of the kernel: `send` waits for the reader, and then ends."""
     near, far = sockets()
     caller = Call(PlainConnection(near), LIMITS)
     caller.open(*REQUEST)
-    caller._writer.set_initial_window(frames.MAX_WINDOW)  # as if the peer had said so
+    caller._writer.set_initial_window(frames.MAX_WINDOW)  # as if the peer had granted it
     caller._writer.widen(0, 10**9)
     sending = asyncio.ensure_future(caller.send(bytes(64 * MIB)))
     await asyncio.wait({sending}, timeout=0.2)
@@ -138,7 +138,7 @@ async def test_a_message_is_sent_when_the_peer_reads() -> None:
 
 
 async def test_a_cancelled_message_arrives_as_it_was(ends: Ends) -> None:
-    """Its buffer is free at once, though only a part of it is out."""
+    """The sender's buffer is free at once, though only a part of the message is sent."""
     async with ends() as (caller, callee, heard):
         asyncio.get_running_loop().remove_reader(callee._connection.socket)  # the callee does not read for a while
         lent = bytearray(b"x" * 12 * MIB)
@@ -155,7 +155,7 @@ async def test_a_cancelled_message_arrives_as_it_was(ends: Ends) -> None:
 
 
 async def test_small_messages_wait_for_room(ends: Ends) -> None:
-    """What may wait is bounded: a reader that is slow holds up the writer, not the memory."""
+    """The data that waits is bounded: a slow reader holds up the writer and does not fill the memory."""
     async with ends() as (caller, callee, heard):
         asyncio.get_running_loop().remove_reader(callee._connection.socket)
         message = bytes(30_000)
@@ -175,7 +175,7 @@ async def flood(caller: Call, message: bytes, count: int) -> None:
 
 
 async def test_windows_are_filled_up_again(monkeypatch: pytest.MonkeyPatch, ends: Ends) -> None:
-    """Two gigabytes are a window; here it is a thousandth."""
+    """A window is two gigabytes; here it is a thousandth of that."""
     monkeypatch.setattr("shardnet.transport.http2.state._REFILL_BYTES", MIB)
     async with ends() as (caller, _, heard):
         for _ in range(5):
@@ -185,7 +185,7 @@ async def test_windows_are_filled_up_again(monkeypatch: pytest.MonkeyPatch, ends
 
 
 async def test_a_stranger_gets_no_memory() -> None:
-    """Before somebody wants the messages they are refused by their length, and no buffer is made for them."""
+    """Before the call is accepted, messages are refused by their length, and no buffer is allocated for them."""
     with caller_and_peer() as (caller, peer):
         await asyncio.get_running_loop().sock_sendall(peer, frames.frame(Type.DATA, Flags.NONE, 1, b"\0\0\0\0\1x"))
         with pytest.raises(ProtocolError, match=r"a message of 1 bytes is larger than allowed \(0 bytes\)"):
@@ -193,7 +193,7 @@ async def test_a_stranger_gets_no_memory() -> None:
 
 
 async def test_a_caller_that_is_not_let_in_may_not_talk_for_ever() -> None:
-    """Frames of nothing cost the loop microseconds each, and a megabyte holds a hundred thousand."""
+    """Empty frames cost the loop microseconds each, and a megabyte holds a hundred thousand of them."""
     near, far = sockets()
     callee, loop = Call(PlainConnection(far), LIMITS), asyncio.get_running_loop()
     callee.answer()
@@ -208,7 +208,7 @@ async def test_a_caller_that_is_not_let_in_may_not_talk_for_ever() -> None:
 
 @contextmanager
 def callee_and_peer() -> Iterator[tuple[Call, socket.socket]]:
-    """A call that has answered, and the raw end of who makes it."""
+    """A callee's call that has answered, and the caller's raw end."""
     near, far = sockets()
     callee = Call(PlainConnection(far), LIMITS)
     callee.answer()
@@ -244,7 +244,7 @@ async def test_a_stream_that_begins_before_it_is_let_in() -> None:
 
 
 async def test_who_is_heard_out_may_say_as_much_again() -> None:
-    """Answers to the pings of hours."""
+    """It may have to answer pings for hours."""
     pongs = frames.frame(Type.PING, Flags.ACK, 0, bytes(8)) * 2400  # 40 KiB; 64 may be said
     with callee_and_peer() as (callee, peer):
         loop = asyncio.get_running_loop()
@@ -268,7 +268,7 @@ class TestEnds:
                 await flood(caller, bytes(100_000), 100)
 
     async def test_the_peers_last_words(self, ends: Ends) -> None:
-        """It says why, and closes at once with something unread, which resets the connection."""
+        """The peer says why, and closes at once with unread data, which resets the connection."""
         async with ends() as (caller, callee, _):
             asyncio.get_running_loop().remove_reader(callee._connection.socket)
             asyncio.get_running_loop().remove_reader(caller._connection.socket)
@@ -280,7 +280,7 @@ class TestEnds:
             callee._broken = CallBroken("closed above")
 
     async def test_the_peer_says_farewell_and_stays(self) -> None:
-        """Of TLS alone, behind data, and then nothing: the socket tells nobody of it again."""
+        """The peer ends TLS only, after data, and sends nothing more: the socket does not report that again."""
         near, far = await under_tls()
         assert isinstance(far, TlsConnection)
         caller = Call(near, LIMITS)
@@ -305,7 +305,7 @@ class TestEnds:
                     await each
 
     async def test_why_reaches_a_peer_that_is_still_sending(self, ends: Ends) -> None:
-        """Closing a socket with unread data resets it, and the peer would see that instead of the status."""
+        """Closing a socket with unread data resets the connection, and the peer would see that instead of the status."""
         async with ends() as (caller, callee, _):
             callee.deliver(refuse)
             sending = asyncio.ensure_future(flood(caller, bytes(MIB), 50))
@@ -320,7 +320,7 @@ class TestEnds:
             assert isinstance(sending.exception(), CallBroken | None)
 
     async def test_nothing_follows_the_end(self, ends: Ends) -> None:
-        """Not even what waited for room, which would be data behind the end of its stream."""
+        """Nor does data that waited for room: it would come after the end of its stream."""
         async with ends() as (caller, callee, heard):
             asyncio.get_running_loop().remove_reader(callee._connection.socket)
             sending = asyncio.ensure_future(flood(caller, bytes(30_000), 1000))
@@ -338,7 +338,7 @@ class TestEnds:
             assert 0 < count == heard.qsize() < 1000
 
     async def test_an_end_without_a_status(self) -> None:
-        """Of a proxy, say: nothing else would come, and the stream would count as open for ever."""
+        """For example from a proxy: nothing else would come, and the stream would count as open for ever."""
         with caller_and_peer() as (caller, peer):
             said = frames.frame(Type.HEADERS, Flags.END_HEADERS, 1, b"\x88") + frames.frame(Type.DATA, Flags.END_STREAM, 1)
             await asyncio.get_running_loop().sock_sendall(peer, said)
@@ -347,7 +347,7 @@ class TestEnds:
                 await caller.headers()
 
     async def test_what_was_said_last_reaches_a_peer_that_reads_late(self, ends: Ends) -> None:
-        """A full socket holds up messages and status: none overtakes what is before it, and closing waits for all."""
+        """A full socket holds up messages and the status: none overtakes another, and closing waits for all."""
         async with ends() as (caller, callee, _):
             heard: list[int] = []
             caller.deliver(lambda message: heard.append(len(message)))
@@ -370,7 +370,7 @@ def refuse(message: memoryview) -> None:
 
 
 class TestFrames:
-    """What a peer of another make may say."""
+    """Frames that a peer of another implementation may send."""
 
     @pytest.mark.parametrize(
         ("said", "text"),
@@ -446,7 +446,7 @@ def caller_and_peer() -> Iterator[tuple[Call, socket.socket]]:
 
 @pytest.mark.parametrize("options", [(), (("grpc.http2.max_frame_size", 20_000), ("grpc.http2.lookahead_bytes", 30_000))])
 async def test_a_server_of_grpcio_with_small_windows(options: tuple[tuple[str, int], ...]) -> None:
-    """It gives out its windows bit by bit, as a proxy does."""
+    """The server grants its window bit by bit, as a proxy does."""
     received: list[bytes] = []
 
     async def push(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, bytes]) -> bytes:

@@ -1,4 +1,4 @@
-"""What comes, however it is cut: the same frames and messages; and what no peer may send."""
+"""Incoming bytes give the same frames and messages however they are cut; and bytes that no peer may send."""
 
 import itertools
 import struct
@@ -17,7 +17,7 @@ MAX_MESSAGE = 300_000
 
 
 class Notes:
-    """Writes down what a reader finds."""
+    """Records what a reader finds."""
 
     def __init__(self, max_frame_bytes: int = 200_000) -> None:
         self.messages: list[bytes] = []
@@ -82,7 +82,7 @@ def test_byte_by_byte() -> None:
 
 
 def test_the_rest_of_a_large_message_goes_where_it_belongs() -> None:
-    """The room for it is the message's own buffer, of which the message is made without a copy."""
+    """It is read into the message's own buffer, and the message is made of that without a copy."""
     seen: list[memoryview] = []
     notes = Notes()
     notes.reader._messages.on_message = seen.append

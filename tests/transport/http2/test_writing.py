@@ -1,4 +1,4 @@
-"""What goes out: the same messages whatever the peer allows, never more than it allows, and nothing changed on the way."""
+"""Outgoing bytes: the same messages whatever the peer allows, never more than it allows, and unchanged."""
 
 import asyncio
 import itertools
@@ -83,7 +83,7 @@ def test_both_windows_count() -> None:
     assert drain(writer) == b""
     writer.widen(0, 10_000)
     assert len(data_of(drain(writer))) == 10_000
-    writer.widen(7, 10**6)  # a stream that is none of ours
+    writer.widen(7, 10**6)  # a stream that is not ours
     assert drain(writer) == b""
 
 
@@ -122,7 +122,7 @@ def test_the_end_comes_last() -> None:
 
 
 def test_trailers_do_not_overtake_what_they_follow() -> None:
-    """Where the socket is full both wait, and control frames go first."""
+    """If the socket is full both wait, and control frames go first."""
     writer, trailers = FrameWriter(STREAM), frame(Type.HEADERS, Flags.END_STREAM | Flags.END_HEADERS, STREAM, b"\x88")
     put(writer, b"result")
     writer.behind(trailers)
@@ -146,7 +146,7 @@ async def test_done_means_out() -> None:
 
 
 async def test_what_was_copied_may_change() -> None:
-    """What cancelled senders lent: some of it on its way, some of it not."""
+    """The data that cancelled senders lent: some of it is on its way, some not."""
     writer, lent = FrameWriter(STREAM), [bytearray(b"a" * 30_000), bytearray(b"b" * 30_000)]
     done = [asyncio.get_running_loop().create_future() for _ in lent]
     for buffer, future in zip(lent, done, strict=True):
@@ -178,7 +178,7 @@ async def test_of_many_that_are_cancelled_each_is_copied_once() -> None:
 
 @pytest.mark.parametrize("message", [b"", b"x"])
 def test_an_end_does_not_need_a_window(message: bytes) -> None:
-    """Not even one that is below zero: an empty frame takes nothing of it."""
+    """It can be sent even if the window is below zero: an empty frame uses nothing of it."""
     writer = FrameWriter(STREAM)
     put(writer, bytes(60_000))
     drain(writer)
@@ -192,7 +192,7 @@ def test_an_end_does_not_need_a_window(message: bytes) -> None:
 
 
 def test_a_peer_that_asks_and_does_not_read() -> None:
-    """Each PING is owed an answer; without a bound they would fill the memory."""
+    """Each PING must be answered; without a bound the answers would fill the memory."""
     writer = FrameWriter(STREAM)
     with pytest.raises(ProtocolError, match="does not read"):
         answer(writer, 20_000)

@@ -72,7 +72,7 @@ def test_it_rings_at_once(is_set: bool) -> None:
 
 
 def test_who_comes_late_does_not_sleep() -> None:
-    """It has gone off before."""
+    """The alarm has already gone off."""
     with alarm_after(NEVER_S) as one:
         one.ring()
         one.sleep()

@@ -1,4 +1,4 @@
-"""Collectives whose data is read where it lies: who waits for whom, and what becomes of loans when something fails."""
+"""Collectives whose data is read in the lender's memory: which rank waits for which, and what happens to loans when something fails."""
 
 import asyncio
 import os
@@ -25,14 +25,14 @@ from shardnet.wire import Chunk, LoanRevoked
 from tests.transport.shared_memory.test_sharing import mesh_of, sums
 
 pytestmark = pytest.mark.skipif(lending._process_vm_readv is None, reason="this system has no process_vm_readv")
-# without letters, or rounds would do all of it
+# without letters, otherwise rounds would do all of it
 LIMITS = Limits(chunk_bytes=64 * KIB, window_bytes=256 * KIB, inline_bytes=KIB, eager_bytes=KIB, letter_bytes=0)
 ELEMENTS = 240_000
 
 
 @pytest.fixture
 def windows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many bytes are copied into windows, one entry a copy."""
+    """How many bytes are copied into windows, one entry per copy."""
     copied: list[int] = []
     put = Window.put
 
@@ -48,7 +48,7 @@ def windows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def deaf(mesh: GrpcMesh) -> Iterator[list[Any]]:
     """While this lasts, the rank is told nothing; it hears all of it afterwards."""
     receive, held = mesh.receive, list[Any]()
-    # in place of a process that is stopped, and of a socket that holds what comes meanwhile: both ends are in this process
+    # it stands in for a stopped process and a socket that holds what comes meanwhile, since both ends are in this process
     mesh.receive = lambda *what: held.append(what)  # type: ignore[method-assign]
     try:
         yield held
@@ -111,7 +111,7 @@ async def test_one_that_cannot_read_does_not_hold_up_the_others(windows: list[in
 
 
 async def test_nobody_ends_before_all_have_read() -> None:
-    """Or the caller would use memory that others still read."""
+    """Otherwise the caller would use memory that others still read."""
     async with local_cluster(2, limits=LIMITS) as ranks:
         mine = [torch.full((ELEMENTS,), float(rank)) for rank in range(2)]
         entered = [rank.barrier() for rank in ranks]
@@ -128,8 +128,8 @@ async def test_nobody_ends_before_all_have_read() -> None:
 
 
 async def test_who_gives_up_takes_back_what_it_lent() -> None:
-    """A rank is frozen, the others give up, their callers use the memory for something else, and it thaws. What it was told of before is
-    all that it needs to end well, with wrong bytes."""
+    """A rank is frozen, the others give up, their callers use the memory for something else, and it thaws. It was told before of all the
+    data that it needs, so without revoked loans it would end well, with wrong bytes."""
     async with local_cluster(3, limits=LIMITS, timeouts=replace(Timeouts.for_tests(), suspect_s=30.0, lost_s=30.0)) as ranks:
         mine = [torch.full((ELEMENTS,), float(rank.rank)) for rank in ranks]
         with deaf(mesh_of(ranks[2])) as held:
@@ -162,7 +162,7 @@ async def test_a_reader_that_dies_ends_the_collective() -> None:
 
 
 async def test_a_loan_that_nobody_may_make_is_refused() -> None:
-    """By an exchange, which takes none, with an error for all; and by who cannot read the lender's memory, with the end of the stream."""
+    """An exchange accepts no loans, and refuses it with an error for all. A rank that cannot read the lender's memory ends the stream."""
     async with local_cluster(2, limits=LIMITS) as ranks:
         board = ranks[0]._board
         data = torch.ones(4).numpy().tobytes()
@@ -192,7 +192,7 @@ async def test_many_at_once() -> None:
 
 
 async def test_sums_that_cross_nodes_and_are_larger_than_a_piece() -> None:
-    """What came from the node before is added piece by piece, too."""
+    """Data from the node before is added piece by piece, too."""
     numbers = [torch.randn(1_200_000, generator=torch.Generator().manual_seed(rank)) for rank in range(4)]
     results = []
     for cluster in (loopback_cluster(4, ranks_per_node=2), local_cluster(4, ranks_per_node=2)):
@@ -218,11 +218,11 @@ async def test_a_lender_that_lends_nothing_any_more() -> None:
 
 
 async def _soon() -> None:
-    """What was called on the loop before has run."""
+    """Returns when everything that was called on the loop before has run."""
 
 
 async def test_a_loan_is_over_before_the_caller_knows() -> None:
-    """Who is told of a failure may write its memory at once."""
+    """A caller that is told of a failure may write its memory at once."""
     async with local_cluster(2, limits=LIMITS) as ranks:
         with deaf(mesh_of(ranks[1])) as held:
             lender = ranks[0].broadcast(torch.ones(ELEMENTS), 0, timeout_s=0.2)

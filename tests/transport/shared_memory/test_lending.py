@@ -1,4 +1,4 @@
-"""Data that is read where it lies, in this process and in others."""
+"""Data that is read directly in the lender's memory, in this process and in others."""
 
 import ctypes
 import errno
@@ -43,7 +43,7 @@ def test_any_part_of_it_is_read() -> None:
 
 
 def test_the_reader_gets_what_is_there_when_it_reads() -> None:
-    """And not a copy, which is what this is for."""
+    """It gets the present data and not an earlier copy, which is what loans are for."""
     data, loan = np.zeros(100, np.uint8), Loan()
     borrowed = Borrowed.of(os.getpid(), loan.of(data.data))
     data[:] = 7
@@ -70,7 +70,7 @@ def test_memory_that_is_not_there_is_worth_nothing(field: str) -> None:
 
 @pytest.mark.parametrize("count", [2, 3, 1022, 1023, 1024, 5000])
 def test_pieces_are_read_as_one_however_many_they_are(count: int) -> None:
-    """The system takes no more than 1024 places in one call."""
+    """The kernel takes no more than 1024 places in one call."""
     whole, loan = np.random.default_rng(count).integers(0, 256, 7 * count, np.uint8), Loan()
     pieces = [piece.copy() for piece in np.split(whole, sorted({0, *range(3, 7 * count, 7)}))]  # an empty one first
     lender = Lender(os.getpid(), loan.letter([[whole], pieces], b"note"))

@@ -1,4 +1,4 @@
-"""Letters in memory: who finds them, when their room is used again, and what a reader sees of one that was taken back."""
+"""Letters in memory: which ranks find them, when their room is used again, and what a reader sees of a letter that was taken back."""
 
 import mmap
 import os
@@ -83,7 +83,7 @@ def test_there_is_room_again_when_every_reader_has_acknowledged(three: Three) ->
 
 
 def test_one_that_is_not_read_does_not_keep_others_out(three: Three) -> None:
-    """It stays where it is, anywhere in the ring, and what is written around it leaves it alone."""
+    """It stays where it is, anywhere in the ring, and other letters are written around it."""
     rng = random.Random(2)
     for first in range(1, 9):
         number = first * 1_000
@@ -100,7 +100,7 @@ def test_one_that_is_not_read_does_not_keep_others_out(three: Three) -> None:
 
 
 def test_what_is_not_read_may_fill_it(three: Three) -> None:
-    """Then there is room between and behind what is there only."""
+    """Then there is room only between the letters and after them."""
     texts = {number: bytes([number]) * 150 for number in range(3)}
     assert all(three.post(number, text) for number, text in texts.items())
     assert not any(three.post(number, bytes(200)) for number in range(3, 20))
@@ -144,14 +144,14 @@ def test_one_that_is_taken_back_is_seen_to_be(three: Three) -> None:
     three.writer.withdraw(GROUP, 0)
     assert not three.view.holds(letter)
     assert three.read(0) is None
-    assert three.view.count != before  # who sleeps is woken
+    assert three.view.count != before  # a sleeping reader is woken
     assert three.post(1, bytes(600))  # nobody has acknowledged the other one
     three.writer.withdraw(GROUP, 0)  # again: changes nothing
     assert three.read(1) == bytes(600)
 
 
 def test_a_reader_that_is_gone_is_not_waited_for_and_sees_that_its_letter_is_not_there(three: Three) -> None:
-    """It may be frozen rather than dead, and go on reading."""
+    """The reader may be frozen rather than dead, and read on later."""
     assert three.post(0, bytes(600))
     letter = three.view.find(GROUP, 0)
     assert letter is not None
@@ -173,7 +173,7 @@ def test_a_letter_in_the_same_entry_is_another_one(three: Three) -> None:
 
 
 def test_any_letters(three: Three) -> None:
-    """What is found is what was written, and what is not acknowledged stays, however the ring and the directory fill."""
+    """Readers find what was written, and letters without acknowledgement stay, however full the ring and the directory are."""
     rng = random.Random(1)
     there: dict[int, tuple[bytes, set[int]]] = {}
     refused = 0
@@ -287,7 +287,7 @@ def test_an_entry_that_makes_no_sense(three: Three) -> None:
 
 
 def test_a_receipt_that_comes_late_does_not_take_back_the_next_one(three: Three) -> None:
-    """For a letter that was taken back: its entry has served another one since."""
+    """The receipt is for a letter that was taken back: another letter has its entry now."""
     posted = three.post(0)
     first = three.view.find(GROUP, 0)
     assert posted is not None
@@ -302,8 +302,8 @@ def test_a_receipt_that_comes_late_does_not_take_back_the_next_one(three: Three)
 
 
 def test_an_entry_that_changes_while_it_is_read(three: Three, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One letter follows another in its entry, with the same number in another group, its words written between the reader's reads:
-    the reader finds the new one or none."""
+    """One letter follows another in its entry, with the same number but in another group, and its words are written between the reader's
+    reads: the reader finds the new letter or none."""
     found = 0
     for seed in range(500):
         group, other = GROUP - 64 * (2 * seed + 1), GROUP - 64 * (2 * seed + 2)
@@ -355,7 +355,7 @@ class _Writes:
 
 
 class _Between:
-    """The words as a reader sees them who is interrupted now and then."""
+    """The words as a reader sees them that is interrupted now and then."""
 
     def __init__(self, words: memoryview, written: _Writes, rng: random.Random) -> None:
         self._words, self._written, self._rng = words, written, rng

@@ -1,4 +1,4 @@
-"""Ranks of one node as processes: what is left of a window when all are killed, and processes that do not see each other."""
+"""Ranks of one node as processes: what is left of a window when all are killed, and processes that cannot see each other."""
 
 import re
 import signal
@@ -46,7 +46,7 @@ def test_nothing_is_left_when_all_are_killed_at_once(nursery: Nursery) -> None:
 
 
 def test_processes_that_do_not_see_each_other_talk_over_grpc(tmp_path: Path) -> None:
-    """As in two containers on one host that call themselves the same node: process numbers differ, the network is one."""
+    """For example in two containers on one host that claim to be one node: their process numbers differ, but the network is the same."""
     if subprocess.run([*UNSHARE, "true"], capture_output=True, check=False).returncode:
         pytest.skip("this user may not make a process namespace")
     program, directory = script(tmp_path, PROGRAM), tmp_path / "run"

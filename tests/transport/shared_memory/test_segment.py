@@ -1,4 +1,4 @@
-"""A segment's private side: what is written there, and what it costs where nothing is."""
+"""A segment's private side: what is written there, and what it costs if nothing is written."""
 
 import errno
 import mmap
@@ -31,7 +31,7 @@ def test_what_was_written_is_forgotten(segment: Segment, place: int) -> None:
 
 
 def test_what_others_write_is_seen(segment: Segment) -> None:
-    """Also where nothing is mapped anew."""
+    """Also where nothing is mapped again."""
     assert (segment.private == 1).all()
     segment.refresh()
     segment.shared[:] = 2

@@ -1,4 +1,4 @@
-"""Ranks of one node in a cluster: what goes through memory, and what happens where nothing can."""
+"""Ranks of one node in a cluster: what goes through memory, and what happens if nothing can."""
 
 import asyncio
 import errno
@@ -24,7 +24,7 @@ from shardnet.transport.shared_memory import Sharing, sharing, view
 from shardnet.transport.shared_memory.window import Window
 from shardnet.wire import Chunk
 
-# without letters, or rounds would do all of it
+# without letters, otherwise rounds would do all of it
 LIMITS = Limits(chunk_bytes=64 * KIB, window_bytes=256 * KIB, inline_bytes=KIB, letter_bytes=0)
 ELEMENTS = 240_000
 
@@ -55,7 +55,7 @@ def mesh_of(backend: ClusterBackend) -> GrpcMesh:
 
 
 async def sums(ranks: Sequence[Backend]) -> None:
-    """Every way that data takes, with results that say so if a byte is wrong."""
+    """Run collectives in every way that data can go, and check every byte of the results."""
 
     async def work(rank: Backend) -> None:
         mine = torch.arange(ELEMENTS, dtype=torch.float32) + rank.rank
@@ -109,7 +109,7 @@ async def test_without_a_window_everything_goes_over_grpc(wire: Wire, caplog: py
     async with local_cluster(2, shared_memory=False) as ranks:
         assert [mesh_of(rank).memory_peers for rank in ranks] == [frozenset()] * 2
         await sums(ranks)
-    assert caplog.records == []  # that was asked for
+    assert caplog.records == []  # no warning: that was asked for
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ async def test_no_memory_is_one_line_in_the_log(
 
 
 async def test_no_mailbox_is_one_line_in_the_log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Where there is memory for windows, and no more."""
+    """There is memory for windows, but for nothing more."""
 
     def full(place: int, capacity: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -155,7 +155,7 @@ async def test_no_mailbox_is_one_line_in_the_log(monkeypatch: pytest.MonkeyPatch
 async def test_memory_that_one_rank_does_not_see_is_not_used_for_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Rank 2 is in a container of its own on the same host, say."""
+    """As if rank 2 were in its own container on the same host."""
     find, offers = view._find, []
 
     def find_but_every_third(offer: mesh_pb2.WindowOffer) -> Any:
@@ -174,7 +174,7 @@ async def test_memory_that_one_rank_does_not_see_is_not_used_for_it(
 
 
 async def test_who_waits_for_room_hears_that_a_reader_is_gone() -> None:
-    """One that is frozen holds everybody's room, until it is lost."""
+    """A frozen reader holds everybody's room until it is lost."""
     timeouts = Timeouts(connect_s=10, suspect_s=0.5, lost_s=1.0, collective_s=15.0, drain_s=0.5)
     async with local_cluster(3, limits=replace(LIMITS, window_bytes=64 * KIB, chunk_bytes=8 * KIB), timeouts=timeouts) as ranks:
         frozen = mesh_of(ranks[2])
@@ -195,7 +195,7 @@ async def test_who_waits_for_room_hears_that_a_reader_is_gone() -> None:
 
 
 async def test_a_frozen_rank_holds_up_nobody_else(wire: Wire) -> None:
-    """It keeps the room of what it was told of, so the others' data goes over their streams."""
+    """It keeps the room of the data that it was told of, so the others' data goes over their streams."""
     limits = replace(LIMITS, chunk_bytes=8 * KIB, window_bytes=64 * KIB, eager_bytes=KIB)
     async with local_cluster(3, limits=limits, lending=False) as ranks:
         frozen = mesh_of(ranks[2])
@@ -233,7 +233,7 @@ async def test_a_rank_that_has_left_holds_no_room(wire: Wire) -> None:
 
 
 async def test_an_abort_in_the_middle_leaves_no_piece_behind() -> None:
-    """A window of a few pieces goes round many times after collectives that failed half way."""
+    """After collectives that failed half way, a window of a few pieces is still reused many times."""
     async with local_cluster(2, limits=replace(LIMITS, chunk_bytes=8 * KIB, window_bytes=32 * KIB, eager_bytes=KIB)) as ranks:
         for _ in range(20):
             await each_error(ranks, lambda rank: rank.all_reduce(torch.ones(20_000 + rank.rank)))
@@ -252,7 +252,7 @@ async def test_a_window_from_another_node_ends_the_stream() -> None:
 
 
 async def test_who_leaves_takes_no_room_along(wire: Wire) -> None:
-    """Readers say what they have read a few times in each lap: some of it nobody will ever be told of."""
+    """Readers say only a few times in each lap what they have read, so a reader that leaves never reports some of it."""
     async with local_cluster(3, limits=LIMITS) as ranks:
         await each_rank(ranks, lambda rank: rank.all_gather(torch.ones(10_000)))
         rest = [rank.subgroup([0, 1]) for rank in ranks[:2]]
@@ -264,7 +264,7 @@ async def test_who_leaves_takes_no_room_along(wire: Wire) -> None:
 
 
 async def test_a_rank_that_thaws_when_the_others_have_lost_it_gets_no_wrong_byte() -> None:
-    """What it was told of waits in its socket, and may be all that its collective needs."""
+    """What it was told waits in its socket, and may be all that its collective needs."""
     async with local_cluster(3, limits=LIMITS) as ranks:
         meshes, loop = [mesh_of(rank) for rank in ranks], LoopThread.shared()
         receive, held = meshes[2].receive, []
@@ -285,7 +285,7 @@ async def test_a_rank_that_thaws_when_the_others_have_lost_it_gets_no_wrong_byte
 
 
 async def test_a_peer_whose_socket_takes_nothing_holds_up_nobody_else() -> None:
-    """A process that is stopped: neither may its data go over its stream, nor it be told where that lies."""
+    """The peer is a stopped process: nobody can send it data over its stream, nor tell it where the data is."""
     patient = replace(Timeouts.for_tests(), suspect_s=30.0, lost_s=30.0)
     async with local_cluster(3, limits=LIMITS, timeouts=patient) as ranks:
         await sums(ranks)
@@ -302,7 +302,7 @@ async def test_a_peer_whose_socket_takes_nothing_holds_up_nobody_else() -> None:
 
 
 async def test_who_is_asked_again_and_again_answers_what_is_new() -> None:
-    """Or a peer that asks and does not listen would have answers pile up."""
+    """Otherwise answers would pile up for a peer that asks and does not read."""
     said: list[mesh_pb2.Control] = []
 
     async def put(peer: int, chunk: Chunk) -> None:
@@ -326,7 +326,7 @@ async def test_who_is_asked_again_and_again_answers_what_is_new() -> None:
 
 @pytest.mark.parametrize("lending", [False, True])
 async def test_who_lends_nothing_has_no_borrowers(lending: bool) -> None:
-    """Whatever others say that they can read."""
+    """This holds whatever others claim that they can read."""
 
     async def put(peer: int, chunk: Chunk) -> None:
         raise AssertionError

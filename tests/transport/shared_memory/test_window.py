@@ -1,4 +1,4 @@
-"""The ring of bytes itself: what lies where, for how long, and who is asked for room."""
+"""The ring of bytes itself: where pieces are, for how long, and which readers are asked for room."""
 
 import asyncio
 import os
@@ -71,7 +71,7 @@ async def test_pieces_lie_at_cache_lines_and_in_one_piece() -> None:
 
 
 async def test_room_comes_back_when_every_reader_has_released() -> None:
-    """In the order of the pieces, whoever is first; and those who hold the oldest one are asked."""
+    """Room comes back in the order of the pieces, whichever reader is first; the readers that hold the oldest piece are asked."""
     with window() as pair:
         old, new = await pair.put(bytes(512), 1, 2), await pair.put(bytes(512), 2)
         waiting = asyncio.ensure_future(pair.put(b"next", 1))
@@ -121,7 +121,7 @@ async def test_nobody_waits_for_a_reader_that_will_not_read(how: str) -> None:
 
 
 async def test_what_a_lost_reader_was_told_of_is_never_overwritten() -> None:
-    """It may only have been frozen, and read it when it thaws."""
+    """The reader may only have been frozen, and read it when it thaws."""
     with window() as pair:
         told = await pair.put(b"t" * 128, 1)
         pair.window.lose(1)
@@ -142,7 +142,7 @@ async def test_a_lost_reader_that_holds_nothing_changes_nothing() -> None:
 
 @pytest.mark.parametrize(("capacity", "size"), [(100, 50), (1000, 500), (1024, 1000)])
 async def test_a_window_of_any_size_takes_pieces_up_to_that(capacity: int, size: int) -> None:
-    """Wherever the last one ended, and though pieces begin at cache lines."""
+    """It does so wherever the last piece ended, even though pieces begin at cache lines."""
     made = Window(capacity, lambda _: None)
     try:
         for number in range(50):
@@ -205,7 +205,7 @@ async def test_a_reader_cannot_write() -> None:
         descriptor = os.open(f"/proc/self/fd/{pair.window.offer().descriptor}", os.O_RDWR)
         try:
             with pytest.raises(PermissionError):
-                os.ftruncate(descriptor, 0)  # a SIGBUS for who reads
+                os.ftruncate(descriptor, 0)  # a reader would get a SIGBUS
             with pytest.raises(PermissionError):
                 os.write(descriptor, b"x")
         finally:
@@ -213,7 +213,7 @@ async def test_a_reader_cannot_write() -> None:
 
 
 async def test_the_memory_of_another_process_is_not_touched() -> None:
-    """Where process numbers mean something else, as in another container."""
+    """The process number may mean another process here, as in another container."""
     with window() as pair, tempfile.TemporaryFile() as mine:
         offer = pair.window.offer()
         for field, value in (("descriptor", mine.fileno()), ("secret", bytes(32)), ("capacity", 2 * CAPACITY), ("pid", 2**22 + 1)):
@@ -225,7 +225,7 @@ async def test_the_memory_of_another_process_is_not_touched() -> None:
 
 
 async def test_a_file_that_is_called_like_a_window_is_not_opened(tmp_path: Path) -> None:
-    """Opening a pipe that nobody writes would block for ever."""
+    """Opening a pipe without a writer would block for ever."""
     pipe = tmp_path / "shardnet-window"
     os.mkfifo(pipe)
     with window() as pair:
@@ -236,7 +236,7 @@ async def test_a_file_that_is_called_like_a_window_is_not_opened(tmp_path: Path)
             with pytest.raises(OSError, match="another container"):
                 await asyncio.wait_for(asyncio.to_thread(View, offer), 5)
         finally:
-            os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))  # lets go whoever opened it
+            os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))  # releases a reader that opened it
             os.close(descriptor)
 
 
