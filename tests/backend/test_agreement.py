@@ -1,4 +1,4 @@
-"""What all ranks have agreed on may be launched, and nothing else."""
+"""Only operations that all ranks have agreed on may be launched."""
 
 import pytest
 
@@ -32,7 +32,7 @@ async def test_all_launch_what_all_have_agreed_on() -> None:
 
 @pytest.mark.parametrize("odd", range(WORLD_SIZE))
 async def test_nobody_launches_what_one_has_given_up_behind_its_announcement(odd: int) -> None:
-    """All others have heard it announce by then; what it says last they have not."""
+    """By then all others have heard its announcement, but not its last message."""
     launched: list[int] = []
 
     async def work(rank: Backend) -> None:

@@ -1,4 +1,4 @@
-"""What a backend over torch inside nodes has beyond the contract: in which order it launches."""
+"""What a backend over torch inside nodes guarantees beyond the contract: the order in which it launches."""
 
 import threading
 from collections import defaultdict
@@ -13,12 +13,12 @@ from shardnet.backend.torch_group import TorchGroup
 from shardnet.testing import each_rank
 from tests.backend.torch_ranks import torch_cluster
 
-LARGE = 100_000  # elements of float32, which do not go over the mesh
+LARGE = 100_000  # elements of float32, too many to go over the mesh
 ROUNDS = 10
 
 
 async def test_no_launch_waits_for_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that do one launch at a time, as on a GPU, where one may keep the process from all others until it ends: if two ranks of a node
+    """Ranks do one launch at a time, as on a GPU, where a launch may keep the process from all others until it ends. If two ranks of a node
     came to two launches in different orders, each would wait for the other. See [Note: nothing waits in a launch]."""
     launching: dict[int, threading.RLock] = defaultdict(threading.RLock)  # by rank
 
@@ -47,7 +47,7 @@ async def test_no_launch_waits_for_another_one(monkeypatch: pytest.MonkeyPatch) 
 
 
 async def test_ranks_may_come_to_their_rails_in_any_order() -> None:
-    """Ranks 0 and 2 share the first rail of two groups, and each makes that of another group first."""
+    """Ranks 0 and 2 share the first rail of two groups, and each of them makes the rail of a different group first."""
     async with torch_cluster(HybridBackend, 4, ranks_per_node=2) as ranks:
         firsts, seconds = ([rank.subgroup(range(4)) for rank in ranks] for _ in range(2))
         rails = []

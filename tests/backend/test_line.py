@@ -1,4 +1,4 @@
-"""A line: jobs in the order of the places, whatever the order in which they come."""
+"""A line: jobs run in the order of their places, in whatever order they come."""
 
 import asyncio
 import threading
@@ -18,7 +18,7 @@ async def test_jobs_begin_in_the_order_of_their_places() -> None:
     async def work() -> None:
         places = [line.place() for _ in range(5)]
         jobs = {number: asyncio.ensure_future(places[number].run(lambda number=number: ran.append(number))) for number in (4, 2, 1)}  # type: ignore[misc]
-        await asyncio.sleep(0)  # each has come, and waits for number 0
+        await asyncio.sleep(0)  # each job has come, and waits for number 0
         assert not any(place.begun for place in places)
         places[3].give_up()
         await places[0].run(lambda: ran.append(0))
@@ -31,7 +31,7 @@ async def test_jobs_begin_in_the_order_of_their_places() -> None:
 
 
 async def test_who_gives_up_late_holds_up_nobody() -> None:
-    """A job that has begun goes on, and its error goes to whoever still waits."""
+    """A job that has begun goes on, and its error goes to every caller that still waits."""
     line = Line("shardnet-torch-test", lambda: None)
     hold, begun = threading.Event(), threading.Event()
 

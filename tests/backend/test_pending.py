@@ -1,4 +1,4 @@
-"""Handles of results on a GPU: whoever takes the result has its stream wait for it, and nobody else."""
+"""Handles of results on a GPU: only the stream of the thread that takes the result waits for it."""
 
 import concurrent.futures
 
@@ -52,7 +52,7 @@ def test_an_error_is_nothing_to_wait_for() -> None:
 
 
 async def test_reading_a_result_as_something_else() -> None:
-    """It is the collective that is waited for, not another handle's end, so whoever waits may do its work."""
+    """The handle waits for the collective itself, not for another handle's end, so the waiting thread may do the collective's work."""
     arrival, future = Arrival(), concurrent.futures.Future[int]()
     made: list[int] = []
 

@@ -1,4 +1,4 @@
-"""Rails: every rank's data has one way to each node, and every way is served by one rank of it."""
+"""Rails: every rank's data has one way to each node, and one rank of that node serves it."""
 
 import pytest
 

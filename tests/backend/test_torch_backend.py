@@ -1,4 +1,4 @@
-"""What a backend over torch has beyond the contract: how its process groups end."""
+"""What a backend over torch guarantees beyond the contract: how its process groups end."""
 
 import asyncio
 import threading
@@ -20,12 +20,12 @@ from shardnet.testing import each_error, each_rank
 from tests.backend.torch_ranks import torch_cluster
 from tests.promises import within_s
 
-LARGE = 1_000_000  # elements of float32, which do not go over the mesh
+LARGE = 1_000_000  # elements of float32, too many to go over the mesh
 LOST_WITHIN_S = within_s(1.0)
 
 
 async def hold_up(rank: TorchBackend) -> Place:
-    """A place in its line that nobody gives up: what comes behind it has agreed, and is launched by the others alone."""
+    """Take a place in a rank's line and keep it: operations after it are agreed on, but only the other ranks launch them."""
 
     async def take() -> Place:
         return rank._whole.line.place()
@@ -39,7 +39,7 @@ def threads() -> int:
 
 
 async def test_a_rank_that_dies_behind_the_launch() -> None:
-    """The others wait in torch for one that has agreed and does not come."""
+    """The others wait in torch for a rank that has agreed and does not come."""
     async with torch_cluster(TorchBackend, 3) as ranks:
         await each_rank(ranks, lambda rank: rank.all_reduce(torch.ones(LARGE)))
         await hold_up(ranks[1])
@@ -60,7 +60,7 @@ async def test_a_rank_that_dies_behind_the_launch() -> None:
 
 
 async def test_a_timeout_behind_the_launch_ends_the_process_group_of_all() -> None:
-    """What is called on the group then says so; barriers, small ones and other groups go on."""
+    """Later calls on the group say so; barriers, small collectives and other groups go on."""
     async with torch_cluster(TorchBackend, 3) as ranks:
         await hold_up(ranks[2])
         first = [rank.all_gather(torch.ones(LARGE), timeout_s=0.3) for rank in ranks]
@@ -81,7 +81,7 @@ async def test_a_timeout_behind_the_launch_ends_the_process_group_of_all() -> No
 
 
 async def test_who_is_done_hears_that_another_has_failed_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks 0 and 1 only launch, as on a GPU, which would wait there for rank 2."""
+    """Ranks 0 and 1 only launch, as on a GPU, and the GPU would wait for rank 2."""
     async with torch_cluster(TorchBackend, 3) as ranks:
         await each_rank(ranks, lambda rank: rank.all_reduce(torch.ones(LARGE)))
         await hold_up(ranks[2])
@@ -101,7 +101,7 @@ async def test_who_is_done_hears_that_another_has_failed_behind_it(monkeypatch: 
 
 
 async def test_who_hears_that_another_has_given_up_hears_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 leaves the making of the process group, and rank 1 sees that before rank 0 has said why."""
+    """Rank 0 gives up making the process group, and rank 1 sees that before rank 0 has said why."""
     async with torch_cluster(TorchBackend, 3) as ranks:
         await hold_up(ranks[2])
         seen, hold, throw_away = asyncio.Event(), ranks[0]._group.roll_call.hold, ranks[1]._throw_away
@@ -158,7 +158,7 @@ async def test_bytes_are_counted() -> None:
 
 
 async def test_a_process_group_is_made_by_all_or_by_none() -> None:
-    """One that gives up while another has yet to come ends the waiting of that one, too: torch itself would wait for long."""
+    """A rank that gives up while another has yet to come also ends that one's wait; torch itself would wait for long."""
     store = HashStore()
     source = TorchSource(NodeEngine.GLOO, lambda: store)
     with pytest.raises(StateError, match="has given up before all were there"):

@@ -1,4 +1,4 @@
-"""Ranks in one process whose large data goes by gloo."""
+"""Ranks in one process whose large data goes over gloo."""
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager

@@ -1,4 +1,4 @@
-"""What a contest with other projects is told as. The contest itself needs their packages: benchmarks/peers."""
+"""The report of a contest with other projects. The contest itself needs their packages: benchmarks/peers."""
 
 import os
 import signal

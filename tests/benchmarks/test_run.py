@@ -32,7 +32,7 @@ SMAPS = Path("/proc/self/smaps_rollup")
 
 
 def measured(directory: Path, *arguments: str) -> list[dict[str, Any]]:
-    """The rows that a run leaves, which must end well."""
+    """The rows of a run, which must end well."""
     path = directory / "latest.json"
     command = [sys.executable, "-m", "benchmarks", "--json", str(path), *TINY.split(), *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -44,7 +44,7 @@ def measured(directory: Path, *arguments: str) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def forked(nursery: Nursery, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers that begin where torch is imported already, instead of the launcher's: the rest of a run is as it is."""
+    """Use forked workers that have torch imported already, instead of the launcher's; the rest of a run is unchanged."""
 
     def run_here(session: Session, directory: Path, _: Journal) -> int:
         run_program(nursery, ROOT, "run", "--nproc", str(session.ranks), "-m", launching.WORKER, to_json(session), str(directory))
@@ -71,7 +71,7 @@ def check_times(rows: list[dict[str, Any]]) -> None:
 
 @pytest.mark.timeout(300)  # workers import torch; seconds, unless the machine is busy with other things
 def test_collectives(tmp_path: Path) -> None:
-    """With one transport: that a run goes through all of its sessions takes no workers to see (below)."""
+    """With one transport; a test below checks without workers that a run goes through all of its sessions."""
     rows = measured(tmp_path, "--topologies", "one-node", "--only", "collectives", "--transports", "shm", "--explain")
     cases = [(op, size) for op in ("all_gather", "reduce_scatter", "all_reduce", "gather_on_node") for size in (1024, 16384)]
     assert [(row["transport"], row["op"], row["bytes"]) for row in rows] == [("shm", *case) for case in cases]
@@ -79,7 +79,7 @@ def test_collectives(tmp_path: Path) -> None:
     for each in rows:
         assert tuple(each["explained_ms"]) == PARTS
         assert all(each["explained_ms"][part] > 0 for part in (SENDING, TRANSPORT, COLLECTIVES))
-        assert each["explained_ms"][HANDED_OVER] >= 0  # nothing is, where the caller does the work
+        assert each["explained_ms"][HANDED_OVER] >= 0  # 0 if the caller does the work itself
         assert (each["explained_ms"][REDUCING] > 0) or each["op"] in ("all_gather", "gather_on_node")
         assert each["memcpy_ms"] > 0
         assert ("copies_ms" in each) == (each["op"] != "gather_on_node")
@@ -94,7 +94,7 @@ def test_training_steps_and_their_memory(tmp_path: Path) -> None:
     check_times(steps)
     if SMAPS.exists():
         (memory,) = measured_here(tmp_path, *MEMORY)
-        check_memory(memory, least_bytes=50e6)  # of what they have imported they share most with the process that forked them
+        check_memory(memory, least_bytes=50e6)  # they share most of their imports with the process that forked them
         assert memory["bytes"] == steps[0]["bytes"]
 
 
@@ -119,7 +119,7 @@ def test_the_memory_of_fresh_processes(tmp_path: Path) -> None:
 
 
 def check_memory(row: dict[str, Any], *, least_bytes: float) -> None:
-    """Of two processes that have imported torch."""
+    """Check the memory of two processes that have imported torch."""
     for peak in ("ours_peak_bytes", "peer_peak_bytes"):
         assert 2 * least_bytes < row[peak] < 2 * 2e9
     assert row["ours_loss"] == pytest.approx(row["peer_loss"], abs=1e-3)

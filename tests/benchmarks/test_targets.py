@@ -160,7 +160,7 @@ def test_places_without_a_target_are_not_judged() -> None:
 
 @pytest.mark.parametrize(("memcpy_ms", "met"), [(11.0, True), (9.0, False)])
 def test_a_gather_for_a_node_is_compared_with_memcpy(memcpy_ms: float, met: bool) -> None:
-    """Whatever gloo takes, and whatever is smaller than a unit."""
+    """This holds whatever gloo takes, and sizes below a unit do not count."""
     rows = [row(0.5, op=Op.GATHER_ON_NODE, bytes=size, transport="shm", memcpy_ms=memcpy_ms) for size in UNITS]
     rows.append(row(0.5, op=Op.GATHER_ON_NODE, bytes=MIB, transport="shm", memcpy_ms=0.01))
     (outcome,) = judge(rows)

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-PATIENCE_S = 30.0  # far above what anything here takes; only a hang reaches it
+PATIENCE_S = 30.0  # far longer than anything here takes; only a hang reaches it
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +22,8 @@ class Result:
 class Launched:
     """A running command; killed if a test leaves before it has ended. Its stdout is read here, its stderr goes to a file.
 
-    merged       its stderr is read with its stdout, by a test that waits for what the launcher says
-    new_session  it leads one of its own, so that its process group can be killed
+    merged       stderr is read together with stdout, for tests that wait for the launcher's messages
+    new_session  it leads a session of its own, so that its process group can be killed
     """
 
     def __init__(self, directory: Path, *arguments: str, merged: bool = False, new_session: bool = False) -> None:

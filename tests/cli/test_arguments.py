@@ -1,4 +1,4 @@
-"""The command line: what is understood, and what a wrong one says."""
+"""The command line: what it accepts, and the errors for a wrong one."""
 
 import sys
 from importlib.abc import MetaPathFinder
@@ -123,7 +123,7 @@ def test_a_page_that_was_given_the_script_as_its_address_says_what_to_do(capsys:
     ],
 )
 def test_what_is_refused_without_encryption_names_the_option_that_allows_it(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """And not the argument of a function, which nobody can give at a command line."""
+    """It does not name a function's argument, which nobody can give on a command line."""
     assert main(given) == 2
     said = capsys.readouterr().err
     assert said.endswith(", or allow it with --insecure on a network that you trust\n"), said

@@ -156,7 +156,7 @@ def test_a_token_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_workers_get_what_the_launcher_has(cluster: Path, tmp_path: Path) -> None:
-    """And nothing else: what they inherit beside it could be another protection than the rendezvous has."""
+    """They get nothing else: other inherited settings could give them another protection than the rendezvous has."""
     names = "('CERTS', 'TOKEN', 'INSECURE', 'JOB')"
     program = script(tmp_path, f"print([os.environ['SHARDNET_' + name] for name in {names}])")
     given = ("--rendezvous", "10.0.0.1:1", "--nnodes", "2", "--certs", str(cluster / "node-0"))
@@ -164,7 +164,7 @@ def test_workers_get_what_the_launcher_has(cluster: Path, tmp_path: Path) -> Non
 
 
 def test_a_run_on_one_machine_needs_no_certificate_for_its_rendezvous(cluster: Path, tmp_path: Path) -> None:
-    """Whoever wants its connections encrypted gets that by a token made for this run."""
+    """A user who wants its connections encrypted gets that with a token made for this run."""
     text = """
 import asyncio, torch, shardnet
 async def main():

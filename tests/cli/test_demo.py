@@ -1,4 +1,4 @@
-"""`shardnet demo`: the real program through the real launcher, as small as it gets."""
+"""`shardnet demo`: the real program with the real launcher, as small as possible."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""`shardnet plan`: what it prints, and what it says about what cannot be planned."""
+"""`shardnet plan`: its output, and its errors about models that cannot be planned."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Programs that come with the sources: found there, in the current directory, or missed with advice."""
+"""Programs that come with the sources: they are found there or in the current directory, or the error gives advice."""
 
 from pathlib import Path
 

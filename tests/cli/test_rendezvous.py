@@ -68,7 +68,7 @@ def test_it_ends_with_the_training_where_it_is_told_to(tmp_path: Path) -> None:
 
 
 async def join_and_leave(address: str) -> int:
-    """As the only worker of a job; returns the size of its world."""
+    """Join as the only worker of a job, and leave; return the size of its world."""
     request = JoinRequest("default", new_incarnation(), "127.0.0.1:1", "node", min_world_size=1, max_world_size=1)
     async with join(address, request, timeouts=Timeouts.for_tests()) as membership:
         return membership.topology.world_size

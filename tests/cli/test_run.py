@@ -84,7 +84,7 @@ os._exit(0)
 
 
 def test_nothing_is_lost_when_the_reader_is_slower_than_the_workers_end(tmp_path: Path) -> None:
-    """The worker has ended, its output waits in pipes and buffers, and nobody reads for longer than a daemon is waited for.
+    """The worker has ended, its output waits in pipes and buffers, and nobody reads for longer than the launcher waits for a daemon.
 
     100 kB: more than a pipe of 64 KiB holds, and less than the launcher buffers, for pipes have 8 KiB for a user who has many.
     """

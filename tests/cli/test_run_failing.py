@@ -1,4 +1,4 @@
-"""`shardnet run` when a worker fails: all end, and the one to blame is told last."""
+"""`shardnet run` when a worker fails: all end, and the worker to blame is named last."""
 
 import os
 import re
@@ -10,7 +10,7 @@ from tests.cli.launched import Launched, has_ended, script, shardnet
 
 
 def test_one_failing_worker_ends_all_and_is_named_last(tmp_path: Path) -> None:
-    """The others say nothing: the launcher may read what they wrote before the failure after it."""
+    """The other workers print nothing, because the launcher may read their earlier output after the failure."""
     text = """
 open(f'pid{rank}', 'w').write(str(os.getpid()))
 if rank == 1:
@@ -51,7 +51,7 @@ signal.pause()
 
 
 def test_an_error_of_all_workers_is_told_once(tmp_path: Path) -> None:
-    """A mistake in the program, as a rule. They write it at the same time, and line by line."""
+    """Usually it is a mistake in the program. The workers write it at the same time, line by line."""
     text = """
 from shardnet.errors import UsageError
 def mistake():
@@ -108,7 +108,7 @@ def test_a_worker_that_a_signal_killed_is_reported_by_name(tmp_path: Path) -> No
 
 
 def test_who_lost_a_peer_is_not_blamed_for_it(tmp_path: Path) -> None:
-    """Rank 1 notices rank 0's failure and ends first; rank 0 prints its error a while after, and is given that while."""
+    """Rank 1 notices rank 0's failure and ends first; rank 0 prints its error a while later, and the launcher waits for that."""
     text = """
 if rank == 1:
     from shardnet.errors import PeerLost

@@ -1,7 +1,7 @@
-"""`shardnet run` of which every process is killed at the same time, while its ranks share memory: nothing of it is left on the machine.
+"""Every process of a `shardnet run` is killed at the same time, while its ranks share memory: nothing of it is left on the machine.
 
-Nobody has the time to clean up then, and nobody is left who could: the kernel has to do it all. What becomes of the others when only one
-of them is killed: test_run_start.py, test_run_signals.py.
+No process has time to clean up then, and none is left that could: the kernel must do it all. test_run_start.py and test_run_signals.py
+kill only one of them, and test what happens to the others.
 """
 
 import os
@@ -20,7 +20,7 @@ from tests.resources import SHARED_MEMORY, belongs_to_a_stranger
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere ranks share no memory, and there is no /proc to look into")
 RANKS = 3
 KINDS = {f"/memfd:shardnet-{kind} (deleted)" for kind in ("window", "mailbox", "segment")}
-# there is always a round under way, and the next one begins before it has ended: so the kill comes in the middle, whenever it comes
+# a round is always under way, and the next one begins before it has ended: so the kill always comes in the middle
 PROGRAM = """
 import itertools, torch, shardnet
 
@@ -66,26 +66,26 @@ def test_nothing_is_left_when_all_are_killed_at_once(tmp_path: Path, monkeypatch
 
 
 def kill(pids: Iterable[int]) -> None:
-    """By their process groups, in which there may be others; those that were started last come first, before they go with the others."""
+    """Kill their process groups, which may have more members; those that were started last come first, before they end with the others."""
     groups = dict.fromkeys(os.getpgid(pid) for pid in reversed(list(pids)))
     assert os.getpgrp() not in groups, "the tests would kill themselves"
     for group in groups:
-        with suppress(ProcessLookupError):  # it did go with another one
+        with suppress(ProcessLookupError):  # it has ended with another one
             os.killpg(group, signal.SIGKILL)
 
 
 def started_with(temporary: Path) -> set[int]:
-    """Processes that have this for their temporary directory, whoever's children they are by now."""
+    """Processes with this temporary directory, whichever process is their parent by now."""
     found = set()
     for pid in psutil.pids():
-        with suppress(OSError):  # it has ended, or is not ours to see
+        with suppress(OSError):  # it has ended, or this user may not look at it
             if f"TMPDIR={temporary}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                 found.add(pid)
     return found
 
 
 def memory_of(pid: int) -> set[str]:
-    """What a process maps, or has open, of memory without a name in the file system: what it is called, and which it is."""
+    """The memory without a name in the file system that a process has mapped or open: each by its name and inode."""
     found = set()
     with suppress(OSError):  # as above
         for line in Path(f"/proc/{pid}/maps").read_text().splitlines():

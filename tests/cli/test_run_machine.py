@@ -1,4 +1,4 @@
-"""`shardnet run` where the machine is not as usual: what it needs is closed, gone, full or killed."""
+"""`shardnet run` on an unusual machine: things that it needs are closed, gone, full or killed."""
 
 import os
 import resource
@@ -50,7 +50,7 @@ shardnet.run(main)
 
 
 def test_a_timeline_that_was_not_written_is_not_announced(tmp_path: Path) -> None:
-    """Nor is one of the run before."""
+    """Nor is one of the previous run."""
     program = script(tmp_path, TRAINING)
     trace = tmp_path / "folder" / "trace.json"
     first = shardnet(tmp_path, "run", "--trace", str(trace), program)
@@ -124,7 +124,7 @@ def test_a_working_directory_that_is_gone(tmp_path: Path) -> None:
 
 
 def test_a_report_that_reaches_nobody_ends_no_training(tmp_path: Path) -> None:
-    """As where there is no /proc."""
+    """For example because there is no /proc."""
     lines = "import os\nos.environ['SHARDNET_REPORT_FILE'] = '/no/such/file'\n"
     result = shardnet(tmp_path, "run", "--nproc", "2", script(tmp_path, lines + TRAINING))
     assert result.status == 0
@@ -133,7 +133,7 @@ def test_a_report_that_reaches_nobody_ends_no_training(tmp_path: Path) -> None:
 
 
 def test_what_kept_the_first_import_from_working_is_shown(tmp_path: Path) -> None:
-    """torch says it once: whoever imports it again hears that it was imported before."""
+    """torch reports it only once: a second import says only that it was imported before."""
     (tmp_path / "torch.py").write_text(
         "import builtins\n"
         "if hasattr(builtins, 'before'):\n    raise ImportError('once only')\n"

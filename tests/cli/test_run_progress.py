@@ -11,7 +11,7 @@ from pathlib import Path
 from shardnet.cli.launch.progress import PLAIN_INTERVAL_S
 from tests.cli.launched import Launched, script
 
-# A worker that says of itself what a training program would, and ends when it is told to.
+# A worker that reports what a training program would, and ends when it is told to.
 WORKER = """
 import asyncio
 from shardnet.config import Limits, Timeouts
@@ -83,7 +83,7 @@ def test_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
 
 
 def test_a_bar_at_the_bottom_of_a_terminal(tmp_path: Path) -> None:
-    """stdout and stderr are one terminal: the bar is drawn, taken away for every line, and gone at the end."""
+    """stdout and stderr are one terminal: the bar is drawn, removed for every line, and gone at the end."""
     screen = on_a_terminal(tmp_path, "run", script(tmp_path, WORKER))
     assert " 10% |" in screen
     assert "| step 20/100, loss 2.500, 45.2k tokens/s, comm wait 12%, eta 0:" in screen
@@ -96,7 +96,7 @@ def test_a_bar_at_the_bottom_of_a_terminal(tmp_path: Path) -> None:
 
 
 def test_another_worker_is_asked_when_the_first_has_died(tmp_path: Path) -> None:
-    """Rank 0 dies of being asked; rank 1 becomes rank 0, as its next report says, and is called so."""
+    """Rank 0 dies when it is asked; rank 1 becomes rank 0, as its next report says, and the launcher calls it that."""
     os.mkfifo(tmp_path / "fifo")
     with Launched(tmp_path, "run", "--nproc", "2", "--min-workers", "1", script(tmp_path, HEIR), merged=True) as run:
         run.read_until("shardnet: rank 0 failed: exit code 1; the others go on\n")  # the other one may have been asked before that is seen

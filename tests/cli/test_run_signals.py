@@ -1,4 +1,4 @@
-"""`shardnet run` when the user, or the system, wants it to end."""
+"""`shardnet run` when the user or the system wants it to end."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ READY = ("[0] ready", "[1] ready")
     [(signal.SIGINT, signal.SIGINT), (signal.SIGTERM, signal.SIGTERM), (signal.SIGHUP, signal.SIGTERM)],
 )
 def test_the_first_signal_lets_workers_finish(tmp_path: Path, number: signal.Signals, passed_on: signal.Signals) -> None:
-    # no signal.pause() here: a signal that comes between the interpreter's look at its flags and the system call is not seen
+    # no signal.pause() here: it would miss a signal that comes after the interpreter has checked its flags and before the system call
     text = f"""
 def drain(*_):
     print('drained')
@@ -38,7 +38,7 @@ while True:
 
 @pytest.fixture
 def hangups_ignored() -> Iterator[None]:
-    """As by nohup; children inherit it."""
+    """Ignore SIGHUP, as nohup does; children inherit that."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     yield
     signal.signal(signal.SIGHUP, signal.SIG_DFL)

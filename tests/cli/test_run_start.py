@@ -1,4 +1,4 @@
-"""`shardnet run --start-method`: a worker that is forked is to its program as one that `python` has started."""
+"""`shardnet run --start-method`: for its program, a forked worker is like one that `python` has started."""
 
 import errno
 import gzip
@@ -94,7 +94,7 @@ _ADDRESS = re.compile("0x[0-9a-f]+")
 
 
 def run(folder: Path, *command: str) -> list[Result]:
-    """What a command comes to with each start method, in the same folder each time; what a forked worker leaves there stays."""
+    """A command's results with each start method, in the same folder; files that a forked worker leaves there stay."""
     results: list[Result] = []
     before = shutil.copytree(folder, folder.with_name("before"))
     for method in reversed(METHODS):
@@ -112,7 +112,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def light_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in that takes no time to import, where it is only imported because nobody can tell what the program needs."""
+    """A stand-in that takes no time to import, for programs that do not need torch but might, as far as the launcher can tell."""
     (tmp_path / "libraries").mkdir()
     (tmp_path / "libraries/torch.py").write_text("default_generator = type('Generator', (), {'seed': staticmethod(lambda: None)})")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "libraries"))
@@ -151,7 +151,7 @@ def test_a_program_ends_as_it_would_end(folder: Path, end: str) -> None:
     (folder / "program.py").write_text(f"import json, os, signal, sys\n{ENDS[end]}\n")
     (folder / "helper.py").write_text("file = open('left.txt', 'w')\n")
     forked, spawned = run(folder, "program.py")
-    if end != "is interrupted":  # an interpreter ends itself by the signal then
+    if end != "is interrupted":  # otherwise the interpreter ends itself with the signal
         assert (forked.out, _ADDRESS.sub("", forked.err)) == (spawned.out, _ADDRESS.sub("", spawned.err))
     assert forked.status == spawned.status
     assert not (left := folder / "left.txt").exists() or left.read_text() == "text"
@@ -258,7 +258,7 @@ def test_a_signal_while_torch_is_imported_ends_all_at_once(tmp_path: Path, numbe
 
 @pytest.mark.parametrize("daemon", [False, True])
 def test_what_an_import_has_started_does_not_hold_up_the_end(tmp_path: Path, daemon: bool) -> None:
-    """It ends as well, unless it has left the session, which it may."""
+    """What it has started ends as well, unless that has left the session, which is allowed."""
     os.mkfifo(tmp_path / "fifo")
     text = f"""
 import subprocess

@@ -1,4 +1,4 @@
-"""`shardnet run --trace`: a timeline of whatever program was run."""
+"""`shardnet run --trace`: a timeline of any program."""
 
 import json
 from pathlib import Path

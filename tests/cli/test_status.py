@@ -25,7 +25,7 @@ from tests.shared_loop import on_shared_loop
 
 TIMEOUTS = Timeouts.for_tests()
 LATENCIES = [0, 0, 0, 0, 120, 120, *[0] * 13]  # half up to 2.5 ms, half up to 5: bounds in shardnet/histogram.py
-STEPS = [*[0] * 10, 100, 20, *[0] * 7]  # most of 0.1 to 0.25 s
+STEPS = [*[0] * 10, 100, 20, *[0] * 7]  # most take 0.1 to 0.25 s
 DEAD = "127.0.0.1:1"  # nobody can listen there
 
 
@@ -65,7 +65,7 @@ def snapshot(addresses: list[str]) -> stats_pb2.SnapshotReply:
 
 @contextlib.asynccontextmanager
 async def worker(addresses: list[str]) -> AsyncIterator[str]:
-    """An endpoint as a worker has it; appends its own address."""
+    """An endpoint like a worker's; it appends its own address."""
     endpoint = Endpoint("127.0.0.1:0", limits=Limits(), timeouts=TIMEOUTS, snapshot=lambda: snapshot(addresses), security=Security())
     async with endpoint:
         endpoint.set_serving(True)
@@ -122,7 +122,7 @@ async def test_a_rendezvous_leads_to_its_workers_and_a_dead_one_is_shown_as_unre
 
 @on_shared_loop
 async def test_a_member_that_is_not_trusted_is_shown_as_such() -> None:
-    """Its port answers in plaintext, or its certificate has run out: the others are shown all the same."""
+    """Its port answers in plaintext, or its certificate has expired: the others are still shown."""
     async with contextlib.AsyncExitStack() as stack:
         addresses: list[str] = []
         stranger = await stack.enter_async_context(worker(addresses))
@@ -185,7 +185,7 @@ async def test_json_has_the_same_and_null_for_what_is_unknown() -> None:
 
 
 def waiting(rank: int, seconds: float, *absent: stats_pb2.AbsentRank) -> WorkerView:
-    """A worker that has waited for others, as it says."""
+    """A worker that reports waits for others."""
     stuck = stats_pb2.Stuck(collective="reduce_scatter #5046 of layers.4", seconds=seconds, absent=absent)
     stats = read_stats(stats_pb2.SnapshotReply(role="worker", rank=rank, world_size=4, waiting=[stuck] if absent else []))
     return WorkerView(rank, "n", f"10.0.0.{rank}:7000", "serving", stats)

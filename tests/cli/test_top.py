@@ -1,4 +1,4 @@
-"""`shardnet top`: what it draws, and that it goes on when the rendezvous does not."""
+"""`shardnet top`: what it draws, and that it goes on when the rendezvous is gone."""
 
 import asyncio
 import os
@@ -119,7 +119,7 @@ def test_ctrl_c_leaves_the_terminal_as_it_was(tmp_path: Path) -> None:
                     except OSError:  # it is closed
                         break
             except BaseException:
-                process.kill()  # `with` waits for it, which has nobody to write to any more
+                process.kill()  # `with` waits for it, and nobody reads its output any more
                 raise
         os.close(master)
     assert process.returncode == 0

@@ -1,4 +1,4 @@
-"""Certificates for tests: of one authority, and of one that nobody trusts."""
+"""Certificates for tests, from one authority and from another that nobody trusts."""
 
 from functools import cache
 
@@ -7,7 +7,7 @@ from shardnet.credentials.authority import Authority
 
 
 def authority(name: str = "the cluster's") -> Authority:
-    """One for each name, alike but for the key."""
+    """One authority per name; they differ only in the key."""
     return _authority(name)
 
 

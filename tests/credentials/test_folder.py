@@ -1,4 +1,4 @@
-"""Certificates as files: what is written, and what is said of files that cannot be used."""
+"""Certificates as files: what is written, and the errors about files that cannot be used."""
 
 import ssl
 import stat
@@ -84,7 +84,7 @@ def come_from_the_future(folder: Path) -> None:
 
 
 def reissue(folder: Path, days: float, later: timedelta = timedelta(0)) -> None:
-    """A certificate of the authority, good from a while ago, or `later`, on."""
+    """A certificate of the authority, valid since a while ago, or from `later` on."""
     key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
     names = x509.SubjectAlternativeName([x509.UniformResourceIdentifier("shardnet:operator:x")])
     certificate = (
@@ -127,7 +127,7 @@ def test_what_cannot_be_used_is_said(folder: Path, harm: Callable[[Path], None],
 
 
 def test_what_else_stands_in_a_file_does_not_count(folder: Path) -> None:
-    """`openssl x509 -text` writes for people, and not only ASCII."""
+    """`openssl x509 -text` adds text for people, and not only ASCII."""
     path = folder / "authority.pem"
     path.write_bytes("Aussteller: für alle\n".encode() + path.read_bytes())
     assert load(folder) == credentials(job="lm")

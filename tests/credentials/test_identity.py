@@ -46,7 +46,7 @@ def test_which_jobs_it_may_join(identity: Identity, jobs: set[str]) -> None:
     ],
 )
 def test_what_is_no_identity(uri: str) -> None:
-    """The last but one is a second spelling of an identity, which would be two to whoever compares them."""
+    """The last but one is a second spelling of an identity; compared as text it would be another identity."""
     with pytest.raises(CredentialsError):
         Identity.parse(uri)
 

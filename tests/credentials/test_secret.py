@@ -48,7 +48,7 @@ def test_two_are_one_too_many(file: Path) -> None:
 
 
 def test_workers_are_given_what_was_read(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not the file beside it, which would be two."""
+    """They do not also get the file's name, which would be a second source."""
     file.write_text(new_token())
     monkeypatch.setenv("SHARDNET_TOKEN_FILE", str(file))
     environment = Protection(token=find_token({"SHARDNET_TOKEN_FILE": str(file)})).environment

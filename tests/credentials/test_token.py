@@ -9,7 +9,7 @@ from shardnet.errors import CredentialsError
 
 
 def test_one_token_is_one_authority() -> None:
-    """Made apart, each with a certificate of its own: both are trusted by the other's."""
+    """Two are made separately, each with its own certificate: each trusts the other's."""
     token = new_token()
     one, other = from_token(token, Role.WORKER), from_token(token, Role.RENDEZVOUS)
     assert one.identity != other.identity
@@ -26,7 +26,7 @@ def test_two_tokens_are_two() -> None:
 
 
 def test_the_key_stays_the_same_from_version_to_version() -> None:
-    """A rendezvous and workers of different versions meet."""
+    """A rendezvous and workers of different versions must be able to meet."""
     made = from_token("shardnet-" + 43 * "x", Role.OPERATOR)
     assert check(AUTHORITY, made.certificate, made.key).identity == Identity(Role.OPERATOR, made.identity.name)
 

@@ -23,7 +23,7 @@ def manifest(kind: str, name: str) -> Manifest:
 
 
 def templates() -> list[Manifest]:
-    """Of the pods that there are."""
+    """The templates of all pods."""
     return [each["spec"]["template"] for each in manifests() if "template" in each["spec"]]
 
 
@@ -32,7 +32,7 @@ def containers(template: Manifest) -> list[Manifest]:
 
 
 def expand(text: str, variables: Mapping[str, str]) -> str:
-    """$(NAME) of variables that there are; others stay, as Kubernetes leaves them."""
+    """Expand $(NAME) for variables that exist; others stay, as Kubernetes leaves them."""
     return re.sub(r"\$\((\w+)\)", lambda match: variables.get(match[1], match[0]), text)
 
 
@@ -40,7 +40,7 @@ def expand(text: str, variables: Mapping[str, str]) -> str:
 class Pod:
     """One pod of a template.
 
-    labels, annotations  what its controller has added included
+    labels, annotations  including those that its controller adds
     """
 
     template: Manifest
@@ -52,14 +52,14 @@ class Pod:
         return found
 
     def environment(self, container: Manifest) -> dict[str, str]:
-        """Its variables with their references resolved. Each may refer to those before it."""
+        """Its variables with references resolved. Each variable may refer to earlier ones."""
         found: dict[str, str] = {}
         for each in container.get("env", ()):
             found[each["name"]] = expand(each["value"], found) if "value" in each else self._refer(each["valueFrom"], container)
         return found
 
     def arguments(self, container: Manifest) -> list[str]:
-        """The command line, behind the image's entry point where the manifest gives no command of its own."""
+        """The command line, after the image's entry point unless the manifest gives its own command."""
         environment = self.environment(container)
         words = container["command"] if "command" in container else ["shardnet", *container["args"]]
         return [expand(word, environment) for word in words]
@@ -82,7 +82,7 @@ class Pod:
 
 
 def pod_of_job(index: int, uid: str = "8c1f6c1e-0f0a-4d43-9d3e-0c7a1f1b2c3d") -> Pod:
-    """As the Job controller makes it."""
+    """A pod as the Job controller makes it."""
     template = manifest("Job", "training")["spec"]["template"]
     own = {"batch.kubernetes.io/controller-uid": uid, "batch.kubernetes.io/job-name": "training"}
     number = {"batch.kubernetes.io/job-completion-index": str(index)}
@@ -95,7 +95,7 @@ def pod_of_rendezvous() -> Pod:
 
 
 def volumes(pod: Pod) -> list[Manifest]:
-    """Those that the template names, and those that a StatefulSet claims for each of its pods."""
+    """The volumes that the template names, and those that a StatefulSet claims for each of its pods."""
     (owner,) = (each["spec"] for each in manifests() if each["spec"].get("template") == pod.template)
     return [*pod.template["spec"]["volumes"], *({"name": claim["metadata"]["name"]} for claim in owner.get("volumeClaimTemplates", ()))]
 

@@ -1,4 +1,4 @@
-"""`Pods`: pods as processes of this machine, each with the command line, the variables and the mounts that its manifest gives it."""
+"""`Pods`: pods as processes on this machine, each with the command line, the variables and the mounts of its manifest."""
 
 import asyncio
 import os
@@ -16,7 +16,7 @@ Objects = dict[str, dict[str, bytes]]  # content by key, by name
 
 
 class Pods:
-    """Runs what their containers do.
+    """Runs the commands of their containers.
 
     objects  Secrets and ConfigMaps, as `kubectl create` makes them
     address  of the rendezvous, once it is there
@@ -42,7 +42,7 @@ class Pods:
         words = [self._here(word, places) for word in command or pod.arguments(spec)]
         process = await asyncio.create_subprocess_exec(
             *(str(self._bin / words[0]) if (self._bin / words[0]).exists() else words[0], *words[1:]),
-            # a host of its own has a name of its own, by which nodes are told apart
+            # each pod's host has its own name, which tells nodes apart
             env=without_schedulers(os.environ) | environment | {"SHARDNET_NODE": host, "PATH": self._path, "PYTHONPATH": str(ROOT)},
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
@@ -55,7 +55,7 @@ class Pods:
             await process.communicate()
 
     async def run(self, host: str, pod: Pod, name: str, command: Sequence[str] = ()) -> str:
-        """What a container prints, which must end well."""
+        """Run a container to its end, which must be good; return its output."""
         async with self.container(host, pod, name, command) as process:
             output = (await process.communicate())[0].decode()
         assert process.returncode == 0, output

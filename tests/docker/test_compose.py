@@ -18,7 +18,7 @@ VARIABLE = re.compile(r"\$\{(\w+):-([^}]*)\}")
 
 
 def services() -> dict[str, Any]:
-    """As Compose reads them where no variable is set."""
+    """The services, as Compose reads them if no variable is set."""
     found: dict[str, Any] = yaml.safe_load(VARIABLE.sub(lambda match: match[2], TEXT))["services"]
     return found
 

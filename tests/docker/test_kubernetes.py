@@ -1,4 +1,4 @@
-"""What docs/schedulers.md says of Kubernetes, with every pod as processes of this machine: what the manifests start does train."""
+"""What docs/schedulers.md says about Kubernetes, with every pod as processes on this machine: the manifests' pods do train."""
 
 import asyncio
 import re
@@ -38,7 +38,7 @@ RENDEZVOUS = ("shardnet-rendezvous-0", pod_of_rendezvous(), "rendezvous")
 WORKERS = [(f"training-{index}", pod_of_job(index), "worker") for index in range(2)]
 
 
-@pytest.mark.timeout(180)  # fresh interpreters, on whatever machine
+@pytest.mark.timeout(180)  # starts fresh interpreters, maybe on a slow machine
 async def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(PROGRAM)
@@ -81,7 +81,7 @@ async def listens_on(process: asyncio.subprocess.Process) -> str:
 
 
 async def train(pods: Pods) -> list[str]:
-    """What the workers say, of whom the second one comes first. Before them: the probe of the rendezvous, and their own waiting for it."""
+    """Run the workers, the second one first, and return what they say. Before that come the rendezvous' probe, and their wait for it."""
     name, pod, container = RENDEZVOUS
     probe = pod.container(container)["readinessProbe"]["exec"]["command"]
     first, pod_0, _ = WORKERS[0]

@@ -1,4 +1,4 @@
-"""The manifests say what Kubernetes understands, and the same as each other, the image and the command line."""
+"""Kubernetes understands the manifests, and they agree with each other, the image and the command line."""
 
 import re
 from typing import Any
@@ -28,7 +28,7 @@ def options(pod: Pod, container: str) -> Any:
 @pytest.mark.parametrize("version", [OLDEST, "1.37"])
 def test_kubernetes_understands_it(each: Manifest, version: str) -> None:
     validator = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate belongs to the dev extra")
-    validator.validate(each, version, strict=True)  # raises; strict: for fields that there are none of, too
+    validator.validate(each, version, strict=True)  # raises; strict: for unknown fields, too
 
 
 def test_what_is_selected_is_there() -> None:
@@ -117,11 +117,11 @@ def test_nothing_is_allowed_that_is_not_needed(template: Manifest) -> None:
             "capabilities": {"drop": ["ALL"]},
         }
         assert "memory" in container["resources"]["limits"]
-        assert "/tmp" in {mount["mountPath"] for mount in container["volumeMounts"]}  # the only place to write that Python looks for
+        assert "/tmp" in {mount["mountPath"] for mount in container["volumeMounts"]}  # the only writable place that Python looks for
 
 
 def test_what_makes_losses_bearable() -> None:
-    """podFailurePolicy wants both of the first two."""
+    """podFailurePolicy requires the first two."""
     job = manifest("Job", "training")["spec"]
     assert job["template"]["spec"]["restartPolicy"] == "Never"
     assert job["podReplacementPolicy"] == "Failed"

@@ -1,4 +1,4 @@
-"""What `make compose-test` reads out of the logs of nodes."""
+"""What `make compose-test` reads from the logs of nodes."""
 
 import subprocess
 
@@ -45,7 +45,7 @@ def test_nothing_is_found_where_nothing_was_said() -> None:
 
 
 def test_each_line_is_heard_once_whenever_it_was_said() -> None:
-    """The engine hears the two outputs of a program apart, and may pass on the later line first; and it begins anew with a container."""
+    """The engine reads a program's two outputs separately, and may pass on the later line first. It repeats a restarted container's log."""
     said = [f"2026-11-23T01:15:42.{fraction}Z [0] step {step} of 40: validation loss 5.5" for fraction, step in ((2, 8), (1, 7))]
     story = Story()
     for _ in range(2):

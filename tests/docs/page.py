@@ -1,4 +1,4 @@
-"""What docs/schedulers.md shows, by its parts."""
+"""The parts of docs/schedulers.md."""
 
 import re
 from pathlib import Path
@@ -17,7 +17,7 @@ def block(heading: str, language: str) -> str:
 
 
 def commands() -> list[str]:
-    """All that is typed in at a prompt or stands in a script, each on one line."""
+    """All commands that are typed at a prompt or are in a script, each on one line."""
     text = PAGE.replace("\\\n", " ")
     scripts = "\n".join(re.findall(r"```bash\n(.*?)```", text, re.DOTALL))
     lines = re.findall(r"^\$ (.*)$", text, re.MULTILINE) + scripts.splitlines()

@@ -1,6 +1,6 @@
-"""Stands in for Slurm's srun: `srun.py [--option...] COMMAND...` starts the tasks of a step, one a node, and ends as the worst of them.
+"""Stands in for Slurm's srun: `srun.py [--option...] COMMAND...` starts a step's tasks, one per node, and ends with their worst status.
 
-All nodes are this machine, so each task is told by SHARDNET_NODE that it is on another one, as it would find out from the host's name.
+All nodes are this machine, so SHARDNET_NODE tells each task that it is on another node, as the host's name would.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""What stands in a code block of the README or of a page under docs/ works: it is run by a test, or is a part of something and compiles."""
+"""Each code block in the README or on a page under docs/ works: a test runs it, or it is a part of a program and compiles."""
 
 import ast
 import re
@@ -24,7 +24,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Fragment:
-    """A block that is no program."""
+    """A block that is not a program."""
 
     why: str
 
@@ -72,7 +72,7 @@ def blocks(page: Path) -> list[str]:
 
 
 def commands(page: Path) -> list[str]:
-    """What is typed in at a prompt and is ours, each on one line."""
+    """Our commands that are typed at a prompt, each on one line."""
     return re.findall(r"^\$ (?:\.venv/bin/)?shardnet (.*)$", page.read_text().replace("\\\n", " "), re.MULTILINE)
 
 

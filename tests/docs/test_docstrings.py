@@ -1,4 +1,4 @@
-"""What becomes of our docstrings on their way to Sphinx."""
+"""What our docstrings become on their way to Sphinx."""
 
 import inspect
 

@@ -1,4 +1,4 @@
-"""What docs/schedulers.md says of torchrun, Slurm and ssh works as it stands there. Kubernetes: tests/docker/test_kubernetes.py."""
+"""The examples for torchrun, Slurm and ssh in docs/schedulers.md work as they stand there. Kubernetes: tests/docker/test_kubernetes.py."""
 
 import asyncio
 import os
@@ -19,7 +19,7 @@ from tests.docs.page import PAGE, ROOT, block, commands
 from tests.training.scheduled import allocation, without_schedulers
 from tests.training.workers import rendezvous
 
-# As far as schedulers go it does what any training does.
+# For a scheduler it does what any training does.
 PROGRAM = """\
 import os, shardnet, torch
 async def main():
@@ -29,7 +29,7 @@ async def main():
         os.write(1, line.encode())  # in one piece: others write there, too
 shardnet.run(main)
 """
-# The same without torch: it joins, and no more.
+# The same without torch: it only joins.
 JOINER = """\
 import asyncio, os
 from shardnet.credentials import Role, Security
@@ -48,7 +48,7 @@ asyncio.run(main())
 
 
 async def run(folder: Path, *command: str, environment: Mapping[str, str]) -> str:
-    """What a command prints, which must succeed."""
+    """Run a command, which must succeed; return its output."""
     environment = without_schedulers(os.environ) | {"PYTHONPATH": str(ROOT)} | dict(environment)
     process = await asyncio.create_subprocess_exec(
         *command, cwd=folder, env=environment, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
@@ -64,7 +64,7 @@ def stand_in(folder: Path, name: str, *command: str) -> None:
     path.chmod(0o755)
 
 
-@pytest.mark.timeout(180)  # fresh interpreters, on whatever machine
+@pytest.mark.timeout(180)  # starts fresh interpreters, maybe on a slow machine
 async def test_torchrun(tmp_path: Path) -> None:
     (line,) = [line for line in block("torchrun", "console").splitlines() if "torchrun" in line]
     match = re.fullmatch(r"\$ SHARDNET_RENDEZVOUS=\S+ torchrun (.*)", line)
@@ -93,7 +93,7 @@ async def test_slurm(tmp_path: Path) -> None:
 
 
 def test_what_is_typed_in_is_understood() -> None:
-    """Every command of ours and of torchrun's, behind whatever starts it."""
+    """Every command of ours and of torchrun's is understood, whatever command starts it."""
     seen = []
     for line in commands():
         words = re.sub(r"[A-Z_]+=\S+ ", "", line.removesuffix(" &")).replace('"$SLURM_NNODES"', "2").replace('"${WORKERS:-4}"', "4")

@@ -47,7 +47,7 @@ TOKENS = torch.arange(6).reshape(2, 3)
 
 
 def in_its_forward(work: Callable[[Reader], object], *, world_size: int = 2, whole: bool = True) -> None:
-    """Call `work` on all ranks within a forward, and finish the step: it must then reach every parameter that is trained.
+    """Call `work` on all ranks within a forward, and go on with backward, which must then reach every parameter.
 
     whole  of the model; or of the module inside
     """

@@ -72,7 +72,7 @@ def held(backend: Backend, strategy: Strategy) -> tuple[int, int]:
 
 @cache
 def fullest(strategy: Strategy, world_size: int) -> tuple[int, int]:
-    """Those of the rank that holds most."""
+    """The most of each over all ranks."""
     counts = run_ranks(world_size, lambda backend: held(backend, strategy))
     return max(kept for kept, _ in counts), max(whole for _, whole in counts)
 

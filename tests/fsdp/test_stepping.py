@@ -259,7 +259,7 @@ def test_an_optimizer_that_raises_leaves_nothing_for_the_next_step(strategy: Sha
 
 
 class Shared(nn.Module):
-    """A weight whose first use reads it without needing its gradient, so all its gradients are there before backward reaches that use."""
+    """A weight whose first use contributes no gradient, so all its gradients are there before backward reaches that use."""
 
     def __init__(self) -> None:
         super().__init__()

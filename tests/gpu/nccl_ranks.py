@@ -1,7 +1,7 @@
 """Ranks that NCCL connects, on however few GPUs there are.
 
-NCCL takes one rank a GPU of a machine. Where ranks are more than GPUs each one claims to be on a machine of its own: NCCL then goes over
-loopback, as it would between machines, and the GPU runs the kernels of all in turn. That is slow, and all else is as it is between GPUs.
+NCCL accepts one rank per GPU of a machine. If there are more ranks than GPUs, each rank claims to be on a machine of its own: NCCL then
+goes over loopback, as between machines, and the GPU runs all ranks' kernels in turn. That is slow, but otherwise as between GPUs.
 """
 
 import os

@@ -18,7 +18,7 @@ from tests.devices import needs_gpu
 pytestmark = [needs_gpu, pytest.mark.timeout(120)]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
-ROWS = (4, 60_000)  # by letter where data is the CPU's, and in chunks
+ROWS = (4, 60_000)  # the first would go by letter if it were the CPU's, the second in chunks
 A_WHILE = 200_000_000  # cycles of the GPU: about a tenth of a second
 
 
@@ -45,7 +45,7 @@ def _around(rank: Backend, x: torch.Tensor) -> Pending[torch.Tensor]:
 
 
 async def compare(cluster: shardnet.Cluster) -> list[str]:
-    """What differs from the same on the CPU."""
+    """The collectives whose results differ from those on the CPU."""
     different = []
     for dtype in DTYPES:
         for rows in ROWS:
@@ -70,11 +70,11 @@ async def reduce_what_is_computed_later(cluster: shardnet.Cluster) -> tuple[bool
         torch.cuda.synchronize()
         torch.cuda._sleep(10 * A_WHILE)  # type: ignore[no-untyped-call]  # keeps the GPU busy for longer than a call takes on a busy host
         before = now(x.device)
-        x += cluster.rank + 1  # behind what takes so long
+        x += cluster.rank + 1  # after the long computation
         started = cluster.backend.all_reduce(x)
         returned_early = not before.query()
         y = await started
-        doubled = y * 2  # of the result, on a stream that has been told to wait for it, and not this thread
+        doubled = y * 2  # computes with the result: the stream has been told to wait for it, but this thread does not wait
         kept, right = bool((x == cluster.rank + 1).all()), bool((doubled == 6).all())
     return returned_early, kept, right
 
@@ -84,7 +84,7 @@ def test_a_collective_follows_its_stream_and_waits_for_nothing(cluster: ClusterR
 
 
 async def gather_ahead(cluster: shardnet.Cluster) -> tuple[bool, bool]:
-    """Whether a gather ended while the computing stream had yet to come to it, and what it gave."""
+    """Whether a gather ended before the computing stream had reached it, and whether its result is right."""
     shard = torch.full((1 << 20,), float(cluster.rank), device="cuda")
     await cluster.backend.all_gather(shard)  # the first one waits for the GPU: its pinned memory is allocated
     torch.cuda.synchronize()
@@ -102,7 +102,7 @@ def test_a_gather_of_what_was_ready_before_does_not_wait_for_the_computing_strea
 
 
 async def free_what_is_under_way(cluster: shardnet.Cluster) -> float:
-    """The least that was received where memory was let go of as soon as the call had returned."""
+    """The smallest received value if input memory is dropped as soon as the call has returned."""
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     least = float("inf")
     for _ in range(20):
@@ -160,12 +160,12 @@ class Copies:
 
 
 async def count_copies(cluster: shardnet.Cluster) -> dict[str, int]:
-    """What a recorder says of the copies of two gathers: each 4 MiB to the CPU, and twice as much back."""
+    """What a recorder says about the copies of two gathers: each copies 4 MiB to the CPU, and twice as much back."""
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters())
     recorder = await cluster.record(None, optimizer)
     copies = Copies(2 * 2)
-    cluster.telemetry.observe(copies)  # behind the recorder, which has counted when this one hears
+    cluster.telemetry.observe(copies)  # added after the recorder, which therefore has counted when this one hears
     for _ in range(2):
         await cluster.backend.all_gather(torch.ones(1 << 20, device="cuda"))
     await copies.counted.wait()

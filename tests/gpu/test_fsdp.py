@@ -1,4 +1,4 @@
-"""Sharded training on a GPU, between processes that share it: as in one process, with memory that stays what it is."""
+"""Sharded training on a GPU, between processes that share it: results are those of one process, and memory does not grow."""
 
 from typing import Any
 
@@ -94,13 +94,13 @@ def test_narrow_numbers_learn(cluster: ClusterRunner, how: str) -> None:
 
 @pytest.fixture
 def small_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What products of matrices work in is 32 MiB for each thread and stream otherwise."""
+    """Otherwise the workspace of matrix products is 32 MiB for each thread and stream."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     monkeypatch.setenv("CUBLASLT_WORKSPACE_SIZE", "64")
 
 
 async def measure_memory(cluster: shardnet.Cluster, cpu_offload: bool) -> dict[str, list[int]]:
-    """Bytes that torch has given out after each step, at the peak of each, and that it holds."""
+    """Bytes that torch has allocated after each step and at each step's peak, and that it holds."""
     model = await cluster.shard(make_gpt(width=510, heads=3, layers=8).cuda(), units=[Block], cpu_offload=cpu_offload)
     optimizer = torch.optim.AdamW(model.parameters())
     measured: dict[str, list[int]] = {"after": [], "peak": [], "held": []}

@@ -1,6 +1,6 @@
 """What a backend over NCCL does on a GPU, as far as one GPU shows it: a process group of one rank, streams, events and sums.
 
-A group of one rank needs no engine, so these tests call what lies behind the check for that.
+A group of one rank needs no engine, so these tests call the code after the check for that.
 """
 
 from collections.abc import AsyncIterator, Callable
@@ -85,11 +85,11 @@ async def test_every_collective_goes_through_nccl(alone: TorchBackend, dtype: to
 async def test_a_result_is_there_in_the_order_of_streams_and_no_thread_waits(alone: TorchBackend) -> None:
     x = torch.zeros(ELEMENTS, device="cuda")
     torch.cuda._sleep(BUSY_CYCLES)  # type: ignore[no-untyped-call]
-    x.fill_(3.0)  # when the GPU is done with what it does
+    x.fill_(3.0)  # after the GPU's present work
     handle = all_reduce(alone, x)
     result = handle.wait()
     assert not torch.cuda.current_stream().query(), "the host has waited"
-    doubled = result * 2  # behind it, on the same stream
+    doubled = result * 2  # after it, on the same stream
     del x, result
     assert (doubled == 6).all().item()
 

@@ -33,7 +33,7 @@ LOST_WITHIN_S = 5.0  # far below the time of a collective
 
 
 async def try_all(cluster: shardnet.Cluster, dtype: str) -> list[str]:
-    """What is not as plain torch has it. All are under way at once."""
+    """The collectives whose results differ from plain torch. All are under way at once."""
     backend = (await over_nccl(cluster)).backend
     wanted = cases(getattr(torch, dtype), cluster.world_size)
     handles = [(case, case.start(backend, case.inputs[cluster.rank].cuda())) for case in wanted]
@@ -60,7 +60,7 @@ async def sums(backend: Any, dtype: torch.dtype, device: str) -> str:
 
 
 async def compare_bits(cluster: shardnet.Cluster, dtype: str) -> list[str]:
-    """By NCCL on the GPU, twice, and by gloo on the CPU; within one node also by the mesh."""
+    """Compare sums by NCCL on the GPU, twice, and by gloo on the CPU; within one node also by the mesh."""
     ours = await over_nccl(cluster)
     assert isinstance(cluster.backend, MeshBackend)
     by_gloo = await with_engine(cluster.backend.subgroup(range(cluster.world_size)), NodeEngine.GLOO, 0)
@@ -85,7 +85,7 @@ async def reduce_what_is_computed_later(cluster: shardnet.Cluster) -> tuple[bool
         torch.cuda.synchronize()
         torch.cuda._sleep(BUSY_CYCLES)  # type: ignore[no-untyped-call]
         busy = now(x.device)
-        x += cluster.rank + 1  # behind what takes so long
+        x += cluster.rank + 1  # after the long computation
         handle = backend.all_reduce(x)
         called_early = not busy.query()
         y = await handle
@@ -121,7 +121,7 @@ def test_memory_is_the_same_after_each_step(cluster: ClusterRunner) -> None:
 
 
 async def hold_up(cluster: shardnet.Cluster) -> Place:
-    """A place in this rank's line that nobody gives up: the others launch alone what comes behind it, and wait on the GPU."""
+    """Take a place in this rank's line and keep it: only the other ranks launch operations after it, and they wait on the GPU."""
 
     async def take() -> Place:
         return hybrid(cluster)._whole.line.place()
@@ -130,7 +130,7 @@ async def hold_up(cluster: shardnet.Cluster) -> Place:
 
 
 async def go_on_without(cluster: shardnet.Cluster) -> tuple[float, bool]:
-    """Rank 1 is killed while the others are in a kernel with it: after how long they hear of it, and whether the two go on by NCCL."""
+    """Rank 1 is killed while the others are in a kernel with it. Return after how long they hear of it, and whether they go on."""
     ours = await over_nccl(cluster)
     x = torch.ones(ELEMENTS, device="cuda")
     await ours.backend.all_gather(x)
@@ -140,7 +140,7 @@ async def go_on_without(cluster: shardnet.Cluster) -> tuple[float, bool]:
     if cluster.rank == 1:
         with pytest.raises(TimeoutError):
             handle.wait(0.5)
-        cluster.report(step=1)  # here it ends
+        cluster.report(step=1)  # here rank 1 ends
     with contextlib.suppress(PeerLost):  # if it comes before the launch
         (await handle).sum().item()  # on the GPU, where it would wait for ever
     start = time.monotonic()
@@ -173,7 +173,7 @@ async def go_on_after_a_timeout(cluster: shardnet.Cluster) -> bool:
         with pytest.raises(CollectiveTimeout):
             await ours.backend.all_gather(x, timeout_s=1.0)
     else:
-        await ours.backend.all_gather(x)  # done, but for the GPU
+        await ours.backend.all_gather(x)  # done, except on the GPU
         torch.cuda.synchronize()
     with pytest.raises(CollectiveError, match="has no torch process group any more, since"):
         await ours.backend.all_gather(x)

@@ -1,4 +1,4 @@
-"""Programs whose callbacks on futures call collectives themselves, and wait for them; run by ranks that are forked."""
+"""Programs whose callbacks on futures themselves call collectives and wait for them; run by forked ranks."""
 
 # mypy: disable-error-code="attr-defined, call-overload, no-untyped-call, arg-type, union-attr, no-any-return"
 
@@ -17,7 +17,7 @@ from tests.interop import programs
 
 
 def main(folder: str, world_size: str, name: str) -> int:
-    """Run one of the programs below on so many ranks; returns how many failed."""
+    """Run one of the programs below on `world_size` ranks; return how many ranks failed."""
     return programs.launch(globals()[name], folder, int(world_size))
 
 
@@ -28,7 +28,7 @@ def chained(rank: int, world_size: int, _: Path) -> None:
         future = dist.all_reduce(done.value()[0], async_op=True).get_future()
         return future.then(lambda each: [deeper(each, levels - 1)]).wait()[0] if levels else future.wait()[0]
 
-    for number in (1.0, 2.0):  # one after the other: who calls something meanwhile, does so before a callback here and after it there
+    for number in (1.0, 2.0):  # one after the other: otherwise a call might come before a callback on one rank and after it on another
         future = dist.all_reduce(torch.full((4,), number), async_op=True).get_future().then(lambda done: deeper(done, 2))
         assert future.wait().tolist() == [number * world_size**4] * 4
     work = dist.all_reduce(torch.ones(2), async_op=True)
@@ -38,7 +38,7 @@ def chained(rank: int, world_size: int, _: Path) -> None:
 
 
 def power_sgd(rank: int, world_size: int, _: Path) -> None:
-    """Of gradients of rank 1 it keeps all; of others every rank has the same."""
+    """For gradients of rank 1 (as matrices) it is exact; for others every rank has the same result."""
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2, use_error_feedback=False)
     gradients = _gradients(rank, world_size, 4, lambda model: model.register_comm_hook(state, powerSGD_hook.powerSGD_hook))
     for found, plain in gradients:
@@ -55,7 +55,7 @@ def quantized(rank: int, world_size: int, _: Path) -> None:
 def _gradients(
     rank: int, world_size: int, steps: int, register: Callable[[DistributedDataParallel], None]
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """With a hook, and without one: of a layer whose gradients are a matrix of rank 1, for all ranks have one sample, and its direction."""
+    """Gradients with a hook and without, of a layer whose gradient is a matrix of rank 1: all ranks have one sample of one direction."""
     torch.manual_seed(3)
     model = DistributedDataParallel(nn.Linear(64, 64, bias=False))
     register(model)

@@ -1,4 +1,4 @@
-"""Programs that save and load whole and sharded states by torch's interfaces; run by ranks that are forked."""
+"""Programs that save and load whole and sharded states with torch's interfaces; run by forked ranks."""
 
 # mypy: disable-error-code="attr-defined, no-untyped-call, arg-type, union-attr, no-any-return"
 
@@ -21,7 +21,7 @@ FROM_FIRST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 
 def main(folder: str, world_size: str, name: str) -> int:
-    """Run one of the programs below on so many ranks; returns how many failed."""
+    """Run one of the programs below on `world_size` ranks; return how many ranks failed."""
     return programs.launch(globals()[name], folder, int(world_size))
 
 
@@ -48,7 +48,7 @@ def saved_in_the_background(rank: int, world_size: int, folder: Path) -> None:
         torch.save({"weight": torch.arange(3.0)}, folder / "plain.pt")
     dist.barrier()
     plain = {"weight": torch.zeros(3)}
-    reader = BroadcastingTorchSaveReader()  # only the first rank reads
+    reader = BroadcastingTorchSaveReader()  # in this reader only the first rank reads
     dcp.load(plain, storage_reader=reader, planner=DynamicMetaLoadPlanner(), checkpoint_id=str(folder / "plain.pt"))
     assert plain["weight"].tolist() == [0.0, 1.0, 2.0]
 
@@ -76,7 +76,7 @@ def sharded_state_of_fsdp1(rank: int, world_size: int, _: Path) -> None:
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Mappings, lists and tensors in them."""
+    """Compare mappings, lists, and the tensors in them."""
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(_alike(one[key], other[key]) for key in one)
     if isinstance(one, list):

@@ -1,4 +1,4 @@
-"""Programs that torch compiles, with collectives in them; run by ranks that are forked. Each does as it does without the compiler."""
+"""Programs with collectives that torch compiles; run by forked ranks. Each must do the same as without the compiler."""
 
 # mypy: disable-error-code="attr-defined, call-overload, no-untyped-call, arg-type, union-attr, no-any-return, assignment"
 
@@ -25,12 +25,12 @@ STEPS = 3
 def main(folder: str, world_size: str, name: str, *environment: str) -> int:
     """Run one of the programs below on so many ranks, in an environment with NAME=VALUE; returns how many failed."""
     os.environ |= dict(each.split("=", 1) for each in environment)
-    warnings.filterwarnings("ignore", category=FutureWarning)  # names of before torch 2.13, which dynamo itself still puts into graphs
+    warnings.filterwarnings("ignore", category=FutureWarning)  # names from before torch 2.13, which dynamo itself still puts into graphs
     return programs.launch(globals()[name], folder, int(world_size))
 
 
 def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """What dynamo makes of it, with graphs that are run as they are."""
+    """A function as dynamo compiles it, with graphs that run unchanged."""
     return torch.compile(function, backend="eager")
 
 
@@ -72,7 +72,7 @@ def fsdp2(rank: int, world_size: int, _: Path) -> None:
 
 
 def whole_steps(rank: int, world_size: int, _: Path) -> None:
-    """DDP's backward and the optimizer within what is compiled."""
+    """DDP's backward and the optimizer are within the compiled code."""
 
     def losses(compiler: Callable[..., Callable[..., Tensor]]) -> list[Tensor]:
         model = DistributedDataParallel(_module())
@@ -92,11 +92,11 @@ def whole_steps(rank: int, world_size: int, _: Path) -> None:
 
 
 def functional_collectives(rank: int, world_size: int, _: Path) -> None:
-    """In one graph, with gradients."""
+    """They are in one graph, with gradients."""
     half = dist.new_group([0, 1])
 
     def compute(x: Tensor) -> Tensor:
-        total = functional.all_reduce(x.detach() * 2, "sum", dist.group.WORLD)  # which has no gradients
+        total = functional.all_reduce(x.detach() * 2, "sum", dist.group.WORLD)  # this one has no gradients
         every = functional.all_gather_tensor_autograd(total + x, 0, dist.group.WORLD)
         part = functional.reduce_scatter_tensor_autograd(every, "sum", 0, dist.group.WORLD)
         swapped = functional.all_to_all_single_autograd(part, None, None, dist.group.WORLD)
@@ -113,7 +113,7 @@ def functional_collectives(rank: int, world_size: int, _: Path) -> None:
 
 
 def plain_collectives(rank: int, world_size: int, _: Path) -> None:
-    """As programs call them, also those that dynamo has no graph for."""
+    """They are called as programs usually do, including those that dynamo cannot put into a graph."""
 
     def compute(x: Tensor) -> Tensor:
         x = x * 2

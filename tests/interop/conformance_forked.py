@@ -1,4 +1,4 @@
-"""The tests of conformance.py by ranks that are forked from a process that has imported torch."""
+"""The tests of conformance.py on ranks that are forked from a process that has imported torch."""
 
 import os
 import sys
@@ -8,7 +8,7 @@ from tests.training.forked import forked
 
 
 def main(folder: str, *names: str) -> int:
-    """Those whose names contain one of these; returns how many ranks failed."""
+    """Run the tests whose names contain one of these; return how many ranks failed."""
     os.environ |= environment_in(folder)
 
     def work(rank: int) -> None:

@@ -1,4 +1,4 @@
-"""Programs that call methods of a group rather than functions of torch.distributed; run by ranks that are forked."""
+"""Programs that call methods of a group rather than functions of torch.distributed; run by forked ranks."""
 
 # mypy: disable-error-code="assignment, attr-defined, call-overload, call-arg, no-untyped-call, arg-type, union-attr"
 
@@ -14,12 +14,12 @@ SOON = timedelta(seconds=20)
 
 
 def main(folder: str, world_size: str, name: str) -> int:
-    """Run one of the programs below on so many ranks; returns how many failed."""
+    """Run one of the programs below on `world_size` ranks; return how many ranks failed."""
     return programs.launch(globals()[name], folder, int(world_size))
 
 
 def forms(rank: int, world_size: int, _: Path) -> None:
-    """Each one that torch documents."""
+    """Every form that torch documents."""
     group, ranks = dist.group.WORLD, range(world_size)
     assert group is not None
     total, last = float(sum(each + 1 for each in ranks)), world_size - 1
@@ -69,7 +69,7 @@ def forms(rank: int, world_size: int, _: Path) -> None:
 
 
 def facts(rank: int, world_size: int, _: Path) -> None:
-    """What torch's own code, and that of frameworks, asks a group for."""
+    """Properties that torch's own code and frameworks read from a group."""
     group = dist.group.WORLD
     assert group is not None
     part = group._get_backend(torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Programs that end a group while something is under way in it; run by ranks that are forked."""
+"""Programs that end a group while something is under way in it; run by forked ranks."""
 
 # torch's types do not know all that torch documents:
 # mypy: disable-error-code="attr-defined, arg-type, union-attr"
@@ -19,12 +19,12 @@ SOON_S = programs.TIMEOUT.total_seconds() / 3
 
 
 def main(folder: str, world_size: str, name: str) -> int:
-    """Run one of the programs below on so many ranks; returns how many failed."""
+    """Run one of the programs below on `world_size` ranks; return how many ranks failed."""
     return programs.launch(globals()[name], folder, int(world_size))
 
 
 def unmatched(rank: int, world_size: int, _: Path) -> None:
-    """Receives to which nobody sends do not hold up who leaves."""
+    """Receives to which nobody sends do not hold up a rank that leaves."""
     group = dist.new_group([0, 1])
     works = [
         dist.irecv(torch.zeros(2), 1 - rank, tag=9),
@@ -36,7 +36,7 @@ def unmatched(rank: int, world_size: int, _: Path) -> None:
     dist.destroy_process_group()
     assert time.monotonic() - start < SOON_S
     for work in works:
-        with pytest.raises((ClosedError, PeerLost)):  # the other one's goodbye may have come before
+        with pytest.raises((ClosedError, PeerLost)):  # the other rank's goodbye may have come first
             work.wait()
 
 

@@ -1,4 +1,4 @@
-"""Programs that look at torch's handles of what is under way; run by ranks that are forked."""
+"""Programs that look at torch's handles of operations under way; run by forked ranks."""
 
 # mypy: disable-error-code="attr-defined, no-untyped-call, arg-type, union-attr"
 
@@ -16,12 +16,12 @@ TIMEOUT = timedelta(seconds=25)
 
 
 def main(folder: str, world_size: str, name: str) -> int:
-    """Run one of the programs below on so many ranks; returns how many failed."""
+    """Run one of the programs below on `world_size` ranks; return how many ranks failed."""
     return programs.launch(globals()[name], folder, int(world_size))
 
 
 def polled(rank: int, world_size: int, _: Path) -> None:
-    """Who asks until a work is completed has the result, without waiting."""
+    """A caller that polls until a work is completed has the result, without waiting."""
     ranks = range(world_size)
     mine, sums = torch.arange(float(world_size)) + rank, float(sum(ranks))
 
@@ -57,7 +57,7 @@ def polled(rank: int, world_size: int, _: Path) -> None:
 
 
 def facts(rank: int, world_size: int, _: Path) -> None:
-    """What works know of themselves."""
+    """What works report about themselves."""
     group = dist.new_group([1, 0], timeout=TIMEOUT)
     first, second = (dist.all_reduce(torch.ones(1), group=group, async_op=True) for _ in range(2))
     assert second._get_sequence_number() == first._get_sequence_number() + 1

@@ -1,6 +1,6 @@
-"""Trainings and operations by the harnesses that torch ships for its own tests: models, and what they are compared with, are torch's.
+"""Trainings and operations in the harnesses that torch ships for its own tests: the models and their references are torch's.
 
-`conformance.py` runs them, on groups of the backend "shardnet", in a world of their own each.
+`conformance.py` runs them on groups of the backend "shardnet", each in a world of its own.
 """
 
 # torch's harnesses have no types:
@@ -42,10 +42,10 @@ STRATEGIES = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, Shard
 
 
 class Harnesses(FSDPTestMixin, DTensorTestMixin, TestCase):
-    """Lives as long as a test; `rank` is set by who runs it."""
+    """Lives as long as a test; the caller sets `rank`."""
 
     rank = -1
-    temp_dir = ""  # of a test that is decorated so
+    temp_dir = ""  # for tests with torch's decorator for it
 
     @property
     def world_size(self) -> int:
@@ -140,7 +140,7 @@ class Harnesses(FSDPTestMixin, DTensorTestMixin, TestCase):
             self.assertEqual(moved.placements, (after,))
             self.assertEqual(moved.full_tensor(), whole)
 
-    @sdpa_kernel(SDPBackend.MATH)  # torch shards no other attention on a CPU; and this one makes its mask by itself
+    @sdpa_kernel(SDPBackend.MATH)  # torch shards no other attention on a CPU, and this one makes its mask itself
     @implicit_replication()
     def test_tensor_parallel_transformer(self) -> None:
         mesh = init_device_mesh("cpu", (self.world_size,))

@@ -1,5 +1,5 @@
-"""Programs of groups in which shardnet has some devices and gloo the others; run by ranks that are forked. What gloo alone makes of the
-same calls is what is wanted."""
+"""Programs with groups in which shardnet carries tensors of some devices and gloo those of others; run by forked ranks. The expected
+results are those of gloo alone."""
 
 # torch's types do not know all that torch documents:
 # mypy: disable-error-code="attr-defined, call-overload, no-untyped-call, arg-type, union-attr, assignment, call-arg"
@@ -18,7 +18,7 @@ from shardnet.interop.mixed import MixedProcessGroup
 from shardnet.interop.process_group import ShardnetProcessGroup
 from tests.interop import orders, programs
 
-MIXED = ("cpu:shardnet,cuda:gloo", "cuda:gloo,cpu:shardnet", "cpu:gloo,cuda:shardnet")  # of CPU tensors gloo carries the last one's
+MIXED = ("cpu:shardnet,cuda:gloo", "cuda:gloo,cpu:shardnet", "cpu:gloo,cuda:shardnet")  # with the last one gloo carries the CPU tensors
 
 
 def main(folder: str, world_size: str, name: str, *environment: str) -> int:
@@ -28,7 +28,7 @@ def main(folder: str, world_size: str, name: str, *environment: str) -> int:
 
 
 def as_with_gloo(rank: int, world_size: int, _: Path) -> None:
-    """Groups of every kind beside each other, in a world of shardnet's."""
+    """Groups of every kind side by side, in a world of shardnet's."""
     for order in [list(range(world_size)), *orders.ORDERS[world_size]]:
         groups = [dist.new_group(order, backend=backend, sort_ranks=False) for backend in ("gloo", *MIXED)]
         if rank in order:
@@ -40,7 +40,7 @@ def as_with_gloo(rank: int, world_size: int, _: Path) -> None:
 
 
 def groups_of_it(rank: int, world_size: int, _: Path) -> None:
-    """They have all its backends, and those that are split from it may have one alone."""
+    """They have all of its backends, and groups that are split from it may have only one."""
     order = orders.ORDERS[world_size][0]
     by_gloo = dist.new_group(order, backend="gloo", sort_ranks=False)
     for group in (dist.new_group(order, sort_ranks=False), dist.split_group(split_ranks=[order])):
@@ -63,7 +63,7 @@ def groups_of_it(rank: int, world_size: int, _: Path) -> None:
 
 
 def ended(rank: int, world_size: int, folder: Path) -> None:
-    """One group is destroyed and made again, and another one aborted; the whole is, too."""
+    """One group is destroyed and made again, another one is aborted, and finally the whole world is, too."""
     for number in range(2):
         pair = dist.new_group([0, 1])
         if rank < 2:
@@ -88,7 +88,7 @@ def ended(rank: int, world_size: int, folder: Path) -> None:
 
 
 def one_cannot(rank: int, world_size: int, folder: Path) -> None:
-    """A rank has no GPU for NCCL: it says so, and can begin again. The others wait for it in torch's code, while they let that wait."""
+    """A rank has no GPU for NCCL: it says so, and can start again. The others wait for it in torch's code, as long as they allow."""
     dist.destroy_process_group()
     backend = "cpu:shardnet,cuda:nccl" if rank == 0 else "cpu:shardnet,cuda:gloo"
     store, soon = f"file://{folder}/failing", timedelta(seconds=3)

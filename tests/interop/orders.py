@@ -1,4 +1,4 @@
-"""Programs of groups whose ranks do not ascend; run by ranks that are forked. What gloo makes of the same calls is what is wanted."""
+"""Programs with groups whose ranks are not in ascending order; run by forked ranks. The expected results are gloo's."""
 
 # torch's types do not know all that torch documents:
 # mypy: disable-error-code="attr-defined, call-overload, no-untyped-call, arg-type, union-attr, assignment, call-arg"
@@ -22,7 +22,7 @@ Tensor = torch.Tensor
 
 
 def main(folder: str, world_size: str, name: str) -> int:
-    """Run one of the programs below on so many ranks; returns how many failed."""
+    """Run one of the programs below on `world_size` ranks; return how many ranks failed."""
     return programs.launch(globals()[name], folder, int(world_size))
 
 
@@ -90,7 +90,7 @@ def _exchanges(group: Group, order: list[int]) -> object:
 
 
 def _messages(group: Group, order: list[int]) -> object:
-    """From each to the next one, then to the first one from all others."""
+    """Messages from each rank to the next one, then from all others to the first one."""
     place, count = group.rank(), len(order)
     got = torch.empty(3)
     ops = [
@@ -118,7 +118,7 @@ def _mine() -> Tensor:
 
 
 def _blocks(order: list[int]) -> Tensor:
-    """Two numbers for each rank of the group, other ones on each."""
+    """Two numbers for each rank of the group, different on each rank."""
     return torch.arange(2.0 * len(order)) + 10 * (dist.get_rank() + 1)
 
 
@@ -139,10 +139,10 @@ def uneven(rank: int, world_size: int, _: Path) -> None:
 
 
 def inference(rank: int, world_size: int, _: Path) -> None:
-    """Outputs that only inference mode may write, which is the caller's and not that of whoever puts blocks in order."""
+    """Outputs that only inference mode may write. The caller is in that mode, but not the thread that puts blocks in order."""
     order = ORDERS[world_size][0]
     group = dist.new_group(order, sort_ranks=False)
-    for _ in range(20):  # the caller may be that, too
+    for _ in range(20):  # sometimes the caller is that thread
         with torch.inference_mode():
             gathered = torch.zeros(3 * world_size)
             dist.all_gather_into_tensor(gathered, _mine(), group=group)
@@ -151,7 +151,7 @@ def inference(rank: int, world_size: int, _: Path) -> None:
 
 
 def split(rank: int, world_size: int, _: Path) -> None:
-    """Groups of groups, which gloo makes only of its own; and one for each direction between two ranks, as a pipeline has them."""
+    """Groups of groups, which gloo makes only of its own groups; and one group for each direction between two ranks, as in a pipeline."""
     everyone = [dist.new_group(list(range(world_size)), backend=backend) for backend in ("shardnet", "gloo")]
     for order in ORDERS[world_size]:
         ours, theirs = (dist.split_group(parent_pg=parent, split_ranks=[order]) for parent in everyone)

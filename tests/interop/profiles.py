@@ -1,4 +1,4 @@
-"""What torch's profiler shows of collectives; run by ranks that are forked."""
+"""What torch's profiler shows of collectives; run by forked ranks."""
 
 # mypy: disable-error-code="no-untyped-call, union-attr"
 
@@ -21,16 +21,16 @@ def main(folder: str, world_size: str, name: str) -> int:
 
 
 def shown(profiled: profile) -> dict[str, tuple[int, float]]:
-    """How often and for how many seconds, by name."""
+    """How often each name is shown, and for how many seconds."""
     events = [event for event in profiled.key_averages() if event.key.startswith("shardnet")]
     return {event.key: (event.count, event.cpu_time_total / 1e6) for event in events}
 
 
 def plain(rank: int, world_size: int, _: Path) -> None:
-    """One whose other rank is late, and one that is over before anybody asks."""
+    """One collective whose other rank is late, and one that is over before anybody asks."""
     dist.barrier()
     if rank:
-        time.sleep(LATE_S)  # that is what is measured
+        time.sleep(LATE_S)  # this lateness is what is measured
         dist.all_reduce(torch.ones(4))
         dist.broadcast(torch.ones(4), src=1)
         dist.barrier()
@@ -52,7 +52,7 @@ def plain(rank: int, world_size: int, _: Path) -> None:
 
 
 def ddp(rank: int, world_size: int, _: Path) -> None:
-    """Nobody waits for its works in Python."""
+    """No Python code waits for its works."""
     model = DistributedDataParallel(nn.Linear(8, 8))
     model(torch.ones(2, 8)).sum().backward()
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiled:
@@ -62,7 +62,7 @@ def ddp(rank: int, world_size: int, _: Path) -> None:
 
 
 def unfinished(rank: int, world_size: int, _: Path) -> None:
-    """The profiler stops while one is under way."""
+    """The profiler stops while a collective is under way."""
     if rank == 0:
         with profile(activities=[ProfilerActivity.CPU], acc_events=True):
             work = dist.all_reduce(torch.ones(4), async_op=True)

@@ -1,4 +1,4 @@
-"""Programs of torch.distributed, as users write them; run by ranks that are forked, in worlds of the backend "shardnet"."""
+"""Programs with torch.distributed, as users write them; run by forked ranks in worlds of the backend "shardnet"."""
 
 # torch's types do not know all that torch documents:
 # mypy: disable-error-code="attr-defined, call-overload, no-untyped-call, arg-type, union-attr, no-any-return, assignment"
@@ -35,7 +35,7 @@ def main(folder: str, world_size: str, name: str, *environment: str) -> int:
 
 
 def launch(program: Program, folder: str, world_size: int) -> int:
-    """Run a program on so many ranks; returns how many failed, other than by being killed."""
+    """Run a program on `world_size` ranks; return how many failed, not counting ranks that were killed."""
     fork = multiprocessing.get_context("fork")
     ranks = [fork.Process(target=_rank, args=(rank, world_size, folder, program)) for rank in range(world_size)]
     for process in ranks:
@@ -83,7 +83,7 @@ def reductions(rank: int, world_size: int, _: Path) -> None:
         (dist._make_nccl_premul_sum(0.5), torch.float32, lambda x: x.sum(0) / 2),
     ]
     for op, dtype, expected in cases:
-        sign = -1 if dtype == torch.int8 else 1  # a mean is cut off towards zero
+        sign = -1 if dtype == torch.int8 else 1  # a mean is truncated towards zero
         whole = torch.stack([((torch.arange(world_size * 6) % 5 + each + 1) * sign).view(world_size * 2, 3).to(dtype) for each in ranks])
         want = expected(whole)
         mine = whole[rank].clone()
@@ -243,8 +243,8 @@ def ddp(rank: int, world_size: int, _: Path) -> None:
 
 
 def ddp_in_rank_order(rank: int, world_size: int, _: Path) -> None:
-    """Gradients are those of a loop over the ranks, to the bit, if that is asked for; otherwise they are not, for the model is large enough
-    for a bucket to go in parts."""
+    """If rank order is requested, gradients are those of a loop over the ranks, to the bit. Otherwise they are not, because the model is so
+    large that a bucket goes in parts."""
     torch.manual_seed(7)
     model = nn.Sequential(nn.Linear(1024, 2048), nn.GELU(), nn.Linear(2048, 1024))
     batches = [torch.randn(4, 1024, generator=torch.Generator().manual_seed(each)) for each in range(world_size)]
@@ -312,7 +312,7 @@ def zero(rank: int, world_size: int, _: Path) -> None:
 
 
 def joined(rank: int, world_size: int, _: Path) -> None:
-    """Ranks that have no batches any more."""
+    """Some ranks run out of batches before the others."""
     model = nn.parallel.DistributedDataParallel(_model())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with model.join():
@@ -349,7 +349,7 @@ def tensors_of_a_mesh(rank: int, world_size: int, folder: Path) -> None:
 
 
 def alike(rank: int, world_size: int, folder: Path) -> None:
-    """Two runs of the same; what came out is written down."""
+    """Two runs of the same training, whose results are written to a file."""
     model = nn.parallel.DistributedDataParallel(_model(), bucket_cap_mb=0.001)
     _train(model, lambda step: _batch(rank, step))
     bits = torch.cat([each.detach().view(-1) for each in model.parameters()]).numpy().tobytes()
@@ -370,7 +370,7 @@ def mismatch(rank: int, world_size: int, folder: Path) -> None:
 
 
 def mismatched_means(rank: int, world_size: int, folder: Path) -> None:
-    """Both are a sum on the way."""
+    """Both kinds of mean are a sum on the way."""
     try:
         dist.all_reduce(torch.ones(4, dtype=torch.int64), dist.ReduceOp.AVG if rank == 0 else dist.ReduceOp.SUM)
     except Exception as error:  # noqa: BLE001 - which one is what is looked at
@@ -378,7 +378,7 @@ def mismatched_means(rank: int, world_size: int, folder: Path) -> None:
 
 
 def mismatched_roots(rank: int, world_size: int, folder: Path) -> None:
-    """Of calls that exchange as many bytes between the same ranks."""
+    """The calls exchange equally many bytes between the same ranks."""
     last, alone = dist.new_group([0, 2]), torch.ones(2)
     parts = [torch.ones(2) for _ in range(world_size)]
     calls: list[tuple[Callable[[], object], Callable[[], object]]] = [  # by rank 0 and rank 2
@@ -401,7 +401,7 @@ def mismatched_roots(rank: int, world_size: int, folder: Path) -> None:
 
 
 def lost_in_backward(rank: int, world_size: int, folder: Path) -> None:
-    """The last rank dies in a step; the others' backward says so, and they go on without it in a world of their own."""
+    """The last rank dies in a step; the others' backward says so, and they go on without it in a new world."""
     model = nn.parallel.DistributedDataParallel(_model())
     for step in range(2):  # DDP talks in the forward of the second
         model(_batch(rank, step)).square().mean().backward()

@@ -1,4 +1,4 @@
-"""Programs of FSDP2 that go on after an error, as users write them; run by ranks that are forked."""
+"""Programs with FSDP2 that go on after an error, as users write them; run by forked ranks."""
 
 # torch's types do not know all that torch documents:
 # mypy: disable-error-code="attr-defined, no-untyped-call, union-attr, operator"
@@ -24,7 +24,7 @@ STEPS, DISTURBED = 4, 2
 
 
 def main(folder: str, world_size: str, name: str) -> int:
-    """Run one of the programs below on so many ranks; returns how many failed."""
+    """Run one of the programs below on `world_size` ranks; return how many ranks failed."""
     return programs.launch(globals()[name], folder, int(world_size))
 
 
@@ -32,7 +32,7 @@ def main(folder: str, world_size: str, name: str) -> int:
 
 
 def stray_in_forward(rank: int, world_size: int, _: Path) -> None:
-    """The last rank calls something else between two layers of forward."""
+    """The last rank calls another collective between two layers of forward."""
 
     def disturb(model: nn.Sequential) -> None:
         if rank == world_size - 1:
@@ -42,7 +42,7 @@ def stray_in_forward(rank: int, world_size: int, _: Path) -> None:
 
 
 def stray_in_backward(rank: int, world_size: int, _: Path) -> None:
-    """Before the gradients of a layer, when those of later ones have been reduced."""
+    """It does so before a layer's gradients are reduced, when those of later layers have been."""
 
     def disturb(model: nn.Sequential) -> None:
         if rank == world_size - 1:
@@ -52,7 +52,7 @@ def stray_in_backward(rank: int, world_size: int, _: Path) -> None:
 
 
 def late_in_forward(rank: int, world_size: int, _: Path) -> None:
-    """The last rank comes to a layer when another one has given up waiting for it."""
+    """The last rank reaches a layer after another rank has given up waiting for it."""
     store = dist.distributed_c10d._get_default_store()
 
     def disturb(model: nn.Sequential) -> None:
@@ -68,7 +68,7 @@ def late_in_forward(rank: int, world_size: int, _: Path) -> None:
 
 
 def alone_in_giving_up(rank: int, world_size: int, _: Path) -> None:
-    """The first rank repeats a step that all others have ended: their next gathers look like its own."""
+    """The first rank repeats a step that all others have completed: their next gathers look like its own."""
 
     def give_up() -> None:
         raise CollectiveTimeout("as it would be if the last sum had come a moment later", [world_size - 1])
@@ -89,7 +89,7 @@ def _call_something_else() -> None:
 
 
 def _once(register: Callable[[Callable[..., None]], Any], action: Callable[[], None]) -> None:
-    """Do it in a hook, the first time that it is called."""
+    """Do something in a hook, only the first time that the hook is called."""
 
     def hook(*_: object) -> None:
         handle.remove()
@@ -119,7 +119,7 @@ def _train_repeating(rank: int, disturb: Disturb, failed: Callable[[], None]) ->
             try:
                 model(programs._batch(rank, step)).square().mean().backward()
                 computed = True
-                dist.barrier()  # for a rank that is in another attempt this is none of its collectives
+                dist.barrier()  # a rank that is in another attempt does not call this
                 break
             except (CollectiveMismatch, CollectiveTimeout) as error:
                 if computed and isinstance(error, CollectiveTimeout):
@@ -138,7 +138,7 @@ def _train_repeating(rank: int, disturb: Disturb, failed: Callable[[], None]) ->
 
 
 def goes_on_without_one(rank: int, world_size: int, folder: Path) -> None:
-    """The last rank dies in a step. The others, who keep the whole state of the last step, make a world and a model of their own."""
+    """The last rank dies in a step. The others keep the whole state of the last step, and make a new world and a new model."""
     whole = states.StateDictOptions(full_state_dict=True)
     model = _sharded()
     optimizer = _optimizer(model)
@@ -173,7 +173,7 @@ def goes_on_without_one(rank: int, world_size: int, folder: Path) -> None:
 
 
 def _model() -> nn.Sequential:
-    """Layers that are alike, so that a gather of one could be taken for that of another."""
+    """Equal layers, so that a gather of one could be mistaken for that of another."""
     torch.manual_seed(7)
     return nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(12, 12), nn.GELU())))
 

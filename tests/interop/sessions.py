@@ -1,4 +1,4 @@
-"""Commands that start processes of their own: all of them end with the command."""
+"""Commands that start other processes, which all end with the command."""
 
 import os
 import signal
@@ -9,8 +9,8 @@ _LAST_WORDS_S = 10.0
 
 
 def run(command: list[str], folder: Path, within_s: float) -> "subprocess.CompletedProcess[str]":
-    """What it says and how it ends. One that does not end in time is killed with all that it has started; the error has what it has said,
-    and where its threads were."""
+    """Run a command; return its output and how it ended. If it does not end in time, it is killed with all that it has started; the error
+    has its output, and where its threads were."""
     environment = {**os.environ, "PYTHONFAULTHANDLER": "1"}
     process = subprocess.Popen(
         command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -27,7 +27,7 @@ def run(command: list[str], folder: Path, within_s: float) -> "subprocess.Comple
 
 
 def _last_words(process: "subprocess.Popen[str]") -> str:
-    """Kill all of its session, after each process has said where it is."""
+    """Kill all processes of a session, after each has said where its threads are."""
     os.killpg(process.pid, signal.SIGABRT)
     try:
         out, err = process.communicate(timeout=_LAST_WORDS_S)

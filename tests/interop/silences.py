@@ -1,4 +1,4 @@
-"""Programs in which a rank is silent for a while, with torch's own store and no rendezvous; run by ranks that are forked."""
+"""Programs in which a rank is silent for a while, with torch's own store and no rendezvous; run by forked ranks."""
 
 # mypy: disable-error-code="no-untyped-call"
 
@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shardnet.errors import PeerLost
 from tests.interop import programs
 
-NAMED_WITHIN_S = 8.0  # 1.5 x suspect_s, and time for a crowded machine; by silence alone it would be lost_s, which is 10 s
+NAMED_WITHIN_S = 8.0  # 1.5 x suspect_s, and time for a busy machine; by silence alone it would take lost_s, which is 10 s
 HELD_S = 5
 
 
@@ -27,7 +27,7 @@ def main(folder: str, world_size: str, name: str, token: str = "") -> int:
 
 
 def frozen(rank: int, world_size: int, folder: Path) -> None:
-    """The last rank stops in backward. All others hear from `backward` who it is, though only some of them watch it."""
+    """The last rank freezes in backward. For all others `backward` raises an error that names it, though only some of them watch it."""
     pid = folder / "pid"
     if rank == world_size - 1:
         pid.write_text(str(os.getpid()))
@@ -57,11 +57,11 @@ def frozen(rank: int, world_size: int, folder: Path) -> None:
 
 
 def held(rank: int, world_size: int, _: Path) -> None:
-    """The interpreter of the first rank, which watches the last one, stands still for longer than a frozen rank is waited for."""
+    """The first rank watches the last one, and its interpreter is held for longer than a frozen rank is waited for."""
 
     def hold() -> None:
         if rank == 0:
-            ctypes.PyDLL(None).sleep(HELD_S)  # which does not let go of the interpreter, as other ways to sleep do
+            ctypes.PyDLL(None).sleep(HELD_S)  # this sleep keeps the GIL, which others release
 
     _train(hold)
     values = torch.ones(3)

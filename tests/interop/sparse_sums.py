@@ -1,4 +1,4 @@
-"""Sums of sparse tensors; run by ranks that are forked. Each is what the sum of the dense ones is."""
+"""Sums of sparse tensors; run by forked ranks. Each equals the sum of the dense tensors."""
 
 # mypy: disable-error-code="no-untyped-call, union-attr, attr-defined, no-any-return, arg-type"
 
@@ -23,7 +23,7 @@ def main(folder: str, world_size: str, name: str) -> int:
 
 
 def _tensor(rank: int, dtype: torch.dtype, sparse_dims: int = 1) -> Tensor:
-    """As backward makes them: places come in any order, and several times. Each rank has another number of them, the last one none."""
+    """A tensor as backward makes it: indices in any order, some several times. Each rank has another number of them, the last one none."""
     generator = torch.Generator().manual_seed(rank)
     count = 3 * (dist.get_world_size() - 1 - rank)
     places = torch.stack([torch.randint(0, size, (count,), generator=generator) for size in SHAPE[:sparse_dims]])
@@ -51,7 +51,7 @@ def sums(rank: int, world_size: int, _: Path) -> None:
 
 
 def halves(rank: int, world_size: int, _: Path) -> None:
-    """Are added up as float32 and rounded once, as dense ones are."""
+    """They are added as float32 and rounded once, like dense ones."""
     for dtype, values in ((torch.float16, [2048.0, 1.0, 1.0]), (torch.bfloat16, [256.0, 1.0, 1.0])):
         places = torch.zeros(1, 2, dtype=torch.int64)  # twice the same, so that a rank adds up, too
         dist.all_reduce(tensor := torch.sparse_coo_tensor(places, torch.tensor([values[rank], 0.0], dtype=dtype), (1,)))
@@ -61,7 +61,7 @@ def halves(rank: int, world_size: int, _: Path) -> None:
 
 
 def odd_shapes(rank: int, world_size: int, _: Path) -> None:
-    """No sparse dimension, or rows without an element."""
+    """Tensors without a sparse dimension, or with rows without an element."""
     dist.all_reduce(whole := torch.sparse_coo_tensor(torch.zeros(0, 1, dtype=torch.int64), torch.ones(1, 3), (3,)))
     assert whole.to_dense().tolist() == [world_size] * 3
     dist.all_reduce(rows := torch.sparse_coo_tensor(torch.zeros(1, rank, dtype=torch.int64), torch.ones(rank, 0), (5, 0)))
@@ -76,7 +76,7 @@ def nothing(rank: int, world_size: int, _: Path) -> None:
 
 
 def groups(rank: int, world_size: int, _: Path) -> None:
-    """Beside dense ones, in another group, and several at once."""
+    """Sparse sums beside dense ones, in another group, and several at once."""
     group = dist.new_group([0, world_size - 1])
     if rank in (0, world_size - 1):
         tensor, dense = _tensor(rank, torch.float32), torch.ones(3)
@@ -93,7 +93,7 @@ def groups(rank: int, world_size: int, _: Path) -> None:
 
 
 def wrong(rank: int, world_size: int, _: Path) -> None:
-    """All ranks are told, and the next one works."""
+    """All ranks are told of the error, and the next sum works."""
     one_place = torch.zeros(1, 1, dtype=torch.int64)
     with pytest.raises(
         CollectiveMismatch, match=rf"rank 0 has one of shape \[4\] with 1 sparse dimensions, but rank {world_size - 1} .*\[5\]"

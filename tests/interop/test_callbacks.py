@@ -1,4 +1,4 @@
-"""A callback of a future may wait for another future: DDP's hooks that compress gradients do."""
+"""A callback of a future may wait for another future, as DDP's gradient compression hooks do."""
 
 from pathlib import Path
 

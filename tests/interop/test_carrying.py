@@ -9,7 +9,7 @@ from shardnet.interop.carrying import check, movable, premultiplied, put, reduci
 
 
 def test_sparse_tensors_are_refused_with_what_to_do() -> None:
-    """But for all_reduce: sparse_sums.py."""
+    """Except by all_reduce: see sparse_sums.py."""
     layer = torch.nn.Embedding(4, 2, sparse=True)
     layer(torch.tensor([1])).sum().backward()
     assert layer.weight.grad is not None
@@ -19,7 +19,7 @@ def test_sparse_tensors_are_refused_with_what_to_do() -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 def test_quantized_tensors_are_refused_with_what_to_do() -> None:
-    """Seen as bytes they are still quantized to torch, which crashes."""
+    """To torch they are still quantized when they are viewed as bytes, and it crashes."""
     with pytest.raises(UsageError, match=r"moves no quantized tensors, got .*quint8; use \.int_repr\(\)"):
         check([torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8)])
 
@@ -39,7 +39,7 @@ def test_a_factor_that_makes_another_dtype_is_refused(dtype: torch.dtype, factor
 @pytest.mark.parametrize("dtype", [torch.float32, torch.uint32, torch.complex64])
 @pytest.mark.parametrize("rows", [0, 1, 2])
 def test_a_column_of_a_matrix_is_carried_whatever_its_rows(rows: int, dtype: torch.dtype) -> None:
-    """torch calls it contiguous where there is one row or none."""
+    """With one row or none torch calls it contiguous."""
     column = torch.arange(3 * rows).view(rows, 3).to(dtype)[:, 1]
     assert movable(column).nbytes == column.nbytes
     back = torch.full_like(column, 7)
@@ -54,7 +54,7 @@ def test_a_column_of_a_matrix_is_summed_whatever_its_rows(rows: int) -> None:
 
 
 def test_a_tensor_of_inference_mode_is_written_outside_of_it() -> None:
-    """Who puts a result in place is not always the thread that called."""
+    """The thread that puts a result in place is not always the caller's."""
     with torch.inference_mode():
         target = torch.zeros(3, dtype=torch.int64)
     put(target, torch.full((3,), 5))

@@ -1,4 +1,4 @@
-"""torch.compile of programs over the process group: it leaves alone what is behind the group, and the rest is compiled."""
+"""torch.compile of programs over the process group: it leaves the group's own code alone and compiles the rest."""
 
 from pathlib import Path
 

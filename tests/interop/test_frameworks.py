@@ -1,5 +1,5 @@
-"""The programs of docs/frameworks.md, as they stand there. Those for torchrun run on ranks that are forked, as it would start them: it
-itself starts the program of tests/interop/test_docs.py."""
+"""The programs of docs/frameworks.md, as they stand there. Those for torchrun run on forked ranks, in the environment that torchrun would
+give them; torchrun itself starts the program in tests/interop/test_docs.py."""
 
 import importlib.util
 import re
@@ -64,7 +64,7 @@ def test_trainer(nursery: Nursery, tmp_path: Path) -> None:
     assert losses[2] < losses[0]
 
 
-@pytest.mark.conformance  # beside other tests it did not end once, and why is not known; not seen again in 24 runs
+@pytest.mark.conformance  # once, beside other tests, it did not end; the cause is unknown, and it was not seen again in 24 runs
 @pytest.mark.timeout(180)
 def test_lightning(tmp_path: Path) -> None:
     text = output("lightning", program("PyTorch Lightning"), tmp_path, within_s=160.0)

@@ -1,4 +1,4 @@
-"""What torch's handles say of what is under way."""
+"""What torch's handles say about operations under way."""
 
 from pathlib import Path
 

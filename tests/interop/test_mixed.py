@@ -94,12 +94,12 @@ def test_who_it_is() -> None:
 
 
 def test_who_has_the_tensors_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where it is not the first argument, or an option, that says who."""
+    """Also if neither the first argument nor an option says which backend has the tensors."""
     asked: list[str] = []
     with alone(MIXED[0]) as group, monkeypatch.context() as patch:
         patch.setattr(group, "_others", Listener(asked))
         patch.setitem(group._names, "meta", "gloo")
-        gpu = torch.empty(2, device="meta")  # in place of a tensor on a GPU
+        gpu = torch.empty(2, device="meta")  # stands in for a tensor on a GPU
         group.gather([], [gpu], c10d.GatherOptions())
         group.allgather(output_tensors=[[gpu]], input_tensors=[gpu])
         group.start_coalescing(GPU)
@@ -128,7 +128,7 @@ def test_both_end(monkeypatch: pytest.MonkeyPatch, end: str) -> None:
 
 
 class Listener:
-    """In the place of the group of the other backends: notes what it is asked for."""
+    """Stands in for the group of the other backends, and records its calls."""
 
     def __init__(self, asked: list[str]) -> None:
         self._asked = asked
@@ -138,7 +138,7 @@ class Listener:
 
 
 def test_what_torch_does_around_a_backend_is_done_around_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its wrapper that compares calls, and its flight recorder where they have none of their own."""
+    """That is torch's wrapper that compares calls, and its flight recorder for backends without one of their own."""
     monkeypatch.setattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", {"shardnet"}, raising=False)
     level = dist.get_debug_level()
     try:
@@ -157,7 +157,7 @@ def test_what_torch_does_around_a_backend_is_done_around_the_others(monkeypatch:
 
 @pytest.mark.parametrize(("backend", "bound"), [(MIXED[0], None), (MIXED[2], torch.device("cpu", 0))])
 def test_a_device_that_is_bound(backend: str, bound: torch.device | None) -> None:
-    """torch makes groups of a group by splitting what has that device: of shardnet's there is nothing to split."""
+    """torch makes groups of a group by splitting the backend of that device, but shardnet's backend cannot be split."""
     with alone(backend, device_id=torch.device("cpu", 0)) as group:
         assert group.bound_device_id == bound
         mine = torch.ones(2)

@@ -1,4 +1,4 @@
-"""Groups whose ranks do not ascend, and groups of groups."""
+"""Groups whose ranks are not in ascending order, and groups of groups."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ def test_groups_are_split(nursery: Nursery, tmp_path: Path, program: str, world_
 
 
 def test_what_is_on_a_gpu_is_put_in_order_by_the_first_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not again, when it may hold something else."""
+    """It is not put in order again later, when it may hold something else."""
     monkeypatch.setattr(reordered, "is_on_gpu", lambda _: True)
     output = torch.zeros(2)
     came = torch.tensor([1.0, 2.0])

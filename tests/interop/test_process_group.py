@@ -1,4 +1,4 @@
-"""torch.distributed over shardnet: what it computes, and what it says when something goes wrong."""
+"""torch.distributed over shardnet: its results, and its errors."""
 
 import json
 import os
@@ -67,7 +67,7 @@ def test_a_mean_of_whole_numbers_is_not_taken_for_a_sum(nursery: Nursery, tmp_pa
 
 
 def test_ranks_that_name_different_roots_hear_of_each_other(nursery: Nursery, tmp_path: Path) -> None:
-    """By the names that torch gives these collectives, and the ranks of the world."""
+    """Errors use torch's names for these collectives, and the ranks of the world."""
     run(nursery, tmp_path, "mismatched_roots", 3)
     for number, named in enumerate(
         [("gather to 0", "gather to 2"), ("gather to 0",), ("scatter from 0", "scatter from 2"), ("reduce to 2",)]
@@ -99,7 +99,7 @@ def test_under_a_token_everything_is_encrypted(nursery: Nursery, tmp_path: Path)
 
 
 def test_torch_knows_the_name_without_being_told(tmp_path: Path) -> None:
-    """And has not imported gRPC for it, nor told it to be quiet."""
+    """It has neither imported gRPC for that, nor told gRPC to be quiet."""
     text = """
 import os, sys, torch
 loaded = [name for name in ("grpc", "shardnet.backend") if name in sys.modules]

@@ -1,4 +1,4 @@
-"""Who profiles a program with torch's profiler sees its collectives."""
+"""torch's profiler shows a program's collectives."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""init_method="shardnet://": ranks that shardnet's own rendezvous places. Where it does not matter who starts them they are forked."""
+"""init_method="shardnet://": ranks placed by shardnet's own rendezvous. They are forked where it does not matter what starts them."""
 
 import asyncio
 import re
@@ -145,7 +145,7 @@ except Exception as error:
 
 
 def test_a_frozen_rank_is_named_soon(tmp_path: Path) -> None:
-    """By silence alone it would take 10 s: the rendezvous is the second witness. The launcher need not be patient with the frozen one."""
+    """By silence alone it would take 10 s, but the rendezvous is the second witness. The launcher need not wait for the frozen rank."""
     text = """
 import os, signal, time
 import torch, torch.distributed as dist
@@ -176,7 +176,7 @@ def test_elastic_jobs_are_refused(nursery: Nursery, tmp_path: Path) -> None:
 
 
 class Crowded:
-    """A station whose rendezvous refuses it some times."""
+    """A station whose rendezvous refuses it several times."""
 
     elastic = False
 
@@ -231,7 +231,7 @@ print("met in the end", flush=True)
 
 
 def test_a_group_that_could_not_be_made_is_in_nobodys_way(tmp_path: Path) -> None:
-    """Nor is one of another backend, which has met in a store of ours and does not close it."""
+    """Nor is a group of another backend, which has met in our store and does not close it."""
     status, out, err = launched(tmp_path, NOT_MADE)
     assert status == 0, err
     assert out.count("met in the end") == 3

@@ -1,4 +1,4 @@
-"""Ranks that say nothing, where there is no rendezvous: who is frozen is named soon, who only holds its interpreter is waited for."""
+"""Silent ranks without a rendezvous: a frozen one is named soon; one whose interpreter is only held is waited for."""
 
 from pathlib import Path
 

@@ -65,7 +65,7 @@ def test_the_time_is_that_of_all_together(ends: Ends) -> None:
 
 
 def test_callbacks_run_one_after_the_other_whatever_they_wait_for(ends: Ends) -> None:
-    """In the order in which their futures ended; those of one level never at the same time."""
+    """They run in the order in which their futures ended; callbacks of one level never at the same time."""
     futures = [Future() for _ in range(3)]
     works = [PendingWork(Pending(each, "all_reduce"), [torch.ones(1)], ends) for each in futures]
     inner, within, seen = Future(), threading.Event(), list[str]()
@@ -90,7 +90,7 @@ def test_callbacks_run_one_after_the_other_whatever_they_wait_for(ends: Ends) ->
 
 
 def test_who_has_waited_for_a_work_has_the_value_of_its_future(ends: Ends) -> None:
-    """Whichever he asked for first, and however busy the thread is that ends futures."""
+    """Whichever it asked for first, and however busy the thread is that completes futures."""
     before, after = Future(), Future()
     works = [PendingWork(Pending(each, "all_reduce"), [torch.full((1,), 7.0)], ends) for each in (before, after)]
     future = works[0].get_future()

@@ -1,4 +1,4 @@
-"""What is wrong about a call of torch's is told with the rule that it breaks."""
+"""The error about a wrong call of torch's names the rule that the call breaks."""
 
 import asyncio
 from collections.abc import Callable, Iterator

@@ -26,10 +26,10 @@ def assigned(notices: Sequence[Notice]) -> dict[str, Topology]:
 
 
 def waiting(notices: Sequence[Notice]) -> dict[str, int]:
-    """How many have joined, as each incarnation is told."""
+    """The number of joined workers that each incarnation is told."""
     return {n.to: n.event.joined for n in notices if isinstance(n.event, Waiting)}
 
 
 def lost(notices: Sequence[Notice]) -> dict[str, tuple[int, bool]]:
-    """Which rank is lost and whether it left, as each incarnation is told."""
+    """The lost rank that each incarnation is told, and whether that rank left."""
     return {n.to: (n.event.rank, n.event.left) for n in notices if isinstance(n.event, Lost)}

@@ -19,13 +19,13 @@ def rendezvous(listen: str = "127.0.0.1:0", settle_s: float = SETTLE_S) -> Rende
 
 
 class Person:
-    """One worker that joins in a task of its own, writes down what it is told and stays until it is told to go."""
+    """A worker that joins in a task of its own, records what it is told, and stays until it is told to go."""
 
     def __init__(self, address: str, request: JoinRequest, timeouts: Timeouts = TIMEOUTS) -> None:
         self.waiting: asyncio.Queue[Waiting] = asyncio.Queue()
         self.lost: asyncio.Queue[tuple[int, str, bool]] = asyncio.Queue()
         self.joined: asyncio.Future[Membership] = asyncio.get_running_loop().create_future()
-        self.arrived = asyncio.Event()  # the rendezvous has said something to it, be it no
+        self.arrived = asyncio.Event()  # the rendezvous has answered it, even if with a refusal
         self.joined.add_done_callback(lambda _: self.arrived.set())
         self._membership = join(address, request, timeouts=timeouts, on_waiting=self._on_waiting, on_lost=self._on_lost)
         self._may_go = asyncio.Event()
@@ -61,14 +61,14 @@ class Person:
         self._task.cancel()
         await asyncio.wait({self._task})
         if not self.joined.cancel() and not self.joined.cancelled():
-            self.joined.exception()  # seen, whether or not the test asked
+            self.joined.exception()  # marks the error as seen, even if the test did not ask
         if not self._task.cancelled():
             self._task.result()
 
 
 @asynccontextmanager
 async def people(address: str, *requests: JoinRequest, timeouts: Timeouts = TIMEOUTS) -> AsyncIterator[list[Person]]:
-    """Some workers, who are in the rendezvous in the order of the requests; whoever is left at the end dies."""
+    """Some workers, which join the rendezvous in the order of the requests; those left at the end die."""
     persons: list[Person] = []
     try:
         for request in requests:

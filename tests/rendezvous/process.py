@@ -1,4 +1,4 @@
-"""A rendezvous or a worker as a process, to be killed and frozen: `python -m tests.rendezvous.process rendezvous|worker …`.
+"""A rendezvous or a worker as a process that tests kill and freeze: `python -m tests.rendezvous.process rendezvous|worker …`.
 
 Prints one line when it is ready, then stays until its standard input closes, so that none outlives its test.
 """
@@ -31,12 +31,12 @@ async def rendezvous(listen: str = "127.0.0.1:0", state: str = "") -> None:
     async with RendezvousServer(listen, timeouts=TIMEOUTS, store=store, security=Security(insecure=True)) as server:
         print(server.address, flush=True)
         stopped = asyncio.Event()
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)  # as `shardnet rendezvous` has it
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)  # as `shardnet rendezvous` does
         closes = asyncio.ensure_future(_until_input_closes())
         stops = asyncio.ensure_future(stopped.wait())
         await asyncio.wait({closes, stops}, return_when=asyncio.FIRST_COMPLETED)
     if stopped.is_set():
-        os._exit(0)  # a thread still reads
+        os._exit(0)  # a thread is still reading
 
 
 async def worker(address: str, request: JoinRequest) -> None:

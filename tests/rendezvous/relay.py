@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 
 class Relay:
-    """Passes connections on to `target`. `hang_up` closes those to the callers; the target sees theirs open, and silent."""
+    """Relays connections to `target`. `hang_up` closes the callers' side; to the target the connections stay open, but silent."""
 
     def __init__(self, target: str) -> None:
         host, _, port = target.rpartition(":")

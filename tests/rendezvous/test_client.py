@@ -85,7 +85,7 @@ class TestJoining:
     async def test_worker_that_comes_before_the_rendezvous(self) -> None:
         address = f"127.0.0.1:{free_port()}"
         early = Person(address, worker(0))
-        with pytest.raises(RendezvousUnavailable):  # a second one has tried in vain by now, so the first has, too
+        with pytest.raises(RendezvousUnavailable):  # a second worker has tried in vain by now, so the first has, too
             async with join(address, worker(9), timeouts=replace(TIMEOUTS, connect_s=0.5)):
                 pass
         async with rendezvous(address), people(address, worker(1)) as (late,):
@@ -112,7 +112,7 @@ class TestJoining:
 
     @on_shared_loop
     async def test_silence_counts_from_the_last_word(self) -> None:
-        """A rendezvous that goes after a long wait may take as long to return as one that was not up at first."""
+        """A rendezvous that goes away after a long wait may take as long to return as one that was not up at first."""
         timeouts = replace(TIMEOUTS, connect_s=1.5)
         async with rendezvous() as server:
             address = server.address
@@ -125,7 +125,7 @@ class TestJoining:
 
     @on_shared_loop
     async def test_broken_connection_that_the_rendezvous_has_not_noticed(self) -> None:
-        """Its own last lease stands in the worker's way until keepalive ends it; the worker waits for that."""
+        """The worker's own old lease is in its way until keepalive ends that; the worker waits for it."""
         async with rendezvous() as server, relay(server.address) as between, people(between.address, worker(0)) as (patient,):
             between.hang_up()
             assert [(await patient.waiting.get()).joined for _ in range(2)] == [1, 1]
@@ -145,7 +145,7 @@ class TestJoining:
 class TestFailures:
     @on_shared_loop
     async def test_nobody_answers(self) -> None:
-        """The time is enough for one try to fail on a busy machine."""
+        """The time is long enough for one try to fail even on a busy machine."""
         address = f"127.0.0.1:{free_port()}"
         started = time.monotonic()
         with pytest.raises(RendezvousUnavailable, match=rf"no rendezvous answered at {address} for 3 s \(last: .*refused.*start it with"):
@@ -172,7 +172,7 @@ class TestFailures:
 
     @on_shared_loop
     async def test_server_that_cancels_the_call(self) -> None:
-        """A stopping server does; it is no cancellation of the worker."""
+        """A stopping server cancels it; that is not a cancellation of the worker."""
         entered = asyncio.Event()
 
         async def endless(_: pb.JoinRequest, __: Context[pb.MembershipEvent]) -> None:
@@ -198,7 +198,7 @@ class TestFailures:
             ):
                 async with join(server.address, worker(1, least=3, most=4), timeouts=timeouts):
                     pass
-            assert [(await first.waiting.get()).joined for _ in range(3)] == [1, 2, 1]  # and its place is free again
+            assert [(await first.waiting.get()).joined for _ in range(3)] == [1, 2, 1]  # so its place is free again
 
     @pytest.mark.parametrize("hint", [0, 1])
     @on_shared_loop
@@ -327,7 +327,7 @@ class TestStaying:
             await second.leave()
             assert {await told.get(), await told.get()} == {0, 1}
         assert "stumbled" in caplog.text
-        caplog.clear()  # the traceback in the record keeps the call, and with it its socket
+        caplog.clear()  # the traceback in the record keeps the call alive, and with it its socket
 
     @on_shared_loop
     async def test_losing_the_rendezvous_costs_one_warning(self, caplog: pytest.LogCaptureFixture) -> None:
@@ -347,7 +347,7 @@ class TestStaying:
         await warned.wait()
         assert staying.lost.empty()
         await staying.leave()  # without a rendezvous to say goodbye to
-        assert "vanished" not in caplog.text  # in the rendezvous' own log: it is the one who went
+        assert "vanished" not in caplog.text  # in the rendezvous' own log: it was the rendezvous that went
         (warning,) = [r for r in caplog.records if r.levelno >= logging.WARNING]
         assert f"[rank 0/1 epoch 1] the rendezvous at {address} is gone" in warning.getMessage()
 

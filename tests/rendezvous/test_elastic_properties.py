@@ -27,7 +27,7 @@ class ElasticHistories(RuleBasedStateMachine):
         self.epoch = 0
         self.live: dict[str, JoinRequest] = {}
         self.world: dict[str, Topology] = {}  # what each live member was told
-        self.ended = False  # a member has left in peace
+        self.ended = False  # a member has said goodbye
         self.heard: dict[str, int] = {}  # the last number of joiners that each member was told
 
     @rule(node=st.sampled_from("ab"))
@@ -67,7 +67,7 @@ class ElasticHistories(RuleBasedStateMachine):
             notices = self.registry.join(request, self.now)
         except JoinRefused as refusal:
             if refusal.reason != Refusal.ENDED or not self.ended or not (self.world or request.last_epoch):
-                raise  # without members a job may begin anew, with workers that it never had
+                raise  # without members a job may start again with new workers
             return False
         if not self.live:
             self.ended = False

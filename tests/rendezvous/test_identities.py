@@ -73,7 +73,7 @@ async def test_only_workers_join(role: Role) -> None:
 
 @on_shared_loop
 async def test_one_worker_is_there_once() -> None:
-    """Of a machine's certificate and local rank; another machine, or the next local rank, is another worker."""
+    """A machine's certificate and a local rank identify a worker; another machine, or the next local rank, is another worker."""
     protection, there = security("node-0"), asyncio.Event()
     async with rendezvous() as address:
         request = worker(0, most=3, least=3)
@@ -94,7 +94,7 @@ async def test_one_worker_is_there_once() -> None:
 
 @on_shared_loop
 async def test_a_machine_is_that_of_one_certificate() -> None:
-    """Workers of one node open what another one names on their machine, so nobody else may say that he is there."""
+    """Workers of one node open memory that another one names on their machine, so nobody else may claim to be there."""
     there = asyncio.Event()
     async with rendezvous() as address:
         first = join(address, worker(0), timeouts=TIMEOUTS, security=security("node-0"), on_waiting=lambda _: there.set())
@@ -144,7 +144,7 @@ async def test_nobody_says_goodbye_for_another() -> None:
 
 @on_shared_loop
 async def test_a_worker_is_no_rendezvous() -> None:
-    """Whoever has a worker's certificate could otherwise give out ranks."""
+    """Otherwise anybody with a worker's certificate could assign ranks."""
     async with rendezvous(security("node-0")) as address:
         with pytest.raises(HandshakeError, match="its certificate is for worker 'node-0' of any job, not for a rendezvous"):
             await joining(address, worker(0), security("node-1")).__aenter__()
@@ -152,7 +152,7 @@ async def test_a_worker_is_no_rendezvous() -> None:
 
 @on_shared_loop
 async def test_who_is_not_trusted_learns_it_at_once() -> None:
-    """And not when `connect_s` is over."""
+    """It does not have to wait until `connect_s` is over."""
     async with rendezvous() as address, asyncio.timeout(TIMEOUTS.connect_s - 1):
         with pytest.raises(HandshakeError, match="not one of this cluster's"):
             await joining(address, worker(0), security(by="another")).__aenter__()

@@ -43,10 +43,10 @@ class TestForming:
 
     def test_minimum_waits_until_nobody_came_for_a_while(self, registry: Registry) -> None:
         registry.join(worker(0, most=4), 0.0)
-        assert registry.deadline() is None  # below the minimum time does not count
+        assert registry.deadline() is None  # below the minimum number of workers time does not count
         registry.join(worker(1, most=4), 10.0)
         assert registry.tick(11.9) == []
-        registry.join(worker(2, most=4), 11.9)  # starts the wait anew
+        registry.join(worker(2, most=4), 11.9)  # restarts the wait
         assert registry.deadline() == 13.9
         assert registry.tick(13.8) == []
         assert {world.world_size for world in assigned(registry.tick(13.9)).values()} == {3}
@@ -170,7 +170,7 @@ class TestRunning:
 
 
 class TestRefusals:
-    """What is wrong, where, and what to do; the first worker is never harmed by the second."""
+    """They say what is wrong, where, and what to do; the second worker never harms the first."""
 
     def test_duplicate_incarnation_even_in_another_job(self, registry: Registry) -> None:
         registry.join(worker(0), 0.0)

@@ -1,4 +1,4 @@
-"""Ranks: nodes by first arrival, inside a node by hint, then by arrival. Or by wish, where all have one."""
+"""Ranks: nodes by first arrival; inside a node by hint, then by arrival. Or by wish, if all workers have one."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -49,13 +49,13 @@ def ranks(requests: Sequence[JoinRequest]) -> list[str]:
 
 
 def test_wishes_are_granted_in_whatever_order_workers_arrive() -> None:
-    """As torchrun and Slurm number them, node by node."""
+    """torchrun and Slurm number workers like this, node by node."""
     workers = [wishing(i, i, node="ab"[i // 2], hint=i % 2) for i in range(4)]
     assert {tuple(ranks(arrivals)) for arrivals in permutations(workers)} == {("w0", "w1", "w2", "w3")}
 
 
 def test_ranks_dealt_out_over_the_nodes_in_turn_keep_the_nodes_together() -> None:
-    """As Slurm does with --distribution=cyclic. Rank 0 is who wishes it in any case."""
+    """Slurm deals them out so with --distribution=cyclic. The worker that wishes for rank 0 gets it in any case."""
     workers = [wishing(i, i, node="ab"[i % 2], hint=i // 2) for i in range(4)]
     for arrivals in permutations(workers):
         members = place(by_wish(arrivals))

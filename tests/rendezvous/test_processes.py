@@ -85,7 +85,7 @@ async def test_rendezvous_that_is_killed_or_frozen_costs_one_warning_each(stop: 
         server.send_signal(stop)
         for _ in workers:
             await warned.acquire()
-        assert all(w.lost.empty() for w in workers)  # nobody is lost but the rendezvous
+        assert all(w.lost.empty() for w in workers)  # nobody is lost except the rendezvous
         for w in workers:
             await w.leave()
     warnings = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]

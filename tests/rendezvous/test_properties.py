@@ -18,7 +18,7 @@ LIMITS = RendezvousLimits(max_jobs=2, max_members=7)
 
 
 class Histories(RuleBasedStateMachine):
-    """Workers come and go at random; `self.world` is what each live one was told of its world."""
+    """Workers come and go at random; `self.world` is what each live worker was told about its world."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -29,7 +29,7 @@ def store(tmp_path: Path) -> Store:
 
 
 def registries(store: Store) -> tuple[Registry, Registry]:
-    """One that has a running epoch of three, and its successor, which knows of it by the store alone."""
+    """A registry with a running epoch of three, and its successor, which knows of it only from the store."""
     before = Registry(settle_s=SETTLE, store=store)
     formed(before, 3)
     after = Registry(settle_s=SETTLE, store=store)
@@ -73,7 +73,7 @@ def test_joiners_wait_for_those_that_have_not_come_back(store: Store) -> None:
 
 
 def restored_after_its_end(store: Store) -> Registry:
-    """A rendezvous that is started again when both workers of a job have left it in peace."""
+    """A rendezvous that is started again after both workers of a job have said goodbye."""
     before = Registry(settle_s=SETTLE, store=store)
     formed(before, 2)
     before.leave("job", "w0")
@@ -93,7 +93,7 @@ def test_epochs_go_on_for_a_job_that_had_ended(store: Store) -> None:
 
 
 def test_a_training_that_is_over_stays_so(store: Store) -> None:
-    """For a replacement that comes late: it does not begin anew what the others have ended."""
+    """A replacement that comes late does not start again what the others have finished."""
     after = restored_after_its_end(store)
     with pytest.raises(JoinRefused, match="the training of job 'job' has ended"):
         after.join(replace(elastic(3), replacement=True), 0.0)

@@ -1,4 +1,4 @@
-"""The next epoch of an elastic job: who is told what, when it forms, and with whom."""
+"""The next epoch of an elastic job: what workers are told, when it forms, and with which workers."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -38,7 +38,7 @@ def registry() -> Registry:
 
 
 def formed(registry: Registry, count: int, *, least: int = 2, most: int = 4) -> list[JoinRequest]:
-    """A running epoch of so many workers, by rank."""
+    """The workers of a running epoch, by rank."""
     requests = [elastic(number, least=least, most=most) for number in range(count)]
     notices = [notice for request in requests for notice in registry.join(request, 0.0)]
     if count < most:
@@ -82,7 +82,7 @@ def test_a_stuck_member_that_others_miss_is_given_up_when_nobody_else_is_waited_
     workers = formed(registry, 4)
     registry.join(replace(again(workers[0]), missing=(2,)), 10.0)
     assert registry.deadline() is None, "others are waited for"
-    registry.join(again(workers[1]), 11.0)  # it has heard of it in another way
+    registry.join(again(workers[1]), 11.0)  # it has heard of the loss in another way
     assert not assigned(registry.join(replace(again(workers[3]), missing=(2,)), 12.0))
     assert registry.deadline() == 12.0 + MISSED_S
     assert registry.tick(12.0 + MISSED_S - 0.1) == []
@@ -172,7 +172,7 @@ def test_when_members_leave_in_peace_the_training_is_over_for_who_waits_and_who_
         assert refused.value.reason == Refusal.ENDED
     registry.vanish("w1")
     assert registry.status()[0].state is JobState.FINISHED
-    for late in (replace(elastic(9), replacement=True), again(workers[2])):  # who was frozen comes when nobody is left
+    for late in (replace(elastic(9), replacement=True), again(workers[2])):  # a worker that was frozen comes when nobody is left
         with pytest.raises(JoinRefused) as refused:
             registry.join(late, 12.0)
         assert refused.value.reason == Refusal.ENDED

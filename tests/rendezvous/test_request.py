@@ -1,4 +1,4 @@
-"""What a worker may say of itself."""
+"""What a worker may say about itself."""
 
 import dataclasses
 

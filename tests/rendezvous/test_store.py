@@ -1,4 +1,4 @@
-"""What a rendezvous writes down and reads again."""
+"""What a rendezvous saves and reads back."""
 
 import sqlite3
 from pathlib import Path
@@ -64,7 +64,7 @@ def test_what_is_no_state_of_a_rendezvous_is_refused(path: Path, tmp_path: Path)
 
 
 def test_what_cannot_be_written_whole_is_not_there_at_all_and_said(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The jobs go on: a full disk must not leave half a member in a rendezvous' memory."""
+    """The jobs go on, and an error says so: a full disk must not leave half a member in a rendezvous' memory."""
     store = SqliteStore(path)
     store.save(saved())
     store.save(SavedJob("job", 9, 2, 4, True, False, ((0, elastic(7)), (0, elastic(8)))))  # two of one rank

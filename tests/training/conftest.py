@@ -1,4 +1,4 @@
-"""What tests of `connect()` share: no launcher but their own, and somewhere to meet."""
+"""Fixtures of tests of `connect()`: no launcher except their own, and a place to meet."""
 
 import os
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from tests.training.workers import rendezvous
 
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tests' own launcher or scheduler, if there is one, does not count."""
+    """Ignore the launcher or scheduler that runs the tests, if there is one."""
     for name in os.environ.keys() - without_schedulers(os.environ).keys():
         monkeypatch.delenv(name)
 

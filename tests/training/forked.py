@@ -1,11 +1,11 @@
-"""`forked`: ranks that begin where this process is, with everything imported."""
+"""`forked`: ranks forked from this process, with everything imported."""
 
 import multiprocessing
 from collections.abc import Callable
 
 
 def forked(ranks: int, work: Callable[[int], object]) -> int:
-    """Call `work(rank)` in so many processes; returns how many failed. Nothing but this process's own thread may run."""
+    """Call `work(rank)` in that many processes; return how many failed. This process must have no other thread running."""
     fork = multiprocessing.get_context("fork")
     processes = [fork.Process(target=work, args=(rank,), daemon=True) for rank in range(ranks)]
     for process in processes:

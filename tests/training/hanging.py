@@ -16,7 +16,7 @@ TRIES, EVERY_S = 300, 0.1
 
 
 def hang(path: str) -> None:
-    """The main thread waits for a lock that nobody gives back, as in a computation that does not end; the text goes to `path`."""
+    """Let the main thread wait for a lock that nobody releases, as in an endless computation; the text goes to `path`."""
     sys.stderr = said = io.StringIO()
     reached = threading.Event()
 
@@ -28,7 +28,7 @@ def hang(path: str) -> None:
                 break
             time.sleep(EVERY_S)
         Path(path).write_text(said.getvalue())
-        os._exit(0)  # nothing else ends the main thread
+        os._exit(0)  # nothing else would end the main thread
 
     threading.Thread(target=ring, name="ringing").start()
     asyncio.run(_enter(reached))

@@ -1,7 +1,7 @@
 """Training programs on ranks that are forked from a process that has imported torch: for tests that do not need the launcher itself.
 
-A rank gets the command line and the environment that `shardnet run` or torchrun would give it; what starts and watches it is neither of
-these, whose fresh interpreters take seconds to import torch.
+A rank gets the command line and the environment that `shardnet run` or torchrun would give it. But neither of these starts and watches
+it, because their fresh interpreters take seconds to import torch.
 """
 
 import os
@@ -19,13 +19,13 @@ from tests.training.workers import Nursery, rendezvous
 
 
 def run_program(nursery: Nursery, folder: Path, *command: str, within_s: float = 80.0) -> str:
-    """What the ranks print that `shardnet COMMAND` would start in a folder; all must end well."""
+    """Run the ranks that `shardnet COMMAND` would start in a folder; return what they print. All must succeed."""
     with rendezvous() as address:
         return nursery.call("tests.training.programs:main", address, str(folder), *command, within_s=within_s)
 
 
 def run_under_torchrun(nursery: Nursery, folder: Path, ranks: int, script: str, within_s: float = 80.0) -> str:
-    """What the ranks print that `torchrun --standalone --nproc-per-node RANKS SCRIPT` would start in a folder; all must end well."""
+    """Run ranks as `torchrun --standalone --nproc-per-node RANKS SCRIPT` starts them in a folder; return their output. All must succeed."""
     return nursery.call("tests.training.programs:as_torchrun", str(folder), str(ranks), script, within_s=within_s)
 
 
@@ -57,5 +57,5 @@ def _run_rank(job: Job, environment: Mapping[str, str]) -> None:
     if job.is_module:
         runpy.run_module(job.target, run_name="__main__")
     else:
-        sys.path.insert(0, str(Path(job.target).parent))  # as Python does where the program is a file
+        sys.path.insert(0, str(Path(job.target).parent))  # as Python does if the program is a file
         runpy.run_path(job.target, run_name="__main__")

@@ -1,7 +1,7 @@
 """Environments as schedulers make them, and a process that joins in one.
 
-As `srun` makes them: SLURM_JOB_ID and SLURM_NTASKS are the allocation's, which its shells and batch scripts have, too, with
-SLURM_PROCID=0; what has STEP in its name is the step's.
+As `srun` makes them: SLURM_JOB_ID and SLURM_NTASKS belong to the allocation; its shells and batch scripts have them, too, with
+SLURM_PROCID=0. Variables with STEP in their names belong to the step.
 """
 
 import json
@@ -20,7 +20,7 @@ _OTHERS = re.compile(
 
 
 def without_schedulers(environment: Mapping[str, str]) -> Environment:
-    """An environment as a shell at a desk has it."""
+    """The environment of an ordinary shell."""
     return {name: value for name, value in environment.items() if not _OTHERS.fullmatch(name)}
 
 
@@ -42,7 +42,7 @@ def torchrun(rank: int, world_size: int, per_node: int, run_id: str = "none") ->
 
 
 def allocation(tasks: int, nodes: int) -> Environment:
-    """What a batch script sees."""
+    """The environment of a batch script."""
     return {
         "SLURM_JOB_ID": "4711",
         "SLURM_JOBID": "4711",
@@ -58,7 +58,7 @@ def allocation(tasks: int, nodes: int) -> Environment:
 
 
 def slurm(rank: int, world_size: int, per_node: int, step: int = 0) -> Environment:
-    """What srun's task sees, dealt out node by node."""
+    """The environment of a task of srun, with tasks dealt out node by node."""
     return allocation(world_size, world_size // per_node) | {
         "SLURM_PROCID": str(rank),
         "SLURM_LOCALID": str(rank % per_node),
@@ -85,7 +85,7 @@ def mpiexec(rank: int, world_size: int, per_node: int) -> Environment:
 
 
 def join(environment: str, answer: str) -> int:
-    """What a new process does: join with this environment, a JSON object, and write down where it is; its exit status."""
+    """In a new process: join with this environment (a JSON object), and write down its rank and place; return the exit status."""
     wanted: Environment = json.loads(environment)
     os.environ.clear()
     os.environ.update(wanted)

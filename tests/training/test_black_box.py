@@ -29,7 +29,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 async def fail_twice(cluster: shardnet.Cluster) -> None:
-    """A collective that goes well, one of which both ranks think differently, and another such."""
+    """A collective that succeeds, one on which the two ranks disagree, and another of these."""
     backend = cluster.backend
     cluster.report(step=7)
     await backend.all_reduce(torch.ones(2), label="fine")

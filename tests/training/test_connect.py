@@ -1,4 +1,4 @@
-"""`connect()`: worlds of one in this process, members of a real cluster, and what becomes of a cluster when a worker dies or freezes."""
+"""`connect()`: worlds of one in this process, members of a real cluster, and what happens to a cluster when a worker dies or freezes."""
 
 import asyncio
 import gc
@@ -28,7 +28,7 @@ from shardnet.transport.observe import Health, health, snapshot
 from tests.training.workers import PATIENCE_S, Message, Nursery, Worker, begin, rendezvous, streaming
 
 KILLED_WITHIN_S = 5.0  # about 0.1 s where nothing else runs
-FROZEN_WITHIN_S = 8.0  # 1.5 x suspect_s, and time for a crowded machine
+FROZEN_WITHIN_S = 8.0  # 1.5 x suspect_s, and time for a busy machine
 SUSPECT_S = 2.0
 TIMEOUTS = Timeouts.for_tests()
 
@@ -75,7 +75,7 @@ async def test_a_model_that_is_still_being_made_is_closed_with_the_cluster() -> 
 
 @pytest.mark.parametrize("is_closed", [True, False])
 async def test_a_model_that_is_dropped_is_gone_before_its_cluster(is_closed: bool) -> None:
-    """As in a search over many."""
+    """For example in a search over many models."""
     async with shardnet.connect() as cluster:
         module = torch.nn.Linear(3, 1)
         model = await cluster.shard(module)
@@ -86,7 +86,7 @@ async def test_a_model_that_is_dropped_is_gone_before_its_cluster(is_closed: boo
         weakref.finalize(module, gone.append, "module")
         weakref.finalize(model, gone.append, "model")
         del module, model
-        while sorted(gone) != ["model", "module"]:  # its thread may be about to let go of its last call
+        while sorted(gone) != ["model", "module"]:  # its thread may be about to release its last call
             gc.collect()
             await asyncio.sleep(0)
 
@@ -131,7 +131,7 @@ async def test_a_misspelt_variable_is_named_with_the_one_that_was_meant(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("SHARDNET_ROUTNG", "ring")
-    for local_rank in range(2):  # the first one of this machine says it for all
+    for local_rank in range(2):  # the first rank of this machine says it for all
         async with shardnet.connect(local_rank=local_rank):
             pass
     assert caplog.messages == ["nothing reads the environment variable SHARDNET_ROUTNG; did you mean SHARDNET_ROUTING?"]
@@ -167,7 +167,7 @@ def two(address: str) -> dict[str, Any]:
 
 
 async def test_a_member_may_come_again_before_others_have_left(meeting: str, caplog: pytest.LogCaptureFixture) -> None:
-    """It is refused until then, and they all meet once more."""
+    """It is refused until then; after that they all meet again."""
 
     async def member(number: int) -> None:
         for again in range(3):
@@ -211,7 +211,7 @@ async def test_members_of_one_process_meet_and_may_meet_again(meeting: str) -> N
 
 
 async def test_members_whose_settings_differ_are_told_which(meeting: str) -> None:
-    """Or their collectives would only fail to fit together, one by one."""
+    """Otherwise their collectives would only mismatch, one by one."""
     async with AsyncExitStack() as stack:
         members = [
             stack.enter_async_context(shardnet.connect(**two(meeting), routing=routing, limits=Limits(chunk_bytes=size)))
@@ -220,13 +220,13 @@ async def test_members_whose_settings_differ_are_told_which(meeting: str) -> Non
         outcomes = await asyncio.gather(*members, return_exceptions=True)
     for outcome in outcomes:
         assert isinstance(outcome, PeerLost)
-    ours, theirs = "chunk_bytes 4096, routing auto", "chunk_bytes 8192, routing ring"  # whichever refuses first
+    ours, theirs = "chunk_bytes 4096, routing auto", "chunk_bytes 8192, routing ring"  # in either order, whichever rank refuses first
     told = (f"it has {ours}, this one has {theirs}", f"it has {theirs}, this one has {ours}")
     assert any(words in str(each) for each in outcomes for words in told)
 
 
 async def test_an_engine_inside_nodes(meeting: str) -> None:
-    """It carries what is large, and a group of the ranks has it, too."""
+    """It carries large data, and a group of the ranks has the engine, too."""
 
     async def member() -> None:
         async with shardnet.connect(**two(meeting), node_engine="gloo") as cluster:
@@ -245,7 +245,7 @@ async def test_an_engine_for_a_world_of_one() -> None:
 
 
 async def test_who_waits_for_a_late_member_tells_so_and_which_way_collectives_go(meeting: str) -> None:
-    """By what each says of itself to whoever asks: the late one has waited for nobody."""
+    """Each says so in its statistics; the late one has waited for nobody."""
     entered = asyncio.Event()
     late_s = 0.3
 
@@ -253,7 +253,7 @@ async def test_who_waits_for_a_late_member_tells_so_and_which_way_collectives_go
         async with shardnet.connect(**two(meeting), routing=routing) as cluster:
             if cluster.rank == 1:
                 await entered.wait()
-                await asyncio.sleep(late_s)  # not to wait for anything: it is what rank 0 has to tell
+                await asyncio.sleep(late_s)  # not to wait for anything: this is the lateness that rank 0 must report
             handle = cluster.backend.all_reduce(torch.ones(10))
             entered.set()
             await handle
@@ -295,7 +295,7 @@ async def test_a_cancelled_block_ends_at_once_and_the_others_are_told(meeting: s
 
 
 async def test_cancelled_in_the_moment_in_which_it_joins_it_gives_its_place_back(meeting: str) -> None:
-    """Its place is there, on the loop thread, but it has not heard of it yet."""
+    """On the loop thread it has its place already, but it has not heard of that yet."""
     loop = LoopThread.shared()
     entering = asyncio.create_task(shardnet.connect(**two(meeting)).__aenter__())
     while not await status(meeting):  # noqa: ASYNC110 - a rendezvous tells only its members
@@ -324,7 +324,7 @@ async def test_a_report_that_cannot_be_written_ends_nothing(meeting: str, tmp_pa
 
 
 async def test_what_goes_wrong_last_closes_what_was_opened(meeting: str) -> None:
-    """All is connected by then. The peer hears of it at once, not when the port's time to drain is over."""
+    """Everything is connected by then. The peer hears of the failure at once, not after the port's drain time."""
     slow = replace(TIMEOUTS, drain_s=10.0)
 
     async def mute() -> None:
@@ -364,7 +364,7 @@ def check_survivor(said: Message, lost: Worker) -> None:
     assert said["leaks"] == []
 
 
-@pytest.mark.timeout(120)  # three interpreters that import torch, on whatever machine
+@pytest.mark.timeout(120)  # starts three interpreters that import torch, maybe on a slow machine
 @pytest.mark.parametrize("victim", [0, 2])
 def test_survivors_of_a_killed_worker_name_it_within_moments_and_end_clean(nursery: Nursery, victim: int) -> None:
     with streaming(nursery, 3) as workers:
@@ -396,7 +396,7 @@ def test_a_frozen_worker_is_lost_after_a_while_and_when_thawed_ends_with_an_erro
 
 @pytest.mark.timeout(120)
 def test_a_worker_whose_interpreter_is_held_is_waited_for(nursery: Nursery) -> None:
-    """Not a ping is answered for three times `suspect_s`; but its process lives, and the rendezvous hears it."""
+    """It answers no ping for three times `suspect_s`, but its process lives, and the rendezvous hears it."""
     with rendezvous() as address, ExitStack() as stack:
         workers = [stack.enter_context(Worker(nursery, address)) for _ in range(2)]
         begin(workers, work="hold", seconds=3, suspect_s=1.0)

@@ -1,4 +1,4 @@
-"""What a process says of itself, in facts."""
+"""The facts that a process reports about itself."""
 
 from typing import cast
 
@@ -10,7 +10,7 @@ from shardnet.waiting import Absent, Waiting
 
 
 async def test_whom_it_waits_for_until_that_has_ended() -> None:
-    """What has waited is told of for a moment longer."""
+    """A wait that has ended is still reported for a moment."""
     flights = [Flight(Party(1, 0, (0, 1, 2, 3)), number, "barrier", "", 0, 1) for number in range(2)]
     absent = [(Absent(3, "a"), Absent(1, "b")), (Absent(3, "a"),)]
     telemetry, diagnosis = Telemetry(), Diagnosis()

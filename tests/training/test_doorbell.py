@@ -42,7 +42,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 async def test_a_stuck_rank_says_for_whom_and_shows_everything(meeting: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A thread of its blocks in the collective's wait. The second member in this process finds the signal taken, by the first."""
+    """One of its threads blocks in the collective's wait. The second member in this process finds that the first has taken the signal."""
     told = asyncio.Event()
     stuck: list[shardnet.Cluster] = []
 
@@ -58,7 +58,7 @@ async def test_a_stuck_rank_says_for_whom_and_shows_everything(meeting: str, cap
             await told.wait()
 
     first = asyncio.create_task(member(late=False))
-    await asyncio.sleep(0)  # it takes the signal
+    await asyncio.sleep(0)  # now it takes the signal
     second = asyncio.create_task(member(late=True))
     await until(lambda: stuck and stuck[0].telemetry.waiting)
     said = await ring(capsys)
@@ -136,7 +136,7 @@ async def test_other_threads_than_the_main_one_leave_the_signal_alone() -> None:
 
 
 async def test_who_still_joins_answers_too(capsys: pytest.CaptureFixture[str], meeting: str) -> None:
-    """Or the signal would end it."""
+    """Otherwise the signal would end it."""
 
     async def alone() -> None:
         async with shardnet.connect(rendezvous=meeting, min_world_size=2, max_world_size=2, timeouts=TIMEOUTS):

@@ -1,4 +1,4 @@
-"""What the workers of a real cluster say of themselves: by gRPC, by HTTP, and at the moment in which one of them dies."""
+"""What the workers of a real cluster report about themselves: by gRPC, by HTTP, and when one of them dies."""
 
 import asyncio
 import queue
@@ -33,7 +33,7 @@ ENDED = -1
 
 
 class Witness:
-    """Somebody who watches the health of a worker, by the standard client."""
+    """Watches the health of a worker with the standard client."""
 
     def __init__(self, address: str) -> None:
         self.heard: queue.Queue[tuple[int, float]] = queue.Queue()  # status and time.monotonic()
@@ -76,7 +76,7 @@ def test_health_says_within_a_second_that_a_peer_has_died_and_when_the_others_go
         addresses = [m.address for m, (what, _) in zip(job.members, heard, strict=True) if what == NOT_SERVING]
         told = [LoopThread.shared().run(snapshot(each)).result(PATIENCE_S) for each in addresses]
         assert [(each.serving, each.epochs, each.world_size) for each in told] == [(True, 2, 2)] * 2
-        assert max(each.losses for each in told) == 1  # who hears of the new epoch first has lost nobody itself
+        assert max(each.losses for each in told) == 1  # a worker that hears of the new epoch first has itself lost nobody
         learners.end()
         assert [witness.hear()[0] for witness in survivors] == [NOT_SERVING] * 2
 
@@ -97,7 +97,7 @@ def test_in_a_job_that_is_not_elastic_a_worker_serves_no_more_when_it_has_lost_a
 
 
 async def test_a_worker_that_does_nothing_meanwhile_serves_no_more_when_it_has_lost_a_peer() -> None:
-    """Its program has not noticed, and need not: nothing is closed, and no collective fails."""
+    """Its program has not noticed the loss: nothing is closed, and no collective fails."""
     settings = {"min_world_size": 2, "max_world_size": 2, "timeouts": Timeouts.for_tests()}
     with rendezvous() as address:
         async with AsyncExitStack() as stack:
@@ -115,7 +115,7 @@ async def test_a_worker_that_does_nothing_meanwhile_serves_no_more_when_it_has_l
 
 @pytest.mark.timeout(120)
 def test_what_a_worker_serves_by_http_is_what_it_says_by_grpc(nursery: Nursery) -> None:
-    """And nothing is left of it: the worker looks for itself."""
+    """Nothing is left of the HTTP port: the worker itself checks that."""
     with rendezvous() as address, ExitStack() as stack:
         workers = [stack.enter_context(Worker(nursery, address)) for _ in range(2)]
         begin(workers, work="stream", settings={"metrics": "127.0.0.1:0", "reflection": True})
@@ -139,7 +139,7 @@ def test_what_a_worker_serves_by_http_is_what_it_says_by_grpc(nursery: Nursery) 
 
 
 def check_traffic(reply: stats_pb2.SnapshotReply) -> None:
-    """By peer it adds up to what there is in all, and two of one machine share memory."""
+    """Check that traffic by peer adds up to the totals, and that two workers of one machine share memory."""
     (peer,) = reply.peers
     assert peer.sent_network + peer.sent_memory == reply.bytes_sent > 0
     assert peer.received_network + peer.received_memory == reply.bytes_received > 0

@@ -1,4 +1,4 @@
-"""How a program ends that a signal has interrupted."""
+"""How a program ends after a signal has interrupted it."""
 
 import gzip
 import signal
@@ -139,7 +139,7 @@ print("returned", shardnet.run(main), flush=True)
 
 
 def test_children_that_a_program_forks_do_their_parents_no_harm(tmp_path: Path) -> None:
-    """What is sent to them is theirs, and what they inherit is not."""
+    """A signal sent to a child is for the child alone, and the child has no part in the cluster that it inherits."""
     (tmp_path / "program.py").write_text(CHILDREN)
     with Launched(tmp_path, "run", "--nproc", "2", "program.py") as run:
         result = run.finish()
@@ -164,7 +164,7 @@ shardnet.run(main)
 
 
 def test_workers_of_a_loader_live_beside_a_rank_that_is_alone(tmp_path: Path) -> None:
-    """It has no streams, which keep gRPC from what it does at a fork."""
+    """It has no streams, which would keep gRPC's fork handlers from running."""
     (tmp_path / "program.py").write_text(LOADERS)
     with Launched(tmp_path, "run", "--nproc", "1", "program.py") as run:
         result = run.finish()
@@ -172,7 +172,7 @@ def test_workers_of_a_loader_live_beside_a_rank_that_is_alone(tmp_path: Path) ->
 
 
 def test_a_coroutine_in_place_of_the_function_is_refused_in_words() -> None:
-    """asyncio.run wants one, so it is what comes to the fingers."""
+    """asyncio.run wants a coroutine, so users type one by habit."""
 
     async def main() -> None:
         raise AssertionError("never")
@@ -182,7 +182,7 @@ def test_a_coroutine_in_place_of_the_function_is_refused_in_words() -> None:
 
 
 def _interrupt(number: signal.Signals, folder: Path, *arguments: str) -> tuple[int, list[str]]:
-    """The exit status, and what it said. Its files are whole."""
+    """Interrupt a program; return its exit status and output, and check that its files are complete."""
     command = [sys.executable, "-c", PROGRAM, *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder) as process:
         assert process.stdout is not None

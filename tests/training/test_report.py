@@ -1,4 +1,4 @@
-"""The report page: safe whatever is in it, complete, and alive in a real browser."""
+"""The report page: safe whatever is in it, complete, and working in a real browser."""
 
 import html
 import json
@@ -87,7 +87,7 @@ def test_text_from_outside_cannot_become_markup(tmp_path: Path) -> None:
 
 
 def test_the_page_needs_nothing_but_itself(tmp_path: Path) -> None:
-    page = written(tmp_path).replace("http://www.w3.org/2000/svg", "")  # the name of a namespace, never fetched
+    page = written(tmp_path).replace("http://www.w3.org/2000/svg", "")  # an XML namespace's name, never fetched
     assert not re.search(r"https?://|\bsrc=|<link|@import|url\(|fetch\(|import\(", page)
 
 

@@ -1,4 +1,4 @@
-"""Worlds of workers that a scheduler has started."""
+"""Worlds of workers started by a scheduler."""
 
 import json
 from pathlib import Path
@@ -39,12 +39,12 @@ def test_pods_of_an_indexed_job(nursery: Nursery, meeting: str, tmp_path: Path) 
 
 
 def test_who_gets_another_rank_is_told(nursery: Nursery, meeting: str, tmp_path: Path) -> None:
-    """Ranks dealt out over the nodes in turn: nodes keep together."""
+    """The scheduler deals out ranks over the nodes in turn, but shardnet keeps nodes together."""
     assert world(nursery, tmp_path, on_nodes(meeting, [open_mpi(rank, 3, 2) for rank in range(3)], "aba")) == [
         [0, 3, 0, 0],
         [2, 3, 1, 0],
         [1, 3, 0, 1],
     ]
     said = (tmp_path / "output").read_text()
-    assert said.count("this worker was to be rank") == 1  # one worker of each node that it happens to
+    assert said.count("this worker was to be rank") == 1  # one worker of each node where it happens
     assert "[rank 2/3 epoch 1] this worker was to be rank 1, but has another one" in said

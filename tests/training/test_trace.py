@@ -92,7 +92,7 @@ async def gather_all(backends: list[LoopbackBackend]) -> list[list[RankSpans]]:
 
 
 async def test_one_that_cannot_be_written_ends_no_program(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """And what was there stays."""
+    """The file that was there stays."""
     path = tmp_path / "folder" / "trace.json"
     async with shardnet.connect(trace=str(path)):
         path.write_text("an older one")

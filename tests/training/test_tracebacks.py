@@ -1,4 +1,4 @@
-"""What a program's author reads when it fails under `shardnet.run`."""
+"""The traceback that a program's author reads when it fails under `shardnet.run`."""
 
 import asyncio
 import dataclasses
@@ -31,7 +31,7 @@ def fails(main: Main) -> Exception:
 
 
 def functions(error: BaseException | None) -> list[str]:
-    """That its traceback shows, the outermost first."""
+    """The functions that an error's traceback shows, the outermost first."""
     assert error is not None
     return [frame.name for frame in traceback.extract_tb(error.__traceback__)]
 
@@ -66,7 +66,7 @@ def test_an_error_of_ours_shows_nothing_of_how_it_came() -> None:
 
 
 def test_an_error_of_ours_shows_none_that_it_came_from() -> None:
-    """What a library has told us is in its text; what it has told the program, the program may want to see."""
+    """Our error's text includes what a library has told us. What a library has told the program, the program may want to see."""
 
     async def main() -> None:
         try:
@@ -88,7 +88,7 @@ def test_an_error_of_ours_shows_none_that_it_came_from() -> None:
 
 
 def test_an_error_of_ours_shows_one_of_the_programs_that_it_came_from() -> None:
-    """However far."""
+    """However many errors are in between."""
 
     def callback() -> None:
         raise ValueError("the program's own")
@@ -116,7 +116,7 @@ def test_an_error_of_the_programs_model_shows_no_wrapper() -> None:
 
     error = fails(main)
     assert isinstance(error, RuntimeError)
-    assert functions(error) == ["fails", "main", "forward", "forward"]  # those of Sequential and Layer
+    assert functions(error) == ["fails", "main", "forward", "forward"]  # the forwards of Sequential and Layer
 
 
 def test_an_error_that_may_be_our_mistake_shows_where_it_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +137,7 @@ def test_an_error_that_may_be_our_mistake_shows_where_it_was_made(monkeypatch: p
 
 
 async def refused() -> UsageError:
-    """An error that has come through our rooms."""
+    """An error that has passed through shardnet's code."""
     async with local_cluster(1) as ranks:
         try:
             await ranks[0].all_gather(torch.ones(2), sizes=[1])
@@ -171,7 +171,7 @@ def test_what_is_shown_with_it_is_short_too(main: Main, function: str) -> None:
 
 
 def test_of_what_no_program_has_called_the_call_of_run_is_all() -> None:
-    """As where `main` is a lambda that calls elastic.run."""
+    """For example if `main` is a lambda that calls elastic.run."""
     error = fails(lambda: elastic.run(None, every=0))  # type: ignore[arg-type]  # it does not come so far
     assert isinstance(error, UsageError)
     assert functions(error) == ["fails"]

@@ -59,7 +59,7 @@ async def test_tensors_of_one_element_are_numbers(tmp_path: Path) -> None:
 
 
 async def test_a_loss_of_zero_is_a_loss(tmp_path: Path) -> None:
-    """Of the others 0 says that nothing is known."""
+    """For the other figures 0 means unknown."""
     async with connect(track=str(tmp_path)) as cluster:
         cluster.report(step=1, loss=0.0)
         cluster.report(step=2)
@@ -121,7 +121,7 @@ def test_a_run_that_goes_back_takes_the_place_of_the_later_steps(tmp_path: Path)
 
 
 def test_a_line_that_was_not_written_to_its_end_is_dropped(tmp_path: Path) -> None:
-    """As where the disk was full; what was whole stays."""
+    """For example because the disk was full; complete lines stay."""
     path = tmp_path / NAME
     for found, kept in (('{"step": 1}\n{"step": 2, "w', '{"step": 1}\n'), ('{"st', ""), ('{"step": 1}\n', '{"step": 1}\n'), ("", "")):
         path.write_text(found)

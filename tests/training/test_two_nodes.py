@@ -1,4 +1,4 @@
-"""Two machines with two workers each, as far as the kernel can tell: `shardnet run` in two network namespaces, and what goes between."""
+"""Two machines with two workers each, as far as the kernel can tell: `shardnet run` in two network namespaces, and their traffic."""
 
 import json
 import subprocess
@@ -16,7 +16,7 @@ from tests.networks import nodes_or_skip
 
 PATIENCE_S = 45.0
 COUNT = 1_000_000  # 4 MB: more than one chunk
-LEAST_BYTES = 4 * COUNT * 2  # that a node must send: half of the data to gather it, half to reduce it, all of it for both
+LEAST_BYTES = 4 * COUNT * 2  # that a node must send: half of the data to gather it, half to reduce it, all of it to do both
 WORKER = f"""
 import json
 import torch
@@ -46,7 +46,7 @@ shardnet.run(main)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("protection", [pytest.param("--insecure", marks=pytest.mark.faults), "--certs"])
 def test_collectives_cross_nodes_and_memory_stays_inside_them(protection: str, tmp_path: Path) -> None:
-    """With certificates each machine has its own, and so has the rendezvous."""
+    """With certificates, each machine and the rendezvous has its own."""
     program = tmp_path / "worker.py"
     program.write_text(WORKER)
     with nodes_or_skip(2) as network, ExitStack() as stack:
@@ -68,7 +68,7 @@ def test_collectives_cross_nodes_and_memory_stays_inside_them(protection: str, t
     told = sorted((json.loads(line.partition("] ")[2]) for out, _ in outputs for line in out.splitlines()), key=lambda each: each["rank"])
     right = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce"), True)
     neighbours = [1, 0, 3, 2]
-    addresses = [told[rank]["address"] for rank in (0, 0, 2, 2)]  # which node has the first two ranks is not said anywhere
+    addresses = [told[rank]["address"] for rank in (0, 0, 2, 2)]  # it is not determined which node has the first two ranks
     assert told == [
         {"rank": rank, "address": addresses[rank], "shares memory with": [neighbours[rank]], **right} for rank in range(len(neighbours))
     ]
@@ -76,7 +76,7 @@ def test_collectives_cross_nodes_and_memory_stays_inside_them(protection: str, t
 
 
 def protected(name: str, role: Role, directory: Path, protection: str) -> tuple[str, ...]:
-    """The options for one machine; what they name is made."""
+    """The options for one machine; this makes the files that they name."""
     if protection == "--insecure":
         return ("--insecure",)
     save(credentials(name, role, job="default" if role is Role.WORKER else None), directory / name)
@@ -84,7 +84,7 @@ def protected(name: str, role: Role, directory: Path, protection: str) -> tuple[
 
 
 def bytes_sent(node: Namespace) -> int:
-    """What has left a node over its link since there was one."""
+    """How many bytes have left a node over its link since the link exists."""
     command = node.command("ip", "-s", "-j", "link", "show", INTERFACE)
     (link,) = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     return int(link["stats64"]["tx"]["bytes"])

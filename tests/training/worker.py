@@ -1,8 +1,8 @@
-"""Workers as processes, to be killed and frozen: what a process does that a `Nursery` has forked.
+"""Workers as processes, which tests kill and freeze: the code of a process that a `Nursery` has forked.
 
-Each line that a worker reads is a job to join, as JSON: {"job", "world_size", "work", ...}; WORK below has the kinds of work. It says when
-it has joined, and when it has left: by which error, when, what it still holds then, and what its work gave. It ends when its standard
-input does.
+Each line that a worker reads is a job to join, as JSON: {"job", "world_size", "work", ...}; WORK below has the kinds of work. The worker
+reports when it has joined, and when it has left: with which error, when, what it still holds then, and its work's result. It ends when its
+standard input does.
 """
 
 import asyncio
@@ -61,7 +61,7 @@ class Worker:
             with suppress(RuntimeError):  # the loop is closed: a signal has ended it before
                 loop.call_soon_threadsafe(self._lines.put_nowait, "")
 
-        # a daemon: whoever is blocked in reading cannot be told to end
+        # a daemon: a thread that is blocked in reading cannot be told to end
         threading.Thread(target=read, name="standard input", daemon=True).start()
         poller = await LoopThread.shared().run_here(idle_channel())
         while line := await self._lines.get():
@@ -96,14 +96,14 @@ class Worker:
         facts: Command = {"error": None, "result": result}
         if error:
             facts = {"error": type(error).__name__, "lost": getattr(error, "rank", None), "message": str(error)}
-        error = None  # its traceback holds the frames, and they the backend
+        error = None  # its traceback holds the frames, and these hold the backend
         say("left", failed_s=failed_s, leaks=await asyncio.to_thread(lasting_leaks, before), **facts)
 
     # --- kinds of work
 
     async def stream(self, cluster: shardnet.Cluster, command: Command) -> int:
-        """Random collectives of the world and of its groups, results checked, until somebody is told to stop; or so many rounds of 8,
-        and after each tenth of them what this process holds. Returns the number of rounds."""
+        """Run random collectives of the world and of its groups, and check results, until a worker is told to stop; or `rounds` rounds of
+        8, reporting after each tenth of them what this process holds. Return the number of rounds."""
         backend, seed = cluster.backend, command.get("seed", 0)
         groups = {members: backend.subgroup(members) for members in groups_of(cluster.world_size) if cluster.rank in members}
         rng = random.Random(seed)
@@ -132,18 +132,18 @@ class Worker:
         raise AssertionError("unreachable: count() does not end")
 
     async def call(self, cluster: shardnet.Cluster, command: Command) -> object:
-        """What a function gives that gets the backend, in a thread of its own: "module:name", with arguments."""
+        """Call a function with the backend and arguments in a thread of its own: "module:name". Return its result."""
         return await asyncio.to_thread(pkgutil.resolve_name(command["function"]), cluster.backend, *command["arguments"])
 
     async def hold(self, cluster: shardnet.Cluster, command: Command) -> None:
-        """Rank 0 keeps the interpreter to itself for some seconds, as code in C may that loads a large file."""
+        """Rank 0 holds the GIL for some seconds, as C code that loads a large file may do."""
         await cluster.backend.barrier()
         if cluster.rank == 0:
             ctypes.PyDLL(None).sleep(command["seconds"])
         await cluster.backend.barrier()
 
     async def endure(self, cluster: shardnet.Cluster, command: Command) -> None:
-        """Train; when another one is lost, stay until somebody is told to stop, as a program does that a person is to look at."""
+        """Train; when another worker is lost, stay until one is told to stop, like a program that a person should inspect."""
         try:
             await self.train(cluster, command)
         except PeerLost:
@@ -151,7 +151,7 @@ class Worker:
             await self._lines.get()
 
     async def train(self, cluster: shardnet.Cluster, command: Command) -> None:
-        """Train a small GPT; say after each tenth of the steps what this process holds."""
+        """Train a small GPT; report after each tenth of the steps what this process holds."""
         steps, samples = command["steps"], 2
         model = await cluster.shard(make_gpt(width=96, layers=4), units=(Block,))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -172,14 +172,14 @@ class Worker:
 
 
 def groups_of(world_size: int) -> tuple[tuple[int, ...], ...]:
-    """The groups of random programs, as far as a world of this size has them."""
+    """The groups of random programs that fit into a world of this size."""
     found = {tuple(rank for rank in members if rank < world_size) for members in GROUPS}
     return tuple(sorted(found - {()}))
 
 
 def holdings() -> dict[str, int]:
-    gc.collect()  # or what waits for the collector counts, too, and that goes up and down
-    ctypes.CDLL(None).malloc_trim(0)  # so does what is free, and kept for the next one
+    gc.collect()  # otherwise garbage that waits for the collector would count, too, and that goes up and down
+    ctypes.CDLL(None).malloc_trim(0)  # free memory that malloc keeps goes up and down as well
     me = psutil.Process()
     running = LoopThread.shared().loop
     return {
@@ -203,7 +203,7 @@ WORK: dict[str, Callable[[Worker, shardnet.Cluster, Command], Awaitable[object]]
 
 
 def enter(namespace: str) -> None:
-    """Move to a network namespace; before there are other threads, which would stay behind."""
+    """Move to a network namespace. Call it before there are other threads, which would stay behind."""
     libc = ctypes.CDLL(None, use_errno=True)
     with Path("/run/netns", namespace).open() as file:
         if libc.setns(file.fileno(), CLONE_NEWNET):
@@ -211,7 +211,7 @@ def enter(namespace: str) -> None:
 
 
 def work(rendezvous: str, namespace: str) -> int:
-    """What a new process does; its exit status."""
+    """Run in a new process; return its exit status."""
     if namespace:
         enter(namespace)
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""`Worker`: the test's end of a worker process (tests/training/worker.py); and a rendezvous for some of them."""
+"""`Worker`: the test's end of a worker process (tests/training/worker.py); and a rendezvous for workers."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from shardnet.rendezvous.server import RendezvousServer
 from shardnet.testing import nursery as forks
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE_S = 45.0  # far above what anything here takes; only a hang reaches it
+PATIENCE_S = 45.0  # far longer than anything here takes; only a hang reaches it
 
 Message = dict[str, Any]
 
@@ -36,7 +36,7 @@ class Nursery(forks.Nursery):
         return self.fork("tests.training.worker:work", rendezvous, namespace, descriptors=(stdin, stdout))
 
     def call(self, function: str, *arguments: str, within_s: float) -> str:
-        """Run "module:name" in a process of its own, to its end; what it prints. What it returns is the exit status, which must be 0."""
+        """Run "module:name" in a process of its own, to its end, and return its output. It returns the exit status, which must be 0."""
         with Path(os.devnull).open() as nothing, TemporaryFile("w+") as output:
             pid = self.fork(function, *arguments, descriptors=(nothing.fileno(), output.fileno(), output.fileno()))
             status = self.wait_or_kill(pid, within_s)
@@ -46,10 +46,10 @@ class Nursery(forks.Nursery):
         return printed
 
     def reference(self, function: str, folders: Callable[[], Path], *arguments: str, within_s: float) -> Path:
-        """The folder, one of these, into which a run of torch's own engine has written.
+        """The folder, one of these, with the results of a run of torch's own engine.
 
         Now and then, on a busy machine, a process of such a run is ended by torch (`terminate called after throwing an instance of
-        'c10::Error'`, on threads of gloo's that nobody can catch anything on). It is not what is to be tested: it gets another try.
+        'c10::Error'`, on gloo's threads, where nobody can catch anything). That is not under test, so it gets another try.
         """
         for is_last in (False, False, True):
             folder = folders()
@@ -91,7 +91,7 @@ class Worker:
         os.close(self._stdout)
 
     def tell(self, **command: object) -> None:
-        """Give it a job, or anything while it streams: then all stop."""
+        """Give it a job. While it streams, any message makes all workers stop."""
         os.write(self._stdin, json.dumps(command).encode() + b"\n")
 
     def hear(self, what: str, *, skip: str = "", within_s: float = PATIENCE_S) -> Message:

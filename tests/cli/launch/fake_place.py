@@ -1,4 +1,4 @@
-"""`FakePlace`: workers without processes, which end as a test says."""
+"""`FakePlace`: workers without processes, which end when a test says so."""
 
 import asyncio
 import itertools
@@ -6,7 +6,7 @@ import itertools
 from shardnet.cli.launch.failure import Exit
 
 LONG_S = 3600.0
-_CLOCK = itertools.count(LONG_S + 1)  # every exit is later than those before
+_CLOCK = itertools.count(LONG_S + 1)  # so that every exit is later than those before
 
 
 def ended(label: str, code: int, *, lived_s: float = LONG_S, was_ended: bool = False, tail: tuple[str, ...] = ()) -> Exit:

@@ -1,4 +1,4 @@
-"""What the launcher has written."""
+"""What the launcher prints."""
 
 import io
 

@@ -72,7 +72,7 @@ def test_the_cores_are_shared_out(nproc: int, threads: int) -> None:
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="others have another malloc")
 @pytest.mark.parametrize(("size", "users"), [(600, False), (40, False), (600, True)])
 def test_malloc_joins_what_is_freed_at_once(size: int, users: bool) -> None:
-    """Two small blocks beside each other make room for one that is twice as large; unless the user wants them set aside."""
+    """Two adjacent freed small blocks make room for one that is twice as large, unless the user wants them set aside."""
     program = f"""
 import ctypes
 libc = ctypes.CDLL(None)

@@ -1,4 +1,4 @@
-"""Who is to blame."""
+"""Which worker is to blame."""
 
 import pytest
 

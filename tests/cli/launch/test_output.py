@@ -26,7 +26,7 @@ Write = Callable[[bytes], None]
 
 @asynccontextmanager
 async def pumped(err: io.StringIO) -> AsyncIterator[Write]:
-    """What is written is on its way to `err`; at the end all of it has come."""
+    """Everything that is written goes to `err`, and has arrived there at the end."""
     with Console(io.StringIO(), err) as console:
         output = Output(console, console.err, lambda _: "[0] ", Tracebacks(console.told, lambda: "rank 0"))
         async with Pipe() as pipe, asyncio.TaskGroup() as tasks:
@@ -69,7 +69,7 @@ async def test_a_progress_bar_does_not_overtake_it(monkeypatch: pytest.MonkeyPat
 
 
 async def test_a_worker_that_is_replaced_leaves_nothing_to_refer_to() -> None:
-    """Another one's traceback would be said to be that of somebody who is gone."""
+    """Otherwise another worker's traceback could refer to that of a worker that is gone."""
     with Console(io.StringIO(), io.StringIO()) as console:
         place = Place(0, Job("train.py"), "127.0.0.1:1", Spawn((sys.executable, "-c", "")), console)
         first, second = object(), object()

@@ -1,4 +1,4 @@
-"""How far the training is, asked and in words."""
+"""How far the training is: asking workers, and saying it in words."""
 
 import asyncio
 import io
@@ -31,7 +31,7 @@ def test_units() -> None:
 
 
 class Shown(ProgressView):
-    """Keeps what it is to show."""
+    """Keeps what it should show."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(console)
@@ -42,7 +42,7 @@ class Shown(ProgressView):
 
 
 async def test_who_does_not_answer_does_not_hide_the_next_one() -> None:
-    """As a frozen worker that an elastic job goes on without."""
+    """For example a frozen worker that an elastic job goes on without."""
 
     async def ask(address: str) -> Progress:
         if address == "frozen:1":

@@ -14,7 +14,7 @@ NEVER = Pauses(first_s=1e6, longest_s=1e6)
 
 
 class Launch:
-    """A supervisor at work, and what it said."""
+    """A running supervisor, and its messages."""
 
     def __init__(self, places: Sequence[FakePlace], recovery: Recovery | None, said: asyncio.Queue[str], grace_s: float) -> None:
         self.supervisor = Supervisor(places, grace_s=grace_s, recovery=recovery)
@@ -27,7 +27,7 @@ class Launch:
 async def launch(
     workers: int, restarts: int | None = None, least: int = 0, pauses: Pauses | None = None, grace_s: float = 60.0
 ) -> AsyncIterator[Launch]:
-    """All are started; elastic if there is a number of restarts."""
+    """A launch with all workers started; it is elastic if a number of restarts is given."""
     said: asyncio.Queue[str] = asyncio.Queue()
     places = [FakePlace(f"rank {rank}") for rank in range(workers)]
     work = Launch(places, None if restarts is None else Recovery(restarts, least, said.put_nowait, pauses), said, grace_s)
@@ -124,7 +124,7 @@ async def test_a_job_of_which_nobody_is_left_here_fails_even_if_other_machines_g
 
 
 async def test_all_must_succeed_where_all_are_needed() -> None:
-    """The replacement would wait for a peer that is done."""
+    """A replacement would wait for a peer that is done."""
     async with launch(2, 5, least=2) as work:
         work.places[0].end(0)
         work.places[1].end(3)
@@ -158,7 +158,7 @@ async def test_too_few_do_not_wait_for_the_end_of_a_pause() -> None:
     async with launch(3, 2, least=2, pauses=NEVER) as work:
         work.places[0].end(1, lived_s=0.1)
         await work.places[0].until_started(2)
-        work.places[0].end(1, lived_s=0.1)  # it would come back in days
+        work.places[0].end(1, lived_s=0.1)  # a replacement would come in days
         work.places[1].end(2)
         work.places[2].end(3)
         assert (await work.verdict).status == 3
@@ -166,7 +166,7 @@ async def test_too_few_do_not_wait_for_the_end_of_a_pause() -> None:
 
 
 async def test_a_lost_state_is_the_end_whatever_restarts_are_left() -> None:
-    """New workers would train everything anew, and the launch would end as if nothing had been lost."""
+    """New workers would start the training again, and the launch would end as if nothing had been lost."""
     async with launch(3, 5, least=1) as work:
         work.places[1].end(1, tail=("shardnet.errors.StateLost: the state of step 20 (epoch 1) is lost: more workers are gone",))
         verdict = await work.verdict

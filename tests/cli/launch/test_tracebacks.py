@@ -52,7 +52,7 @@ def fed(tracebacks: Tracebacks, lines: Iterable[str]) -> list[str]:
 
 
 def shown(tracebacks: Tracebacks, lines: Iterable[str]) -> list[str]:
-    """By the time that the stream has been quiet for a while."""
+    """What is shown once the stream has been quiet for a while."""
     return [*fed(tracebacks, lines), *tracebacks.release()]
 
 
@@ -84,7 +84,7 @@ def test_what_is_the_same_but_for_its_rank_is_told_in_a_line(streams: list[Trace
 
 
 def test_one_worker_may_repeat_itself(streams: list[Tracebacks]) -> None:
-    """Whatever it is called by now. Others that follow it are told in a line each time."""
+    """It may, whatever its name is by now. Others with the same traceback get one line each time."""
     for _ in range(3):
         assert shown(streams[0], WHOLE) == WHOLE
         assert shown(streams[1], WHOLE) == short()
@@ -113,7 +113,7 @@ def test_one_that_breaks_off_is_shown(streams: list[Tracebacks]) -> None:
 
 
 def test_none_is_held_for_long(streams: list[Tracebacks], clock: Clock) -> None:
-    """Whether more of it comes or not."""
+    """This holds whether more of the traceback comes or not."""
     assert fed(streams[0], [HEAD, FRAME[0]]) == []
     clock.now_s += 0.9 * module.HELD_S
     assert fed(streams[0], FRAME[1:]) == []

@@ -16,7 +16,7 @@ FOR_EVER = (sys.executable, "-c", "import signal\nwhile True: signal.pause()")
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 async def test_what_is_sent_before_the_start_reaches_it(number: signal.Signals) -> None:
-    """As when the user presses Ctrl-C while the system makes the process."""
+    """For example a Ctrl-C that comes while the system makes the process."""
     with Console(io.StringIO(), io.StringIO()) as console:
         worker = Worker(0, console)
         if number is signal.SIGKILL:
