@@ -233,7 +233,7 @@ def unequal_samples(backend: Backend) -> list[list[float]]:
 
 
 def statistics(backend: Backend) -> tuple[int, int, int, int, list[str], bool]:
-    """The cluster's statistics of two steps: passes, steps, tokens forward, layers, and whether communication is part of the efficiency."""
+    """The cluster's statistics of two steps: passes, steps, tokens forward, layers, and whether communication lowers the efficiency."""
     model = FSDP(EightEqual(), backend, units=[Weighted])
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     with PerformanceRecorder(model, optimizer) as recorder:

@@ -1,4 +1,4 @@
-"""`FakePlace`: workers without processes, which end when a test says so."""
+"""`FakePlace`: workers without processes, which end when and how a test says."""
 
 import asyncio
 import itertools
