@@ -92,7 +92,8 @@ class Pending(Generic[T]):
 
     def add_done_callback(self, callback: Callable[["Pending[T]"], None]) -> None:
         """Call `callback(self)` once done, on whichever thread finishes it (at once if it is done)."""
-        self._future.add_done_callback(lambda _: callback(self))
+        waiting = [self]  # emptied by the call: a future keeps its callbacks when it is done, which would refer to it and to its result
+        self._future.add_done_callback(lambda _: callback(waiting.pop()))
 
     def map(self, function: Callable[[T], U]) -> "Pending[U]":
         """A handle for `function(result)`. `function` runs on the thread that finishes the collective: keep it short, and do not read a

@@ -186,6 +186,6 @@ async def test_nothing_keeps_them_when_it_has_ended(world: Ranks, size: int) -> 
         await each_rank(world, work)
         async with asyncio.timeout(5.0):  # other threads may hold the last one for a moment
             while not all(trace.expired() for trace in traces):  # type: ignore[no-untyped-call]
-                await asyncio.sleep(0.001)
+                await each_rank(world, lambda rank: rank.barrier())
     finally:
         gc.enable()
