@@ -13,6 +13,7 @@ reordered      groups whose ranks do not ascend
 sparse         sums of sparse tensors
 carrying       tensors in the form that a `Backend` takes
 work           torch's handles of running collectives
+reducers       keeps works for which DDP waits in C++
 profiled       what torch's profiler shows of them
 ends           the threads on which callbacks of torch's futures run
 """

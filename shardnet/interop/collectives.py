@@ -302,6 +302,9 @@ class Collectives(dist.ProcessGroup):
         work = kind(pending, outputs, self._ends, finish, facts)
         if self._coalesced is not None:
             self._coalesced.append(work)
+        if c10d._allow_inflight_collective_as_graph_input():  # then `wait_tensor` waits for what is registered, as torch's own groups do
+            for output in outputs:
+                c10d._register_work(output, work)
         return work
 
     def _timeout(self, opts: Any) -> float:

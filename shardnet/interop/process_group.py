@@ -10,8 +10,9 @@ import torch
 from torch._C import _distributed_c10d as c10d
 
 from shardnet.backend import Backend
-from shardnet.errors import StateError
+from shardnet.errors import StateError, UsageError
 from shardnet.interop.collectives import Collectives
+from shardnet.interop.reducers import keep_works
 from shardnet.interop.registration import DEVICES
 from shardnet.interop.reordered import in_order
 from shardnet.interop.store import placed_world
@@ -30,6 +31,12 @@ def create(options: Any) -> "ShardnetProcessGroup":
             "call init_process_group('shardnet') first"
         )
     if not ranks:
+        if not 0 <= options.group_rank < options.group_size:
+            raise UsageError(
+                f"rank {options.group_rank} of a world of {options.group_size}: ranks go from 0 to {options.group_size - 1}; "
+                "look at RANK and WORLD_SIZE, or at what init_process_group is given"
+            )
+        keep_works()
         placed = placed_world(options.store)
         world = World.meet(options.store, options.group_rank, options.group_size, timeout_s) if placed is None else placed
         _worlds[:] = [world]

@@ -56,6 +56,17 @@ def polled(rank: int, world_size: int, _: Path) -> None:
     assert strided.tolist() == [[sums] * 3] * 2
 
 
+def in_flight(rank: int, world_size: int, _: Path) -> None:
+    """A collective that is under way may be given to a graph, which waits for its tensor."""
+    import torch.distributed._functional_collectives as functional
+
+    tensor = torch.full((4,), float(rank))
+    with functional.allow_inflight_collective_as_graph_input_ctx():
+        dist.all_reduce(tensor, async_op=True)
+        torch.ops._c10d_functional.wait_tensor(tensor)
+    assert tensor.tolist() == [sum(range(world_size))] * 4
+
+
 def facts(rank: int, world_size: int, _: Path) -> None:
     """What works report about themselves."""
     group = dist.new_group([1, 0], timeout=TIMEOUT)

@@ -312,14 +312,15 @@ def zero(rank: int, world_size: int, _: Path) -> None:
 
 
 def joined(rank: int, world_size: int, _: Path) -> None:
-    """Some ranks run out of batches before the others."""
+    """Some ranks run out of batches before the others. The mean is over all ranks, or over those that still have some."""
     model = nn.parallel.DistributedDataParallel(_model())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with model.join():
-        for step in range(1 + 2 * rank):
-            model(_batch(rank, step)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    for initial in (True, False):
+        with model.join(divide_by_initial_world_size=initial):
+            for step in range(1 + 2 * rank):
+                model(_batch(rank, step)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
     flat = torch.cat([each.detach().view(-1) for each in model.parameters()])
     everyone = [torch.empty_like(flat) for _ in range(world_size)]
     dist.all_gather(everyone, flat)

@@ -12,6 +12,7 @@ from torch._C import _distributed_c10d as c10d
 
 from shardnet.backend import LoopbackBackend
 from shardnet.errors import UsageError
+from shardnet.interop import process_group
 from shardnet.interop.process_group import ShardnetProcessGroup
 from shardnet.interop.world import World
 from shardnet.topology import Member, Topology
@@ -60,3 +61,11 @@ def test_the_rule_is_told(group: ShardnetProcessGroup, call: Call, complaint: st
     with pytest.raises(UsageError) as refused:
         call(group)
     assert complaint in str(refused.value)
+
+
+@pytest.mark.parametrize("rank", [2, 9, -1])
+def test_a_rank_that_does_not_exist_is_refused_at_once(rank: int) -> None:
+    """Others would wait for the whole timeout, and then name ranks that have come."""
+    options = SimpleNamespace(timeout=timedelta(minutes=30.0), global_ranks_in_group=[], group_rank=rank, group_size=2)
+    with pytest.raises(UsageError, match=rf"rank {rank} of a world of 2: ranks go from 0 to 1; look at RANK and WORLD_SIZE"):
+        process_group.create(options)
