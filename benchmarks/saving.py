@@ -1,6 +1,6 @@
-"""What a checkpoint costs the training that goes on meanwhile. Run by all ranks: `shardnet run --nproc 2 benchmarks/saving.py DIR`.
+"""Measure how much a checkpoint slows down the training while it is written: `shardnet run --nproc 2 benchmarks/saving.py DIR`.
 
-Steps without a save and steps with one under way, in turn; the first of these also waits for the copy.
+Steps without a save and steps during a save take turns. The time that the training waits for the copy is printed by itself.
 """
 
 import argparse
@@ -44,7 +44,7 @@ async def main() -> None:
             return time.perf_counter() - started_s
 
         for _ in range(2):
-            await step()  # makes buffers, and Adam's state
+            await step()  # creates buffers and Adam's state
         alone, beside, begun, written = list[float](), list[float](), list[float](), list[float]()
         for number in range(options.rounds):
             alone += [await step() for _ in range(options.steps)]

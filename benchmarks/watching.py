@@ -1,7 +1,7 @@
-"""What it costs workers to be watched. Run by all ranks: `shardnet run --nproc 16 benchmarks/watching.py`.
+"""Measure what it costs workers to be watched: `shardnet run --nproc 16 benchmarks/watching.py`.
 
-The same seconds with and without a stream of statistics from every rank, in turn; what the ranks do meanwhile, little, costs them the
-same. Whoever reads the streams is a process of its own, whose time does not count.
+Equally long periods with and without a stream of statistics from every rank take turns. The ranks do the same, very little, in both. A
+separate process reads the streams; its CPU time does not count.
 """
 
 import argparse
@@ -46,7 +46,7 @@ async def main() -> None:
             await cluster.mean(1.0)
         for _ in range(options.rounds):
             alone.append(await round_s())
-            reader = await start_watching(addresses, options.interval) if cluster.rank == 0 else None  # the others wait
+            reader = await start_watching(addresses, options.interval) if cluster.rank == 0 else None  # the other ranks wait at the barrier
             watched.append(await round_s())
             if reader is not None:
                 told += int((await reader.communicate(b""))[0])

@@ -1,8 +1,8 @@
-"""Turns protos/shardnet/v1/*.proto into shardnet/pb: `python protos/generate.py` writes, `--check` only compares.
+"""Generate shardnet/pb from protos/shardnet/v1/*.proto: `python protos/generate.py` writes the files, `--check` only compares them.
 
-The proto package is shardnet.v1, the Python package is shardnet.pb. protoc derives Python import paths from file paths, so the
-directory of the .proto files is given to it under the virtual name `shardnet/pb`; nothing in the output needs patching, and the
-names under which the files enter protobuf's process-wide registry cannot collide with another package's `stats.proto`.
+The proto package is shardnet.v1, the Python package is shardnet.pb. protoc derives Python import paths from file paths, so this program
+gives it the directory of the .proto files under the virtual name `shardnet/pb`. The output then needs no patching, and the names under
+which protobuf's process-wide registry keeps the files cannot collide with another package's `stats.proto`.
 """
 
 import argparse

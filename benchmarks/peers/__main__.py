@@ -20,7 +20,7 @@ TORCHFT, HIVEMIND = Engine("torchft DDP", "torchft"), Engine("hivemind GradientA
 
 
 def ours(*arguments: str) -> Engine:
-    """`arguments` as with_shardnet.py takes them."""
+    """Shardnet, run with these arguments of with_shardnet.py."""
     return Engine(" ".join(arguments).replace("grpc", "over gRPC"), OURS, arguments)
 
 
@@ -89,7 +89,7 @@ def kills(engines: Sequence[Engine], venvs: dict[str, Path], repeats: int, failu
 
 
 def environment(peer: str, folder: Path) -> Path:
-    """The Python of a peer's virtual environment. Files are copied into it: memory of files shared with another one would count half."""
+    """The Python of a peer's virtual environment. Its files are copies: memory of files that two environments share would count half."""
     python = (folder / peer / "bin" / "python").absolute()
     if not python.exists():
         uv = shutil.which("uv")

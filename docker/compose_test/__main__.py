@@ -1,10 +1,11 @@
-"""Build the image, run the cluster of compose.yaml, and see that it does what docs/compose.md says. Leaves the image, and nothing else.
+"""Build the image, run the cluster of compose.yaml, and check that it does what docs/compose.md says. Only the image is left afterwards.
 
-Where no container engine is up, or no base image can be had, it says so, checks compose.yaml's syntax and ends with status 0.
+If no container engine is up, or no base image can be had, this says so, checks the syntax of compose.yaml and ends with status 0.
 
-BASE_IMAGE, TORCH_INDEX, IMAGE   as in compose.yaml. Without BASE_IMAGE: python:3.11-slim if the engine has or reaches it, else an image
-                                 made here by docker/make-base-image
-BUILD_NETWORK                    network of the build, host if not given: the engine's default one may not reach a package index
+Environment variables:
+BASE_IMAGE, TORCH_INDEX, IMAGE   as in compose.yaml. Without BASE_IMAGE: python:3.11-slim if the engine has it or can pull it, otherwise
+                                 an image made here by docker/make-base-image (one that was made earlier is used without a pull)
+BUILD_NETWORK                    network of the build (default: host, since the engine's default network may not reach a package index)
 """
 
 import argparse

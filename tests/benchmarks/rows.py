@@ -1,4 +1,4 @@
-"""Rows of a run that never was."""
+"""Made-up rows of a benchmark run."""
 
 from typing import Any
 

@@ -47,7 +47,7 @@ def test_functions_count_by_what_they_do(code: CodeType, part: str) -> None:
 
 
 def test_built_in_functions_count_by_their_name() -> None:
-    """As cProfile writes them down."""
+    """By the text that cProfile records for them."""
     with socket.socket() as sock:
         assert _part_of(repr(type(sock).sendmsg)) == SENDING
         assert _part_of(repr(type(sock).send)) == SENDING

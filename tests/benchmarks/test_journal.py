@@ -1,4 +1,4 @@
-"""What one process writes and another reads meanwhile."""
+"""`Journal`: one process writes it while another one reads it."""
 
 from pathlib import Path
 

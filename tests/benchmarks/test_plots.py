@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def measured() -> list[Row]:
-    """What is measured of growth, more or less."""
+    """Rows like those that a run measures to show growth."""
     grown = partial(row, kind=growth.KIND)
     return [
         *(
@@ -65,7 +65,7 @@ def test_what_is_started_at_once_counts_by_the_piece() -> None:
 
 def test_what_was_not_measured_has_no_plot() -> None:
     assert plots([row(kind=growth.KIND)]) == []
-    assert plots([row(), row(bytes=KIB)]) == []  # of another question
+    assert plots([row(), row(bytes=KIB)]) == []  # rows of another kind
     assert [plot.file for plot in plots([row(kind=growth.KIND, op="train_step", peer="fsdp2-gloo", layers=n) for n in (2, 4)])] == [
         "depth.svg"
     ]

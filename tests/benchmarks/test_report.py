@@ -96,7 +96,7 @@ def test_each_topology_has_a_table_that_says_where_the_ranks_were() -> None:
 
 
 def test_a_limited_link_stands_beside_what_was_reached() -> None:
-    """1 MiB x 3 in a ring of 4 on 2 nodes: half a MiB crosses, in 4.39 ms of the 10 that shardnet takes."""
+    """1 MiB x 3 in a ring of 4 on 2 nodes: half a MiB crosses, which takes the link 4.39 ms of the 10 that shardnet takes."""
     facts: dict[str, Any] = {"topology": "netns-1gbit", "transport": "hier", "ranks": 4, "nodes": 2, "moved_bytes": 3 * MIB}
     lines = [line.split() for line in text_report([row(**facts), row(kind="step", op="train_step", **facts)]).splitlines()]
     (gather,) = (line for line in lines if line[:1] == ["all_gather"] and "MiB" in line)
@@ -129,7 +129,7 @@ def test_where_the_time_went_stands_in_a_table_of_its_own() -> None:
     explained = {part: float(number) for number, part in enumerate(PARTS)}
     lines = [line.split() for line in text_report([row(explained_ms=explained), row(op=Op.ALL_REDUCE)]).splitlines()]
     assert ["all_gather", "1", "MiB", str(sum(range(len(PARTS)))), *map(str, range(len(PARTS)))] in lines
-    assert len([line for line in lines if line[:1] == ["all_reduce"]]) == 2  # times and target; nobody asked where it went
+    assert len([line for line in lines if line[:1] == ["all_reduce"]]) == 2  # in the tables of times and of targets; no --explain for it
 
 
 def test_what_was_not_measured_has_no_table() -> None:

@@ -32,7 +32,7 @@ SMAPS = Path("/proc/self/smaps_rollup")
 
 
 def measured(directory: Path, *arguments: str) -> list[dict[str, Any]]:
-    """The rows of a run, which must end well."""
+    """The rows of a run, which must succeed."""
     path = directory / "latest.json"
     command = [sys.executable, "-m", "benchmarks", "--json", str(path), *TINY.split(), *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

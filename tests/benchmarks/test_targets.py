@@ -61,7 +61,7 @@ def test_nodes_have_targets_of_their_own(topology: str, transport: str, ratios: 
 @pytest.mark.parametrize(("reached", "met"), [(0.96, True), (0.94, False)])
 def test_a_link_is_to_be_used_well(reached: float, met: bool) -> None:
     link = 1e9 / 8 * 1448 / 1514  # payload bytes a second
-    moved = int(0.01 * reached * link * 2) * 3  # by a ring of 4; half of a third of it crosses the link, in shardnet's 10 ms
+    moved = int(0.01 * reached * link * 2) * 3  # in a ring of 4; half of a third of these bytes cross the link, in shardnet's 10 ms
     rows = complete(dict.fromkeys(COLLECTIVES, 9.0), ranks=4, topology="netns-1gbit", transport="hier", nodes=2, moved_bytes=moved)
     gloo, bound = judge(rows)
     assert gloo.met
@@ -142,7 +142,7 @@ def test_steps_are_judged_against_each_peer() -> None:
 
 
 def test_compression_is_judged_by_what_fsdp2_takes() -> None:
-    """Three times shardnet's time for FSDP2 and 0.9 times for the compressed training: 3.33 times."""
+    """FSDP2 takes 3 times shardnet's time, and the compressed training 0.9 times: a ratio of 3.33."""
     plain, compressed, half = judge_steps(steps("netns-1gbit", "hier", fsdp2=3.0, alone=0.5, int8=0.9, bfloat16=1.1))
     assert plain.met
     assert compressed.ratio == pytest.approx(3.0 / 0.9)

@@ -1,4 +1,4 @@
-"""A process that forks others; what they find is tested where they run programs (tests/cli/test_run_start.py)."""
+"""`Nursery`: a process that forks others. What forked processes find is tested where they run programs (tests/cli/test_run_start.py)."""
 
 import errno
 import os

@@ -15,4 +15,4 @@ def warm(request: pytest.FixtureRequest) -> None:
     if torch.cuda.is_available():
         runner: ClusterRunner = request.getfixturevalue("cluster")
         runner.warm_up()
-        torch.ones(1, device="cuda")  # opens what the process has of the GPU from then on
+        torch.ones(1, device="cuda")  # from then on the process keeps what this opens for the GPU

@@ -18,7 +18,7 @@ from tests.devices import needs_gpu
 pytestmark = [needs_gpu, pytest.mark.timeout(120)]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
-ROWS = (4, 60_000)  # the first would go by letter if it were the CPU's, the second in chunks
+ROWS = (4, 60_000)  # on the CPU, the first goes as a letter (one eager message), the second in chunks
 A_WHILE = 200_000_000  # cycles of the GPU: about a tenth of a second
 
 
@@ -64,7 +64,7 @@ def test_a_gpu_gets_what_a_cpu_gets(cluster: ClusterRunner, nodes: int) -> None:
 
 
 async def reduce_what_is_computed_later(cluster: shardnet.Cluster) -> tuple[bool, bool, bool]:
-    """Whether the call waited for the GPU, and whether it took and overwrote what the stream had written by then."""
+    """Whether the call returned before the GPU was done, whether its input is unchanged, and whether the sum has what was then written."""
     for _ in range(2):  # the first time each kernel is loaded and memory is pinned, which waits for the GPU
         x = torch.zeros(1 << 20, device="cuda")
         torch.cuda.synchronize()
@@ -112,7 +112,7 @@ async def free_what_is_under_way(cluster: shardnet.Cluster) -> float:
         with torch.cuda.stream(side):
             pending = cluster.backend.all_reduce(given)
         del given
-        spoilt = torch.zeros(1 << 18, device="cuda")  # where it was, if the allocator gives that away
+        spoilt = torch.zeros(1 << 18, device="cuda")  # takes the place of the input, if the allocator has freed that
         result = await pending
         least = min(least, result.min().item())
         del spoilt
@@ -165,7 +165,7 @@ async def count_copies(cluster: shardnet.Cluster) -> dict[str, int]:
     optimizer = torch.optim.SGD(model.parameters())
     recorder = await cluster.record(None, optimizer)
     copies = Copies(2 * 2)
-    cluster.telemetry.observe(copies)  # added after the recorder, which therefore has counted when this one hears
+    cluster.telemetry.observe(copies)  # added after the recorder, which therefore counts each copy first
     for _ in range(2):
         await cluster.backend.all_gather(torch.ones(1 << 20, device="cuda"))
     await copies.counted.wait()

@@ -44,7 +44,7 @@ def train_alone(steps: int = STEPS) -> dict[str, torch.Tensor]:
 
 
 async def train(cluster: shardnet.Cluster, name: str) -> float:
-    """The largest difference of a parameter from one process's."""
+    """Train; return the largest difference between a parameter and that of one process."""
     model = await cluster.shard(make_gpt(seed=cluster.rank).cuda(), units=[Block], **OPTIONS[name])
     optimizer = optimizer_for(model.parameters())
     share = SAMPLES // cluster.world_size
@@ -68,7 +68,7 @@ def test_training_equals_one_process(cluster: ClusterRunner, name: str) -> None:
 
 
 async def train_narrow(cluster: shardnet.Cluster, how: str) -> tuple[float, float]:
-    """First and last loss of a model that computes in 16 bits, or sends 8."""
+    """First and last loss of a model that computes in 16 bits, or sends 8 bits."""
     options: dict[str, Any] = {"mixed_precision": BFLOAT16} if how != "int8" else {}
     if "int8" in how:
         options["compression"] = Compression(weights="int8", gradients="int8")
@@ -100,7 +100,7 @@ def small_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def measure_memory(cluster: shardnet.Cluster, cpu_offload: bool) -> dict[str, list[int]]:
-    """Bytes that torch has allocated after each step and at each step's peak, and that it holds."""
+    """Bytes that torch has allocated after each step and at each step's peak, and bytes that it has reserved."""
     model = await cluster.shard(make_gpt(width=510, heads=3, layers=8).cuda(), units=[Block], cpu_offload=cpu_offload)
     optimizer = torch.optim.AdamW(model.parameters())
     measured: dict[str, list[int]] = {"after": [], "peak": [], "held": []}
@@ -126,7 +126,7 @@ def test_memory_is_the_same_after_each_step(cluster: ClusterRunner) -> None:
         assert len(set(measured["after"][2:])) == 1  # from then on the optimizer has its state
         assert len(set(measured["held"][2:])) == 1
         assert max(measured["peak"][2:]) - min(measured["peak"][2:]) < 1 << 20
-        # half of parameters and of two moments; gradients come while units go
+        # a rank has half of the parameters and of the two moments; gradients come while full units go
         assert measured["after"][-1] < 1.6 * measured["parameters"][0]
         assert measured["peak"][-1] < 2 * measured["parameters"][0] + 6 * measured["unit"][0]
 

@@ -37,7 +37,7 @@ def whole(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def train_with_torch(rank: int, world_size: int, kind: str, folder: str) -> float:
-    """The largest difference from one process."""
+    """Train; return the largest difference between a parameter and that of one process."""
     dist.init_process_group("shardnet", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
     try:
         model: nn.Module = make_gpt().cuda()

@@ -89,7 +89,7 @@ async def test_a_result_is_there_in_the_order_of_streams_and_no_thread_waits(alo
     handle = all_reduce(alone, x)
     result = handle.wait()
     assert not torch.cuda.current_stream().query(), "the host has waited"
-    doubled = result * 2  # after it, on the same stream
+    doubled = result * 2  # after the sum, on the same stream
     del x, result
     assert (doubled == 6).all().item()
 
@@ -102,7 +102,7 @@ async def test_what_waits_on_another_stream_has_the_result(alone: TorchBackend) 
 
 
 async def test_memory_that_is_dropped_at_once_is_used_again_only_behind_it(alone: TorchBackend) -> None:
-    """Inputs and results of many collectives, of which the caller keeps nothing but handles."""
+    """The caller keeps neither inputs nor results of many collectives, only their handles."""
     handles = [all_reduce(alone, torch.full((ELEMENTS,), float(number), device="cuda")) for number in range(50)]
     for number, handle in enumerate(handles):
         assert (await handle == number).all().item()

@@ -130,7 +130,7 @@ async def hold_up(cluster: shardnet.Cluster) -> Place:
 
 
 async def go_on_without(cluster: shardnet.Cluster) -> tuple[float, bool]:
-    """Rank 1 is killed while the others are in a kernel with it. Return after how long they hear of it, and whether they go on."""
+    """Rank 1 is killed while the others are in a kernel with it. Return how long it takes until they hear of it, and whether they go on."""
     ours = await over_nccl(cluster)
     x = torch.ones(ELEMENTS, device="cuda")
     await ours.backend.all_gather(x)
@@ -141,8 +141,8 @@ async def go_on_without(cluster: shardnet.Cluster) -> tuple[float, bool]:
         with pytest.raises(TimeoutError):
             handle.wait(0.5)
         cluster.report(step=1)  # here rank 1 ends
-    with contextlib.suppress(PeerLost):  # if it comes before the launch
-        (await handle).sum().item()  # on the GPU, where it would wait for ever
+    with contextlib.suppress(PeerLost):  # if the loss is heard of before the launch
+        (await handle).sum().item()  # waits on the GPU, where the kernel would never end by itself
     start = time.monotonic()
     with pytest.raises(PeerLost):
         await ours.backend.all_gather(x)
@@ -163,7 +163,7 @@ def test_who_waits_on_the_gpu_for_one_that_is_killed_goes_on(cluster: ClusterRun
 
 
 async def go_on_after_a_timeout(cluster: shardnet.Cluster) -> bool:
-    """A kernel that waits for a rank which never comes ends when that rank's time is over, and another group goes on."""
+    """A kernel that waits for a rank which never comes ends when that rank's collective times out, and another group goes on."""
     ours = await over_nccl(cluster)
     x = torch.ones(ELEMENTS, device="cuda")
     await ours.backend.all_gather(x)
@@ -173,7 +173,7 @@ async def go_on_after_a_timeout(cluster: shardnet.Cluster) -> bool:
         with pytest.raises(CollectiveTimeout):
             await ours.backend.all_gather(x, timeout_s=1.0)
     else:
-        await ours.backend.all_gather(x)  # done, except on the GPU
+        await ours.backend.all_gather(x)  # the handle is done, but the kernel still waits on the GPU
         torch.cuda.synchronize()
     with pytest.raises(CollectiveError, match="has no torch process group any more, since"):
         await ours.backend.all_gather(x)

@@ -1,4 +1,4 @@
-"""Plans of `cpu_offload` against what training on a GPU holds, and where, counted."""
+"""Compare plans of `cpu_offload` with counts of what training on a GPU holds, and where."""
 
 import pytest
 import torch

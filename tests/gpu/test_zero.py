@@ -29,7 +29,7 @@ def train_alone() -> dict[str, torch.Tensor]:
 
 
 async def shard_the_optimizer(cluster: shardnet.Cluster) -> float:
-    """The largest difference of a parameter from one process's."""
+    """Train; return the largest difference between a parameter and that of one process."""
     model = make_gpt().cuda()
     share = SAMPLES // cluster.world_size
 
@@ -51,7 +51,7 @@ def test_the_optimizer_alone_is_sharded(cluster: ClusterRunner) -> None:
 
 
 async def scale_gradients(cluster: shardnet.Cluster) -> tuple[float, bool, bool]:
-    """The scale after a step in which one rank overflows, whether that one was skipped, and whether the next one was not."""
+    """The scale after a step in which one rank overflows and one more, whether the first was skipped, and whether the second was not."""
     policy = MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float32, output_dtype=torch.float32)
     model = await cluster.shard(make_gpt().cuda(), units=[Block], mixed_precision=policy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

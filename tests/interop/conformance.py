@@ -1,9 +1,9 @@
-"""torch's own tests of a process group, pointed at the backend "shardnet": `python tests/interop/conformance.py [NAME ...]`.
+"""Run torch's own tests of a process group on the backend "shardnet": `python tests/interop/conformance.py [NAME ...]`.
 
-They are those of `torch.testing._internal.distributed.distributed_test`, which torch ships, and those that `harnesses.py` makes of
-what torch ships for the others. What they ask of a backend by its name
-they ask of gloo, which carries CPU tensors as shardnet does; groups that they make are shardnet's. Two processes run all
-of them, and make a world anew for each. A line a test on stdout; the status is 1 if one failed.
+The tests are those of `torch.testing._internal.distributed.distributed_test`, which torch ships, and those that `harnesses.py` builds
+from the harnesses that torch ships for its other tests. A test that depends on the backend's name is told "gloo", which carries CPU
+tensors as shardnet does; the groups that it makes are shardnet's. Two processes run all tests, and make a new world for each. Each test
+prints one line on stdout; the exit status is 1 if a test failed.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import Any
 
 WORLD_SIZE = 2
-TIMEOUT_S = 60  # of a world
+TIMEOUT_S = 60  # of the collectives of a world
 _GPU = "needs GPUs, though it does not say so where the backend is gloo"
 _MONITORED = "torch lets only its own groups have one; each barrier of shardnet says who is missing"
 _WORDS = "expects the words of gloo's error"
@@ -96,7 +96,7 @@ def load() -> "Suite":
         made = as_shardnet(getattr(dist, name))
         setattr(dist, name, made)
         setattr(dist.distributed_c10d, name, made)
-    torch.manual_seed(0)  # the tests' models are made when they are imported, and shall be alike
+    torch.manual_seed(0)  # importing the tests makes their models, which must be the same on all ranks
     from torch.testing._internal.distributed import distributed_test
 
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -119,7 +119,7 @@ class Suite:
         return list(self._cases)
 
     def run(self, name: str, rank: int, number: int) -> tuple[str, str]:
-        """What became of it, and why."""
+        """The outcome of the test, and the reason for it."""
         import torch.distributed as dist
 
         if name in LEFT_OUT:
@@ -138,12 +138,12 @@ class Suite:
                 timeout=datetime.timedelta(seconds=TIMEOUT_S),
             )
             self._module.Barrier.barrier_id = 0
-            getattr(case, name)(test)  # the class', not the instance's, which would start processes
+            getattr(case, name)(test)  # the method of the class: that of the instance would start processes
         except unittest.SkipTest as skipped:
             return "skipped", str(skipped)
         except SystemExit as left:
             return "skipped", self._skips.get(left.code, f"status {left.code}")
-        except Exception as error:  # noqa: BLE001 - it is what is to be told
+        except Exception as error:  # noqa: BLE001 - it is reported
             traceback.print_exc()
             return "FAILED", f"{type(error).__name__}: {str(error)[:200]}"
         finally:
@@ -152,7 +152,7 @@ class Suite:
         return "passed", ""
 
     def _make_folder(self, number: int) -> Path:
-        """Where the ranks of one world meet: each makes it."""
+        """The folder in which the ranks of one world meet; each rank makes it if it is missing."""
         folder = self._folder / str(number)
         for name in ("barrier", "test_dir", "init_dir"):
             (folder / name).mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What has happened between two looks."""
+"""`Chronicle`: the events between two looks at a cluster."""
 
 from dataclasses import replace
 

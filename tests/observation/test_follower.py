@@ -1,4 +1,4 @@
-"""What is followed: one stream for each process, and what its end means."""
+"""`Follower`: one stream from each process, and what the end of a stream means."""
 
 import asyncio
 import socket
@@ -20,7 +20,7 @@ from tests.shared_loop import on_shared_loop
 
 @asynccontextmanager
 async def process(listen: str = "127.0.0.1:0") -> AsyncIterator[tuple[Endpoint, list[int]]]:
-    """One that counts how often it is asked."""
+    """A process that counts how often it is asked."""
     asked: list[int] = []
 
     def snapshot() -> stats_pb2.SnapshotReply:
@@ -53,7 +53,7 @@ async def test_looking_again_asks_nobody() -> None:
 @on_shared_loop
 async def test_what_is_new_comes_by_itself() -> None:
     async with process() as (endpoint, _), follower(0.1) as following:
-        while (await following.ask(endpoint.address)).step < 3:  # noqa: ASYNC110 - it tells nobody
+        while (await following.ask(endpoint.address)).step < 3:  # noqa: ASYNC110 - there is no event to wait for
             await asyncio.sleep(0.01)
 
 
@@ -64,8 +64,8 @@ async def test_a_process_that_goes_is_gone_at_once_and_one_that_comes_back_is_se
             address = endpoint.address
             assert (await following.ask(address)).step == 1
         async with asyncio.timeout(5.0):
-            while await _answers(following, address):  # noqa: ASYNC110 - it tells nobody
-                await asyncio.sleep(0)  # what is known already is told at once, and the stream's end could not come
+            while await _answers(following, address):  # noqa: ASYNC110 - there is no event to wait for
+                await asyncio.sleep(0)  # `ask` returns what it knows without a pause, in which the stream's end could not come
         with pytest.raises(EndpointUnavailable, match="nobody answers"):
             await following.ask(address)
         async with process(address):
@@ -92,7 +92,7 @@ async def test_nothing_is_left() -> None:
         async with follower() as following:
             await following.ask(endpoint.address)
             assert endpoint._stats._watchers == 1
-        while endpoint._stats._watchers:  # noqa: ASYNC110 - nobody tells
+        while endpoint._stats._watchers:  # noqa: ASYNC110 - there is no event to wait for
             await asyncio.sleep(0)
 
 
@@ -113,6 +113,6 @@ async def test_who_is_not_looked_at_any_more_is_not_followed() -> None:
         for endpoint in (first, second):
             await following.ask(endpoint.address)
         await following.keep([second.address, "127.0.0.1:1"])
-        while first._stats._watchers:  # noqa: ASYNC110 - nobody tells
+        while first._stats._watchers:  # noqa: ASYNC110 - there is no event to wait for
             await asyncio.sleep(0)
         assert second._stats._watchers == 1

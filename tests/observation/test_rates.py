@@ -1,4 +1,4 @@
-"""Rates, from looks."""
+"""Rates, computed from successive looks at a cluster."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a process says of itself, read: [Note: what others say]."""
+"""Reading what a process says of itself: [Note: what others say]."""
 
 import math
 

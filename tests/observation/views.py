@@ -1,4 +1,4 @@
-"""Looks at a cluster, made up."""
+"""Made-up looks at a cluster."""
 
 from dataclasses import replace
 from typing import Any
@@ -11,7 +11,7 @@ RENDEZVOUS = read_stats(stats_pb2.SnapshotReply(role="rendezvous", version="1", 
 
 
 def stats(**facts: Any) -> Stats:
-    """What a worker says."""
+    """The statistics that a worker reports."""
     reply = stats_pb2.SnapshotReply(role="worker", uptime_s=100.0, progress=stats_pb2.Progress(loss=float("nan")))
     return replace(read_stats(reply), **facts)
 

@@ -62,7 +62,7 @@ def test_shares_of_a_cluster_weigh_ranks_by_their_time() -> None:
     assert cluster.exposed_share == pytest.approx(0.4)
     assert cluster.hidden_share == pytest.approx(0.2)
     assert cluster.link_share == pytest.approx(0.75)
-    assert TrainingFigures.merge([busy, figures()]).link_share is None  # of one rank's link nothing is known
+    assert TrainingFigures.merge([busy, figures()]).link_share is None  # the speed of one rank's link is unknown
 
 
 def test_merging_in_any_grouping_gives_the_same() -> None:

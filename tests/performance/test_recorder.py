@@ -27,7 +27,7 @@ from tests.fsdp.ranks import run_ranks
 STEPS, LAYERS, LENGTH = 4, 3, 12
 GATHER, SCATTER, REDUCE = CommunicationOperation.ALL_GATHER, CommunicationOperation.REDUCE_SCATTER, CommunicationOperation.ALL_REDUCE
 FULL, GRAD, NONE, HYBRID = ShardingStrategy
-GATHERS = 2 * (LAYERS + 1) - 2  # a step of FULL_SHARD: in forward and in backward, but for two units that are held
+GATHERS = 2 * (LAYERS + 1) - 2  # in a step of FULL_SHARD: in forward and in backward, except for two units that are held
 
 
 def train(
@@ -40,7 +40,7 @@ def train(
     compression: Compression | None = None,
     between: Callable[[PerformanceRecorder, FSDP], None] = lambda recorder, model: None,
 ) -> PerformanceRecorder:
-    """Some steps of a small GPT, watched; `between` is called after every step."""
+    """Some recorded steps of a small GPT; `between` is called after every step."""
     model = FSDP(make_gpt(layers=LAYERS), backend, units=[Block], strategy=strategy, intra_node_size=node, compression=compression)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with PerformanceRecorder(model, optimizer) as recorder:

@@ -12,7 +12,7 @@ S = 1_000 * MS
 
 
 def filled(scale: int = 1) -> Zero3PerformanceStats:
-    """One of everything."""
+    """Statistics with records of every kind."""
     stats = Zero3PerformanceStats()
     stats.record_forward_pass(100 * MS * scale, 1000)
     stats.record_backward_pass(150 * MS * scale, 1000)
@@ -133,7 +133,7 @@ def test_reset_is_new() -> None:
     layers = stats.layer_timings
     stats.reset()
     assert stats == Zero3PerformanceStats()
-    assert layers  # what others took from it stays theirs
+    assert layers  # an object that a caller has taken from it stays as it was
 
 
 def test_merge_adds_and_keeps_extremes() -> None:

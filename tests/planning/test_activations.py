@@ -41,7 +41,7 @@ def test_nothing_is_kept_of_what_is_frozen() -> None:
 
 
 def test_an_input_that_does_not_fit(caplog: pytest.LogCaptureFixture) -> None:
-    """What torch logs of it besides is not for who reads the error."""
+    """What torch logs about it besides the error is not shown to the user."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     logger.addHandler(caplog.handler)
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""Plans of compressed communication against what real training holds and sends, counted."""
+"""Compare plans of compressed communication with counts of what real training holds and sends."""
 
 import pytest
 import torch
@@ -59,12 +59,12 @@ def counted_columns(report: MemoryReport) -> list[int]:
 def test_memory_and_traffic_are_those_of_a_run(
     strategy: Strategy, ranks: int, node: int | None, compression: Compression, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Crossing, "is_read", False)  # of full gradients fewer are held where ranks are quick to read them
+    monkeypatch.setattr(Crossing, "is_read", False)  # ranks that read full gradients quickly hold fewer of them
     (planned,) = plan(size(), Setting(ranks, node_size=node, compression=compression), [strategy])
     runs = train(ranks, strategy, node, compression)
     report = runs[0][0]
     assert planned_columns(planned.memory) == counted_columns(report)  # to the byte: rank 0 has the longest shards
-    assert planned.memory.packed >= report.peak_packed  # less is in flight where the network is fast
+    assert planned.memory.packed >= report.peak_packed  # less is in flight if the network is fast
     assert planned.memory.total == pytest.approx(sum(counted_columns(report)) + report.peak_packed, rel=0.1)
     expected: dict[str, int] = {}
     for traffic in planned.traffic:
@@ -74,7 +74,7 @@ def test_memory_and_traffic_are_those_of_a_run(
 
 
 WHERE = [(FULL, 2, None), (GRAD, 2, None), (HYBRID, 4, 2), (FULL, 4, 2)]
-# Every two of mode, place and prefetch meet.
+# Each pair of a mode and a place, a mode and a prefetch, or a place and a prefetch occurs.
 PAIRS = [(mode, *WHERE[place], (row + place) % 3) for row, mode in enumerate(MODES[1:]) for place in range(4)]
 
 

@@ -1,4 +1,4 @@
-"""Plans of the copies of an elastic training against those that it makes."""
+"""Compare the planned copies of an elastic training with those that it makes."""
 
 import asyncio
 
@@ -12,7 +12,7 @@ from shardnet.zero import ZeroOptimizer
 from tests.elastic.crew import Life, crew
 from tests.fsdp.models import Block, loss_of, make_gpt, token_batches
 
-SIZES = {"width": 132, "layers": 4}  # large enough that what says which bytes are whose hardly counts
+SIZES = {"width": 132, "layers": 4}  # large enough that the bookkeeping (which bytes belong to what) hardly counts
 
 
 def size() -> ModelSize:
@@ -49,7 +49,7 @@ async def test_the_copies_of_an_elastic_training(strategy: Strategy, ranks: int)
         return await committed(state)
 
     async def committed(state: State) -> int:
-        for step in (1, 2):  # then both memories hold an optimizer's state
+        for step in (1, 2):  # after two commits both copies hold an optimizer's state
             await state.commit(step)
         return state.nbytes
 

@@ -1,4 +1,4 @@
-"""Plans of mixed precision against what real training holds and sends, counted."""
+"""Compare plans of mixed precision with counts of what real training holds and sends."""
 
 import pytest
 import torch

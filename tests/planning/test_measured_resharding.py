@@ -1,4 +1,4 @@
-"""Plans of `reshard_after_forward` against what real training holds and sends, and where to, counted."""
+"""Compare plans of `reshard_after_forward` with counts of what real training holds, sends, and to which nodes."""
 
 from dataclasses import dataclass
 
@@ -69,18 +69,19 @@ def check(setting: Setting, strategy: Strategy, precision: MixedPrecision = Mixe
     for op in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
         expected = setting.world_size * sum(traffic.bytes_sent for traffic in planned.traffic if traffic.op == op)
         assert sum(seen.bytes.get(op, 0) for seen in every) == pytest.approx(expected, rel=0.01)
-    node, left = setting.ranks_per_node, sum(traffic.seconds or 0 for traffic in planned.traffic)  # at a byte a second
+    # at a byte a second, the planned seconds are the bytes that leave a node
+    node, left = setting.ranks_per_node, sum(traffic.seconds or 0 for traffic in planned.traffic)
     busiest = max(sum(seen.across for seen in every[first : first + node]) for first in range(0, setting.world_size, node))
     assert busiest == pytest.approx(left if setting.nodes > 1 else 0, rel=0.01)
 
 
 def setting_of(world_size: int, node_size: int | None, reshard_after_forward: bool | int, prefetch: int = 1, **choices: object) -> Setting:
-    """With links between nodes so slow that theirs is all the time that there is."""
+    """A setting whose links between nodes are so slow that only their time counts."""
     speeds = {"inside_bytes_per_s": 1e18, "between_bytes_per_s": 1.0}
     return Setting(world_size, node_size=node_size, reshard_after_forward=reshard_after_forward, prefetch=prefetch, **choices, **speeds)  # type: ignore[arg-type]
 
 
-# What is held depends on these, and so with each prefetch.
+# These differ in what is held, which also depends on the prefetch: each is tried with every prefetch.
 KINDS = [
     (FULL, 4, None, 2),
     (FULL, 6, None, 3),
@@ -90,13 +91,13 @@ KINDS = [
     (HYBRID, 4, 2, False),
     (GRAD, 4, 2, False),
 ]
-# These differ in where nodes end, on which only depends what is sent where; and that does not depend on the prefetch.
+# These differ in where nodes end. That affects only how much is sent to which node, which does not depend on the prefetch.
 NODES = [
-    (FULL, 4, 2, 2, 0),  # the neighbours are a node
+    (FULL, 4, 2, 2, 0),  # the neighbours are one node
     (FULL, 8, 4, 2, 1),  # half a node
     (FULL, 8, 2, 4, 2),  # two nodes
-    (FULL, 6, 3, 2, 0),  # one pair is of two nodes
-    (FULL, 6, 2, 3, 1),  # both threes are, with unequal parts
+    (FULL, 6, 3, 2, 0),  # one pair spans two nodes
+    (FULL, 6, 2, 3, 1),  # both groups of three do, with unequal parts
 ]
 
 

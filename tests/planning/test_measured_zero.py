@@ -1,4 +1,4 @@
-"""Plans of ZeRO-1 against what a `ZeroOptimizer` over a plain module holds and sends, counted."""
+"""Compare plans of ZeRO-1 with counts of what a `ZeroOptimizer` over a plain module holds and sends."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def test_zero_1_holds_and_sends_what_is_planned(ranks: int) -> None:
     def work(backend: Backend) -> tuple[list[int], dict[str, int]]:
         model = make_gpt(**SIZES)
         optimizer = ZeroOptimizer(model.parameters(), torch.optim.AdamW, backend, module=model, units=[Block])
-        before = {op: counter.bytes for op, counter in backend.telemetry.ops.items()}  # the ranks compared models
+        before = {op: counter.bytes for op, counter in backend.telemetry.ops.items()}  # what the ranks sent to compare their models
         for batch in token_batches(STEPS, 2):
             with optimizer.last_backward():
                 loss_of(model, batch).backward()  # type: ignore[no-untyped-call]
@@ -37,7 +37,7 @@ def test_zero_1_holds_and_sends_what_is_planned(ranks: int) -> None:
     memory = planned.memory
     for counted, _ in results:
         assert [memory.parameters, memory.gradients, memory.optimizer] == pytest.approx(counted[:3], rel=0.02)
-        assert memory.reducing >= counted[3] > 0  # fewer buckets are on their way at once where ranks are quick
+        assert memory.reducing >= counted[3] > 0  # fewer buckets are in flight at once if ranks are quick
         assert memory.total == pytest.approx(sum(counted), rel=0.1)
     for traffic in planned.traffic:
         assert sum(sent[traffic.op] for _, sent in results) == pytest.approx(STEPS * ranks * traffic.bytes_sent, rel=0.01)

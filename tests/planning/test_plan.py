@@ -90,14 +90,14 @@ def test_mixed_precision_gathers_narrow_and_keeps_wide() -> None:
     memory = one(FULL, setting).memory
     assert (memory.parameters, memory.gradients, memory.gathered, memory.reducing) == (1400, 1400, 2 * 600, 2 * 700)
     assert one(FULL, setting).bytes_sent == (4200 + 2700 + 4200) // 2
-    assert one(NONE, setting).memory.gathered == 2 * 1400  # nothing to gather, but a copy in bfloat16
+    assert one(NONE, setting).memory.gathered == 2 * 1400  # nothing to gather, but there is a copy in bfloat16
     assert one(ZERO_1, setting).bytes_sent == one(ZERO_1, Setting(4)).bytes_sent
     wide = Setting(4, compute_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     assert one(FULL, wide).bytes_sent == (4200 + 2700) // 2 + 4200
 
 
 def test_compression_packs_what_shards_send() -> None:
-    """A block of 16 to each shard of 25 and of 100: 2 and 7 scales."""
+    """Blocks of 16: each shard of 25 has 2 scales, and each shard of 100 has 7."""
     setting = Setting(4, compression=Compression("int8", "int8", block=16), inside_bytes_per_s=100.0)
     planned = one(FULL, setting)
     layer, root = 4 * (25 + 4 * 2), 4 * (100 + 4 * 7)
@@ -132,10 +132,10 @@ def test_packed_gradients_leave_a_node_as_one_sum_and_from_gpus_once_for_each_ra
     on_cpu, on_gpu = one(GRAD, setting), one(GRAD, replace(setting, cpu_offload=True))
     assert [(each.op, each.bytes_sent, each.seconds) for each in on_cpu.traffic[1:]] == [
         ("reduce_scatter", 4 * 1400 // 2, 4 * 1400 / 2 / 10),
-        ("all_to_all", packed // 4, packed / 2 / 10),  # of the half that is its place's, half: to the other node
+        ("all_to_all", packed // 4, packed / 2 / 10),  # half of the half that belongs to its place: the part that goes to the other node
     ]
     assert [(each.op, each.bytes_sent, each.seconds) for each in on_gpu.traffic[1:]] == [
-        ("all_to_all", packed * 3 // 4, packed / 10)  # two ranks of a node send half of it to both of the other
+        ("all_to_all", packed * 3 // 4, packed / 10)  # each of a node's two ranks sends half of it to the two ranks of the other node
     ]
     assert (on_cpu.memory.residuals, on_gpu.memory.residuals) == (2 * 700, 2 * 1400)
     assert on_cpu.memory.packed * 2 == on_gpu.memory.packed
@@ -175,9 +175,9 @@ def test_16_bit_sums_cross_between_nodes_of_several_ranks_as_float32() -> None:
 
     assert reduction(torch.float32, 2).seconds == 280.0
     assert reduction(torch.bfloat16, 2).seconds == 280.0
-    assert reduction(torch.bfloat16, 2).bytes_sent == 2800 / 2 + 280 * 10 / 2  # half to the neighbour, half of the link's
+    assert reduction(torch.bfloat16, 2).bytes_sent == 2800 / 2 + 280 * 10 / 2  # half to the neighbour, half of the bytes on the link
     assert reduction(torch.float32, 1).seconds == 420.0
-    assert reduction(torch.bfloat16, 1).seconds == 210.0  # exchanged
+    assert reduction(torch.bfloat16, 1).seconds == 210.0  # exchanged directly, not in a ring
 
 
 def test_secondary_shards_are_those_of_what_is_gathered_again() -> None:
@@ -205,17 +205,17 @@ def test_secondary_shards_are_not_compressed() -> None:
     assert planned.traffic[1].bytes_sent == 9 * 400 // 2
     assert planned.memory.secondary == 9 * 400 // 2
     layer, root = 4 * (25 + 4 * 2), 4 * (100 + 4 * 7)
-    assert planned.memory.packed == root + layer  # as forward begins; backward packs no parameters
+    assert planned.memory.packed == root + layer  # the most is when forward begins; backward packs no parameters
 
 
 @pytest.mark.parametrize(
     ("world_size", "node_size", "neighbours", "seconds"),
     [
-        (8, 4, 4, 27.0),  # those of a node: 3/4 of 9 · 400 bytes, at 100 a second
+        (8, 4, 4, 27.0),  # the neighbours are one node: 3/4 of 9 · 400 bytes, at 100 bytes a second
         (8, 4, 2, 18.0),
-        (8, 2, 4, 180.0),  # of two nodes: half of it leaves each, at 10 a second
-        (12, 4, 6, 240.0),  # the second node has parts of two laps, and gives each what the other node lacks: 2/3 of it
-        (6, 3, 2, 180.0),  # one lap of three crosses
+        (8, 2, 4, 180.0),  # they are on two nodes: half of the bytes leave each node, at 10 bytes a second
+        (12, 4, 6, 240.0),  # the second node takes part in two laps, and gives each what its other node lacks: 2/3 in all
+        (6, 3, 2, 180.0),  # one of the three laps crosses
     ],
 )
 def test_neighbours_gather_where_they_are(world_size: int, node_size: int, neighbours: int, seconds: float) -> None:
@@ -265,7 +265,7 @@ def test_residuals_activations_and_copies_have_their_places() -> None:
     assert memory.on_cpu == memory.parameters + memory.gradients + memory.optimizer + memory.copies
     assert memory.on_gpu == memory.gathered + memory.reducing + memory.residuals + memory.packed + 1000
     whole = one(FULL, Setting(4, elastic=True), model).memory
-    assert whole.on_cpu == whole.copies  # those of the last commit are in host memory anyway
+    assert whole.on_cpu == whole.copies  # the copies of the last commit are always in host memory
 
 
 def test_zero_1_is_planned_without_offload_or_refused() -> None:

@@ -1,4 +1,4 @@
-"""What a worker takes from its scheduler: what nobody else has said, where there is somebody to meet."""
+"""What a worker takes from its scheduler: only what no argument or variable of shardnet says, and only if there is a rendezvous."""
 
 import logging
 
@@ -37,7 +37,7 @@ def test_who_numbers_workers_does_it_alone() -> None:
 
 
 def test_a_scheduler_of_other_processes_is_not_asked() -> None:
-    """As in two terminals of one step."""
+    """For example workers that are started in two terminals of one Slurm step."""
     own = {"SHARDNET_WORLD_SIZE": "2"}
     assert Settings.from_environment(MEETING | own | slurm(0, 1, 1)) == Settings.from_environment(MEETING | own)
 
@@ -90,7 +90,7 @@ def test_without_a_rendezvous_it_is_a_world_of_one(environment: Environment) -> 
 def test_several_without_a_rendezvous_are_told_that_they_are_alone(caplog: pytest.LogCaptureFixture) -> None:
     for rank in range(2):
         Settings.from_environment(torchrun(rank, 2, 2))
-    Settings.from_environment(allocation(2, 1))  # one alone, whatever the allocation is for
+    Settings.from_environment(allocation(2, 1))  # a batch script is one process alone, however many tasks the allocation has
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert record.getMessage().startswith(

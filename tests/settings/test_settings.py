@@ -1,4 +1,4 @@
-"""Settings of `connect()`: where each comes from, and what is said of one that makes no sense."""
+"""Settings of `connect()`: where each comes from, and the error for one that makes no sense."""
 
 import socket
 
@@ -180,7 +180,7 @@ def test_an_argument_that_makes_no_sense_is_named(given: dict[str, object], comp
     [("", "127.0.0.1:0"), ("10.0.0.1", "10.0.0.1:0"), ("10.0.0.1:7001", "10.0.0.1:7001"), ("::1", "[::1]:0"), ("[::1]:7001", "[::1]:7001")],
 )
 async def test_what_to_listen_on(listen: str, bound: str) -> None:
-    """By default the address of this machine from which it reaches the rendezvous."""
+    """The default is the address from which this machine reaches the rendezvous."""
     assert await Settings.from_environment(LAUNCHED, listen=listen).listen_address() == bound
 
 
@@ -204,7 +204,7 @@ def test_the_engine_inside_nodes_is_read() -> None:
 
 @pytest.mark.parametrize("first", ["::1", "127.0.0.1"])
 async def test_of_several_addresses_the_one_that_answers_counts(first: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others may lead nowhere, as where IPv6 is broken."""
+    """The others may lead nowhere, for example where IPv6 is broken."""
     families = {"::1": socket.AF_INET6, "127.0.0.1": socket.AF_INET}
     for answering, family in families.items():
         with socket.socket(family) as rendezvous:

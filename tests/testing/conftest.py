@@ -1,4 +1,4 @@
-"""What lives as long as the session is there before the first test looks at what there is."""
+"""Make what lives as long as the session before the first test looks for leaks."""
 
 import pytest
 

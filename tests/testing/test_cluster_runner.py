@@ -65,7 +65,7 @@ def test_a_failure_says_which_rank_raised_what(cluster: ClusterRunner, processes
 
 @pytest.mark.parametrize("skipping", [{0, 1}, {1}])
 def test_a_skip_in_ranks_is_one_of_the_test(cluster: ClusterRunner, skipping: set[int]) -> None:
-    """The others have lost who skips, and nothing else."""
+    """The other ranks fail only because they have lost a rank that skips."""
 
     async def train(cluster: Cluster) -> None:
         if cluster.rank in skipping:
@@ -78,7 +78,7 @@ def test_a_skip_in_ranks_is_one_of_the_test(cluster: ClusterRunner, skipping: se
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_skip_hides_no_failure(order: int) -> None:
-    """Whichever was heard first. (A skip that came out here would skip this test, and not fail it.)"""
+    """Whichever of the two came first. (If the skip were raised here, it would skip this test instead of failing it.)"""
     skipped = RankFailure.of(pytest.skip.Exception("not on this machine"))
     assert RanksFailed([skipped, RankFailure.of(PeerLost("rank 0 is gone", 0))][::order], 2).skip is skipped.error
     assert RanksFailed([skipped, RankFailure.of(ValueError("a mistake"))][::order], 2).skip is None
@@ -92,7 +92,7 @@ def test_a_process_that_dies_of_itself_is_a_failure(cluster: ClusterRunner, capf
 
 @pytest.mark.parametrize(("processes", "timeout_s"), [(False, 4.0), (True, 5.0)], ids=["threads", "processes"])
 def test_who_hangs_is_shown_with_what_it_hangs_in(cluster: ClusterRunner, processes: bool, timeout_s: float) -> None:
-    """The time is enough for rank 0 to have asked where rank 1 is (suspect_s). Rank 1 waits for nobody, and is the one that is shown."""
+    """timeout_s is enough for rank 0 to ask where rank 1 is (suspect_s). Rank 1 waits for no other rank, so it is shown first."""
     with pytest.raises(RanksFailed) as caught:
         cluster.run(training.one_waits_for_ever, 2, processes=processes, timeout_s=timeout_s)
     assert [(failure.rank, failure.kind) for failure in caught.value.failures] == [(1, "Hung"), (0, "Hung")]
@@ -167,7 +167,7 @@ def test_when_the_process_that_makes_others_is_killed_there_is_another(cluster: 
 
 
 def test_a_program_runs_clusters_of_its_own_functions(tmp_path: Path) -> None:
-    """Its processes must not do again what it does as `__main__`."""
+    """The processes of its ranks must not run what the program runs as `__main__`."""
     program = tmp_path / "program.py"
     program.write_text(
         "from shardnet.testing import ClusterRunner\n\n\n"
@@ -179,7 +179,7 @@ def test_a_program_runs_clusters_of_its_own_functions(tmp_path: Path) -> None:
 
 
 def test_a_package_that_is_on_no_path(tmp_path: Path) -> None:
-    """As in pytest's importlib mode."""
+    """For example in pytest's importlib mode."""
     package = tmp_path / "checks" / "inner"
     package.mkdir(parents=True)
     (package / "helper.py").write_text("NUMBER = 7\n")
@@ -196,7 +196,7 @@ def test_a_package_that_is_on_no_path(tmp_path: Path) -> None:
 
 def test_a_function_that_a_process_cannot_find(cluster: ClusterRunner) -> None:
     async def local(_: object) -> None:
-        """Nobody else can import it."""
+        """No other process can import it."""
 
     for train in (local, lambda _: None, training.wrapped, training.Method().train):
         with pytest.raises(UsageError, match=r"cannot be found by another process; give a function that is defined at the top"):

@@ -1,4 +1,4 @@
-"""The page on testing works as it stands there, in a folder where nothing but its files is, with the plugin that comes installed."""
+"""The examples of docs/testing.md work as printed, in a folder with nothing else, with the plugin that is installed with shardnet."""
 
 import asyncio
 import re
@@ -10,7 +10,7 @@ import pytest
 PAGE = Path(__file__).parents[2] / "docs" / "testing.md"
 
 
-@pytest.mark.timeout(180)  # fresh interpreters, on whatever machine
+@pytest.mark.timeout(180)  # fresh interpreters, perhaps on a slow machine
 async def test_the_page(tmp_path: Path) -> None:
     for name, text in re.findall(r"```python\n# (\S+)\n(.*?)```", PAGE.read_text(), re.DOTALL):
         (tmp_path / name).write_text(text)

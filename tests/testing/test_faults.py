@@ -1,4 +1,4 @@
-"""Faults are done when they are due, to whom they are meant for, and once; a run in which one was not is no test."""
+"""Faults happen once, when they are due, to the rank that they are meant for; a run in which one did not happen fails."""
 
 import time
 
@@ -39,7 +39,7 @@ def test_a_frozen_process_is_left_behind_and_comes_back(cluster: ClusterRunner) 
         training.train_elastically,
         3,
         elastic=True,
-        min_workers=3,  # so that the two others wait for it
+        min_workers=3,  # so that the other two wait for it
         processes=True,
         faults=Faults().freeze(rank=1, at_step=2, seconds=4.0),
     )
@@ -78,7 +78,7 @@ def test_who_is_cut_off_is_lost(cluster: ClusterRunner, processes: bool) -> None
 
 @both
 def test_an_elastic_run_outlives_a_cut_of_a_second(cluster: ClusterRunner, processes: bool) -> None:
-    """The one that is cut off still reaches the rendezvous, so they try to form the next epoch together until the link is whole."""
+    """The worker that is cut off still reaches the rendezvous, so both try to form the next epoch until the link is whole."""
     faults = Faults().cut(rank=1, at_step=2, seconds=1.0)
     results = cluster.run(training.train_elastically, 2, elastic=True, min_workers=2, processes=processes, faults=faults)
     assert [(world_size, step) for world_size, step, _ in results] == [(2, training.STEPS)] * 2

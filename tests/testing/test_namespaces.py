@@ -65,7 +65,7 @@ def test_a_link_is_as_slow_as_it_should_be() -> None:
 def test_a_node_reaches_nothing_else(address: str) -> None:
     with nodes_or_skip(1) as network:
         said = output(network.nodes[0], CALL_OUT, address)
-    assert said in ("ConnectionRefusedError 111\n", "OSError 101\n")  # nobody is on its own loopback; there is no way to anywhere
+    assert said in ("ConnectionRefusedError 111\n", "OSError 101\n")  # nothing listens on its loopback; there is no route outside
 
 
 def test_nothing_is_left_after_an_error() -> None:
@@ -101,7 +101,7 @@ def test_nothing_is_left_of_a_process_that_was_killed() -> None:
     deadline_s = time.monotonic() + PATIENCE_S
     while left & made():
         assert time.monotonic() < deadline_s
-        time.sleep(0.01)  # the keeper is nobody's child any more, so there is nothing to wait for
+        time.sleep(0.01)  # the keeper has lost its parent, so no process can be waited for
 
 
 def test_a_machine_without_the_tools_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +117,7 @@ def test_a_network_that_has_no_addresses_is_refused(count: int) -> None:
 
 
 def sent(network: Network, size: int) -> tuple[int, float]:
-    """How many of `size` bytes arrive that the second node sends to the first, and how many seconds they take."""
+    """Send `size` bytes from the second node to the first; return how many arrive, and how many seconds they take."""
     server, client = network.nodes
     command = server.command(sys.executable, "-c", SERVE, server.address)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as serving:

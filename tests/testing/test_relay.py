@@ -1,4 +1,4 @@
-"""The relay: bytes come out as they went in, but for what it was told to do to them."""
+"""The relay: bytes come out as they went in, except for what it was told to do to them."""
 
 import asyncio
 import random
@@ -20,7 +20,7 @@ Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]
 
 @asynccontextmanager
 async def server(handler: Handler) -> AsyncIterator[str]:
-    """Its address. The handler's connections are closed behind it."""
+    """Run a server and yield its address. A connection is closed when its handler has ended."""
     running: set[asyncio.Task[None]] = set()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -60,12 +60,12 @@ async def caller(address: str) -> AsyncIterator[Ends]:
 
 async def closed(writer: asyncio.StreamWriter) -> None:
     writer.close()
-    with suppress(OSError):  # that it was reset has been seen
+    with suppress(OSError):  # the reset has been noticed before
         await writer.wait_closed()
 
 
 async def said(address: str, data: bytes) -> bytes:
-    """What comes back of it, up to the end."""
+    """Send `data`; return all that comes back."""
     async with caller(address) as (reader, writer):
 
         async def say() -> None:
@@ -204,7 +204,7 @@ async def test_a_link_that_was_slow_is_fast_at_once() -> None:
         async with caller(relay.address) as (_, writer):
             writer.write(bytes(1000))
             await writer.drain()
-            while not relay.connections:  # noqa: ASYNC110 - it tells nobody
+            while not relay.connections:  # noqa: ASYNC110 - there is no event to wait for
                 await asyncio.sleep(0)
         relay.conditions = Conditions()
         begin_s = seconds()

@@ -1,4 +1,4 @@
-"""What tests of the test kit let ranks do. At the top of a module, so that processes find it."""
+"""What the tests of the test kit run on ranks. It is at the top of a module, so that other processes find it."""
 
 import asyncio
 import functools
@@ -24,7 +24,7 @@ def batch(step: int) -> torch.Tensor:
 
 
 def net() -> nn.Module:
-    """The same on each rank, whatever else takes random numbers meanwhile."""
+    """The same model on each rank, whatever else draws random numbers meanwhile."""
     layers = [nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(2)]
     model = nn.Sequential(*layers, nn.Linear(16, 1))
     generator = torch.Generator().manual_seed(1)
@@ -68,12 +68,12 @@ async def whereabouts(cluster: Cluster, *facts: Any) -> dict[str, Any]:
 
 
 def blocking(cluster: Cluster) -> float:
-    """No coroutine function, and it blocks its thread until all ranks are there."""
+    """A plain function, not a coroutine: it blocks its thread until all ranks are there."""
     return cluster.backend.all_reduce(torch.ones(1)).wait().item()
 
 
 async def fails_on_rank_1(cluster: Cluster) -> None:
-    await cluster.backend.barrier()  # else another rank may lose it before that has joined itself, and be of no rank
+    await cluster.backend.barrier()  # otherwise a worker may lose rank 1 before it has joined itself, and fail as no rank
     if cluster.rank == 1:
         raise LookupError("no such column: price")
     await cluster.backend.barrier()
@@ -109,12 +109,12 @@ async def counts(cluster: Cluster, steps: int) -> list[float]:
 
 
 def leaves_a_child(cluster: Cluster) -> int:
-    """It has all that this process has, but the socket to the test."""
+    """The child inherits all that this process has, except the socket to the test."""
     return subprocess.Popen(["sleep", "60"]).pid
 
 
 def forks_a_child(cluster: Cluster) -> int:
-    """It has all that this process has."""
+    """The child inherits all that this process has."""
     if child := os.fork():
         return child
     time.sleep(60.0)
@@ -137,9 +137,9 @@ def _renamed(function: Any) -> Any:
     return another
 
 
-wrapped = _renamed(train)  # is called train, and is not what a module has under that name
+wrapped = _renamed(train)  # its __name__ is train, but the module's `train` is another function
 
 
 class Method:
     async def train(self, cluster: Cluster) -> None:
-        """Of an object, which another process has not."""
+        """A method of an object that no other process has."""

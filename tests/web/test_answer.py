@@ -1,4 +1,4 @@
-"""What the page is told, of looks that are made up."""
+"""What the page is told about made-up looks at a cluster."""
 
 import json
 import math
@@ -87,7 +87,7 @@ def test_a_job() -> None:
 
 
 def test_late_is_who_is_waited_for_more_than_the_rest() -> None:
-    """As on a machine with fewer cores than workers, where everybody waits for everybody."""
+    """For example on a machine with fewer cores than workers, where all workers wait for each other."""
 
     def crowded(second: int, share: float) -> ClusterView:
         late = {rank: share * second if rank == 1 else 0.3 * second for rank in range(4)}

@@ -1,4 +1,4 @@
-"""The page in a real browser: with a real training of which one worker is killed, and with stories that are made up."""
+"""The page in a real browser: with a real training, one of whose workers is killed, and with made-up stories."""
 
 import re
 import signal
@@ -42,7 +42,7 @@ def show(page: Page, url: str) -> None:
 
 
 def troubles(page: Page) -> list[str]:
-    """What the console says. Other tests make and remove networks meanwhile; Chromium then asks anew, and so does the page."""
+    """The errors of the browser's console. Other tests make and remove networks meanwhile: then Chromium and the page only ask again."""
     return [error for error in page.errors if "ERR_NETWORK_CHANGED" not in error]
 
 
@@ -122,12 +122,12 @@ def check_death(page: Page, nodes: list[str]) -> None:
     assert page.texts(".node .name") == nodes, "it is still known where it was"
 
 
-# --- of stories that are made up
+# --- made-up stories
 
 
 @contextmanager
 def told(*views: ClusterView) -> Iterator[tuple[str, Story]]:
-    """The page of a story of these looks, a second apart up to now."""
+    """Serve the page of a story of these looks, which are a second apart and end now."""
     loop = LoopThread.shared()
     story = Story()
     now_s = time.time()
@@ -208,8 +208,8 @@ def test_pointing_at_a_moment_tells_it_in_all_plots_and_at_a_worker_who_it_is(pa
 @pytest.mark.parametrize(
     ("begins", "named"),
     [
-        ([20, 22], ["epoch 3"]),  # one word for two lines that are close to each other
-        ([2, 4], ["epoch 3"]),  # to the left of it there is no room
+        ([20, 22], ["epoch 3"]),  # one label for two lines that are close to each other
+        ([2, 4], ["epoch 3"]),  # there is no room to the left of the second line
         ([3, 25], ["epoch 3", "epoch 2"]),
     ],
 )
@@ -255,7 +255,7 @@ def test_it_fits_whatever_the_width_is(page: Page, size: int, nodes: int) -> Non
 
 
 def outside(page: Page) -> list[str]:
-    """Texts of the ring and the plots that stick out of their picture, and workers that lie on each other."""
+    """Texts of the ring and the plots that stick out of their picture, and workers that overlap."""
     found: list[str] = page.evaluate(
         """(() => {
           const within = (a, b) => a.left >= b.left - 1 && a.right <= b.right + 1 && a.top >= b.top - 1 && a.bottom <= b.bottom + 1;

@@ -1,4 +1,4 @@
-"""What is kept of looks, and for how long."""
+"""What a story keeps of the looks at a cluster, and for how long."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ HERE_SINCE_S = 1_700_000_000.0
 
 
 def said(step: int, second: int, **facts: object) -> Stats:
-    """What a worker says whose steps take half a second, and of which each sends 100 bytes over the network and 300 through memory."""
+    """What a worker reports whose steps take half a second and each send 100 bytes over the network and 300 through memory."""
     times = Histogram()
     times.add(500_000_000, times=step)
     progress = Progress(step, 1000, loss=3.0, tokens_per_s=800.0)

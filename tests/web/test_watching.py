@@ -1,4 +1,4 @@
-"""The page of a real rendezvous: it looks by itself, with certificates and with a token too, and serves what it has found."""
+"""The page of a real rendezvous, which looks at its cluster by itself, with certificates and tokens too, and serves what it finds."""
 
 import asyncio
 import json
@@ -46,7 +46,7 @@ async def view(url: str, query: str = "") -> dict[str, Any]:
 
 
 async def seen(url: str, state: str) -> dict[str, Any]:
-    """The view in which the one worker is in this state."""
+    """Wait until the only worker is in this state, and return that view."""
     async with asyncio.timeout(20):
         while True:
             found = await view(url)
@@ -125,7 +125,7 @@ async def test_the_page_and_its_parts() -> None:
 
 
 def check_fields(answer: Answer) -> None:
-    """Nothing from elsewhere runs in it, nobody else reads it, and nothing of it is kept."""
+    """No foreign code runs in the page, no other site reads or frames it, and no cache keeps it."""
     policy = answer.fields["content-security-policy"]
     assert policy.startswith("default-src 'none'; ")
     assert "unsafe" not in policy

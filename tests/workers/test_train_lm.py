@@ -29,7 +29,7 @@ TINY = "--dim=32 --layers=2 --heads=2 --context=16 --bigrams=3 --warmup=0.2 --va
 
 
 def train(nursery: Nursery, out: Path, *options: str) -> tuple[dict[str, Any], str]:
-    """Train on two ranks; the report's data, and what was printed. Through the launcher: tests/cli/test_demo.py."""
+    """Train on two ranks; return the report's data and what was printed. tests/cli/test_demo.py tests it through the launcher."""
     printed = run_program(nursery, ROOT, "run", "--nproc", "2", PROGRAM, "--", *TINY.split(), f"--out={out}", *options)
     return reported(out), printed
 
@@ -55,7 +55,7 @@ def book(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.timeout(90)  # a cluster, on a machine that may be busy
-@pytest.mark.blocks_loop  # with losses and batches of its own, as the program does: the loop is the program's, not the network's
+@pytest.mark.blocks_loop  # it computes losses and batches on this loop, as the program does: the loop is the program's, not the network's
 async def test_two_ranks_learn_what_one_learns(nursery: Nursery, tmp_path: Path, book: Path) -> None:
     """Same samples in the same order: the losses agree, also in the last step, where one of two ranks has no sample."""
     two, printed = train(nursery, tmp_path, f"--text={book}", "--epochs=1", "--batch=2")

@@ -24,7 +24,7 @@ class Place:
     choices: dict[str, Any] | None = None
 
     def optimizer(self, model: nn.Module, params: Any, optimizer_class: Any, **options: Any) -> Any:
-        """Any: the programs use what both classes have."""
+        """Typed as Any, since the programs use only what both classes have."""
         if self.backend is None:
             return optimizer_class(params, **options)
         choices = {"module": model, "units": [nn.Linear], "bucket_bytes": 64} if self.choices is None else self.choices
@@ -43,7 +43,7 @@ Program = Callable[[nn.Sequential, Place], Any]
 
 
 def make_model() -> nn.Sequential:
-    """Equal on all ranks."""
+    """A model with the same parameters on all ranks."""
     model = nn.Sequential(nn.Linear(WIDTH, 7), nn.Tanh(), nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 1))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

@@ -1,8 +1,8 @@
 """The reference run: the parity model under torch's DistributedDataParallel and ZeroRedundancyOptimizer over gloo.
 
-Four processes train: all of them, the first three and so on down to one, each with every optimizer, number of
-micro-batches and dtype to compute in. Rank 0 writes `FOLDER/<world size>-<optimizer>-<micro-batches>-<dtype>.npz`: the losses
-of the combined batch and the parameters after the last step. The processes are forked once everything is imported, as those
+Four processes train: the first one alone, the first two, and so on up to all of them, with every optimizer, number of
+micro-batches and compute dtype. Rank 0 writes `FOLDER/<world size>-<optimizer>-<micro-batches>-<dtype>.npz`: the losses
+of the combined batch and the parameters after the last step. The processes are forked once everything is imported, like those
 of tests/fsdp/fsdp2_worker.py.
 """
 
@@ -43,12 +43,12 @@ def train(group: dist.ProcessGroup, kind: str, micro_batches: int, dtype: torch.
 
 def run_rank(rank: int, folder: Path) -> None:
     rendezvous = f"file://{folder / 'rendezvous'}"
-    # a rank whose peers died ends, too
+    # with the timeout, a rank whose peers died ends too
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=max(WORLD_SIZES), timeout=timedelta(seconds=60))
     groups = [dist.new_group(list(range(world_size))) for world_size in WORLD_SIZES]
     for group, kind, micro_batches, dtype in product(groups, OPTIMIZERS, MICRO_BATCHES, DTYPES):
         if not isinstance(group, dist.ProcessGroup):
-            continue  # this rank is no member
+            continue  # this rank is not a member
         losses, parameters = train(group, kind, micro_batches, dtype)
         if rank == 0:
             arrays = {name: value.numpy() for name, value in parameters.items()}

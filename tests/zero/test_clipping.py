@@ -63,7 +63,7 @@ def test_gradients_that_change_after_clipping_are_not_lost_in_silence() -> None:
                 refused()
         optimizer.zero_grad()
         before = {name: value.clone() for name, value in model.state_dict().items()}
-        optimizer.step()  # nothing is left to do
+        optimizer.step()  # there are no gradients, so it changes nothing
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
     run_ranks(2, work)

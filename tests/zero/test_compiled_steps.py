@@ -17,7 +17,7 @@ Tensor = torch.Tensor
 STEPS = 3
 pytestmark = [
     pytest.mark.usefixtures("nothing_compiled"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # which dynamo itself reads
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # dynamo itself reads it
 ]
 
 

@@ -1,4 +1,4 @@
-"""With equal gradients the sharded optimizer gives the wrapped one's bits, whichever class it is."""
+"""Given equal gradients, the sharded optimizer computes the same bits as the optimizer that it wraps, whatever its class."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -36,7 +36,7 @@ BY_PARAMETER: list[tuple[type[optim.Optimizer], dict[str, Any]]] = [(optim.Muon,
 
 
 class NormScaled(optim.Optimizer):
-    """A class that shardnet does not know: like LARS, it divides a gradient by the norm of the whole parameter's."""
+    """A class that shardnet does not know: like LARS, it divides a gradient by the norm of the whole parameter's gradient."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
@@ -55,7 +55,7 @@ def parameters(shapes: Sequence[tuple[int, ...]]) -> list[nn.Parameter]:
 
 
 def set_gradients(of: list[nn.Parameter], step: int) -> None:
-    """The last one has none in the first steps."""
+    """The last parameter has no gradient in the first two steps."""
     generator = torch.Generator().manual_seed(step)
     for parameter in of:
         parameter.grad = torch.randn(parameter.shape, generator=generator)
@@ -114,7 +114,7 @@ def test_an_unknown_class_may_be_split_by_elements_on_request() -> None:
 
 
 def test_whole_parameters_are_balanced_over_groups() -> None:
-    """Also where each group has one parameter, and where groups come later."""
+    """Also if each group has only one parameter, and if groups are added later."""
 
     def work(backend: Backend) -> int:
         *first, last, very_last = parameters([(4, 4)] * 8)

@@ -120,14 +120,14 @@ def test_a_peer_that_is_lost_before_a_step_leaves_everything_as_it_was() -> None
         assert all(piece.grad is None for piece in optimizer._sharded.pieces.values())
         for name, value in model.state_dict().items():
             assert torch.equal(value, make_model().state_dict()[name])
-        model(torch.ones(1, WIDTH))  # needs nobody
+        model(torch.ones(1, WIDTH))  # a forward needs no other rank
 
     run_ranks(2, work)
 
 
 @pytest.mark.parametrize("overlapping", [True, False])
 def test_a_peer_that_is_lost_between_stepping_and_gathering(overlapping: bool) -> None:
-    """What the survivor has is half of a step: it is told so from then on."""
+    """The survivor holds half of a step: from then on, every call says so."""
 
     def work(backend: Backend) -> None:
         model = make_model()

@@ -58,7 +58,7 @@ def backward(loss: Tensor) -> None:
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("planted", [math.inf, math.nan])
 def test_an_overflow_on_one_rank_makes_every_rank_skip(planted: float, clips: bool, early: bool, split: str) -> None:
-    """In its last element, so that the mean is not finite on the rank that owns that one alone."""
+    """The overflow is in the last element, so only the rank that owns this element sees a mean that is not finite."""
 
     def work(backend: Backend) -> list[tuple[float, list[float], list[float]]]:
         model, scaler = Scaled(), GradScaler(backend, init_scale=1024.0)
@@ -90,7 +90,7 @@ def test_an_overflow_on_one_rank_makes_every_rank_skip(planted: float, clips: bo
 
 
 def test_an_overflow_in_one_ranks_backward_makes_every_rank_skip() -> None:
-    """In float16, where 4 · 2¹⁵ is too much."""
+    """In float16, in which 4 · 2¹⁵ overflows."""
 
     def work(backend: Backend) -> tuple[float, list[float]]:
         model, scaler = Scaled(), GradScaler(backend, init_scale=2.0**15)
@@ -112,7 +112,7 @@ def test_a_mean_that_overflows_makes_every_rank_skip() -> None:
     def work(backend: Backend) -> tuple[float, list[float]]:
         model, scaler = Scaled(), GradScaler(backend, init_scale=2.0)
         optimizer = sharded(model, backend)
-        backward(scaler.scale(model(torch.tensor([1.0, 1, 1, 1, 1.5e38]))))  # 3e38 on each rank, and 6e38 is too much
+        backward(scaler.scale(model(torch.tensor([1.0, 1, 1, 1, 1.5e38]))))  # 3e38 on each rank; their sum, 6e38, overflows
         scaler.step(optimizer)
         scaler.update()
         return scaler.get_scale(), model.w.tolist()
@@ -159,7 +159,7 @@ def test_gradients_that_are_averaged_already_are_unscaled() -> None:
         backward(scaler.scale(model(INPUT)))
         scaler.unscale_(optimizer)
         assert model.w.grad is not None
-        assert model.w.grad.tolist() == (8 * INPUT).tolist()  # the user's own: still scaled
+        assert model.w.grad.tolist() == (8 * INPUT).tolist()  # the user's own gradient is still scaled
         scaler.step(optimizer)
         scaler.update()
         return model.w.tolist()
@@ -184,7 +184,7 @@ def test_switched_off_it_only_steps() -> None:
 
 
 def test_torchs_own_is_refused_on_every_rank_before_it_decides() -> None:
-    """It would step on all ranks but one, and average with what that one sends a step later."""
+    """It would step on all ranks except one, and these would average with what that rank sends one step later."""
 
     def work(backend: Backend) -> None:
         model, scaler = Scaled(), torch.amp.GradScaler("cpu")
@@ -215,7 +215,7 @@ def test_a_backward_after_unscaling_is_not_lost_in_silence() -> None:
 def train(
     model: nn.Module, optimizer: Any, scaler: torch.amp.GradScaler, clips: bool, early: bool = False, rank: int = 0, world_size: int = 1
 ) -> tuple[list[float], list[float]]:
-    """Losses of this rank's share, and the scale after each step, of two micro-batches."""
+    """Train in steps of two micro-batches; return the losses of this rank's share, and the scale after each step."""
     losses, scales = [], []
 
     def loss_in_half(part: Tensor) -> Tensor:
@@ -247,9 +247,9 @@ def train(
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_float16_trains_as_in_one_process(world_size: int, clips: bool, early: bool) -> None:
-    """From a scale at which the first step overflows, with two groups; see tests/fsdp/test_grad_scaler.py for the tolerance.
+    """Begin at a scale at which the first step overflows, with two groups; see tests/fsdp/test_grad_scaler.py for the tolerance.
 
-    One rank ends with the bits of one process but where it clips, by a norm of which torch has fewer digits.
+    A single rank ends with the bits of plain torch, except if it clips: torch computes the norm with fewer digits.
     """
     settings: dict[str, Any] = {"init_scale": 2.0**33, "backoff_factor": 2.0**-20}
     whole = make_small()

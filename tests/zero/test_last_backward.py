@@ -1,4 +1,4 @@
-"""Reductions that start while backward goes on: the same bits as without, whatever the ranks' backwards leave out."""
+"""Reductions that start during backward give the same bits as later ones, whichever gradients the ranks' backwards leave out."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -72,7 +72,7 @@ def test_no_choice_changes_a_bit(choices: dict[str, Any]) -> None:
 
 
 def started_in_backward(freeze: Callable[[nn.Sequential], None] = lambda model: None) -> list[list[str]]:
-    """What happens on each rank within `last_backward`: buckets that are reduced, and the first layer's gradient."""
+    """What happens on each rank within `last_backward`, in order: buckets that are reduced, and the first layer's gradient."""
 
     def work(backend: Backend) -> list[str]:
         model = make_model()
@@ -108,7 +108,7 @@ def test_reductions_start_as_buckets_are_complete() -> None:
     labels = [f"{index} (from {index}.weight)" for index in (4, 2, 0)]
     for happened in started_in_backward():
         assert happened[:3] == [*labels[:2], "gradient"]
-        assert happened.count(labels[2]) == 1  # in backward or after it, as the first one arrives
+        assert happened.count(labels[2]) == 1  # in backward or after it, depending on when the first reduction ends
 
 
 def test_what_was_frozen_before_holds_nothing_up() -> None:

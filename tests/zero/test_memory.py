@@ -35,7 +35,7 @@ def test_the_state_of_adam_in_bytes_by_rank(world_size: int, moments: list[int])
     assert moments == [OptimizerShard.for_rank(rank, world_size, total).shard_memory_bytes for rank in range(world_size)]
     assert sum(moments) == OptimizerShard.for_rank(0, world_size, total).full_memory_bytes
     parameters = len(list(make_gpt().parameters()))
-    assert sum(counters for _, counters in counted) <= 4 * (parameters + world_size - 1)  # one float32 a piece
+    assert sum(counters for _, counters in counted) <= 4 * (parameters + world_size - 1)  # one float32 for each piece
 
 
 def test_gradients_are_reduced_in_slices_of_which_only_the_ranks_own_is_kept() -> None:

@@ -116,7 +116,7 @@ def test_a_bucket_without_gradients_rests() -> None:
         grown = {op: ops[op].count - before.get(op, 0) for op in ops}
         assert {op: count for op, count in grown.items() if count} == {"all_reduce": 1, "reduce_scatter": 1, "all_gather": 1}
         optimizer.zero_grad()
-        optimizer.step()  # nobody has any: nothing but asking
+        optimizer.step()  # no rank has a gradient: the ranks only ask each other
         assert ops["reduce_scatter"].count == before.get("reduce_scatter", 0) + 1
 
     run_ranks(2, work)
@@ -194,7 +194,7 @@ def test_parameters_keep_their_identity_and_gradients_are_left_alone() -> None:
 
 
 def test_rank_0s_parameters_and_buffers_reach_every_rank() -> None:
-    """With a module those that are not optimized, too."""
+    """If the module is given, those that are not optimized are sent as well."""
 
     def work(backend: Backend) -> dict[str, Any]:
         model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
@@ -272,7 +272,7 @@ def test_backward_through_parameters_that_a_step_has_changed_is_refused_as_ever(
 
 
 def test_options_that_differ_over_ranks_are_refused_on_all() -> None:
-    """As after ReduceLROnPlateau with each rank's own loss. The parameters are as they were."""
+    """For example after ReduceLROnPlateau with each rank's own loss. The refused step changes no parameter."""
 
     def work(backend: Backend) -> None:
         weight = nn.Parameter(torch.ones(3))

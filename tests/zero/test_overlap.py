@@ -1,4 +1,4 @@
-"""New parameters arrive while the next forward computes, and whoever needs them waits."""
+"""New parameters arrive while the next forward computes; only code that needs them waits."""
 
 import gc
 import threading
@@ -30,7 +30,7 @@ def hold_back_last(optimizer: ZeroOptimizer, gate: threading.Event) -> None:
 
     def start_late(on_end: Callable[[], None]) -> None:
         def wait_and_start() -> None:
-            if gate.wait(10):  # else the others' gather times out, and the test fails
+            if gate.wait(10):  # otherwise the others' gather times out, and the test fails
                 start(on_end)
 
         threading.Thread(target=wait_and_start).start()
@@ -43,7 +43,7 @@ def states(optimizer: ZeroOptimizer) -> list[BucketState]:
 
 
 def test_a_units_forward_waits_for_its_own_parameters_alone() -> None:
-    """The last unit's parameters are not sent before the first unit has computed; if that waited for them, too, nobody ever would."""
+    """The last unit's parameters are sent only once the first unit has computed: if that waited for them too, neither would ever happen."""
     gate = threading.Event()
     seen: list[BucketState] = []
 
@@ -72,7 +72,7 @@ def test_a_units_forward_waits_for_its_own_parameters_alone() -> None:
 
 
 def test_a_part_that_is_called_by_itself_waits() -> None:
-    """As where a model generates text without its own forward; its parameters are the outermost unit's."""
+    """For example if a model generates text without its own forward. The part's parameters belong to the outermost unit."""
     gate = threading.Event()
 
     def work(backend: Backend) -> torch.Tensor:
@@ -103,7 +103,7 @@ def test_saving_the_module_waits_even_where_the_optimizer_is_gone() -> None:
 
     def work(backend: Backend) -> dict[str, torch.Tensor]:
         model = make_model()
-        model.register_state_dict_pre_hook(lambda *_: gate.set())  # type: ignore[no-untyped-call] # runs before what waits
+        model.register_state_dict_pre_hook(lambda *_: gate.set())  # type: ignore[no-untyped-call] # runs before the hook that waits
         optimizer = prepare(model, backend)
         if backend.rank == 1:
             hold_back_last(optimizer, gate)

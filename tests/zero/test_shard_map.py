@@ -1,4 +1,4 @@
-"""Who owns which block; and that `balanced` looks at sizes, where counting blocks does not do."""
+"""Which rank owns which block; `balanced` compares sizes, for models in which counting blocks is not enough."""
 
 from collections.abc import Callable
 
@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 
 from shardnet.zero import ZeroShardMap
 
-# GPT-2 medium with a head of its own, in parameters: 24 blocks, embeddings of 50257 tokens and 1024 places, a final norm.
+# Parameters of GPT-2 medium with a head that is not tied: 24 blocks, embeddings of 50257 tokens and 1024 positions, a final norm.
 BLOCKS = [12_596_224] * 24
 EMBEDDING, NORM, HEAD = 50_257 * 1024 + 1024 * 1024, 2048, 50_257 * 1024
 
 
 def loads(owners: ZeroShardMap, blocks: list[int], embedding: int, norm: int, head: int) -> list[int]:
-    """Parameters by rank."""
+    """The number of parameters on each rank."""
     held = [sum(blocks[block] for block in owners.blocks_for_rank(rank)) for rank in range(owners.world_size)]
     held[owners.embedding_owner] += embedding
     held[owners.final_norm_owner] += norm
@@ -83,7 +83,7 @@ def test_impossible_maps_are_refused() -> None:
 
 
 def test_balanced_looks_at_sizes() -> None:
-    """What the fullest rank of four holds: 1.77 times an equal share where blocks are counted, 1.01 where parts are weighed."""
+    """What the fullest rank of four holds: 1.77 times an equal share if blocks are counted, 1.01 times if sizes are compared."""
     counted = ZeroShardMap.round_robin(24, 4)
     weighed = ZeroShardMap.balanced(BLOCKS, 4, embedding_size=EMBEDDING, final_norm_size=NORM, lm_head_size=HEAD)
     by_count, by_size = (loads(owners, BLOCKS, EMBEDDING, NORM, HEAD) for owners in (counted, weighed))

@@ -35,7 +35,7 @@ def train(model: nn.Module, optimizer: Any, backend: Backend | None, steps: rang
 
 
 def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
-    """Saved and loaded again the way that executes nothing."""
+    """Save and load it again with `weights_only`, which executes no code from the file."""
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
@@ -91,7 +91,7 @@ def test_any_world_size_goes_on_from_it(alone: Alone, world_size: int, split: Sp
 
     def work(backend: Backend) -> None:
         model, optimizer = make(backend, split=split)
-        train(model, optimizer, backend, range(10, 11))  # something else, to be overwritten
+        train(model, optimizer, backend, range(10, 11))  # another state, which loading overwrites
         model.load_state_dict(alone[0])
         optimizer.load_state_dict(whole)
         torch.testing.assert_close(optimizer.consolidated_state_dict(), whole, rtol=0, atol=0)
@@ -115,7 +115,7 @@ def test_a_rank_goes_on_from_its_own_part(alone: Alone) -> None:
 
 
 def test_the_state_of_whole_parameters_comes_back_in_any_shape() -> None:
-    """Adafactor's has rows and columns."""
+    """Adafactor's state has rows and columns, not the shape of the parameter."""
 
     def work(backend: Backend) -> dict[str, Any]:
         parameters = [nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(2, 2))]

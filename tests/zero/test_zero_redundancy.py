@@ -1,4 +1,4 @@
-"""The same training as PyTorch's own ZeroRedundancyOptimizer over gloo: losses and parameters after every step."""
+"""The same training as PyTorch's own ZeroRedundancyOptimizer over gloo: the loss of every step, and the parameters after the last."""
 
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ START_S = 100  # a process imports torch and its compiler; most of this is for a
 
 @pytest.fixture(scope="module")
 def reference(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with what torch's ranks, real processes, have written."""
+    """The folder in which torch's ranks, which are real processes, have written their results."""
     return nursery.reference("tests.zero.redundancy_worker:main", partial(tmp_path_factory.mktemp, "redundancy"), within_s=START_S)
 
 

@@ -13,7 +13,7 @@ from tests.fsdp.ranks import run_ranks
 
 Tensor = torch.Tensor
 STEPS = 6
-SAMPLES = 12  # divisible by every world size below, so that the mean over ranks is the mean over samples
+SAMPLES = 12  # divisible by every world size that is tested, so that the mean over ranks is the mean over samples
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {"lr": 3e-3}),
     "sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
@@ -64,7 +64,7 @@ def train_step(
 def train_rank(
     backend: Backend, kind: str, *, overlapping: bool = True, micro_batches: int = 1, dtype: torch.dtype = torch.float32, **choices: Any
 ) -> Run:
-    """What one rank sees; rank 0's initial parameters count."""
+    """Train one rank. Ranks begin with different parameters, and rank 0's are used."""
     model = make_gpt(seed=backend.rank)
     optimizer_class, options = OPTIMIZERS[kind]
     if overlapping:
@@ -78,7 +78,7 @@ def train_rank(
 
 
 def train_sharded(world_size: int, kind: str, **choices: Any) -> list[Run]:
-    """One run a rank, with the losses of the combined batch."""
+    """One run for each rank, with the losses of the combined batch."""
     runs = run_ranks(world_size, lambda backend: train_rank(backend, kind, **choices))
     combined = [sum(losses) / world_size for losses in zip(*(run.losses for run in runs), strict=True)]
     return [Run(combined, run.parameters, run.state) for run in runs]
