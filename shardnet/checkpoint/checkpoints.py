@@ -53,7 +53,8 @@ class Checkpoints:
         folder  on a file system that all ranks see; made if it does not exist
         things  sharded models, their optimizers, ZeroOptimizers and their modules, schedulers, scalers, and whatever else has a small
                 `state_dict()` that is the same on all ranks
-        keep    how many of the latest checkpoints are kept; older ones are removed
+        keep    how many of the latest checkpoints are kept; older ones are removed. Those of later steps than the one that was saved last
+                are put aside, see [Note: the line of a training].
 
         Raises UsageError for a thing that cannot be kept.
         """

@@ -1,6 +1,7 @@
 """What is saved comes back, with any number of ranks and any distribution over them."""
 
 import asyncio
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -251,20 +252,137 @@ async def test_the_latest_are_kept(tmp_path: Path) -> None:
     async def work(backend: Backend) -> None:
         async with AsyncFSDP(Weighted(), backend) as model:
             checkpoints = Checkpoints(backend, tmp_path, model, keep=2)
-            for step in (1, 2, 10, 9):  # the last one by a training that went back
+            for step in (1, 2, 9, 10):
                 await saved(checkpoints, step)
+            await saved(checkpoints, 10, again=True)  # it takes the other one's place
             found = await checkpoints.load()
             assert found is not None
-            assert found.step == 10
-            await saved(checkpoints, 10)  # once more: it takes the other one's place
-            await checkpoints.load()
+            assert (found.step, found.values) == (10, {"again": True})
 
     (tmp_path / ".unfinished-0123").mkdir()
     (tmp_path / "step-what").mkdir()
+    (tmp_path / "step-7").mkdir()
+    (tmp_path / "step-7" / "manifest.json").touch()
     async with local_cluster(2) as ranks:
         await each_rank(ranks, work)
-    assert names_in(tmp_path) == {"step-00000009", "step-00000010", "step-what"}
+    assert names_in(tmp_path) == {"step-00000009", "step-00000010", "step-what", "step-7"}
     assert Folder(tmp_path, 2).steps() == [10, 9]
+
+
+async def test_a_save_behind_a_load_that_went_back_loses_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What the load has left out is not what the next one takes, and does not count among the latest."""
+
+    async def work(backend: Backend, *steps: int, load: int | None = None, keep: int = 3) -> None:
+        async with AsyncFSDP(Weighted(), backend) as model:
+            checkpoints = Checkpoints(backend, tmp_path, model, keep=keep)
+            if load is not None:
+                found = await checkpoints.load()
+                assert found is not None
+                assert found.step == load
+            for step in steps:
+                await saved(checkpoints, step)
+
+    async with local_cluster(2) as ranks:
+        await each_rank(ranks, lambda rank: work(rank, 100, 200, 300))
+        for step in (200, 300):
+            (tmp_path / f"step-{step:08d}" / "rank-00000-of-00002.safetensors").write_bytes(b"")
+        await each_rank(ranks, lambda rank: work(rank, load=100))
+        assert Folder(tmp_path, 2).steps() == [300, 200, 100], "whoever only loads may be another program"
+        await each_rank(ranks, lambda rank: work(rank, 150, load=100, keep=2))
+        assert names_in(tmp_path) == {f"step-{step:08d}" for step in (100, 150)} | {f"left-out-step-{step:08d}" for step in (200, 300)}
+        assert "step-00000300 is left out from now on, and is now left-out-step-00000300: step 150 was saved after it" in caplog.text
+        await each_rank(ranks, lambda rank: work(rank, load=150))
+
+
+async def test_a_training_that_begins_anew_in_a_folder_keeps_its_own(tmp_path: Path) -> None:
+    async def work(backend: Backend) -> None:
+        async with AsyncFSDP(Weighted(), backend) as model:
+            for _ in range(2):
+                checkpoints = Checkpoints(backend, tmp_path, model, keep=1)
+                for step in (10, 20):
+                    await saved(checkpoints, step)
+                    assert await checkpoints.latest() == step
+
+    async with local_cluster(2) as ranks:
+        await each_rank(ranks, work)
+    assert names_in(tmp_path) == {"step-00000020", "left-out-step-00000020"}
+
+
+def committed(folder: Folder, step: int, id_: str) -> None:
+    folder.begin(id_)
+    folder.commit(Manifest(id_, step, (), (), {}, (), ()))
+
+
+def id_of(path: Path) -> str:
+    found: str = json.loads((path / "manifest.json").read_text().split("\n", 1)[1])["id"]
+    return found
+
+
+def test_nothing_is_put_aside_over_what_was(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, 1)
+    for id_ in ("first", "second", "third"):
+        committed(folder, 9, id_)
+        committed(folder, 1, "low")
+    assert {each.name: id_of(each) for each in tmp_path.iterdir()} == {
+        "step-00000001": "low",
+        "left-out-step-00000009": "first",
+        "left-out-step-00000009-2": "second",
+        "left-out-step-00000009-3": "third",
+    }
+
+
+class Killed(BaseException):
+    """In place of kill -9: nothing can catch it and go on."""
+
+
+@pytest.mark.parametrize("end", [OSError(5, "Input/output error"), Killed()], ids=["an error", "kill -9"])
+def test_one_that_is_replaced_is_there_until_the_new_one_is(end: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the second of two renames does not take place."""
+    folder = Folder(tmp_path, 1)
+    committed(folder, 3, "old")
+    rename = Path.rename
+
+    def renamed(path: Path, target: Path) -> Path:
+        if path == folder.unfinished("new"):
+            raise end
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", renamed)
+    with pytest.raises(type(end)):
+        committed(folder, 3, "new")
+    monkeypatch.undo()
+    assert folder.steps() == [3]
+    assert id_of(folder.of(3)) == "old"
+    folder.begin("next")
+    assert names_in(tmp_path) == {"step-00000003", ".unfinished-next"}
+    assert id_of(folder.of(3)) == "old"
+    committed(folder, 3, "newer")
+    assert names_in(tmp_path) == {"step-00000003"}
+    assert id_of(folder.of(3)) == "newer"
+
+
+def test_what_is_no_checkpoint_stays(tmp_path: Path) -> None:
+    """It only has the name of one."""
+    (tmp_path / "step-00000001").mkdir()
+    (tmp_path / "step-00000001" / "mine").write_text("data")
+    (tmp_path / "step-00000002").write_text("data")
+    folder = Folder(tmp_path, 2)
+    for step in (1, 2):
+        committed(folder, step, f"id{step}")
+    assert folder.steps() == [2, 1]
+    assert names_in(tmp_path) == {f"{prefix}step-0000000{step}" for prefix in ("", "left-out-") for step in (1, 2)}
+    assert (tmp_path / "left-out-step-00000001" / "mine").read_text() == "data"
+    assert (tmp_path / "left-out-step-00000002").read_text() == "data"
+
+
+def test_of_a_link_to_a_checkpoint_only_the_link_is_removed(tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "run", 1)
+    committed(folder, 1, "id1")
+    folder.of(1).rename(tmp_path / "moved")
+    folder.of(1).symlink_to(tmp_path / "moved")
+    committed(folder, 2, "id2")
+    assert names_in(folder.path) == {"step-00000002"}
+    assert id_of(tmp_path / "moved") == "id1"
 
 
 def test_what_dies_while_it_removes_leaves_nothing_that_looks_like_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
