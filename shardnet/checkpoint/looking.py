@@ -23,9 +23,9 @@ def problems(path: Path) -> Iterator[str | None]:
         yield str(error)
         return
     yield None
-    for entry in manifest.files:
+    for entry, spans in zip(manifest.files, manifest.spans, strict=True):
         try:
-            RankFile(path, entry, manifest.id).check()
+            RankFile(path, entry, manifest.id).check(spans)
         except CheckpointError as error:
             yield str(error)
         else:

@@ -1,11 +1,13 @@
 """`Manifest`: what a checkpoint consists of. A folder without a manifest is no checkpoint."""
 
 import json
+import math
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from crc32c import crc32c
 
 from shardnet.checkpoint.rank_file import FileEntry
@@ -38,7 +40,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
-        """Read it from a folder. Raises CheckpointError for anything but what was written."""
+        """Read it from a folder. Raises CheckpointError for anything but what was written, and for what cannot have been."""
         path = folder / NAME
         try:
             seal, body = path.read_bytes().split(b"\n", 1)
@@ -49,7 +51,7 @@ class Manifest:
                 raise CheckpointError(
                     f"{path} is of format {found['format']}, and this shardnet knows {_FORMAT}: use the one that wrote it"
                 )
-            return cls(
+            read = cls(
                 found["id"],
                 found["step"],
                 tuple(FileEntry(**entry) for entry in found["files"]),
@@ -58,8 +60,37 @@ class Manifest:
                 tuple(found["kinds"]),
                 tuple(tuple(map(_kept, kept)) for kept in found["modules"]),
             )
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            read._check()
+            return read
+        except (OSError, ValueError, LookupError, TypeError) as error:
             raise CheckpointError(f"{path} cannot be used: {error}") from error
+
+    def _check(self) -> None:
+        """Raise ValueError for what no shardnet has written, though its checksum be right. Whoever reads it can then rely on types, and on
+        names that are there."""
+        for of, is_right in (
+            ("id", _is_a(str, self.id)),
+            ("step", _is_count(self.step)),
+            ("sizes", _is_a(dict, self.sizes) and all(map(_is_count, self.sizes.values()))),
+            ("files", bool(self.files) and all(map(_is_file, self.files))),
+            ("spans", len(self.spans) == len(self.files) and all(self._has(span) for spans in self.spans for span in spans)),
+            ("modules", len(self.modules) == len(self.kinds) and all(self._can_be(kept) for each in self.modules for kept in each)),
+        ):
+            if not is_right:
+                raise ValueError(f"its {of} cannot be right")
+
+    def _has(self, span: Span) -> bool:
+        """Whether a span lies within a parameter."""
+        known = _is_a(str, span.name) and span.name in self.sizes and _is_count(span.start) and _is_count(span.stop)
+        return known and span.start <= span.stop <= self.sizes[span.name]
+
+    def _can_be(self, kept: Kept) -> bool:
+        """Whether a module's tensor is kept whole, or is a parameter of that size."""
+        if kept.spread is None:
+            return _is_a(str, kept.own)
+        name, shape, dtype = kept.spread
+        known = _is_a(str, name) and name in self.sizes and all(map(_is_count, shape)) and _is_a(str, dtype)
+        return known and math.prod(shape) == self.sizes[name] and isinstance(getattr(torch, dtype, None), torch.dtype)
 
     def holders(self) -> dict[str, list[tuple[Span, int]]]:
         """For each parameter, its spans and the files that have them, in order."""
@@ -70,6 +101,20 @@ class Manifest:
         for each in found.values():
             each.sort(key=lambda entry: (entry[0].start, entry[1]))
         return found
+
+
+def _is_a(kind: type, value: object) -> bool:
+    """isinstance, for a value of which the annotation only says what it should be."""
+    return isinstance(value, kind)
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_file(entry: FileEntry) -> bool:
+    """Whether the entry names a file within the folder."""
+    return Path(entry.name).name == entry.name and _is_count(entry.size) and _is_count(entry.header_crc32c)
 
 
 def _kept(row: list[Any]) -> Kept:

@@ -6,7 +6,7 @@ tensors' blocks (blocks.py); the checksum of the header, which is in the manifes
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,9 +93,7 @@ class RankFile:
         """The elements [start, stop) of a parameter, of the piece `whole` that the file has. Of tensors with one entry for each element
         only these entries are read; with `only`, only that key of the state. Raises UsageError for state that cannot be cut."""
         label, cut = _label(whole), Span(whole.name, start, stop)
-        if whole not in self._keys:
-            raise self._broken(f"it lacks {label}, which the manifest says it has")
-        keys = self._keys[whole] if only is None else [only]
+        keys = self._look_up(whole) if only is None else [only]
         state = {key: self._tensor(f"{label}.{key}", key, whole, cut) for key in keys}
         return Piece(cut, state | (self.value(label) if label in self._values and only is None else {}))
 
@@ -108,10 +106,18 @@ class RankFile:
         except ProtocolError as error:
             raise self._broken(str(error)) from error
 
-    def check(self) -> None:
-        """Read all of it. Raises CheckpointError unless it is what was written."""
+    def check(self, spans: Iterable[Span]) -> None:
+        """Read all of it. Raises CheckpointError unless it is what was written, and has these spans."""
+        for span in spans:
+            self._look_up(span)
         for name in self._blocks:
             self._read(name)
+
+    def _look_up(self, span: Span) -> list[str]:
+        """The keys of what the file has of a span."""
+        if span not in self._keys:
+            raise self._broken(f"it lacks {_label(span)}, which the manifest says it has")
+        return self._keys[span]
 
     def _check_header(self, entry: FileEntry) -> None:
         """Check the header before anything in it is used."""
@@ -139,7 +145,10 @@ class RankFile:
         return self._read_part(name, cut.start - whole.start, cut.stop - whole.start)
 
     def _read(self, name: str) -> Tensor:
-        tensor: Tensor = self._file.get_tensor(name)
+        try:
+            tensor: Tensor = self._file.get_tensor(name)
+        except SafetensorError as error:
+            raise self._broken(str(error)) from error
         if not is_intact(tensor, 0, self._blocks[name]):
             raise self._broken(f"the bytes of {name} are not those that were written")
         return tensor

@@ -1,15 +1,18 @@
 """Damaged files: they never load wrongly, and never cost more than one interval."""
 
 import asyncio
+import json
 import os
 import random
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from crc32c import crc32c
 from safetensors.torch import load_file, save_file
 
 from shardnet import AsyncFSDP
@@ -133,6 +136,45 @@ async def test_the_checkpoint_before_is_taken(damage: str, run: Path, caplog: py
         else:
             assert await each_rank(ranks, lambda rank: found_by(rank, run)) == [1, 1]
     assert not why or ("the checkpoint of step 2 is left out: rank " in caplog.text and why in caplog.text)
+
+
+def _reseal(path: Path, edit: Callable[[Any], object]) -> None:
+    """Edit a manifest, and give it the right checksum."""
+    found = json.loads(path.read_bytes().split(b"\n", 1)[1])
+    edit(found)
+    body = json.dumps(found).encode()
+    path.write_bytes(b'{"crc32c": %d}\n%s\n' % (crc32c(body), body))
+
+
+EDITS: dict[str, tuple[Callable[[Any], object], str]] = {
+    "an id that is none": (lambda found: found.update(id=3), "id"),
+    "a step in words": (lambda found: found.update(step="two"), "step"),
+    "a negative step": (lambda found: found.update(step=-2), "step"),
+    "a size that is no count": (lambda found: found["sizes"].update({"0/more": 0.5}), "sizes"),
+    "no files": (lambda found: found.update(files=[]), "files"),
+    "a file elsewhere": (lambda found: found["files"][1].update(name="/etc/passwd"), "files"),
+    "a file of another checkpoint": (
+        lambda found: found["files"][1].update(name=f"../step-00000001/{found['files'][1]['name']}"),
+        "files",
+    ),
+    "a span of an unknown parameter": (lambda found: found["spans"][0][0].__setitem__(0, "0/none"), "spans"),
+    "a span of a list": (lambda found: found["spans"][0][0].__setitem__(0, ["0/none"]), "spans"),
+    "a span that begins before its parameter": (lambda found: found["spans"][0][0].__setitem__(1, -5), "spans"),
+    "a span that ends behind its parameter": (lambda found: found["spans"][0][0].__setitem__(2, 10**15), "spans"),
+    "spans of more files than there are": (lambda found: found["spans"].append([]), "spans"),
+    "a shape of another size": (lambda found: found["modules"][0][0][1].__setitem__(1, [5, 7]), "modules"),
+    "a dtype that is none": (lambda found: found["modules"][0][0][1].__setitem__(2, "load"), "modules"),
+}
+
+
+@pytest.mark.parametrize("edited", EDITS)
+async def test_a_manifest_that_somebody_has_edited(edited: str, run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With the right checksum: it is not taken, as one that is damaged."""
+    edit, of = EDITS[edited]
+    _reseal(Folder(run, 2).of(2) / "manifest.json", edit)
+    async with loopback_cluster(RANKS) as ranks:
+        assert await each_rank(ranks, lambda rank: found_by(rank, run)) == [1, 1]
+    assert f"manifest.json cannot be used: its {of} cannot be right" in caplog.text
 
 
 @pytest.mark.parametrize("repeats", [60, pytest.param(2000, marks=pytest.mark.faults)])

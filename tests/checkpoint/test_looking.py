@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,8 @@ from torch import nn
 from shardnet import AsyncFSDP
 from shardnet.backend import Backend
 from shardnet.checkpoint import Checkpoints
-from shardnet.checkpoint.looking import whole_weights
-from shardnet.checkpoint.manifest import NAME
+from shardnet.checkpoint.looking import problems, whole_weights
+from shardnet.checkpoint.manifest import NAME, Manifest
 from shardnet.cli.main import main
 from shardnet.errors import UsageError
 from shardnet.testing import each_rank, loopback_cluster, same_bits
@@ -146,6 +147,18 @@ def test_verify(saved: tuple[Path, dict[str, torch.Tensor]], capsys: pytest.Capt
         assert f"{broken} cannot be used: " in capsys.readouterr().err
     finally:
         broken.write_bytes(whole)
+
+
+def test_verify_looks_for_what_the_manifest_names(saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+    """In the files, too: two of them have changed places in the manifest."""
+    folder = shutil.copytree(saved[0], tmp_path / "copy") / f"step-{STEP:08d}"
+    manifest = Manifest.read(folder)
+    first, second, *others = manifest.spans
+    replace(manifest, spans=(second, first, *others)).write(folder)
+    of_manifest, *of_files = problems(folder)
+    assert of_manifest is None
+    assert [problem is None or "which the manifest says it has" in problem for problem in of_files] == [True] * RANKS
+    assert sum(problem is not None for problem in of_files) == 2
 
 
 @pytest.mark.parametrize(
