@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from shardnet.errors import CheckpointError
+from shardnet.errors import CheckpointError, UsageError
 
 Tensor = torch.Tensor
 _FILE = "model.safetensors"  # as Hugging Face names the only one of a folder
@@ -20,14 +20,19 @@ _INDEX = "model.safetensors.index.json"  # and the file that says which tensor i
 
 def write_weights(path: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
     """Write what `model.full_state_dict(rank0_only=True)` returns on rank 0 into one file, which appears whole or not at all. It loads
-    with `module.load_state_dict(safetensors.torch.load_file(path))`. Values that are no tensors are left out. Raises OSError."""
+    with `module.load_state_dict(safetensors.torch.load_file(path))`. Values that are no tensors are left out. A file that is there is
+    replaced; if the path is a symbolic link, the file that it points to. Raises OSError, and UsageError if what is there is no file, but
+    a folder or device."""
+    final = Path(path)
+    if final.exists() and not final.is_file():
+        raise UsageError(f"{final} is no regular file, so no weights are written to it: give the path of a new file, or of one to replace")
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, value in state.items():
         if isinstance(value, Tensor):
             tensors[name] = value.clone() if value.data_ptr() in seen else value.contiguous()  # the format cannot share memory
             seen.add(value.data_ptr())
-    final = Path(path)
+    final = final.resolve()
     unfinished = final.with_name(f".unfinished-{final.name}")
     try:
         unfinished.touch()

@@ -19,7 +19,7 @@ from shardnet import AsyncFSDP
 from shardnet.backend import Backend
 from shardnet.checkpoint import Checkpoints, read_weights, write_weights
 from shardnet.checkpoint.folder import Folder
-from shardnet.errors import CheckpointError
+from shardnet.errors import CheckpointError, UsageError
 from shardnet.testing import each_error, each_rank, loopback_cluster, same_bits
 from tests.checkpoint.training import Training
 from tests.fsdp.models import Block
@@ -296,6 +296,23 @@ def test_weights_that_cannot_be_read_or_written(tmp_path: Path) -> None:
             next(read_weights(tmp_path / name))
     with pytest.raises(OSError, match="No such file"):
         write_weights(tmp_path / "none" / "model.safetensors", {"a": torch.ones(2)})
+
+
+def test_weights_replace_nothing_but_files(tmp_path: Path) -> None:
+    """Such as a device, of which a pipe is the harmless kind. A link stays one."""
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link to pipe").symlink_to(tmp_path / "pipe")
+    for name in ("folder", "pipe", "link to pipe"):
+        with pytest.raises(UsageError, match=f"{name} is no regular file"):
+            write_weights(tmp_path / name, {"a": torch.ones(2)})
+    assert (tmp_path / "pipe").is_fifo()
+    (tmp_path / "folder" / "old").write_text("no weights")
+    (tmp_path / "link").symlink_to(tmp_path / "folder" / "old")
+    write_weights(tmp_path / "link", {"a": torch.ones(2)})
+    assert (tmp_path / "link").is_symlink()
+    assert load_file(tmp_path / "folder" / "old")["a"].tolist() == [1, 1]
+    assert {path.name for path in tmp_path.iterdir()} == {"folder", "pipe", "link to pipe", "link"}
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])

@@ -171,6 +171,7 @@ def test_verify_looks_for_what_the_manifest_names(saved: tuple[Path, dict[str, t
         (["export", f"{{folder}}/step-{STEP:08d}", "{empty}/model", "--step", "3"], 2, "is one checkpoint; leave --step out"),
         (["export", "{folder}", "{empty}/model", "--model", "1"], 2, "has 1 module; there is no number 1"),
         (["export", "{folder}", "{empty}/no/model"], 1, "No such file or directory"),
+        (["export", "{folder}", "{empty}"], 2, "is no regular file, so no weights are written to it"),
     ],
 )
 def test_what_is_refused(
