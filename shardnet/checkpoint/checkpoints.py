@@ -4,16 +4,21 @@
 Then each rank writes its file and tells the others whether that succeeded; if it did on all ranks, rank 0 makes the files a checkpoint
 ([Note: whole or not at all] in folder.py). So whenever a rank dies, this checkpoint or the one before exists. The messages of a save use
 a group of their own, so that the training's collectives may come in between in any order.
+
+[Note: what fails on one rank] Whatever a rank does by itself between two messages may fail on this rank alone, for any reason: a full
+disk, too little memory, a scheduler's own `state_dict`. `_on_all` tells the others, which would otherwise wait for this rank for as long
+as a disk may take.
 """
 
 import asyncio
 import logging
+import operator
 import os
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from crc32c import crc32c
@@ -67,28 +72,29 @@ class Checkpoints:
         self._writing: asyncio.Task[None] | None = None
         self._leisure = Leisure()
         self._duties: dict[Span, int] | None = None
+        self._contents: Manifest | None = None  # of what was copied last, yet without files; on rank 0
 
     # --- saving
 
-    async def save(self, step: int, **values: Any) -> None:
+    async def save(self, step: SupportsIndex, **values: Any) -> None:
         """Save the state after a step, with values of the program's own, such as a position in the data. Returns when a copy is
         taken: the files are written in the background and become a checkpoint later; `wait` waits for that. Waits for the previous
-        save first.
+        save first. A checkpoint of the same step, if there is one, is replaced.
 
         A collective. What it raises, it raises on all ranks: CheckpointError if the previous save failed or this one cannot begin,
-        CollectiveMismatch if ranks save different steps, UsageError for a state or value that no file can hold. If it is cancelled
-        after the previous save has ended, it has 0.25 s to take the copy, and the checkpoint is still written; if that is not enough,
-        this rank leaves the others, which lose it.
+        CollectiveMismatch if ranks save different steps, UsageError for a state or value that no file can hold, and for a step that is
+        not a whole number from 0 on. If it is cancelled after the previous save has ended, it has 0.25 s to take the copy, and the
+        checkpoint is still written; if that is not enough, this rank leaves the others, which lose it.
         """
+        number = _number(step)
         await self.wait()
-        await unbroken(self._save(step, values), f"a save of step {step}", self._backend.abort)
+        await unbroken(self._save(number, values), f"a save of step {number}", self._backend.abort)
 
     async def _save(self, step: int, values: dict[str, Any]) -> None:
-        checkpoint = await self._begin(step)
+        what = f"the checkpoint of step {step} cannot be written"
+        checkpoint: str = (await self._on_all(what, self._make_room, label=f"checkpoint of step {step}", timeout_s=None))[0]
         try:
-            problem = await self._try(self._take, step, values, await self._has_own())
-            if (problem := _first(await self._tell(problem))) is not None:
-                raise UsageError(f"the state of step {step} cannot be saved: {problem}")
+            await self._copy(f"the state of step {step} cannot be saved", checkpoint, step, values)
         except BaseException:
             await asyncio.to_thread(self._remove, checkpoint)
             raise
@@ -119,27 +125,27 @@ class Checkpoints:
             if not writing.cancelled() and (error := writing.exception()) is not None:
                 log.info("a checkpoint was not finished: %s", error)
 
-    async def _begin(self, step: int) -> str:
-        """The id of a new checkpoint, for which rank 0 has made room. Works out, once, which rank writes what."""
-        mine = secrets.token_hex(8)
-        problem = await self._try(self._folder.begin, mine) if self._backend.rank == 0 else None
-        told = await gather_json(self._backend, [mine, problem], f"checkpoint of step {step}")
-        checkpoint: str
-        checkpoint, problem = told[0]
-        if problem is not None:
-            raise CheckpointError(f"the checkpoint of step {step} cannot be written: {problem}")
-        if self._duties is None:
-            held = await self._tell([list(_row(span)) for span in self._inventory.wanted().values()])
-            self._duties = writers([[Span(*row) for row in rows] for rows in held])
+    def _make_room(self) -> str | None:
+        """The id of a new checkpoint, on rank 0."""
+        if self._backend.rank != 0:
+            return None
+        checkpoint = secrets.token_hex(8)
+        self._folder.begin(checkpoint)
         return checkpoint
 
-    async def _has_own(self) -> bool:
-        """Whether the buffers and modules that this rank holds whole differ from rank 0's."""
-        sums = await self._tell(await asyncio.to_thread(_digest, self._inventory.rest()))
-        return bool(sums[self._backend.rank] != sums[0])
+    async def _copy(self, what: str, checkpoint: str, step: int, values: dict[str, Any]) -> None:
+        """Work out, once, which rank writes what, and have each rank copy that. `what` begins the message of an error."""
+        if self._duties is None:
+            held = await self._on_all(what, lambda: [list(_row(span)) for span in self._inventory.wanted().values()])
+            self._duties = writers([[Span(*row) for row in rows] for rows in held])
+        sums = await self._on_all(what, lambda: _digest(self._inventory.rest()))
+        await self._on_all(what, self._take, checkpoint, step, values, sums[self._backend.rank] != sums[0])
 
-    def _take(self, step: int, values: dict[str, Any], has_own: bool) -> None:
-        """Copy everything that this rank writes. Raises UsageError for what cannot be written."""
+    def _take(self, checkpoint: str, step: int, values: dict[str, Any], has_own: bool) -> None:
+        """Copy everything that this rank writes. Raises UsageError for what cannot be written.
+
+        has_own  whether the buffers and modules that this rank holds whole differ from rank 0's
+        """
         assert self._duties is not None
         rank = self._backend.rank
         mine = (piece for piece, _ in self._inventory.pieces() if self._duties[piece.span] == rank)
@@ -151,25 +157,23 @@ class Checkpoints:
                 "shared": {"step": step, "values": values, "parts": self._inventory.shared()} if rank == 0 else None,
             }
         )
+        if rank == 0:
+            self._contents = self._manifest(checkpoint, step)
 
     async def _write(self, step: int, checkpoint: str) -> None:
         """See [Note: the parts of a save]. Raises CheckpointError on all ranks if it fails on any."""
-        entries: list[FileEntry] = []
-        problem = await self._try(lambda: entries.append(self._write_file(checkpoint)), run=in_idle_thread)
-        told = await self._tell([problem, [asdict(entry) for entry in entries]])
-        problem = _first(each[0] for each in told)
-        if problem is None:
-            if self._backend.rank == 0:
-                files = tuple(FileEntry(**each[1][0]) for each in told)
-                problem = await self._try(self._folder.commit, self._manifest(step, checkpoint, files))
-            problem = (await self._tell(problem))[0]
-        if problem is not None:
+        what = f"there is no checkpoint of step {step}"
+        try:
+            entries = await self._on_all(what, self._write_file, checkpoint, run=in_idle_thread)
+            await self._on_all(what, self._commit, entries)
+        except CheckpointError:
             await asyncio.to_thread(self._remove, checkpoint)
-            raise CheckpointError(f"there is no checkpoint of step {step}: {problem}")
+            raise
         if self._backend.rank == 0:
             log.info("checkpoint of step %d: %s", step, self._folder.of(step))
 
-    def _write_file(self, checkpoint: str) -> FileEntry:
+    def _write_file(self, checkpoint: str) -> dict[str, Any]:
+        """Write this rank's file. Returns its FileEntry as a dict."""
         taken = self._snapshot.value()
         pieces = [Piece(Span(name, start, stop), state) for name, start, stop, state in taken.pop("pieces")]
         rank, ranks = self._backend.rank, self._backend.world_size
@@ -178,87 +182,137 @@ class Checkpoints:
             raise OSError(
                 f"{folder}, which rank 0 has made, is not there for rank {rank}: all ranks must see one folder, as on a network file system"
             )
-        return write_rank_file(folder / f"rank-{rank:05d}-of-{ranks:05d}.safetensors", checkpoint, pieces, taken, self._leisure.rest)
+        path = folder / f"rank-{rank:05d}-of-{ranks:05d}.safetensors"
+        try:
+            return asdict(write_rank_file(path, checkpoint, pieces, taken, self._leisure.rest))
+        except UsageError as error:  # the call that it is about has ended
+            raise CheckpointError(str(error)) from error
 
-    def _manifest(self, step: int, checkpoint: str, files: tuple[FileEntry, ...]) -> Manifest:
+    def _commit(self, entries: Sequence[dict[str, Any]]) -> None:
+        if self._backend.rank == 0:
+            assert self._contents is not None
+            self._folder.commit(replace(self._contents, files=tuple(FileEntry(**entry) for entry in entries)))
+
+    def _manifest(self, checkpoint: str, step: int) -> Manifest:
+        """What is being copied, yet without files. Only while the training waits has a module its own parameters: in between, forward
+        has others in their places."""
         assert self._duties is not None
-        spans: list[list[Span]] = [[] for _ in files]
+        spans: list[list[Span]] = [[] for _ in range(self._backend.world_size)]
         for span, rank in self._duties.items():
             spans[rank].append(span)
         return Manifest(
-            *(checkpoint, step, files, tuple(map(tuple, spans)), self._inventory.sizes()),
+            *(checkpoint, step, (), tuple(map(tuple, spans)), self._inventory.sizes()),
             *(tuple(self._inventory.kinds), tuple(map(tuple, self._inventory.modules()))),
         )
-
-    async def _tell(self, value: object) -> list[Any]:
-        return await gather_json(self._backend, value, "how a checkpoint went", timeout_s=DISK_S)
 
     def _remove(self, checkpoint: str) -> None:
         if self._backend.rank == 0:
             self._folder.abandon(checkpoint)
 
-    async def _try(
-        self, function: Callable[..., object], *arguments: object, run: Callable[..., Awaitable[object]] = asyncio.to_thread
-    ) -> str | None:
-        """Run the function in a thread. Returns what went wrong, in words, or None."""
+    async def _on_all(
+        self,
+        what: str,
+        function: Callable[..., object],
+        *arguments: object,
+        label: str = "how a checkpoint went",
+        timeout_s: float | None = DISK_S,
+        run: Callable[..., Awaitable[object]] = asyncio.to_thread,
+    ) -> list[Any]:
+        """Run the function in a thread, on all ranks. Returns what it returns on each of them, which must be what JSON can hold.
+        `timeout_s` is how long ranks wait for the last one; None: as for any collective.
+
+        A collective. If it fails on any rank, raises UsageError on all ranks if that is what the function raised, and otherwise
+        CheckpointError; the message begins with `what`. See [Note: what fails on one rank].
+        """
+        result, problem, is_misuse = None, None, False
         try:
-            await run(function, *arguments)
+            result = await run(function, *arguments)
         except (OSError, ShardnetError) as error:
-            return f"rank {self._backend.rank}: {error}"
-        return None
+            problem, is_misuse = f"rank {self._backend.rank}: {error}", isinstance(error, UsageError)
+        except Exception as error:
+            log.exception("%s", what)  # the only trace of where it comes from
+            problem = f"rank {self._backend.rank}: {error!r}"
+        told = await gather_json(self._backend, [result, problem, is_misuse], label, timeout_s=timeout_s)
+        for _, problem, is_misuse in told:
+            if problem is not None:
+                raise (UsageError if is_misuse else CheckpointError)(f"{what}: {problem}")
+        return [each[0] for each in told]
 
     # --- loading
 
     async def latest(self) -> int | None:
         """The step of the latest checkpoint, None if there is none. A collective."""
-        steps = await asyncio.to_thread(self._folder.steps) if self._backend.rank == 0 else []
-        return next(iter((await gather_json(self._backend, steps, "which checkpoints there are"))[0]), None)
+        return next(iter(await self._steps()), None)
 
     async def load(self) -> Loaded | None:
         """Restore everything from the latest checkpoint that is whole; None if the folder has no checkpoint at all. Checkpoints that were
         left unfinished are removed.
 
         Whatever the number of ranks and the strategy that it was saved with, each rank reads what it holds and little more, and checks
-        it. If any rank finds that something is not what was written, all ranks take the checkpoint before, and the log says why. Random
-        generators go on from where those of the rank of the same number were.
+        it. If any rank finds that something is not what was written, all ranks take the checkpoint before, and the log says why. The next
+        save puts what was left out aside. Random generators go on from where those of the rank of the same number were.
 
         A collective. Raises, on all ranks, CheckpointError if there are checkpoints but none is whole, and UsageError if they are of
-        another model or of other things. The things then keep the state that they had.
+        another model or of other things. The things then keep the state that they had. Also raises CheckpointError if anything else
+        fails on a rank, such as memory.
         """
         if self._backend.rank == 0:
             await asyncio.to_thread(self._folder.sweep)
-        steps = (await gather_json(self._backend, await asyncio.to_thread(self._folder.steps), "which checkpoints there are"))[0]
         problem = None
-        for step in steps:
-            reading, problem = await self._read(self._folder.of(step))
+        for step in await self._steps():
+            path = self._folder.of(step)
+            reading, problem = await self._read(step, path)
             if reading is not None:
-                return await self._apply(reading)
+                return await self._apply(reading, path)
             if self._backend.rank == 0:
                 log.warning("the checkpoint of step %d is left out: %s", step, problem)
         if problem is None:
             return None
         raise CheckpointError(f"none of the checkpoints in {self._folder.path} can be used; of the oldest: {problem}")
 
-    async def _read(self, path: Path) -> tuple[Reading | None, str | None]:
-        """What this rank needs of a checkpoint, if all ranks have found what they need; otherwise why not."""
-        reading, problem, misuse = None, None, None
-        try:
-            reading = await asyncio.to_thread(read, path, self._inventory, self._backend.rank)
-        except UsageError as error:
-            misuse = str(error)
-        except CheckpointError as error:
-            problem = f"rank {self._backend.rank}: {error}"
-        told = await self._tell([problem, misuse])
-        if (misuse := _first(each[1] for each in told)) is not None:
-            raise UsageError(misuse)
-        problem = _first(each[0] for each in told)
-        return (None if problem is not None else reading), problem
+    async def _steps(self) -> list[int]:
+        """Which checkpoints there are, as rank 0 sees it, the latest first."""
 
-    async def _apply(self, reading: Reading) -> Loaded:
-        await asyncio.to_thread(self._inventory.load, reading.pieces, reading.rest, reading.shared["parts"])
+        def look() -> list[int]:
+            return self._folder.steps() if self._backend.rank == 0 else []
+
+        what = f"the checkpoints in {self._folder.path} cannot be listed"
+        steps: list[int] = (await self._on_all(what, look, label="which checkpoints there are", timeout_s=None))[0]
+        return steps
+
+    async def _read(self, step: int, path: Path) -> tuple[Reading | None, str | None]:
+        """What this rank needs of a checkpoint, if all ranks have found what they need; otherwise why not."""
+        found: list[Reading] = []
+
+        def look() -> str | None:
+            try:
+                found.append(read(path, self._inventory, self._backend.rank))
+            except CheckpointError as error:
+                return f"rank {self._backend.rank}: {error}"
+            return None
+
+        problem = _first(await self._on_all(f"the checkpoint of step {step} cannot be loaded", look))
+        return (None if problem is not None else found[0]), problem
+
+    async def _apply(self, reading: Reading, path: Path) -> Loaded:
+        await self._on_all(
+            f"the checkpoint of step {reading.step} cannot be loaded",
+            lambda: self._inventory.load(reading.pieces, reading.rest, reading.shared["parts"]),
+        )
         if reading.random is not None:
             set_random_state(reading.random)
-        return Loaded(reading.step, reading.shared["values"], self._folder.of(reading.step))
+        return Loaded(reading.step, reading.shared["values"], path)
+
+
+def _number(step: SupportsIndex) -> int:
+    """A step as an int. Raises UsageError for what is none."""
+    try:
+        number = operator.index(step)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise UsageError(f"the step of a checkpoint must be a whole number from 0 on, got {step!r}")
+    return number
 
 
 def _row(span: Span) -> tuple[str, int, int]:

@@ -467,6 +467,82 @@ async def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
             assert "the checkpoint of step 4 cannot be written: rank 0: " in str(error)
 
 
+class Failing:
+    """Something with a small state, which one rank cannot give, or not take."""
+
+    def __init__(self, *, gives: bool = True, takes: bool = True) -> None:
+        self.gives, self.takes = gives, takes
+
+    def state_dict(self) -> dict[str, int]:
+        if not self.gives:
+            raise KeyError("what it has")
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        if not self.takes:
+            raise MemoryError("for what it had")
+
+
+async def test_what_fails_on_one_rank_is_told_to_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it is: nobody waits. The next save and load are as good as ever."""
+
+    def no_memory(*_: object) -> None:
+        raise MemoryError("none left")
+
+    async def work(backend: Backend) -> None:
+        async with AsyncFSDP(Weighted(), backend) as model:
+            failing = Failing(gives=backend.rank != 0)
+            checkpoints = Checkpoints(backend, tmp_path, model, failing)
+            with pytest.raises(CheckpointError, match=r"the state of step 1 cannot be saved: rank 0: KeyError\('what it has'\)"):
+                await checkpoints.save(1)
+            failing.gives = True
+            if backend.rank == 1:
+                monkeypatch.setattr(checkpoints._snapshot, "take", no_memory)
+            with pytest.raises(CheckpointError, match=r"the state of step 1 cannot be saved: rank 1: MemoryError\('none left'\)"):
+                await checkpoints.save(1)
+            monkeypatch.undo()
+            await backend.barrier()
+            await saved(checkpoints, 1)
+            failing.takes = backend.rank != 1
+            with pytest.raises(
+                CheckpointError, match=r"the checkpoint of step 1 cannot be loaded: rank 1: MemoryError\('for what it had'\)"
+            ):
+                await checkpoints.load()
+            failing.takes = True
+            assert await checkpoints.load()
+
+    async with local_cluster(2) as ranks:
+        await each_rank(ranks, work)
+    assert names_in(tmp_path) == {"step-00000001"}
+
+
+async def test_a_module_that_is_sharded_behind_our_back_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    """Only rank 0 writes down what modules are made of."""
+
+    async def work(backend: Backend) -> None:
+        async with AsyncFSDP(Weighted(), backend) as model:
+            checkpoints = Checkpoints(backend, tmp_path, model.fsdp.module)
+            await saved(checkpoints, 1)
+
+    async with local_cluster(2) as ranks:
+        for error in await each_error(ranks, work):
+            assert isinstance(error, UsageError)
+            assert "take full_state_dict() of the FSDP model" in str(error)
+
+
+@pytest.mark.parametrize("step", [-1, 1e3, "1", None])
+async def test_a_step_that_is_none(step: Any, tmp_path: Path) -> None:
+    async def work(backend: Backend) -> None:
+        async with AsyncFSDP(Weighted(), backend) as model:
+            await Checkpoints(backend, tmp_path, model).save(step)
+
+    async with local_cluster(2) as ranks:
+        for error in await each_error(ranks, work):
+            assert isinstance(error, UsageError)
+            assert f"must be a whole number from 0 on, got {step!r}" in str(error)
+    assert names_in(tmp_path) == set()
+
+
 async def test_ranks_that_save_different_steps(tmp_path: Path) -> None:
     async def work(backend: Backend) -> None:
         async with AsyncFSDP(Weighted(), backend) as model:

@@ -4,8 +4,10 @@ import asyncio
 import json
 import re
 import shutil
+import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from shardnet.cli.main import main
 from shardnet.errors import UsageError
 from shardnet.testing import each_rank, loopback_cluster, same_bits
 from shardnet.zero import ZeroOptimizer
+from tests.training.workers import PATIENCE_S
 
 RANKS, STEP = 3, 7
 
@@ -159,6 +162,37 @@ def test_verify_looks_for_what_the_manifest_names(saved: tuple[Path, dict[str, t
     assert of_manifest is None
     assert [problem is None or "which the manifest says it has" in problem for problem in of_files] == [True] * RANKS
     assert sum(problem is not None for problem in of_files) == 2
+
+
+async def test_all_weights_are_exported_though_forward_had_some_when_the_files_were_written(tmp_path: Path) -> None:
+    """Other tensors than the module's own are in it then."""
+    entered, written = threading.Event(), threading.Event()
+
+    class Slow(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            entered.set()
+            assert written.wait(PATIENCE_S)
+            return super().forward(x)
+
+    async def work(backend: Backend) -> None:
+        async with AsyncFSDP(nn.Sequential(Slow(4, 4), nn.Linear(4, 4)), backend, units=[nn.Linear]) as model:
+            checkpoints = Checkpoints(backend, tmp_path, model)
+            write = checkpoints._write_file
+
+            def write_during_forward(checkpoint: str) -> Any:
+                assert entered.wait(PATIENCE_S)
+                return write(checkpoint)
+
+            checkpoints._write_file = write_during_forward  # type: ignore[method-assign]
+            await checkpoints.save(1)
+            forward = asyncio.create_task(model(torch.ones(2, 4)))
+            await checkpoints.wait()
+            written.set()
+            await forward
+
+    async with loopback_cluster(2) as ranks:
+        await each_rank(ranks, work)
+    assert sorted(whole_weights(tmp_path / "step-00000001")) == ["0.bias", "0.weight", "1.bias", "1.weight"]
 
 
 @pytest.mark.parametrize(
