@@ -55,7 +55,7 @@ class Checkpoints:
     def __init__(self, backend: Backend, folder: str | os.PathLike[str], *things: object, keep: int = 2) -> None:
         """Nothing is read or written yet. Every rank must give the same things in the same order.
 
-        folder  on a file system that all ranks see; made if it does not exist
+        folder  on a file system that all ranks see; made if it does not exist. A relative one is within the current directory of now.
         things  sharded models, their optimizers, ZeroOptimizers and their modules, schedulers, scalers, and whatever else has a small
                 `state_dict()` that is the same on all ranks
         keep    how many of the latest checkpoints are kept; older ones are removed. Those of later steps than the one that was saved last
@@ -66,7 +66,7 @@ class Checkpoints:
         if keep < 1:
             raise UsageError(f"keep must be at least 1 checkpoint, got {keep}")
         self._backend = backend.subgroup(range(backend.world_size))
-        self._folder = Folder(Path(folder), keep)
+        self._folder = Folder(Path(folder).absolute(), keep)
         self._inventory = Inventory(things)
         self._snapshot = Snapshot()
         self._writing: asyncio.Task[None] | None = None

@@ -408,6 +408,21 @@ async def test_nothing_there(tmp_path: Path) -> None:
     assert names_in(tmp_path) == set()
 
 
+async def test_a_relative_folder_stays_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    async def work(backend: Backend) -> None:
+        async with AsyncFSDP(Weighted(), backend) as model:
+            checkpoints = Checkpoints(backend, "run", model)
+            await backend.barrier()
+            monkeypatch.chdir("/")
+            await saved(checkpoints, 1)
+
+    async with local_cluster(2) as ranks:
+        await each_rank(ranks, work)
+    assert names_in(tmp_path / "run") == {"step-00000001"}
+
+
 # --- what goes wrong
 
 
