@@ -245,8 +245,8 @@ class Checkpoints:
         return next(iter(await self._steps()), None)
 
     async def load(self) -> Loaded | None:
-        """Restore everything from the latest checkpoint that is whole; None if the folder has no checkpoint at all. Checkpoints that were
-        left unfinished are removed.
+        """Restore everything from the latest checkpoint that is whole; None if the folder has no checkpoint at all. Nothing is removed or
+        changed in the folder, so one program may load what another one is saving.
 
         Whatever the number of ranks and the strategy that it was saved with, each rank reads what it holds and little more, and checks
         it. If any rank finds that something is not what was written, all ranks take the checkpoint before, and the log says why. The next
@@ -256,8 +256,6 @@ class Checkpoints:
         another model or of other things. The things then keep the state that they had. Also raises CheckpointError if anything else
         fails on a rank, such as memory.
         """
-        if self._backend.rank == 0:
-            await asyncio.to_thread(self._folder.sweep)
         problem = None
         for step in await self._steps():
             path = self._folder.of(step)

@@ -408,6 +408,26 @@ async def test_nothing_there(tmp_path: Path) -> None:
     assert names_in(tmp_path) == set()
 
 
+async def test_a_load_takes_nothing_away_from_another_programs_save(tmp_path: Path) -> None:
+    """Which has this folder, with files in it, while it writes."""
+    folder = Folder(tmp_path, 2)
+    committed(folder, 1, "id1")
+    (unfinished := folder.unfinished("0123")).mkdir()
+
+    async def work(backend: Backend) -> None:
+        async with AsyncFSDP(Weighted(), backend) as model:
+            checkpoints = Checkpoints(backend, tmp_path, model)
+            with pytest.raises(CheckpointError):  # this one has no files
+                await checkpoints.load()
+            assert unfinished.is_dir()
+            await backend.barrier()
+            await saved(checkpoints, 2)
+
+    async with local_cluster(2) as ranks:
+        await each_rank(ranks, work)
+    assert names_in(tmp_path) == {"step-00000001", "step-00000002"}
+
+
 async def test_a_relative_folder_stays_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
@@ -597,7 +617,7 @@ async def test_a_rank_is_lost_while_a_checkpoint_is_written(tmp_path: Path, monk
         await asyncio.gather(*map(work, ranks), return_exceptions=False)
     async with local_cluster(2) as ranks:
         assert await each_rank(ranks, load) == [1, 1]
-    assert names_in(tmp_path) == {"step-00000001"}
+    assert {name for name in names_in(tmp_path) if not name.startswith(".unfinished-")} == {"step-00000001"}
 
 
 async def test_a_save_that_is_cancelled_takes_its_copy_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
