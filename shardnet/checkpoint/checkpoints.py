@@ -69,6 +69,7 @@ class Checkpoints:
         self._folder = Folder(Path(folder).absolute(), keep)
         self._inventory = Inventory(things)
         self._snapshot = Snapshot()
+        self._turn = asyncio.Lock()  # of whoever exchanges messages of these checkpoints; a save keeps it until the copy is taken
         self._writing: asyncio.Task[None] | None = None
         self._leisure = Leisure()
         self._duties: dict[Span, int] | None = None
@@ -87,8 +88,9 @@ class Checkpoints:
         checkpoint is still written; if that is not enough, this rank leaves the others, which lose it.
         """
         number = _number(step)
-        await self.wait()
-        await unbroken(self._save(number, values), f"a save of step {number}", self._backend.abort)
+        async with self._turn:
+            await self.wait()
+            await unbroken(self._save(number, values), f"a save of step {number}", self._backend.abort)
 
     async def _save(self, step: int, values: dict[str, Any]) -> None:
         what = f"the checkpoint of step {step} cannot be written"
@@ -110,10 +112,15 @@ class Checkpoints:
         """Wait until the save that is under way has ended; from now on it no longer leaves the processor to the training. Raises
         CheckpointError, once, if it failed, and CollectiveError if a rank was lost meanwhile. Cancelling it does not cancel the save."""
         if (writing := self._writing) is not None:
-            self._leisure.end()
-            await asyncio.wait([writing])
+            await self._let_end()
             self._writing = None
             writing.result()
+
+    async def _let_end(self) -> None:
+        """Wait until the save that is under way has ended, but leave its outcome to `wait`."""
+        if self._writing is not None:
+            self._leisure.end()
+            await asyncio.wait([self._writing])
 
     async def abandon(self) -> None:
         """Cancel the save that is under way, after a rank was lost; the files that it has written are no checkpoint."""
@@ -241,12 +248,14 @@ class Checkpoints:
     # --- loading
 
     async def latest(self) -> int | None:
-        """The step of the latest checkpoint, None if there is none. A collective."""
-        return next(iter(await self._steps()), None)
+        """The step of the latest checkpoint, None if there is none. Waits for the save that is under way. A collective."""
+        async with self._turn:
+            await self._let_end()
+            return next(iter(await self._steps()), None)
 
     async def load(self) -> Loaded | None:
-        """Restore everything from the latest checkpoint that is whole; None if the folder has no checkpoint at all. Nothing is removed or
-        changed in the folder, so one program may load what another one is saving.
+        """Restore everything from the latest checkpoint that is whole; None if the folder has no checkpoint at all. Waits for the save
+        that is under way. Nothing is removed or changed in the folder, so one program may load what another one is saving.
 
         Whatever the number of ranks and the strategy that it was saved with, each rank reads what it holds and little more, and checks
         it. If any rank finds that something is not what was written, all ranks take the checkpoint before, and the log says why. The next
@@ -256,14 +265,16 @@ class Checkpoints:
         another model or of other things. The things then keep the state that they had. Also raises CheckpointError if anything else
         fails on a rank, such as memory.
         """
-        problem = None
-        for step in await self._steps():
-            path = self._folder.of(step)
-            reading, problem = await self._read(step, path)
-            if reading is not None:
-                return await self._apply(reading, path)
-            if self._backend.rank == 0:
-                log.warning("the checkpoint of step %d is left out: %s", step, problem)
+        async with self._turn:
+            await self._let_end()
+            problem = None
+            for step in await self._steps():
+                path = self._folder.of(step)
+                reading, problem = await self._read(step, path)
+                if reading is not None:
+                    return await self._apply(reading, path)
+                if self._backend.rank == 0:
+                    log.warning("the checkpoint of step %d is left out: %s", step, problem)
         if problem is None:
             return None
         raise CheckpointError(f"none of the checkpoints in {self._folder.path} can be used; of the oldest: {problem}")

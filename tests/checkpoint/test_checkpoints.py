@@ -443,6 +443,23 @@ async def test_a_relative_folder_stays_where_it_is(tmp_path: Path, monkeypatch: 
     assert names_in(tmp_path / "run") == {"step-00000001"}
 
 
+async def test_saves_and_loads_at_once_wait_for_each_other(tmp_path: Path) -> None:
+    async def work(backend: Backend) -> None:
+        async with AsyncFSDP(Weighted(), backend) as model:
+            checkpoints = Checkpoints(backend, tmp_path, model)
+            await checkpoints.save(1)
+            _, _, found, latest, _ = await asyncio.gather(
+                *(checkpoints.save(2, a=2), checkpoints.save(3, a=3), checkpoints.load(), checkpoints.latest(), checkpoints.save(4))
+            )
+            assert found is not None
+            assert (found.step, found.values, latest) == (3, {"a": 3}, 3)
+            await checkpoints.wait()
+            assert await checkpoints.latest() == 4
+
+    async with local_cluster(2) as ranks:
+        await each_rank(ranks, work)
+
+
 # --- what goes wrong
 
 
