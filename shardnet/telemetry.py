@@ -110,6 +110,7 @@ class Telemetry:
     bytes_received: int = 0
     stale_chunks: int = 0  # chunks without effect: of another epoch, of a collective that had ended, or a repeated announcement
     exposed_ns: int = 0  # total time the training thread waited for communication
+    times_waiting: bool = False  # whether anything counts that time: FSDP and ZeroOptimizer do
     started_ns: int = field(default_factory=time.perf_counter_ns)
     epoch_offset_ns: int = field(default_factory=lambda: time.time_ns() - time.perf_counter_ns())
     memory_peers: frozenset[int] = frozenset()  # ranks to which data goes through shared memory

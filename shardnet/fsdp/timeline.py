@@ -21,6 +21,7 @@ class Timeline:
 
     def __init__(self, telemetry: Telemetry) -> None:
         self._telemetry = telemetry
+        telemetry.times_waiting = True
         self._computing: str | None = None
         self._since_ns = 0
         self._computed_ns: dict[str, int] = {}  # in the pass that is under way, by name

@@ -24,7 +24,7 @@ class TrainingFigures:
     tokens: int = 0  # likewise
     rank_s: float = 0.0  # wall time summed over ranks, as are all figures below
     compute_s: float = 0.0  # forward, backward and optimizer, without waiting
-    exposed_s: float = 0.0  # the training thread waited for communication: not overlapped with compute
+    exposed_s: float = 0.0  # the training thread waited for communication: not overlapped with compute; NaN: not measured
     communicating_s: float = 0.0  # at least one collective was under way; time in which several overlap counts once
     bytes_sent: int = 0
     capacity_bytes: float | None = None  # what the link could have sent in communicating_s; None: not measured
@@ -52,12 +52,12 @@ class TrainingFigures:
 
     @property
     def efficiency(self) -> float:
-        """The part of the ranks' time that was not lost to waiting for communication: 1 if compute hides all of it."""
+        """The part of the ranks' time that was not lost to waiting for communication: 1 if compute hides all of it; NaN: not measured."""
         return 1 - self.exposed_share
 
     @property
     def exposed_share(self) -> float:
-        """The part of the ranks' time in which they waited for communication."""
+        """The part of the ranks' time in which they waited for communication; NaN: not measured."""
         return _ratio(self.exposed_s, self.rank_s)
 
     @property
@@ -67,8 +67,10 @@ class TrainingFigures:
 
     @property
     def hidden_share(self) -> float:
-        """The part of communication that went on while the ranks did something else; 1 without communication."""
-        return max(0.0, 1 - self.exposed_s / self.communicating_s) if self.communicating_s else 1.0
+        """The part of communication that went on while the ranks did something else; 1 without communication, NaN: not measured."""
+        if not self.communicating_s:
+            return 1.0
+        return max(1 - self.exposed_s / self.communicating_s, 0.0)  # in this order a NaN stays one
 
     @property
     def link_share(self) -> float | None:
@@ -129,7 +131,9 @@ class TrainingFigures:
             parts.append(f"{self.samples_per_s:,.1f} samples/s")
         if self.tokens:
             parts.append(f"{self.tokens_per_s:,.0f} tokens/s")
-        communication = f"communication waited for {self.exposed_share:.1%} of the time, {self.hidden_share:.0%} of it hidden"
+        communication = "how long communication was waited for is not measured"
+        if not math.isnan(self.exposed_s):
+            communication = f"communication waited for {self.exposed_share:.1%} of the time, {self.hidden_share:.0%} of it hidden"
         parts.append(communication if self.link_share is None else f"{communication}, at {self.link_share:.0%} of the links' speed")
         return "; ".join(parts)
 

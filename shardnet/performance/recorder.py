@@ -1,5 +1,6 @@
 """`PerformanceRecorder`: watches a training and keeps its figures."""
 
+import math
 import threading
 import time
 from collections import deque
@@ -60,7 +61,8 @@ class PerformanceRecorder:
     The first step begins when the recorder is made; leaving the `with` block, or `close()`, ends the recording. The
     recorder sees every collective of the backend, also those of other models. A pass counts as compute, except the time
     it waits; a unit of the model counts as a layer, executed once per pass. Without FSDP, as with ZeRO-1, give the
-    backend in place of the model: then no passes and layers are recorded. Communication is compared with
+    backend in place of the model: then no passes and layers are recorded. Only FSDP and `ZeroOptimizer` measure how long
+    they wait; collectives that the program awaits itself do not count as waiting. Communication is compared with
     `link_bytes_per_s`, from `measure_link`. Times are the host's: work queued on an accelerator counts where the host
     waits for it.
 
@@ -140,6 +142,7 @@ class PerformanceRecorder:
         """This rank's figures up to the end of the last step."""
         with self._lock:
             settled, wall_s, communicating_s = self._settled, self._wall_ns / 1e9, self._settled.communicating_ns / 1e9
+            knows_waiting = self._telemetry.times_waiting or not communicating_s
             return TrainingFigures(
                 steps=self._steps,
                 wall_s=wall_s,
@@ -148,7 +151,7 @@ class PerformanceRecorder:
                 tokens=settled.tokens,
                 rank_s=wall_s,
                 compute_s=settled.compute_ns / 1e9,
-                exposed_s=settled.exposed_ns / 1e9,
+                exposed_s=settled.exposed_ns / 1e9 if knows_waiting else math.nan,
                 communicating_s=communicating_s,
                 bytes_sent=settled.bytes_sent,
                 capacity_bytes=None if self._link_bytes_per_s is None else communicating_s * self._link_bytes_per_s,

@@ -30,6 +30,14 @@ def test_hidden_communication_costs_nothing() -> None:
     assert figures(exposed_s=0.2, communicating_s=0.8).hidden_share == pytest.approx(0.75)
 
 
+def test_waiting_that_was_not_measured_is_not_none_at_all() -> None:
+    unknown = figures(exposed_s=math.nan, communicating_s=0.8)
+    cluster = TrainingFigures.merge([figures(communicating_s=0.8), unknown])
+    for each in (unknown, cluster, TrainingFigures.from_json(json.loads(json.dumps(unknown.to_json())))):
+        assert all(map(math.isnan, (each.exposed_share, each.hidden_share, each.efficiency)))
+        assert str(each).endswith("tokens/s; how long communication was waited for is not measured")
+
+
 def test_communication_is_compared_with_the_link() -> None:
     assert figures(bytes_sent=300, capacity_bytes=1000.0).link_share == pytest.approx(0.3)
     assert figures(bytes_sent=300).link_share is None

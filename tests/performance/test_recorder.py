@@ -1,6 +1,7 @@
 """Statistics of real sharded training, over loopback."""
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 
@@ -21,6 +22,7 @@ from shardnet.performance import (
     measure_link,
 )
 from shardnet.testing import each_rank, loopback_cluster
+from shardnet.zero import ZeroOptimizer
 from tests.fsdp.models import Block, loss_of, make_gpt, token_batches
 from tests.fsdp.ranks import run_ranks
 
@@ -127,6 +129,18 @@ def test_communication_reaches_the_efficiency() -> None:
         assert recorder.zero3.get_performance_summary().training_efficiency < 1.0
 
 
+def train_with_zero(backend: Backend) -> PerformanceRecorder:
+    model = make_gpt(layers=LAYERS)
+    optimizer = ZeroOptimizer(model.parameters(), torch.optim.SGD, backend, module=model, lr=0.1)
+    with PerformanceRecorder(backend, optimizer) as recorder:
+        for batch in token_batches(STEPS, 2, length=LENGTH):
+            loss_of(model, batch).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+    optimizer.wait()
+    return recorder
+
+
 def test_a_training_without_fsdp_has_steps_and_communication() -> None:
     def work(backend: Backend) -> PerformanceRecorder:
         weight = torch.nn.Parameter(torch.ones(4))
@@ -142,6 +156,9 @@ def test_a_training_without_fsdp_has_steps_and_communication() -> None:
         assert (recorder.zero3.forward_passes, recorder.zero3.optimizer_steps) == (0, STEPS)
         assert recorder.zero3.communication_stats.totals[REDUCE].operations == STEPS
         assert (recorder.figures().tokens, recorder.figures().bytes_sent) == (10 * STEPS, 16 * STEPS)
+        assert math.isnan(recorder.figures().exposed_share), "nobody has measured how long the loop waited"
+    for recorder in run_ranks(2, train_with_zero):
+        assert 0 <= recorder.figures().exposed_share < 1
 
 
 def test_figures_end_with_the_last_step() -> None:
