@@ -25,7 +25,9 @@ from shardnet.cli.protection import Protection
 from shardnet.cli.services import local_rendezvous
 from shardnet.credentials import Role
 from shardnet.credentials.token import new_token
-from shardnet.telemetry import Progress
+from shardnet.observation.replies import read_stats
+from shardnet.observation.views import Stats
+from shardnet.pb import stats_pb2
 
 T = TypeVar("T")
 
@@ -99,11 +101,11 @@ def _run_here(session: Session, directory: Path, journal: Journal) -> int:
         start_method=StartMethod.SPAWN if as_torchrun else DEFAULT_START_METHOD,
     )
 
-    async def progress(_: str) -> Progress:
-        return journal.last_progress()
+    async def stats(_: str) -> Stats:
+        return replace(read_stats(stats_pb2.SnapshotReply(role="worker")), progress=journal.last_progress())
 
     with Console() as console, _environment({"GLIBC_TUNABLES": ""} if as_torchrun else {}):  # malloc with its defaults
-        return asyncio.run(launch(job, console, lambda: local_rendezvous(job.protection.security(Role.RENDEZVOUS)), progress))
+        return asyncio.run(launch(job, console, lambda: local_rendezvous(job.protection.security(Role.RENDEZVOUS)), stats))
 
 
 @contextmanager

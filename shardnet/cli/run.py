@@ -14,7 +14,7 @@ from shardnet.cli.launch.environment import worker_environment
 from shardnet.cli.launch.job import DEFAULT_START_METHOD, Job, StartMethod
 from shardnet.cli.launch.launcher import launch
 from shardnet.cli.protection import Protection
-from shardnet.cli.services import local_rendezvous, worker_progress
+from shardnet.cli.services import local_rendezvous, worker_stats
 from shardnet.credentials import Identity, Role
 from shardnet.errors import CredentialsError, UsageError
 from shardnet.process import allow_many_files
@@ -191,7 +191,7 @@ def run_job(job: Job) -> int:
     allow_many_files()  # the launcher needs some for each worker, and each worker some for each other worker
     # Read as the first worker will read them. Here an error is one line: each worker would report it with a traceback.
     Settings.from_environment(worker_environment(job, 0, job.rendezvous or _TO_COME))
-    ask = functools.partial(worker_progress, security=job.protection.security(Role.OPERATOR))
+    ask = functools.partial(worker_stats, security=job.protection.security(Role.OPERATOR))
     with Console() as console:
         security = job.protection.security(Role.RENDEZVOUS)
         return asyncio.run(launch(job, console, lambda: local_rendezvous(security, job.web, console.say), ask))

@@ -82,12 +82,11 @@ def _worker(worker: WorkerView, node: str, rates: Rates, awaited: float | None) 
     stats = worker.stats
     if stats is None:
         return [*place, *[Text(_NONE)] * 3, late, *[Text(_NONE)] * 3]
-    share = stats.progress.exposed_share
     return [
         *place,
         Text(str(stats.step)),
         Text(_NONE if rates.step_s is None else short_time(rates.step_s)),
-        Text(f"{share:.0%}" if stats.progress.tokens_per_s else _NONE, "yellow" if share > _WAITS_MUCH else ""),
+        Text(_NONE if rates.wait is None else f"{rates.wait:.0%}", "yellow" if (rates.wait or 0.0) > _WAITS_MUCH else ""),
         late,
         Text(_NONE if rates.sent is None else short_bytes(round(rates.sent))),
         Text(_NONE if rates.received is None else short_bytes(round(rates.received))),

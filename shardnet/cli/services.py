@@ -1,13 +1,13 @@
-"""Services that the commands need: a rendezvous of their own, its page, and a worker's progress."""
+"""Services that the commands need: a rendezvous of their own, its page, and what a worker says of itself."""
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from shardnet.config import Timeouts
 from shardnet.credentials import Security
-from shardnet.observation.replies import read_progress
+from shardnet.observation.replies import read_stats
+from shardnet.observation.views import Stats
 from shardnet.rendezvous.server import RendezvousServer
-from shardnet.telemetry import Progress
 from shardnet.transport.observe import snapshot
 
 PROGRESS_TIMEOUT_S = 2.0  # a busy worker answers late; for longer delays a bar that stands still says enough
@@ -43,7 +43,6 @@ async def local_rendezvous(
         yield server
 
 
-async def worker_progress(address: str, *, security: Security) -> Progress:
-    """The last report of the worker's program; raises EndpointUnavailable, HandshakeError or ProtocolError."""
-    reply = await snapshot(address, timeout_s=PROGRESS_TIMEOUT_S, security=security)
-    return read_progress(reply.progress)
+async def worker_stats(address: str, *, security: Security) -> Stats:
+    """What the worker says of itself; raises EndpointUnavailable, HandshakeError or ProtocolError."""
+    return read_stats(await snapshot(address, timeout_s=PROGRESS_TIMEOUT_S, security=security))

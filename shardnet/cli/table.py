@@ -117,10 +117,10 @@ def _worker(worker: WorkerView, node: str, late: str) -> Row:
     return (
         *place,
         f"{stats.step}/{progress.total_steps}" if progress.total_steps else str(stats.step),
-        short_time(stats.steps.seconds / stats.steps.times.count) if stats.steps.seconds else _NONE,
+        short_time(stats.steps.seconds / stats.steps.times.count) if stats.steps.times.count else _NONE,
         _NONE if math.isnan(progress.loss) else f"{progress.loss:.3f}",
         short_number(progress.tokens_per_s) if progress.tokens_per_s else _NONE,
-        f"{progress.exposed_share:.0%}" if progress.tokens_per_s else _NONE,
+        _NONE if stats.wait_share is None else f"{stats.wait_share:.0%}",
         late,
         short_bytes(stats.bytes_sent),
         short_bytes(stats.bytes_received),
@@ -146,9 +146,10 @@ def _collectives(stats: Stats) -> str:
 def _notes(stats: Stats) -> Iterator[str]:
     """What one worker reports besides its row, one line each; nothing about events that did not happen."""
     steps = stats.steps
-    if steps.seconds:
+    if steps.times.count:
         times = f"half within {_time(steps.times, 0.5)}, 99 % within {_time(steps.times, 0.99)}"
-        yield f"{steps.times.count} steps, {times}, {steps.exposed_s / steps.seconds:.0%} of it waiting for communication"
+        waiting = "" if stats.wait_share is None else f", {stats.wait_share:.0%} of it waiting for communication"
+        yield f"{steps.times.count} steps, {times}{waiting}"
     if stats.epochs > 1 or stats.losses:
         yield f"member of {stats.epochs} epochs, has lost {stats.losses} peers"
     if stats.stalls:

@@ -19,6 +19,7 @@ class Rates:
     step_s: float | None = None  # seconds per step
     sent: float | None = None  # payload bytes per second
     received: float | None = None
+    wait: float | None = None  # the part of the steps' time spent waiting for communication; of all steps, if none ended meanwhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +50,10 @@ class RateMeter:
         earlier step."""
         span = self._span(worker)
         if span is None:
-            return Rates()
+            return Rates(wait=None if worker.stats is None else worker.stats.wait_share)
         begin, end, took_s = span
         sent, received = end.bytes_sent - begin.bytes_sent, end.bytes_received - begin.bytes_received
-        return Rates(_step_s(begin, end, took_s), sent / took_s, received / took_s)
+        return Rates(_step_s(begin, end, took_s), sent / took_s, received / took_s, _wait(begin, end))
 
     def flows(self, worker: WorkerView) -> dict[int, Flow]:
         """The flows from the worker to each rank to which it has sent in this epoch; empty if they are not known yet."""
@@ -99,6 +100,14 @@ class RateMeter:
         begin, end = seen[0], seen[-1]
         took_s = end.uptime_s - begin.uptime_s
         return None if took_s <= 0 else (begin, end, took_s)
+
+
+def _wait(begin: Stats, end: Stats) -> float | None:
+    """The waiting of the steps that ended meanwhile, or of all steps, if none did or no waiting is measured."""
+    steps_s = end.steps.seconds - begin.steps.seconds
+    if steps_s <= 0 or not end.exposed_s:
+        return end.wait_share
+    return min(max(0.0, (end.steps.exposed_s - begin.steps.exposed_s) / steps_s), 1.0)
 
 
 def _step_s(begin: Stats, end: Stats, took_s: float) -> float | None:

@@ -78,6 +78,17 @@ class Stats:
     device_peak_bytes: int
     metrics: str  # the URL where Prometheus can scrape it; empty: nowhere
 
+    @property
+    def wait_share(self) -> float | None:
+        """The part of its steps' time in which the training thread waited for communication; None if no waiting was measured.
+
+        Only FSDP and ZeroOptimizer measure how long they wait. Where they have never waited, collectives that the program awaits itself
+        may have taken any time, so the share is unknown and not 0, unless the program reports one.
+        """
+        if self.exposed_s and self.steps.seconds:
+            return self.steps.exposed_s / self.steps.seconds
+        return self.progress.exposed_share or None
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerView:

@@ -122,7 +122,7 @@ def _worker(story: Story, job: JobView, worker: WorkerView, nodes: list[str]) ->
         **place,
         "step": worker.stats.step,
         "step_s": _short(rates.step_s),
-        "wait": _short(worker.stats.progress.exposed_share) if worker.stats.progress.tokens_per_s else None,
+        "wait": _short(rates.wait),
         "sent": _short(rates.sent),
         "received": _short(rates.received),
         "resident_bytes": worker.stats.resident_bytes,

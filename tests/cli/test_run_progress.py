@@ -26,8 +26,9 @@ def snapshot():
     step += 10
     if step == 30:
         asked.set()
-    progress = stats_pb2.Progress(step=step, total_steps=100, loss=2.5, tokens_per_s=45200, exposed_share=0.12)
-    return stats_pb2.SnapshotReply(role='worker', step=step, progress=progress)
+    progress = stats_pb2.Progress(step=step, total_steps=100, loss=2.5, tokens_per_s=45200)
+    steps = stats_pb2.Steps(seconds=10.0, exposed_s=1.2)
+    return stats_pb2.SnapshotReply(role='worker', step=step, progress=progress, steps=steps, exposed_s=1.5)
 
 async def main():
     async with Endpoint('127.0.0.1:0', limits=Limits(), timeouts=Timeouts.for_tests(), snapshot=snapshot) as endpoint:

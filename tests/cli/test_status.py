@@ -54,6 +54,7 @@ def snapshot(addresses: list[str]) -> stats_pb2.SnapshotReply:
         late=[stats_pb2.Latecomer(rank=1, count=12, seconds=3.42), stats_pb2.Latecomer(rank=2, count=1, seconds=0.001)],
         metrics="http://127.0.0.1:9464/metrics",
         steps=stats_pb2.Steps(counts=STEPS, seconds=36.0, exposed_s=9.0),
+        exposed_s=9.5,
         epochs=3,
         losses=2,
         stalls=stats_pb2.Stalls(count=4, seconds=12.5),
@@ -116,7 +117,7 @@ async def test_a_rendezvous_leads_to_its_workers_and_a_dead_one_is_shown_as_unre
     assert lines[2] == "job demo: running, epoch 1, 2 of 2 workers"
     assert lines[3] == "collectives: direct between 4 ranks"
     assert lines[4].split()[:7] == ["rank", "node", "address", "state", "step", "step", "time"]
-    assert lines[5].split() == f"0 laptop {alive} serving 120/400 300.0 ms 2.310 45.2k 12% - 3.0 MiB 5.0 MiB 300.0 MiB 1*,3 240".split()
+    assert lines[5].split() == f"0 laptop {alive} serving 120/400 300.0 ms 2.310 45.2k 25% - 3.0 MiB 5.0 MiB 300.0 MiB 1*,3 240".split()
     assert lines[6].split() == f"1 laptop {DEAD} unreachable - - - - - 3.4 s - - - - -".split()
 
 
@@ -224,6 +225,22 @@ def test_nodes_are_shown_without_their_identity_but_for_two_of_one_name() -> Non
         view = ClusterView("10.0.0.9:7000", "serving", rendezvous, (JobView("j", "running", 1, 4, 4, 4, workers),))
         assert [line.split()[1] for line in as_text(view).splitlines()[4:]] == shown
         assert [each["node"] for each in json.loads(as_json(view))["jobs"][0]["workers"]] == [*nodes]
+
+
+def test_waiting_that_was_not_measured_is_a_dash_and_no_words() -> None:
+    reply = snapshot(["10.0.0.0:7000"])
+    reply.ClearField("exposed_s")
+    reply.steps.exposed_s = reply.progress.exposed_share = 0.0
+    text = as_text(ClusterView("10.0.0.0:7000", "serving", read_stats(reply)))
+    assert text.splitlines()[4].split()[4:10] == ["120/400", "300.0", "ms", "2.310", "45.2k", "-"]
+    assert "120 steps, half within 190.0 ms, 99 % within 485.0 ms\n" in text
+
+
+def test_the_odd_numbers_of_one_worker_stop_nobody() -> None:
+    reply = stats_pb2.SnapshotReply(role="worker", steps=stats_pb2.Steps(seconds=1.0))
+    for counts in ([], [0] * 19):
+        reply.steps.counts[:] = counts
+        assert "unknown" in as_text(ClusterView("10.0.0.0:7000", "unknown", read_stats(reply)))
 
 
 @on_shared_loop

@@ -19,11 +19,12 @@ from shardnet.cli.screen import draw
 from shardnet.cli.top import watch
 from shardnet.config import Timeouts
 from shardnet.credentials import Security
+from shardnet.histogram import Histogram
 from shardnet.loop import LoopThread
 from shardnet.observation.chronicle import Chronicle, Event
 from shardnet.observation.observer import Observer
 from shardnet.observation.rates import RateMeter
-from shardnet.observation.views import UNREACHABLE, ClusterView
+from shardnet.observation.views import UNREACHABLE, ClusterView, Steps
 from shardnet.rendezvous.server import RendezvousServer
 from shardnet.telemetry import Progress
 from shardnet.training import connect
@@ -39,7 +40,7 @@ def text_of(view: ClusterView, meter: RateMeter | None = None, *events: Event) -
 
 
 def test_the_picture() -> None:
-    progress = Progress(step=30, total_steps=120, loss=2.3104, tokens_per_s=45_200, exposed_share=0.34)
+    progress = Progress(step=30, total_steps=120, loss=2.3104, tokens_per_s=45_200)
     meter = RateMeter()
     for second in (0, 2):
         first = stats(
@@ -49,6 +50,8 @@ def test_the_picture() -> None:
             resident_bytes=300 << 20,
             late={1: 7.0 + 0.4 * second},
             uptime_s=second,
+            steps=Steps(Histogram([5 * second, *[0] * 18]), second, 0.34 * second),
+            exposed_s=1.0 + 0.34 * second,
         )
         view = cluster(worker(0, first), worker(1, state=UNREACHABLE), joined=3)
         meter.add(float(second), view)
@@ -60,6 +63,12 @@ def test_the_picture() -> None:
     assert lines[5].split() == ["0", "node-0", "serving", "30", "200.0", "ms", "34%", "-", "1.0", "MiB", "0", "B", "300.0", "MiB"]
     assert lines[6].split() == ["1", "node-1", "unreachable", "-", "-", "-", "40%", "-", "-", "-"], "of the last seconds"
     assert lines[-2:] == ["events", "03:04:05  rank 1 is unreachable"]
+
+
+def test_waiting_that_was_not_measured_is_a_dash() -> None:
+    view = cluster(worker(0, stats(progress=Progress(30, 120, 2.5, tokens_per_s=45_200.0))))
+    row = text_of(view).splitlines()[-1].split()
+    assert row[:7] == ["0", "node-0", "serving", "0", "-", "-", "-"]
 
 
 def test_without_jobs_and_of_one_worker() -> None:

@@ -1,10 +1,13 @@
 """Rates, computed from successive looks at a cluster."""
 
+from dataclasses import replace
+
 import pytest
 
 from shardnet.histogram import Histogram
 from shardnet.observation.rates import WINDOW_S, Flow, RateMeter, Rates
 from shardnet.observation.views import Steps
+from shardnet.telemetry import Progress
 from shardnet.traffic import Traffic
 from tests.observation.views import cluster, stats, worker
 
@@ -50,6 +53,39 @@ def test_steps_are_as_long_as_they_were_however_long_that_is() -> None:
         if second in (12, 24):
             assert meter.of(now).step_s == 12.0, "and not the length of the window"
     assert meter.of(now).step_s is None
+
+
+def test_the_waiting_of_the_last_steps_and_before_them_of_all() -> None:
+    meter = RateMeter()
+    for second in range(20):
+        times = Histogram()
+        times.add(10**9, times=second)
+        exposed_s = 0.25 * second if second < 10 else 0.5 * second
+        now = worker(0, stats(step=second, uptime_s=second, exposed_s=9.0 + exposed_s, steps=Steps(times, second, exposed_s)))
+        meter.add(float(second), cluster(now))
+        if second == 4:
+            assert meter.of(now).wait == 0.25
+    assert meter.of(now).wait == 0.5
+    assert RateMeter().of(now).wait == 0.5, "of all steps"
+    for second in range(20, 30):
+        assert now.stats is not None
+        still = worker(0, replace(now.stats, uptime_s=second))
+        meter.add(float(second), cluster(still))
+    assert meter.of(still).wait == 0.5, "of all steps: none has ended for some seconds"
+
+
+def test_waiting_that_nobody_measures_is_unknown_unless_the_program_says_it() -> None:
+    steps = Steps(Histogram([100, *[0] * 18]), 10.0, 0.0)
+    for share, known in ((0.0, None), (0.25, 0.25)):
+        meter = RateMeter()
+        for second in range(3):
+            reported = Progress(second, exposed_share=share, tokens_per_s=1.0)
+            now = worker(0, stats(uptime_s=second, steps=replace(steps, seconds=10.0 + second), progress=reported))
+            meter.add(float(second), cluster(now))
+        assert now.stats is not None
+        assert (now.stats.wait_share, meter.of(now).wait) == (known, known)
+    hidden = stats(exposed_s=0.1, steps=steps)
+    assert hidden.wait_share == 0.0, "it is measured: before these steps something was waited for"
 
 
 def test_flows_and_waits_are_those_of_the_epoch() -> None:

@@ -5,7 +5,8 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from shardnet.observation.views import ClusterView, Stuck
+from shardnet.histogram import Histogram
+from shardnet.observation.views import ClusterView, Steps, Stuck
 from shardnet.telemetry import Progress
 from shardnet.traffic import Traffic
 from shardnet.waiting import Absent
@@ -34,7 +35,9 @@ def sample(second: int, *, loss: float = 2.5) -> ClusterView:
             rank=rank,
             step=10 * second,
             uptime_s=second,
-            progress=Progress(10 * second, 400, loss=loss, tokens_per_s=1234.5678, exposed_share=0.25, note="warm"),
+            progress=Progress(10 * second, 400, loss=loss, tokens_per_s=1234.5678, note="warm"),
+            steps=Steps(Histogram([10 * second, *[0] * 18]), second, 0.25 * second),
+            exposed_s=0.25 * second,
             peers=peers,
             bytes_sent=2500 * second,
             bytes_received=2500 * second,
@@ -84,6 +87,11 @@ def test_a_job() -> None:
     assert (late["late_share"], first["late_share"]) == (0.5, 0.0)
     assert "step" not in dead
     assert [each["late"] for each in job["workers"]] == [False, False, False, True]
+
+
+def test_waiting_that_was_not_measured_is_null() -> None:
+    said = stats(progress=Progress(10, 400, 2.5, tokens_per_s=1234.5))
+    assert job_of(story_of(cluster(worker(0, said))))["workers"][0]["wait"] is None
 
 
 def test_late_is_who_is_waited_for_more_than_the_rest() -> None:

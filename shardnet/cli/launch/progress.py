@@ -9,12 +9,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from shardnet.cli.launch.console import Console
 from shardnet.cli.units import short_duration, short_number
 from shardnet.errors import ShardnetError
+from shardnet.observation.views import Stats
 from shardnet.telemetry import Progress
 
 POLL_S = 0.5
 PLAIN_INTERVAL_S = 5.0  # between two lines if no bar can be drawn
 
-Ask = Callable[[str], Awaitable[Progress]]  # a worker's address -> what its program reported last; ShardnetError if it cannot be had
+Ask = Callable[[str], Awaitable[Stats]]  # a worker's address -> what it says of itself; ShardnetError if it cannot be had
 
 
 class ProgressView:
@@ -26,10 +27,10 @@ class ProgressView:
         self._plain_step = 0
         self._plain_after_s = 0.0
 
-    async def show(self, progress: Progress) -> None:
+    async def show(self, stats: Stats) -> None:
         """Redraw the bar; without a bar, write a line if the last one is old enough and there is something new."""
-        now_s = time.monotonic()
-        text = describe(progress, self._remaining_s(progress, now_s))
+        now_s, progress = time.monotonic(), stats.progress
+        text = describe(progress, stats.wait_share, self._remaining_s(progress, now_s))
         if self._console.interactive:
             await self._console.draw_bar(progress.step, progress.total_steps, text)
         elif progress.step != self._plain_step and now_s >= self._plain_after_s:
@@ -55,21 +56,23 @@ async def follow(pick: Callable[[], Sequence[str]], ask: Ask, view: ProgressView
     while True:
         for address in pick():
             with contextlib.suppress(ShardnetError):
-                progress = await ask(address)
-                if progress.step or progress.total_steps:
-                    await view.show(progress)
+                stats = await ask(address)
+                if stats.progress.step or stats.progress.total_steps:
+                    await view.show(stats)
                 break
         await asyncio.sleep(POLL_S)
 
 
-def describe(progress: Progress, remaining_s: float | None) -> str:
+def describe(progress: Progress, wait_share: float | None, remaining_s: float | None) -> str:
     """`step 120/400, loss 2.310, 45.2k tokens/s, comm wait 12 %, eta 1:23`; what is unknown is left out."""
     total = f"/{progress.total_steps}" if progress.total_steps else ""
     parts = [f"step {progress.step}{total}"]
     if not math.isnan(progress.loss):
         parts.append(f"loss {progress.loss:.3f}")
     if progress.tokens_per_s > 0:
-        parts += [f"{short_number(progress.tokens_per_s)} tokens/s", f"comm wait {progress.exposed_share:.0%}"]
+        parts.append(f"{short_number(progress.tokens_per_s)} tokens/s")
+    if wait_share is not None:
+        parts.append(f"comm wait {wait_share:.0%}")
     if progress.note:
         parts.append(progress.note)
     if remaining_s is not None:

@@ -9,19 +9,22 @@ from shardnet.cli.launch.console import Console
 from shardnet.cli.launch.progress import ProgressView, describe, follow
 from shardnet.cli.units import short_bytes, short_duration, short_number
 from shardnet.errors import EndpointUnavailable
+from shardnet.observation.views import Stats
 from shardnet.telemetry import Progress
+from tests.observation.views import stats
 
 
 @pytest.mark.parametrize(
-    ("progress", "remaining_s", "text"),
+    ("progress", "wait_share", "remaining_s", "text"),
     [
-        (Progress(120, 400, 2.31, 45_200, 0.124, ""), 83.2, "step 120/400, loss 2.310, 45.2k tokens/s, comm wait 12%, eta 1:23"),
-        (Progress(3), None, "step 3"),
-        (Progress(3, 9, note="evaluating"), None, "step 3/9, evaluating"),
+        (Progress(120, 400, 2.31, 45_200), 0.124, 83.2, "step 120/400, loss 2.310, 45.2k tokens/s, comm wait 12%, eta 1:23"),
+        (Progress(120, 400, 2.31, 45_200), None, None, "step 120/400, loss 2.310, 45.2k tokens/s"),
+        (Progress(3), None, None, "step 3"),
+        (Progress(3, 9, note="evaluating"), None, None, "step 3/9, evaluating"),
     ],
 )
-def test_what_is_unknown_is_left_out(progress: Progress, remaining_s: float | None, text: str) -> None:
-    assert describe(progress, remaining_s) == text
+def test_what_is_unknown_is_left_out(progress: Progress, wait_share: float | None, remaining_s: float | None, text: str) -> None:
+    assert describe(progress, wait_share, remaining_s) == text
 
 
 def test_units() -> None:
@@ -37,17 +40,17 @@ class Shown(ProgressView):
         super().__init__(console)
         self.steps: asyncio.Queue[int] = asyncio.Queue()
 
-    async def show(self, progress: Progress) -> None:
-        self.steps.put_nowait(progress.step)
+    async def show(self, stats: Stats) -> None:
+        self.steps.put_nowait(stats.progress.step)
 
 
 async def test_who_does_not_answer_does_not_hide_the_next_one() -> None:
     """For example a frozen worker that an elastic job goes on without."""
 
-    async def ask(address: str) -> Progress:
+    async def ask(address: str) -> Stats:
         if address == "frozen:1":
             raise EndpointUnavailable("frozen:1 does not answer")
-        return Progress(step=int(address.removeprefix("alive:")))
+        return stats(progress=Progress(step=int(address.removeprefix("alive:"))))
 
     with Console(io.StringIO(), io.StringIO()) as console:
         view = Shown(console)
