@@ -132,6 +132,12 @@ class Telemetry:
     def uptime_s(self) -> float:
         return (time.perf_counter_ns() - self.started_ns) / 1e9
 
+    @property
+    def network_bytes_sent(self) -> int:
+        """Payload bytes that have gone over the network in this epoch, but for little chunks to ranks with which memory is shared."""
+        with self._lock:
+            return sum(traffic.sent_network for rank, traffic in self.peers.items() if rank not in self.memory_peers)
+
     def record(self, name: str, track: Track, start_ns: int, end_ns: int, bytes: int = 0) -> None:
         """Keep a span that has ended. Exposed time is counted whether or not tracing is on."""
         if track is Track.EXPOSED:

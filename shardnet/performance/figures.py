@@ -27,7 +27,10 @@ class TrainingFigures:
     exposed_s: float = 0.0  # the training thread waited for communication: not overlapped with compute; NaN: not measured
     communicating_s: float = 0.0  # at least one collective was under way; time in which several overlap counts once
     bytes_sent: int = 0
-    capacity_bytes: float | None = None  # what the link could have sent in communicating_s; None: not measured
+    network_bytes: int = 0  # the part of them that went to ranks with which no memory is shared
+    # What the links from node to node could have sent in communicating_s, each counted for the rank whose next rank is on another node; 0:
+    # for no rank, None: not measured.
+    capacity_bytes: float | None = None
 
     # --- rates
 
@@ -74,9 +77,10 @@ class TrainingFigures:
 
     @property
     def link_share(self) -> float | None:
-        """Bytes sent, relative to what the links could have sent in that time. It is below 1 also because collectives wait for other
-        ranks."""
-        return None if self.capacity_bytes is None else _ratio(self.bytes_sent, self.capacity_bytes)
+        """Bytes sent over the network, relative to what the links between nodes could have sent in that time; None if there are none, or
+        they were not measured. It is below 1 also because collectives wait for other ranks. It describes a cluster: the ranks of a node
+        share its link, which counts for only one of them."""
+        return self.network_bytes / self.capacity_bytes if self.capacity_bytes else None
 
     # --- several ranks
 
@@ -103,6 +107,7 @@ class TrainingFigures:
             exposed_s=sum(part.exposed_s for part in parts),
             communicating_s=sum(part.communicating_s for part in parts),
             bytes_sent=sum(part.bytes_sent for part in parts),
+            network_bytes=sum(part.network_bytes for part in parts),
             capacity_bytes=sum(capacities) if len(capacities) == len(parts) else None,
         )
 

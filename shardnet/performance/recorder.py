@@ -37,6 +37,7 @@ class _Totals:
     exposed_ns: int = 0
     communicating_ns: int = 0
     bytes_sent: int = 0
+    network_bytes: int = 0
 
 
 class SteppingOptimizer(Protocol):
@@ -62,9 +63,9 @@ class PerformanceRecorder:
     recorder sees every collective of the backend, also those of other models. A pass counts as compute, except the time
     it waits; a unit of the model counts as a layer, executed once per pass. Without FSDP, as with ZeRO-1, give the
     backend in place of the model: then no passes and layers are recorded. Only FSDP and `ZeroOptimizer` measure how long
-    they wait; collectives that the program awaits itself do not count as waiting. Communication is compared with
-    `link_bytes_per_s`, from `measure_link`. Times are the host's: work queued on an accelerator counts where the host
-    waits for it.
+    they wait; collectives that the program awaits itself do not count as waiting. What goes over the network is compared
+    with `link_bytes_per_s`, from `measure_link`, where that link leads to another node. Times are the host's: work queued
+    on an accelerator counts where the host waits for it.
 
     It is cheap: some additions per unit and per collective. Any thread may call `figures`.
     """
@@ -83,7 +84,9 @@ class PerformanceRecorder:
         groups = fsdp.groups if isinstance(fsdp, FSDP) else []
         # numbers of elements, by the labels of a reduction and of its average over replicas
         self._gradients = {label: group.layout.numel for group in groups for label in (group.label, group.reduction_label)}
-        self._link_bytes_per_s = link_bytes_per_s
+        node = next(ranks for ranks in backend.node_ranks if backend.rank in ranks)
+        stays = (backend.rank + 1) % backend.world_size in node  # then the link is the node's memory, and says nothing of the network
+        self._link_bytes_per_s = 0.0 if stays and link_bytes_per_s is not None else link_bytes_per_s
         self._lock = threading.Lock()  # passes end on the training thread, collectives on any
         self._totals = _Totals()  # up to now, except times that are totals elsewhere
         self._settled = _Totals()  # up to the end of the last step
@@ -94,6 +97,7 @@ class PerformanceRecorder:
         self._pauses = 0
         self._since_ns = time.perf_counter_ns()  # when the step that is under way began, plus the time that is left out
         self._exposed_before_ns = self._telemetry.exposed_ns
+        self._network_bytes_before = self._telemetry.network_bytes_sent
         self._stepping_ns = 0  # when the optimizer began
         self._updated: int | None = None  # elements that the optimizer has stepped in the backward under way; None: it has not
         self._hooks = [optimizer.register_step_pre_hook(self._before_step), optimizer.register_step_post_hook(self._after_step)]
@@ -128,7 +132,7 @@ class PerformanceRecorder:
         """Leave out what is done within this context, such as a validation: neither its time nor its passes and collectives count."""
         with self._lock:
             self._pauses += 1
-            start, exposed = time.perf_counter_ns(), self._telemetry.exposed_ns
+            start, exposed, sent = time.perf_counter_ns(), self._telemetry.exposed_ns, self._telemetry.network_bytes_sent
         try:
             yield
         finally:
@@ -137,6 +141,7 @@ class PerformanceRecorder:
                 if not self._pauses:
                     self._since_ns += time.perf_counter_ns() - start
                     self._exposed_before_ns += self._telemetry.exposed_ns - exposed
+                    self._network_bytes_before += self._telemetry.network_bytes_sent - sent
 
     def figures(self) -> TrainingFigures:
         """This rank's figures up to the end of the last step."""
@@ -154,6 +159,7 @@ class PerformanceRecorder:
                 exposed_s=settled.exposed_ns / 1e9 if knows_waiting else math.nan,
                 communicating_s=communicating_s,
                 bytes_sent=settled.bytes_sent,
+                network_bytes=settled.network_bytes,
                 capacity_bytes=None if self._link_bytes_per_s is None else communicating_s * self._link_bytes_per_s,
             )
 
@@ -234,4 +240,5 @@ class PerformanceRecorder:
         self._step_ns.append(now - self._since_ns)
         self._since_ns = now
         exposed_ns = self._telemetry.exposed_ns - self._exposed_before_ns
-        self._settled = replace(self._totals, exposed_ns=exposed_ns, communicating_ns=self._busy.total_ns)
+        network_bytes = self._telemetry.network_bytes_sent - self._network_bytes_before
+        self._settled = replace(self._totals, exposed_ns=exposed_ns, communicating_ns=self._busy.total_ns, network_bytes=network_bytes)

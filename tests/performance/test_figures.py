@@ -38,9 +38,18 @@ def test_waiting_that_was_not_measured_is_not_none_at_all() -> None:
         assert str(each).endswith("tokens/s; how long communication was waited for is not measured")
 
 
-def test_communication_is_compared_with_the_link() -> None:
-    assert figures(bytes_sent=300, capacity_bytes=1000.0).link_share == pytest.approx(0.3)
-    assert figures(bytes_sent=300).link_share is None
+def test_what_goes_over_the_network_is_compared_with_the_link() -> None:
+    assert figures(bytes_sent=900, network_bytes=300, capacity_bytes=1000.0).link_share == pytest.approx(0.3)
+    assert figures(network_bytes=300).link_share is None
+
+
+def test_a_node_has_one_link_to_the_next_one_whichever_rank_measures_it() -> None:
+    """Two nodes of two ranks: all send over the network, and only the last rank of each node has a next rank on the other node."""
+    inner = figures(bytes_sent=5000, network_bytes=200, capacity_bytes=0.0)
+    outer = figures(bytes_sent=5000, network_bytes=400, capacity_bytes=1000.0)
+    assert TrainingFigures.merge([inner, outer, inner, outer]).link_share == pytest.approx(0.6)
+    assert TrainingFigures.merge([inner, inner]).link_share is None, "no link leads to another node"
+    assert "links" not in str(inner)
 
 
 def test_percentiles_are_times_that_occurred() -> None:
@@ -65,8 +74,8 @@ def test_ranks_step_at_the_pace_of_the_slowest() -> None:
 
 
 def test_shares_of_a_cluster_weigh_ranks_by_their_time() -> None:
-    busy = figures(exposed_s=0.6, communicating_s=0.8, bytes_sent=700, capacity_bytes=800.0)
-    cluster = TrainingFigures.merge([busy, figures(exposed_s=0.2, communicating_s=0.2, bytes_sent=50, capacity_bytes=200.0)])
+    busy = figures(exposed_s=0.6, communicating_s=0.8, network_bytes=700, capacity_bytes=800.0)
+    cluster = TrainingFigures.merge([busy, figures(exposed_s=0.2, communicating_s=0.2, network_bytes=50, capacity_bytes=200.0)])
     assert cluster.exposed_share == pytest.approx(0.4)
     assert cluster.hidden_share == pytest.approx(0.2)
     assert cluster.link_share == pytest.approx(0.75)
@@ -96,7 +105,7 @@ def test_they_travel_as_json() -> None:
 
 
 def test_they_can_be_read() -> None:
-    some = figures(exposed_s=0.05, communicating_s=0.5, bytes_sent=30, capacity_bytes=100.0)
+    some = figures(exposed_s=0.05, communicating_s=0.5, network_bytes=30, capacity_bytes=100.0)
     assert str(some) == (
         "10 steps of 1 rank, median 100.0 ms (90 %: 100.0, 99 %: 100.0); 100.0 samples/s; 1,000 tokens/s; "
         "communication waited for 5.0% of the time, 90% of it hidden, at 30% of the links' speed"

@@ -10,8 +10,11 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from shardnet.backend import Backend, LoopbackBackend
+from shardnet.backend.loopback import nodes_of
+from shardnet.collectives.switchboard import Switchboard
+from shardnet.config import Limits, Timeouts
 from shardnet.errors import UsageError
-from shardnet.fsdp import FSDP, AsyncFSDP, Compression, ShardingStrategy
+from shardnet.fsdp import FSDP, Compression, ShardingStrategy
 from shardnet.performance import (
     CommunicationOperation,
     PerformanceRecorder,
@@ -21,7 +24,10 @@ from shardnet.performance import (
     cluster_stats,
     measure_link,
 )
-from shardnet.testing import each_rank, loopback_cluster
+from shardnet.telemetry import Telemetry
+from shardnet.testing import each_rank, local_cluster, loopback_cluster
+from shardnet.transport.memory import MemoryMesh
+from shardnet.wire import Chunk
 from shardnet.zero import ZeroOptimizer
 from tests.fsdp.models import Block, loss_of, make_gpt, token_batches
 from tests.fsdp.ranks import run_ranks
@@ -40,12 +46,13 @@ def train(
     micro_batches: int = 1,
     node: int | None = None,
     compression: Compression | None = None,
+    link_bytes_per_s: float | None = None,
     between: Callable[[PerformanceRecorder, FSDP], None] = lambda recorder, model: None,
 ) -> PerformanceRecorder:
     """Some recorded steps of a small GPT; `between` is called after every step."""
     model = FSDP(make_gpt(layers=LAYERS), backend, units=[Block], strategy=strategy, intra_node_size=node, compression=compression)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    with PerformanceRecorder(model, optimizer) as recorder:
+    with PerformanceRecorder(model, optimizer, link_bytes_per_s=link_bytes_per_s) as recorder:
         for batch in token_batches(STEPS, samples, length=LENGTH):
             with model.no_sync():
                 for _ in range(micro_batches - 1):
@@ -291,14 +298,59 @@ async def test_the_link_is_measured_by_all_ranks_at_once() -> None:
         assert await each_rank(backends, work) == [None]
 
 
-async def test_communication_is_compared_with_the_measured_link() -> None:
-    backend = LoopbackBackend.create_group(1)[0]
-    async with AsyncFSDP(make_gpt(), backend, units=[Block]) as model:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with PerformanceRecorder(model, optimizer, link_bytes_per_s=1000.0) as recorder:
-            recorder.on_collective("all_gather", "GPT", 0, 2 * 10**9, 500)
-            recorder.on_collective("barrier", "", 10**9, 2 * 10**9, 0)
-            await model.step(optimizer)
-        assert recorder.figures().link_share == pytest.approx(500 / 2000)
-        assert recorder.zero3.communication_stats.totals[GATHER].bytes == 500
-    await backend.aclose()
+class SlowInto0(MemoryMesh):
+    """What the last rank sends to rank 0 arrives late."""
+
+    async def send(self, peer: int, chunk: Chunk) -> None:
+        if peer == 0 and self.rank == 2:
+            await asyncio.sleep(0.05)
+        await super().send(peer, chunk)
+
+
+async def test_a_link_is_as_fast_as_it_sends_however_slowly_the_rank_receives() -> None:
+    backends = []
+    for mesh in SlowInto0.connect(3):
+        board = Switchboard(mesh, Telemetry(), Limits(), 5.0, nodes_of(3, None))
+        mesh.attach(board)
+        backends.append(LoopbackBackend(board, board.world, Timeouts.for_tests()))
+    fast, _, slow = await each_rank(backends, lambda backend: measure_link(backend, probe_bytes=1 << 18))
+    await asyncio.gather(*(backend.aclose() for backend in backends))
+    assert fast is not None
+    assert slow is not None
+    assert slow < (1 << 18) / 0.05 < fast
+
+
+async def test_the_network_is_compared_with_the_links_between_nodes() -> None:
+    """And what goes through memory with nothing."""
+
+    async def work(backend: Backend) -> tuple[TrainingFigures, TrainingFigures]:
+        mine = (await asyncio.to_thread(train, backend, link_bytes_per_s=1e6)).figures()
+        return mine, await cluster_figures(backend, mine)
+
+    async with local_cluster(4, ranks_per_node=2) as backends:
+        ranks = await each_rank(backends, work)
+    own, whole = [mine for mine, _ in ranks], ranks[0][1]
+    assert all(0 < each.network_bytes < each.bytes_sent for each in own)
+    assert [each.capacity_bytes for each in own] == [0, own[1].communicating_s * 1e6, 0, own[3].communicating_s * 1e6]
+    sent = sum(each.network_bytes for each in own)
+    assert whole.link_share == pytest.approx(sent / (1e6 * (own[1].communicating_s + own[3].communicating_s)))
+    async with local_cluster(2) as backends:
+        for mine, whole in await each_rank(backends, work):
+            assert (mine.link_share, whole.link_share) == (None, None)
+
+
+async def test_what_is_paused_is_not_compared_with_the_link() -> None:
+    async def work(backend: Backend) -> TrainingFigures:
+        weight = torch.nn.Parameter(torch.ones(4))
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        with PerformanceRecorder(backend, optimizer) as recorder:
+            for _ in range(STEPS):
+                weight.grad = await backend.all_reduce(weight.detach())
+                with recorder.paused():
+                    await backend.all_reduce(torch.ones(1000))
+                optimizer.step()
+        return recorder.figures()
+
+    async with loopback_cluster(2, ranks_per_node=1) as backends:
+        for mine in await each_rank(backends, work):
+            assert mine.network_bytes == mine.bytes_sent == 16 * STEPS
