@@ -20,14 +20,20 @@ class Journal:
         self._max_seconds = max_seconds
         self.parameters = 0
         self.started = datetime.now().astimezone()
-        self._start_s = self._last_s = time.perf_counter()
+        self._start_s = self._begun_s = self._last_s = time.perf_counter()
         self._exposed_before_ns = self._last_exposed_ns = 0
         self.steps: list[StepRecord] = []
         self.validations: list[Validation] = []
 
     @property
     def elapsed_s(self) -> float:
+        """How long the training has taken, with what other processes have done of it before."""
         return time.perf_counter() - self._start_s
+
+    @property
+    def duration_s(self) -> float:
+        """How long this process has taken part in it: the time that `steps` and `exposed_s` are of."""
+        return time.perf_counter() - self._begun_s
 
     @property
     def exposed_s(self) -> float:
@@ -43,7 +49,7 @@ class Journal:
     ) -> None:
         """The training begins, or goes on after step `done`, which it reached in `elapsed_s`. It forgets records of later steps."""
         if not hasattr(self, "_cluster"):
-            self._exposed_before_ns = cluster.telemetry.exposed_ns
+            self._exposed_before_ns, self._begun_s = cluster.telemetry.exposed_ns, time.perf_counter()
         self._cluster, self._total_steps, self.parameters = cluster, total_steps, parameters
         self._start_s = time.perf_counter() - elapsed_s
         self.steps = [step for step in self.steps if step.step <= done]

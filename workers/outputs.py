@@ -38,7 +38,7 @@ async def conclude(
     cluster: Cluster, journal: Journal, model: AsyncFSDP, optimizer: torch.optim.Optimizer, config: GPTConfig, options: argparse.Namespace
 ) -> None:
     """Say how the run went and write what was asked for. A collective; call it right after the last step."""
-    duration_s = journal.elapsed_s
+    duration_s = journal.duration_s
     ranks = await count_ranks(cluster, journal, model, optimizer)
     spans = await gather_spans(cluster.backend, cluster.topology.me.address)
     sample = await write_sample(cluster, model, config, options)
@@ -73,6 +73,7 @@ async def count_ranks(cluster: Cluster, journal: Journal, model: AsyncFSDP, opti
         "sent_bytes": cluster.telemetry.bytes_sent,
         "received_bytes": cluster.telemetry.bytes_received,
         "exposed_s": journal.exposed_s,
+        "duration_s": journal.duration_s,
     }
     return [RankRecord(rank=rank, **totals) for rank, totals in enumerate(await gather_json(cluster.backend, mine, "totals"))]
 
@@ -101,9 +102,10 @@ def typical_steps(steps: Sequence[StepRecord], validations: Sequence[Validation]
 def print_summary(run: RunRecord) -> None:
     if run.sample:
         print(f"what it writes:\n{textwrap.indent(run.prompt + run.sample, '  | ', lambda line: True)}")
-    waiting = max(rank.exposed_s for rank in run.ranks) / run.duration_s
+    waiting = max(rank.exposed_s / rank.duration_s for rank in run.ranks)
+    loss = f"validation loss {run.validations[-1].loss:.3f}, " if run.validations else ""  # none if it resumes what was trained already
     print(
-        f"trained {len(run.steps):,} steps in {run.duration_s:.0f} s: validation loss {run.validations[-1].loss:.3f}, "
+        f"trained {len(run.steps):,} steps in {run.duration_s:.0f} s: {loss}"
         f"{100 * waiting:.1f} % of the time spent waiting for communication, "
         f"{run.ranks[0].held_bytes / 2**20:.0f} MiB held by each rank",
         flush=True,

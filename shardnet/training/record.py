@@ -12,7 +12,7 @@ class StepRecord:
     """One optimizer step of the whole cluster."""
 
     step: int  # 1-based
-    seconds: float  # since the run started, at the end of the step
+    seconds: float  # since the training began, at the end of the step
     loss: float  # mean over the samples of the step, in nats
     learning_rate: float
     tokens_per_s: float  # of the whole cluster
@@ -39,11 +39,12 @@ class RankRecord:
     sent_bytes: int
     received_bytes: int
     exposed_s: float
+    duration_s: float  # of its part in the training, which `exposed_s` is a share of: a rank may have come later than others
 
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """One run, from start to end."""
+    """One run, from start to end. If it resumes an earlier one, from there on."""
 
     title: str
     started: datetime

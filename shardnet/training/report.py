@@ -83,7 +83,7 @@ def _finite(value: Any) -> Any:
 def _figures(run: RunRecord) -> list[dict[str, str]]:
     """The headline: label, value, and a note below it."""
     tokens_per_s = [step.tokens_per_s for step in run.steps]
-    exposed = [rank.exposed_s / run.duration_s for rank in run.ranks] if run.duration_s > 0 else []
+    exposed = [rank.exposed_s / rank.duration_s for rank in run.ranks if rank.duration_s > 0]
     held = max((rank.held_bytes for rank in run.ranks), default=0)
     world_size = len(run.ranks)
     nodes = len({rank.node for rank in run.ranks})

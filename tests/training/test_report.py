@@ -40,7 +40,7 @@ def spans(rank: int) -> RankSpans:
 
 def run_record(**changes: Any) -> RunRecord:
     steps = [StepRecord(s, s * 0.1, 5.5 / s, 1e-3 * s, 1000.0 + s, 1.0, 0.1) for s in range(1, 21)]
-    ranks = [RankRecord(rank, f"127.0.0.1:{7000 + rank}", "node", 2**20 * 10, 2**30, 2**30, 0.4) for rank in range(2)]
+    ranks = [RankRecord(rank, f"127.0.0.1:{7000 + rank}", "node", 2**20 * 10, 2**30, 2**30, 0.4, 2.0) for rank in range(2)]
     values: dict[str, Any] = {
         "title": f"A run {NASTY}",
         "started": datetime(2024, 2, 3, 4, 5, 6, tzinfo=UTC),
@@ -108,6 +108,15 @@ def test_the_headline_says_how_it_went() -> None:
     assert figures["parameters"][0] == "1.23 M"
     assert figures["held per rank"] == ("10.0 MiB", "of 20.0 MiB unsharded, optimizer included")
     assert figures["steps"] == ("20", "in 2.0 s")
+
+
+def test_a_rank_waits_for_a_share_of_its_own_time() -> None:
+    """Rank 0 has come in the place of another one that died, long after rank 1 began."""
+    ranks = [
+        RankRecord(rank, "", "node", 0, 0, 0, exposed_s, took_s) for rank, (exposed_s, took_s) in enumerate([(0.5, 2.0), (3.0, 100.0)])
+    ]
+    (waiting,) = (each["value"] for each in page_data(run_record(ranks=ranks))["figures"] if each["label"] == "waiting")
+    assert waiting == "25.0 %"
 
 
 def test_the_timeline_begins_at_zero_and_keeps_every_span() -> None:
