@@ -120,6 +120,26 @@ def test_a_run_that_goes_back_takes_the_place_of_the_later_steps(tmp_path: Path)
     assert scalars(tmp_path, "loss") == [(1, 1.0), (2, 5.0)]
 
 
+@pytest.mark.parametrize("back", [2, 4])
+def test_steps_that_a_process_repeats_take_the_place_of_the_old_ones(back: int, tmp_path: Path) -> None:
+    """As after a reform, which goes back to the last commit."""
+    tracker = Tracker(tmp_path)
+    for epoch, steps in ((1, range(1, 5)), (2, range(back, 6))):
+        for step in steps:
+            tracker.take(Record(step, 1000.0, epoch, 1, {"loss": 10.0 * epoch + step}))
+    tracker.close()
+    kept = [(step, 10.0 + step) for step in range(1, back)]
+    assert scalars(tmp_path, "loss") == [*kept, *((step, 20.0 + step) for step in range(back, 6))]
+
+
+def test_a_second_report_of_a_step_adds_to_the_first(tmp_path: Path) -> None:
+    tracker = Tracker(tmp_path)
+    for name in ("loss", "validation loss"):
+        tracker.take(Record(3, 1000.0, 1, 1, {name: 1.0}))
+    tracker.close()
+    assert scalars(tmp_path, "loss") == scalars(tmp_path, "validation loss") == [(3, 1.0)]
+
+
 def test_a_line_that_was_not_written_to_its_end_is_dropped(tmp_path: Path) -> None:
     """For example because the disk was full; complete lines stay."""
     path = tmp_path / NAME
