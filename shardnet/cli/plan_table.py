@@ -8,6 +8,7 @@ from shardnet.cli.grid import grid
 from shardnet.cli.units import short_bytes, short_time
 from shardnet.planning import ModelSize, Plan, Setting, Strategy
 from shardnet.planning.model import GroupSize
+from shardnet.planning.traffic import WHOLE_BYTES
 
 NAMES = {
     Strategy.FULL_SHARD: "FULL_SHARD (ZeRO-3)",
@@ -138,6 +139,11 @@ def _notes(model: ModelSize, setting: Setting, plans: Sequence[Plan]) -> Iterato
         yield "Nodes add up gradients before they compress them. Where a GPU computes they do not, and send more to each other."
     elif setting.nodes > 1 and setting.ranks_per_node > 1 and setting.compression.gradients is not None:
         yield "Compressed gradients are exchanged directly, not in a ring, which sends more between nodes: compare with them left out."
+    if whole := [NAMES[plan.strategy] for plan in plans if plan.sends_whole]:
+        yield (
+            f"Where no GPU computes, a unit's gradients of up to {short_bytes(WHOLE_BYTES)} go whole to every rank of the node, "
+            f"up to {setting.ranks_per_node} times what is planned to reduce them: {', '.join(whole)}."
+        )
     if setting.mixed and any(plan.strategy is Strategy.ZERO_1 for plan in plans):
         yield "ZeRO-1 is planned in the dtype that parameters are kept in, since a plain module computes in it."
     if _compressed(setting) and not all(plan.strategy.sends_shards for plan in plans):

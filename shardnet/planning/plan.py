@@ -7,7 +7,7 @@ from shardnet.errors import UsageError
 from shardnet.planning.memory import MemoryPlan, plan_memory
 from shardnet.planning.model import ModelSize
 from shardnet.planning.setting import Setting, Strategy
-from shardnet.planning.traffic import Traffic, plan_traffic
+from shardnet.planning.traffic import Traffic, plan_traffic, sends_whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,7 @@ class Plan:
     traffic: tuple[Traffic, ...]
     reshard_after_forward: bool | int | None = None  # as requested; None also where it does not apply
     cpu_offload: bool = False  # as requested; False also where it does not apply
+    sends_whole: bool = False  # whether, where no GPU computes, little gradients are sent more often than planned
 
     @property
     def bytes_sent(self) -> int:
@@ -68,4 +69,5 @@ def _plan(model: ModelSize, strategy: Strategy, setting: Setting) -> Plan:
         model = replace(model, activation_bytes=None)  # measured in the other dtype
     setting = replace(setting, compression=setting.compression_under(strategy))
     memory, traffic = plan_memory(model, strategy, setting), plan_traffic(model, strategy, setting)
-    return Plan(strategy, memory, traffic, setting.reshard_after_forward, setting.cpu_offload)
+    whole = sends_whole(model, strategy, setting)
+    return Plan(strategy, memory, traffic, setting.reshard_after_forward, setting.cpu_offload, whole)

@@ -9,6 +9,11 @@ exchanged as they are. Compressed gradients are sent directly (all_to_all): node
 ranks sends 1 / N of the buffer to every rank outside the node. Neighbours that gather secondary shards are consecutive ranks, which
 may be on several nodes: in each lap that passes a node, the node sends the next one everything except what the next one holds itself.
 
+[Note: whole gradients] Where no GPU computes, ranks of one node that read each other's memory give each other up to
+`Limits.letter_bytes` of a unit's gradients whole, and each adds up its part itself (shardnet/collectives/letters/shares.py). So
+among N ranks each sends N times as much to reduce, and N / 2 times as much to all-reduce. That is not in the plan, which knows
+neither the devices nor the limits; `sends_whole` says whether a plan has such gradients.
+
 Times are those of the busiest link at the given speed, without latency, packing, and what compute hides or delays.
 """
 
@@ -16,9 +21,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from shardnet.config import Limits
 from shardnet.planning.model import GroupSize, ModelSize
 from shardnet.planning.setting import Setting, Strategy, packed_bytes
 
+WHOLE_BYTES = min(Limits().letter_bytes, Limits().direct_bytes)  # the most of a unit that is sent whole: see [Note: whole gradients]
 _SUM_BYTES = 4  # per element, of an unfinished sum of 16-bit floats
 
 
@@ -62,6 +69,22 @@ def plan_traffic(model: ModelSize, strategy: Strategy, setting: Setting) -> tupl
             if strategy is Strategy.HYBRID_SHARD:
                 planned.append(_averages(trained, shards, replicas, setting))
     return tuple(traffic for traffic in planned if traffic.bytes_sent)
+
+
+def sends_whole(model: ModelSize, strategy: Strategy, setting: Setting) -> bool:
+    """Whether a node's ranks send each other some gradients whole, if no GPU computes: see [Note: whole gradients]."""
+    ranks = setting.shards(strategy) if strategy.sends_shards else setting.world_size
+    fewest = 3 if strategy is Strategy.NO_SHARD else 2  # two ranks all-reduce in a lap what they would send whole
+
+    def is_whole(group: GroupSize) -> bool:
+        packed = setting.gradient_codec(group) is not None
+        if packed and not setting.sums_on_nodes(strategy):
+            return False  # they are exchanged
+        reducing = setting.ranks_per_node if packed else ranks
+        return fewest <= reducing <= setting.ranks_per_node and group.numel * setting.reduce(group).itemsize <= WHOLE_BYTES
+
+    groups = [group for unit in model.units for group in unit.groups if group.trainable]
+    return not setting.cpu_offload and any(map(is_whole, groups))
 
 
 @dataclass(frozen=True, slots=True)

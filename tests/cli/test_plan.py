@@ -108,6 +108,17 @@ def test_a_chosen_strategy_in_mixed_precision(capsys: pytest.CaptureFixture[str]
     assert "Times are those of the links alone" in out
 
 
+def test_little_gradients_are_said_to_be_sent_more_often(capsys: pytest.CaptureFixture[str]) -> None:
+    """What a run of four ranks sends was counted for units of 512 KiB: four times the plan to reduce, twice to all-reduce."""
+    given = ["plan", "--parameters", "2M", "--layers", "8", "--world", "4"]
+    assert main([*given, "--reduce-dtype", "bfloat16"]) == 0
+    whole = "Where no GPU computes, a unit's gradients of up to 1.0 MiB go whole to every rank of the node, up to 4 times"
+    assert f"{whole} what is planned to reduce them: FULL_SHARD (ZeRO-3), " in capsys.readouterr().out
+    assert main([*given, "--cpu-offload", "--strategy", "full_shard"]) == 0
+    assert main(["plan", "--parameters", "2G", "--layers", "8", "--world", "4"]) == 0
+    assert "go whole" not in capsys.readouterr().out
+
+
 def test_compression_by_the_names_of_the_training_program(capsys: pytest.CaptureFixture[str]) -> None:
     assert {name: Compression(**given) for name, given in command.COMPRESSIONS.items()} == COMPRESSIONS
     given = ["planned_models:small", "--world", "2", "--compress", "int8", "--block", "16", "--residual"]

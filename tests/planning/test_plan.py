@@ -53,6 +53,28 @@ def test_traffic_of_a_rank(strategy: Strategy, sent: list[tuple[str, int, int]])
     assert planned.bytes_sent == sum(count for _, _, count in sent)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "setting", "whole"),
+    [
+        (FULL, Setting(4), True),
+        (FULL, Setting(4, cpu_offload=True), False),
+        (FULL, Setting(4, node_size=2), False),
+        (HYBRID, Setting(4, node_size=2), True),
+        (NONE, Setting(4), True),
+        (NONE, Setting(2), False),
+        (ZERO_1, Setting(2), True),
+        (FULL, Setting(4, compression=Compression(gradients="int8")), False),
+        (FULL, Setting(4, node_size=2, compression=Compression(gradients="int8")), True),
+        (FULL, Setting(1), False),
+    ],
+)
+def test_who_sends_little_gradients_whole(strategy: Strategy, setting: Setting, whole: bool) -> None:
+    """Those that sum up a unit's gradients among ranks of one node, and send less otherwise."""
+    assert one(strategy, setting).sends_whole == whole
+    large = ModelSize.of_sizes(1 << 20, 1)
+    assert not one(strategy, setting, large).sends_whole
+
+
 def test_a_world_of_one_sends_nothing() -> None:
     for strategy in Strategy:
         planned = one(strategy, Setting(1))
