@@ -3,6 +3,7 @@
 import math
 import time
 from datetime import datetime
+from statistics import median
 
 from shardnet import Cluster
 from shardnet.training.record import StepRecord, Validation
@@ -88,8 +89,8 @@ class Journal:
     @property
     def tokens_per_s(self) -> float:
         """The speed of all ranks together: the median of the last steps."""
-        recent = sorted(step.tokens_per_s for step in self.steps[-RECENT:])
-        return recent[len(recent) // 2] if recent else 0.0
+        recent = [step.tokens_per_s for step in self.steps[-RECENT:]]
+        return median(recent) if recent else 0.0
 
     def _expected_steps(self, step: int) -> int:
         """How many steps there will be, at the speed so far, before the steps or the time run out."""

@@ -9,7 +9,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from shardnet.cli.units import short_bytes, short_duration, short_number, short_time
+from shardnet.cli.units import short_bytes, short_duration, short_loss, short_number, short_time
 from shardnet.observation.chronicle import Event
 from shardnet.observation.rates import LATE_SHARE, RateMeter, Rates
 from shardnet.observation.views import GONE, RENDEZVOUS, ClusterView, JobView, WorkerView, short_nodes
@@ -54,7 +54,7 @@ def _progress(worker: WorkerView, rates: Rates) -> RenderableType:
     assert worker.stats is not None
     progress = worker.stats.progress
     words = [f"step {progress.step}{f' of {progress.total_steps}' if progress.total_steps else ''}"]
-    words += [] if math.isnan(progress.loss) else [f"loss {progress.loss:.4g}"]
+    words += [] if math.isnan(progress.loss) else [f"loss {short_loss(progress.loss)}"]
     words += [f"{short_number(progress.tokens_per_s)} tokens/s"] if progress.tokens_per_s else []
     if progress.total_steps and rates.step_s:
         words.append(f"{short_duration(rates.step_s * max(0, progress.total_steps - progress.step))} left")
@@ -88,8 +88,8 @@ def _worker(worker: WorkerView, node: str, rates: Rates, awaited: float | None) 
         Text(_NONE if rates.step_s is None else short_time(rates.step_s)),
         Text(_NONE if rates.wait is None else f"{rates.wait:.0%}", "yellow" if (rates.wait or 0.0) > _WAITS_MUCH else ""),
         late,
-        Text(_NONE if rates.sent is None else short_bytes(round(rates.sent))),
-        Text(_NONE if rates.received is None else short_bytes(round(rates.received))),
+        Text(_NONE if rates.sent is None else short_bytes(rates.sent)),
+        Text(_NONE if rates.received is None else short_bytes(rates.received)),
         Text(short_bytes(stats.resident_bytes)),
     ]
 

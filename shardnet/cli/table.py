@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator
 
 from shardnet.cli.grid import Row, grid
-from shardnet.cli.units import short_bytes, short_duration, short_number, short_time
+from shardnet.cli.units import short_bytes, short_duration, short_loss, short_number, short_time
 from shardnet.histogram import Histogram
 from shardnet.observation.views import GONE, RENDEZVOUS, ClusterView, JobView, Stats, WorkerView, late_s, short_nodes
 from shardnet.waiting import Absent
@@ -118,7 +118,7 @@ def _worker(worker: WorkerView, node: str, late: str) -> Row:
         *place,
         f"{stats.step}/{progress.total_steps}" if progress.total_steps else str(stats.step),
         short_time(stats.steps.seconds / stats.steps.times.count) if stats.steps.times.count else _NONE,
-        _NONE if math.isnan(progress.loss) else f"{progress.loss:.3f}",
+        _NONE if math.isnan(progress.loss) else short_loss(progress.loss),
         short_number(progress.tokens_per_s) if progress.tokens_per_s else _NONE,
         _NONE if stats.wait_share is None else f"{stats.wait_share:.0%}",
         late,
@@ -155,7 +155,7 @@ def _notes(stats: Stats) -> Iterator[str]:
     if stats.stalls:
         yield f"{stats.stalls} collectives were stuck, for {stats.stall_s:.1f} s in all"
     if stats.link_bytes_per_s:
-        yield f"{short_bytes(round(stats.link_bytes_per_s))}/s to the next rank when the training began"
+        yield f"{short_bytes(stats.link_bytes_per_s)}/s to the next rank when the training began"
     if stats.peak_resident_bytes:
         devices = f"; on devices {short_bytes(stats.device_bytes)}, at most {short_bytes(stats.device_peak_bytes)}"
         memory = f"memory {short_bytes(stats.resident_bytes)}, {short_bytes(stats.shared_bytes)} of it shared"

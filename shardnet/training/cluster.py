@@ -134,22 +134,23 @@ class Cluster:
         step: int,
         total_steps: int = 0,
         loss: SupportsFloat = float("nan"),
-        tokens_per_s: SupportsFloat = 0.0,
-        exposed_share: SupportsFloat = 0.0,
+        tokens_per_s: SupportsFloat | None = None,
+        exposed_share: SupportsFloat | None = None,
         note: str = "",
         metrics: Mapping[str, SupportsFloat] | None = None,
     ) -> None:
         """Tell the watchers (the launcher's bar, `shardnet status`) how far the training is. Local and cheap.
 
         With `connect(track=...)`, or after `on_metrics`, rank 0's loss, tokens per second and exposed share are recorded, together with
-        `metrics`; those of other ranks are not. A tensor of one element is accepted as a number.
+        `metrics`; those of other ranks are not, nor is what is not given, except that its loss is NaN. A tensor of one element is
+        accepted as a number.
 
         Raises UsageError, on any rank, for a metric that is no number, or whose name the record uses itself."""
-        known = numbers({"loss": loss, "tokens_per_s": tokens_per_s, "exposed_share": exposed_share})
+        speeds = {"tokens_per_s": tokens_per_s, "exposed_share": exposed_share}
+        known = numbers({"loss": loss} | {name: value for name, value in speeds.items() if value is not None})
         others = numbers(metrics or {})
         if self.rank == 0:
-            given = {name: value for name, value in known.items() if name == "loss" or value != 0.0} | others
-            self._tracker.take(Record(step, time.time(), self.topology.epoch, self.world_size, given))
+            self._tracker.take(Record(step, time.time(), self.topology.epoch, self.world_size, known | others))
         self.telemetry.progress = Progress(step, total_steps, note=note, **known)
         self.telemetry.reach(step)
 

@@ -11,13 +11,17 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from shardnet.telemetry import Span, Track
-from shardnet.training.record import RunRecord
+from shardnet.training.record import RunRecord, StepRecord
 from shardnet.training.trace import RankSpans, lanes
 
 MAX_TIMELINE_SPANS = 40_000  # per run, about 1.5 MB of page
+MAX_STEPS = 4_000  # drawn in curves, about 0.5 MB of page; more than a screen has columns
+_STRETCHES = 100  # of a longer run; the least and the greatest value of each are drawn in any case
+_CURVES = ("loss", "tokens_per_s", "gradient_norm", "exposed_share")
 _SCRIPTS = ("format.js", "chart.js", "timeline.js", "page.js")  # in this order
 _DRAWN = (Track.COMPUTE, Track.EXPOSED, Track.COMMUNICATION)  # from top to bottom
 
@@ -41,7 +45,7 @@ def page_data(run: RunRecord) -> dict[str, Any]:
         "title": run.title,
         "started": run.started.isoformat(timespec="seconds"),
         "figures": _figures(run),
-        "steps": [asdict(step) for step in run.steps],
+        "steps": [asdict(step) for step in _drawn(run.steps)],
         "validations": [asdict(validation) for validation in run.validations],
         "ranks": [asdict(rank) for rank in run.ranks],
         "timeline": _timeline(run.timeline),
@@ -104,6 +108,20 @@ def _figures(run: RunRecord) -> list[dict[str, str]]:
     return [{"label": label, "value": value, "note": note} for label, value, note in figures]
 
 
+def _drawn(steps: Sequence[StepRecord]) -> Sequence[StepRecord]:
+    """The steps that curves are drawn of: all, or of a long run every so many, and those where a curve has a spike."""
+    if len(steps) <= MAX_STEPS:
+        return steps
+    kept = {*range(0, len(steps), math.ceil(2 * len(steps) / MAX_STEPS)), len(steps) - 1}
+    stretch = math.ceil(len(steps) / _STRETCHES)
+    for first in range(0, len(steps), stretch):
+        for name in _CURVES:
+            values = [(getattr(step, name), index) for index, step in enumerate(steps[first : first + stretch], first)]
+            if finite := [each for each in values if math.isfinite(each[0])]:
+                kept |= {min(finite)[1], max(finite)[1]}
+    return [steps[index] for index in sorted(kept)]
+
+
 def _timeline(ranks: Sequence[RankSpans]) -> dict[str, Any]:
     """Lanes of spans as rows of numbers: [name, start µs, duration µs, bytes, step], names by their index."""
     spans = sorted((span for rank in ranks for span in rank.spans), key=lambda span: span.start_ns)[:MAX_TIMELINE_SPANS]
@@ -131,11 +149,11 @@ def _from_to(run: RunRecord) -> str:
 
 
 def _loss(loss: float) -> str:
-    return f"{loss:.3f}" if math.isfinite(loss) else "–"
+    return f"{loss:#.4g}" if math.isfinite(loss) else "–"
 
 
 def _median(values: Sequence[float]) -> float:
-    return sorted(values)[len(values) // 2] if values else 0.0
+    return median(values) if values else 0.0
 
 
 def _mebibytes(size: int) -> str:

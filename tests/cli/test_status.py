@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import math
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
@@ -12,13 +13,15 @@ from shardnet.cli.table import as_json, as_text
 from shardnet.config import Limits, Timeouts
 from shardnet.credentials import Role, Security
 from shardnet.errors import EndpointUnavailable
+from shardnet.histogram import Histogram
 from shardnet.observation.observer import Observer
 from shardnet.observation.replies import read_stats
-from shardnet.observation.views import GONE, RENDEZVOUS, UNREACHABLE, UNTRUSTED, ClusterView, JobView, WorkerView
+from shardnet.observation.views import GONE, RENDEZVOUS, UNREACHABLE, UNTRUSTED, ClusterView, JobView, Steps, WorkerView
 from shardnet.pb import stats_pb2
 from shardnet.rendezvous.client import Membership, join
 from shardnet.rendezvous.request import JoinRequest
 from shardnet.rendezvous.server import RendezvousServer
+from shardnet.telemetry import Progress
 from shardnet.transport.endpoint import Endpoint
 from tests.credentials.made import security
 from tests.shared_loop import on_shared_loop
@@ -237,7 +240,14 @@ def test_waiting_that_was_not_measured_is_a_dash_and_no_words() -> None:
 
 
 def test_the_odd_numbers_of_one_worker_stop_nobody() -> None:
+    strange = math.inf, math.nan, -1.0
     reply = stats_pb2.SnapshotReply(role="worker", steps=stats_pb2.Steps(seconds=1.0))
+    for value in strange:
+        stats = replace(
+            read_stats(reply), uptime_s=value, link_bytes_per_s=value, steps=Steps(Histogram(STEPS), value, value), exposed_s=value
+        )
+        stats = replace(stats, stall_s=value, stalls=1, late={1: value}, progress=Progress(1, 2, value, value, value))
+        assert "unknown" in as_text(ClusterView("10.0.0.0:7000", "unknown", stats))
     for counts in ([], [0] * 19):
         reply.steps.counts[:] = counts
         assert "unknown" in as_text(ClusterView("10.0.0.0:7000", "unknown", read_stats(reply)))

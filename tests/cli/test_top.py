@@ -1,6 +1,7 @@
 """`shardnet top`: what it draws, and that it goes on when the rendezvous is gone."""
 
 import asyncio
+import math
 import os
 import pty
 import select
@@ -58,7 +59,7 @@ def test_the_picture() -> None:
     lines = text_of(view, meter, Event(time.mktime((2026, 1, 2, 3, 4, 5, 0, 0, -1)), "rank 1 is unreachable", True)).splitlines()
     assert lines[0] == "rendezvous 10.0.0.9:7000: serving, plaintext, up 0:09, shardnet 1"
     assert lines[2] == "job lm: running, epoch 1, 2 of 1 to 4 workers, 1 waiting to join"
-    assert lines[3].endswith("step 30 of 120, loss 2.31, 45.2k tokens/s, 0:18 left")
+    assert lines[3].endswith("step 30 of 120, loss 2.310, 45.2k tokens/s, 0:18 left")
     assert lines[4].split() == ["rank", "node", "state", "step", "a", "step", "wait", "late", "sent/s", "received/s", "memory"]
     assert lines[5].split() == ["0", "node-0", "serving", "30", "200.0", "ms", "34%", "-", "1.0", "MiB", "0", "B", "300.0", "MiB"]
     assert lines[6].split() == ["1", "node-1", "unreachable", "-", "-", "-", "40%", "-", "-", "-"], "of the last seconds"
@@ -69,6 +70,18 @@ def test_waiting_that_was_not_measured_is_a_dash() -> None:
     view = cluster(worker(0, stats(progress=Progress(30, 120, 2.5, tokens_per_s=45_200.0))))
     row = text_of(view).splitlines()[-1].split()
     assert row[:7] == ["0", "node-0", "serving", "0", "-", "-", "-"]
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan, -1.0])
+def test_the_odd_numbers_of_one_worker_stop_nobody(value: float) -> None:
+    meter = RateMeter()
+    for second in (0.0, value):
+        steps = Steps(Histogram([round(second != 0.0), *[0] * 18]), second, second)
+        progress = Progress(1, 2, value, value, value)
+        said = stats(step=1, uptime_s=second, steps=steps, exposed_s=value, progress=progress, late={0: value, 1: value}, bytes_sent=5)
+        view = cluster(worker(0, said), worker(1, stats(step=1)))
+        meter.add(1.0, view)
+    assert "node-1" in text_of(view, meter)
 
 
 def test_without_jobs_and_of_one_worker() -> None:

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from shardnet.telemetry import Span, Track
 from shardnet.training.record import RankRecord, RunRecord, StepRecord, Validation
-from shardnet.training.report import page_data, write_report
+from shardnet.training.report import MAX_STEPS, page_data, write_report
 from shardnet.training.trace import RankSpans
 from tests.browser import CHROMIUM, Page, browser
 
@@ -101,13 +102,32 @@ def test_numbers_that_json_cannot_hold_become_null() -> None:
 def test_the_headline_says_how_it_went() -> None:
     figures = {figure["label"]: (figure["value"], figure["note"]) for figure in page_data(run_record())["figures"]}
     assert figures["validation loss"][0] == "1.234"
-    assert figures["training loss"] == ("0.275", "in the last step; 5.500 in the first")
-    assert figures["speed"][0] == "1,011"
+    assert figures["training loss"] == ("0.2750", "in the last step; 5.500 in the first")
+    assert figures["speed"][0] == "1,010", "between the tenth and the eleventh of twenty"
     assert figures["waiting"] == ("20.0 %", "of the time compute waited for communication, on the rank that waited most")
     assert figures["world"] == ("2 ranks", "on 1 node")
     assert figures["parameters"][0] == "1.23 M"
     assert figures["held per rank"] == ("10.0 MiB", "of 20.0 MiB unsharded, optimizer included")
     assert figures["steps"] == ("20", "in 2.0 s")
+
+
+def test_a_small_loss_is_shown() -> None:
+    figures = page_data(run_record(validations=[Validation(20, 2.662e-6)]))["figures"]
+    assert figures[0]["value"] == "2.662e-06"
+
+
+def test_a_long_run_is_drawn_by_some_of_its_steps_and_all_of_its_spikes() -> None:
+    def step(number: int) -> StepRecord:
+        loss = {70_001: 99.0, 70_002: math.nan, 70_003: -1.0}.get(number, 1.0)
+        return StepRecord(number, 0.1 * number, loss, 1e-3, 5000.0 - (number == 555), 1.0 + (number == 31), 0.1 * (number == 99_998))
+
+    data = page_data(run_record(steps=[step(number) for number in range(1, 100_001)]))
+    drawn = {each["step"]: each for each in data["steps"]}
+    assert list(drawn) == sorted(drawn)
+    assert 2000 <= len(drawn) <= MAX_STEPS
+    assert {1, 31, 555, 70_001, 70_003, 99_998, 100_000} <= set(drawn)
+    assert max(after - before for before, after in pairwise(drawn)) <= 50
+    assert next(each["value"] for each in data["figures"] if each["label"] == "steps") == "100,000"
 
 
 def test_a_rank_waits_for_a_share_of_its_own_time() -> None:

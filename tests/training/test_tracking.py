@@ -13,8 +13,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from shardnet import Cluster, connect
 from shardnet.config import Timeouts
 from shardnet.errors import UsageError
+from shardnet.telemetry import Progress
 from shardnet.training.tracking import Record, Tracker
 from shardnet.training.tracking.json_lines import NAME, JsonLines
+from shardnet.training.tracking.record import OWN
 from tests.training.workers import rendezvous
 
 
@@ -58,12 +60,15 @@ async def test_tensors_of_one_element_are_numbers(tmp_path: Path) -> None:
     assert (line["loss"], line["norm"]) == (0.5, 2.0)
 
 
-async def test_a_loss_of_zero_is_a_loss(tmp_path: Path) -> None:
-    """For the other figures 0 means unknown."""
+async def test_what_is_given_is_recorded_even_where_it_is_zero(tmp_path: Path) -> None:
     async with connect(track=str(tmp_path)) as cluster:
-        cluster.report(step=1, loss=0.0)
+        cluster.report(step=1, loss=0.0, tokens_per_s=0.0, exposed_share=0.0)
+        assert cluster.telemetry.progress == Progress(1, 0, 0.0)
         cluster.report(step=2)
-    assert [(line["loss"], "tokens_per_s" in line) for line in lines(tmp_path)] == [(0.0, False), (None, False)]
+    first, second = [{name: value for name, value in line.items() if name not in OWN} for line in lines(tmp_path)]
+    assert first == {"loss": 0.0, "tokens_per_s": 0.0, "exposed_share": 0.0}
+    assert second == {"loss": None}
+    assert scalars(tmp_path, "exposed_share") == [(1, 0.0)]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 
 from shardnet.cli.launch.console import Console
-from shardnet.cli.units import short_duration, short_number
+from shardnet.cli.units import short_duration, short_loss, short_number
 from shardnet.errors import ShardnetError
 from shardnet.observation.views import Stats
 from shardnet.telemetry import Progress
@@ -68,7 +68,7 @@ def describe(progress: Progress, wait_share: float | None, remaining_s: float | 
     total = f"/{progress.total_steps}" if progress.total_steps else ""
     parts = [f"step {progress.step}{total}"]
     if not math.isnan(progress.loss):
-        parts.append(f"loss {progress.loss:.3f}")
+        parts.append(f"loss {short_loss(progress.loss)}")
     if progress.tokens_per_s > 0:
         parts.append(f"{short_number(progress.tokens_per_s)} tokens/s")
     if wait_share is not None:

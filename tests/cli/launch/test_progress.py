@@ -2,12 +2,15 @@
 
 import asyncio
 import io
+import math
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shardnet.cli.launch.console import Console
 from shardnet.cli.launch.progress import ProgressView, describe, follow
-from shardnet.cli.units import short_bytes, short_duration, short_number
+from shardnet.cli.units import short_bytes, short_duration, short_loss, short_number, short_time
 from shardnet.errors import EndpointUnavailable
 from shardnet.observation.views import Stats
 from shardnet.telemetry import Progress
@@ -25,6 +28,25 @@ from tests.observation.views import stats
 )
 def test_what_is_unknown_is_left_out(progress: Progress, wait_share: float | None, remaining_s: float | None, text: str) -> None:
     assert describe(progress, wait_share, remaining_s) == text
+
+
+def test_small_losses_are_shown() -> None:
+    assert describe(Progress(3, loss=2.662e-6), None, None) == "step 3, loss 2.662e-06"
+    assert [short_loss(v) for v in (0.0, 0.045, 2.31, 1023.4, 12_345.0)] == ["0.000", "0.04500", "2.310", "1023", "1.234e+04"]
+
+
+@given(st.floats())
+def test_any_number_has_a_text(value: float) -> None:
+    """It may come from a worker that is not in order."""
+    assert all(show(value) for show in (short_bytes, short_duration, short_loss, short_number, short_time))
+
+
+def test_no_text_has_more_than_its_unit_holds() -> None:
+    assert [short_number(v) for v in (0.3, 9.96, 999.5, 999_960, 999_960_000)] == ["0.3", "10", "1.0k", "1.0M", "1.0G"]
+    assert [short_bytes(v) for v in (1023.6, (1 << 20) - 1, (1 << 30) - 1)] == ["1.0 KiB", "1.0 MiB", "1.0 GiB"]
+    assert [short_time(v) for v in (0.9999, 0.99996, 59.99, 59.996)] == ["999.9 ms", "1.00 s", "59.99 s", "1:00"]
+    infinite = [show(math.inf) for show in (short_number, short_bytes, short_duration, short_time)]
+    assert infinite == ["inf", "inf B", "inf", "inf"]
 
 
 def test_units() -> None:
