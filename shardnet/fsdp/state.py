@@ -2,10 +2,16 @@
 
 The whole ones have the names, shapes and order of the inner module's own state_dict, tied names included, so they can
 be loaded into it, and into a wrapped model of any world size.
+
+[Note: hooks of state dicts] Modules may change what their state_dict holds, and what they load: torch's checkpoint_wrapper takes its own
+name out of the names, other hooks split a parameter or add what they compute of it. So a name in a state_dict says nothing about which
+parameter it is. For a whole state the modules hold whole parameters while their hooks run; a name without its tensor is found by the
+tensor's identity; and loading cuts what is still whole when all hooks of a module have run.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +21,7 @@ from torch import nn
 
 from shardnet.errors import SizeMismatchError, StateError, UsageError
 from shardnet.fsdp.group import FlatGroup
+from shardnet.fsdp.placement import PlacedParameter, Slot
 from shardnet.sharding import ParameterSlice
 
 Tensor = torch.Tensor
@@ -45,40 +52,61 @@ def refuse_slices(module: nn.Module, *_: object) -> None:
 
 
 def full_state(module: nn.Module, groups: Sequence[FlatGroup], *, keep: bool) -> dict[str, Any]:
-    """Every parameter whole, in memory of its own, group by group; {} where `keep` is false. A collective."""
-    state = with_slices(module) if keep else {}
+    """Every parameter whole, in memory of its own, gathered group by group; {} where `keep` is false. A collective.
+
+    Raises StateError for an entry that is a slice all the same, because the module has kept the parameter in a place of its own.
+    """
+    wholes: dict[PlacedParameter, Tensor] = {}
     for group in groups:
         with group.gathered("state") as flat:
-            for placed, view in zip(group.placed, group.layout.views(flat), strict=True) if keep else ():
-                whole = view.clone()
-                state.update((name, whole) for name in placed.names if name in state)
-    sharded = {name for group in groups for placed in group.placed for name in placed.names}
-    return _with_copies(state, {name for name in state if name not in sharded})
+            if keep:
+                wholes |= {placed: view.clone() for placed, view in zip(group.placed, group.layout.views(flat), strict=True)}
+    if not keep:
+        return {}
+    with _showing(module, groups, wholes):  # see [Note: hooks of state dicts]
+        state = with_slices(module)
+    memories = {whole.untyped_storage().data_ptr(): whole for whole in wholes.values() if whole.numel()}
+    shards = {group.shard.untyped_storage().data_ptr() for group in groups if group.shard.numel()}
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            continue
+        memory = value.untyped_storage().data_ptr() if type(value) is Tensor and value.numel() else 0
+        if memory in shards:
+            raise StateError(
+                f"{name} in the state_dict() of the sharded {type(module).__name__} is this rank's slice: a module has put it there from a "
+                "place of its own. Have that module read its parameters from where they are registered, as torch does"
+            )
+        whole = memories.get(memory)
+        if whole is None:
+            state[name] = value.clone()
+        elif value.shape == whole.shape and value.stride() == whole.stride():
+            state[name] = whole  # the same tensor under each name of a tied parameter
+    return state
 
 
 def sharded_state(module: nn.Module, groups: Sequence[FlatGroup], rank: int) -> ShardedState:
     """This rank's slices; no traffic."""
-    names = {name for group in groups for placed in group.placed for name in placed.names}
-    rest = {name: value for name, value in with_slices(module).items() if name not in names}
+    sharded = sharded_names(module, groups)
+    rest = {name: value for name, value in with_slices(module).items() if name not in sharded}
     return ShardedState(
         rank=rank,
         world_size=groups[0].layout.world_size if groups else 1,
         slices={piece.name: piece for group in groups for piece in group.layout.slices(rank)},
         shards={placed.name: placed.parameter.detach().clone() for group in groups for placed in group.placed},
-        rest=_with_copies(rest, set(rest)),
+        rest={name: value.clone() if isinstance(value, Tensor) else value for name, value in rest.items()},
     )
 
 
 def load_full_state(module: nn.Module, groups: Sequence[FlatGroup], rank: int, state: FullState, *, strict: bool) -> Any:
-    """Take this rank's slices out of whole parameters, one at a time; no traffic. Returns what nn.Module.load_state_dict returns."""
+    """Take this rank's slices out of whole parameters; no traffic. Returns what nn.Module.load_state_dict returns.
+
+    A tensor under the name that a parameter has in the module's state_dict is cut when it is read. Any other stays whole until the module's
+    hooks have made parameters of it: see [Note: hooks of state dicts].
+    """
     if state is None:
         raise UsageError("there is no state to load: every rank must be given all of it, from a file or gathered without rank0_only")
-    pieces = {
-        name: piece
-        for group in groups
-        for placed, piece in zip(group.placed, group.layout.slices(rank), strict=True)
-        for name in placed.names
-    }
+    slices = {placed: piece for group in groups for placed, piece in zip(group.placed, group.layout.slices(rank), strict=True)}
+    pieces = {name: slices[placed] for name, placed in sharded_names(module, groups).items()}
     local: OrderedDict[str, Any] = OrderedDict()
     if hasattr(state, "_metadata"):
         local._metadata = state._metadata  # type: ignore[attr-defined]
@@ -86,7 +114,8 @@ def load_full_state(module: nn.Module, groups: Sequence[FlatGroup], rank: int, s
         # a copy of the slice, so that nothing keeps the whole, not even until the next one is read
         local[name] = _cut(name, whole, pieces[name]).clone() if name in pieces else whole
         del whole
-    return module.load_state_dict(local, strict=strict)
+    with _cutting(module, groups, slices):
+        return module.load_state_dict(local, strict=strict)
 
 
 def load_sharded_state(module: nn.Module, groups: Sequence[FlatGroup], rank: int, state: ShardedState) -> None:
@@ -104,23 +133,76 @@ def load_sharded_state(module: nn.Module, groups: Sequence[FlatGroup], rank: int
     module.load_state_dict(state.rest, strict=False)
 
 
-def with_slices(module: nn.Module) -> dict[str, Any]:
-    """The module's own state_dict, in which sharded parameters are this rank's slices."""
+def with_slices(module: nn.Module, *, keep_vars: bool = False) -> dict[str, Any]:
+    """The module's own state_dict, in which sharded parameters are this rank's slices, or whole ones while their unit is gathered;
+    `keep_vars` as for torch."""
     token = _slices_wanted.set(True)
     try:
-        return module.state_dict()
+        return module.state_dict(keep_vars=keep_vars)
     finally:
         _slices_wanted.reset(token)
+
+
+def sharded_names(module: nn.Module, groups: Sequence[FlatGroup]) -> dict[str, PlacedParameter]:
+    """The sharded parameters by their names in the module's state_dict, whether modules hold slices or gathered parameters. Those that a
+    hook has replaced by something else are not among them."""
+    held = _held(groups)
+    named = with_slices(module, keep_vars=True)
+    return {name: held[tensor] for name, tensor in named.items() if isinstance(tensor, Tensor) and tensor in held}
+
+
+def _held(groups: Sequence[FlatGroup]) -> dict[Tensor, PlacedParameter]:
+    """The sharded parameters by what modules may hold of them: slices, or what is in their place while a unit is gathered."""
+    return {
+        tensor: placed
+        for group in groups
+        for placed, leaf in zip(group.placed, group.leaves, strict=True)
+        for tensor in (placed.parameter, leaf)
+    }
+
+
+def _places(module: nn.Module, groups: Sequence[FlatGroup]) -> list[tuple[Slot, nn.Parameter, PlacedParameter]]:
+    """Every place that holds a sharded parameter now, and what it holds; a program may have moved some, as pruning does."""
+    known = _held(groups)
+    return [
+        (Slot(part, attribute), held, known[held])
+        for part in module.modules()
+        for attribute, held in part._parameters.items()
+        if held is not None and held in known
+    ]
+
+
+@contextmanager
+def _showing(module: nn.Module, groups: Sequence[FlatGroup], wholes: Mapping[PlacedParameter, Tensor]) -> Iterator[None]:
+    """Have the modules hold these parameters for a while, in place of slices or of what their units gathered."""
+    shown = {placed: nn.Parameter(whole, requires_grad=placed.parameter.requires_grad) for placed, whole in wholes.items()}
+    with ExitStack() as restored:
+        for slot, held, placed in _places(module, groups):
+            restored.callback(slot.put, held)
+            slot.put(shown[placed])
+        yield
+
+
+@contextmanager
+def _cutting(module: nn.Module, groups: Sequence[FlatGroup], pieces: Mapping[PlacedParameter, ParameterSlice]) -> Iterator[None]:
+    """Cut whole parameters that modules are about to load. Hooks of a module run in the order in which they were registered, these last."""
+
+    def cut(part: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+        for attribute, piece in wanted[part].items():
+            value = state.get(prefix + attribute)
+            if isinstance(value, Tensor) and tuple(value.shape) == piece.shape:
+                state[prefix + attribute] = _cut(prefix + attribute, value, piece)
+
+    wanted: dict[nn.Module, dict[str, ParameterSlice]] = {}
+    for slot, _, placed in _places(module, groups):
+        wanted.setdefault(slot.module, {})[slot.attribute] = pieces[placed]
+    with ExitStack() as registered:
+        for part in wanted:
+            registered.callback(part.register_load_state_dict_pre_hook(cut).remove)  # type: ignore[no-untyped-call]  # torch has no annotation for it
+        yield
 
 
 def _cut(name: str, whole: Tensor, piece: ParameterSlice) -> Tensor:
     if tuple(whole.shape) != piece.shape:
         raise SizeMismatchError(piece.shape, tuple(whole.shape), f"as the shape of {name}")
     return whole.detach().reshape(-1)[piece.start : piece.stop]
-
-
-def _with_copies(state: dict[str, Any], names: set[str]) -> dict[str, Any]:
-    for name in names:
-        if isinstance(state[name], Tensor):
-            state[name] = state[name].clone()
-    return state

@@ -408,7 +408,8 @@ class FSDP(nn.Module):
         """Load whole parameters, from `full_state_dict` of any world size or from an unwrapped module; no traffic.
 
         Every rank must be given the same: a mapping, or pairs of name and tensor. Both are read one tensor at a time, and
-        the slices are kept until all are there: at the peak a rank has its shards twice and one whole tensor.
+        the slices are kept until all are there: at the peak a rank has its shards twice and one whole tensor. What hooks of modules must
+        change before it is a parameter, such as the parts of one that they join, stays whole until then.
         """
         self._runtime.require_slices("load_full_state_dict()")
         return state.load_full_state(self.module, self.groups, self._comms.shard_rank, full, strict=strict)

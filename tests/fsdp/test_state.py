@@ -1,11 +1,15 @@
 """Whole and sharded state: names, tied names, buffers, other world sizes, and refusals."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from shardnet.backend import Backend
-from shardnet.errors import SizeMismatchError, UsageError
+from shardnet.errors import SizeMismatchError, StateError, UsageError
 from shardnet.fsdp import FSDP, ShardedState
 from shardnet.sharding import ShardingStrategy
 from tests.fsdp.models import GPT, Block, Weighted, make_gpt
@@ -153,3 +157,137 @@ def test_the_inner_module_is_still_a_gpt() -> None:
         assert [name for name, _ in model.named_parameters()] == [name for name, _ in make_gpt().named_parameters()]
 
     run_ranks(1, work)
+
+
+class Fused(nn.Module):
+    """Its state_dict has the halves of its parameter, under the names of the layers that it replaces, and what it computes of them; old
+    states have other names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = nn.Parameter(torch.arange(24.0).reshape(8, 3))
+        self.register_state_dict_post_hook(self._split)
+        self.register_load_state_dict_pre_hook(self._join)
+
+    @staticmethod
+    def _split(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
+        state[f"{prefix}one"], state[f"{prefix}other"] = state.pop(f"{prefix}both").chunk(2)
+        state[f"{prefix}mean"] = (state[f"{prefix}one"] + state[f"{prefix}other"]) / 2
+
+    @staticmethod
+    def _join(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+        state[f"{prefix}both"] = torch.cat([state.pop(f"{prefix}{name}") for name in ("one", "other")])
+        del state[f"{prefix}mean"]
+
+
+class Renaming(nn.Linear):
+    """Loads states of an earlier version of itself."""
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *args: Any) -> None:
+        if f"{prefix}gamma" in state:
+            state[f"{prefix}weight"] = state.pop(f"{prefix}gamma")
+        super()._load_from_state_dict(state, prefix, *args)
+
+
+def wrapped() -> nn.Module:
+    first = nn.Linear(3, 5)
+    last = nn.Linear(3, 5)
+    last.weight = first.weight
+    return nn.Sequential(checkpoint_wrapper(first), nn.ReLU(), checkpoint_wrapper(nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3))), last)
+
+
+def renamed() -> nn.Module:
+    module = Normed()
+
+    def rename(_: nn.Module, state: dict[str, Any], prefix: str, __: object) -> None:
+        for name in list(state):
+            state[f"model.{name}"] = state.pop(name)
+
+    module.register_state_dict_post_hook(rename)
+    return module
+
+
+@pytest.mark.parametrize("make", [wrapped, lambda: checkpoint_wrapper(Normed()), renamed, lambda: nn.Sequential(Fused(), Fused())])
+def test_hooks_see_whole_parameters_and_may_change_the_state(make: Callable[[], nn.Module]) -> None:
+    """As torch's checkpoint_wrapper does, which is usual with FSDP."""
+
+    modules = [make(), make()]
+    expected = {name: value.clone() for name, value in modules[0].state_dict().items()}
+
+    def work(backend: Backend) -> None:
+        module = modules[backend.rank]
+        model = FSDP(module, backend)
+        before = [*module.named_parameters()]
+        assert equal(model.full_state_dict(), expected)
+        assert all(one[1] is other[1] for one, other in zip(before, module.named_parameters(), strict=True))
+        with model.summon_full_params():
+            assert equal(model.full_state_dict(), expected)
+
+    run_ranks(2, work)
+
+
+@pytest.mark.parametrize("make", [wrapped, lambda: checkpoint_wrapper(Normed()), lambda: nn.Sequential(Fused(), Fused())])
+def test_a_state_that_hooks_have_changed_is_loaded(make: Callable[[], nn.Module]) -> None:
+    expected = make().state_dict()
+
+    def work(backend: Backend) -> None:
+        model = FSDP(make(), backend)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        assert model.load_full_state_dict(iter(expected.items())).missing_keys == []
+        assert equal(model.full_state_dict(), expected)
+        saved = model.sharded_state_dict()
+        halves = {name for name in expected if name.rpartition(".")[2] in ("one", "other", "mean")}  # of slices
+        assert saved.rest.keys() - halves == {name for name in expected if "running" in name or "num_batches" in name}
+        model.load_sharded_state_dict(saved)
+        assert equal(model.full_state_dict(), expected)
+
+    run_ranks(3, work)
+
+
+def test_old_names_are_loaded_where_the_module_knows_them() -> None:
+    def work(backend: Backend) -> None:
+        model = FSDP(nn.Sequential(Renaming(3, 4), nn.Linear(4, 4)), backend)
+        old = {"0.gamma": torch.ones(4, 3), "0.bias": torch.zeros(4), "1.weight": torch.ones(4, 4), "1.bias": torch.zeros(4)}
+        model.load_full_state_dict(old)
+        assert equal(model.full_state_dict(), {name.replace("gamma", "weight"): value for name, value in old.items()})
+        with pytest.raises(RuntimeError, match=r"size mismatch for 0\.weight"):
+            model.load_full_state_dict({**old, "0.gamma": torch.ones(5, 3)})
+
+    run_ranks(2, work)
+
+
+def test_a_parameter_that_was_moved_is_whole_where_it_is() -> None:
+    """As torch's pruning moves it."""
+
+    def work(backend: Backend) -> None:
+        model = FSDP(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4)), backend)
+        full = model.full_state_dict()
+        layer = model.module.get_submodule("0")
+        layer.register_parameter("moved", layer._parameters.pop("weight"))
+        moved = model.full_state_dict()
+        assert moved.keys() == {"0.moved", *full} - {"0.weight"}
+        assert equal({"0.moved": moved.pop("0.moved")}, {"0.moved": full.pop("0.weight")})
+        assert equal(moved, full)
+        model.load_full_state_dict({**full, "0.moved": torch.ones(4, 3)})
+        assert equal({"0.moved": model.full_state_dict()["0.moved"]}, {"0.moved": torch.ones(4, 3)})
+
+    run_ranks(2, work)
+
+
+def test_a_slice_that_a_module_saves_by_itself_is_refused() -> None:
+    class Keeping(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(3, 4)
+            self.kept = [self.weight]
+
+        def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+            destination[f"{prefix}kept"] = self.kept[0].detach()
+
+    def work(backend: Backend) -> None:
+        model = FSDP(nn.Sequential(Keeping()), backend)
+        with pytest.raises(StateError, match=r"0\.kept in the state_dict\(\) of the sharded Sequential is this rank's slice"):
+            model.full_state_dict()
+
+    run_ranks(2, work)
