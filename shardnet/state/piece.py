@@ -1,11 +1,12 @@
 """`Piece`: a slice of one parameter, with all that belongs to it.
 
 [Note: what belongs to a slice] The optimizer's state of a slice is cut and joined along with its values, so both move together. A
-tensor that has as many elements as the slice has one for each of them; anything else, such as a step counter, is the same for all
-slices of the parameter.
+tensor that has as many elements as the slice has one for each of them. Numbers, text and tensors without dimensions, such as a step
+counter, are the same for all slices of the parameter. Anything else, such as a scale for each block of elements, belongs to this slice
+and to no other: a slice that has it can only be kept and loaded as it is.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,29 +45,78 @@ class Piece:
         if wanted == whole:
             return self
         part = slice(wanted.start - whole.start, wanted.stop - whole.start)
-        return Piece(wanted, {key: self._cut(key, value, part) for key, value in self.state.items()})
+        self.check_divisible()
+        return Piece(wanted, {key: value.reshape(-1)[part] if self._is_cut(value) else value for key, value in self.state.items()})
 
-    def _cut(self, key: str, value: Any, part: slice) -> Any:
-        if not isinstance(value, Tensor) or not value.dim():
-            return value
-        if value.numel() != self.span.numel:
-            raise UsageError(
-                f"the optimizer's {key} of {self.span.name} has {value.numel()} elements for a slice of {self.span.numel}: it does not "
-                "treat elements alone, so its state cannot be spread over another number of ranks; use ZeroOptimizer for it"
-            )
-        return value.reshape(-1)[part]
+    def check_divisible(self) -> None:
+        """Raise UsageError for state that belongs to just this slice. See [Note: what belongs to a slice]."""
+        for key, value in self.state.items():
+            if not self._is_cut(value) and _has_elements(value):
+                held = f"{value.numel()} elements" if isinstance(value, Tensor) else f"tensors in a {type(value).__name__}"
+                raise UsageError(
+                    f"the optimizer's {key} of {self.span.name} has {held} for a slice of {self.span.numel}: it does not treat elements "
+                    "alone, so its state can be loaded only where the parameter is sliced as it was, and cannot be spread over another "
+                    "number of ranks; use ZeroOptimizer for it"
+                )
+
+    def _is_cut(self, value: Any) -> bool:
+        return is_per_element(value, self.span.numel)
+
+
+def is_per_element(value: Any, numel: int) -> bool:
+    """Whether something in a slice's state is a tensor with one entry for each of its elements."""
+    return isinstance(value, Tensor) and value.dim() > 0 and value.numel() == numel
 
 
 def join(pieces: Sequence[Piece]) -> Piece:
-    """One piece made of several, at least one, that lie end to end, in order."""
+    """One piece made of several, at least one, that lie end to end, in order. Raises UsageError for state that cannot be joined."""
     first, last = pieces[0], pieces[-1]
     if len(pieces) == 1:
         return first
+    for piece in pieces:
+        piece.check_divisible()
+        if piece.state.keys() != first.state.keys():
+            raise _differing(first, piece, f"it has {_listed(first.state)} and {_listed(piece.state)}")
     state = {}
     for key, value in first.state.items():
-        is_cut = isinstance(value, Tensor) and value.dim() and value.numel() == first.span.numel
-        state[key] = torch.cat([piece.state[key].reshape(-1) for piece in pieces]) if is_cut else value
+        if all(piece._is_cut(piece.state[key]) for piece in pieces):
+            state[key] = torch.cat([piece.state[key].reshape(-1) for piece in pieces])
+            continue
+        for piece in pieces:
+            if not _same(value, piece.state[key]):
+                raise _differing(first, piece, f"{key} is {value!r} and {piece.state[key]!r}")
+        state[key] = value
     return Piece(Span(first.span.name, first.span.start, last.span.stop), state)
+
+
+def _has_elements(value: Any) -> bool:
+    """Whether something that is not cut has tensors in it that may belong to one slice."""
+    match value:
+        case Tensor():
+            return value.dim() > 0
+        case Mapping():
+            return any(isinstance(each, Tensor) or _has_elements(each) for each in value.values())
+        case list() | tuple():
+            return any(isinstance(each, Tensor) or _has_elements(each) for each in value)
+    return False
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.dim() == other.dim() == 0 and _same(one.item(), other.item())
+    return type(one) is type(other) and bool(one == other or (one != one and other != other))  # a NaN is the same as another
+
+
+def _differing(one: Piece, other: Piece, what: str) -> UsageError:
+    slices = " and ".join(f"[{piece.span.start}:{piece.span.stop}]" for piece in (one, other))
+    return UsageError(
+        f"the slices {slices} of {one.span.name} cannot become one, since the optimizer has not the same for them: {what}. They can be "
+        "loaded only where the parameter is sliced as it was"
+    )
+
+
+def _listed(state: Mapping[str, Any]) -> str:
+    return ", ".join(key for key in state if key != VALUES) or "none"
 
 
 def covered(spans: Iterable[Span], numel: int) -> bool:

@@ -35,6 +35,46 @@ def test_a_whole_parameter_keeps_its_shape() -> None:
         matrix.cut(0, 3)
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "why"),
+    [
+        ({"scale": torch.ones(2)}, {"scale": torch.ones(2)}, "scale of weight has 2 elements for a slice of 4: .* use ZeroOptimizer"),
+        ({"scale": torch.ones(4)}, {"scale": torch.ones(2)}, "scale of weight has 2 elements for a slice of 4"),
+        ({"history": [torch.ones(4)]}, {"history": [torch.ones(4)]}, "history of weight has tensors in a list for a slice of 4"),
+        ({"by": {"a": (torch.tensor(1.0),)}}, {"by": {"a": (torch.tensor(1.0),)}}, "by of weight has tensors in a dict"),
+        ({"exp_avg": torch.ones(4)}, {}, r"\[0:4\] and \[4:8\] of weight cannot become one, .*: it has exp_avg and none"),
+        ({"step": torch.tensor(3.0)}, {"step": torch.tensor(4.0)}, r"step is tensor\(3\.\) and tensor\(4\.\)"),
+        ({"step": 3}, {"step": 3.0}, r"step is 3 and 3\.0"),
+        ({"name": "a"}, {"name": "b"}, "name is 'a' and 'b'"),
+    ],
+)
+def test_what_belongs_to_one_slice_alone_is_not_joined(one: dict[str, Any], other: dict[str, Any], why: str) -> None:
+    parts = [Piece(Span("weight", 4 * at, 4 * at + 4), {VALUES: torch.zeros(4), **state}) for at, state in enumerate((one, other))]
+    with pytest.raises(UsageError, match=why):
+        join(parts)
+    for part in parts:
+        assert join([part]) is part
+        assert part.cut(0, 8) is part
+
+
+def test_what_is_the_same_for_all_slices_is_joined() -> None:
+    same_for_all: dict[str, Any] = {
+        "step": torch.tensor(3.0),
+        "bad": torch.tensor(float("nan")),
+        "n": 2,
+        "betas": (0.9, 0.99),
+        "none": None,
+    }
+    parts = [Piece(Span("weight", at, at + 2), {VALUES: torch.zeros(2), **same_for_all}) for at in (0, 2)]
+    assert join(parts).state.keys() == {VALUES, *same_for_all}
+
+
+def test_what_belongs_to_one_slice_alone_is_not_cut() -> None:
+    whole = Piece(Span("weight", 0, 4), {VALUES: torch.zeros(4), "history": [torch.ones(4)]})
+    with pytest.raises(UsageError, match="history of weight has tensors in a list"):
+        whole.cut(0, 2)
+
+
 def test_what_covers_a_parameter() -> None:
     assert covered([Span("a", 3, 7), Span("a", 0, 4)], 7)
     assert not covered([Span("a", 0, 3), Span("a", 4, 7)], 7)
