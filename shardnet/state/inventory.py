@@ -1,6 +1,6 @@
 """`Inventory`: all parts of a training under names of their own."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ class Kept(NamedTuple):
 
     name: str  # in the state_dict
     spread: Whole | None  # the whole parameter, if it is spread over ranks
-    own: str  # the name under which it is kept, if each rank has it whole
+    own: str | None  # the name under which it is kept, if each rank has it whole; None: a hook of the module has computed it
 
 
 class Inventory:
@@ -55,20 +55,34 @@ class Inventory:
 
     def modules(self) -> list[list[Kept]]:
         """Of each part that is a module: the tensors of its state_dict, and where they are kept; [] of others."""
-        spread = {
+        spread = self._spread()
+        return [list(_kept(part.named(), spread, part.whole())) for part in self._parts]
+
+    def wholes(self) -> list[Whole]:
+        """The parameters that `sizes` names."""
+        return list(self._spread().values())
+
+    def _spread(self) -> dict[Tensor, Whole]:
+        return {
             tensor: whole._replace(name=_prefix(index) + whole.name)
             for index, part in enumerate(self._parts)
             for tensor, whole in part.spread().items()
         }
-        return [list(_kept(part.named(), spread, part.rest())) for part in self._parts]
 
     def shared(self) -> list[Any]:
         """For each part, what is the same on all ranks."""
         return [part.shared() for part in self._parts]
 
+    def check(self, rest: Sequence[Mapping[str, Tensor]], shared: Sequence[Any]) -> None:
+        """Raise UsageError, and change nothing, if these are of things of the same kinds that were built otherwise."""
+        for part, tensors, state in zip(self._parts, rest, shared, strict=True):
+            part.check(tensors, state)
+
     @torch.no_grad()
     def load(self, pieces: Mapping[str, Piece], rest: Sequence[Mapping[str, Tensor]], shared: Sequence[Any]) -> None:
-        """Take all of it back: the wanted pieces by name, the others in the order in which they were given; copied. A collective."""
+        """Take all of it back: the wanted pieces by name, the others in the order in which they were given; copied. A collective. Raises
+        UsageError as `check` does, before anything is changed."""
+        self.check(rest, shared)
         for index, (part, tensors, state) in enumerate(zip(self._parts, rest, shared, strict=True)):
             prefix = _prefix(index)
             part.load({name.removeprefix(prefix): piece for name, piece in pieces.items() if name.startswith(prefix)})
@@ -85,14 +99,14 @@ class Inventory:
             )
 
 
-def _kept(named: Mapping[str, Tensor], spread: Mapping[Tensor, Whole], rest: Collection[str]) -> Iterator[Kept]:
-    first: dict[Tensor, str] = {}  # a tensor's first name, if it has several
+def _kept(named: Mapping[str, Tensor | None], spread: Mapping[Tensor, Whole], whole: Mapping[str, Tensor]) -> Iterator[Kept]:
+    own = {tensor: name for name, tensor in whole.items()}
     for name, tensor in named.items():
-        own = first.setdefault(tensor, name)
-        if tensor in spread:
-            yield Kept(name, spread[tensor], own)
-        elif own in rest:
-            yield Kept(name, None, own)
+        if tensor is None:
+            yield Kept(name, None, None)
+        else:
+            assert tensor in spread or tensor in own, name
+            yield Kept(name, spread.get(tensor), own.get(tensor))
 
 
 def _prefix(index: int) -> str:

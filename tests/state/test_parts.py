@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, StepLR
 
 from shardnet import AsyncFSDP
@@ -15,7 +16,7 @@ from shardnet.backend.base import Backend
 from shardnet.errors import UsageError
 from shardnet.fsdp import GradScaler
 from shardnet.state import Inventory
-from shardnet.testing import local_cluster
+from shardnet.testing import each_rank, local_cluster
 from shardnet.zero import ZeroOptimizer
 
 Tensor = torch.Tensor
@@ -117,7 +118,7 @@ async def test_a_buffer_is_made_where_its_module_is() -> None:
     """The device "meta" stands in for a GPU."""
     module = nn.Linear(2, 2, device="meta")
     module.register_buffer("seen", None)
-    Inventory([module]).load({}, [{"seen": torch.ones(1)}], [None])
+    Inventory([module]).load({}, [{**module.state_dict(), "seen": torch.ones(1)}], [None])
     assert module.seen is not None
     assert module.seen.device.type == "meta"
 
@@ -134,7 +135,7 @@ async def test_what_is_no_buffer_has_its_shape() -> None:
                 ):
                     inventory.load(pieces, [{name: torch.zeros(7)}], [None])
             with pytest.raises(UsageError, match="head had a get_extra_state"):
-                inventory.load(pieces, [{}], [{"head": 1}])
+                inventory.load(pieces, inventory.rest(), [{"head": 1}])
 
 
 async def test_what_cannot_be_kept_is_named() -> None:
@@ -201,3 +202,242 @@ async def test_an_optimizer_is_not_kept_without_what_else_its_module_has() -> No
 
     async with local_cluster(1) as (backend,):
         await asyncio.to_thread(check, backend)
+
+
+def linears(count: int, width: int = 4) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(count)))
+
+
+async def step(model: AsyncFSDP, optimizer: torch.optim.Optimizer) -> None:
+    await model.backward((await model(torch.ones(2, 4))).square().mean())
+    await model.step(optimizer)
+    optimizer.zero_grad()
+
+
+def kept(inventory: Inventory) -> tuple[Any, ...]:
+    return copy.deepcopy(({piece.span.name: piece for piece, _ in inventory.pieces()}, inventory.rest(), inventory.shared()))
+
+
+async def test_where_tensors_are_kept_does_not_depend_on_what_modules_hold_at_this_moment() -> None:
+    """A checkpoint's manifest is made while the training goes on, and units are gathered."""
+
+    async def work(backend: Backend) -> None:
+        module = nn.Sequential(checkpoint_wrapper(nn.Linear(4, 4)), nn.BatchNorm1d(4), checkpoint_wrapper(nn.Linear(4, 4)), nn.Linear(4, 4))
+        module[3].weight = module[0].weight
+        names = list(module.state_dict())
+        async with AsyncFSDP(module, backend, ignored_modules=[module[2]]) as model:
+            inventory = Inventory([model])
+            (found,) = inventory.modules()
+            assert [each.name for each in found] == names
+            for each in found:
+                path = each.name if each.name.startswith(("1", "3")) else each.name.replace(".", "._checkpoint_wrapped_module.")
+                if each.name.startswith("2") or "running" in each.name or "num_batches" in each.name:
+                    assert (each.spread, each.own) == (None, path)
+                else:
+                    path = path.replace("3.weight", "0._checkpoint_wrapped_module.weight")  # tied
+                    assert each.spread is not None
+                    assert (each.spread.name, each.own) == (f"0/{path}", None)
+            sizes, rest = inventory.sizes(), inventory.rest()[0].keys()
+
+            def check() -> None:
+                with model.fsdp.summon_full_params():
+                    assert inventory.modules() == [found]
+                    assert (inventory.sizes(), inventory.rest()[0].keys()) == (sizes, rest)
+
+            await model.run(check)
+
+    async with local_cluster(2) as ranks:
+        await each_rank(ranks, work)
+
+
+async def test_what_a_hook_computes_is_kept_nowhere() -> None:
+    def compute(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
+        state[f"{prefix}twice"] = state[f"{prefix}weight"] * 2
+        state[f"{prefix}bias"] = state[f"{prefix}bias"].clone()
+
+    module = nn.Linear(2, 2)
+    module.register_state_dict_post_hook(compute)  # type: ignore[no-untyped-call]  # torch has no annotation for it
+    (found,) = Inventory([module]).modules()
+    assert found == [("weight", None, "weight"), ("bias", None, "bias"), ("twice", None, None)]
+
+
+async def test_parameters_that_an_optimizer_gets_later_have_a_state() -> None:
+    """As in gradual unfreezing."""
+    async with local_cluster(1) as (backend,):
+        module = linears(3)
+        async with AsyncFSDP(module, backend, ignored_modules=[module[1]]) as model:
+            optimizer = torch.optim.AdamW(module[2].parameters(), lr=0.1)
+            inventory = Inventory([model, optimizer])
+            await step(model, optimizer)
+            optimizer.add_param_group({"params": [*module[0].parameters(), *module[1].parameters()]})
+            await step(model, optimizer)
+            pieces, rest, shared = kept(inventory)
+            assert all({"step", "exp_avg", "exp_avg_sq"} < piece.state.keys() for piece in pieces.values())
+            assert {"1.weight: exp_avg", "1.bias: step"} < rest[0].keys()
+            steps = {name: optimizer.state[parameter]["step"].item() for name, parameter in module.named_parameters()}
+            optimizer.state.clear()
+            inventory.load(pieces, rest, shared)
+            assert steps == {name: optimizer.state[parameter]["step"].item() for name, parameter in module.named_parameters()}
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+            with pytest.raises(UsageError, match="a AdamW has parameters of no sharded model that was given"):
+                inventory.shared()
+
+
+async def test_parameters_that_a_zero_optimizer_gets_later_are_its_own() -> None:
+    def check(backend: Backend) -> None:
+        module = linears(2)
+        optimizer = ZeroOptimizer(module[1].parameters(), torch.optim.AdamW, backend, module=module, lr=0.1)
+        inventory = Inventory([module, optimizer])
+        assert inventory.rest()[0].keys() == {"0.weight", "0.bias"}
+        optimizer.add_param_group({"params": list(module[0].parameters())})
+        assert inventory.rest()[0].keys() == set()
+        assert inventory.sizes().keys() == {f"1/{name}" for name, _ in module.named_parameters()}
+
+    async with local_cluster(1) as (backend,):
+        await asyncio.to_thread(check, backend)
+
+
+async def test_a_module_may_have_a_colon_in_its_name() -> None:
+    class Heads(nn.ModuleDict):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.stack([head(x) for head in self.values()]).mean(0)
+
+    async with local_cluster(1) as (backend,):
+        runs: list[tuple[Any, ...]] = []
+        for _ in range(2):
+            module = Heads({"task: a": nn.Sequential(nn.BatchNorm1d(4)), "task": nn.Linear(4, 4), "task: b": nn.Linear(4, 4)})
+            async with AsyncFSDP(module, backend, ignored_modules=[module["task"], module["task: b"]]) as model:
+                optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+                inventory = Inventory([model, optimizer])
+                if not runs:
+                    await step(model, optimizer)
+                else:
+                    inventory.load(*runs[0])
+                    assert optimizer.state[module.get_parameter("task: b.weight")]["step"].item() == 1
+                runs.append(kept(inventory))
+        (_, (rest, _), _), (_, (rest_there, _), _) = runs
+        assert "task: b.weight: exp_avg" in rest
+        assert all(torch.equal(tensor, rest_there[name]) for name, tensor in rest.items())
+        assert rest.keys() == rest_there.keys()
+
+
+@pytest.mark.parametrize(
+    ("average", "sizes", "why"),
+    [
+        (linears(3), (4,), r"nothing was kept of 2\.weight, of shape \[4, 4\]: build the model alike"),
+        (linears(1), (4,), r"1\.weight had shape \[4, 4\] before, and is no buffer"),
+        (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), (4,), r"1\.weight had shape \[4, 4\] before, and is no buffer"),
+        (linears(2), (2, 2), "the SGD had 1 groups of parameters when it was kept, and has 2 now: build it alike"),
+        (linears(2), (3,), "group 0 of the SGD had 4 parameters when it was kept, and has 3 now: build it alike"),
+    ],
+)
+async def test_what_does_not_fit_changes_nothing(average: nn.Module, sizes: tuple[int, ...], why: str) -> None:
+    async with local_cluster(1) as (backend,):
+        async with AsyncFSDP(linears(2), backend) as model:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+            await step(model, optimizer)
+            state = kept(Inventory([model, optimizer, linears(2)]))
+        async with AsyncFSDP(linears(2), backend) as model:
+            parameters = list(model.parameters())
+            optimizer = torch.optim.SGD(
+                [{"params": parameters[sum(sizes[:at]) : sum(sizes[: at + 1])]} for at in range(len(sizes))], lr=0.1, momentum=0.9
+            )
+            inventory = Inventory([model, optimizer, average])
+            before = kept(inventory)
+            with pytest.raises(UsageError, match=why):
+                inventory.load(*state)
+            (pieces, rest, shared), (pieces_before, rest_before, shared_before) = kept(inventory), before
+            assert all(torch.equal(piece.state["parameter"], pieces_before[name].state["parameter"]) for name, piece in pieces.items())
+            assert all(torch.equal(tensor, rest_before[2][name]) for name, tensor in rest[2].items())
+            assert shared == shared_before
+            assert not optimizer.state
+
+
+async def test_states_of_before_groups_were_counted_are_loaded() -> None:
+    async with local_cluster(1) as (backend,), AsyncFSDP(linears(1), backend) as model:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        inventory = Inventory([model, optimizer])
+        pieces, rest, shared = kept(inventory)
+        assert shared[1][0].pop("params") == 2
+        shared[1][0]["lr"] = 0.25
+        inventory.load(pieces, rest, shared)
+        assert optimizer.param_groups[0]["lr"] == 0.25
+        assert optimizer.param_groups[0]["params"] == list(model.parameters())
+
+
+async def test_state_in_the_parameters_dtype_stays_in_it() -> None:
+    async with local_cluster(1) as (backend,):
+        async with AsyncFSDP(linears(1), backend) as model:
+            optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters())
+            await step(model, optimizer)
+            for state in optimizer.state.values():
+                state["exp_avg_sq"] = state["exp_avg_sq"].double()
+            found = kept(Inventory([model, optimizer]))
+        async with AsyncFSDP(linears(1).bfloat16(), backend) as model:
+            optimizer = torch.optim.AdamW(model.parameters())
+            Inventory([model, optimizer]).load(*found)
+            dtypes = {key: value.dtype for key, value in next(iter(optimizer.state.values())).items()}
+            assert dtypes == {"step": torch.float32, "exp_avg": torch.bfloat16, "exp_avg_sq": torch.float64}
+
+
+async def test_so_does_that_of_a_zero_optimizer() -> None:
+    def check(backend: Backend) -> None:
+        found: list[tuple[Any, ...]] = []
+        for dtype in (torch.float32, torch.bfloat16):
+            module = linears(1).to(dtype)
+            optimizer = ZeroOptimizer(module.parameters(), torch.optim.AdamW, backend, module=module)
+            inventory = Inventory([module, optimizer])
+            if found:
+                inventory.load(*found[0])
+                dtypes = {key: value.dtype for key, value in optimizer.state[module.get_parameter("0.weight")].items()}
+                assert dtypes == {"step": torch.float32, "exp_avg": torch.bfloat16, "exp_avg_sq": torch.bfloat16}
+            module(torch.ones(2, 4, dtype=dtype)).square().mean().backward()
+            optimizer.step()
+            found.append(kept(inventory))
+
+    async with local_cluster(1) as (backend,):
+        await asyncio.to_thread(check, backend)
+
+
+async def test_the_module_in_a_sharded_model_is_not_kept_by_itself() -> None:
+    async with local_cluster(1) as (backend,), AsyncFSDP(linears(2), backend) as model:
+        with pytest.raises(UsageError, match="a Sequential is to be kept, or a part of it, that was sharded: give the sharded model"):
+            Inventory([model.fsdp.module])
+        with pytest.raises(UsageError, match="a Linear is to be kept"):
+            Inventory([model, model.fsdp.module.get_submodule("0")])
+
+
+async def test_empty_slices_have_a_state_as_the_others_have() -> None:
+    """A fused SGD does not step parameters of which only some have momentum."""
+
+    async def work(backend: Backend) -> None:
+        async with AsyncFSDP(linears(2), backend) as model:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+            inventory = Inventory([model, optimizer])
+            assert any(not parameter.numel() for parameter in model.parameters())
+            nothing = kept(inventory)
+            await step(model, optimizer)
+            found = kept(inventory)
+            for state, keys in ((found, {"momentum_buffer"}), (nothing, set[str]())):
+                optimizer.state.clear() if state is found else None
+                await asyncio.to_thread(inventory.load, *state)
+                for parameter in model.parameters():
+                    assert optimizer.state.get(parameter, {}).keys() == keys
+                    assert all(value.shape == parameter.shape for value in optimizer.state.get(parameter, {}).values())
+                await step(model, optimizer)
+
+    async with local_cluster(2) as ranks:
+        await each_rank(ranks, work)
+
+
+async def test_a_state_of_before_the_first_step_is_taken_back() -> None:
+    async with local_cluster(1) as (backend,):
+        module = linears(2)
+        async with AsyncFSDP(module, backend, ignored_modules=[module[1]]) as model:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            inventory = Inventory([model, optimizer])
+            found = kept(inventory)
+            await step(model, optimizer)
+            assert all(optimizer.state[parameter] for parameter in model.parameters())
+            inventory.load(*found)
+            assert not any(optimizer.state[parameter] for parameter in model.parameters())
