@@ -1,5 +1,6 @@
 """What one rank needs of a checkpoint."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from shardnet.checkpoint.rank_file import RankFile
 from shardnet.errors import CheckpointError, UsageError
 from shardnet.state import Inventory, Piece, Span, covered, join
 
+log = logging.getLogger(__name__)
 _NAMED = 3  # parameters in an error message
 
 
@@ -36,18 +38,21 @@ def read(path: Path, inventory: Inventory, rank: int) -> Reading:
     inventory.check_kinds(manifest.kinds, f"when {path} was saved")
     if sizes != manifest.sizes:
         raise UsageError(f"{path} is of another model: {_difference(manifest.sizes, sizes)}")
+    _check_wholes(path, manifest, inventory, log_casts=rank == 0)
     holders = manifest.holders()
     check_covered(path, manifest, holders)
     files = Files(path, manifest)
     pieces = {name: read_piece(span, holders[name], files) for name, span in inventory.wanted().items()}
     leading, has_own = files[0], rank < len(manifest.files)
     own = files[rank] if has_own else leading
-    rest = own.value("rest")
+    rest, shared = own.value("rest"), leading.value("shared")
+    rest = leading.value("rest") if rest is None else rest
+    inventory.check(rest, shared["parts"])
     return Reading(
         manifest.step,
         pieces,
-        leading.value("rest") if rest is None else rest,
-        leading.value("shared"),
+        rest,
+        shared,
         own.value("random") if has_own else None,
     )
 
@@ -80,12 +85,35 @@ def read_piece(wanted: Span, holders: Sequence[tuple[Span, int]], files: Files, 
     while at < wanted.stop:
         whole, file = next((span, file) for span, file in holders if span.start <= at < span.stop)
         stop = min(whole.stop, wanted.stop)
-        found.append(files[file].piece(whole, at, stop, only=only))
+        piece = files[file].piece(whole, at, stop, only=only)
+        if piece.span != whole:
+            piece.check_divisible()
+        found.append(piece)
         at = stop
     return join(found)
 
 
+def _check_wholes(path: Path, manifest: Manifest, inventory: Inventory, *, log_casts: bool) -> None:
+    """Raise UsageError for a parameter of another shape. A manifest says nothing of optimizers' parameters whose module was not given."""
+    saved = {kept.spread.name: kept.spread for module in manifest.modules for kept in module if kept.spread is not None}
+    changed = [(saved[now.name], now) for now in inventory.wholes() if now.name in saved]
+    shapes = [f"{_own(now.name)} had shape {list(was.shape)} and has {list(now.shape)}" for was, now in changed if was.shape != now.shape]
+    if shapes:
+        raise UsageError(f"{path} is of another model: {_shown(shapes)}")
+    casts = [f"{_own(now.name)} from {was.dtype} to {now.dtype}" for was, now in changed if was.dtype != now.dtype]
+    if casts and log_casts:
+        log.warning("%s is of a model in other dtypes, and what it has is converted: %s", path, _shown(casts))
+
+
 def _difference(saved: dict[str, int], now: dict[str, int]) -> str:
     names = sorted(name for name in {*saved, *now} if saved.get(name) != now.get(name))
-    shown = [f"{name.partition('/')[2]} had {saved.get(name, 'no')} elements and has {now.get(name, 'none')}" for name in names[:_NAMED]]
-    return ", ".join(shown) + (f", and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+    return _shown([f"{_own(name)} had {saved.get(name, 'no')} elements and has {now.get(name, 'none')}" for name in names])
+
+
+def _shown(phrases: Sequence[str]) -> str:
+    return ", ".join(phrases[:_NAMED]) + (f", and {len(phrases) - _NAMED} more" if len(phrases) > _NAMED else "")
+
+
+def _own(name: str) -> str:
+    """A parameter's name in its model."""
+    return name.partition("/")[2]

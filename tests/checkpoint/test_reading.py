@@ -1,15 +1,21 @@
-"""Tensors that are read stay in the file's pages: the kernel has these in memory once, for all ranks of a node that read them."""
+"""Tensors that are read stay in the file's pages: the kernel has these in memory once, for all ranks of a node that read them. A checkpoint that
+does not fit the model changes nothing, on no rank."""
 
 import json
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
-from shardnet.checkpoint import open_weights, read_weights, write_weights
+from shardnet import AsyncFSDP
+from shardnet.backend import Backend
+from shardnet.checkpoint import Checkpoints, open_weights, read_weights, write_weights
+from shardnet.checkpoint.looking import whole_weights
 from shardnet.checkpoint.rank_file import RankFile, write_rank_file
-from shardnet.errors import CheckpointError
+from shardnet.errors import CheckpointError, UsageError
 from shardnet.state import Piece, Span
+from shardnet.testing import each_rank, local_cluster, same_bits
 
 Tensor = torch.Tensor
 NUMEL = 2**20
@@ -76,3 +82,95 @@ def test_a_rank_of_a_checkpoint(tmp_path: Path, start: int, stop: int) -> None:
     read = RankFile(tmp_path, entry, "id").piece(WHOLE, start, stop).state["value"]
     assert torch.equal(read, values[start:stop])
     assert mapped_file(read) == str(tmp_path / "rank.safetensors")
+
+
+class Scaled(nn.Module):
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(float(torch.Size(shape).numel())).reshape(shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight.sum()
+
+
+class Blockwise(torch.optim.SGD):
+    """Has a number for each 4 elements of a slice, as optimizers of 8 bits do."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter] = {"scales": torch.arange(-(-parameter.numel() // 4))}
+
+
+async def save(folder: Path, ranks: int) -> None:
+    async def work(backend: Backend) -> None:
+        async with AsyncFSDP(Scaled(4, 6), backend) as model:
+            optimizer = Blockwise(model.parameters(), lr=0.1)
+            await model.step(optimizer)
+            checkpoints = Checkpoints(backend, folder, model, optimizer, Scaled(2))
+            await checkpoints.save(1)
+            await checkpoints.wait()
+
+    async with local_cluster(ranks) as backends:
+        await each_rank(backends, work)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shape", "average", "why"),
+    [
+        (2, (6, 4), (2,), r"is of another model: weight had shape \[4, 6\] and has \[6, 4\]"),
+        (2, (4, 6), (3,), r"weight had shape \[2\] before, and is no buffer of that shape now"),
+        (1, (4, 6), (2,), "the optimizer's scales of 0/weight has 3 elements for a slice of 12: it does not treat elements alone"),
+    ],
+)
+async def test_what_does_not_fit_changes_nothing(
+    ranks: int, shape: tuple[int, ...], average: tuple[int, ...], why: str, tmp_path: Path
+) -> None:
+    await save(tmp_path, 2)
+
+    async def load(backend: Backend) -> None:
+        async with AsyncFSDP(Scaled(*shape), backend) as model:
+            optimizer = Blockwise(model.parameters(), lr=0.1)
+            (parameter,) = model.parameters()
+            nn.init.ones_(parameter)
+            with pytest.raises(UsageError, match=why):
+                await Checkpoints(backend, tmp_path, model, optimizer, Scaled(*average)).load()
+            assert same_bits(parameter.detach(), torch.ones(parameter.numel()))
+            assert not optimizer.state
+
+    async with local_cluster(ranks) as backends:
+        await each_rank(backends, load)
+
+
+async def test_what_is_converted_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    await save(tmp_path, 2)
+
+    async def load(backend: Backend) -> None:
+        async with AsyncFSDP(Scaled(4, 6).double(), backend) as model:
+            await Checkpoints(backend, tmp_path, model, Blockwise(model.parameters(), lr=0.1), Scaled(2)).load()
+            assert same_bits((await model.full_state_dict())["weight"], torch.arange(24.0).reshape(4, 6).double())
+
+    async with local_cluster(2) as backends:
+        await each_rank(backends, load)
+    told = [record.message for record in caplog.records if "in other dtypes" in record.message]
+    assert told == [
+        f"{tmp_path / 'step-00000001'} is of a model in other dtypes, and what it has is converted: weight from float32 to float64"
+    ]
+
+
+async def test_what_was_saved_while_parameters_were_gathered_is_whole(tmp_path: Path) -> None:
+    async def work(backend: Backend) -> None:
+        async with AsyncFSDP(nn.Sequential(Scaled(4, 6), Scaled(3)), backend, units=[Scaled]) as model:
+            checkpoints = Checkpoints(backend, tmp_path, model)
+            summoned = model.fsdp.summon_full_params()
+            await model.run(summoned.__enter__)
+            await checkpoints.save(1)
+            await checkpoints.wait()
+            await model.run(summoned.__exit__, None, None, None)
+
+    async with local_cluster(2) as backends:
+        await each_rank(backends, work)
+    wanted = nn.Sequential(Scaled(4, 6), Scaled(3)).state_dict()
+    found = whole_weights(tmp_path / "step-00000001")
+    assert list(found) == list(wanted)
+    assert all(same_bits(found[name], tensor) for name, tensor in wanted.items())

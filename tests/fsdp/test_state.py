@@ -166,8 +166,8 @@ class Fused(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.both = nn.Parameter(torch.arange(24.0).reshape(8, 3))
-        self.register_state_dict_post_hook(self._split)
-        self.register_load_state_dict_pre_hook(self._join)
+        self.register_state_dict_post_hook(self._split)  # type: ignore[no-untyped-call]  # torch has no annotation for it
+        self.register_load_state_dict_pre_hook(self._join)  # type: ignore[no-untyped-call]  # torch has no annotation for it
 
     @staticmethod
     def _split(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
@@ -203,7 +203,7 @@ def renamed() -> nn.Module:
         for name in list(state):
             state[f"model.{name}"] = state.pop(name)
 
-    module.register_state_dict_post_hook(rename)
+    module.register_state_dict_post_hook(rename)  # type: ignore[no-untyped-call]  # torch has no annotation for it
     return module
 
 
