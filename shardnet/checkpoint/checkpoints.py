@@ -72,7 +72,8 @@ class Checkpoints:
         self._turn = asyncio.Lock()  # of whoever exchanges messages of these checkpoints; a save keeps it until the copy is taken
         self._writing: asyncio.Task[None] | None = None
         self._leisure = Leisure()
-        self._duties: dict[Span, int] | None = None
+        self._duties: dict[Span, int] = {}
+        self._sizes: dict[str, int] | None = None  # of the parameters that the duties are for
         self._contents: Manifest | None = None  # of what was copied last, yet without files; on rank 0
 
     # --- saving
@@ -141,11 +142,18 @@ class Checkpoints:
         return checkpoint
 
     async def _copy(self, what: str, checkpoint: str, step: int, values: dict[str, Any]) -> None:
-        """Work out, once, which rank writes what, and have each rank copy that. `what` begins the message of an error."""
-        if self._duties is None:
+        """Have each rank copy what it writes; work out what that is, unless the parameters are those of the last save: optimizers may
+        have got some. `what` begins the message of an error."""
+        sizes: dict[str, int] = {}
+
+        def look() -> int:
+            sizes.update(self._inventory.sizes())
+            return _digest(self._inventory.rest())
+
+        sums = await self._on_all(what, look)
+        if sizes != self._sizes:  # on all ranks, or on none
             held = await self._on_all(what, lambda: [list(_row(span)) for span in self._inventory.wanted().values()])
-            self._duties = writers([[Span(*row) for row in rows] for rows in held])
-        sums = await self._on_all(what, lambda: _digest(self._inventory.rest()))
+            self._duties, self._sizes = writers([[Span(*row) for row in rows] for rows in held]), sizes
         await self._on_all(what, self._take, checkpoint, step, values, sums[self._backend.rank] != sums[0])
 
     def _take(self, checkpoint: str, step: int, values: dict[str, Any], has_own: bool) -> None:
@@ -153,7 +161,6 @@ class Checkpoints:
 
         has_own  whether the buffers and modules that this rank holds whole differ from rank 0's
         """
-        assert self._duties is not None
         rank = self._backend.rank
         mine = (piece for piece, _ in self._inventory.pieces() if self._duties[piece.span] == rank)
         self._snapshot.take(
@@ -203,12 +210,12 @@ class Checkpoints:
     def _manifest(self, checkpoint: str, step: int) -> Manifest:
         """What is being copied, yet without files. Only while the training waits has a module its own parameters: in between, forward
         has others in their places."""
-        assert self._duties is not None
+        assert self._sizes is not None
         spans: list[list[Span]] = [[] for _ in range(self._backend.world_size)]
         for span, rank in self._duties.items():
             spans[rank].append(span)
         return Manifest(
-            *(checkpoint, step, (), tuple(map(tuple, spans)), self._inventory.sizes()),
+            *(checkpoint, step, (), tuple(map(tuple, spans)), self._sizes),
             *(tuple(self._inventory.kinds), tuple(map(tuple, self._inventory.modules()))),
         )
 

@@ -38,10 +38,17 @@ def whole_weights(path: Path, model: int | None = None) -> dict[str, Tensor]:
 
     model  which of the modules that were given to `Checkpoints` or `State.resume`, from 0; may be left out if there was only one
 
-    Raises CheckpointError for anything but what was written, and UsageError if there is no such module.
+    Raises CheckpointError for anything but what was written, and UsageError if there is no such module, and for a tensor of the state_dict
+    that a hook of the module has computed, since no file has it.
     """
     manifest = Manifest.read(path)
     number = _number(manifest, path, model)
+    computed = [kept.name for kept in manifest.modules[number] if kept.spread is None and kept.own is None]
+    if computed:
+        raise UsageError(
+            f"{path} lacks {', '.join(computed)}: a hook of the module's state_dict() computed them of what was saved. Load the checkpoint "
+            "into the model, and take its full_state_dict()"
+        )
     holders = manifest.holders()
     check_covered(path, manifest, holders)
     files = Files(path, manifest)

@@ -87,7 +87,7 @@ class Manifest:
     def _can_be(self, kept: Kept) -> bool:
         """Whether a module's tensor is kept whole, or is a parameter of that size."""
         if kept.spread is None:
-            return _is_a(str, kept.own)
+            return kept.own is None or _is_a(str, kept.own)
         name, shape, dtype = kept.spread
         known = _is_a(str, name) and name in self.sizes and all(map(_is_count, shape)) and _is_a(str, dtype)
         return known and math.prod(shape) == self.sizes[name] and isinstance(getattr(torch, dtype, None), torch.dtype)

@@ -358,7 +358,7 @@ def parts_of(things: Sequence[object]) -> list[Part]:
 def _refuse_slices(module: nn.Module) -> None:
     """Raise UsageError for the inner module of a sharded model, whose parameters each rank has only slices of."""
     if any(sharded_by(parameter) is not None for parameter in module.parameters()):
-        raise UsageError(f"a {type(module).__name__} is to be kept, or a part of it, that was sharded: give the sharded model that has it")
+        raise UsageError(f"a {type(module).__name__} was given that is sharded, or a part of it: give the sharded model that has it")
 
 
 def _parameters(optimizers: Iterable[torch.optim.Optimizer]) -> set[Tensor]:

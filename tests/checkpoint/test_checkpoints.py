@@ -579,7 +579,7 @@ async def test_a_module_that_is_sharded_behind_our_back_is_refused_on_all_ranks(
     async with local_cluster(2) as ranks:
         for error in await each_error(ranks, work):
             assert isinstance(error, UsageError)
-            assert "take full_state_dict() of the FSDP model" in str(error)
+            assert "give the sharded model that has it" in str(error)
 
 
 @pytest.mark.parametrize("step", [-1, 1e3, "1", None])

@@ -1,8 +1,10 @@
-"""Tensors that are read stay in the file's pages: the kernel has these in memory once, for all ranks of a node that read them. A checkpoint that
-does not fit the model changes nothing, on no rank."""
+"""Tensors that are read stay in the file's pages: the kernel has these in memory once, for all ranks of a node that read them. A
+checkpoint that does not fit the model changes nothing, on no rank."""
 
+import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from shardnet.checkpoint.rank_file import RankFile, write_rank_file
 from shardnet.errors import CheckpointError, UsageError
 from shardnet.state import Piece, Span
 from shardnet.testing import each_rank, local_cluster, same_bits
+from shardnet.zero import ZeroOptimizer
 
 Tensor = torch.Tensor
 NUMEL = 2**20
@@ -174,3 +177,60 @@ async def test_what_was_saved_while_parameters_were_gathered_is_whole(tmp_path: 
     found = whole_weights(tmp_path / "step-00000001")
     assert list(found) == list(wanted)
     assert all(same_bits(found[name], tensor) for name, tensor in wanted.items())
+
+
+async def test_parameters_that_a_zero_optimizer_gets_later_are_saved(tmp_path: Path) -> None:
+    def make(backend: Backend, late: bool) -> tuple[nn.Sequential, ZeroOptimizer]:
+        module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+        optimizer = ZeroOptimizer(module[1].parameters(), torch.optim.AdamW, backend, module=module, lr=0.1)
+        if not late:
+            optimizer.add_param_group({"params": list(module[0].parameters())})
+        return module, optimizer
+
+    def step(module: nn.Module, optimizer: ZeroOptimizer) -> None:
+        module(torch.ones(2, 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.wait()
+
+    async def save(backend: Backend) -> dict[str, Tensor]:
+        module, optimizer = await asyncio.to_thread(make, backend, True)
+        checkpoints = Checkpoints(backend, tmp_path, module, optimizer)
+        await asyncio.to_thread(step, module, optimizer)
+        await checkpoints.save(1)
+        await asyncio.to_thread(optimizer.add_param_group, {"params": list(module[0].parameters())})
+        await asyncio.to_thread(step, module, optimizer)
+        await checkpoints.save(2)
+        await checkpoints.wait()
+        await asyncio.to_thread(step, module, optimizer)
+        return module.state_dict()
+
+    async def load(backend: Backend) -> dict[str, Tensor]:
+        module, optimizer = await asyncio.to_thread(make, backend, False)
+        found = await Checkpoints(backend, tmp_path, module, optimizer).load()
+        assert found is not None
+        assert found.step == 2
+        await asyncio.to_thread(step, module, optimizer)
+        return module.state_dict()
+
+    async with local_cluster(2) as backends:
+        (wanted, _), (found, _) = await each_rank(backends, save), await each_rank(backends, load)
+    assert all(same_bits(found[name], tensor) for name, tensor in wanted.items())
+
+
+async def test_an_export_without_what_a_hook_computed_is_refused(tmp_path: Path) -> None:
+    def twice(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
+        state[f"{prefix}twice"] = 2 * state[f"{prefix}weight"]
+
+    async def work(backend: Backend) -> None:
+        module = Scaled(4, 6)
+        module.register_state_dict_post_hook(twice)  # type: ignore[no-untyped-call]  # torch has no annotation for it
+        async with AsyncFSDP(module, backend) as model:
+            checkpoints = Checkpoints(backend, tmp_path, model)
+            await checkpoints.save(1)
+            await checkpoints.wait()
+
+    async with local_cluster(2) as backends:
+        await each_rank(backends, work)
+    with pytest.raises(UsageError, match=r"step-00000001 lacks twice: a hook of the module's state_dict\(\) computed them"):
+        whole_weights(tmp_path / "step-00000001")

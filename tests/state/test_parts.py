@@ -401,7 +401,7 @@ async def test_so_does_that_of_a_zero_optimizer() -> None:
 
 async def test_the_module_in_a_sharded_model_is_not_kept_by_itself() -> None:
     async with local_cluster(1) as (backend,), AsyncFSDP(linears(2), backend) as model:
-        with pytest.raises(UsageError, match="a Sequential is to be kept, or a part of it, that was sharded: give the sharded model"):
+        with pytest.raises(UsageError, match="a Sequential was given that is sharded, or a part of it: give the sharded model"):
             Inventory([model.fsdp.module])
         with pytest.raises(UsageError, match="a Linear is to be kept"):
             Inventory([model, model.fsdp.module.get_submodule("0")])
