@@ -1,8 +1,8 @@
 """`keep_works`: keeps the works alive for which DDP's reducer waits in C++.
 
-[Note: works of a reducer] With `join(divide_by_initial_world_size=False)` DDP gives its reducer the work of an all_reduce, and drops it. The
-reducer holds the C++ half of the work alone. Python then frees the other half, with `PendingWork.wait` in it, and the reducer waits for
-ever, on a condition of the C++ half that nobody signals.
+[Note: works of a reducer] With `join(divide_by_initial_world_size=False)` DDP gives its reducer the work of an all_reduce, and drops it.
+The reducer holds the C++ half of the work alone. Python then frees the other half, with `PendingWork.wait` in it, and the reducer waits
+for ever, on a condition of the C++ half that nobody signals.
 """
 
 from functools import wraps

@@ -403,7 +403,7 @@ async def test_the_module_in_a_sharded_model_is_not_kept_by_itself() -> None:
     async with local_cluster(1) as (backend,), AsyncFSDP(linears(2), backend) as model:
         with pytest.raises(UsageError, match="a Sequential was given that is sharded, or a part of it: give the sharded model"):
             Inventory([model.fsdp.module])
-        with pytest.raises(UsageError, match="a Linear is to be kept"):
+        with pytest.raises(UsageError, match="a Linear was given that is sharded"):
             Inventory([model, model.fsdp.module.get_submodule("0")])
 
 
