@@ -127,7 +127,8 @@ def add_web_to(parser: Parser, *, before: str = "") -> None:
         const=WEB_LISTEN,
         type=page_address,
         metavar="HOST:PORT",
-        help=f"draw the cluster there, live, on a page for browsers, without encryption (default: nowhere; without a value: {WEB_LISTEN})",
+        help="serve a live page that shows the cluster, for browsers, without encryption, at HOST:PORT "
+        f"(default: no page; --web alone: {WEB_LISTEN})",
     )
 
 

@@ -7,14 +7,14 @@ from shardnet.cli import arguments
 from shardnet.cli.programs import find
 
 DESCRIPTION = """\
-Measure collectives and training steps against torch's gloo and FSDP2, interleaved in one run.
-All arguments go to benchmarks/; 'shardnet bench --help-benchmarks' lists them.
+Measure collectives and training steps against torch's gloo and FSDP2, taking turns in one run.
+All arguments are passed to 'python -m benchmarks'; 'shardnet bench --help-benchmarks' lists them.
 """
 
 
 def add_to(commands: arguments.Commands) -> None:
     parser = commands.add_parser("bench", help="measure against torch's gloo and FSDP2", description=DESCRIPTION)
-    parser.add_argument("--help-benchmarks", action="store_true", help="the arguments that benchmarks/ takes")
+    parser.add_argument("--help-benchmarks", action="store_true", help="list the arguments of 'python -m benchmarks'")
     parser.set_defaults(execute=execute, passes_on=True)
 
 

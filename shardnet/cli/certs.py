@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 RENDEZVOUS = "rendezvous"
 DESCRIPTION = """\
-Make the certificates with which the processes of a cluster know each other, and without which nobody else gets in.
-One machine has the authority; each machine gets a folder of its own, which says which job its workers may join.
+Make the certificates by which the processes of a cluster recognise each other; nobody without one gets in.
+One machine keeps the authority, which signs them. Each machine with workers gets its own folder, which states the job that they may join.
 """
 EPILOG = """\
 examples:
@@ -26,7 +26,7 @@ examples:
       cluster/node-0, to be copied to that machine and used there:
       shardnet run --rendezvous 10.0.0.1:7000 --nnodes 2 --certs node-0 train.py
   shardnet certs issue cluster alice --operator
-      for somebody who looks: shardnet status 10.0.0.1:7000 --certs cluster/alice
+      for a person who only observes: shardnet status 10.0.0.1:7000 --certs cluster/alice
   export SHARDNET_TOKEN=$(shardnet certs token)
       no files at all: every process that is given this token, rendezvous included, makes its own certificate from it
       (or in a file, as containers are given secrets: export SHARDNET_TOKEN_FILE=/run/secrets/shardnet)
@@ -38,27 +38,27 @@ def add_to(commands: arguments.Commands) -> None:
     verbs = parser.add_subparsers(title="commands", metavar="COMMAND", dest="verb", required=True)
 
     init = verbs.add_parser("init", help="make an authority, and a certificate for the rendezvous")
-    init.add_argument("folder", type=Path, metavar="DIR", help="where it goes; made if need be")
+    init.add_argument("folder", type=Path, metavar="DIR", help="folder of the authority; created if missing")
     _add_days(init, "certificate of the rendezvous", 365)
     init.set_defaults(execute=_init)
 
     issue = verbs.add_parser("issue", help="make a certificate for a machine or a person")
-    issue.add_argument("folder", type=Path, metavar="DIR", help="where the authority is")
-    issue.add_argument("name", type=arguments.name, metavar="NAME", help="of the machine or person; the certificate goes to DIR/NAME")
+    issue.add_argument("folder", type=Path, metavar="DIR", help="folder of the authority")
+    issue.add_argument("name", type=arguments.name, metavar="NAME", help="name of the machine or person; the certificate goes to DIR/NAME")
     what = issue.add_mutually_exclusive_group()
     what.add_argument(
         "--job", type=arguments.name, metavar="ID", default="default", help="the job its workers may join (default: 'default')"
     )
     what.add_argument("--any-job", action="store_true", help="its workers may join any job")
-    what.add_argument("--operator", action="store_true", help="for somebody who only looks, as with 'shardnet status'")
-    what.add_argument("--rendezvous", action="store_true", help="for another rendezvous")
+    what.add_argument("--operator", action="store_true", help="for a person or tool that only observes, as 'shardnet status' does")
+    what.add_argument("--rendezvous", action="store_true", help="for another rendezvous process")
     issue.add_argument(
         "--host",
         action="append",
         default=[],
         type=arguments.host,
         metavar="HOST",
-        help="a name or address that it holds for, too, for tools that compare them; shardnet does not. May be given again",
+        help="also write this name or address into the certificate, for tools that check it (shardnet does not); may be repeated",
     )
     _add_days(issue, "certificate", 365)
     issue.set_defaults(execute=_issue)
@@ -67,7 +67,7 @@ def add_to(commands: arguments.Commands) -> None:
     show.add_argument("folder", type=Path, metavar="DIR", help="folder of one certificate, such as cluster/node-0")
     show.set_defaults(execute=_show)
 
-    token = verbs.add_parser("token", help="print a new join token: for a cluster without files")
+    token = verbs.add_parser("token", help="print a new join token, for a cluster without certificate files")
     token.set_defaults(execute=_token)
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Look at the checkpoints of a training, without running it. DIR is the folder that was given to elastic.run(checkpoints=DIR) or to
-Checkpoints, or that of one checkpoint.
+Checkpoints, or the folder of a single checkpoint.
 """
 EPILOG = """\
 examples:
@@ -34,28 +34,32 @@ def add_to(commands: arguments.Commands) -> None:
     )
     verbs = parser.add_subparsers(title="commands", metavar="COMMAND", dest="verb", required=True)
 
-    list_ = verbs.add_parser("list", help="say what checkpoints there are; if one's manifest cannot be read the exit status is 1")
+    list_ = verbs.add_parser("list", help="list the checkpoints; the exit status is 1 if a manifest cannot be read")
     _add_folder(list_)
     list_.add_argument("--json", action="store_true", help="print JSON")
     list_.set_defaults(execute=_list)
 
-    verify = verbs.add_parser("verify", help="read everything and say what is not as it was written; then the exit status is 1")
+    verify = verbs.add_parser(
+        "verify", help="read all files and report any that differ from what was written; the exit status is 1 if there are any"
+    )
     _add_folder(verify)
     _add_step(verify, "all")
     verify.set_defaults(execute=_verify)
 
-    export = verbs.add_parser("export", help="write a module's weights into one safetensors file; needs memory for them")
+    export = verbs.add_parser("export", help="write a module's weights into one safetensors file (all weights must fit into memory)")
     _add_folder(export)
-    export.add_argument("file", type=Path, metavar="FILE", help="where to; overwritten, whole or not at all")
+    export.add_argument(
+        "file", type=Path, metavar="FILE", help="file to write; an existing one is replaced, and only once the new one is complete"
+    )
     _add_step(export, "the last one")
     export.add_argument(
-        "--model", type=arguments.whole, metavar="N", help="which of the modules that are saved, from 0; needed if there are several"
+        "--model", type=arguments.whole, metavar="N", help="number of the saved module to export, from 0; needed if there are several"
     )
     export.set_defaults(execute=_export)
 
 
 def _add_folder(parser: arguments.Parser) -> None:
-    parser.add_argument("folder", type=Path, metavar="DIR", help="folder of a training's checkpoints, or of one")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="folder of all checkpoints of a training, or of one checkpoint")
 
 
 def _add_step(parser: arguments.Parser, default: str) -> None:
@@ -112,7 +116,7 @@ def _table(found: list[_Found]) -> str:
         )
         for each in found
     ]
-    return grid(("step", "saved", "ranks", "size", "things"), rows, ("saved", "things"))
+    return grid(("step", "saved", "ranks", "size", "contents"), rows, ("saved", "contents"))
 
 
 def _as_json(found: _Found) -> dict[str, object]:

@@ -10,14 +10,15 @@ from shardnet.cli.run import run_job
 PROGRAM = "workers/train_lm.py"
 REPORT = "report.html"
 DESCRIPTION = """\
-Train a small byte-level language model, sharded over NPROC workers of this machine, on the text of Python's standard
+Train a small byte-level language model, sharded over N workers of this machine, on the text of Python's standard
 library. It trains for about two minutes, prints a sample of generated text, and writes a report page.
 """
 EPILOG = """\
 examples:
   shardnet demo
-  shardnet demo --nproc 4 --steps 50       what the demo does not know goes to workers/train_lm.py;
-                                           'shardnet run workers/train_lm.py --help' lists it
+  shardnet demo --nproc 4 --steps 50
+      options that the demo does not have are passed to workers/train_lm.py;
+      'shardnet run workers/train_lm.py --help' lists them
 """
 
 
@@ -29,7 +30,7 @@ def add_to(commands: arguments.Commands) -> None:
         description=DESCRIPTION,
         epilog=EPILOG,
     )
-    parser.add_argument("--nproc", type=arguments.positive, default=2, metavar="N", help="workers (default: %(default)s)")
+    parser.add_argument("--nproc", type=arguments.positive, default=2, metavar="N", help="number of workers (default: %(default)s)")
     parser.add_argument(
         "--out", type=Path, default=Path("runs/demo"), metavar="DIR", help="where the report and the trace go (default: %(default)s)"
     )

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 ANSWER_S, WAIT_S = 5.0, 120.0
 WIDTH = 120
 DESCRIPTION = """\
-Look at this machine, and if a rendezvous is named, at the way to it. With --workers, which is for all machines at once, each joins
-that rendezvous and they measure the links between them: run it on every machine, with the same arguments.
-Nothing is changed, and no training is disturbed. The exit status is 1 if there is a problem, and 0 if there are warnings at most.
+Check this machine and, with --rendezvous, the way to it. With --workers N, run it on all N machines at the same time, with the same
+arguments: they meet at the rendezvous and measure the links between them.
+It changes nothing and disturbs no training. The exit status is 1 if there are problems, and 0 if there are at most warnings.
 """
 EPILOG = """\
 examples:
@@ -44,17 +44,20 @@ def add_to(commands: arguments.Commands) -> None:
         help="a running rendezvous (default: $SHARDNET_RENDEZVOUS)",
     )
     parser.add_argument(
-        "--workers", type=arguments.positive, metavar="N", help="measure the links between so many doctors, of which this is one"
+        "--workers",
+        type=arguments.positive,
+        metavar="N",
+        help="measure the links between N machines that all run this command, this one included",
     )
     parser.add_argument(
         "--job",
         type=arguments.name,
         metavar="ID",
-        help="the job that will be run (default: the one that the certificate is for, or 'default')",
+        help="job that you will run (default: the certificate's job, or 'default')",
     )
-    parser.add_argument("--listen", type=arguments.host, metavar="HOST", help="where workers of this machine shall listen")
+    parser.add_argument("--listen", type=arguments.host, metavar="HOST", help="address that workers of this machine will listen on")
     parser.add_argument(
-        "--wait", type=arguments.seconds, metavar="S", default=WAIT_S, help="for the other doctors, in seconds (default: %(default)g)"
+        "--wait", type=arguments.seconds, metavar="S", default=WAIT_S, help="seconds to wait for the other machines (default: %(default)g)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     Protection.add_to(parser)

@@ -21,7 +21,7 @@ COMPRESSIONS: dict[str, dict[str, Any]] = {  # as workers/train_lm.py names them
 RESIDUALS = ("bfloat16", "float32", "none")
 
 DESCRIPTION = """\
-Work out what a rank holds and sends in a step under each sharding strategy. Nothing is trained, sent or allocated: a
+Calculate what each rank holds and sends in a step, for each sharding strategy. Nothing is trained, sent or allocated: a
 model is built without memory (on torch's meta device), or only its sizes are given.
 """
 EPILOG = """\
@@ -33,9 +33,9 @@ examples:
   shardnet plan --parameters 7B --layers 32 --world 8 --compress int8
       with parameters and gradients sent in a quarter of the bytes
   shardnet plan --parameters 7B --layers 32 --world 16 --node-size 8 --reshard-after-forward 8
-      with backward's gathers inside the node, from shards that forward leaves behind
+      backward gathers inside the node only, from shards that forward keeps there
   shardnet plan --parameters 7B --layers 32 --world 8 --cpu-offload
-      with what stays from step to step in the CPU's memory: how much is then there, and how much on the GPU
+      with parameters, gradients and optimizer state in CPU memory: shows the CPU's share and the GPU's
   shardnet plan my_project.model:small --units Block --input 4x1024:int64 --world 4
       my_project/model.py has a function small() that returns a module; each Block is a unit. A forward on an
       input of that shape tells how much is kept for backward
@@ -52,46 +52,75 @@ def add_to(commands: arguments.Commands) -> None:
     )
     model = parser.add_argument_group("the model")
     model.add_argument("model", nargs="?", metavar="MODULE:CALLABLE", help="called without arguments, it returns a torch module")
-    model.add_argument("--units", metavar="CLASS[,CLASS]", help="module classes that are units (default: the model is one)")
+    model.add_argument(
+        "--units", metavar="CLASS[,CLASS]", help="classes of modules that are sharded as units (default: the whole model is one unit)"
+    )
     model.add_argument(
         "--input",
         action="append",
         default=[],
         metavar="SHAPE[:DTYPE]",
-        help="of an argument of forward on one rank, such as 4x1024:int64 (repeatable; default dtype: float32)",
+        help="shape and dtype of one argument of forward on one rank, such as 4x1024:int64; repeat it for more (default dtype: float32)",
     )
-    model.add_argument("--parameters", type=arguments.quantity, metavar="P", help="how many in all, such as 125M or 7e9")
-    model.add_argument("--layers", type=arguments.positive, metavar="L", help="how many equal layers, each a unit")
+    model.add_argument("--parameters", type=arguments.quantity, metavar="P", help="total number of parameters, such as 125M or 7e9")
+    model.add_argument("--layers", type=arguments.positive, metavar="L", help="number of equal layers, each of which is a unit")
     model.add_argument(
-        "--root-parameters", type=arguments.quantity, metavar="R", help="those of P that are in no layer, such as embeddings"
+        "--root-parameters",
+        type=arguments.quantity,
+        metavar="R",
+        help="how many of the P parameters are outside the layers, such as embeddings (default: 0)",
     )
-    model.add_argument("--hidden", type=arguments.positive, metavar="H", help="width of a GPT")
-    model.add_argument("--vocabulary", type=arguments.positive, metavar="V", help="tokens that a GPT knows")
-    ranks = parser.add_argument_group("where")
-    ranks.add_argument("--world", type=arguments.positive, default=8, metavar="N", help="ranks (default: %(default)s)")
-    ranks.add_argument("--node-size", type=arguments.positive, metavar="K", help="ranks of a node (default: all are in one)")
-    ranks.add_argument("--inside", type=arguments.gigabytes_per_s, metavar="GB/S", help="what a rank sends to its node's others")
-    ranks.add_argument("--between", type=arguments.gigabytes_per_s, metavar="GB/S", help="what a node sends to the others")
-    how = parser.add_argument_group("how")
-    how.add_argument("--strategy", action="append", choices=STRATEGIES, help="only this one (repeatable; default: all)")
-    how.add_argument("--dtype", choices=DTYPES, help="in which parameters are kept (default: as the model has them, or float32)")
-    how.add_argument("--compute-dtype", choices=DTYPES, help="in which they are gathered and used (default: as they are kept)")
-    how.add_argument("--reduce-dtype", choices=DTYPES, help="in which gradients are reduced (default: as they are computed)")
-    how.add_argument("--compress", choices=COMPRESSIONS, default="none", help="what FSDP sends in fewer bits (default: %(default)s)")
+    model.add_argument("--hidden", type=arguments.positive, metavar="H", help="hidden size of a GPT")
+    model.add_argument("--vocabulary", type=arguments.positive, metavar="V", help="vocabulary size of a GPT")
+    ranks = parser.add_argument_group("ranks and links")
+    ranks.add_argument("--world", type=arguments.positive, default=8, metavar="N", help="number of ranks (default: %(default)s)")
+    ranks.add_argument("--node-size", type=arguments.positive, metavar="K", help="ranks per node (default: one node)")
+    ranks.add_argument(
+        "--inside", type=arguments.gigabytes_per_s, metavar="GB/S", help="bandwidth from a rank to the other ranks of its node"
+    )
+    ranks.add_argument("--between", type=arguments.gigabytes_per_s, metavar="GB/S", help="bandwidth from a whole node to the other nodes")
+    how = parser.add_argument_group("training options")
+    how.add_argument("--strategy", action="append", choices=STRATEGIES, help="plan only this strategy (repeatable; default: all)")
+    how.add_argument("--dtype", choices=DTYPES, help="dtype in which parameters are stored (default: the model's own, or float32)")
     how.add_argument(
-        "--block", type=arguments.positive, default=256, metavar="B", help="elements that share a scale (default: %(default)s)"
+        "--compute-dtype", choices=DTYPES, help="dtype in which they are gathered and computed with (default: the one they are stored in)"
     )
-    how.add_argument("--residual", choices=RESIDUALS, default="bfloat16", help="error feedback of gradients (default: %(default)s)")
-    how.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="default: %(default)s")
-    how.add_argument("--prefetch", type=arguments.whole, default=1, metavar="U", help="units gathered ahead (default: %(default)s)")
+    how.add_argument("--reduce-dtype", choices=DTYPES, help="dtype in which gradients are reduced (default: the one they are computed in)")
+    how.add_argument(
+        "--compress",
+        choices=COMPRESSIONS,
+        default="none",
+        help="compress what FSDP sends: bfloat16 is for parameters only, int8 for parameters and gradients, bfloat16-int8 for "
+        "parameters as bfloat16 and gradients as int8 (default: %(default)s)",
+    )
+    how.add_argument(
+        "--block", type=arguments.positive, default=256, metavar="B", help="elements per scale of int8 compression (default: %(default)s)"
+    )
+    how.add_argument(
+        "--residual",
+        choices=RESIDUALS,
+        default="bfloat16",
+        help="dtype of the error feedback of compressed gradients, or none (default: %(default)s)",
+    )
+    how.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="optimizer, whose state is counted (default: %(default)s)")
+    how.add_argument(
+        "--prefetch",
+        type=arguments.whole,
+        default=1,
+        metavar="U",
+        help="number of units gathered ahead of the one that computes (default: %(default)s)",
+    )
     how.add_argument(
         "--reshard-after-forward",
         type=_resharding,
         metavar="K|true|false",
-        help="parameters between forward and backward: shards kept over K neighbours, freed, or kept whole (default: as the strategy does)",
+        help="what happens to gathered parameters between forward and backward: K keeps a shard of them on each of K neighbours, true "
+        "frees them, false keeps them whole (default: as the strategy does)",
     )
-    how.add_argument("--cpu-offload", action="store_true", help="shards and optimizer state on the CPU, units gathered on a GPU")
-    how.add_argument("--elastic", action="store_true", help="with the copies that outlive lost workers (shardnet run --min-workers)")
+    how.add_argument("--cpu-offload", action="store_true", help="keep shards and optimizer state in CPU memory, and gather units on a GPU")
+    how.add_argument(
+        "--elastic", action="store_true", help="include the copies that survive the loss of workers (shardnet run --min-workers)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON, in bytes and seconds")
     parser.set_defaults(execute=execute)
 

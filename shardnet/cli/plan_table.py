@@ -131,14 +131,15 @@ def _notes(model: ModelSize, setting: Setting, plans: Sequence[Plan]) -> Iterato
     if any(plan.communication_s is None for plan in plans):
         yield "No times, since the links' speeds are not given (--inside, and --between for several nodes)."
     elif any(plan.traffic for plan in plans):
-        yield "Times are those of the links alone; how much of them compute hides is not guessed."
+        yield "Times are those of the links alone; how much of that time overlaps with compute is not estimated."
     groups = [group for unit in model.units for group in unit.groups]
-    if setting.nodes > 1 and any(setting.reduce(group).itemsize == 2 for group in groups):
-        yield "16-bit gradients are exchanged directly, not in a ring, which sends more between nodes: compare --reduce-dtype float32."
+    if setting.nodes > 1 and setting.ranks_per_node > 1 and any(setting.reduce(group).itemsize == 2 for group in groups):
+        yield "Nodes send each other sums of 16-bit gradients as float32, in twice the bytes; HYBRID_SHARD's averages remain 16-bit."
     if any(setting.sums_on_nodes(plan.strategy) for plan in plans):
-        yield "Nodes add up gradients before they compress them. Where a GPU computes they do not, and send more to each other."
+        yield "Nodes add up gradients before they compress them. On GPUs they do not add them up first, and send more to each other."
     elif setting.nodes > 1 and setting.ranks_per_node > 1 and setting.compression.gradients is not None:
-        yield "Compressed gradients are exchanged directly, not in a ring, which sends more between nodes: compare with them left out."
+        directly = "Compressed gradients are exchanged directly instead of in a ring; this sends more between nodes"
+        yield f"{directly}: compare a plan that does not compress them."
     if whole := [NAMES[plan.strategy] for plan in plans if plan.sends_whole]:
         yield (
             f"Where no GPU computes, a unit's gradients of up to {short_bytes(WHOLE_BYTES)} go whole to every rank of the node, "

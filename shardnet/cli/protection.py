@@ -31,14 +31,15 @@ class Protection:
             type=Path,
             default=os.environ.get("SHARDNET_CERTS") or None,
             metavar="DIR",
-            help="encrypt all connections and take only holders of certificates: folder with one, from 'shardnet certs issue' "
-            "(default: $SHARDNET_CERTS; or give all processes the same $SHARDNET_TOKEN, from 'shardnet certs token', or a file with it as "
-            "$SHARDNET_TOKEN_FILE)",
+            help="folder with a certificate, made by 'shardnet certs': encrypts all connections, and admits only processes with a "
+            "certificate of this cluster (default: $SHARDNET_CERTS); instead, all processes may be given the same $SHARDNET_TOKEN, from "
+            "'shardnet certs token', or $SHARDNET_TOKEN_FILE, a file that holds it",
         )
         parser.add_argument(
             "--insecure",
             action="store_true",
-            help="allow unencrypted connections to and from other machines (default: $SHARDNET_INSECURE, 0 or 1)",
+            help="allow unencrypted connections to and from other machines (default: $SHARDNET_INSECURE, 1 for on or 0 for off; "
+            "off if it is not set)",
         )
 
     @classmethod

@@ -27,11 +27,11 @@ examples:
   shardnet rendezvous --listen 10.0.0.1:7000 --certs cluster/rendezvous
       for workers of other machines, with certificates: see 'shardnet certs --help'
   shardnet rendezvous --listen 10.0.0.1:7000 --certs cluster/rendezvous --state rendezvous.db
-      one that may be killed and started again
+      can be killed and started again while jobs run
   shardnet rendezvous --listen 10.0.0.1:7000 --certs cluster/rendezvous --metrics 127.0.0.1:9464
-      one whose jobs Prometheus, on the same machine, can watch
+      with statistics of its jobs for a Prometheus on the same machine
   shardnet rendezvous --web
-      one that draws its cluster, live, on a page at http://127.0.0.1:7080/
+      shows its cluster on a live page at http://127.0.0.1:7080/
   shardnet rendezvous --listen 10.0.0.1:7000 --insecure
       for workers of a network that you trust: connections are neither encrypted nor authenticated
 """
@@ -50,22 +50,23 @@ def add_to(commands: arguments.Commands) -> None:
         "--state",
         type=Path,
         metavar="FILE",
-        help="write down there who is in which job (SQLite), so that a rendezvous that dies can be started again while jobs run: "
-        "their workers come back by themselves (default: nothing is written)",
+        help="keep all jobs and their members in this SQLite file, so that a rendezvous that died can be started again while jobs run; "
+        "their workers reconnect by themselves (default: keep nothing)",
     )
     parser.add_argument(
         "--metrics",
         type=arguments.listen_address,
         metavar="HOST:PORT",
-        help="serve statistics there, at /metrics, as Prometheus' text without encryption (default: nowhere)",
+        help="serve statistics for Prometheus at http://HOST:PORT/metrics, without encryption (default: off)",
     )
     arguments.add_web_to(parser)
     parser.add_argument(
         "--until-done",
         action="store_true",
-        help="end, with status 0, when a training is over and its workers have left; not if they were lost (default: stay)",
+        help="exit with status 0 when a training has finished and no job has workers left; lost workers do not count as finished "
+        "(default: keep running)",
     )
-    parser.add_argument("--reflection", action="store_true", help="tell tools such as grpcurl which services there are")
+    parser.add_argument("--reflection", action="store_true", help="enable gRPC server reflection, for tools such as grpcurl")
     Protection.add_to(parser)
     parser.set_defaults(execute=execute)
 

@@ -24,10 +24,11 @@ from shardnet.settings import Settings
 _TO_COME = "127.0.0.1:1"  # stands for a rendezvous that is not there yet
 
 DESCRIPTION = """\
-Start NPROC workers on this machine, show their output with rank prefixes, and end all of them when one fails.
+Start N workers (--nproc N) on this machine, show their output with rank prefixes, and end all of them when one fails.
 
-With --min-workers or --restarts the others are left alone: the program is one that goes on when a worker has died, or with a new one
-in its place (see 'shardnet.elastic'). Such a run has succeeded if a worker of this machine has, and the end says which were lost.
+With --min-workers or --restarts the other workers go on, as long as enough are left: the program must be one that continues
+without a dead worker, or with a new one in its place (see 'shardnet.elastic'). Such a run succeeds if at least one worker of this
+machine does; its last line then says which were lost.
 
 The first Ctrl-C or SIGTERM is passed on to the workers, which close their cluster and leave; the second kills them.
 The exit status is that of the worker whose failure ended the run (128 + n if signal n killed it), 130 after Ctrl-C.
@@ -35,13 +36,13 @@ The exit status is that of the worker whose failure ended the run (128 + n if si
 EPILOG = """\
 examples:
   shardnet run --nproc 2 train.py --steps 100
-      two workers on this machine; what follows the script is the script's
+      two workers on this machine; everything after the script is passed to it
   shardnet run --nproc 4 -m my_project.train -- --help
       a module; '--' is optional
   shardnet run --nproc 4 --min-workers 2 --restarts 3 train.py
-      goes on without up to two of its workers; the first three that die are replaced
+      continues while at least two workers are left; the first three that die are replaced
   shardnet run --web --nproc 4 train.py
-      draws the workers, live, on a page at http://127.0.0.1:7080/
+      shows the workers on a live page at http://127.0.0.1:7080/
   shardnet run --nproc 2 --nnodes 3 --rendezvous 10.0.0.1:7000 --listen 10.0.0.2 --certs node-2 train.py
       one of three machines with two workers each; the rendezvous was started with
       'shardnet rendezvous --listen 10.0.0.1:7000 --certs cluster/rendezvous' (see 'shardnet certs --help')
@@ -62,27 +63,32 @@ def add_to(commands: arguments.Commands) -> None:
         "--node-rank",
         type=arguments.whole,
         metavar="K",
-        help="which of the M machines this is, from 0: its workers get the ranks from K times N on (default: what Slurm's srun or a "
-        "Kubernetes Indexed Job says, if it has started this command M times; else in order of arrival)",
+        help="number of this machine among the M, from 0: its workers get ranks K*N, K*N+1, ... (default: what the scheduler says, such as "
+        "Slurm's srun or a Kubernetes Indexed Job, if it started this command M times; otherwise the order of arrival)",
     )
     parser.add_argument(
         "--rendezvous",
         type=arguments.address,
         metavar="HOST:PORT",
-        help="where the machines meet (default: started here, for this run only)",
+        help="rendezvous where the machines meet (default: one started here, for this run only)",
     )
     parser.add_argument(
         "--job",
         type=arguments.name,
         metavar="ID",
-        help="which job of the rendezvous (default: that of the certificate, else a new one, or with --nnodes 'default')",
+        help="job of the rendezvous to join (default: the certificate's job; without one, 'default' if M > 1, and a new job otherwise)",
     )
-    parser.add_argument("--node", type=arguments.name, metavar="NAME", help="what this machine is called (default: its own identity)")
+    parser.add_argument(
+        "--node",
+        type=arguments.name,
+        metavar="NAME",
+        help="name of this machine (default: one made from its host name and boot id)",
+    )
     parser.add_argument(
         "--listen",
         type=arguments.host,
         metavar="HOST",
-        help="this machine's address for the others (default: the one from which it reaches the rendezvous)",
+        help="address of this machine that the other machines connect to (default: the one from which it reaches the rendezvous)",
     )
     Protection.add_to(parser)
     parser.add_argument(
@@ -96,31 +102,31 @@ def add_to(commands: arguments.Commands) -> None:
         "--min-workers",
         type=arguments.positive,
         metavar="N",
-        help="go on with as few workers as that, over all machines, when others have died (default: all of them)",
+        help="continue when workers have died, as long as N are left over all machines (default: all are needed)",
     )
     parser.add_argument(
         "--restarts",
         type=arguments.whole,
         metavar="N",
-        help="how often in all a worker of this machine that has died is replaced by a new one (default: 0)",
+        help="replace dead workers of this machine by new ones, at most N times in total (default: 0)",
     )
     parser.add_argument(
         "--start-method",
         choices=list(StartMethod),
         default=DEFAULT_START_METHOD,
-        help="how workers begin: forked from one process that has imported torch and shardnet, which are so in memory once, or each "
-        "as an interpreter of its own (default: %(default)s)",
+        help="how workers start: forkserver forks them from one process that has imported torch and shardnet, so both are in memory only "
+        "once; spawn starts a new interpreter for each (default: %(default)s)",
     )
     parser.add_argument(
         "--trace",
         type=Path,
         metavar="PATH",
-        help="write a timeline of all workers there, for https://ui.perfetto.dev (with --nnodes: give it on all of them)",
+        help="write a timeline of all workers to PATH, for https://ui.perfetto.dev (with --nnodes: give it on every machine)",
     )
     arguments.add_web_to(parser, before="SCRIPT")
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module")
-    parser.add_argument("script", metavar="SCRIPT", help="the program, or with -m a module")
-    rest = parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS", help="what the program gets")
+    parser.add_argument("script", metavar="SCRIPT", help="the program to run (with -m: a module)")
+    rest = parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS", help="arguments of the program")
     rest.required = False  # otherwise argparse would report it as missing, too, not only SCRIPT
     parser.set_defaults(execute=execute)
 

@@ -10,7 +10,7 @@ from shardnet.observation.observer import Observer
 
 TIMEOUT_S = 3.0
 DESCRIPTION = """\
-Ask a rendezvous for its jobs and all their workers, or one worker for itself, and print what they say.
+Ask a rendezvous for its jobs, and all their workers how they are, or ask only one worker, and print the answers.
 A worker that does not answer is shown as unreachable, one that has left or died as gone.
 The exit status is 1 if nobody answers at ADDRESS.
 """

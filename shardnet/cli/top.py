@@ -24,8 +24,9 @@ ANSWER_S = 2.0
 WIDTH = 160  # if there is no terminal
 LEAST_EVENTS = 3  # shown in any case, however many workers there are
 DESCRIPTION = """\
-Show who is in the cluster and how it goes, once a second: steps, loss, rates, who waits and who is waited for, and what happens.
-If the rendezvous goes away its workers are still asked. Ctrl-C ends it. Without a terminal pictures are printed one after the other.
+Show the cluster and its workers live, every second by default: steps, loss, rates, which workers wait and which are waited for, and
+events. If the rendezvous goes away, its workers are still asked. Ctrl-C ends it. Without a terminal, each picture is printed below the
+last.
 """
 EPILOG = """\
 examples:
@@ -39,9 +40,9 @@ def add_to(commands: arguments.Commands) -> None:
     parser = commands.add_parser("top", help="watch a cluster live", description=DESCRIPTION, epilog=EPILOG)
     parser.add_argument("address", type=arguments.address, metavar="ADDRESS", help="HOST:PORT of a rendezvous or a worker")
     parser.add_argument(
-        "--interval", type=arguments.interval, metavar="S", default=1.0, help="seconds from one look to the next (default: %(default)g)"
+        "--interval", type=arguments.interval, metavar="S", default=1.0, help="seconds from one picture to the next (default: %(default)g)"
     )
-    parser.add_argument("--count", type=arguments.positive, metavar="N", help="end after so many looks")
+    parser.add_argument("--count", type=arguments.positive, metavar="N", help="stop after N pictures")
     Protection.add_to(parser)
     parser.set_defaults(execute=execute)
 

@@ -106,7 +106,7 @@ def test_list(saved: tuple[Path, dict[str, torch.Tensor]], capsys: pytest.Captur
     folder, _ = saved
     assert main(["checkpoint", "list", str(folder)]) == 0
     head, *rows = capsys.readouterr().out.splitlines()
-    assert head.split() == ["step", "saved", "ranks", "size", "things"]
+    assert head.split() == ["step", "saved", "ranks", "size", "contents"]
     assert [row.split()[0] for row in rows] == [str(STEP), str(STEP - 1)]
     assert re.search(rf" {RANKS}  +\d+\.\d KiB  model, options of AdamW$", rows[0])
     assert main(["checkpoint", "list", "--json", str(folder)]) == 0

@@ -142,7 +142,7 @@ def test_compression_by_the_names_of_the_training_program(capsys: pytest.Capture
     ("more", "note"),
     [
         ([], "Nodes add up gradients before they compress them."),
-        (["--cpu-offload"], "Compressed gradients are exchanged directly, not in a ring, which sends more between nodes"),
+        (["--cpu-offload"], "Compressed gradients are exchanged directly instead of in a ring; this sends more between nodes"),
     ],
 )
 def test_where_gradients_are_added_up_before_they_are_compressed(more: list[str], note: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -195,8 +195,10 @@ def test_offload_says_what_is_where(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_16_bit_gradients_between_nodes_are_remarked_on(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--parameters", "1M", "--layers", "4", "--node-size", "4", "--dtype", "bfloat16"]) == 0
-    assert "16-bit gradients are exchanged directly" in capsys.readouterr().out
+    """Where each rank is a node, 16-bit gradients travel as they are."""
+    for node_size, is_told in (("4", True), ("1", False)):
+        assert main(["plan", "--parameters", "1M", "--layers", "4", "--node-size", node_size, "--dtype", "bfloat16"]) == 0
+        assert ("Nodes send each other sums of 16-bit gradients as float32" in capsys.readouterr().out) == is_told
 
 
 def test_a_rank_alone(capsys: pytest.CaptureFixture[str]) -> None:
