@@ -4,7 +4,7 @@ import asyncio
 import logging
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,8 @@ class Saves:
     """
 
     def __init__(self, saving: Saving | None) -> None:
-        self._saving = saving
+        # As of now: an epoch may begin when the program has changed its directory.
+        self._saving = None if saving is None else replace(saving, folder=saving.folder.absolute())
         self._checkpoints: Checkpoints | None = None  # of this epoch
         self._is_first = False  # whether this is rank 0
         self._step = -1  # of the checkpoint that was begun last

@@ -89,6 +89,18 @@ async def test_one_that_was_due_is_made_once(tmp_path: Path) -> None:
     assert len(set(made)) == 1
 
 
+async def test_a_relative_folder_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An epoch may begin when the program has changed its directory."""
+    monkeypatch.chdir(tmp_path)
+    saves = Saves(Saving(Path("run"), every=1))
+    monkeypatch.chdir("/")
+    async with local_cluster(1) as (backend,), AsyncFSDP(nn.Linear(2, 2), backend) as model:
+        saves.begin_epoch(backend, model)
+        await saves.make_good(1, {})
+        await saves.saved()
+    assert Folder(tmp_path / "run", 2).steps() == [1]
+
+
 @pytest.mark.parametrize(
     ("every", "steps", "due"),
     [
