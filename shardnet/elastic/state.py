@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, SupportsIndex
 
 from shardnet.backend import Backend
+from shardnet.backend.gather import gather_json
 from shardnet.checkpoint import Loaded
 from shardnet.elastic.choice import Choice, Offer, choose, structure_of
 from shardnet.elastic.copying import Copying
@@ -189,7 +190,15 @@ class State:
         leading = await give_all(everyone, choice.ranks[0], local and {"shared": local["shared"], "rest": local["rest"]})
         rest = leading["rest"] if local is None else local["rest"]
         shared = leading["shared"]
-        self._inventory.check_kinds(shared["kinds"], "to State.resume() in the epoch before")
+        problem = None
+        try:
+            self._inventory.check_kinds(shared["kinds"], "to State.resume() in the epoch before")
+            self._inventory.check(rest, shared["parts"])
+        except UsageError as error:
+            problem = str(error)
+        if problems := [told for told in await gather_json(everyone, problem, "whether the state fits") if told is not None]:
+            await self._cluster.backend.aclose()  # with goodbyes, as all ranks end here
+            raise UsageError(problems[0])
         await asyncio.to_thread(self._inventory.load, arrived, rest, shared["parts"])
         self.step, self.values = choice.mark.step, shared["values"]
         self._cluster.telemetry.reach(self.step)

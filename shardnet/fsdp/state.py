@@ -70,7 +70,7 @@ def full_state(module: nn.Module, groups: Sequence[FlatGroup], *, keep: bool) ->
     for name, value in state.items():
         if not isinstance(value, Tensor):
             continue
-        memory = value.untyped_storage().data_ptr() if type(value) is Tensor and value.numel() else 0
+        memory = value.untyped_storage().data_ptr() if type(value) is Tensor and value.layout is torch.strided and value.numel() else 0
         if memory in shards:
             raise StateError(
                 f"{name} in the state_dict() of the sharded {type(module).__name__} is this rank's slice: a module has put it there from a "
@@ -135,10 +135,12 @@ def load_sharded_state(module: nn.Module, groups: Sequence[FlatGroup], rank: int
 
 def with_slices(module: nn.Module, *, keep_vars: bool = False) -> dict[str, Any]:
     """The module's own state_dict, in which sharded parameters are this rank's slices, or whole ones while their unit is gathered;
-    `keep_vars` as for torch."""
+    `keep_vars` as for torch, whose own method is called then."""
     token = _slices_wanted.set(True)
     try:
-        return module.state_dict(keep_vars=keep_vars)
+        if not keep_vars:
+            return module.state_dict()  # a method of the module's own need not take any argument
+        return nn.Module.state_dict(module, keep_vars=True)
     finally:
         _slices_wanted.reset(token)
 

@@ -258,7 +258,7 @@ class ModulePart(Part):
         return {**own, **dict(self._module.named_buffers())}
 
     def named(self) -> dict[str, Tensor | None]:
-        return _named(self._module.state_dict(keep_vars=True), _tensors(self._module))
+        return _named(with_slices(self._module, keep_vars=True), _tensors(self._module))
 
     def rest(self) -> dict[str, Tensor]:
         return _detached(self.whole())
@@ -289,10 +289,7 @@ class OptionsPart(Part):
     def shared(self) -> list[dict[str, Any]]:
         """Raises UsageError for an optimizer that has got parameters of something that is not kept."""
         _check_optimizer(self._optimizer, self._models)
-        return [
-            {key: value for key, value in group.items() if key not in _PARAMETERS} | {"params": len(group["params"])}
-            for group in self._optimizer.param_groups
-        ]
+        return [{key: value for key, value in group.items() if key not in _PARAMETERS} for group in self._optimizer.param_groups]
 
     def check(self, kept: Mapping[str, Tensor], state: Any) -> None:
         name, groups = type(self._optimizer).__name__, self._optimizer.param_groups
@@ -300,12 +297,6 @@ class OptionsPart(Part):
             raise UsageError(
                 f"the {name} had {len(state)} groups of parameters when it was kept, and has {len(groups)} now: build it alike"
             )
-        for number, (options, group) in enumerate(zip(state, groups, strict=True)):
-            before, now = options.get("params"), len(group["params"])  # states of earlier versions do not say it
-            if before not in (None, now):
-                raise UsageError(
-                    f"group {number} of the {name} had {before} parameters when it was kept, and has {now} now: build it alike"
-                )
 
     def load_shared(self, state: Any) -> None:
         for group, options in zip(self._optimizer.param_groups, state, strict=True):
@@ -383,7 +374,7 @@ def _check_modules(zeros: Sequence[ZeroOptimizer], things: Sequence[object], ste
     for module in (optimizer.module for optimizer in zeros):
         if module is None or module in given:
             continue
-        named = _named(module.state_dict(keep_vars=True), _tensors(module))
+        named = _named(with_slices(module, keep_vars=True), _tensors(module))
         lost = next((name for name, tensor in named.items() if tensor is not None and tensor not in stepped), None)
         if lost is not None:
             raise UsageError(

@@ -1,11 +1,13 @@
 """`Piece`: a slice of one parameter, with all that belongs to it.
 
 [Note: what belongs to a slice] The optimizer's state of a slice is cut and joined along with its values, so both move together. A
-tensor that has as many elements as the slice has one for each of them. Numbers, text and tensors without dimensions, such as a step
-counter, are the same for all slices of the parameter. Anything else, such as a scale for each block of elements, belongs to this slice
-and to no other: a slice that has it can only be kept and loaded as it is.
+tensor that has as many elements as the slice has one for each of them. Numbers, text and tensors of one element, such as a step
+counter, are the same for all slices of the parameter; where numbers differ, such as norms of slices, that of the first slice is taken.
+Anything else, such as a scale for each block of elements, belongs to this slice and to no other: a slice that has it can only be kept and
+loaded as it is.
 """
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +16,11 @@ import torch
 
 from shardnet.errors import UsageError
 
+log = logging.getLogger(__name__)
+
 Tensor = torch.Tensor
 VALUES = "parameter"  # key of the parameter's own values, beside those of the optimizer's state
+_said = set[str]()  # keys of which `_say_once` has warned
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,16 +89,31 @@ def join(pieces: Sequence[Piece]) -> Piece:
             continue
         for piece in pieces:
             if not _same(value, piece.state[key]):
-                raise _differing(first, piece, f"{key} is {value!r} and {piece.state[key]!r}")
+                if not (_is_scalar(value) and _is_scalar(piece.state[key])):
+                    raise _differing(first, piece, f"{key} is {value!r} and {piece.state[key]!r}")
+                _say_once(key, first.span.name)
+                break
         state[key] = value
     return Piece(Span(first.span.name, first.span.start, last.span.stop), state)
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+
+
+def _say_once(key: str, name: str) -> None:
+    """One number for a slice, such as the norm of what it holds, is no number for a part of it, nor for several: most optimizers compute
+    it anew in each step."""
+    if key not in _said:
+        _said.add(key)
+        log.warning("slices of %s, and maybe others, have different %r in the optimizer's state; the first one is taken for all", name, key)
 
 
 def _has_elements(value: Any) -> bool:
     """Whether something that is not cut has tensors in it that may belong to one slice."""
     match value:
         case Tensor():
-            return value.dim() > 0
+            return value.numel() != 1
         case Mapping():
             return any(isinstance(each, Tensor) or _has_elements(each) for each in value.values())
         case list() | tuple():
@@ -103,7 +123,7 @@ def _has_elements(value: Any) -> bool:
 
 def _same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.dim() == other.dim() == 0 and _same(one.item(), other.item())
+        return one.numel() == other.numel() == 1 and _same(one.item(), other.item())
     return type(one) is type(other) and bool(one == other or (one != one and other != other))  # a NaN is the same as another
 
 

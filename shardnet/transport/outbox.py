@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import random
 from collections.abc import Callable
 
 import grpc
@@ -72,10 +73,17 @@ class Outbox:
         """Open the stream, and run until it ends; returns why it broke, None if it was finished. May be cancelled."""
         try:
             call = await self._connect()
-            try:
-                return await self._watch(call, on_accepted)
-            finally:
-                call.close()
+            while True:
+                try:
+                    return await self._watch(call, on_accepted)
+                except CallBroken as error:
+                    if self.accepted or self._failure is not None:
+                        raise
+                    self.problem = str(error)  # a port with many callers cuts some off: [Note: strangers] in strangers.py
+                finally:
+                    call.close()
+                await asyncio.sleep(random.uniform(_RETRY_S, _MAX_RETRY_S))
+                call = await self._connect(again=True)
         except (CallBroken, HandshakeError, ProtocolError) as error:
             return self._failure or str(error)
         finally:
@@ -125,8 +133,8 @@ class Outbox:
     def _lost(self, why: str = "this rank is closing") -> PeerLost:
         return PeerLost(f"rank {self.peer} lost: {self._failure or why}", self.peer)
 
-    async def _connect(self) -> Call:
-        """Connect to the peer; try until it works."""
+    async def _connect(self, *, again: bool = False) -> Call:
+        """Connect to the peer; try until it works. `again`: the peer was there, so raise CallBroken if nothing answers any more."""
         pause_s = _RETRY_S
         while True:
             try:
@@ -136,6 +144,8 @@ class Outbox:
                 raise  # the next try would end like this one
             except OSError as error:  # a timeout, too
                 self.problem = os.strerror(error.errno) if error.errno else "nothing answers there"
+                if again:
+                    raise CallBroken(f"its connection broke ({self.problem})") from error
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _MAX_RETRY_S)
             else:

@@ -328,7 +328,6 @@ async def test_a_module_may_have_a_colon_in_its_name() -> None:
         (linears(1), (4,), r"1\.weight had shape \[4, 4\] before, and is no buffer"),
         (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), (4,), r"1\.weight had shape \[4, 4\] before, and is no buffer"),
         (linears(2), (2, 2), "the SGD had 1 groups of parameters when it was kept, and has 2 now: build it alike"),
-        (linears(2), (3,), "group 0 of the SGD had 4 parameters when it was kept, and has 3 now: build it alike"),
     ],
 )
 async def test_what_does_not_fit_changes_nothing(average: nn.Module, sizes: tuple[int, ...], why: str) -> None:
@@ -353,16 +352,35 @@ async def test_what_does_not_fit_changes_nothing(average: nn.Module, sizes: tupl
             assert not optimizer.state
 
 
-async def test_states_of_before_groups_were_counted_are_loaded() -> None:
-    async with local_cluster(1) as (backend,), AsyncFSDP(linears(1), backend) as model:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        inventory = Inventory([model, optimizer])
-        pieces, rest, shared = kept(inventory)
-        assert shared[1][0].pop("params") == 2
-        shared[1][0]["lr"] = 0.25
-        inventory.load(pieces, rest, shared)
-        assert optimizer.param_groups[0]["lr"] == 0.25
-        assert optimizer.param_groups[0]["params"] == list(model.parameters())
+async def test_an_optimizer_may_leave_empty_slices_out() -> None:
+    """Then each rank's groups have their own number of parameters, and another one in another world."""
+    made = list[tuple[Any, Any, Any]]()
+
+    async def work(backend: Backend) -> None:
+        async with AsyncFSDP(nn.Linear(4, 1), backend) as model:
+            optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.numel()])
+            await step(model, optimizer)
+            inventory = Inventory([model, optimizer])
+            if made:
+                inventory.check(*made[0][1:])
+            elif backend.rank == 0:
+                made.append(kept(inventory))
+
+    for ranks in (1, 2):
+        async with local_cluster(ranks) as world:
+            await each_rank(world, work)
+
+
+async def test_a_module_may_have_a_state_dict_of_its_own_without_arguments() -> None:
+    class Own(nn.Linear):
+        def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+            return super().state_dict()
+
+    async with local_cluster(1) as (backend,), AsyncFSDP(Own(2, 2), backend) as model:
+        whole = await model.full_state_dict()
+        assert {name: tuple(tensor.shape) for name, tensor in whole.items()} == {"weight": (2, 2), "bias": (2,)}
+        inventory = Inventory([model, Own(2, 2)])
+        assert [[entry.name for entry in each] for each in inventory.modules()] == [["weight", "bias"]] * 2
 
 
 async def test_state_in_the_parameters_dtype_stays_in_it() -> None:

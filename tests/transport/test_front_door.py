@@ -267,6 +267,28 @@ async def test_who_has_been_let_in_makes_room(monkeypatch: pytest.MonkeyPatch) -
 
 
 @on_shared_loop
+async def test_who_waits_for_this_process_is_not_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks of a world call at once, and their handshakes wait for each other here."""
+    monkeypatch.setattr(strangers, "MOST", 1)
+    monkeypatch.setattr(strangers, "FAIR_S", 0.0)
+    some, may_go_on = Strangers(), asyncio.Event()
+
+    async def shake() -> None:
+        async with some.step():
+            await may_go_on.wait()
+
+    shaking = asyncio.ensure_future(shake())
+    some.add(shaking)
+    await asyncio.sleep(0)  # it has begun
+    another = asyncio.ensure_future(some.make_room())
+    await asyncio.wait({another}, timeout=0.05)
+    assert not another.done()
+    may_go_on.set()
+    await shaking
+    await another
+
+
+@on_shared_loop
 async def test_a_loop_does_one_step_of_a_handshake_in_each_of_its_rounds() -> None:
     some, rounds, at = Strangers(), 0, list[int]()
 

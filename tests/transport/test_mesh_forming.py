@@ -15,7 +15,7 @@ from shardnet.credentials import Security
 from shardnet.errors import ClosedError, InvalidRankError, InvalidWorldSizeError, PeerLost
 from shardnet.loop import LoopThread
 from shardnet.pb import stats_pb2
-from shardnet.testing import each_rank, local_cluster
+from shardnet.testing import Relay, each_rank, local_cluster
 from shardnet.topology import Member, Topology
 from shardnet.transport.endpoint import Endpoint
 from shardnet.transport.grpc_mesh import GrpcMesh
@@ -107,6 +107,23 @@ async def test_a_rank_that_comes_late_is_waited_for() -> None:
         await asyncio.wait({first}, timeout=0.2)
         assert not first.done()
         ranks = [await start(1, members, services[1]), await first]
+        await each_rank(ranks, lambda rank: rank.barrier())
+        await asyncio.gather(*(rank.aclose() for rank in ranks))
+
+
+async def test_a_rank_that_is_cut_off_before_it_was_let_in_calls_again() -> None:
+    """A port with many callers may do that: [Note: strangers]."""
+    patient = replace(TIMEOUTS, connect_s=20.0)
+    async with places(2, 2) as (services, (own, other)), Relay(other.address) as relay:
+        relay.hold()
+        first = start(0, (own, replace(other, address=relay.address)), services[0], timeouts=patient)
+        second = start(1, (own, other), services[1], timeouts=patient)
+        async with asyncio.timeout(10.0):
+            while not relay.connections:  # noqa: ASYNC110 - the relay does not say when one comes
+                await asyncio.sleep(0.01)
+        relay.cut()
+        relay.mend()
+        ranks = [await first, await second]
         await each_rank(ranks, lambda rank: rank.barrier())
         await asyncio.gather(*(rank.aclose() for rank in ranks))
 
