@@ -83,6 +83,8 @@ class Outbox:
                 finally:
                     call.close()
                 await asyncio.sleep(random.uniform(_RETRY_S, _MAX_RETRY_S))
+                if self._failure is not None:  # it was given up meanwhile
+                    return self._failure
                 call = await self._connect(again=True)
         except (CallBroken, HandshakeError, ProtocolError) as error:
             return self._failure or str(error)

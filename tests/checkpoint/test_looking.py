@@ -164,7 +164,9 @@ def test_verify_looks_for_what_the_manifest_names(saved: tuple[Path, dict[str, t
     assert sum(problem is not None for problem in of_files) == 2
 
 
-async def test_all_weights_are_exported_though_forward_had_some_when_the_files_were_written(tmp_path: Path) -> None:
+async def test_all_weights_are_exported_though_forward_had_some_when_the_files_were_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Other tensors than the module's own are in it then."""
     entered, written = threading.Event(), threading.Event()
 
@@ -183,7 +185,7 @@ async def test_all_weights_are_exported_though_forward_had_some_when_the_files_w
                 assert entered.wait(PATIENCE_S)
                 return write(checkpoint)
 
-            checkpoints._write_file = write_during_forward  # type: ignore[method-assign]
+            monkeypatch.setattr(checkpoints, "_write_file", write_during_forward)
             await checkpoints.save(1)
             forward = asyncio.create_task(model(torch.ones(2, 4)))
             await checkpoints.wait()
