@@ -4,7 +4,7 @@ import asyncio
 import errno
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 
 import grpc
 import psutil
@@ -25,6 +25,8 @@ from shardnet.transport.listening import listening_sockets
 from shardnet.transport.mesh_service import MeshService
 from shardnet.transport.observe import Health, health, snapshot
 from shardnet.transport.strangers import Strangers
+from shardnet.transport.watching import watch
+from tests.credentials.made import security
 from tests.shared_loop import on_shared_loop
 from tests.transport.handshakes import BRIEF_S, be_impatient
 from tests.transport.http2.test_call import sockets
@@ -258,12 +260,29 @@ async def test_strangers_who_say_nothing_take_few_descriptors_and_hold_nobody_up
 
 @on_shared_loop
 async def test_who_has_been_let_in_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And stays, over grpcio and over our own HTTP/2."""
     monkeypatch.setattr(strangers, "MOST", 1)
     monkeypatch.setattr(strangers, "FAIR_S", 60.0)
-    async with worker() as endpoint:
-        async with asyncio.timeout(30.0):
-            for _ in range(3):
-                assert await snapshot(endpoint.address) == REPLY
+    async with worker() as endpoint, asyncio.timeout(30.0), AsyncExitStack() as stack:
+        for _ in range(3):
+            told = await stack.enter_async_context(aclosing(watch(endpoint.address)))
+            assert await anext(told) == REPLY
+            channel = await stack.enter_async_context(grpc.aio.insecure_channel(endpoint.address))
+            await channel.channel_ready()
+        assert await snapshot(endpoint.address) == REPLY
+
+
+@on_shared_loop
+async def test_the_handshakes_of_a_port_take_turns() -> None:
+    protection = security()
+    endpoint = Endpoint("127.0.0.1:0", limits=LIMITS, timeouts=TIMEOUTS, snapshot=lambda: REPLY, security=protection)
+    async with endpoint:
+        assert endpoint._door is not None
+        async with endpoint._door._strangers.step():
+            asking = asyncio.ensure_future(snapshot(endpoint.address, security=protection))
+            await asyncio.wait({asking}, timeout=0.3)
+            assert not asking.done()
+        assert await asking == REPLY
 
 
 @on_shared_loop

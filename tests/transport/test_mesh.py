@@ -38,6 +38,7 @@ class TestHello:
             (*Hello("x", 1, 1, 0, "i", "").metadata(), ("shardnet-epoch", "one")),
             Hello("x", 1, 1, 0, "i", "a 1\n[rank 0/2 epoch 1] all is well").metadata(),
             Hello("x", 1, 1, 0, "i", "\x1b]0;title\x07").metadata(),
+            Hello("x", 1, 1, 0, "i\n", "").metadata(),
             (*Hello("x", 1, 1, 0, "i", "").metadata(), ("shardnet-source", "9" * 5000)),
         ],
     )

@@ -85,6 +85,15 @@ async def test_from_request_to_status(ends: Ends) -> None:
         assert Status.read(await caller.headers()) == Status(grpc.StatusCode.DATA_LOSS, "100 % lost: für immer")
 
 
+async def test_a_status_is_short_and_printable(ends: Ends) -> None:
+    """It goes into log lines and onto terminals, and a header block has a limit."""
+    async with ends() as (caller, callee, _):
+        callee.send_status(Status(grpc.StatusCode.DATA_LOSS, "\x1b[2J" + 5000 * "\N{DROMEDARY CAMEL}"))
+        details = Status.read(await caller.headers()).details
+        assert details.startswith("\\x1b[2J\N{DROMEDARY CAMEL}")
+        assert 900 < len(details) <= 1001
+
+
 async def until(heard: "asyncio.Queue[bytes]", message: bytes) -> None:
     assert await heard.get() == message
 
@@ -401,6 +410,10 @@ class TestFrames:
             await asyncio.get_running_loop().sock_sendall(peer, said)
             with pytest.raises((CallBroken, ProtocolError), match=text):
                 await caller.ended()
+
+    def test_a_servers_reason_for_wanting_tls_is_printable(self) -> None:
+        said = frames.settings({}) + frames.goaway(ErrorCode.INADEQUATE_SECURITY, "\x1b[2Jcleared")
+        assert frames.inadequate_security(said) == r"\x1b[2Jcleared"
 
     async def test_that_are_nothing_to_us(self) -> None:
         said = b"".join(
