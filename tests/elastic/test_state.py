@@ -305,3 +305,23 @@ async def test_other_models_than_before_are_refused() -> None:
 async def _pass(backend: Backend) -> None:
     for _ in range(100):
         await backend.barrier()
+
+
+async def test_state_that_does_not_fit_on_one_rank_alone_is_refused_on_all() -> None:
+    """The others would take that rank for lost."""
+
+    async def train(cluster: Cluster, state: State, life: Life) -> None:
+        is_odd = cluster.topology.epoch == 2 and cluster.rank == 1
+        model = await cluster.shard(nn.Linear(2, 2))
+        await state.resume(model, nn.Linear(2, 3 if is_odd else 2))
+        if life is unlucky:
+            raise Died
+        await _pass(cluster.backend)
+
+    async with crew() as members:
+        lives_ = [members.hire(train, least=2, most=3) for _ in range(3)]
+        unlucky = lives_[-1]
+        await members.wait()
+    for life in lives_[:-1]:
+        assert isinstance(life.error, UsageError)
+        assert "weight had shape [2, 2] before, and is no buffer of that shape now: build the model alike" in str(life.error)

@@ -102,6 +102,21 @@ def test_buffers_are_loaded() -> None:
     run_ranks(2, work)
 
 
+def test_an_ignored_module_may_have_a_sparse_buffer() -> None:
+    """Which has no storage that could be a slice's."""
+
+    def work(backend: Backend) -> None:
+        graph = nn.Module()
+        graph.register_buffer("edges", torch.eye(4).to_sparse())
+        module = nn.Module()
+        module.weighted, module.graph = Weighted(), graph
+        full = FSDP(module, backend, ignored_modules=[graph]).full_state_dict()
+        assert torch.equal(full["graph.edges"].to_dense(), torch.eye(4))
+        assert full["weighted.weight"].shape == (4,)
+
+    run_ranks(2, work)
+
+
 def test_a_state_that_does_not_fit_is_refused() -> None:
     def work(backend: Backend) -> None:
         model = FSDP(Weighted(), backend)
