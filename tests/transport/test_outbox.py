@@ -94,6 +94,8 @@ async def test_nor_if_the_peer_was_given_up_meanwhile() -> None:
         outbox = outbox_to(opened)
         running = asyncio.ensure_future(outbox.run(lambda: None))
         await opened.served.get()
+        while not outbox.problem:  # noqa: ASYNC110 - it pauses from then on
+            await asyncio.sleep(0)
         outbox.fail("the rendezvous says that it is gone")
         assert await running == "the rendezvous says that it is gone"
         assert opened.served.empty()
