@@ -49,6 +49,7 @@ def test_one_that_is_replaced_is_there_until_the_new_one_is(end: BaseException, 
         committed(folder, 3, "new")
     monkeypatch.undo()
     assert folder.steps() == [3]
+    assert folder.of(3).name == ("step-00000003" if isinstance(end, OSError) else ".replaced-step-00000003")
     assert id_of(folder.of(3)) == "old"
     folder.begin("next")
     assert names_in(tmp_path) == {"step-00000003", ".unfinished-next"}
