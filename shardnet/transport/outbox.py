@@ -83,8 +83,6 @@ class Outbox:
                 finally:
                     call.close()
                 await asyncio.sleep(random.uniform(_RETRY_S, _MAX_RETRY_S))
-                if self._failure is not None:  # it was given up meanwhile
-                    return self._failure
                 call = await self._connect(again=True)
         except (CallBroken, HandshakeError, ProtocolError) as error:
             return self._failure or str(error)
@@ -136,9 +134,13 @@ class Outbox:
         return PeerLost(f"rank {self.peer} lost: {self._failure or why}", self.peer)
 
     async def _connect(self, *, again: bool = False) -> Call:
-        """Connect to the peer; try until it works. `again`: the peer was there, so raise CallBroken if nothing answers any more."""
+        """Connect to the peer; try until it works. `again`: the peer was there, so raise CallBroken if nothing answers any more.
+
+        Raises CallBroken too once the peer was given up.
+        """
         pause_s = _RETRY_S
         while True:
+            self._check_wanted()
             try:
                 async with asyncio.timeout(HANDSHAKE_S):
                     connection = await dial_member(self._address, self._security, self._identity)
@@ -152,8 +154,16 @@ class Outbox:
                 pause_s = min(2 * pause_s, _MAX_RETRY_S)
             else:
                 self._call = Call(connection, self._limits)
+                self._check_wanted()
                 self._call.open(str(self._address), PUSH, self._hello.metadata())
                 return self._call
+
+    def _check_wanted(self) -> None:
+        """Raise CallBroken if the peer was given up meanwhile; close the call that was opened since."""
+        if self._failure is not None:
+            if self._call is not None:
+                self._call.close(self._failure)
+            raise CallBroken(self._failure)
 
     async def _watch(self, call: Call, on_accepted: Callable[[], None]) -> str | None:
         async with self._pulse.beating(call):

@@ -32,7 +32,7 @@ class Peer:
         self.served = asyncio.Queue[None]()  # one for each connection
 
     async def run(self, *, most: int | None) -> None:
-        """most  connections, after which nothing listens any more"""
+        """`most` connections; nothing listens after the last."""
         with self._listener:
             for _ in itertools.count() if most is None else range(most):
                 sock, _ = await asyncio.get_running_loop().sock_accept(self._listener)
@@ -99,6 +99,23 @@ async def test_nor_if_the_peer_was_given_up_meanwhile() -> None:
         outbox.fail("the rendezvous says that it is gone")
         assert await running == "the rendezvous says that it is gone"
         assert opened.served.empty()
+
+
+@on_shared_loop
+async def test_nor_if_it_was_given_up_while_the_connection_was_made() -> None:
+    received = []
+
+    async def listen(connection: Connection) -> None:
+        received.append(await connection.receive(1))
+
+    async with peer(listen) as opened:
+        outbox = outbox_to(opened)
+        running = asyncio.ensure_future(outbox.run(lambda: None))
+        await asyncio.sleep(0)  # it dials from here on
+        outbox.fail("the rendezvous says that it is gone")
+        assert await running == "the rendezvous says that it is gone"
+        await opened.served.get()
+    assert received == [b""]  # no call was opened on it
 
 
 @on_shared_loop
