@@ -65,10 +65,10 @@ class HealthService:
         """Send the status now, and each change; a change that has not been written when the next one comes is left out."""
         told: HealthCheckResponse | None = None
         while True:
-            changed, now = self._changed, self._status(request.service)
+            changed, now, closed = self._changed, self._status(request.service), self._closed
             if now != told:
-                await context.write(now)
+                await context.write(now)  # meanwhile the status may change, and this close: the next round tells it
                 told = now
-            if self._closed:
+            if closed:
                 return
             await changed.wait()

@@ -1,6 +1,7 @@
 """`grpc.health.v1` as a standard client sees it."""
 
 import asyncio
+from typing import cast
 
 import grpc
 import pytest
@@ -9,6 +10,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from shardnet.config import Limits, Timeouts
 from shardnet.pb import stats_pb2
 from shardnet.transport.endpoint import Endpoint
+from shardnet.transport.handlers import Context
+from shardnet.transport.health_service import HealthService
 from tests.shared_loop import on_shared_loop
 
 STATUS = health_pb2.HealthCheckResponse
@@ -74,3 +77,18 @@ async def test_watchers_end_with_the_process_and_do_not_hold_it_up() -> None:
         assert (await watch.read()).status == STATUS.NOT_SERVING
         assert await watch.read() is grpc.aio.EOF
         assert await watch.code() is grpc.StatusCode.OK
+
+
+async def test_an_end_that_comes_while_a_status_is_written_is_told_too() -> None:
+    """Otherwise a watcher would take the process for serving when its call ends."""
+    service, told = HealthService(), []
+
+    class Watcher:
+        async def write(self, reply: health_pb2.HealthCheckResponse) -> None:
+            told.append(reply.status)
+            if reply.status == STATUS.SERVING:
+                service.close()
+
+    service.set(True)
+    await service._watch(question(""), cast("Context[health_pb2.HealthCheckResponse]", Watcher()))
+    assert told == [STATUS.SERVING, STATUS.NOT_SERVING]
