@@ -44,8 +44,8 @@ def choose(offers: Sequence[Offer], sizes: Mapping[str, int]) -> Choice | None:
         for offer in having:
             if offer.structure != structure_of(sizes):
                 raise UsageError(
-                    f"the state of step {mark.step} is that of other parameters than the program's models have now: build the same models "
-                    "in every epoch, and give State.resume() the same things in the same order"
+                    f"the state of step {mark.step} does not fit the parameters of the program's models: build the same models in every "
+                    "epoch, and give State.resume() the same things in the same order"
                 )
             for span in offer.spans:
                 holders[span.name].append((span, offer.rank))
@@ -57,7 +57,7 @@ def choose(offers: Sequence[Offer], sizes: Mapping[str, int]) -> Choice | None:
         return None
     latest = max(offer.mark for offer in offers)
     raise StateLost(
-        f"the state of step {latest.step} (epoch {latest.epoch}) is lost: more workers are gone than there were copies of what they held"
+        f"the state of step {latest.step} (epoch {latest.epoch}) is lost: more workers are gone than there were copies of their state"
     )
 
 

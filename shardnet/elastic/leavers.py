@@ -24,13 +24,13 @@ class Leavers:
     async def any_at(self, step: int) -> bool:
         """Whether any rank leaves, as far as all ranks know by now. A collective; raises CollectiveMismatch if ranks commit different
         steps."""
-        told, self._told = self._told, self._ask(f"who leaves after step {step}")
+        told, self._told = self._told, self._ask(f"requests to leave after step {step}")
         return told is not None and bool((await told).any())
 
     async def agree(self, step: int, *, is_safe: bool) -> list[int]:
         """The ranks that leave now. Unless `is_safe`, no rank leaves together with its keeper: one of the two leaves in the next epoch. But
         if all ranks wish to leave, all may, because then there is no next epoch. A collective."""
-        wishes = (await self._ask(f"who leaves now, after step {step}")).tolist()
+        wishes = (await self._ask(f"last requests to leave after step {step}")).tolist()
         wanting = [rank for rank, wish in enumerate(wishes) if wish]
         return wanting if is_safe or all(wishes) else apart(wanting, self._backend.node_ranks)
 

@@ -40,7 +40,7 @@ async def move(
                 parts.setdefault(name, []).append(Piece(Span(name, start, stop), state))
         arrived |= {name: join(sorted(pieces, key=lambda piece: piece.span.start)) for name, pieces in parts.items()}
     if missing := [span for name, span in wanted[me].items() if name not in arrived or arrived[name].span != span]:
-        raise ProtocolError(f"{missing[0]} did not arrive as it was wanted")
+        raise ProtocolError(f"the pieces from other ranks do not make up {missing[0]}")
     return arrived
 
 
@@ -82,7 +82,7 @@ def _find(held: Sequence[Piece], span: Span) -> Piece:
 
 async def _exchange(backend: Backend, outgoing: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
     """Send a header and a payload to each rank, and receive one of each from every rank."""
-    label = "state of the step before"
+    label = "state of the last committed step"
     sizes = torch.tensor([[header.numel(), payload.numel()] for header, payload in outgoing], device="cpu")
     expected = await backend.all_to_all(sizes, label=label)
     flat = torch.cat([part for header, payload in outgoing for part in (_padded(header), _padded(payload))])

@@ -89,7 +89,7 @@ async def run(
             raise
         log.warning("%s", refusal)
     if departure.wanted:  # told during the last steps, too late for a commit to act on it; the result of the training is worth more
-        log.warning("the training was over before this worker could leave: its program goes on; SIGTERM once more ends it")
+        log.warning("the training was over before this worker could leave: its program goes on, and a second SIGTERM ends it")
     return result
 
 

@@ -84,7 +84,7 @@ class Saves:
             with tempfile.TemporaryFile(dir=self._saving.folder):
                 pass
         except OSError as error:
-            log.error("checkpoints cannot be written to %s: %s; the training goes on without", self._saving.folder, error.strerror)
+            log.error("checkpoints cannot be written to %s: %s; the training goes on without them", self._saving.folder, error.strerror)
 
     def go_on_from(self, loaded: Loaded | None) -> None:
         """From now on take what `load` has found for the last checkpoint: the same on all ranks, whenever they came."""
@@ -94,8 +94,8 @@ class Saves:
     def without(self) -> str:
         """What to do if neither memory nor a checkpoint has a state, in words."""
         if self._saving is None:
-            return "start the training again; from a folder of checkpoints, had elastic.run() one, it would have gone on by itself"
-        return f"start the training again, for {self._saving.folder} has no checkpoint yet"
+            return "start the training again; give elastic.run() a folder for checkpoints, so that next time it can go on from the last one"
+        return f"{self._saving.folder} has no checkpoint yet, so start the training again"
 
     def is_due(self, before: int, step: int) -> bool:
         """Whether a checkpoint is due between the steps of two successive commits."""

@@ -138,7 +138,7 @@ class State:
         elif choice is None:
             self.step, self.values = 0, dict(values)
             if self._cluster.topology.epoch > 1 and self._cluster.rank == 0:
-                log.warning("epoch %d begins at step 0: nobody has a state of an epoch before", self._cluster.topology.epoch)
+                log.warning("epoch %d begins at step 0: no worker has the state of an earlier epoch", self._cluster.topology.epoch)
         else:
             await self._load(choice, told.wanted, sizes, everyone)
         if self._cluster.elastic:
@@ -192,11 +192,11 @@ class State:
         shared = leading["shared"]
         problem = None
         try:
-            self._inventory.check_kinds(shared["kinds"], "to State.resume() in the epoch before")
+            self._inventory.check_kinds(shared["kinds"], "to State.resume() in the previous epoch")
             self._inventory.check(rest, shared["parts"])
         except UsageError as error:
             problem = str(error)
-        if problems := [told for told in await gather_json(everyone, problem, "whether the state fits") if told is not None]:
+        if problems := [told for told in await gather_json(everyone, problem, "check that the state fits") if told is not None]:
             await self._cluster.backend.aclose()  # with goodbyes, as all ranks end here
             raise UsageError(problems[0])
         await asyncio.to_thread(self._inventory.load, arrived, rest, shared["parts"])
@@ -224,10 +224,10 @@ class State:
         step that is not a whole number or comes out of order, and for a value that cannot be kept.
         """
         if self._inventory is None:
-            raise StateError("nothing is to be kept yet: call State.resume(model, optimizer, ...) before the first commit")
+            raise StateError("State.commit() came before State.resume(): call State.resume(model, optimizer, ...) first in each epoch")
         done = _whole(step, "the step of a commit")
         if done <= self.step:
-            raise UsageError(f"step {done} is committed after step {self.step}: commit steps in order, and each once")
+            raise UsageError(f"the step of a commit must come after step {self.step}, got {done}; commit steps in order, each once")
         is_due = self._saves.is_due(self.step, done)
         if is_due:
             await self._saves.settle()  # a disk may be slow: a rank that is cancelled here has not begun the commit
@@ -272,7 +272,7 @@ class State:
         if cluster.elastic:
             raise WorldChanges(f"{told}; step {step} is committed")
         await cluster.backend.aclose()  # with a goodbye, as the leavers do
-        raise Preempted(f"{told}, and this job is not elastic; {self._saves.result}; start it again to go on from the last checkpoint")
+        raise Preempted(f"{told}, and this job is not elastic; {self._saves.result}; start the job again to go on from the last checkpoint")
 
     async def save(self) -> None:
         """Begin a checkpoint of the step that was just committed, for example at the end of a training; `commit` does this by itself at

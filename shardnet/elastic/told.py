@@ -27,7 +27,7 @@ class Told:
             "wanted": [_pack_span(span) for span in wanted.values()],
             "was_there": was_there,
         }
-        said = await gather_json(backend, mine, "what is left of the state")
+        said = await gather_json(backend, mine, "surviving state")
         return cls(
             offers=[_unpack_offer(rank, offer) for rank, each in enumerate(said) for offer in each["offers"]],
             wanted=[{name: Span(name, start, stop) for name, start, stop in each["wanted"]} for each in said],

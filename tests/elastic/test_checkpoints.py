@@ -125,7 +125,7 @@ async def test_who_is_lost_while_others_look_for_a_checkpoint_ends_the_epoch_and
         model = await cluster.shard(nn.Linear(3, 1))
         if cluster.world_size == 3 and cluster.rank == 1:
             everyone = cluster.backend.subgroup(range(3))
-            await gather_json(everyone, {"offers": [], "wanted": [], "was_there": False}, "what is left of the state")  # as resume begins
+            await gather_json(everyone, {"offers": [], "wanted": [], "was_there": False}, "surviving state")  # as resume begins
             raise Died
         try:
             await state.resume(model)
@@ -202,7 +202,7 @@ async def test_a_folder_that_cannot_be_written_is_told_at_the_beginning(tmp_path
         lives = [members.hire(train, least=2, most=2, **wanting(place)) for _ in range(2)]
         await members.wait()
     assert [life.error for life in lives] == [None, None]
-    assert f"checkpoints cannot be written to {place}: Not a directory; the training goes on without" in told
+    assert f"checkpoints cannot be written to {place}: Not a directory; the training goes on without them" in told
 
 
 def spoil(folder: Path) -> None:

@@ -146,7 +146,7 @@ def test_nobody_has_anything_at_first() -> None:
 
 def test_another_models_state_is_refused() -> None:
     offers = offers_of([0], nodes_of([1]), Mark(1, 2))
-    with pytest.raises(UsageError, match="the state of step 2 is that of other parameters"):
+    with pytest.raises(UsageError, match="the state of step 2 does not fit the parameters"):
         choose(offers, {**SIZES, "d": 4})
 
 

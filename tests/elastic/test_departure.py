@@ -85,7 +85,7 @@ async def test_a_job_that_is_not_elastic_ends_with_who_leaves_and_says_what_is_s
     assert left.left
     assert isinstance(stayed.error, Preempted)
     assert "rank 1 (127.0.0.1:" in str(stayed.error)
-    assert f"was told to leave, and this job is not elastic; step {LEFT} is saved in {tmp_path}; start it again" in str(stayed.error)
+    assert f"was told to leave, and this job is not elastic; step {LEFT} is saved in {tmp_path}; start the job again" in str(stayed.error)
     assert Folder(tmp_path, 2).steps() == [LEFT]
 
 
@@ -191,5 +191,5 @@ def test_sigterm_to_a_launcher(tmp_path: Path) -> None:
     assert result.status == 128 + signal.SIGTERM, result
     last = int(result.out.split()[-1])
     assert Folder(folder, 2).steps() in ([last], [last + 1]), "what was saved is the last step"
-    assert "SIGTERM: this worker leaves as soon as its training is safe" in result.err
+    assert "SIGTERM: this worker leaves as soon as its state is safe" in result.err
     assert "Traceback" not in result.err

@@ -155,8 +155,8 @@ async def test_without_enough_workers_the_rest_gives_up_in_words() -> None:
 @pytest.mark.parametrize(
     ("has_folder", "advice"),
     [
-        (False, "start the training again; from a folder of checkpoints, had elastic.run() one, it would have gone on by itself"),
-        (True, "start the training again, for {} has no checkpoint yet"),
+        (False, "start the training again; give elastic.run() a folder for checkpoints, so that next time it can go on from the last one"),
+        (True, "{} has no checkpoint yet, so start the training again"),
     ],
 )
 async def test_more_losses_than_copies_are_said_so(has_folder: bool, advice: str, tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ async def test_more_losses_than_copies_are_said_so(has_folder: bool, advice: str
     lost = [life.error for life in lives_ if isinstance(life.error, StateLost)]
     assert len(lost) == 2
     assert str(lost[0]) == (
-        "the state of step 3 (epoch 1) is lost: more workers are gone than there were copies of what they held; " + advice.format(tmp_path)
+        "the state of step 3 (epoch 1) is lost: more workers are gone than there were copies of their state; " + advice.format(tmp_path)
     )
 
 

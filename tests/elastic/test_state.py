@@ -200,7 +200,7 @@ async def test_what_cannot_be_kept_is_refused_in_words() -> None:
         with pytest.raises(UsageError, match="a value of type object cannot be kept or sent"):
             await state.commit(1, strange=object())
         assert state.values == {}
-        for step, words in ((0, "step 0 is committed after step 0"), ("1", "must be a whole number, got '1'"), (1.5, "got 1.5")):
+        for step, words in ((0, "must come after step 0, got 0"), ("1", "must be a whole number, got '1'"), (1.5, "got 1.5")):
             with pytest.raises(UsageError, match=words):
                 await state.commit(step)  # type: ignore[arg-type]
         await state.commit(np.int64(1))
