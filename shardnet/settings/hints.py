@@ -47,7 +47,7 @@ class Hints:
             return cls()
         if task.world_size is None and not world_size:
             raise UsageError(
-                f"{task.scheduler} has started this process as number {task.rank} of several, but does not say of how many; set "
+                f"{task.scheduler} has started this process as number {task.rank}, but does not say how many there are; set "
                 "SHARDNET_WORLD_SIZE to the `completions` of the Job"
             )
         numbered = _said("local_rank", environment, given) or _said("wished_rank", environment, given)
@@ -71,7 +71,7 @@ def _warn_if_alone(environment: Mapping[str, str]) -> None:
         task = Task.find(environment)
         if task is not None and task.rank == 0 and (task.world_size or 1) > 1:
             log.warning(
-                "%s has started %d of these processes, and each is a world of its own: there is no rendezvous at which they could meet. "
-                "If they are to train together start `shardnet rendezvous` and set SHARDNET_RENDEZVOUS to its host:port",
+                "%s has started %d of these processes, and each trains alone, because they have no rendezvous; to let them train together, "
+                "start `shardnet rendezvous` and set SHARDNET_RENDEZVOUS to its host:port",
                 *(task.scheduler, task.world_size),
             )

@@ -187,22 +187,22 @@ class Settings:
         if self.node:
             check_text(source("node"), self.node)
         if self.rendezvous and not _parse(source("rendezvous"), self.rendezvous).port:
-            raise AddressError(f"{source('rendezvous')}: {self.rendezvous!r} has port 0, at which nobody can be called")
+            raise AddressError(f"{source('rendezvous')}: {self.rendezvous!r} has port 0; give the port at which the rendezvous listens")
         if self.listen:
             _parse(source("listen"), _with_port(self.listen))
         if self.advertise and not _parse(source("advertise"), self.advertise).port:
-            raise AddressError(f"{source('advertise')}: {self.advertise!r} has port 0, at which nobody can be called")
+            raise AddressError(f"{source('advertise')}: {self.advertise!r} has port 0; give the port at which peers reach this worker")
         if self.local_rank < 0:
             raise UsageError(f"{source('local_rank')} must not be negative, got {self.local_rank}")
         if not -1 <= self.wished_rank < MAX_WORLD_SIZE:
             raise UsageError(f"{source('wished_rank')} must be a rank, or -1 for any, got {self.wished_rank}")
         if self.metrics and _parse(source("metrics"), self.metrics).port + self.local_rank > MAX_PORT:
-            raise AddressError(f"{source('metrics')}: {self.metrics!r} and local rank {self.local_rank} make a port above {MAX_PORT}")
+            raise AddressError(f"{source('metrics')}: {self.metrics!r} plus local rank {self.local_rank} gives a port above {MAX_PORT}")
         least, most = source("min_world_size"), source("max_world_size")
         if not 1 <= self.min_world_size <= self.max_world_size <= MAX_WORLD_SIZE:
             raise UsageError(
-                f"the least world size is {self.min_world_size} ({least}) and the greatest {self.max_world_size} ({most}); "
-                f"choose 1 <= least <= greatest <= {MAX_WORLD_SIZE}"
+                f"the minimum world size is {self.min_world_size} ({least}) and the maximum {self.max_world_size} ({most}); "
+                f"choose 1 <= minimum <= maximum <= {MAX_WORLD_SIZE}"
             )
         if self.min_world_size > 1 and not self.rendezvous:  # each worker would silently train alone
             raise UsageError(
@@ -216,8 +216,8 @@ class Settings:
         identity = None if security.credentials is None else security.credentials.identity
         if identity is not None and not identity.may_join(self.job):
             raise CredentialsError(
-                f"{self.certs}: a certificate for {identity} does not let its holder join job {self.job!r}; "
-                f"make one with `shardnet certs issue --job {self.job}`, or use the folder of another"
+                f"the certificate in {self.certs} is for {identity}, which may not join job {self.job!r}; "
+                f"make one with `shardnet certs issue --job {self.job}`, or use another folder"
             )
         return security
 
@@ -252,15 +252,15 @@ class Settings:
                     except OSError as error:  # later the name may be known, or the network up
                         problem = error
                     if not told and time.monotonic() >= begin_s + PATIENCE_S:
-                        log.warning("no way yet to the rendezvous at %s: %s", target, problem.strerror)
+                        log.warning("the rendezvous at %s cannot be reached yet: %s; trying again", target, problem.strerror)
                         told = True
                     await asyncio.sleep(RESOLVE_EVERY_S)
         except TimeoutError:
             if not isinstance(problem, socket.gaierror | TimeoutError):
-                raise RendezvousUnavailable(f"this machine has no way to the rendezvous at {target}: {problem.strerror}") from None
+                raise RendezvousUnavailable(f"this machine has no route to the rendezvous at {target}: {problem.strerror}") from None
             raise RendezvousUnavailable(
-                f"the name {target.host!r} of the rendezvous was not known within {self.timeouts.connect_s:g} s; "
-                "check it, or give its IP address"
+                f"the host name {target.host!r} of the rendezvous could not be resolved within {self.timeouts.connect_s:g} s; "
+                "check the name, or give the IP address"
             ) from None
 
 

@@ -60,14 +60,14 @@ def test_the_scheduler_does_not_name_the_job_of_a_certificate() -> None:
 
 
 def test_kubernetes_does_not_say_how_many() -> None:
-    with pytest.raises(UsageError, match=r"Kubernetes has started this process as number 1 of several, .*set SHARDNET_WORLD_SIZE to the"):
+    with pytest.raises(UsageError, match=r"Kubernetes has started this process as number 1, .*set SHARDNET_WORLD_SIZE to the"):
         Settings.from_environment(MEETING | {"JOB_COMPLETION_INDEX": "1"})
     found = Settings.from_environment(MEETING | {"JOB_COMPLETION_INDEX": "1", "SHARDNET_WORLD_SIZE": "2"})
     assert (found.max_world_size, found.local_rank, found.wished_rank) == (2, 1, 1)
 
 
 def test_a_world_size_that_makes_no_sense_is_the_schedulers() -> None:
-    with pytest.raises(UsageError, match=r"least world size is 5 \(SHARDNET_MIN_WORLD_SIZE\) and the greatest 4 \(WORLD_SIZE\)"):
+    with pytest.raises(UsageError, match=r"minimum world size is 5 \(SHARDNET_MIN_WORLD_SIZE\) and the maximum 4 \(WORLD_SIZE\)"):
         Settings.from_environment(MEETING | torchrun(0, 4, 4) | {"SHARDNET_MIN_WORLD_SIZE": "5"})
 
 
@@ -94,5 +94,5 @@ def test_several_without_a_rendezvous_are_told_that_they_are_alone(caplog: pytes
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert record.getMessage().startswith(
-        "torchrun has started 2 of these processes, and each is a world of its own: there is no rendezvous"
+        "torchrun has started 2 of these processes, and each trains alone, because they have no rendezvous"
     )

@@ -101,10 +101,10 @@ def test_what_is_given_wins() -> None:
         ({"LOCAL_RANK": "-1"}, "SHARDNET_LOCAL_RANK must not be negative, got -1"),
         (
             {"WORLD_SIZE": "0"},
-            "the least world size is 0 (SHARDNET_WORLD_SIZE) and the greatest 0 (SHARDNET_WORLD_SIZE); choose 1 <= least <=",
+            "the minimum world size is 0 (SHARDNET_WORLD_SIZE) and the maximum 0 (SHARDNET_WORLD_SIZE); choose 1 <= minimum <=",
         ),
-        ({"WORLD_SIZE": "65537"}, "the greatest 65537 (SHARDNET_WORLD_SIZE); choose 1 <= least <= greatest <= 65536"),
-        ({"MIN_WORLD_SIZE": "5"}, "the least world size is 5 (SHARDNET_MIN_WORLD_SIZE) and the greatest 4 (SHARDNET_WORLD_SIZE)"),
+        ({"WORLD_SIZE": "65537"}, "the maximum 65537 (SHARDNET_WORLD_SIZE); choose 1 <= minimum <= maximum <= 65536"),
+        ({"MIN_WORLD_SIZE": "5"}, "the minimum world size is 5 (SHARDNET_MIN_WORLD_SIZE) and the maximum 4 (SHARDNET_WORLD_SIZE)"),
         (
             {"RENDEZVOUS": ""},
             "SHARDNET_WORLD_SIZE asks for 4 workers, but without SHARDNET_RENDEZVOUS they cannot meet; start the program with",
@@ -129,11 +129,11 @@ def test_a_variable_that_makes_no_sense_is_named(changes: dict[str, str], compla
         ("rendezvous", "10.0.0.1", "'10.0.0.1' does not end in a port from 0 to 65535; write host:port, as in 10.0.0.1:7001"),
         ("rendezvous", "::1:7000", "'::1:7000' is not host:port; write an IPv6 address in brackets"),
         ("rendezvous", "unix:/tmp/socket", "'unix:/tmp/socket' does not end in a port"),
-        ("rendezvous", "127.0.0.1:0", "'127.0.0.1:0' has port 0, at which nobody can be called"),
+        ("rendezvous", "127.0.0.1:0", "'127.0.0.1:0' has port 0; give the port at which the rendezvous listens"),
         ("listen", "10.0.0.1:http", "'10.0.0.1:http' does not end in a port"),
         ("listen", "two words", "'two words:0' has no usable host name"),
         ("advertise", "relay", "'relay' does not end in a port"),
-        ("advertise", "relay:0", "'relay:0' has port 0, at which nobody can be called"),
+        ("advertise", "relay:0", "'relay:0' has port 0; give the port at which peers reach this worker"),
     ],
 )
 def test_an_address_that_is_none_is_named_by_where_it_came_from(name: str, value: str, complaint: str) -> None:
@@ -161,7 +161,7 @@ def test_an_address_that_is_none_is_named_by_where_it_came_from(name: str, value
             "node_engine of connect() 'gloo' needs routing 'auto', which tells nodes apart, but SHARDNET_ROUTING is 'ring'",
         ),
         ({"job": ""}, "job of connect() must not be empty"),
-        ({"min_world_size": 9}, "the least world size is 9 (min_world_size of connect()) and the greatest 4 (SHARDNET_WORLD_SIZE)"),
+        ({"min_world_size": 9}, "the minimum world size is 9 (min_world_size of connect()) and the maximum 4 (SHARDNET_WORLD_SIZE)"),
         ({"rendezvous": ""}, "SHARDNET_WORLD_SIZE asks for 4 workers, but without rendezvous of connect() they cannot meet"),
         (
             {"world_size": 2, "rank": 1},
@@ -194,7 +194,7 @@ async def test_peers_are_told_an_address_that_they_can_call() -> None:
 
 async def test_a_rendezvous_whose_name_stays_unknown_is_unavailable() -> None:
     settings = Settings.from_environment(LAUNCHED, rendezvous="nowhere.invalid:7000", listen="", timeouts=Timeouts(connect_s=0.2))
-    with pytest.raises(RendezvousUnavailable, match=r"the name 'nowhere\.invalid' of the rendezvous was not known within 0\.2 s; check it"):
+    with pytest.raises(RendezvousUnavailable, match=r"name 'nowhere\.invalid' of the rendezvous could not be resolved within 0\.2 s"):
         await settings.listen_address()
 
 
@@ -225,9 +225,9 @@ async def test_of_several_addresses_the_one_that_answers_counts(first: str, monk
 async def test_where_there_is_no_route_that_is_said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardnet.settings.settings.PATIENCE_S", 0.0)
     settings = Settings.from_environment(LAUNCHED, rendezvous="[fe80::1]:7000", listen="", timeouts=Timeouts(connect_s=0.2))
-    with pytest.raises(RendezvousUnavailable, match=r"^this machine has no way to the rendezvous at \[fe80::1\]:7000: Invalid argument$"):
+    with pytest.raises(RendezvousUnavailable, match=r"^this machine has no route to the rendezvous at \[fe80::1\]:7000: Invalid argument$"):
         await settings.listen_address()
-    assert caplog.messages == ["no way yet to the rendezvous at [fe80::1]:7000: Invalid argument"]
+    assert caplog.messages == ["the rendezvous at [fe80::1]:7000 cannot be reached yet: Invalid argument; trying again"]
 
 
 def test_timeouts_may_come_from_the_environment() -> None:
