@@ -45,11 +45,11 @@ def _processors() -> Finding:
 
 def _files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    what = f"{soft} may be open at once"
+    what = f"a process may have {soft} open at once"
     if soft >= FILES or soft == resource.RLIM_INFINITY:
         return ok("files", what)
     more = "ulimit -n 65536" if hard == resource.RLIM_INFINITY or hard >= FILES else "LimitNOFILE= of the service, or limits.conf"
-    return warning("files", what, f"a world of more than {soft // 4} workers needs more: {more}")
+    return warning("files", what, f"a world of more than {soft // 4} workers needs a higher limit: {more}")
 
 
 def _shared_memory() -> Finding:
@@ -58,7 +58,7 @@ def _shared_memory() -> Finding:
     except OSError as error:
         return warning(
             "shared memory",
-            f"there is none: {error}",
+            f"none can be allocated: {error}",
             "workers of this machine send each other all data over gRPC; a container may need a newer kernel, or more memory",
         )
     return ok("shared memory", "workers of this machine can pass each other data through it")
@@ -69,7 +69,7 @@ def _accelerators() -> Iterator[Finding]:
         names = ", ".join(torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count()))
         yield ok("accelerators", names)
     else:
-        yield ok("accelerators", "none that torch can use: models are on the processor")
+        yield ok("accelerators", "torch can use none: models run on the CPU")
 
 
 def _settings() -> Finding:

@@ -25,7 +25,7 @@ async def about_rendezvous(address: str, security: Security, timeout_s: float) -
     except UsageError as error:
         return [problem("rendezvous", str(error))]
     except socket.gaierror as error:
-        return [problem("rendezvous", f"nobody here knows the name {target.host!r}: {error.strerror}", "check it, or give the IP address")]
+        return [problem("rendezvous", f"{target.host!r} cannot be resolved: {error.strerror}", "check the name, or give the IP address")]
     except (OSError, TimeoutError) as error:
         return [problem("rendezvous", f"{address} cannot be reached: {_why(error, timeout_s)}", _advice(error))]
     return [
@@ -55,13 +55,13 @@ async def _ask(address: str, security: Security, timeout_s: float) -> list[Findi
         stats = await snapshot(address, timeout_s=timeout_s, security=security)
         state = await health(address, timeout_s=timeout_s, security=security)
     except HandshakeError as error:
-        return [problem("rendezvous", str(error), "both need certificates of one authority, or the same token; see docs/security.md")]
+        return [problem("rendezvous", str(error), "both sides need certificates of one authority, or the same token; see docs/security.md")]
     except (EndpointUnavailable, ProtocolError) as error:
-        return [problem("rendezvous", str(error), "is it shardnet's rendezvous that listens there?")]
+        return [problem("rendezvous", str(error), "check that a shardnet rendezvous listens there")]
     if stats.role != RENDEZVOUS:
         return [problem("rendezvous", f"{address} is a {stats.role}", "give the address of the rendezvous")]
     if state is not Health.SERVING:
-        return [problem("rendezvous", f"{address} is {state}", "wait until it is, or look at its log")]
+        return [problem("rendezvous", f"{address} is {state}", "wait until it is serving, or look at the log of the rendezvous")]
     if stats.version != VERSION:
         return [warning("rendezvous", f"it has shardnet {stats.version}, and this machine {VERSION}", "install one version everywhere")]
     return [ok("rendezvous", f"{address} is {state}, shardnet {stats.version}, {stats.connections or security}")]
@@ -75,5 +75,5 @@ def _why(error: OSError, timeout_s: float) -> str:
 
 def _advice(error: OSError) -> str:
     if isinstance(error, ConnectionRefusedError):
-        return "nobody listens there: start `shardnet rendezvous --listen HOST:PORT` on that address, which must not be a loopback one"
-    return "is a firewall, security group or network policy in between? One TCP port must be open, and one for each worker"
+        return "no process listens there: start `shardnet rendezvous --listen HOST:PORT` there, with a HOST that other machines can reach"
+    return "is a firewall, security group or network policy in between? The rendezvous' TCP port must be open, and one for each worker"

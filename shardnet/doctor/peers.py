@@ -54,7 +54,7 @@ async def about_peers(workers: int, *, job: str, wait_s: float, **settings: Any)
             links = await _measure(cluster.backend)
             return [_finding(cluster, peer, link) for peer, link in sorted(links.items())]
     except (RendezvousError, CollectiveError) as error:
-        return [problem("peers", str(error), "is every machine's doctor told the same rendezvous, job and number of workers?")]
+        return [problem("peers", str(error), "check that shardnet doctor has the same --rendezvous, --job and --workers on every machine")]
     except ShardnetError as error:
         return [problem("peers", str(error))]
 
@@ -161,13 +161,13 @@ def judge(place: str, link: Link, *, near: bool, shares_memory: bool) -> Finding
         f"{_speed(link.to_bytes_per_s)} there, {_speed(link.from_bytes_per_s)} back, its clock {1e3 * link.clock_s:+.0f} ms"
     )
     if abs(link.clock_s) > CLOCKS_S:
-        return warning("peers", what, "set both clocks by NTP: certificates, logs and timelines are read by them")
+        return warning("peers", what, "set both clocks by NTP: certificates, logs and timelines depend on them")
     if near and not shares_memory:
         return warning(
             "peers", what, "two processes of one machine do not share memory: are they in containers that cannot see each other?"
         )
     if min(link.to_bytes_per_s, link.from_bytes_per_s) < SLOW_BYTES_PER_S:
-        return warning("peers", what, "less than 100 Mbit/s: `shardnet plan` says what that makes of a step, and `Compression` sends less")
+        return warning("peers", what, "less than 100 Mbit/s: `shardnet plan` tells what this costs per step, and `Compression` sends less")
     return ok("peers", what)
 
 

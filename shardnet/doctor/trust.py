@@ -35,14 +35,14 @@ def _plaintext(insecure: bool) -> Finding:
             "connections are not encrypted, and whoever reaches a port can read and alter the training",
             "make certificates with `shardnet certs`, or use a join token; see docs/security.md",
         )
-    return ok("trust", "none is needed on this machine alone; to other machines nothing goes without --certs or SHARDNET_TOKEN")
+    return ok("trust", "none, which is enough on this machine; connections to other machines need --certs, SHARDNET_TOKEN or --insecure")
 
 
 def _certificate(folder: str, pem: bytes, identity: str) -> Finding:
     until = x509.load_pem_x509_certificate(pem).not_valid_after_utc
     what = f"{folder}: a certificate for {identity}, until {until:%Y-%m-%d}"
     if until - datetime.now(UTC) < SOON:
-        return warning("trust", what, "it ends soon: `shardnet certs issue` makes another one")
+        return warning("trust", what, "it expires soon: make a new one with `shardnet certs issue`")
     return ok("trust", what)
 
 
@@ -50,6 +50,6 @@ def _key(path: Path) -> Finding:
     mode = path.stat().st_mode
     if mode & _OTHERS:
         return warning(
-            "trust", f"{path} can be read by others (mode {mode & 0o777:o})", f"whoever reads it is this machine: chmod 600 {path}"
+            "trust", f"{path} can be read by others (mode {mode & 0o777:o})", f"whoever reads it can act as this machine: chmod 600 {path}"
         )
-    return ok("trust", f"{path} is its owner's alone")
+    return ok("trust", f"only its owner has access to {path}")

@@ -50,7 +50,7 @@ async def test_a_machine_that_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     with few_files():
         found = await about_machine("192.0.2.1")
     assert one(found, "files").level is Level.WARNING
-    assert "a world of more than 128 workers needs more" in one(found, "files").advice
+    assert "a world of more than 128 workers needs a higher limit" in one(found, "files").advice
     assert one(found, "settings").what == "SHARDNET_ELASTIC must be 0 or 1, got 'yes'"
     assert one(found, "listening").level is Level.PROBLEM
     assert "it is no address of this machine" in one(found, "listening").what
@@ -75,7 +75,7 @@ def test_trust(tmp_path: Path) -> None:
     assert "a certificate for worker 'new' of job 'default', until " in certificate.what
     (tmp_path / "old/key.pem").chmod(0o644)
     certificate, key = about_trust(insecure=False, certs=str(tmp_path / "old"), token="")
-    assert (certificate.level, certificate.advice) == (Level.WARNING, "it ends soon: `shardnet certs issue` makes another one")
+    assert (certificate.level, certificate.advice) == (Level.WARNING, "it expires soon: make a new one with `shardnet certs issue`")
     assert key.what == f"{tmp_path}/old/key.pem can be read by others (mode 644)"
     assert key.advice.endswith(f"chmod 600 {tmp_path}/old/key.pem")
     (missing,) = about_trust(insecure=False, certs=str(tmp_path / "none"), token="")
@@ -105,7 +105,7 @@ async def test_a_rendezvous_that_is_there() -> None:
 @pytest.mark.parametrize(
     ("address", "words"),
     [
-        ("127.0.0.1:1", ("127.0.0.1:1 cannot be reached: Connection refused", "nobody listens there: start `shardnet rendezvous")),
+        ("127.0.0.1:1", ("127.0.0.1:1 cannot be reached: Connection refused", "no process listens there: start `shardnet rendezvous")),
         ("10.0.0.1:7000", ("10.0.0.1:7000 is no loopback address", "")),
     ],
 )
