@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from shardnet.observation.views import GONE, LOST, ClusterView, JobView, WorkerView
 
 KEPT = 100
-LOST_WORDS = " (its workers have vanished, and had not said that it was over)"
+LOST_WORDS = " (all workers are gone, and none had reported the end of the training)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def _of_job(before: JobView, now: JobView) -> Iterator[tuple[str, bool]]:
     known = {worker.address: worker for worker in before.workers}
     for worker in now.workers:
         if worker.address not in known:
-            yield f"{_name(worker)} has come", False
+            yield f"{_name(worker)} has joined", False
             continue
         earlier = known.pop(worker.address)
         if worker.state != earlier.state:  # nobody reports the machine of a worker that is gone
@@ -84,7 +84,7 @@ def _of_worker(before: WorkerView, now: WorkerView) -> Iterator[tuple[str, bool]
     if failed > 0:
         yield f"rank {now.rank}: {failed} collective{'s have' if failed > 1 else ' has'} failed", True
     if now.stats.step < before.stats.step:
-        yield f"rank {now.rank} goes on behind step {now.stats.step}; it had been at {before.stats.step}", False
+        yield f"rank {now.rank} goes on after step {now.stats.step}; it had reached step {before.stats.step}", False
 
 
 def _name(worker: WorkerView) -> str:

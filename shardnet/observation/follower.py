@@ -83,7 +83,7 @@ class _Stream:
             raise EndpointUnavailable(f"{self._address} did not answer within {self._timeout_s:g} s") from None
         if self._task.done():
             self._task.result()
-            raise EndpointUnavailable(f"{self._address} has closed")
+            raise EndpointUnavailable(f"{self._address} has closed the connection")
         assert self._reply is not None
         return self._reply
 

@@ -50,7 +50,7 @@ class Watcher:
                 try:
                     await self._look_on(observer, follower, begin_s)
                 except Exception:  # the rendezvous goes on, and so does the page, with the data that it has
-                    log.exception("looking at %s for the page failed", self._address)
+                    log.exception("the page could not be updated from the rendezvous at %s", self._address)
                 await asyncio.sleep(max(0.0, begin_s + self._interval_s - time.monotonic()))
 
     async def _look_on(self, observer: Observer, follower: Follower, begin_s: float) -> None:

@@ -28,7 +28,7 @@ def test_a_death_and_what_follows() -> None:
     assert told(TWO, dead, after) == [
         ("rank 1 (10.0.0.1:7001, node-1) is unreachable", True),
         ("job lm: epoch 2 with 1 workers", False),
-        ("rank 0 goes on behind step 6; it had been at 7", False),
+        ("rank 0 goes on after step 6; it had reached step 7", False),
         ("rank 1 (10.0.0.1:7001, node-1) is gone", True),
     ]
 
@@ -40,7 +40,7 @@ def test_of_one_that_is_gone_it_is_still_said_where_it_was() -> None:
 
 def test_who_comes() -> None:
     three = cluster(*TWO.jobs[0].workers, worker(2), epoch=2)
-    assert told(TWO, three) == [("job lm: epoch 2 with 3 workers", False), ("rank 2 (10.0.0.2:7001, node-2) has come", False)]
+    assert told(TWO, three) == [("job lm: epoch 2 with 3 workers", False), ("rank 2 (10.0.0.2:7001, node-2) has joined", False)]
 
 
 def test_what_fails_and_who_waits() -> None:
@@ -60,7 +60,9 @@ def test_a_job_that_begins_and_ends() -> None:
 
 
 def test_a_job_whose_workers_have_vanished() -> None:
-    assert told(TWO, cluster(state="lost")) == [("job lm: lost (its workers have vanished, and had not said that it was over)", True)]
+    assert told(TWO, cluster(state="lost")) == [
+        ("job lm: lost (all workers are gone, and none had reported the end of the training)", True)
+    ]
 
 
 def test_the_rendezvous_goes_and_comes_back() -> None:

@@ -167,5 +167,5 @@ async def test_a_look_that_fails_in_an_unforeseen_way_is_not_the_last(caplog: py
     async with RendezvousServer(HERE, timeouts=TIMEOUTS) as server, Watcher(server.address, Broken(), Security(), interval_s=0.01):
         async with asyncio.timeout(20):
             await third.wait()
-    assert f"looking at {server.address} for the page failed" in caplog.text
+    assert f"the page could not be updated from the rendezvous at {server.address}" in caplog.text
     caplog.clear()
