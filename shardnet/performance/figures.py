@@ -47,7 +47,7 @@ class TrainingFigures:
     def step_percentile(self, percent: float) -> float:
         """The step time that `percent` of the last steps did not exceed; NaN before the first. Nearest rank: a time that occurred."""
         if not 0 <= percent <= 100:
-            raise UsageError(f"a percentile is from 0 to 100, got {percent}")
+            raise UsageError(f"percent must be from 0 to 100, got {percent}")
         ordered = sorted(self.step_s)
         return ordered[max(math.ceil(percent / 100 * len(ordered)) - 1, 0)] if ordered else math.nan
 
@@ -92,7 +92,7 @@ class TrainingFigures:
             raise UsageError("there are no figures to merge")
         if len({part.steps for part in parts}) > 1:
             raise UsageError(
-                f"ranks have measured {', '.join(str(part.steps) for part in parts)} steps: take the figures after the same step"
+                f"ranks have measured {', '.join(str(part.steps) for part in parts)} steps: take all figures after the same step"
             )
         capacities = [part.capacity_bytes for part in parts if part.capacity_bytes is not None]
         return cls(
@@ -123,7 +123,7 @@ class TrainingFigures:
         try:
             return cls(**{**values, "step_s": tuple(values["step_s"])})
         except (KeyError, TypeError) as error:
-            raise ProtocolError(f"these are no training figures: {error!r}") from error
+            raise ProtocolError(f"not the JSON of TrainingFigures: {error!r}") from error
 
     def __str__(self) -> str:
         if not self.steps:
@@ -136,9 +136,9 @@ class TrainingFigures:
             parts.append(f"{self.samples_per_s:,.1f} samples/s")
         if self.tokens:
             parts.append(f"{self.tokens_per_s:,.0f} tokens/s")
-        communication = "how long communication was waited for is not measured"
+        communication = "time spent waiting for communication is not measured"
         if not math.isnan(self.exposed_s):
-            communication = f"communication waited for {self.exposed_share:.1%} of the time, {self.hidden_share:.0%} of it hidden"
+            communication = f"waited for communication {self.exposed_share:.1%} of the time, {self.hidden_share:.0%} of it hidden"
         parts.append(communication if self.link_share is None else f"{communication}, at {self.link_share:.0%} of the links' speed")
         return "; ".join(parts)
 

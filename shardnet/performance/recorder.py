@@ -74,9 +74,9 @@ class PerformanceRecorder:
         fsdp = model.fsdp if isinstance(model, AsyncFSDP) else model
         backend = fsdp.backend if isinstance(fsdp, FSDP) else fsdp
         if not hasattr(optimizer, "register_step_post_hook"):
-            raise UsageError(f"a {type(optimizer).__name__} says nothing of its steps; give the torch.optim.Optimizer that steps")
+            raise UsageError(f"optimizer must have step hooks, as a torch.optim.Optimizer has, got {type(optimizer).__name__}")
         if link_bytes_per_s is not None and not link_bytes_per_s > 0:
-            raise UsageError(f"a link's speed is more than 0 bytes per second, got {link_bytes_per_s}")
+            raise UsageError(f"link_bytes_per_s must be more than 0, got {link_bytes_per_s}")
         self.zero3 = Zero3PerformanceStats()
         self._fsdp = fsdp if isinstance(fsdp, FSDP) else None
         self._telemetry = backend.telemetry
@@ -120,7 +120,7 @@ class PerformanceRecorder:
     def count(self, *, samples: int = 0, tokens: int = 0) -> None:
         """Give the samples and tokens in the batch of this rank's next forward and backward. Count each batch once."""
         if min(samples, tokens) < 0:
-            raise UsageError(f"a batch has no negative number of samples or tokens, got {samples} and {tokens}")
+            raise UsageError(f"samples and tokens must not be negative, got {samples} and {tokens}")
         with self._lock:
             self._totals.samples += samples
             self._totals.tokens += tokens

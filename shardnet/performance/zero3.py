@@ -192,7 +192,7 @@ class Zero3PerformanceStats:
                 **given,
             )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ProtocolError(f"these are no performance statistics: {error!r}") from error
+            raise ProtocolError(f"not the JSON of Zero3PerformanceStats: {error!r}") from error
 
 
 def _layer(timing: LayerTimingStats) -> LayerPerformance:

@@ -35,7 +35,7 @@ def test_waiting_that_was_not_measured_is_not_none_at_all() -> None:
     cluster = TrainingFigures.merge([figures(communicating_s=0.8), unknown])
     for each in (unknown, cluster, TrainingFigures.from_json(json.loads(json.dumps(unknown.to_json())))):
         assert all(map(math.isnan, (each.exposed_share, each.hidden_share, each.efficiency)))
-        assert str(each).endswith("tokens/s; how long communication was waited for is not measured")
+        assert str(each).endswith("tokens/s; time spent waiting for communication is not measured")
 
 
 def test_what_goes_over_the_network_is_compared_with_the_link() -> None:
@@ -100,7 +100,7 @@ def test_they_travel_as_json() -> None:
     some = figures(exposed_s=0.25, capacity_bytes=2.0)
     assert TrainingFigures.from_json(json.loads(json.dumps(some.to_json()))) == some
     for strange in (None, {}, {"step_s": [], "more": 1}):
-        with pytest.raises(ProtocolError, match="no training figures"):
+        with pytest.raises(ProtocolError, match="not the JSON of TrainingFigures"):
             TrainingFigures.from_json(strange)
 
 
@@ -108,6 +108,6 @@ def test_they_can_be_read() -> None:
     some = figures(exposed_s=0.05, communicating_s=0.5, network_bytes=30, capacity_bytes=100.0)
     assert str(some) == (
         "10 steps of 1 rank, median 100.0 ms (90 %: 100.0, 99 %: 100.0); 100.0 samples/s; 1,000 tokens/s; "
-        "communication waited for 5.0% of the time, 90% of it hidden, at 30% of the links' speed"
+        "waited for communication 5.0% of the time, 90% of it hidden, at 30% of the links' speed"
     )
     assert str(TrainingFigures()) == "no steps yet"

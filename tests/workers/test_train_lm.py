@@ -83,7 +83,7 @@ async def test_two_ranks_learn_what_one_learns(nursery: Nursery, tmp_path: Path,
     assert all(rank["held_bytes"] < 0.55 * held and rank["sent_bytes"] > 0 for rank in two["ranks"])
     assert "of the time spent waiting for communication" in printed
     assert "  | def main(" in printed
-    assert re.search(r"^speed: 22 steps of 2 ranks, median .* tokens/s; communication waited for .* of it hidden$", printed, re.MULTILINE)
+    assert re.search(r"^speed: 22 steps of 2 ranks, median .* tokens/s; waited for communication .* of it hidden$", printed, re.MULTILINE)
     events = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
     for rank in (0, 1):
         assert {"compute", "communication"} <= {event.get("cat") for event in events if event["pid"] == rank}
