@@ -84,7 +84,7 @@ def interval(text: str) -> float:
 def address(text: str) -> str:
     """`HOST:PORT` to connect to."""
     if _parsed(text).port == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} has port 0, at which nobody can be called")
+        raise argparse.ArgumentTypeError(f"{text!r} has port 0; give the port at which the process there listens")
     return text
 
 

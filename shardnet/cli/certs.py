@@ -99,7 +99,7 @@ def _issue(options: arguments.Arguments) -> int:
     from shardnet.credentials.folder import load_authority, save
 
     if "/" in options.name or options.name in (".", ".."):
-        raise UsageError(f"the certificate goes to a folder of its name, so {options.name!r} cannot be one; leave out the '/'")
+        raise UsageError(f"NAME must be usable as a folder's name, without '/', and not '.' or '..', got {options.name!r}")
     role = Role.OPERATOR if options.operator else Role.RENDEZVOUS if options.rendezvous else Role.WORKER
     identity = Identity(role, options.name, None if role is not Role.WORKER or options.any_job else options.job)
     folder = options.folder / options.name
@@ -115,7 +115,7 @@ def _issued(authority: "Authority", identity: Identity, days: float, hosts: Sequ
     except (ValueError, OverflowError) as error:
         if isinstance(error, UsageError):
             raise
-        raise UsageError(f"no certificate can say that: {error}") from error
+        raise UsageError(f"cannot make this certificate: {error}") from error
 
 
 def _show(options: arguments.Arguments) -> int:

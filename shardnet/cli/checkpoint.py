@@ -171,13 +171,13 @@ def _paths(folder: Path, step: int | None) -> list[Path]:
             raise UsageError(f"{folder} is one checkpoint; leave --step out")
         return [folder]
     if not folder.is_dir():
-        raise CheckpointError(f"{folder} is no folder")
+        raise CheckpointError(f"{folder} is not a folder")
     found = Folder(folder, 1)
     steps = found.steps()
     if not steps:
         raise CheckpointError(f"{folder} has no checkpoints")
     if step is not None and step not in steps:
-        raise UsageError(f"{folder} has no checkpoint of step {step}, but of {', '.join(map(str, steps))}")
+        raise UsageError(f"{folder} has no checkpoint of step {step}; choose one of {', '.join(map(str, steps))}")
     return [found.of(each) for each in steps if step in (None, each)]
 
 

@@ -80,7 +80,7 @@ def _meant(arguments: Arguments, unknown: Sequence[str]) -> str:
         return ""
     for text in unknown:
         with suppress(AddressError):
-            return f"; a rendezvous is named by --rendezvous {Address.parse(text)}"
+            return f"; did you mean --rendezvous {Address.parse(text)}?"
     return ""
 
 

@@ -162,7 +162,7 @@ def execute(options: arguments.Arguments) -> int:
     )
     strategies = [Strategy(name) for name in options.strategy or ()]
     if Strategy.HYBRID_SHARD in strategies and options.node_size is None:
-        raise UsageError("hybrid_shard needs nodes: say with --node-size how many ranks each has")
+        raise UsageError("hybrid_shard needs --node-size, the number of ranks of each node")
     model = model_of(options)
     plans = plan(model, setting, strategies)
     print(as_json(model, setting, plans) if options.json else as_text(model, setting, plans))

@@ -35,7 +35,7 @@ def model_of(options: Arguments) -> ModelSize:
             return ModelSize.of_transformer(hidden, layers, options.vocabulary, dtype=dtype)
     raise UsageError(
         "name a model as MODULE:CALLABLE, or give its sizes: --parameters and --layers, or --hidden, --layers and --vocabulary"
-        + (f"; there is only {', '.join(given)}" if given else "")
+        + (f"; got only {', '.join(given)}" if given else "")
     )
 
 
@@ -109,7 +109,7 @@ def _input(text: str, compute: torch.dtype | None) -> torch.Tensor:
     dtype = getattr(torch, name or "float32", None)
     sizes = shape.split("x")
     if not isinstance(dtype, torch.dtype) or not all(size.isascii() and size.isdecimal() for size in sizes):
-        raise UsageError(f"--input {text!r} is no shape and dtype such as 4x1024:int64")
+        raise UsageError(f"--input must be a shape and dtype such as 4x1024:int64, got {text!r}")
     if compute is not None and dtype.is_floating_point:
         dtype = compute
     return torch.empty([int(size) for size in sizes], dtype=dtype, device="meta")

@@ -142,20 +142,20 @@ def _notes(model: ModelSize, setting: Setting, plans: Sequence[Plan]) -> Iterato
         yield f"{directly}: compare a plan that does not compress them."
     if whole := [NAMES[plan.strategy] for plan in plans if plan.sends_whole]:
         yield (
-            f"Where no GPU computes, a unit's gradients of up to {short_bytes(WHOLE_BYTES)} go whole to every rank of the node, "
-            f"up to {setting.ranks_per_node} times what is planned to reduce them: {', '.join(whole)}."
+            f"Where no GPU computes, a unit's gradients of up to {short_bytes(WHOLE_BYTES)} go whole to every rank of the node: "
+            f"up to {setting.ranks_per_node} times the bytes that are planned here to reduce them, with {', '.join(whole)}."
         )
     if setting.mixed and any(plan.strategy is Strategy.ZERO_1 for plan in plans):
         yield "ZeRO-1 is planned in the dtype that parameters are kept in, since a plain module computes in it."
     if _compressed(setting) and not all(plan.strategy.sends_shards for plan in plans):
         yield "ZeRO-1 and NO_SHARD are planned without compression, since FSDP sends no shards there."
     if without := [NAMES[plan.strategy] for plan in plans if plan.reshard_after_forward != setting.reshard_after_forward]:
-        yield f"Planned without reshard_after_forward={setting.reshard_after_forward}, which does not suit them: {', '.join(without)}."
+        yield f"Planned without reshard_after_forward={setting.reshard_after_forward}, which does not suit {', '.join(without)}."
     if setting.cpu_offload:
-        yield "With cpu_offload parameters, gradients and the optimizer's state are on the CPU; on the GPU is what is in flight."
+        yield "With cpu_offload, parameters, gradients and the optimizer's state are on the CPU; the GPU has only what is in flight."
     if setting.cpu_offload and not all(plan.cpu_offload for plan in plans):
-        yield "ZeRO-1 is planned without cpu_offload, which is FSDP's."
+        yield "ZeRO-1 is planned without cpu_offload, which only FSDP has."
     if setting.elastic:
-        yield "Copies are those of the last committed step, in host memory: of what the rank holds, and of what another rank does."
+        yield "Copies are those of the last committed step, in host memory: of the rank's own state, and of another rank's."
     if model.unit_count == 1:
         yield "Everything is gathered at once, since the model is one unit: name classes with --units."

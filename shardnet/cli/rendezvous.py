@@ -86,8 +86,8 @@ def _as_rendezvous(protection: Protection) -> Security:
     security = protection.security(Role.RENDEZVOUS)
     if security.credentials is not None and security.credentials.identity.role is not Role.RENDEZVOUS:
         raise CredentialsError(
-            f"{protection.certs} is for {security.credentials.identity}, whom no worker takes for a rendezvous; use the folder "
-            "'rendezvous' that `shardnet certs init` has made, or make one with `shardnet certs issue --rendezvous`"
+            f"the certificate in {protection.certs} is for {security.credentials.identity}, which no worker accepts as a rendezvous; "
+            "use the folder 'rendezvous' that `shardnet certs init` has made, or make one with `shardnet certs issue --rendezvous`"
         )
     return security
 

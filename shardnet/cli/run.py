@@ -137,11 +137,11 @@ def execute(options: arguments.Arguments) -> int:
     try:
         Path.cwd()
     except FileNotFoundError:
-        raise UsageError("the working directory is not there any more, in which the workers would begin; change to another one") from None
+        raise UsageError("the working directory, in which workers start, does not exist any more; change to another one") from None
     if not options.module and not Path(options.script).exists():
         raise UsageError(f"there is no file {options.script!r}; to run a module, put -m before its name")
     if not options.module and str(Path(options.script).absolute()).startswith(("/dev/fd/", "/dev/stdin", "/proc/")):
-        raise UsageError(f"{options.script} is something else in each process that opens it; put the program into a file, for all workers")
+        raise UsageError(f"{options.script} is not the same file in each process; put the program into a file that all workers can read")
     protection = Protection.of(options)
     identity = _check(options, protection)
     return run_job(
@@ -186,8 +186,8 @@ def _check(options: arguments.Arguments, protection: Protection) -> Identity | N
     job = options.job or (identity and identity.job) or "default"
     if identity is not None and options.rendezvous and not identity.may_join(job):
         raise CredentialsError(
-            f"{protection.certs} is for {identity}, which does not let its holder join job {job!r}; "
-            "make one that does with `shardnet certs issue --job`, or use another folder"
+            f"the certificate in {protection.certs} is for {identity}, which may not join job {job!r}; "
+            "make one that may with `shardnet certs issue --job`, or use another folder"
         )
     return identity
 

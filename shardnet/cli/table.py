@@ -34,7 +34,7 @@ _WORDS = frozenset({"node", "address", "state", "shared with", "collective"})  #
 _NONE = "-"
 _SHOWN_LATE_S = 0.05  # less rounds to nothing
 _COPIED = "*"
-_COPIED_WORDS = f"{_COPIED} large data is copied through memory: this system does not let processes read each other's"
+_COPIED_WORDS = f"{_COPIED} large data is copied through memory: this system does not let processes read each other's memory"
 
 
 def as_text(view: ClusterView) -> str:

@@ -73,7 +73,7 @@ class Nursery:
             except ConnectionError:
                 answer = b""
         if not answer:
-            raise ConnectionResetError(f"the process that makes others {self._ending} (pid {self._process.pid})")
+            raise ConnectionResetError(f"the fork server (pid {self._process.pid}) {self._ending}")
         return int(answer)
 
     @property
@@ -81,7 +81,7 @@ class Nursery:
         with suppress(subprocess.TimeoutExpired):  # a process that it has started may hold the other end
             code = self._process.wait(PATIENCE_S)
             if code < 0:
-                hint = " as the system does when memory runs out" if code == -signal.SIGKILL else ""
+                hint = " (the system does this when memory runs out)" if code == -signal.SIGKILL else ""
                 return f"was killed by {signal.Signals(-code).name}{hint}"
         return "has ended"
 

@@ -57,7 +57,8 @@ def serve(*, sessions: bool = False) -> Forked | None:
     _put(os.open(os.devnull, os.O_RDWR), 0)
     if threading.active_count() > 1:
         raise RuntimeError(
-            f"a fork would lose threads, and what they hold locked: {', '.join(each.name for each in threading.enumerate())}"
+            "cannot fork while other threads run, because a new process would lose them and keep their locks; threads: "
+            f"{', '.join(each.name for each in threading.enumerate())}"
         )
     gc.collect()
     gc.freeze()  # otherwise the first garbage collection of each process would copy all memory that it shares with the others

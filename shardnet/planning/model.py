@@ -71,9 +71,9 @@ class ModelSize:
     def of_sizes(cls, parameters: int, layers: int, *, root: int = 0, dtype: torch.dtype = torch.float32) -> "ModelSize":
         """A model of `parameters` in all, `root` of them in the root unit and the rest in equal layers, each a unit."""
         if layers < 1:
-            raise UsageError(f"a model has at least one layer, got {layers}")
+            raise UsageError(f"layers must be at least 1, got {layers}")
         if not 0 <= root < parameters:
-            raise UsageError(f"of {parameters:,} parameters the root unit cannot have {root:,}: the layers would have none")
+            raise UsageError(f"the root unit must have at least 0 parameters and fewer than all {parameters:,}, got {root:,}")
         if parameters - root < layers:
             raise UsageError(f"{parameters - root:,} parameters are too few for {layers:,} layers")
         size, longer = divmod(parameters - root, layers)
@@ -85,7 +85,7 @@ class ModelSize:
         """A GPT: 12·hidden² + 13·hidden parameters per layer, as in GPT-2; the embedding, tied to the head, and the last norm are in the
         root."""
         if min(hidden, layers, vocabulary) < 1:
-            raise UsageError(f"hidden, layers and vocabulary are at least 1, got {hidden}, {layers} and {vocabulary}")
+            raise UsageError(f"hidden, layers and vocabulary must be at least 1, got {hidden}, {layers} and {vocabulary}")
         root = vocabulary * hidden + 2 * hidden
         return cls.of_sizes(root + layers * (12 * hidden**2 + 13 * hidden), layers, root=root, dtype=dtype)
 

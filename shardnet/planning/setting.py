@@ -130,7 +130,7 @@ class Setting:
     def offloads(self, strategy: Strategy) -> bool:
         """Whether shards are in the CPU's memory. Raises UsageError for ZeRO-1, which is no strategy of FSDP."""
         if self.cpu_offload and strategy is Strategy.ZERO_1:
-            raise UsageError("cpu_offload: with ZeRO-1 the module is whole where it computes; choose a strategy of FSDP, or leave it out")
+            raise UsageError("cpu_offload: with ZeRO-1 the module is whole on every rank; choose a strategy of FSDP, or leave it out")
         return self.cpu_offload
 
     def compression_under(self, strategy: Strategy) -> Compression:

@@ -51,7 +51,7 @@ def plan_traffic(model: ModelSize, strategy: Strategy, setting: Setting) -> tupl
         case Strategy.ZERO_1:
             planned = [
                 _reductions("reduce_scatter", "average gradients", trained, setting),
-                _gathers("gather what was stepped", trained, setting.world_size, setting, cast=False),
+                _gathers("gather stepped parameters", trained, setting.world_size, setting, cast=False),
             ]
         case _:
             planned = [_gathers("gather for forward", groups, shards, setting)]

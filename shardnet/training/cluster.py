@@ -174,8 +174,8 @@ class Cluster:
         """
         if self._station is None or not self.elastic:
             raise StateError(
-                "this cluster ends with its first loss; start the program with `shardnet run --min-workers` (or --restarts), or with "
-                "connect(elastic=True) on all ranks, to have one that can reform"
+                "this cluster is not elastic, so it cannot reform; start the program with `shardnet run --min-workers` "
+                "(or --restarts), or use connect(elastic=True) on all ranks"
             )
         if not agreed:
             self.backend.abort()  # first, so that no compute thread waits for a collective any more

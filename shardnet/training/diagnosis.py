@@ -43,12 +43,12 @@ class Diagnosis:
             "tasks of the program's loop": _tasks(self._loop) if self._loop is not None else (),
             "tasks of shardnet's loop": _tasks(LoopThread.shared().loop),
             "threads": _threads(),
-            "where the signal came": found.splitlines(),
+            "stack of the thread that got the signal": found.splitlines(),
         }
-        lines = [f"{self._where()} process {os.getpid()} says what it does (SIGUSR1)"]
+        lines = [f"{self._where()} process {os.getpid()} reports what it is doing (SIGUSR1)"]
         for title, content in parts.items():
             lines += [f"{title}:", *(f"  {line}" for line in content)]
-        return "\n".join([*lines, f"end of what process {os.getpid()} does", ""])
+        return "\n".join([*lines, f"end of the report of process {os.getpid()}", ""])
 
     def _where(self) -> str:
         if self._topology is None:

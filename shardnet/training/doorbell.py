@@ -82,7 +82,7 @@ def _listen(reads: int, text: Callable[[str], str], closing: threading.Event) ->
         try:
             said = text(found.decode(errors="replace"))
         except Exception:
-            log.exception("this process cannot say what it does")
+            log.exception("this process could not report what it is doing (SIGUSR1)")
             continue
         with suppress(OSError, ValueError, AttributeError):  # there is no stderr, or none any more
             sys.stderr.write(said)

@@ -55,7 +55,7 @@ def run(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
             received.append(number)
             if number == signal.SIGTERM and departure.ask():
                 _kill_by(loop, signal.SIGTERM)
-                log.warning("SIGTERM: this worker leaves as soon as its training is safe; once more, or Ctrl-C, ends it sooner")
+                log.warning("SIGTERM: this worker leaves as soon as its state is safe; a second SIGTERM, or Ctrl-C, ends it sooner")
                 return
             _kill_by(loop, signal.SIGINT, signal.SIGTERM)
             task.cancel()
@@ -89,7 +89,7 @@ def run(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
 def _check(main: object) -> None:
     if inspect.iscoroutine(main):
         main.close()
-        raise UsageError("shardnet.run calls the function itself: shardnet.run(main), and not shardnet.run(main()), as asyncio.run has it")
+        raise UsageError("shardnet.run needs the function, not a coroutine: write shardnet.run(main), not shardnet.run(main())")
     if asyncio._get_running_loop() is not None:
         raise UsageError("an event loop runs in this thread already, as in a notebook: write `await main()` in place of shardnet.run(main)")
 

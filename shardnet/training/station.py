@@ -242,7 +242,7 @@ class _Connected:
             with Path(self._settings.report_file).open("a") as report:
                 report.write(f"{topology.me.address} {topology.rank} {topology.world_size}\n")
         except OSError as error:  # the launcher then shows less, and that is all
-            log.warning("the launcher cannot be told of rank %d: %s: %s", topology.rank, self._settings.report_file, error.strerror)
+            log.warning("cannot report rank %d to the launcher: %s: %s", topology.rank, self._settings.report_file, error.strerror)
 
     async def _take_seat(self, after: Membership | None, missing: tuple[int, ...]) -> Seat:
         if self._meet is not None:
@@ -261,7 +261,7 @@ class _Connected:
                 if not self.elastic or time.monotonic() >= gives_up_s:
                     await end_membership(membership, goodbye=False)
                     raise
-                log.warning("%s; trying again with those that are there", error)
+                log.warning("%s; trying again with the workers that are left", error)
                 after, missing = membership, ()
             except BaseException:
                 await end_membership(membership, goodbye=False)
@@ -331,7 +331,7 @@ def _compare_rank(wished: int, topology: Topology) -> None:
         return
     log.log(
         logging.WARNING if topology.me.local_rank == 0 else logging.INFO,
-        "[rank %d/%d epoch %d] this worker was to be rank %d, but has another one: others were here before, or not each asked for a rank "
-        "of its own, or those of a node would not be consecutive; take the rank from cluster.rank, not from the environment",
+        "[rank %d/%d epoch %d] this worker asked for rank %d, but got another one: the job had workers before, or not every worker "
+        "asked for a different rank, or ranks of a node would not be consecutive; take the rank from cluster.rank, not the environment",
         *(topology.rank, topology.world_size, topology.epoch, wished),
     )

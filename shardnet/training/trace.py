@@ -138,4 +138,4 @@ def _decode(value: Any, rank: int) -> RankSpans:
         spans = tuple(Span(str(name), _TRACKS[track], *map(int, numbers)) for name, track, *numbers in value["spans"])
         return RankSpans(rank, str(value["name"]), spans)
     except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
-        raise ProtocolError(f"rank {rank} sent spans that no shardnet worker sends: {error!r}") from error
+        raise ProtocolError(f"rank {rank} sent trace spans that cannot be read: {error!r}") from error

@@ -200,9 +200,9 @@ async def test_all_weights_are_exported_though_forward_had_some_when_the_files_w
 @pytest.mark.parametrize(
     ("arguments", "status", "words"),
     [
-        (["list", "{folder}/none"], 1, "none is no folder"),
+        (["list", "{folder}/none"], 1, "none is not a folder"),
         (["verify", "{empty}"], 1, "has no checkpoints"),
-        (["verify", "{folder}", "--step", "3"], 2, f"has no checkpoint of step 3, but of {STEP}, {STEP - 1}"),
+        (["verify", "{folder}", "--step", "3"], 2, f"has no checkpoint of step 3; choose one of {STEP}, {STEP - 1}"),
         (["verify", f"{{folder}}/step-{STEP:08d}", "--step", str(STEP)], 2, f"step-{STEP:08d} is one checkpoint; leave --step out"),
         (["export", f"{{folder}}/step-{STEP:08d}", "{empty}/model", "--step", "3"], 2, "is one checkpoint; leave --step out"),
         (["export", "{folder}", "{empty}/model", "--model", "1"], 2, "has 1 module; there is no number 1"),

@@ -59,10 +59,10 @@ def test_issue(tmp_path: Path, options: list[str], identity: Identity, capsys: p
             "shardnet certs: cannot read {}/nowhere/authority.pem: No such file or directory; `shardnet certs init`",
         ),
         (["issue", "{}", "node-0"], "shardnet certs: {}/node-0/authority.pem exists, and whoever uses it would lose it"),
-        (["issue", "{}", "../x"], "shardnet certs: the certificate goes to a folder of its name, so '../x' cannot be one"),
-        (["issue", "{}", "y", "--days", "9999999"], "shardnet certs: no certificate can say that"),
+        (["issue", "{}", "../x"], "shardnet certs: NAME must be usable as a folder's name, without '/', and not '.' or '..', got '../x'"),
+        (["issue", "{}", "y", "--days", "9999999"], "shardnet certs: cannot make this certificate"),
         (["issue", "{}", "y", "--days", "4000"], "shardnet certs: the authority is good until"),
-        (["init", "{}/new", "--days", "9999999"], "shardnet certs: no certificate can say that"),
+        (["init", "{}/new", "--days", "9999999"], "shardnet certs: cannot make this certificate"),
         (["init", "{}"], "shardnet certs: {}/authority.pem exists"),
         (["show", "{}/x"], "shardnet certs: cannot read {}/x/authority.pem: No such file or directory; `shardnet certs issue` makes it"),
         (
@@ -98,10 +98,10 @@ def test_a_token_is_new_every_time(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (
             ["run", "--certs", "{}/node-0", "--rendezvous", "10.0.0.1:1", "--job", "x", "-m", "a"],
-            "is for worker 'node-0' of job 'lm', which does not let its holder join job 'x'",
+            "is for worker 'node-0' of job 'lm', which may not join job 'x'",
         ),
         (["run", "--certs", "{}/node-0", "--insecure", "-m", "a"], "shardnet run: choose one of a folder of certificates"),
-        (["rendezvous", "--certs", "{}/node-0"], "is for worker 'node-0' of job 'lm', whom no worker takes for a rendezvous"),
+        (["rendezvous", "--certs", "{}/node-0"], "is for worker 'node-0' of job 'lm', which no worker accepts as a rendezvous"),
         (["status", "10.0.0.1:1", "--certs", "{}/nobody"], "shardnet status: cannot read {}/nobody/authority.pem"),
     ],
 )

@@ -112,8 +112,8 @@ def test_little_gradients_are_said_to_be_sent_more_often(capsys: pytest.CaptureF
     """What a run of four ranks sends was counted for units of 512 KiB: four times the plan to reduce, twice to all-reduce."""
     given = ["plan", "--parameters", "2M", "--layers", "8", "--world", "4"]
     assert main([*given, "--reduce-dtype", "bfloat16"]) == 0
-    whole = "Where no GPU computes, a unit's gradients of up to 1.0 MiB go whole to every rank of the node, up to 4 times"
-    assert f"{whole} what is planned to reduce them: FULL_SHARD (ZeRO-3), " in capsys.readouterr().out
+    whole = "Where no GPU computes, a unit's gradients of up to 1.0 MiB go whole to every rank of the node: up to 4 times"
+    assert f"{whole} the bytes that are planned here to reduce them, with FULL_SHARD (ZeRO-3), " in capsys.readouterr().out
     assert main([*given, "--cpu-offload", "--strategy", "full_shard"]) == 0
     assert main(["plan", "--parameters", "2G", "--layers", "8", "--world", "4"]) == 0
     assert "go whole" not in capsys.readouterr().out
@@ -166,7 +166,7 @@ def test_what_is_kept_between_forward_and_backward(capsys: pytest.CaptureFixture
     assert "; adamw, prefetch 0, reshard_after_forward=2\n" in out
     assert "reducing  secondary  activations" in out
     assert "gather from neighbours" in out
-    assert "Planned without reshard_after_forward=2, which does not suit them: SHARD_GRAD_OP (ZeRO-2), HYBRID_SHARD, " in out
+    assert "Planned without reshard_after_forward=2, which does not suit SHARD_GRAD_OP (ZeRO-2), HYBRID_SHARD, " in out
 
     assert main(["plan", *given, "False", "--strategy", "full_shard", "--strategy", "shard_grad_op", "--json"]) == 0
     full, grad = json.loads(capsys.readouterr().out)["plans"]
@@ -187,7 +187,7 @@ def test_offload_says_what_is_where(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "; adamw, prefetch 1, cpu_offload\n" in out
     assert "activations  on the CPU  on the GPU  sends a step" in out
-    assert "With cpu_offload parameters, gradients and the optimizer's state are on the CPU" in out
+    assert "With cpu_offload, parameters, gradients and the optimizer's state are on the CPU" in out
     assert "ZeRO-1 is planned without cpu_offload" in out
 
     assert main(["plan", *given, "--strategy", "full_shard"]) == 0
@@ -219,9 +219,9 @@ SIZES = ["--parameters", "1M", "--layers", "4"]
         ([*SIZES, "--hidden", "8"], "name a model as MODULE:CALLABLE, or give its sizes"),
         ([*SIZES, "--units", "Layer"], "--units is for a model given as MODULE:CALLABLE"),
         ([*SIZES, "--input", "2x3"], "--input is for a model given as MODULE:CALLABLE"),
-        ([*SIZES, "--root-parameters", "1M"], "of 1,000,000 parameters the root unit cannot have 1,000,000"),
+        ([*SIZES, "--root-parameters", "1M"], "the root unit must have at least 0 parameters and fewer than all 1,000,000, got 1,000,000"),
         ([*SIZES, "--node-size", "3"], "nodes of 3 ranks do not make a world of 8: the node size must divide the world size"),
-        ([*SIZES, "--strategy", "hybrid_shard"], "hybrid_shard needs nodes: say with --node-size how many ranks each has"),
+        ([*SIZES, "--strategy", "hybrid_shard"], "hybrid_shard needs --node-size, the number of ranks of each node"),
         (
             [*SIZES, "--dtype", "bfloat16", "--compute-dtype", "float32"],
             "parameters kept in torch.bfloat16 cannot be gathered as torch.float32",
@@ -253,7 +253,7 @@ SIZES = ["--parameters", "1M", "--layers", "4"]
             [*SIZES, "--reshard-after-forward", "half"],
             "argument --reshard-after-forward: must be true, false or a number of ranks, not 'half'",
         ),
-        ([*SIZES, "--cpu-offload", "--strategy", "zero_1"], "cpu_offload: with ZeRO-1 the module is whole where it computes; choose"),
+        ([*SIZES, "--cpu-offload", "--strategy", "zero_1"], "cpu_offload: with ZeRO-1 the module is whole on every rank; choose"),
         ([*SIZES, "--prefetch", "-1"], "argument --prefetch: must be a whole number from 0 on"),
         ([*SIZES, "--strategy", "fsdp"], "argument --strategy: invalid choice: 'fsdp'"),
         (["planned_models:small", "--layers", "4"], "planned_models:small has sizes of its own; leave out --layers"),
@@ -277,8 +277,8 @@ SIZES = ["--parameters", "1M", "--layers", "4"]
             ["planned_models:small", "--units", "Block"],
             "--units: the model has no Block; its modules are Embedding, Layer, ReLU, Sequential",
         ),
-        (["planned_models:small", "--input", "2x3:int65"], "--input '2x3:int65' is no shape and dtype such as 4x1024:int64"),
-        (["planned_models:small", "--input", "2,3"], "--input '2,3' is no shape and dtype"),
+        (["planned_models:small", "--input", "2x3:int65"], "--input must be a shape and dtype such as 4x1024:int64, got '2x3:int65'"),
+        (["planned_models:small", "--input", "2,3"], "--input must be a shape and dtype such as 4x1024:int64, got '2,3'"),
         (["planned_models:small", "--input", "2x3"], "forward failed on input [2, 3] float32: RuntimeError: "),
     ],
 )

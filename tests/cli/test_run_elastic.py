@@ -85,7 +85,7 @@ while True:
         result = run.finish()
     assert result.status == 130
     assert result.out.count("ready") == 2
-    assert result.err == "shardnet: SIGINT: passed on to the workers; once more kills them\n"
+    assert result.err == "shardnet: SIGINT: passed on to the workers; a second one kills them\n"
 
 
 def test_more_workers_than_there_are_cannot_be_asked_for(tmp_path: Path) -> None:

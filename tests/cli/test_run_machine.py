@@ -119,7 +119,7 @@ def test_a_working_directory_that_is_gone(tmp_path: Path) -> None:
     )
     assert (done.returncode, done.stderr) == (
         2,
-        "shardnet run: the working directory is not there any more, in which the workers would begin; change to another one\n",
+        "shardnet run: the working directory, in which workers start, does not exist any more; change to another one\n",
     )
 
 
@@ -128,7 +128,7 @@ def test_a_report_that_reaches_nobody_ends_no_training(tmp_path: Path) -> None:
     lines = "import os\nos.environ['SHARDNET_REPORT_FILE'] = '/no/such/file'\n"
     result = shardnet(tmp_path, "run", "--nproc", "2", script(tmp_path, lines + TRAINING))
     assert result.status == 0
-    assert "the launcher cannot be told of rank 1: /no/such/file: No such file or directory" in result.err
+    assert "cannot report rank 1 to the launcher: /no/such/file: No such file or directory" in result.err
     assert result.out.count("mean 1.0") == 2
 
 
@@ -165,7 +165,7 @@ class TestTheForkServer:
             result = run.finish()
         assert result.status == 1
         assert result.err.endswith(
-            f"the process that makes others was killed by SIGKILL as the system does when memory runs out (pid {server.pid}), "
+            f"the fork server (pid {server.pid}) was killed by SIGKILL (the system does this when memory runs out), "
             "and all workers with it; '--start-method spawn' does without it\n"
         )
         assert "failed" not in result.err

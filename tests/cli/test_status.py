@@ -157,7 +157,7 @@ async def test_one_worker_is_shown_with_its_collectives() -> None:
     assert text.splitlines()[0] == f"worker {alive}: serving, plaintext, up 1:23, shardnet 1.2.3, {place}"
     assert text.splitlines()[1] == "collectives: direct between 4 ranks"
     assert text.splitlines()[4].split()[-2:] == ["1*,3", "240"]
-    assert "* large data is copied through memory: this system does not let processes read each other's" in text
+    assert "* large data is copied through memory: this system does not let processes read each other's memory" in text
     assert "rank 0 has dropped 7 chunks of collectives or epochs that were over" in text
     assert text.splitlines()[-8].split() == ["all_gather", "240", "1", "3.0", "MiB", "5.00", "ms", "2.5", "ms", "4.9", "ms", "1.25", "ms"]
     assert text.splitlines()[-6:] == [

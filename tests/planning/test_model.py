@@ -52,9 +52,9 @@ def test_the_sizes_of_gpt_2() -> None:
 @pytest.mark.parametrize(
     ("parameters", "layers", "root", "message"),
     [
-        (10, 0, 0, "at least one layer, got 0"),
-        (10, 2, 10, "of 10 parameters the root unit cannot have 10"),
-        (10, 2, -1, "cannot have -1"),
+        (10, 0, 0, "layers must be at least 1, got 0"),
+        (10, 2, 10, "fewer than all 10, got 10"),
+        (10, 2, -1, "fewer than all 10, got -1"),
         (10, 11, 0, "10 parameters are too few for 11 layers"),
     ],
 )

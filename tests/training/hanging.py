@@ -24,7 +24,7 @@ def hang(path: str) -> None:
         reached.wait()
         os.kill(os.getpid(), signal.SIGUSR1)
         for _ in range(TRIES):
-            if "end of what process" in said.getvalue():
+            if "end of the report of process" in said.getvalue():
                 break
             time.sleep(EVERY_S)
         Path(path).write_text(said.getvalue())

@@ -320,7 +320,7 @@ async def test_a_report_that_cannot_be_written_ends_nothing(meeting: str, tmp_pa
             await cluster.backend.barrier()
 
     await asyncio.gather(member(), member())
-    assert f"the launcher cannot be told of rank 1: {nowhere}: No such file or directory" in caplog.messages
+    assert f"cannot report rank 1 to the launcher: {nowhere}: No such file or directory" in caplog.messages
 
 
 async def test_what_goes_wrong_last_closes_what_was_opened(meeting: str) -> None:

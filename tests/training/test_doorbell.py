@@ -29,7 +29,7 @@ async def ring(capsys: pytest.CaptureFixture[str]) -> str:
     os.kill(os.getpid(), signal.SIGUSR1)
     said = ""
     async with asyncio.timeout(10.0):
-        while "end of what process" not in said:
+        while "end of the report of process" not in said:
             await asyncio.sleep(0.01)
             said += capsys.readouterr().err
     return said
@@ -65,7 +65,7 @@ async def test_a_stuck_rank_says_for_whom_and_shows_everything(meeting: str, cap
     told.set()
     await asyncio.gather(first, second)
     rank = stuck[0].rank
-    assert said.startswith(f"[rank {rank}/2 epoch 1 step 7] process {os.getpid()} says what it does (SIGUSR1)\n")
+    assert said.startswith(f"[rank {rank}/2 epoch 1 step 7] process {os.getpid()} reports what it is doing (SIGUSR1)\n")
     assert re.search(
         rf"collectives under way:\n  waits \d\.\d s in barrier #1 of stuck for rank {1 - rank} \(at #1, last entered all_red", said
     )
@@ -73,7 +73,7 @@ async def test_a_stuck_rank_says_for_whom_and_shows_everything(meeting: str, cap
     assert re.search(r"tasks of the program's loop:\n(  .*\n)*  Task-\d+.*: .*\(\S+\.py:\d+\)", said)
     assert re.search(r"tasks of shardnet's loop:\n(  .*\n)*  Task-\d+, .*: GrpcMesh\._run \(grpc_mesh\.py:\d+\) > Outbox\.run ", said)
     assert re.search(r"\n  asyncio_\d+ \(\d+\):\n(    .*\n)*.*pending.py\", line \d+, in wait\n", said)
-    assert re.search(r"where the signal came:\n  Stack \(most recent call first\):\n    File ", said)
+    assert re.search(r"stack of the thread that got the signal:\n  Stack \(most recent call first\):\n    File ", said)
 
 
 @pytest.mark.timeout(120)
@@ -84,7 +84,7 @@ def test_a_process_whose_main_thread_hangs_in_c_says_where(nursery: Nursery, tmp
     (main,) = re.findall(r"\n  MainThread \(\d+\):\n((?:    .*\n)+)", said)
     assert main.splitlines()[-2].endswith("in _enter")
     assert main.splitlines()[-1].strip() == "lock(mutex)"
-    assert re.search(r'where the signal came:\n  Stack .*\n    File ".*hanging.py", line \d+ in _enter', said)
+    assert re.search(r'stack of the thread that got the signal:\n  Stack .*\n    File ".*hanging.py", line \d+ in _enter', said)
 
 
 def nothing(found: str) -> str:
@@ -161,9 +161,9 @@ async def test_what_goes_wrong_in_saying_so_ends_nothing(capsys: pytest.CaptureF
     with answering(text):
         os.kill(os.getpid(), signal.SIGUSR1)
         await until(lambda: caplog.records)
-        assert caplog.records[0].getMessage() == "this process cannot say what it does"
+        assert caplog.records[0].getMessage() == "this process could not report what it is doing (SIGUSR1)"
         broken = False
-        assert "end of what process" in await ring(capsys)
+        assert "end of the report of process" in await ring(capsys)
 
 
 async def test_the_last_twenty_are_listed_and_all_that_are_under_way() -> None:

@@ -168,7 +168,7 @@ def test_where_metrics_may_be_and_what_the_environment_says() -> None:
     assert Settings(metrics="127.0.0.1:0", local_rank=3).metrics_address == "127.0.0.1:0"
     with pytest.raises(AddressError, match="SHARDNET_METRICS: '9464'"):
         Settings.from_environment({"SHARDNET_METRICS": "9464"})
-    with pytest.raises(AddressError, match=r"metrics of connect\(\): .* local rank 1 make a port above 65535"):
+    with pytest.raises(AddressError, match=r"metrics of connect\(\): .* local rank 1 gives a port above 65535"):
         Settings.from_environment({}, metrics="127.0.0.1:65535", local_rank=1)
 
 

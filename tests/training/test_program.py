@@ -177,7 +177,7 @@ def test_a_coroutine_in_place_of_the_function_is_refused_in_words() -> None:
     async def main() -> None:
         raise AssertionError("never")
 
-    with pytest.raises(UsageError, match=r"shardnet\.run\(main\), and not shardnet\.run\(main\(\)\)"):
+    with pytest.raises(UsageError, match=r"shardnet\.run\(main\), not shardnet\.run\(main\(\)\)"):
         shardnet.run(main())  # type: ignore[arg-type]
 
 

@@ -46,5 +46,5 @@ def test_who_gets_another_rank_is_told(nursery: Nursery, meeting: str, tmp_path:
         [1, 3, 0, 1],
     ]
     said = (tmp_path / "output").read_text()
-    assert said.count("this worker was to be rank") == 1  # one worker of each node where it happens
-    assert "[rank 2/3 epoch 1] this worker was to be rank 1, but has another one" in said
+    assert said.count("this worker asked for rank") == 1  # one worker of each node where it happens
+    assert "[rank 2/3 epoch 1] this worker asked for rank 1, but got another one" in said

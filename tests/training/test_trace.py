@@ -122,7 +122,7 @@ async def test_spans_that_make_no_sense_are_a_protocol_error_naming_the_rank() -
     left, right = LoopbackBackend.create_group(2)
     strange = {"name": "x", "spans": [["f", 99, 0, 1, 0, 0]]}
     try:
-        with pytest.raises(ProtocolError, match="rank 0 sent spans"):
+        with pytest.raises(ProtocolError, match="rank 0 sent trace spans"):
             await asyncio.gather(gather_spans(right, "y"), gather_json(left, strange, "spans"))
     finally:
         await left.aclose()

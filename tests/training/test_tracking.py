@@ -74,8 +74,8 @@ async def test_what_is_given_is_recorded_even_where_it_is_zero(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("metrics", "words"),
     [
-        ({"name": "gpt"}, "metric 'name' is no number, but str"),
-        ({"norm": torch.ones(2)}, "metric 'norm' is no number, but Tensor"),
+        ({"name": "gpt"}, "metric 'name' must be one number, got str"),
+        ({"norm": torch.ones(2)}, "metric 'norm' must be one number, got Tensor"),
         ({"step": 3.0}, "a metric cannot be called 'step'"),
     ],
 )

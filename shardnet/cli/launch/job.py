@@ -72,16 +72,16 @@ class Job:
         if self.nproc < 1 or self.nnodes < 1:
             raise UsageError(f"a job needs at least one worker and one node, got nproc={self.nproc} and nnodes={self.nnodes}")
         if self.grace_s < 0:
-            raise UsageError(f"the grace must not be negative, got {self.grace_s} s")
+            raise UsageError(f"the grace period must not be negative, got {self.grace_s} s")
         if self.nnodes > 1 and self.rendezvous is None:
             raise UsageError(f"{self.nnodes} nodes need --rendezvous HOST:PORT to find each other; start one with 'shardnet rendezvous'")
         if self.web is not None and self.rendezvous is not None:
             raise UsageError(
-                f"--web shows the cluster of a rendezvous that is started here, but this run is to meet at {self.rendezvous}; "
-                "leave it off, and give it to the 'shardnet rendezvous' that listens there"
+                f"--web is for a run that starts its own rendezvous, but this one uses the rendezvous at {self.rendezvous}; "
+                "leave out --web, and give it to the 'shardnet rendezvous' that listens there"
             )
         if self.node_rank is not None and not 0 <= self.node_rank < self.nnodes:
-            raise UsageError(f"--node-rank {self.node_rank} is none of {self.nnodes} nodes; give a number from 0 to {self.nnodes - 1}")
+            raise UsageError(f"--node-rank must be from 0 to {self.nnodes - 1} with {self.nnodes} nodes, got {self.node_rank}")
         if not 1 <= self.least_workers <= self.world_size:
             raise UsageError(
                 f"a job of {self.world_size} workers (nproc={self.nproc} times nnodes={self.nnodes}) cannot go on with {self.min_workers}; "

@@ -105,7 +105,7 @@ def _stop_signals(supervisor: Supervisor, console: Console) -> Iterator[None]:
         if supervisor.stopping:
             console.say(f"{name}: killing the workers")
         else:
-            console.say(f"{name}: passed on to the workers; once more kills them")
+            console.say(f"{name}: passed on to the workers; a second one kills them")
         supervisor.stop(number)
 
     loop = asyncio.get_running_loop()

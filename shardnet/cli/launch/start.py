@@ -54,7 +54,7 @@ async def starting(job: Job) -> AsyncIterator[Start]:
         try:
             await asyncio.to_thread(nursery.wait_until_ready)
         except OSError as error:
-            raise type(error)(f"{error} before it could; '--start-method spawn' does without it") from error
+            raise type(error)(f"cannot start the fork server: {error}; '--start-method spawn' does without it") from error
         yield Fork(nursery, environment)
     finally:
         nursery.close()

@@ -19,11 +19,11 @@ def numbers(metrics: Mapping[str, SupportsFloat]) -> dict[str, float]:
     plain = {}
     for name, value in metrics.items():
         if name in OWN:
-            raise UsageError(f"a metric cannot be called {name!r}: each record has that of its own; call it something else")
+            raise UsageError(f"a metric cannot be called {name!r}: each record has a field of this name already; call it something else")
         try:
             plain[name] = float(value)
         except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor of several elements
-            raise UsageError(f"metric {name!r} is no number, but {type(value).__name__}: {error}; report one number") from error
+            raise UsageError(f"metric {name!r} must be one number, got {type(value).__name__}: {error}") from error
     return plain
 
 

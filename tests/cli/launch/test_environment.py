@@ -55,7 +55,7 @@ def test_ranks_follow_from_which_machine_it_is() -> None:
 
 
 def test_a_machine_is_one_of_those_that_there_are() -> None:
-    with pytest.raises(UsageError, match="--node-rank 3 is none of 3 nodes; give a number from 0 to 2"):
+    with pytest.raises(UsageError, match="--node-rank must be from 0 to 2 with 3 nodes, got 3"):
         Job("a.py", nnodes=3, node_rank=3, rendezvous="r:1")
 
 
