@@ -51,8 +51,9 @@ class AbsentParameter(Tensor):
 
     def refusal(self) -> StateError:
         return StateError(
-            f"{self._name} is sharded here: it is whole only while its unit {self._unit} runs. Call that module rather than read its "
-            "parameters, or leave it out of `units`, so that the unit around it gathers them; parameters() has this rank's slices"
+            f"{self._name} is sharded: the parameter is whole only while its unit {self._unit} runs. Call the unit's module instead of "
+            "reading its parameters, or leave that module out of `units`, so that the enclosing unit gathers them; parameters() has this "
+            "rank's slices"
         )
 
     @classmethod

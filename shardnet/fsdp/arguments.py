@@ -20,7 +20,7 @@ def check_kinds(module: object, backend: object, prefetch: object, mixed_precisi
     if not isinstance(module, nn.Module):
         raise UsageError(f"only an nn.Module can be sharded, got a value of type {type(module).__name__}")
     if not isinstance(prefetch, int) or prefetch < 0:
-        raise UsageError(f"prefetch must be a number of units and not negative, got {prefetch!r}")
+        raise UsageError(f"prefetch must be a number of units, 0 or more, got {prefetch!r}")
     if not isinstance(mixed_precision, MixedPrecision | None):
         raise UsageError(f"mixed_precision must be a MixedPrecision, such as MixedPrecision(torch.bfloat16), got {mixed_precision!r}")
     if not isinstance(compression, Compression | None):
@@ -35,7 +35,10 @@ def check_parameters(module: nn.Module, ignored: IgnoredModules) -> None:
         if parameter in ignored.parameters:
             continue
         if is_lazy(parameter):
-            raise UsageError(f"{name} has no shape yet: call the module once, with an input like those to come, before you shard it")
+            raise UsageError(f"{name} is a lazy parameter without a shape: call the module once on an example input before you shard it")
         if parameter.is_complex():
-            raise DtypeError(f"{name} is {dtype_name(parameter.dtype)}: keep it as real numbers (torch.view_as_real), or ignore its module")
+            raise DtypeError(
+                f"{name} is {dtype_name(parameter.dtype)}, and complex parameters cannot be sharded: store it as real numbers "
+                "(torch.view_as_real), or put its module into ignored_modules"
+            )
     refuse_overlaps((name, parameter) for name, parameter in module.named_parameters() if parameter not in ignored.parameters)

@@ -71,7 +71,9 @@ class AsyncFSDP:
     def fsdp(self) -> FSDP:
         """The wrapped model itself. Use its methods through `run`, so that they wait for their turn."""
         if self._fsdp is None:
-            raise StateError("AsyncFSDP is not made yet: `async with AsyncFSDP(...) as model`, or `model = await AsyncFSDP(...)`")
+            raise StateError(
+                "this AsyncFSDP has not been started: use `async with AsyncFSDP(...) as model`, or `model = await AsyncFSDP(...)`"
+            )
         return self._fsdp
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -79,7 +81,7 @@ class AsyncFSDP:
         if os.getpid() != self._pid:
             raise InheritedError  # the compute thread exists only in the other process
         if self._closed:
-            raise ClosedError("this model was closed, by aclose() or with its cluster or epoch; make it anew with cluster.shard()")
+            raise ClosedError("this model was closed, by aclose() or when its cluster or epoch ended; make a new one with cluster.shard()")
         call, surroundings = contextvars.copy_context().run, Surroundings()
         adds_up = any(block.model is self for block in _adding_up.get())
 
@@ -121,8 +123,8 @@ class AsyncFSDP:
         """
         if scaler is not None and not isinstance(scaler, GradScaler) and scaler.is_enabled():
             raise UsageError(
-                f"each rank would skip steps by its own slices of gradients with a {type(scaler).__module__}.{type(scaler).__name__}; "
-                "use shardnet.fsdp.GradScaler(backend)"
+                f"a {type(scaler).__module__}.{type(scaler).__name__} decides on each rank alone, by that rank's slices of the gradients, "
+                "whether to skip a step; use shardnet.fsdp.GradScaler(backend)"
             )
         await self.run(_step, self.fsdp, optimizer, scaler)
 
@@ -194,8 +196,8 @@ class AsyncFSDP:
         for path, owner in inside.items():
             if hasattr(owner, name):
                 raise AttributeError(
-                    f"AsyncFSDP has no attribute {name!r}, but its {type(owner).__name__} has: use model.{path}.{name}, and what computes "
-                    "in a function given to model.run(), on all ranks"
+                    f"AsyncFSDP has no attribute {name!r}, but its {type(owner).__name__} has: use model.{path}.{name}; if it computes, "
+                    "call it within a function given to model.run(), on all ranks"
                 )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
@@ -255,6 +257,6 @@ def _check_loss(loss: object) -> None:
     """Say what is wrong to a caller who forgot to await the model: an AttributeError would not."""
     if inspect.iscoroutine(loss):
         loss.close()
-        raise UsageError("backward wants the loss, not a coroutine: a call of the model is awaited, as in `await model(x)`")
+        raise UsageError("backward() needs the loss as a tensor, got a coroutine: await the call of the model, as in `await model(x)`")
     if not isinstance(loss, Tensor):
-        raise UsageError(f"backward wants the loss as a tensor, not as {type(loss).__name__}")
+        raise UsageError(f"backward() needs the loss as a tensor, got a value of type {type(loss).__name__}")

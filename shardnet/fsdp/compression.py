@@ -64,14 +64,15 @@ class Compression:
         if self.weights is None and self.gradients is None:
             return self
         if strategy is ShardingStrategy.NO_SHARD:
-            raise UsageError("compression is for what shards are gathered and reduced by, and NO_SHARD has none; leave it out")
+            raise UsageError("compression applies to gathers and reductions of shards, and NO_SHARD has no shards; leave compression out")
         if self.weights == "bfloat16" and precision.param_dtype in (torch.bfloat16, torch.float16):
             raise UsageError(
-                f"Compression: weights are gathered as {precision.param_dtype} already, by MixedPrecision; leave 'bfloat16' out"
+                f"Compression: weights are gathered as {precision.param_dtype} already, by MixedPrecision; leave weights='bfloat16' out"
             )
         if self.gradients is not None and precision.reduce_dtype not in (None, torch.float32):
             raise UsageError(
-                f"Compression: gradients sent as {self.gradients} are added up in float32; leave reduce_dtype {precision.reduce_dtype} out"
+                f"Compression: gradients sent as {self.gradients} are added up in float32; leave reduce_dtype {precision.reduce_dtype} "
+                "out of MixedPrecision"
             )
         return self if shard_count > 1 else Compression()
 

@@ -36,7 +36,7 @@ class FullBuffer:
         # What the storage is exchanged with when it is freed or filled; holds no memory in between.
         self._vacant = torch.UntypedStorage(0, device=device)  # type: ignore[no-untyped-call]
         self._of_node: NodeBuffer | None = None  # the buffer that lends the memory, if this one does not use its own
-        self._complaint = f"the full parameters of {owner} are freed: they can be read only while it computes, in forward or backward"
+        self._complaint = f"the full parameters of {owner} are freed: they can be read only while that unit runs forward or backward"
         _forbid_reading(self._vacant, self._complaint)
         self._counted = False
         self.expect()

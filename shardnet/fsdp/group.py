@@ -284,8 +284,8 @@ class FlatGroup:
         for entry, piece, gathered in zip(self.placed, self._slices, self._gathered, strict=True):
             if entry.parameter._version != gathered or (piece.numel() and entry.parameter.data_ptr() != piece.data_ptr()):
                 raise StateError(
-                    f"{entry.name} was written to in a forward that had begun to gather it for {self.label}, which would compute with what "
-                    "it was before: write to it before the forward or behind the step, or shard with prefetch=0"
+                    f"{entry.name} was written to in a forward that had already begun to gather it for {self.label}, which would compute "
+                    "with the old values: write to it before the forward or after the optimizer's step, or shard with prefetch=0"
                 )
 
     def _versions_now(self) -> list[int]:
@@ -419,7 +419,8 @@ class FlatGroup:
                 raise SizeMismatchError(tuple(piece.shape), tuple(parameter.shape), f"as the shape of this rank's slice of {entry.name}")
             if parameter.dtype != piece.dtype or parameter.device != piece.device:
                 raise UsageError(
-                    f"{entry.name} was moved to {parameter.dtype} on {parameter.device}: convert the module before wrapping it"
+                    f"{entry.name} became {parameter.dtype} on {parameter.device} after it was sharded: convert or move the module before "
+                    "you shard it"
                 )
             if piece.numel() and parameter.data_ptr() != piece.data_ptr():
                 piece.copy_(parameter.detach())

@@ -87,4 +87,7 @@ def _check_past_wrapper(runtime: Runtime, known: KnownParameters) -> None:
 def _refuse_copy(unit: Unit, *, is_own: bool) -> None:
     """A copy of a module has the original's hooks."""
     if not is_own:
-        raise StateError(f"{unit.name}: a copy of a sharded module has only slices of parameters; make one from full_state_dict()")
+        raise StateError(
+            f"{unit.name}: a copy of a sharded module has only slices of parameters; build a new module and load the full_state_dict() of "
+            "the sharded one into it"
+        )

@@ -28,15 +28,18 @@ class IgnoredModules:
         for head in heads:
             for name, tensor in (*head.named_parameters(), *head.named_buffers()):
                 if tensor.is_meta:
-                    raise UsageError(f"{names[head]}.{name} is on meta, and ignored modules are not initialised: do so before wrapping")
+                    raise UsageError(
+                        f"{names[head]}.{name} is on meta, and FSDP does not initialise ignored modules: initialise this module before you "
+                        "shard the model"
+                    )
 
     def refuse_units(self, units: Iterable[tuple[str, nn.Module]]) -> None:
         """Raise UsageError if one of `units` would be both ignored and sharded."""
         for name, module in units:
             if module in self.modules:
                 raise UsageError(
-                    f"{name} ({type(module).__name__}) is chosen as a unit but lies in ignored_modules; "
-                    "leave it out of one of them: units may be a predicate (name, module) -> bool"
+                    f"{name} ({type(module).__name__}) is chosen by units and is also in ignored_modules; "
+                    "leave it out of one of the two: units may be a predicate (name, module) -> bool"
                 )
 
 
@@ -44,6 +47,6 @@ def _check(head: object, root: nn.Module, names: dict[nn.Module, str]) -> None:
     if not isinstance(head, nn.Module):
         raise UsageError(f"ignored_modules must hold modules, got {head!r}")
     if head is root:
-        raise UsageError("ignored_modules holds the wrapped module itself, so that nothing would be sharded")
+        raise UsageError("ignored_modules contains the wrapped module itself, so nothing would be sharded; list submodules only")
     if head not in names:
-        raise UsageError(f"ignored_modules holds a {type(head).__name__} that is no submodule of the wrapped {type(root).__name__}")
+        raise UsageError(f"ignored_modules contains a {type(head).__name__} that is not a submodule of the wrapped {type(root).__name__}")

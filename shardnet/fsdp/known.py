@@ -38,6 +38,7 @@ class KnownParameters:
     def _unknown(self, parameter: nn.Parameter) -> StateError:
         name = next(name for name, other in self._module.named_parameters() if other is parameter)
         return StateError(
-            f"{name} was put into the model after it was sharded, and ranks would train it apart: change the module before you shard it, "
-            "or unwrap() it, change it and shard it anew (torch.func.functional_call, which does so for a moment, has no way here)"
+            f"{name} was added to the model after the model was sharded, so each rank would train it by itself: change the module "
+            "before you shard it, or call unwrap(), change the module and shard it again (torch.func.functional_call, which "
+            "replaces parameters during a call, does not work with a sharded model)"
         )

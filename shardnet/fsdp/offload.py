@@ -16,14 +16,17 @@ def compute_device(module: nn.Module, device: torch.device | str | None) -> torc
     """The device on which a module with shards on the CPU computes. Raises UsageError if that is no GPU, or not the module's own GPU."""
     found = {parameter.device for parameter in module.parameters() if parameter.device.type == "cuda"}
     if device is None and not found and not torch.cuda.is_available():
-        raise UsageError("cpu_offload: there is no GPU to compute on, and on the CPU there is nothing to offload; leave it out")
+        raise UsageError("cpu_offload: this rank has no GPU to compute on, so there is nothing to offload; leave cpu_offload out")
     chosen = torch.device(device) if device is not None else found.pop() if found else torch.device("cuda")
     if chosen == torch.device("cuda"):  # whichever is the current one
         chosen = torch.device("cuda", torch.cuda.current_device())
     if chosen.type != "cuda":
-        raise UsageError(f"cpu_offload: units are computed on a GPU, not on {chosen}; leave out `device` or cpu_offload")
+        raise UsageError(f"cpu_offload: units compute on a GPU, but `device` is {chosen}; leave out `device` or cpu_offload")
     if found - {chosen}:
-        raise UsageError(f"cpu_offload: the module has parameters on {', '.join(map(str, found))}, but is to compute on {chosen}")
+        raise UsageError(
+            f"cpu_offload: the module has parameters on {', '.join(map(str, found))}, but would compute on {chosen}; move the whole module "
+            "to that GPU or to the CPU"
+        )
     return chosen
 
 

@@ -7,10 +7,10 @@ from shardnet.errors import StateError, UsageError
 from shardnet.fsdp.group import sharded_by
 
 _REFUSED = {
-    optim.LBFGS: "its line search takes all parameters as one vector, of which this rank has a part",
-    optim.Adafactor: "it looks at rows and columns of a parameter, of which this rank has some elements; use ZeroOptimizer",
-    optim.SparseAdam: "gradients of what is sharded are dense; use ZeroOptimizer",
-    optim.Muon: "it looks at a parameter as a matrix, of which this rank has some elements; use ZeroOptimizer",
+    optim.LBFGS: "its line search needs all parameters as one vector, and each rank has only a part of it; use Adam",
+    optim.Adafactor: "it needs whole rows and columns of a parameter, and each rank has only some elements; use ZeroOptimizer without FSDP",
+    optim.SparseAdam: "it needs sparse gradients, and gradients of sharded parameters are dense; use Adam",
+    optim.Muon: "it needs a parameter as a whole matrix, and each rank has only some elements; use ZeroOptimizer without FSDP",
 }
 
 
@@ -22,7 +22,7 @@ def check_optimizer(optimizer: optim.Optimizer) -> None:
         return
     for parameter in (parameter for options in optimizer.param_groups for parameter in options["params"]):
         if (unit := sharded_by(parameter)) is not None:
-            raise UsageError(f"{type(optimizer).__name__} cannot step what is sharded, such as the parameters of {unit}: {reason}")
+            raise UsageError(f"{type(optimizer).__name__} cannot step sharded parameters, such as those of {unit}: {reason}")
 
 
 def check_state(optimizer: optim.Optimizer) -> None:
@@ -31,7 +31,7 @@ def check_state(optimizer: optim.Optimizer) -> None:
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.dim() and value.shape != parameter.shape and (unit := sharded_by(parameter)):
                 raise StateError(
-                    f"the state {name!r} of a parameter of {unit} has shape {list(value.shape)}, and this rank's slice has "
-                    f"{list(parameter.shape)}: it is of the whole parameter, or another rank's. shardnet.checkpoint saves and loads "
-                    "states for any number of ranks; what an optimizer's state_dict() gives is one rank's own"
+                    f"the optimizer state {name!r} of a parameter of {unit} has shape {list(value.shape)}, but this rank's slice has shape "
+                    f"{list(parameter.shape)}: the state belongs to the whole parameter or to another rank. An optimizer's state_dict() "
+                    "holds the state of one rank only; save and load with shardnet.checkpoint, which works with any number of ranks"
                 )

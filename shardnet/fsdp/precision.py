@@ -77,8 +77,8 @@ class MixedPrecision:
         compute = self._override(name, parameter) or self.param_dtype or master
         if compute.itemsize > master.itemsize:
             raise UsageError(
-                f"{name} is {master}, so param_dtype {compute} would send more bytes for nothing; "
-                "wrap a module with wider parameters, such as module.float(), and let param_dtype be the narrower"
+                f"{name} is {master}, so the wider param_dtype {compute} would send more bytes without more precision; "
+                "choose a narrower param_dtype, or convert the module before you shard it, as with module.float()"
             )
         return Dtypes(master, compute, self.reduce_dtype or compute)
 
@@ -96,8 +96,8 @@ class MixedPrecision:
         override = self.param_dtype_override_fn(parameter) if self.param_dtype_override_fn else None
         if override not in (None, self.param_dtype, parameter.dtype):
             raise UsageError(
-                f"param_dtype_override_fn gave {override} for {name}: "
-                f"it may return None, param_dtype ({self.param_dtype}) or the parameter's own dtype ({parameter.dtype})"
+                f"param_dtype_override_fn returned {override} for {name}: "
+                f"it must return None, param_dtype ({self.param_dtype}) or the parameter's own dtype ({parameter.dtype})"
             )
         return override
 

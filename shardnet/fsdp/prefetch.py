@@ -88,7 +88,7 @@ class Prefetcher:
     def start_explicit(self) -> list[Pending[None]]:
         """Start gathering what the next forward needs first: its first unit and `depth` more."""
         if self._explicit:
-            raise StateError("prefetch_forward_params was called twice before forward(); the first prefetch still waits to be used")
+            raise StateError("prefetch_forward_params was called twice before forward(); call forward() to use the first prefetch")
         return self._start_explicit(self._order[: self.depth + 1])
 
     def gather_all(self) -> None:

@@ -34,6 +34,6 @@ class Resharding:
         if not 1 < reshard_after_forward < shard_count or shard_count % reshard_after_forward:
             raise UsageError(
                 f"reshard_after_forward={reshard_after_forward}: a number must divide the {shard_count} ranks that share the parameters, "
-                "and be neither 1 (False keeps them whole) nor all of them (True keeps only the shards)"
+                "and be neither 1 (use False to keep whole parameters) nor all of these ranks (use True to keep only the shards)"
             )
         return cls(neighbours=reshard_after_forward)

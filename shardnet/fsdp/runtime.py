@@ -376,7 +376,10 @@ class Runtime:
         """Take these steps from the next backward on; None: none any more. With `gathers_ahead` the next forward's first units are gathered
         after the steps."""
         if self._backward is not None or self._unreduced:
-            raise StateError("step_in_backward() is for between steps: a backward is under way, or gradients of no_sync() are not reduced")
+            raise StateError(
+                "step_in_backward() was called within a step: a backward is under way, or gradients of no_sync() are not reduced; call it "
+                "between steps"
+            )
         self._reductions.steps, self._gathers_ahead = steps, gathers_ahead
 
     @property
@@ -389,7 +392,7 @@ class Runtime:
     def summon(self) -> None:
         """Gather every unit, until `dismiss`. A collective. Raises StateError within a forward or backward."""
         if self._caller is not None or _in_backward():
-            raise StateError("summon_full_params() is for before or after a forward or backward, not within one")
+            raise StateError("summon_full_params() was called within a forward or backward; call it before or after")
         if self._calls or self._backward is not None:
             self.reset()  # of one that was interrupted
         try:
@@ -428,7 +431,7 @@ class Runtime:
 
     def _refuse_summoned(self, purpose: str) -> None:
         if self.summoned:
-            raise StateError(f"{purpose} is not for within summon_full_params(), where parameters are whole: leave it before")
+            raise StateError(f"{purpose} cannot be called within summon_full_params(), where parameters are whole: leave it first")
 
     # --- the end
 
@@ -458,8 +461,8 @@ class Runtime:
 def lost_write(name: str, where: str) -> StateError:
     """See [Note: writes that would be lost] in group.py."""
     return StateError(
-        f"{name} was written to within {where}, where it is whole for a moment only, and what was written is lost: write to the slices "
-        "that parameters() has, behind the step (docs/scripts.md), or choose NO_SHARD"
+        f"{name} was written to within {where}, where the whole parameter exists only for a moment, so the new values are lost: write to "
+        "this rank's slices (model.parameters()) after the optimizer's step (docs/scripts.md), or choose NO_SHARD"
     )
 
 
@@ -468,11 +471,14 @@ def _refuse_transforms(unit: Unit) -> None:
     within = torch._C._functorch.peek_interpreter_stack() is not None
     if within and unit.trainable and (torch.is_grad_enabled() or not unit.is_known_to_autograd):
         raise StateError(
-            f"{unit.name} is called by a transform of torch.func (vmap, grad, jvp, ...), which cannot go through a sharded forward: call "
-            "it with a batch, and use .backward() or torch.autograd.functional; vmap works within summon_full_params()"
+            f"{unit.name} is called by a transform of torch.func (vmap, grad, jvp, ...), which does not work with a sharded forward: call "
+            "the model with a batch, and use .backward() or torch.autograd.functional; vmap works within summon_full_params()"
         )
     if torch._C._get_tracing_state() is not None:
-        raise StateError(f"{unit.name} is being traced by torch.jit: trace the module that unwrap() returns, or its copy on one process")
+        raise StateError(
+            f"{unit.name} is being traced by torch.jit, which does not work with a sharded forward: trace the module that unwrap() "
+            "returns, or an unsharded copy in one process"
+        )
 
 
 def _in_backward() -> bool:

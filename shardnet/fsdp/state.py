@@ -45,8 +45,8 @@ def refuse_slices(module: nn.Module, *_: object) -> None:
     parameters."""
     if not _slices_wanted.get():
         raise StateError(
-            f"the state_dict() of a sharded {type(module).__name__} would hold this rank's slices, or what forward computes with: take "
-            "full_state_dict() of the FSDP model, on all ranks; what saves a module by itself may accept it, as "
+            f"the state_dict() of a sharded {type(module).__name__} would hold this rank's slices, or the copies that forward computes "
+            "with: call full_state_dict() of the FSDP model, on all ranks; a library that saves modules may accept the result, as "
             "save_pretrained(folder, state_dict=...) does"
         )
 
@@ -73,8 +73,9 @@ def full_state(module: nn.Module, groups: Sequence[FlatGroup], *, keep: bool) ->
         memory = value.untyped_storage().data_ptr() if type(value) is Tensor and value.layout is torch.strided and value.numel() else 0
         if memory in shards:
             raise StateError(
-                f"{name} in the state_dict() of the sharded {type(module).__name__} is this rank's slice: a module has put it there from a "
-                "place of its own. Have that module read its parameters from where they are registered, as torch does"
+                f"{name} in the state_dict() of the sharded {type(module).__name__} is this rank's slice, not the whole parameter: a "
+                "module has added it from a reference of its own. Have that module's state_dict() read its registered parameters, as "
+                "torch's does"
             )
         whole = memories.get(memory)
         if whole is None:
@@ -104,7 +105,7 @@ def load_full_state(module: nn.Module, groups: Sequence[FlatGroup], rank: int, s
     hooks have made parameters of it: see [Note: hooks of state dicts].
     """
     if state is None:
-        raise UsageError("there is no state to load: every rank must be given all of it, from a file or gathered without rank0_only")
+        raise UsageError("the state to load is None: give every rank the full state dict, read from a file or gathered without rank0_only")
     slices = {placed: piece for group in groups for placed, piece in zip(group.placed, group.layout.slices(rank), strict=True)}
     pieces = {name: slices[placed] for name, placed in sharded_names(module, groups).items()}
     local: OrderedDict[str, Any] = OrderedDict()
@@ -123,8 +124,8 @@ def load_sharded_state(module: nn.Module, groups: Sequence[FlatGroup], rank: int
     slices = {piece.name: piece for group in groups for piece in group.layout.slices(rank)}
     if slices != state.slices:
         raise UsageError(
-            f"the shards were saved by rank {state.rank} of {state.world_size} with other slices than rank {rank} holds here; "
-            "load the full state instead"
+            f"the shards were saved by rank {state.rank} of {state.world_size}, whose slices differ from those of rank {rank} here; "
+            "load a full state dict instead"
         )
     with torch.no_grad():
         for group in groups:

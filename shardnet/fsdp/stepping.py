@@ -49,8 +49,8 @@ class BackwardSteps:
         """The gradients of a group are there."""
         if group in self._stepped:
             raise StateError(
-                f"{group.label} was reduced twice in one backward, as where several reentrant checkpoints use it, and would be stepped "
-                "twice: leave step_in_backward() out, or checkpoint with use_reentrant=False"
+                f"{group.label} was reduced twice in one backward, as happens when several reentrant checkpoints use it, so it would be "
+                "stepped twice: leave step_in_backward() out, or checkpoint with use_reentrant=False"
             )
         self._stepped.add(group)
         if group.computes_with_shard or group in self._later:
@@ -103,8 +103,8 @@ class BackwardSteps:
             for parameter, name in zip(group.originals, group.names, strict=True):
                 if parameter.grad is not None and id(parameter) not in aside:
                     raise StateError(
-                        f"the loss has brought a gradient of its own to {name} when backward had stepped that already: leave "
-                        "step_in_backward() out, or have the forward compute what the loss wants of it"
+                        f"the loss uses {name} directly, and that gradient came after the optimizer had stepped the parameter: leave "
+                        "step_in_backward() out, or compute this part of the loss in the model's forward"
                     )
 
     def _check(self) -> None:
@@ -116,16 +116,18 @@ class BackwardSteps:
                 held.add(id(parameter))
                 if id(parameter) not in own:
                     raise UsageError(
-                        f"a {type(optimizer).__name__} for steps in backward has a parameter of shape {list(parameter.shape)} "
-                        "that this model does not shard: give ignored modules, and others, an optimizer of their own"
+                        f"a {type(optimizer).__name__} given to step_in_backward() has a parameter of shape {list(parameter.shape)} that "
+                        "this model does not shard: use a separate optimizer for ignored modules and for other models"
                     )
                 if parameter.grad is not None:
-                    raise UsageError("there are gradients already, which the first step would take for its own: call zero_grad() before")
+                    raise UsageError(
+                        "parameters have gradients already, which the first step would include: call zero_grad() before step_in_backward()"
+                    )
         for parameter in (parameter for group in self._groups for parameter in group.originals):
             if parameter.requires_grad and id(parameter) not in held:
                 raise UsageError(
-                    f"{own[id(parameter)]} is in none of the optimizers, and its gradient would be gone when another one steps: give all "
-                    "optimizers to step_in_backward()"
+                    f"{own[id(parameter)]} is in none of the optimizers, so backward would drop its gradient without a step: give all "
+                    "optimizers of the model to step_in_backward() in one call"
                 )
 
 

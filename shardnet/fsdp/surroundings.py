@@ -111,6 +111,6 @@ _OPERATIONS = _Stack(
 def _tell_of_profiler() -> None:
     """Once."""
     log.warning(
-        "torch's profiler sees one thread, and the model computes in another one: give the profiler experimental_config="
+        "torch's profiler records one thread only, and the model computes in another: give the profiler experimental_config="
         "torch._C._profiler._ExperimentalConfig(profile_all_threads=True)"
     )

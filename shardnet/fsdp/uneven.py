@@ -48,7 +48,10 @@ def count_samples(batch: object) -> int:
     """The length of the first tensor in a batch."""
     for tensor in tensors_in(batch):
         return len(tensor)
-    raise UsageError(f"the batch ({type(batch).__name__}) has no tensor whose length would be the number of samples; give samples=")
+    raise UsageError(
+        f"the batch (of type {type(batch).__name__}) contains no tensor from whose length to count its samples; give samples=, a function "
+        "that counts them"
+    )
 
 
 class UnevenSteps(Generic[T]):
@@ -96,7 +99,7 @@ class UnevenSteps(Generic[T]):
     def _read(self) -> list[T]:
         """The batches of a step."""
         if isinstance(self._batches, AsyncIterator):
-            raise UsageError("these batches are awaited, so their steps are, too: `async for part in model.uneven(batches)`")
+            raise UsageError("the batches are an async iterable: use `async for part in model.uneven(batches)`")
         return list(islice(self._batches, self._accumulate))
 
     async def _read_async(self) -> list[T]:
@@ -126,8 +129,8 @@ class UnevenSteps(Generic[T]):
         total, parts = sum(samples), max(used)
         if total and any(helpless):
             raise StateError(
-                f"rank {helpless.index(1)} has had no samples yet, and so no batch to take part in a step of the others with; "
-                "give every rank one as dummy="
+                f"rank {helpless.index(1)} has had no samples yet, so it has no batch to compute with in a step of the other ranks; "
+                "give every rank a batch as dummy="
             )
         batches = list(announced.batches)
         while len(batches) < parts and self._at_hand is not None:

@@ -107,9 +107,13 @@ class FSDP(nn.Module):
         super().__init__()
         check_kinds(module, backend, prefetch, mixed_precision, compression)
         if intra_node_size is not None and strategy != ShardingStrategy.HYBRID_SHARD:
-            raise UsageError(f"intra_node_size is for HYBRID_SHARD; {ShardingStrategy(strategy).name} has no nodes")
+            raise UsageError(
+                f"intra_node_size is for HYBRID_SHARD only, got strategy {ShardingStrategy(strategy).name}; leave intra_node_size out"
+            )
         if any(isinstance(inner, FSDP) for inner in module.modules()):
-            raise UsageError("the module contains an FSDP module already; name its parts in `units` instead of wrapping twice")
+            raise UsageError(
+                "the module contains an FSDP module already; wrap only the outermost module, and choose its parts with `units`"
+            )
         self.module = module
         self.strategy = ShardingStrategy(strategy)
         self.memory = MemoryMeter()
@@ -121,7 +125,10 @@ class FSDP(nn.Module):
             values = InitialValues(param_init_fn, initial_state, backend.rank)
             meta = MetaModel(module, ignored, values, torch.device(compute_device or device or "cpu"))
         elif initial_state is not None or (device is not None and not cpu_offload):
-            raise UsageError("initial_state and device are for a module on meta; this one has memory: use load_state_dict() and .to()")
+            raise UsageError(
+                "initial_state and device are for a module on meta, and this module has memory: call load_state_dict() or .to() on it "
+                "before you shard it"
+            )
         ranks = sharding_ranks(self.strategy, backend.rank, backend.world_size, backend.node_ranks, intra_node_size)
         resharding = Resharding.chosen(reshard_after_forward, self.strategy, len(ranks.shards))
         precision = mixed_precision or MixedPrecision()
@@ -167,7 +174,7 @@ class FSDP(nn.Module):
         Raises StateError for a module that has other parameters than it was sharded with, and for one that was unwrapped.
         """
         if not self._hooks:
-            raise StateError("this FSDP was unwrapped: the module that unwrap() has returned is whole again, and is called itself")
+            raise StateError("this FSDP was unwrapped: call the module that unwrap() returned, which has whole parameters again")
         if not self._runtime.summoned:
             self._known.check()
         before = self._runtime.begin_call()
@@ -237,11 +244,14 @@ class FSDP(nn.Module):
             return
         if self._runtime.unreduced:
             raise StateError(
-                "gradients of no_sync() are not reduced yet, so there is nothing to step with: have the last backward of a step outside of "
-                "it, or call sync_gradients() before"
+                "gradients of no_sync() are not reduced yet, so the optimizer has none to step with: run the last backward of a step "
+                "outside no_sync(), or call sync_gradients() before the optimizer steps"
             )
         if self._runtime.steps is not None and not self._runtime.steps.has(optimizer):
-            raise UsageError("backward steps the optimizers that step_in_backward() was given, of which this is none: give it this one")
+            raise UsageError(
+                "backward steps the optimizers given to step_in_backward(), and this optimizer is not among them: give all of the model's "
+                "optimizers to step_in_backward() in one call"
+            )
 
     def sync_gradients(self) -> None:
         """Reduce gradients that no backward has reduced; a missing one counts as zeros. Always the mean. A collective.
@@ -290,7 +300,9 @@ class FSDP(nn.Module):
         A collective. `torch.nn.utils.clip_grad_norm_` would take each rank's slices for the whole."""
         self._runtime.require_slices("clip_grad_norm_()")
         if self.steps_in_backward:
-            raise StateError("step_in_backward() has used up the gradients, unit by unit: clipping needs all of them at once")
+            raise StateError(
+                "clipping needs all gradients at once, but step_in_backward() has used and dropped them, unit by unit: use only one of them"
+            )
         if self._runtime.unreduced:
             raise StateError("gradients of no_sync() are not reduced yet; call sync_gradients() before clipping")
         sharded = [parameter.grad for parameter in self._sharded_parameters() if parameter.grad is not None]
@@ -426,7 +438,10 @@ class FSDP(nn.Module):
     def load_state_dict(self, full: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """The same as `load_full_state_dict`. Raises UsageError for `assign`."""
         if assign:
-            raise UsageError("slices stay where they are: load_state_dict(..., assign=True) is for before a model is sharded")
+            raise UsageError(
+                "load_state_dict(..., assign=True) is not possible for a sharded model, which keeps its slices and copies into them: leave "
+                "assign out, or load before you shard"
+            )
         return self.load_full_state_dict(full, strict=strict)
 
     # --- nn.Module, with the names of the inner module
@@ -454,12 +469,12 @@ class FSDP(nn.Module):
                 raise
         kind = type(inner).__name__
         raise AttributeError(
-            f"FSDP has no attribute {name!r}, but its {kind} has: use model.module.{name}, and what computes on all ranks, or within "
+            f"FSDP has no attribute {name!r}, but its {kind} has: use model.module.{name}; if it computes, call it on all ranks, or within "
             "summon_full_params()"
         )
 
     def __reduce_ex__(self, protocol: object) -> Any:
-        raise StateError("a sharded model cannot be copied or pickled, since others hold its parts; take its full_state_dict()")
+        raise StateError("a sharded model cannot be copied or pickled, since other ranks hold parts of it; use its full_state_dict()")
 
     def _apply(self, *args: Any, **kwargs: Any) -> "FSDP":
         raise StateError("a sharded model cannot be moved or converted: call .to(), .half() and the like before wrapping it")

@@ -21,8 +21,8 @@ def refuse_overlaps(named: Iterable[tuple[str, Tensor]]) -> None:
     for start, name, parameter in held:
         if start == begun or (start < until and parameter.is_contiguous()):
             raise UsageError(
-                f"{name} and {begins if start == begun else ends} are two parameters with the same memory, and would part once they are "
-                "sharded: tie them by having both modules hold one nn.Parameter (decoder.weight = encoder.weight)"
+                f"{name} and {begins if start == begun else ends} are two parameters that share memory, and would no longer share it once "
+                "they are sharded: tie them by having both modules hold one nn.Parameter (decoder.weight = encoder.weight)"
             )
         begun, begins = start, name
         if parameter.is_contiguous():

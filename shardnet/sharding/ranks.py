@@ -51,5 +51,7 @@ def _grid(world_size: int, nodes: Sequence[Sequence[int]], size: int | None) -> 
     sizes = {len(node) for node in nodes}
     if len(sizes) != 1:
         found = ", ".join(str(len(node)) for node in nodes)
-        raise InvalidWorldSizeError(f"HybridShard: the nodes have {found} ranks; start as many on each, or give intra_node_size")
+        raise InvalidWorldSizeError(
+            f"HybridShard: the nodes have {found} ranks; start the same number on each node, or give intra_node_size"
+        )
     return [tuple(node) for node in nodes]

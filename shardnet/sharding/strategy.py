@@ -16,7 +16,9 @@ class ShardingStrategy(StrEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> NoReturn:
-        raise UsageError(f"{value!r} is no sharding strategy; they are {', '.join(f'ShardingStrategy.{each.name}' for each in cls)}")
+        raise UsageError(
+            f"{value!r} is not a sharding strategy; choose one of {', '.join(f'ShardingStrategy.{each.name}' for each in cls)}"
+        )
 
     @property
     def frees_after_forward(self) -> bool:

@@ -43,7 +43,7 @@ def test_what_is_read_outside_of_its_unit_is_refused(reading: str, place: str) -
         originals = list(model.parameters())
         setattr(reader, place, read)
         unit = name.partition(".")[0]
-        with pytest.raises(StateError, match=f"^{name} is sharded here: it is whole only while its unit {unit} runs"):
+        with pytest.raises(StateError, match=f"^{name} is sharded: the parameter is whole only while its unit {unit} runs"):
             model(TOKENS)
         check_at_rest(model)
         setattr(reader, place, None)
@@ -60,7 +60,7 @@ def test_with_every_strategy(strategy: ShardingStrategy) -> None:
         reader, model = wrapped(backend, strategy, 2 if strategy is ShardingStrategy.HYBRID_SHARD else None)
         reader.after = lambda reader, x: F.linear(x, reader.embedding.weight)
         for _ in range(2):
-            with pytest.raises(StateError, match=r"^embedding\.weight is sharded here"):
+            with pytest.raises(StateError, match=r"^embedding\.weight is sharded: the parameter is whole only"):
                 model(TOKENS)
         check_at_rest(model)
 
@@ -168,7 +168,7 @@ def test_what_is_set_is_set_on_the_parameter() -> None:
 )
 def test_nothing_is_lost_in_silence(use: Callable[[Tensor], object]) -> None:
     def work(reader: Reader) -> None:
-        with pytest.raises(StateError, match=r"^norm\.weight is sharded here"):
+        with pytest.raises(StateError, match=r"^norm\.weight is sharded: the parameter is whole only"):
             use(reader.norm.weight)
 
     in_its_forward(work, world_size=1)

@@ -202,8 +202,8 @@ def test_settings_that_mean_nothing(wrong: dict[str, Any], error: type[UsageErro
 @pytest.mark.parametrize(
     ("compression", "options", "message"),
     [
-        (WEIGHTS[0], {"strategy": NONE}, "NO_SHARD has none"),
-        (GRADIENTS, {"strategy": NONE}, "NO_SHARD has none"),
+        (WEIGHTS[0], {"strategy": NONE}, "NO_SHARD has no shards"),
+        (GRADIENTS, {"strategy": NONE}, "NO_SHARD has no shards"),
         (WEIGHTS[0], {"mixed_precision": MixedPrecision(HALF)}, "gathered as torch.bfloat16 already"),
         (INT8, {"mixed_precision": MixedPrecision(HALF, HALF)}, "added up in float32; leave reduce_dtype torch.bfloat16 out"),
     ],

@@ -84,8 +84,8 @@ async def test_they_are_told_so_on_every_engine(kind: str) -> None:
     ("module", "arguments", "text"),
     [
         ("x", {}, "only an nn.Module can be sharded, got a value of type str"),
-        (Tail(), {"prefetch": "1"}, "prefetch must be a number of units and not negative, got '1'"),
-        (Tail(), {"prefetch": -1}, "prefetch must be a number of units and not negative, got -1"),
+        (Tail(), {"prefetch": "1"}, "prefetch must be a number of units, 0 or more, got '1'"),
+        (Tail(), {"prefetch": -1}, "prefetch must be a number of units, 0 or more, got -1"),
         (Tail(), {"mixed_precision": torch.bfloat16}, "mixed_precision must be a MixedPrecision, such as .*, got torch.bfloat16"),
         (Tail(), {"compression": "int8"}, "compression must be a Compression, such as .*, got 'int8'"),
     ],

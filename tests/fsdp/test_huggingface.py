@@ -201,7 +201,7 @@ def test_methods_of_the_inner_module_are_pointed_at(hf: ModuleType) -> None:
         model = shard(hf, "llama", backend)
         with pytest.raises(
             AttributeError,
-            match=r"'generate', but its LlamaForCausalLM has: use model\.module\.generate, .*, or within summon_full",
+            match=r"'generate', but its LlamaForCausalLM has: use model\.module\.generate; .*, or within summon_full",
         ):
             model.generate()  # type: ignore[operator]
         with pytest.raises(AttributeError, match="no attribute 'no_such'"):

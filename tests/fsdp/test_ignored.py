@@ -123,10 +123,10 @@ def test_states_have_ignored_modules_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("ignored", "message"),
     [
-        (lambda inner: [Weighted()], "Weighted that is no submodule"),
+        (lambda inner: [Weighted()], "Weighted that is not a submodule"),
         (lambda inner: [inner], "wrapped module itself"),
         (lambda inner: ["own"], "must hold modules, got 'own'"),
-        (lambda inner: [inner.first], r"first \(Linear\) is chosen as a unit but lies in ignored_modules"),
+        (lambda inner: [inner.first], r"first \(Linear\) is chosen by units and is also in ignored_modules"),
     ],
 )
 def test_what_cannot_be_ignored_is_refused(ignored: Callable[[Model], list[nn.Module]], message: str) -> None:

@@ -65,7 +65,7 @@ def test_in_processes_over_the_network(nursery: Nursery) -> None:
 
 def test_a_size_of_nodes_needs_nodes() -> None:
     def work(backend: Backend) -> None:
-        with pytest.raises(UsageError, match="intra_node_size is for HYBRID_SHARD; FULL_SHARD has no nodes"):
+        with pytest.raises(UsageError, match="intra_node_size is for HYBRID_SHARD only, got strategy FULL_SHARD"):
             FSDP(Weighted(), backend, intra_node_size=1)
 
     run_ranks(1, work)
@@ -75,7 +75,7 @@ def test_wrong_arguments_are_refused_before_any_traffic() -> None:
     def work(backend: Backend) -> None:
         with pytest.raises(UsageError, match="prefetch"):
             FSDP(Weighted(), backend, prefetch=-1)
-        with pytest.raises(UsageError, match=r"'no_such' is no sharding strategy; they are ShardingStrategy\.FULL_SHARD, "):
+        with pytest.raises(UsageError, match=r"'no_such' is not a sharding strategy; choose one of ShardingStrategy\.FULL_SHARD, "):
             FSDP(Weighted(), backend, strategy="no_such")  # type: ignore[arg-type]
         with pytest.raises(UsageError, match="no forward"):
             FSDP(nn.Sequential(nn.ModuleList([nn.Linear(1, 1)])), backend, units=[nn.ModuleList])

@@ -18,7 +18,7 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a G
 @without_gpu
 def test_it_is_refused_without_a_gpu() -> None:
     def work(backend: Backend) -> None:
-        with pytest.raises(UsageError, match="there is no GPU to compute on"):
+        with pytest.raises(UsageError, match="this rank has no GPU to compute on"):
             FSDP(make_gpt(), backend, cpu_offload=True)
 
     run_ranks(1, work)
@@ -26,7 +26,7 @@ def test_it_is_refused_without_a_gpu() -> None:
 
 def test_computing_on_the_cpu_is_refused() -> None:
     def work(backend: Backend) -> None:
-        with pytest.raises(UsageError, match="not on cpu; leave out `device` or cpu_offload"):
+        with pytest.raises(UsageError, match="but `device` is cpu; leave out `device` or cpu_offload"):
             FSDP(make_gpt(), backend, cpu_offload=True, device="cpu")
 
     run_ranks(1, work)
@@ -34,7 +34,7 @@ def test_computing_on_the_cpu_is_refused() -> None:
 
 def test_a_device_alone_is_refused() -> None:
     def work(backend: Backend) -> None:
-        with pytest.raises(UsageError, match="this one has memory"):
+        with pytest.raises(UsageError, match="this module has memory"):
             FSDP(make_gpt(), backend, device="cpu")
 
     run_ranks(1, work)

@@ -351,7 +351,7 @@ def test_dtypes_that_make_no_sense(field: str, dtype: Any) -> None:
 
 def test_parameters_are_not_gathered_wider_than_they_are() -> None:
     def work(backend: Backend) -> None:
-        with pytest.raises(UsageError, match=r"weight is torch.bfloat16, so param_dtype torch.float32 would send more bytes for nothing"):
+        with pytest.raises(UsageError, match=r"weight is torch.bfloat16, so the wider param_dtype torch.float32 would send more bytes"):
             FSDP(Weighted().bfloat16(), backend, mixed_precision=MixedPrecision(FLOAT))
 
     run_ranks(1, work)
@@ -360,7 +360,9 @@ def test_parameters_are_not_gathered_wider_than_they_are() -> None:
 def test_an_override_gives_the_parameters_own_dtype_or_the_policys() -> None:
     def work(backend: Backend) -> None:
         policy = MixedPrecision(HALF, param_dtype_override_fn=lambda _: torch.float16)
-        with pytest.raises(UsageError, match=r"param_dtype_override_fn gave torch.float16 for weight: it may return None, param_dtype"):
+        with pytest.raises(
+            UsageError, match=r"param_dtype_override_fn returned torch.float16 for weight: it must return None, param_dtype"
+        ):
             FSDP(Weighted(), backend, mixed_precision=policy)
 
     run_ranks(1, work)

@@ -314,7 +314,7 @@ def test_a_second_backward_through_the_same_forward_gathers_from_all_ranks() -> 
     ("value", "options", "complaint"),
     [
         (1, {}, "a number must divide the 4 ranks that share the parameters, and be neither 1"),
-        (4, {}, "True keeps only the shards"),
+        (4, {}, "use True to keep only the shards"),
         (3, {}, "must divide the 4 ranks"),
         (0, {}, "must divide the 4 ranks"),
         (-2, {}, "must divide the 4 ranks"),

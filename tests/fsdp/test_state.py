@@ -36,7 +36,7 @@ def test_no_state_cannot_be_loaded() -> None:
     """A rank other than 0 gets no state from `full_state_dict(rank0_only=True)`."""
 
     def work(backend: Backend) -> None:
-        with pytest.raises(UsageError, match="no state to load: every rank must be given all of it"):
+        with pytest.raises(UsageError, match="the state to load is None: give every rank the full state dict"):
             FSDP(Weighted(), backend).load_full_state_dict(None)  # type: ignore[arg-type]  # no type checker stops who has none
 
     run_ranks(2, work)

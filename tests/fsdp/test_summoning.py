@@ -121,7 +121,7 @@ def backward_refused(model: FSDP, rank: int) -> None:
     with model.summon_full_params():
         with torch.enable_grad():
             part = stack_of(model).head(batch()).sum()
-        with pytest.raises(StateError, match=r"backward\(\) is not for within summon_full_params\(\), where parameters are whole"):
+        with pytest.raises(StateError, match=r"backward\(\) cannot be called within summon_full_params\(\), where parameters are whole"):
             loss.backward()
         assert not part.requires_grad
         model(batch())
@@ -216,9 +216,9 @@ def test_what_wants_slices_is_refused_within_it_and_states_are_not() -> None:
                 *(lambda: model.clip_grad_norm_(1.0), lambda: model.update_shards(torch.zeros(3))),
                 *(lambda: model.load_full_state_dict(whole), lambda: model.load_sharded_state_dict(slices)),
             ):
-                with pytest.raises(StateError, match=r"\w+\(\) is not for within summon_full_params\(\), .*: leave it before"):
+                with pytest.raises(StateError, match=r"\w+\(\) cannot be called within summon_full_params\(\), .*: leave it first"):
                     call()
-            with pytest.raises(StateError, match="or what forward computes with: take full_state_dict"):
+            with pytest.raises(StateError, match="or the copies that forward computes with: call full_state_dict"):
                 stack_of(model).state_dict()
         check_at_rest(model)
 
@@ -234,7 +234,7 @@ def test_it_is_not_for_within_a_forward() -> None:
                 pass
 
         handle = stack_of(model).layer(1).register_forward_pre_hook(summon)
-        with pytest.raises(StateError, match=r"summon_full_params\(\) is for before or after a forward or backward, not within one"):
+        with pytest.raises(StateError, match=r"summon_full_params\(\) was called within a forward or backward; call it before or after"):
             model(batch())
         handle.remove()
         check_at_rest(model)

@@ -264,7 +264,7 @@ def test_a_part_of_the_model_alone() -> None:
         x = torch.ones(3, 2)
         assert model[1](x, x, x)[0].shape == (3, 2)
         model[1].register_forward_pre_hook(lambda _, given: (given[0] + model[0].bias, *given[1:]))
-        with pytest.raises(StateError, match=r"^0\.bias is sharded here: it is whole only while its unit Sequential runs"):
+        with pytest.raises(StateError, match=r"^0\.bias is sharded: the parameter is whole only while its unit Sequential runs"):
             model[1](x, x, x)
 
     run_ranks(2, work)

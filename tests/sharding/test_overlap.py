@@ -39,7 +39,7 @@ def test_apart(tensors: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("tensors", TOGETHER.values(), ids=TOGETHER.keys())
 def test_together(tensors: list[Tensor]) -> None:
-    with pytest.raises(UsageError, match=r"^p\d and p\d are two parameters with the same memory"):
+    with pytest.raises(UsageError, match=r"^p\d and p\d are two parameters that share memory"):
         refuse_overlaps(named(tensors))
 
 
@@ -52,9 +52,9 @@ class Tied(nn.Module):
 
 async def test_sharding_refuses_them() -> None:
     (backend,) = LoopbackBackend.create_group(1)
-    with pytest.raises(UsageError, match=r"decoder\.weight and encoder\.weight are two parameters with the same memory.*one nn\.Parameter"):
+    with pytest.raises(UsageError, match=r"decoder\.weight and encoder\.weight are two parameters that share memory.*one nn\.Parameter"):
         FSDP(Tied(), backend)
     module = Tied()
-    with pytest.raises(UsageError, match="two parameters with the same memory"):
+    with pytest.raises(UsageError, match="two parameters that share memory"):
         ZeroOptimizer(module.named_parameters(), torch.optim.SGD, backend, lr=0.1)
     await backend.aclose()

@@ -39,7 +39,9 @@ def test_nodes_whose_ranks_are_not_neighbours() -> None:
 
 
 def test_nodes_of_different_sizes_are_refused() -> None:
-    with pytest.raises(InvalidWorldSizeError, match="the nodes have 3, 1 ranks; start as many on each, or give intra_node_size"):
+    with pytest.raises(
+        InvalidWorldSizeError, match="the nodes have 3, 1 ranks; start the same number on each node, or give intra_node_size"
+    ):
         place(ShardingStrategy.HYBRID_SHARD, nodes=((0, 1, 2), (3,)))
 
 

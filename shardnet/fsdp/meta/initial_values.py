@@ -29,7 +29,7 @@ class InitialValues:
     def __init__(self, param_init_fn: InitFunction | None, state: Mapping[str, Tensor] | None, rank: int) -> None:
         if not isinstance(state, Mapping | None):
             raise UsageError(
-                "initial_state must be a mapping of names and whole tensors, such as shardnet.checkpoint.open_weights(path), "
+                "initial_state must be a mapping from names to whole tensors, such as shardnet.checkpoint.open_weights(path), "
                 f"got a value of type {type(state).__name__}"
             )
         self._function = param_init_fn
@@ -41,7 +41,7 @@ class InitialValues:
     def advice(self) -> str:
         """What to do about a tensor that was not filled."""
         source = "param_init_fn" if self._function is not None else "reset_parameters()"
-        return f"{source} must fill all that the module itself holds, on the device where it is"
+        return f"{source} must fill all parameters and buffers of the module itself, on the device where they are"
 
     def calls(self, module: nn.Module) -> bool:
         """Whether a function must fill the module: its own parameters and buffers, unless the state has all of them."""
@@ -78,7 +78,7 @@ class InitialValues:
         if helpless:
             raise UsageError(
                 f"{listed(helpless)}: holds parameters or buffers on meta but has no reset_parameters() to fill them; "
-                "define it, or give param_init_fn or initial_state"
+                "define that method, or give param_init_fn or initial_state"
             )
 
     def check_state(
@@ -111,14 +111,14 @@ class InitialValues:
         if error is not None:
             raise error
         if someone_failed:
-            raise UsageError(f"rank {ROOT}'s initial_state does not fit {what}; its own error has the names")
+            raise UsageError(f"filling {what} with rank {ROOT}'s initial_state failed on another rank; the error on that rank says why")
 
     def _check_names(self, parameters: Iterable[PlacedParameter], buffers: Iterable[str], known: Iterable[str]) -> None:
         missing = [placed.name for placed in parameters if self._keys.isdisjoint(placed.names)]
         if missing := [*missing, *(name for name in buffers if name not in self._keys)]:
             raise UsageError(f"initial_state lacks {listed(missing)}; give a whole state, such as full_state_dict() returns")
         if unexpected := sorted(self._keys.difference(known)):
-            raise UsageError(f"initial_state has {listed(unexpected)}, which the model lacks; leave that out")
+            raise UsageError(f"initial_state has {listed(unexpected)}, which the model lacks; leave these entries out")
 
     def _load(self, name: str, into: Tensor) -> None:
         assert self._state is not None

@@ -39,7 +39,7 @@ def is_on_meta(module: nn.Module, ignored: IgnoredModules) -> bool:
     if on_meta and whole:
         raise UsageError(
             f"{on_meta[0]} is on meta but {whole[0]} is not: build the whole module under torch.device('meta') or none of it, "
-            "or name the part that has its values in ignored_modules"
+            "or list the part that is already initialised in ignored_modules"
         )
     return bool(on_meta)
 
@@ -128,8 +128,8 @@ class MetaModel:
         self._values.call(module)
         if versions != [shade._version for shade in self._shades.values()]:
             raise UsageError(
-                f"the initialisation of {name or type(module).__name__} wrote to parameters of a unit within it, which is sharded by "
-                "then; each module must initialise its own tensors, or at most those of modules in the same unit"
+                f"the initialisation of {name or type(module).__name__} wrote to parameters of another unit, which is sharded by then; "
+                "each module must initialise only its own tensors, or those of modules in the same unit"
             )
         for parameter, first in kept.items():
             parameter.copy_(first)
@@ -153,7 +153,8 @@ class MetaModel:
             raise UsageError(f"{listed(unfilled)}: buffers on meta that nothing has filled; {self._values.advice}")
         if left := [name for name, tensor in _attributes(self._module) if tensor.is_meta]:
             raise UsageError(
-                f"{listed(left)}: still on meta, as a plain attribute, which nobody sees; make it a buffer, perhaps persistent=False"
+                f"{listed(left)}: a tensor in a plain attribute, which initialisation does not reach, so it is still on meta; register it "
+                "as a buffer, perhaps with persistent=False"
             )
 
 

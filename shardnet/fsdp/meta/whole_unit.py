@@ -59,7 +59,7 @@ class WholeUnit:
         if values.filled_here:
             unfilled = [placed.name for placed, view in self._views() if view.is_floating_point() and bool(view.isnan().any())]
             if unfilled:
-                raise UsageError(f"{listed(unfilled)}: not filled, or with NaN, after initialisation; {values.advice}")
+                raise UsageError(f"{listed(unfilled)}: not filled by initialisation, or filled with NaN; {values.advice}")
 
     def _views(self) -> list[tuple[PlacedParameter, Tensor]]:
         return [

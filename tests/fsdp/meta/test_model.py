@@ -259,16 +259,16 @@ def half() -> nn.Module:
         (half, {}, r"3\.weight is on meta but 0\.weight is not"),
         (lambda: on_meta(GPT), {"param_init_fn": lambda module: None}, r"tokens\.weight.* and 32 more: not filled"),
         (lambda: on_meta(Forgetful), {}, "scale: buffers on meta that nothing has filled; reset_parameters"),
-        (lambda: on_meta(Masked), {}, "mask: still on meta, as a plain attribute"),
-        (lambda: on_meta(Recursive), {"units": [nn.Linear]}, "initialisation of Recursive wrote to parameters of a unit within it"),
+        (lambda: on_meta(Masked), {}, "mask: a tensor in a plain attribute"),
+        (lambda: on_meta(Recursive), {"units": [nn.Linear]}, "initialisation of Recursive wrote to parameters of another unit"),
         (
             lambda: on_meta(Model),
             {"initial_state": iter([])},
-            r"a mapping of names and whole tensors, such as .*open_weights",
+            r"a mapping from names to whole tensors, such as .*open_weights",
         ),
         (lambda: on_meta(Model), {"initial_state": {}}, r"initial_state lacks 0\.weight, .* and 17 more"),
-        (make_gpt, {"initial_state": {}}, "this one has memory"),
-        (make_gpt, {"device": "cpu"}, "this one has memory"),
+        (make_gpt, {"initial_state": {}}, "this module has memory"),
+        (make_gpt, {"device": "cpu"}, "this module has memory"),
     ],
 )
 def test_what_cannot_be_materialised_is_named(make: Callable[[], nn.Module], arguments: dict[str, object], message: str) -> None:
@@ -282,7 +282,7 @@ def test_what_cannot_be_materialised_is_named(make: Callable[[], nn.Module], arg
 def test_a_state_that_does_not_fit_is_refused_by_all_ranks() -> None:
     def work(backend: Backend) -> None:
         state = {**Model().state_dict(), "other": torch.zeros(1)} if backend.rank == 0 else {}
-        mine = "rank 0's initial_state does not fit" if backend.rank else "initial_state has other, which the model lacks"
+        mine = "filling this model with rank 0's initial_state failed" if backend.rank else "initial_state has other, which the model lacks"
         with pytest.raises(UsageError, match=mine):
             FSDP(on_meta(Model), backend, initial_state=state)
 
@@ -299,7 +299,7 @@ def test_a_state_that_does_not_fit_is_refused_by_all_ranks() -> None:
             r"expected \(7,\) as the shape of 2\.up\.bias in initial_state but got \(1,\)",
             "2",
         ),
-        ("3.weight", torch.full((3, 6), torch.nan), UsageError, r"3\.weight: not filled, or with NaN", "Model"),
+        ("3.weight", torch.full((3, 6), torch.nan), UsageError, r"3\.weight: not filled by initialisation, or filled with NaN", "Model"),
         ("1.norm.running_var", torch.zeros(2), SizeMismatchError, r"as the shape of 1\.norm\.running_var in initial_state", "the buffers"),
     ],
 )
@@ -308,7 +308,9 @@ def test_a_tensor_that_does_not_fit_ends_every_rank_at_once(
 ) -> None:
     def work(backend: Backend) -> None:
         state = {**Model().apply(init_fn()).state_dict(), name: value} if backend.rank == 0 else {}
-        expected = (error, own) if backend.rank == 0 else (UsageError, f"rank 0's initial_state does not fit {others}; its own error")
+        expected = (
+            (error, own) if backend.rank == 0 else (UsageError, f"filling {others} with rank 0's initial_state failed on another rank")
+        )
         with pytest.raises(expected[0], match=expected[1]):
             FSDP(on_meta(Model), backend, units=units, initial_state=state)
 
@@ -324,7 +326,7 @@ def test_a_state_that_cannot_be_read_ends_every_rank() -> None:
 
     def work(backend: Backend) -> None:
         state = Torn(Model().state_dict() if backend.rank == 0 else {})
-        with pytest.raises(UsageError if backend.rank else OSError, match="its own error" if backend.rank else "is damaged"):
+        with pytest.raises(UsageError if backend.rank else OSError, match="failed on another rank" if backend.rank else "is damaged"):
             FSDP(on_meta(Model), backend, initial_state=state)
 
     run_ranks(2, work)
