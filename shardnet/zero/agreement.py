@@ -36,7 +36,7 @@ def agree_on_step(
     flags = torch.tensor([*present, *(not flag for flag in present), *again], dtype=torch.float64, device="cpu")
     values = torch.tensor(list(options.values()), dtype=torch.float64, device="cpu")
     message = torch.cat([flags, values, -values])
-    agreed = comms.wait(comms.everyone.all_reduce(message, ReduceOp.MAX, label="who has gradients, and options"), "agree")
+    agreed = comms.wait(comms.everyone.all_reduce(message, ReduceOp.MAX, label="which parameters have gradients, and the options"), "agree")
     someone, lacking, too_early, highest, lowest = agreed.split_with_sizes(
         [len(present), len(present), len(again), len(values), len(values)]
     )
@@ -44,7 +44,7 @@ def agree_on_step(
         if not (high == low or high - low <= _TOLERANCE * abs(high)):
             raise StateError(
                 f"[rank {comms.everyone.rank}/{comms.everyone.world_size}] {name} is {low:g} on one rank and {high:g} on another; "
-                "give schedulers the same figures on all ranks (such as a loss that was averaged over them)"
+                "set this option alike on all ranks (give a scheduler the loss averaged over ranks, not each rank's own)"
             )
     return StepAgreement(*([bool(flag) for flag in flags.tolist()] for flags in (someone, lacking == 0, too_early)))
 

@@ -92,7 +92,7 @@ class Bucket:
             if parameter.shape != view.shape or parameter.dtype != view.dtype or parameter.device != view.device:
                 raise UsageError(
                     f"{name} became {parameter.dtype} {list(parameter.shape)} on {parameter.device}, and was {view.dtype} "
-                    f"{list(view.shape)} on {view.device}: convert the module before making its optimizer"
+                    f"{list(view.shape)} on {view.device} when its optimizer was made: convert the module before making the optimizer"
                 )
             if view.numel() and parameter.data_ptr() != view.data_ptr():
                 view.copy_(parameter.detach())

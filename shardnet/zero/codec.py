@@ -89,7 +89,7 @@ def decode(header: Tensor, payload: Tensor) -> Any:
     try:
         return _read(json.loads(header.numpy().tobytes()), payload)
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
-        raise ProtocolError(f"received state that no rank of this version sends: {error!r}") from error
+        raise ProtocolError(f"received state that no rank of this version sends, and that cannot be decoded: {error!r}") from error
 
 
 def _read(plain: Any, payload: Tensor) -> Any:
@@ -106,14 +106,14 @@ def _read(plain: Any, payload: Tensor) -> Any:
             return tuple(_read(inner, payload) for inner in content)
         case "dict" | "ordered" | "counter":
             return _MAPPINGS[kind]({_read(key, payload): _read(inner, payload) for key, inner in content})
-    raise ValueError(f"{kind!r} is no kind of value")
+    raise ValueError(f"{kind!r} is not a known kind of value")
 
 
 def _tensor(name: str, shape: list[int], offset: int, payload: Tensor) -> Tensor:
     dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name} is no dtype")
+        raise ValueError(f"{name} is not a torch dtype")
     count = torch.Size(shape).numel() * dtype.itemsize
     if not 0 <= offset <= offset + count <= payload.numel():
-        raise ValueError(f"a tensor at {offset} of {count} bytes is not in the payload of {payload.numel()}")
+        raise ValueError(f"a tensor at offset {offset} of {count} bytes lies outside the payload of {payload.numel()} bytes")
     return payload[offset : offset + count].view(dtype).view(shape)

@@ -91,7 +91,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if bucket_bytes < 1:
             raise UsageError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
         if units is not None and module is None:
-            raise UsageError("units are parts of a module: give the module, too")
+            raise UsageError("units choose parts of a module, but no module was given: give module=, too")
         self.split = choose_split(optimizer_class, split)
         self._inner: torch.optim.Optimizer | None = None
         super().__init__(params, defaults_of(optimizer_class, options))
@@ -99,7 +99,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.module = module
         self._backend = backend
         self._reduces = reduce_gradients
-        self._character = f"{optimizer_class.__name__} split by {self.split}, buckets of {bucket_bytes} bytes, reducing: {reduce_gradients}"
+        self._character = (
+            f"{optimizer_class.__name__} split by {self.split}, bucket_bytes={bucket_bytes}, reduce_gradients={reduce_gradients}"
+        )
         self._units = Units(module, units)
         self._comms = Communicators(backend, sharding_ranks(ShardingStrategy.FULL_SHARD, backend.rank, backend.world_size, ()))
         self._sharded = ShardedParameters(self._units, self.split, bucket_bytes, self._comms)
@@ -135,7 +137,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             return
         if self._reduced is not None:
             raise StateError(
-                "add_param_group comes between clip_grad_norm_() and step(), where the new parameters' gradients would be lost"
+                "add_param_group() was called between clip_grad_norm_(), last_backward() or a scaler's unscale_() and step(), where the "
+                "new parameters' gradients would be lost: call it after step()"
             )
         super().add_param_group(param_group)
         try:
@@ -306,7 +309,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         inner.__setstate__({"state": owned, "param_groups": inner.param_groups})
 
     def __reduce_ex__(self, protocol: object) -> Any:
-        raise StateError("a sharded optimizer cannot be copied or pickled, since others hold its parts; take its consolidated_state_dict()")
+        raise StateError(
+            "a sharded optimizer cannot be copied or pickled, since other ranks hold parts of it; use its consolidated_state_dict()"
+        )
 
     # --- making
 
@@ -344,7 +349,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _exclusively(self) -> Iterator[None]:
         if self._stepping:
             raise StateError(
-                "step(), clip_grad_norm_() or last_backward() was called within a step or last_backward(), by its closure or a hook"
+                "step(), clip_grad_norm_(), last_backward() or a scaler's unscale_() was called within a step or last_backward(), by its "
+                "closure or a hook: call it before or after"
             )
         self._stepping = True
         try:
@@ -390,7 +396,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for name, some, each in zip(names, someone, everyone, strict=True):
             if some and not each:
                 raise StateError(
-                    f"{name} has a gradient on some ranks only, so it cannot have been averaged as reduce_gradients=False promises"
+                    f"{name} has a gradient on some ranks only, but reduce_gradients=False promises that gradients are averaged already: "
+                    "average them on all ranks before step(), or leave reduce_gradients=False out"
                 )
 
     def _drop_gradients(self) -> None:
@@ -420,7 +427,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         shard = Shard.from_plain(state_dict[SHARD_KEY])
         if shard != Shard.from_plain(self.state_dict()[SHARD_KEY]):
             raise UsageError(
-                f"the state is that of rank {shard.rank} of {shard.world_size}, cut otherwise than that of rank {self._backend.rank} of "
-                f"{self._backend.world_size} here; put those of all ranks together with merge_state_dicts and load that"
+                f"the state dict is from rank {shard.rank} of {shard.world_size}, whose part differs from that of rank "
+                f"{self._backend.rank} of {self._backend.world_size} here; merge the state dicts of all ranks with merge_state_dicts() and "
+                "load the result"
             )
         return dict(state_dict["state"])

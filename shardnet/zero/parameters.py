@@ -68,4 +68,7 @@ def refuse_sharded(named: Iterable[tuple[str, Tensor]]) -> None:
     """Raise UsageError for parameters that FSDP has sharded."""
     for name, parameter in named:
         if (unit := sharded_by(parameter)) is not None:
-            raise UsageError(f"{name} is sharded already, by FSDP in {unit}, and so is its state: use the optimizer class itself")
+            raise UsageError(
+                f"{name} is sharded already, by FSDP in {unit}, and so is its optimizer state: use the optimizer class itself, without "
+                "ZeroOptimizer"
+            )

@@ -41,8 +41,8 @@ class ReducedGradients:
         """Raise StateError if a gradient was changed after it was reduced: the change would be lost."""
         if not self._sources.current:
             raise StateError(
-                "gradients changed between clip_grad_norm_(), last_backward() or a scaler's unscale_() and step(): clip and unscale "
-                "after the last backward, and clear them with the optimizer's zero_grad()"
+                "gradients changed after clip_grad_norm_(), last_backward() or a scaler's unscale_() had averaged them: clip and unscale "
+                "after the last backward, and clear gradients with the optimizer's zero_grad()"
             )
 
 

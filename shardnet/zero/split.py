@@ -36,8 +36,8 @@ _ELEMENT_WISE: frozenset[OptimizerClass] = frozenset(
     )
 )
 _REFUSED: dict[OptimizerClass, str] = {
-    optim.LBFGS: "its line search takes all parameters as one vector, and calls the closure as often as it likes",
-    optim.SparseAdam: "it wants sparse gradients, and reduced ones are dense; use Adam",
+    optim.LBFGS: "its line search needs all parameters as one vector, and calls the closure any number of times; use Adam",
+    optim.SparseAdam: "it needs sparse gradients, and averaged gradients are dense; use Adam",
 }
 
 

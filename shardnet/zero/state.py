@@ -48,14 +48,14 @@ def merge_state_dicts(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     from each rank of one optimizer.
     """
     if not shards or any(SHARD_KEY not in shard for shard in shards):
-        raise UsageError("merge_state_dicts takes the state dicts of ZeroOptimizer.state_dict(), one of each rank")
+        raise UsageError("merge_state_dicts() needs the state dicts that ZeroOptimizer.state_dict() returned, one from each rank")
     found = sorted(((Shard.from_plain(shard[SHARD_KEY]), shard) for shard in shards), key=lambda entry: entry[0].rank)
     first = found[0][0]
     ranks = [place.rank for place, _ in found]
     if ranks != list(range(first.world_size)):
         raise UsageError(f"expected the state dicts of ranks 0 to {first.world_size - 1}, got those of {ranks}")
     if len({(place.world_size, place.split, tuple((piece.name, piece.shape) for piece in place.slices)) for place, _ in found}) > 1:
-        raise UsageError("the state dicts are those of different optimizers or splits")
+        raise UsageError("the state dicts belong to different optimizers, splits or world sizes; give those of one optimizer")
     state: dict[int, State] = {}
     for index in range(len(first.slices)):
         parts = [(place.slices[index], shard["state"][index]) for place, shard in found if index in shard["state"]]

@@ -142,7 +142,7 @@ def test_one_bucket_serves_several_groups() -> None:
         (optim.SGD, {"split": "rows"}, "elements, parameters"),
         (nn.Linear, {}, "optimizer_class must be"),
         (optim.SGD, {"bucket_bytes": 0}, "bucket_bytes"),
-        (optim.SGD, {"units": [nn.Linear]}, "give the module, too"),
+        (optim.SGD, {"units": [nn.Linear]}, "no module was given"),
     ],
 )
 def test_what_cannot_be_is_refused(optimizer_class: Any, choices: dict[str, Any], message: str) -> None:

@@ -159,11 +159,11 @@ def test_another_ranks_part_is_refused() -> None:
     parts = [part for part, _ in run_ranks(2, save)]
 
     def other_rank(backend: Backend) -> None:
-        with pytest.raises(UsageError, match=r"that of rank \d of 2, cut otherwise .* merge_state_dicts"):
+        with pytest.raises(UsageError, match=r"from rank \d of 2, whose part differs .* merge_state_dicts"):
             make(backend)[1].load_state_dict(parts[1 - backend.rank])
 
     def other_world(backend: Backend) -> None:
-        with pytest.raises(UsageError, match=r"rank 0 of 2, cut otherwise than that of rank \d of 3"):
+        with pytest.raises(UsageError, match=r"rank 0 of 2, whose part differs from that of rank \d of 3"):
             make(backend)[1].load_state_dict(parts[0])
 
     run_ranks(2, other_rank)
@@ -177,10 +177,10 @@ def test_parts_that_do_not_belong_together_are_refused() -> None:
         merge_state_dicts([first])
     with pytest.raises(UsageError, match=r"got those of \[0, 0\]"):
         merge_state_dicts([first, first])
-    with pytest.raises(UsageError, match="different optimizers or splits"):
+    with pytest.raises(UsageError, match="different optimizers, splits or world sizes"):
         merge_state_dicts([first, other])
     for strange in ([], [whole, second]):
-        with pytest.raises(UsageError, match="takes the state dicts of ZeroOptimizer"):
+        with pytest.raises(UsageError, match="needs the state dicts that ZeroOptimizer"):
             merge_state_dicts(strange)
 
 
