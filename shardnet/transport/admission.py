@@ -86,7 +86,9 @@ class Admission(grpc.aio.ServerInterceptor):
     def _guard(self, behaviour: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
         async def run(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
             if (peer := context.peer()) not in self._visitors:
-                await context.abort(grpc.StatusCode.PERMISSION_DENIED, "call the port that this process listens on")
+                await context.abort(
+                    grpc.StatusCode.PERMISSION_DENIED, "this address is internal; call the port that this process listens on"
+                )
             _caller.set(self._visitors[peer])
             return await behaviour(request, context)
 
@@ -99,7 +101,7 @@ def _check_own(sock: socket.socket) -> None:
     if sock.family is socket.AF_UNIX and sys.platform == "linux":
         pid, _, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
         if pid != os.getpid():
-            raise ConnectionRefusedError(errno.ECONNREFUSED, "somebody else listens in grpcio's place")
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "another process listens at grpcio's address")
 
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid (unix(7))

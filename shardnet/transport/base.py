@@ -89,7 +89,7 @@ class Mesh(ABC):
 
         The data must stay as it is until the peer has read it, or the loan is revoked. See [Note: loans].
         """
-        raise NotImplementedError(f"{type(self).__name__} has no borrowers, so nobody may ask it to lend")
+        raise NotImplementedError(f"{type(self).__name__} cannot lend data, because it has no borrowers")
 
     def is_silent(self, rank: int) -> bool:
         """Whether a rank has not answered for a while, but is not lost yet."""

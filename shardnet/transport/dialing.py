@@ -37,7 +37,7 @@ async def dial_member(address: Address, security: Security, identity: str) -> Co
     found = connection.identity
     if (found.uri if found else "") != identity:
         connection.close()
-        raise HandshakeError(f"the one at {address} is {found or 'nobody known'}, but the rendezvous placed {identity}")
+        raise HandshakeError(f"the process at {address} is {found or 'nobody known'}, but the member at this address must be {identity}")
     return connection
 
 
@@ -74,7 +74,7 @@ async def _greet(connection: Connection, to: Role | None) -> None:
 async def _connect(address: Address) -> socket.socket:
     """Connect a socket. Raises OSError with the reason for the last address."""
     loop = asyncio.get_running_loop()
-    problem: OSError = OSError(f"{address} has no address")
+    problem: OSError = OSError(f"the host name in {address} has no IP address")
     for family, kind, protocol, _, where in await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM):
         sock = socket.socket(family, kind, protocol)
         try:

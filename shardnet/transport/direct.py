@@ -74,5 +74,7 @@ class DirectCalls:
             metadata = await call.headers()
         path = dict(metadata).get(":path", "")
         if (serve := self._served.get(path)) is None:
-            raise Refused(grpc.StatusCode.UNIMPLEMENTED, f"a connection of this kind is for {' or '.join(self._served)}, not {path}")
+            raise Refused(
+                grpc.StatusCode.UNIMPLEMENTED, f"a connection that begins in this way can only call {' or '.join(self._served)}, not {path}"
+            )
         await serve(call, Caller(str(connection.socket.getpeername()), connection.identity, metadata))

@@ -32,7 +32,7 @@ _REST_S = 0.1  # before the next try after a connection could not be accepted
 _STALL_S = 30.0  # in which a caller must take _RELAY_BYTES
 _LINGER_S = 0.5
 _LAST_WORDS_S = 0.2  # for grpcio's last bytes to reach its callers after it has closed; on a healthy loop this takes less than 1 ms
-_TLS_ONLY = "this port takes TLS only; give this process certificates (--certs) or the join token of the cluster (SHARDNET_TOKEN)"
+_TLS_ONLY = "this port accepts only TLS; give the calling process certificates (--certs) or the join token of the cluster (SHARDNET_TOKEN)"
 
 Taker = Callable[[Connection], Awaitable[None]]  # owns the connection; OPENING was read from it
 
@@ -72,7 +72,7 @@ class FrontDoor:
             try:
                 sock, where = await loop.sock_accept(listener)
             except OSError as error:  # no descriptors, or an error of that one connection (accept(2)): there will be others
-                self._troubles.warning("cannot take a connection: %s", error.strerror)
+                self._troubles.warning("cannot accept a connection: %s", error.strerror)
                 await asyncio.sleep(_REST_S)
                 continue
             sock.setblocking(False)
@@ -116,7 +116,9 @@ class FrontDoor:
         if first and first != tls.FIRST_BYTE:
             with suppress(OSError):
                 await loop.sock_sendall(sock, settings({}) + goaway(ErrorCode.INADEQUATE_SECURITY, _TLS_ONLY))
-            raise HandshakeError("it does not begin with TLS, which this port demands")
+            raise HandshakeError(
+                "it does not begin with TLS, which this port requires; give the caller certificates (--certs) or the join token"
+            )
         return await tls.handshake(sock, self._credentials.accepting, accepting=True, said=first, step=self._strangers.step)
 
 

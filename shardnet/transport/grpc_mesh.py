@@ -34,7 +34,9 @@ from shardnet.wire import Chunk
 
 log = logging.getLogger(__name__)
 PATIENCE_S = 10.0  # after this time users begin to wonder
-ADVICE = "the port of each worker must be open to the others; `shardnet doctor` on each machine finds which is not"
+ADVICE = (
+    "all workers must be able to connect to the port of each worker; run `shardnet doctor` on each machine to find which ports are blocked"
+)
 FLUSH_S = 0.2  # how long an abort waits for the peers to take what was sent; living peers take it in milliseconds
 
 
@@ -129,11 +131,14 @@ class GrpcMesh(Mesh):
         member, own = self._topology.members[peer], self._topology.me
         outbox = self._outboxes[peer]
         if outbox.accepted:
-            there, reason = own, f": it can be called, but does not reach this rank at {own.address}"
+            there, reason = own, f": this rank can call it, but it does not reach this rank at {own.address}"
         else:
             there, reason = member, f": {outbox.problem}" if outbox.problem else ""
         if member.node != own.node and Address.parse(there.address).is_loopback:
-            reason += f", an address of {'that' if there is member else 'this'} machine only (give its worker --listen HOST)"
+            reason += (
+                f", and this loopback address can be reached only on {'that' if there is member else 'this'} machine "
+                "(start the worker there with --listen HOST)"
+            )
         return reason
 
     async def _have_it_watched(self) -> None:
@@ -275,13 +280,13 @@ class GrpcMesh(Mesh):
         if hello.epoch != self.epoch or hello.target != self.rank:
             return f"this worker is rank {self.rank} of epoch {self.epoch}, the caller wants rank {hello.target} of epoch {hello.epoch}"
         if hello.source not in self.peers or hello.incarnation != self._topology.members[hello.source].incarnation:
-            return f"the caller is not the rank {hello.source} that the rendezvous placed"
+            return f"the caller says that it is rank {hello.source}, but it is not the worker that has this rank"
         if (placed := self._topology.members[hello.source].identity) != (identity.uri if identity else ""):
             return f"the caller is {identity or 'nobody known'}, but rank {hello.source} is {placed or 'nobody known'}"
         if (difference := disagreement(hello.terms, self._terms)) is not None:
-            return f"the settings of rank {hello.source} are not those of rank {self.rank}, as they must be: {difference}"
+            return f"the settings of rank {hello.source} and rank {self.rank} differ, but must be the same on all ranks: {difference}"
         if not attends and hello.source in self._inbound:
-            return f"rank {hello.source} has a stream open already"
+            return f"rank {hello.source} already has an open stream to this rank"
         return None
 
     @contextmanager
@@ -387,7 +392,7 @@ class GrpcMesh(Mesh):
         if self._service.mesh is self:
             await self._service.attach(None)
         for outbox in self._outboxes.values():
-            outbox.fail("this rank has closed")
+            outbox.fail("this rank has closed its connections")
         self._sharing.close()
         for task in self._tasks:
             task.cancel()  # one may still try to connect

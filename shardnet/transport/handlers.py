@@ -64,7 +64,7 @@ async def _parse(kind: type[Request], data: bytes, context: Context[Reply]) -> R
     try:
         return kind.FromString(data)
     except DecodeError:
-        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the request is no {kind.__name__}")
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the request is not a valid {kind.__name__} message")
 
 
 T = TypeVar("T")

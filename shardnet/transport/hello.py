@@ -58,9 +58,9 @@ def disagreement(theirs: str, mine: str) -> str | None:
         return None
     left, right = theirs.split(_SEPARATOR), mine.split(_SEPARATOR)
     they, we = (
-        _SEPARATOR.join(term for term in one if term not in other) or "nothing of the kind" for one, other in ((left, right), (right, left))
+        _SEPARATOR.join(term for term in one if term not in other) or "no such setting" for one, other in ((left, right), (right, left))
     )
-    return f"it has {they}, this one has {we}"
+    return f"the caller has {they}, this rank has {we}"
 
 
 def _text(value: str | bytes) -> str:

@@ -142,16 +142,19 @@ class HttpPort:
             case [method, target, version] if version.startswith(b"HTTP/1."):
                 path, _, query = target.decode("latin-1").partition("?")
             case _:
-                return _refusal(HTTPStatus.BAD_REQUEST, "this is no request of HTTP/1")
+                return _refusal(HTTPStatus.BAD_REQUEST, "this is not an HTTP/1 request")
         fields = _FIELDS.parsebytes(rest)
         if not self._is_meant(fields.get_all("host", [])):
             known = ", ".join(sorted(self._names or ()))
-            return _refusal(HTTPStatus.MISDIRECTED_REQUEST, f"this is not who was called; call it by an address, or as one of: {known}")
+            return _refusal(
+                HTTPStatus.MISDIRECTED_REQUEST,
+                f"the host name in the request is not one of this server; use its IP address, or one of: {known}",
+            )
         route = self._routes.get(path)
         if method != b"GET":
-            return _refusal(HTTPStatus.METHOD_NOT_ALLOWED, "only GET is answered", allow="GET")
+            return _refusal(HTTPStatus.METHOD_NOT_ALLOWED, "only GET requests are answered", allow="GET")
         if route is None:
-            return _refusal(HTTPStatus.NOT_FOUND, f"there is only {', '.join(self._routes)} here")
+            return _refusal(HTTPStatus.NOT_FOUND, f"this server has only {', '.join(self._routes)}")
         return await route(Request(path, query, fields))
 
     def _is_meant(self, hosts: list[str]) -> bool:
@@ -173,8 +176,8 @@ def _check(address: Address, insecure: bool, what: str, example: str) -> None:
         check_plaintext(str(address), insecure=insecure)
     except PlaintextRefused:
         raise PlaintextRefused(
-            f"{what} at {address} would be open to everybody who reaches that address, without encryption, whatever certificates there "
-            f"are; give a loopback address such as {example}"
+            f"{what} at {address} would be open to everybody who reaches that address, because this port uses no encryption and no "
+            f"certificates; give a loopback address such as {example}"
         ) from None
 
 

@@ -76,7 +76,9 @@ async def _resolve(address: Address) -> list[Found]:
     try:
         found = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
-        raise ListenError(f"cannot listen on {address}: the name is unknown here ({error.strerror}); use one of this machine") from error
+        raise ListenError(
+            f"cannot listen on {address}: the host name cannot be resolved ({error.strerror}); use one of this machine"
+        ) from error
     return [(family, where) for family, _, _, _, where in found]
 
 
@@ -95,9 +97,11 @@ def _bind_problem(family: int, where: tuple[str | int | bytes, ...]) -> OSError 
 def _advice(error: OSError) -> str:
     match error.errno:
         case errno.EADDRINUSE:
-            return "another process listens there already; end it, choose another port for each, or give port 0 to let the system choose"
+            return (
+                "another process already listens there; end it, give each process a port of its own, or use port 0 to let the system choose"
+            )
         case errno.EADDRNOTAVAIL:
-            return "it is no address of this machine; use one of its own, or 0.0.0.0 for all of them"
+            return "this machine does not have the address; use one that it has, or 0.0.0.0 for all of them"
         case errno.EACCES:
             return "this user may not open the port; choose one above 1023"
         case _:

@@ -29,7 +29,7 @@ class MetricsPort:
         except ImportError as error:
             raise UsageError(
                 "metrics need the package prometheus_client: install shardnet[metrics], or leave them off (--metrics, SHARDNET_METRICS, "
-                "connect(metrics=...)); shardnet.v1.Stats and `shardnet status` say the same"
+                "connect(metrics=...)); shardnet.v1.Stats and `shardnet status` give the same numbers"
             ) from error
         self._render = render
         self._snapshot = snapshot

@@ -89,7 +89,7 @@ async def _translated(
             await check_trust(address, security, timeout_s, to)
         raise translate(error, address, method) from error
     except DecodeError as error:
-        raise ProtocolError(f"{address} answered {method} with something else than its reply") from error
+        raise ProtocolError(f"{address} answered {method} with bytes that are not a valid reply") from error
     finally:
         await channel.close()
 

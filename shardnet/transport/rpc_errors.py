@@ -21,12 +21,14 @@ def translate_status(code: grpc.StatusCode, reason: str, address: str, what: str
             return EndpointUnavailable(f"{address} did not answer {what} in time; the process may be frozen or the network slow")
         case code if code in UNREACHABLE and "http1" in reason:  # grpcio's words
             return ProtocolError(
-                f"{address} speaks HTTP/1 and not gRPC; it may be the port of a page or of metrics, and not the process' own"
+                f"{address} speaks HTTP/1 and not gRPC; it may be the process's port for a page or for metrics; give its gRPC port"
             )
         case code if code in UNREACHABLE:
             return EndpointUnavailable(f"nobody answers at {address}: {reason}; check the address and that the process runs")
         case grpc.StatusCode.UNIMPLEMENTED:
-            return ProtocolError(f"the server at {address} does not know {what}: it is no shardnet process of the kind that is asked for")
+            return ProtocolError(
+                f"the server at {address} does not know {what}: it is not a shardnet process, or one in another role (worker or rendezvous)"
+            )
         case code:
             return ProtocolError(f"{address} answered {what} with {code.name}: {reason}")
 

@@ -130,7 +130,9 @@ class StatsService:
     def _watcher(self) -> Iterator[None]:
         """Count one more watcher while the body runs. Raises Refused if there are too many."""
         if self._watchers == MAX_WATCHERS:
-            why = f"this process has {MAX_WATCHERS} watchers, as many as it takes; end one, or ask for {SNAPSHOT} now and then"
+            why = (
+                f"this process already has {MAX_WATCHERS} watchers, which is the maximum; end one, or call {SNAPSHOT} now and then instead"
+            )
             raise Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, why)
         self._watchers += 1
         try:
@@ -145,7 +147,7 @@ async def _request(call: Call) -> stats_pb2.WatchRequest:
     try:
         return stats_pb2.WatchRequest.FromString(said)
     except DecodeError:
-        raise Refused(grpc.StatusCode.INVALID_ARGUMENT, "the request is no WatchRequest") from None
+        raise Refused(grpc.StatusCode.INVALID_ARGUMENT, "the request is not a valid WatchRequest message") from None
 
 
 def _interval_s(request: stats_pb2.WatchRequest) -> float:

@@ -68,7 +68,7 @@ class StoreService:
         try:
             identity = caller()
             if identity is not None and not identity.may_join(self._job):
-                raise Refused(grpc.StatusCode.PERMISSION_DENIED, f"{identity} is no worker of job {self._job!r}")
+                raise Refused(grpc.StatusCode.PERMISSION_DENIED, f"{identity} is not a worker of job {self._job!r}")
             return await self._answer(request)
         except Refused as refusal:
             await context.abort(refusal.code, refusal.why)
@@ -101,7 +101,7 @@ class StoreService:
             case "count":
                 return StoreReply(number=len(self._values))
             case _:
-                _refuse("the request asks for nothing")
+                _refuse("the request names no operation")
         return StoreReply()
 
     async def _expect(self, epoch: int) -> None:
@@ -123,7 +123,7 @@ class StoreService:
                 while self._epoch is None and not self._closed:
                     await self._changed.wait()
         except TimeoutError:
-            _refuse("this worker is not rank 0, which alone keeps the store of a world")
+            _refuse("this worker does not keep the store: it is not rank 0, or does not know its rank yet")
 
     async def _missing(self, keys: Sequence[str], within_s: float) -> list[str]:
         """Wait for the keys; returns those that have not come within this time."""
@@ -141,7 +141,7 @@ class StoreService:
         grown = self._bytes - self._size(key) + _ENTRY_BYTES + len(key) + len(value)
         if grown > MAX_BYTES:
             raise Refused(
-                grpc.StatusCode.RESOURCE_EXHAUSTED, f"the store of this world is full: it keeps {MAX_BYTES} bytes; delete some keys"
+                grpc.StatusCode.RESOURCE_EXHAUSTED, f"the store of this world is full: it keeps at most {MAX_BYTES} bytes; delete some keys"
             )
         self._bytes = grown
         self._values[key] = value
@@ -160,7 +160,7 @@ class StoreService:
         try:
             total = int(value) + amount
         except ValueError:
-            _refuse(f"the value of {key!r} is no number: {value[:40]!r}")
+            _refuse(f"the value of {key!r} is not a number: {value[:40]!r}")
         self._set(key, str(total).encode())
         return total
 
@@ -202,7 +202,7 @@ class StoreClient:
                 raise UsageError(reason(error)) from None
             if error.code() is grpc.StatusCode.UNAVAILABLE:
                 await check_trust(self._keeper.address, self._security, HANDSHAKE_S, Role.WORKER)
-            raise translate(error, self._keeper.address, "the store of this world") from error
+            raise translate(error, self._keeper.address, "a request to the store of this world") from error
 
     async def _check(self) -> None:
         """Before the first question: grpcio takes the certificate of any worker, of any job. Who does not answer here is left to grpcio."""
@@ -224,7 +224,7 @@ class StoreClient:
 
 def _pairs(entries: StoreRequest.Entries) -> list[tuple[str, bytes]]:
     if len(entries.keys) != len(entries.values):
-        _refuse(f"{len(entries.keys)} keys have {len(entries.values)} values")
+        _refuse(f"each key must have one value, got {len(entries.keys)} keys and {len(entries.values)} values")
     return list(zip(entries.keys, entries.values, strict=True))
 
 

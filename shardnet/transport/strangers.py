@@ -42,7 +42,11 @@ class Strangers:
             oldest, since = next(iter(self._awaited.items()), (None, 0.0))
             left_s = None if oldest is None else since + FAIR_S - asyncio.get_running_loop().time()
             if oldest is not None and left_s is not None and left_s <= 0:
-                self._cut.warning("cut off a caller that had not said who it is for %g s: %d of them have a connection", FAIR_S, self._most)
+                self._cut.warning(
+                    "cut off a caller that had not identified itself for %g s: %d such callers are connected, which is the maximum",
+                    FAIR_S,
+                    self._most,
+                )
                 self.forget(oldest)
                 oldest.cancel()
                 await asyncio.wait({oldest})  # its descriptor is free then

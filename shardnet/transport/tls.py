@@ -227,19 +227,19 @@ def _records(buffers: Sequence[Buffer]) -> Iterator[Buffer]:
 # OpenSSL's reasons, or those in the peer's alert, as words about the peer (RFC 8446, section 6).
 _WORDS = {
     "TLSV1_ALERT_UNKNOWN_CA": "it does not trust the authority of this process's certificate",
-    "TLSV13_ALERT_CERTIFICATE_REQUIRED": "it wants a certificate of this process, which showed none",
-    "SSLV3_ALERT_CERTIFICATE_EXPIRED": "it takes this process's certificate for expired; compare the clocks",
+    "TLSV13_ALERT_CERTIFICATE_REQUIRED": "it requires a certificate of this process, which has sent none",
+    "SSLV3_ALERT_CERTIFICATE_EXPIRED": "it considers this process's certificate expired; compare the clocks of both machines",
     "SSLV3_ALERT_BAD_CERTIFICATE": "it does not accept this process's certificate",
     "SSLV3_ALERT_CERTIFICATE_UNKNOWN": "it does not accept this process's certificate",
     "SSLV3_ALERT_UNSUPPORTED_CERTIFICATE": "it does not accept this process's certificate",
-    "TLSV1_ALERT_DECRYPT_ERROR": "it does not accept this process's certificate: a wrong authority of the same name",
-    "SSLV3_ALERT_HANDSHAKE_FAILURE": "it takes no TLS; give it certificates or the join token, too, or this process neither",
-    "TLSV1_ALERT_PROTOCOL_VERSION": "it takes no TLS 1.3",
-    "PEER_DID_NOT_RETURN_A_CERTIFICATE": "it showed no certificate",
-    "WRONG_VERSION_NUMBER": "what it says is no TLS",
-    "HTTP_REQUEST": "what it says is no TLS",
-    "UNSUPPORTED_PROTOCOL": "it speaks no TLS 1.3",
-    "NO_SHARED_CIPHER": "it speaks no TLS 1.3",
+    "TLSV1_ALERT_DECRYPT_ERROR": "it does not accept this process's certificate, which another authority of the same name has signed",
+    "SSLV3_ALERT_HANDSHAKE_FAILURE": "it does not use TLS; give certificates or the join token to both processes, or to neither",
+    "TLSV1_ALERT_PROTOCOL_VERSION": "it does not accept TLS 1.3",
+    "PEER_DID_NOT_RETURN_A_CERTIFICATE": "it sent no certificate",
+    "WRONG_VERSION_NUMBER": "it does not speak TLS",
+    "HTTP_REQUEST": "it does not speak TLS",
+    "UNSUPPORTED_PROTOCOL": "it does not support TLS 1.3",
+    "NO_SHARED_CIPHER": "it does not support TLS 1.3",
 }
 
 

@@ -56,7 +56,7 @@ class _Stream:
             async with asyncio.timeout(silence_s):
                 await self._news.wait()
         except TimeoutError:
-            why = f"{self._address} said nothing for {silence_s:g} s; it may be frozen, or the network cut"
+            why = f"{self._address} sent nothing for {silence_s:g} s; the process may be frozen, or the network cut"
             raise EndpointUnavailable(why) from None
         self._news.clear()
         if self._newest is not None:
@@ -67,7 +67,7 @@ class _Stream:
         try:
             status = self._end.result()
         except ProtocolError as error:
-            raise ProtocolError(f"{self._address} answered {PATH} with something else than its reply: {error}") from error
+            raise ProtocolError(f"{self._address} answered {PATH} with bytes that are not a valid reply: {error}") from error
         if status.code is not grpc.StatusCode.OK:
             raise translate_status(status.code, status.details or status.code.name, self._address, PATH)
         return None
@@ -121,7 +121,7 @@ async def _call(address: str, interval_s: float, timeout_s: float, security: Sec
         why = _why(error) or f"no connection within {timeout_s:g} s"
         raise translate_status(grpc.StatusCode.UNAVAILABLE, why, address, PATH) from error
     except DecodeError as error:
-        raise ProtocolError(f"{address} answered {PATH} with something else than its reply") from error
+        raise ProtocolError(f"{address} answered {PATH} with bytes that are not a valid reply") from error
     finally:
         if stream is not None:
             await stream.aclose()

@@ -101,7 +101,7 @@ def test_a_second_process_on_a_port(nursery: Nursery, times: int) -> None:
         @on_shared_loop
         async def listen() -> None:
             for address in (work.workers[0].address, work.rendezvous) * times:
-                with soon(figures), pytest.raises(ListenError, match="another process listens there already"):
+                with soon(figures), pytest.raises(ListenError, match="another process already listens there"):
                     await Endpoint(address, limits=LIMITS, timeouts=TIMEOUTS, snapshot=stats_pb2.SnapshotReply).start()
 
         listen()
@@ -119,7 +119,7 @@ async def test_a_second_stream_of_a_rank(times: int) -> None:
                     address = Address.parse(mesh_of(ranks[0]).address(0))
                     call = Call(PlainConnection(await _connect(address)), LIMITS)
                     call.open(str(address), PUSH, mesh_of(ranks[1])._outboxes[0]._hello.metadata())
-                    assert Status.read(await call.headers()).details == "rank 1 has a stream open already"
+                    assert Status.read(await call.headers()).details == "rank 1 already has an open stream to this rank"
                     call.close()
                 await asyncio.gather(*(rank.barrier() for rank in ranks))
             await dissolve(ranks)

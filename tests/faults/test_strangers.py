@@ -33,10 +33,10 @@ def signed_elsewhere() -> Credentials:
 
 
 STRANGERS: dict[str, tuple[Callable[[], Security], str]] = {
-    "no certificate": (lambda: Security(credentials=nameless()), "it showed no certificate"),
+    "no certificate": (lambda: Security(credentials=nameless()), "it sent no certificate"),
     "wrong authority": (lambda: Security(credentials=signed_elsewhere()), "its certificate is not one of this cluster's"),
     "expired": (lambda: Security(credentials=expired()), "its certificate is not one of this cluster's: certificate has expired"),
-    "plaintext": (Security, "it does not begin with TLS, which this port demands"),
+    "plaintext": (Security, "it does not begin with TLS, which this port requires"),
 }
 
 

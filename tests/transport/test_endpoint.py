@@ -73,7 +73,7 @@ async def test_a_question_after_health_that_cannot_be_read() -> None:
         check: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary("/grpc.health.v1.Health/Check")
         watch: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream("/grpc.health.v1.Health/Watch")
         for answer in (check(b"\xff"), watch(b"\xff").read()):
-            with pytest.raises(grpc.aio.AioRpcError, match="the request is no HealthCheckRequest") as caught:
+            with pytest.raises(grpc.aio.AioRpcError, match="the request is not a valid HealthCheckRequest message") as caught:
                 await answer
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         await channel.close()
@@ -83,14 +83,15 @@ async def test_a_question_after_health_that_cannot_be_read() -> None:
 async def test_port_in_use_names_the_address_and_what_to_do() -> None:
     async with endpoint() as first:
         second = endpoint(first.address)
-        with pytest.raises(ListenError, match=f"cannot listen on {first.address}: another process listens there already; .* give port 0"):
+        with pytest.raises(ListenError, match=f"cannot listen on {first.address}: another process already listens there; .* use port 0"):
             await second.start()
         await second.aclose()
         assert await snapshot(first.address) == REPLY  # the first one keeps it
 
 
 @pytest.mark.parametrize(
-    ("listen", "text"), [("192.0.2.1:0", "it is no address of this machine"), ("nobody.invalid:0", "the name is unknown here")]
+    ("listen", "text"),
+    [("192.0.2.1:0", "this machine does not have the address"), ("nobody.invalid:0", "the host name cannot be resolved")],
 )
 @on_shared_loop
 async def test_address_that_is_none_of_ours(listen: str, text: str) -> None:
@@ -230,14 +231,14 @@ class TestObserving:
     @on_shared_loop
     async def test_service_that_is_not_there(self) -> None:
         async with endpoint() as opened:
-            with pytest.raises(ProtocolError, match="it is no shardnet process of the kind"):
+            with pytest.raises(ProtocolError, match="it is not a shardnet process"):
                 await ask(opened.address, "/x.Y/Z", stats_pb2.SnapshotRequest(), bytes, timeout_s=5.0)
 
     @on_shared_loop
     async def test_answer_that_is_something_else(self) -> None:
         async with endpoint() as opened:
             method = "/shardnet.v1.Stats/Snapshot"
-            with pytest.raises(ProtocolError, match="something else than its reply"):
+            with pytest.raises(ProtocolError, match="bytes that are not a valid reply"):
                 await ask(opened.address, method, stats_pb2.SnapshotRequest(), _unreadable, timeout_s=5.0)
 
     @on_shared_loop

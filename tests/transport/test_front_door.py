@@ -77,7 +77,7 @@ def ports() -> set[int]:
 @on_shared_loop
 async def test_a_port_that_somebody_has() -> None:
     async with worker() as first:
-        with pytest.raises(ListenError, match="another process listens there already"):
+        with pytest.raises(ListenError, match="another process already listens there"):
             async with worker(first.address):
                 pass
         assert await snapshot(first.address) == REPLY
@@ -194,7 +194,7 @@ async def test_a_connection_that_cannot_be_taken_is_not_the_last(caplog: pytest.
         async with asyncio.timeout(5.0):
             await taken.wait()
     await door.aclose()
-    assert [record.getMessage() for record in caplog.records] == ["cannot take a connection: as accept(2) says"]
+    assert [record.getMessage() for record in caplog.records] == ["cannot accept a connection: as accept(2) says"]
 
 
 async def nobody(connection: Connection) -> None:

@@ -103,7 +103,10 @@ async def test_a_name_that_somebody_else_has_led_here_gets_nothing(host: str) ->
     async with Opened(port()) as address:
         answer = await get(address, "/echo", host=host)
     assert answer.status == 421
-    assert answer.body == "this is not who was called; call it by an address, or as one of: 127.0.0.1, localhost, this-machine\n"
+    assert (
+        answer.body
+        == "the host name in the request is not one of this server; use its IP address, or one of: 127.0.0.1, localhost, this-machine\n"
+    )
 
 
 @pytest.mark.parametrize("fields", [b"", b"Host: localhost\r\nHost: evil.example\r\n"])
@@ -187,6 +190,6 @@ def test_where_it_may_listen() -> None:
 async def test_a_port_that_is_taken_leaves_nothing_open() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         opened = port(f"127.0.0.1:{other.getsockname()[1]}")
-        with pytest.raises(OSError, match="another process listens there already"):
+        with pytest.raises(OSError, match="another process already listens there"):
             await opened.start()
         await opened.aclose()

@@ -104,7 +104,7 @@ async def test_who_was_not_placed_is_not_called() -> None:
     """Somebody with a certificate of the cluster has taken the address of rank 1: rank 0 shows it nothing."""
     mine, theirs, placed = security("node-0"), security("node-9"), security("node-1")
     async with two((mine, theirs), (uri(mine), uri(placed))) as (members, services):
-        text = f"the one at {members[1].address} is worker 'node-9' of any job, but the rendezvous placed {uri(placed)}"
+        text = f"the process at {members[1].address} is worker 'node-9' of any job, but the member at this address must be {uri(placed)}"
         with pytest.raises(PeerLost, match=re.escape(text)):
             await start(0, members, services[0], mine)
 

@@ -50,9 +50,9 @@ class TestHello:
         ("theirs", "text"),
         [
             ({"b": 2, "a": 1}, None),
-            ({"a": 1, "b": 22}, "it has b 22, this one has b 2"),
-            ({"a": 1}, "it has nothing of the kind, this one has b 2"),
-            ({"a": 1, "b": 2, "c": 3}, "it has c 3, this one has nothing of the kind"),
+            ({"a": 1, "b": 22}, "the caller has b 22, this rank has b 2"),
+            ({"a": 1}, "the caller has no such setting, this rank has b 2"),
+            ({"a": 1, "b": 2, "c": 3}, "the caller has c 3, this rank has no such setting"),
         ],
     )
     def test_settings_are_compared_one_by_one(self, theirs: dict[str, object], text: str | None) -> None:
@@ -77,15 +77,16 @@ class TestStrangers:
             (lambda h: replace(h, job="other"), "this worker belongs to job 'puppet theatre', the caller to 'other'"),
             (lambda h: replace(h, epoch=0), "this worker is rank 0 of epoch 1, the caller wants rank 0 of epoch 0"),
             (lambda h: replace(h, target=1), "this worker is rank 0 of epoch 1, the caller wants rank 1 of epoch 1"),
-            (lambda h: replace(h, source=0), "the caller is not the rank 0 that the rendezvous placed"),
-            (lambda h: replace(h, source=-1), "the caller is not the rank -1 that the rendezvous placed"),
-            (lambda h: replace(h, source=7), "the caller is not the rank 7 that the rendezvous placed"),
-            (lambda h: replace(h, incarnation="older"), "the caller is not the rank 1 that the rendezvous placed"),
+            (lambda h: replace(h, source=0), "the caller says that it is rank 0, but it is not the worker that has this rank"),
+            (lambda h: replace(h, source=-1), "the caller says that it is rank -1, but it is not the worker that has this rank"),
+            (lambda h: replace(h, source=7), "the caller says that it is rank 7, but it is not the worker that has this rank"),
+            (lambda h: replace(h, incarnation="older"), "the caller says that it is rank 1, but it is not the worker that has this rank"),
             (
                 lambda h: replace(h, terms=h.terms.replace("chunk_bytes 64,", "chunk_bytes 128,")),
-                "the settings of rank 1 are not those of rank 0, as they must be: it has chunk_bytes 128, this one has chunk_bytes 64",
+                "the settings of rank 1 and rank 0 differ, but must be the same on all ranks: the caller has chunk_bytes 128, "
+                "this rank has chunk_bytes 64",
             ),
-            (lambda h: h, "rank 1 has a stream open already"),
+            (lambda h: h, "rank 1 already has an open stream to this rank"),
         ],
         ids=["job", "epoch", "target", "itself", "negative", "too large", "incarnation", "terms", "twice"],
     )
@@ -259,7 +260,7 @@ class TestFrames:
         async with theatre() as stage:
             await stage.send(Chunk(1, 0, 0, control=mesh_pb2.Control(window_answer=mesh_pb2.WindowAnswer())))
             code, text = await stage.stream.refusal()
-            assert (code, text) == (grpc.StatusCode.DATA_LOSS, "rank 1 answered to a window that this rank has not offered")
+            assert (code, text) == (grpc.StatusCode.DATA_LOSS, "rank 1 answered the offer of a window, but this rank has offered none")
 
     @on_shared_loop
     async def test_larger_than_allowed(self) -> None:

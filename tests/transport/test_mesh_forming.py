@@ -68,7 +68,7 @@ async def test_who_is_missing_is_named() -> None:
                 assert re.search(rf"rank {rank} \({NOBODY}\): (no connection within 0.6 s|not connected yet): Connection refused", text)
             texts.append(text)
     said = "; ".join(f"rank {rank} ({NOBODY}): no connection within 0.6 s: Connection refused" for rank in (2, 3))
-    assert any(f"{said}; the port of each worker must be open to the others; `shardnet doctor`" in text for text in texts)
+    assert any(f"{said}; all workers must be able to connect to the port of each worker; run `shardnet doctor`" in text for text in texts)
 
 
 async def test_who_is_missing_is_said_before_the_time_is_over(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -82,7 +82,9 @@ async def test_who_is_missing_is_said_before_the_time_is_over(monkeypatch: pytes
 async def test_an_address_of_another_machine_alone_is_named_as_such() -> None:
     async with places(1, 2) as (services, members):
         elsewhere = members[0], replace(members[1], node="another")
-        with pytest.raises(PeerLost, match=r"Connection refused, an address of that machine only \(give its worker --listen HOST\)"):
+        with pytest.raises(
+            PeerLost, match=r"Connection refused, and this loopback address can be reached only on that machine \(start the worker"
+        ):
             await start(0, elsewhere, services[0])
 
 
@@ -94,7 +96,9 @@ async def test_who_can_be_called_but_does_not_call_is_told_apart() -> None:
         closed = start(1, there, services[1], timeouts=replace(TIMEOUTS, connect_s=10.0))
         calling = start(0, here, services[0])
         with pytest.raises(
-            PeerLost, match=rf"rank 1 .*: it can be called, but does not reach this rank at {own.address}, an address of this"
+            PeerLost,
+            match=rf"rank 1 .*: this rank can call it, but it does not reach this rank at {own.address}, and this loopback address can be "
+            "reached only on this machine",
         ):
             await calling
         with pytest.raises(PeerLost):

@@ -110,7 +110,7 @@ async def test_a_peer_that_reads_what_is_sent_is_alive() -> None:
                 await asyncio.sleep(0.01)
             assert not sending.done()
         call.close()
-        with pytest.raises(CallBroken, match="this rank has closed it"):
+        with pytest.raises(CallBroken, match="this rank has closed the stream"):
             await sending
 
 

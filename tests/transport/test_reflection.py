@@ -40,7 +40,7 @@ async def test_services_and_their_messages_can_be_asked_for() -> None:
 async def test_a_question_that_cannot_be_read() -> None:
     async with endpoint() as opened, grpc.aio.insecure_channel(opened.address) as channel:
         ask: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(INFO)
-        with pytest.raises(grpc.aio.AioRpcError, match="the request is no ServerReflectionRequest") as caught:
+        with pytest.raises(grpc.aio.AioRpcError, match="the request is not a valid ServerReflectionRequest message") as caught:
             await ask(iter([b"\xff"])).read()
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 

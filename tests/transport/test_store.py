@@ -72,7 +72,7 @@ async def test_what_is_asked(here: bool) -> None:
         assert (await ask(count=True)).number == 5
         assert (await ask(delete=Keys(keys=["a", "a", "e"]))).number == 1
         assert (await ask(count=True)).number == 4
-        with pytest.raises(UsageError, match="the value of 'c' is no number: b'new'"):
+        with pytest.raises(UsageError, match="the value of 'c' is not a number: b'new'"):
             await ask(add=Sum(key="c", amount=1))
 
 
@@ -122,7 +122,7 @@ async def test_who_is_early_waits_for_rank_0_to_have_its_place() -> None:
 async def test_another_rank_keeps_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_service, "HANDSHAKE_S", 0.05)
     async with opened(epoch=None) as (_, (client,)):
-        with pytest.raises(UsageError, match="not rank 0, which alone keeps the store"):
+        with pytest.raises(UsageError, match="it is not rank 0, or does not know its rank yet"):
             await client.ask(asked(count=True))
 
 
@@ -134,10 +134,10 @@ async def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
             await service.ask(asked(float("nan"), count=True))
         for request, why in (
             (asked(count=True, epoch=2), "this is the store of epoch 3, the caller is of epoch 2"),
-            (asked(set=Entries(keys=["a"])), "1 keys have 0 values"),
-            (asked(), "asks for nothing"),
+            (asked(set=Entries(keys=["a"])), "got 1 keys and 0 values"),
+            (asked(), "names no operation"),
             (asked(-1.0, count=True), r"within_s must be 0 to 1e\+07 seconds, got -1"),
-            (asked(set=Entries(keys=["a"], values=[bytes(900)])), "full: it keeps 1000 bytes"),
+            (asked(set=Entries(keys=["a"], values=[bytes(900)])), "full: it keeps at most 1000 bytes"),
         ):
             with pytest.raises(UsageError, match=why):
                 await client.ask(request)
@@ -154,7 +154,7 @@ async def test_workers_of_the_job_alone_are_answered() -> None:
     async with opened(worker, other, operator, protection=worker) as (_, clients):
         assert (await clients[0].ask(asked(count=True))).number == 0
         for client in clients[1:]:
-            with pytest.raises(ProtocolError, match=r"PERMISSION_DENIED: .* is no worker of job 'lm'"):
+            with pytest.raises(ProtocolError, match=r"PERMISSION_DENIED: .* is not a worker of job 'lm'"):
                 await client.ask(asked(count=True))
 
 
@@ -165,7 +165,7 @@ async def test_another_worker_at_the_keepers_address_is_told_nothing() -> None:
         store,
         (client,),
     ):
-        with pytest.raises(HandshakeError, match="is worker 'mallory' of job 'lm', but the rendezvous placed shardnet:worker:lm:node-0"):
+        with pytest.raises(HandshakeError, match="'mallory' of job 'lm', but the member at this address must be shardnet:worker:lm:node-0"):
             await client.ask(asked(set=Entries(keys=["a"], values=[b"secret"])))
         assert (await store.ask(asked(count=True))).number == 0
 

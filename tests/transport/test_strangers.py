@@ -98,7 +98,7 @@ def nameless() -> Credentials:
 @pytest.mark.parametrize(
     ("stranger", "line", "told"),
     [
-        (nameless, "it showed no certificate", "it wants a certificate of this process, which showed none"),
+        (nameless, "it sent no certificate", "it requires a certificate of this process, which has sent none"),
         (
             lambda: credentials(by="another"),
             "it does not trust the authority of this process's certificate",  # the caller looked first
@@ -107,7 +107,7 @@ def nameless() -> Credentials:
         (
             expired,
             "its certificate is not one of this cluster's: certificate has expired",
-            "it takes this process's certificate for expired",
+            "it considers this process's certificate expired",
         ),
     ],
     ids=["no certificate", "wrong authority", "expired"],
@@ -142,10 +142,10 @@ async def test_a_trusted_caller_that_another_authority_signed(caplog: pytest.Log
 @pytest.mark.parametrize(
     ("demands", "told", "line"),
     [
-        (True, "this port takes TLS only; give this process certificates", "it does not begin with TLS, which this port demands"),
+        (True, "this port accepts only TLS; give the calling process certificates", "it does not begin with TLS, which this port requires"),
         (
             False,
-            "do not trust each other: it takes no TLS; give it certificates or the join token",
+            "do not trust each other: it does not use TLS; give certificates or the join token",
             "it begins with TLS, but this process has no certificates",
         ),
     ],
@@ -242,7 +242,7 @@ async def test_nobody_else_gets_what_is_meant_for_grpcio() -> None:
         assert thief.stdout is not None
         await asyncio.to_thread(thief.stdout.readline)
         admission._place = f"\0{name}"
-        with pytest.raises(ConnectionRefusedError, match="somebody else listens in grpcio's place"):
+        with pytest.raises(ConnectionRefusedError, match="another process listens at grpcio's address"):
             await admission.visit(None).__aenter__()
 
 

@@ -112,4 +112,4 @@ async def test_strangers_are_refused() -> None:
         wrong = grpc.aio.Metadata(*((key, "5" if key == "shardnet-source" else value) for key, value in stage.hello.metadata()))
         refused = attend(stage, wrong)
         assert await refused.code() is grpc.StatusCode.FAILED_PRECONDITION
-        assert "the caller is not the rank 5" in (await refused.details() or "")
+        assert "the caller says that it is rank 5, but it is not" in (await refused.details() or "")

@@ -168,14 +168,14 @@ async def test_somebody_else_answers() -> None:
             caller, _ = await loop.sock_accept(web)
             with caller:
                 await loop.sock_sendall(caller, b"HTTP/1.1 400 Bad Request\r\n\r\n")
-                with pytest.raises(ProtocolError, match=r"answered /shardnet\.v1\.Stats/Watch with something else than its reply"):
+                with pytest.raises(ProtocolError, match=r"answered /shardnet\.v1\.Stats/Watch with bytes that are not a valid reply"):
                     await first
 
 
 @on_shared_loop
 async def test_the_port_of_a_page_is_no_processs_own() -> None:
     async with MetricsPort("127.0.0.1:0", stats_pb2.SnapshotReply) as port:
-        with pytest.raises(ProtocolError, match="speaks HTTP/1 and not gRPC; it may be the port of a page or of metrics"):
+        with pytest.raises(ProtocolError, match="speaks HTTP/1 and not gRPC; it may be the process's port for a page or for metrics"):
             await snapshot(port.url.removeprefix("http://").removesuffix("/metrics"))
 
 
@@ -193,7 +193,7 @@ async def test_an_interval_that_is_none(interval_s: float) -> None:
 async def test_a_request_that_is_none() -> None:
     async with endpoint(Counter()) as opened, grpc.aio.insecure_channel(opened.address) as channel:
         ask: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream("/shardnet.v1.Stats/Watch")
-        with pytest.raises(grpc.aio.AioRpcError, match="the request is no WatchRequest"):
+        with pytest.raises(grpc.aio.AioRpcError, match="the request is not a valid WatchRequest message"):
             await ask(b"\xff").read()
 
 
@@ -204,7 +204,7 @@ async def test_so_many_watchers_and_no_more_until_one_has_gone() -> None:
         try:
             for each in watchers[:-1]:
                 await anext(each)
-            with pytest.raises(ProtocolError, match=f"RESOURCE_EXHAUSTED: this process has {MAX_WATCHERS} watchers"):
+            with pytest.raises(ProtocolError, match=f"RESOURCE_EXHAUSTED: this process already has {MAX_WATCHERS} watchers"):
                 await anext(watchers[-1])
             await watchers.pop(0).aclose()
             while opened._stats._watchers == MAX_WATCHERS:  # noqa: ASYNC110 - nobody tells

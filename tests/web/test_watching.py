@@ -142,7 +142,7 @@ async def test_where_it_may_be() -> None:
         PagePort("0.0.0.0:7080", Story())
     async with PagePort("0.0.0.0:0", Story(), insecure=True) as port:
         assert "0.0.0.0" not in port.url, "nobody can call that"
-        with pytest.raises(ListenError, match="another process listens there already"):
+        with pytest.raises(ListenError, match="another process already listens there"):
             await PagePort(f"127.0.0.1:{port.url.rstrip('/').rpartition(':')[2]}", Story()).start()
     assert PagePort(HERE, Story()).url == ""
 

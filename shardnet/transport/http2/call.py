@@ -112,7 +112,7 @@ class Call:
         Raises ProtocolError if the caller has already sent a message, without waiting.
         """
         if self._early:
-            raise ProtocolError(f"a message of {len(self._early[0])} bytes came before it was wanted")
+            raise ProtocolError(f"a message of {len(self._early[0])} bytes came before this process had accepted the call")
         self._messages.on_message = on_message
         self._messages.max_bytes = self._max_message_bytes
         self._allowed_bytes = None
@@ -211,14 +211,14 @@ class Call:
         self._writer.control(frames.frame(Type.PING, Flags.NONE, 0, bytes(8)))
         self._flush()
 
-    def close(self, why: str = "this rank has closed it") -> None:
+    def close(self, why: str = "this rank has closed the stream") -> None:
         """Close the socket at once. Safe to call again."""
         self._fail(CallBroken(why))
 
     async def linger(self, timeout_s: float) -> None:
         """Close after everything that was sent: wait a little until the peer has closed, too. Closing a socket on which unread data
         arrives would reset the connection, and the peer would lose what it has not read yet, such as the reason."""
-        self._stop(CallBroken("this rank has closed it"))
+        self._stop(CallBroken("this rank has closed the stream"))
         with suppress(TimeoutError, OSError):
             async with asyncio.timeout(timeout_s):
                 while self._broken is None and (self._writing or self._writer.buffers()):
@@ -272,7 +272,7 @@ class Call:
         if self._allowed_bytes is not None:
             self._allowed_bytes -= count
             if self._allowed_bytes < 0:
-                raise ProtocolError(f"a caller said more than {_REQUEST_BYTES} bytes that nobody wants")
+                raise ProtocolError(f"the caller sent more than {_REQUEST_BYTES} bytes that this process did not ask for")
 
     def _flush(self) -> None:
         """Write what can be written."""

@@ -78,7 +78,7 @@ def settings(values: dict[Setting, int]) -> bytes:
 
 def read_settings(payload: bytes) -> Iterator[tuple[int, int]]:
     if len(payload) % _SETTING.size:
-        raise ProtocolError("a SETTINGS frame has half a setting")
+        raise ProtocolError("the length of a SETTINGS frame is not a multiple of 6 bytes")
     return iter(_SETTING.iter_unpack(payload))
 
 
@@ -110,7 +110,7 @@ def inadequate_security(answer: bytes) -> str | None:
 def read_u32(payload: bytes) -> int:
     """The one number that WINDOW_UPDATE and RST_STREAM carry."""
     if len(payload) != _U32.size:
-        raise ProtocolError(f"a frame of {len(payload)} bytes should carry one number")
+        raise ProtocolError(f"a frame that carries one number has {len(payload)} bytes instead of 4")
     value: int = _U32.unpack(payload)[0]
     return value
 

@@ -76,4 +76,4 @@ class HeaderCodec:
         try:
             return tuple((str(name), str(value)) for name, value in self._decoder.decode(block))
         except (HPACKError, UnicodeDecodeError) as error:
-            raise ProtocolError("a header block cannot be read") from error
+            raise ProtocolError("a header block cannot be decoded") from error

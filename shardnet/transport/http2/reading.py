@@ -76,7 +76,7 @@ class MessageReader:
         compressed, length = _PREFIX.unpack(self._prefix)
         self._prefix.clear()
         if compressed:
-            raise ProtocolError("a message is compressed, which was not agreed")
+            raise ProtocolError("a message is compressed, but no compression was agreed")
         if length > self.max_bytes:
             raise ProtocolError(f"a message of {length} bytes is larger than allowed ({self.max_bytes} bytes)")
         self._message = np.empty(length, np.uint8).data  # not zeroed, as a bytearray would be
@@ -149,7 +149,7 @@ class FrameReader:
             self._begin_data(length, flags)
             return True
         if length > (_MAX_CONTROL_BYTES if kind != Type.DATA else _STAGE_BYTES - HEAD_BYTES):
-            raise ProtocolError(f"a frame of type {kind} has {length} bytes")
+            raise ProtocolError(f"a frame of type {kind} is too long: it has {length} bytes")
         if staged < HEAD_BYTES + length:
             return False
         self._start += HEAD_BYTES + length

@@ -49,9 +49,9 @@ class CallState:
 
     def on_frame(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
         if (kind == Type.CONTINUATION) != (self._block is not None):
-            raise ProtocolError("a header block was interrupted, or continued where there was none")
+            raise ProtocolError("another frame interrupted a header block, or a CONTINUATION frame came without a header block")
         if kind in (Type.HEADERS, Type.CONTINUATION) and stream != self._stream:  # before it is decoded, which takes long
-            raise ProtocolError(f"a header block for stream {stream}: a connection is for one call")
+            raise ProtocolError(f"a header block came for stream {stream}, but a connection carries only one call")
         match kind:
             case Type.HEADERS:
                 self._block, self._block_ends = bytearray(), bool(flags & Flags.END_STREAM)
@@ -62,7 +62,7 @@ class CallState:
                 self._on_settings(payload)
             case Type.PING if not flags & Flags.ACK:
                 if len(payload) != frames.PING_BYTES:
-                    raise ProtocolError(f"a PING frame of {len(payload)} bytes")
+                    raise ProtocolError(f"a PING frame has {len(payload)} bytes instead of 8")
                 self._writer.control(frames.frame(Type.PING, Flags.ACK, 0, payload))
             case Type.WINDOW_UPDATE:
                 self._writer.widen(stream, frames.read_u32(payload) & frames.MAX_WINDOW)

@@ -66,7 +66,7 @@ class FrameWriter:
         none."""
         self._control += frame
         if len(self._control) > _MAX_CONTROL_BYTES:
-            raise ProtocolError("too many control frames wait for a peer that does not read")
+            raise ProtocolError("too many control frames wait to be sent, because the peer does not read")
 
     def message(self, parts: list[memoryview], done: "asyncio.Future[None] | None") -> None:
         """Send a message; `done` ends when it is out, or with the reason why it never will be."""
@@ -89,17 +89,17 @@ class FrameWriter:
         elif stream == self._stream:
             self.stream_window += increment
         if not increment or max(self.connection_window, self.stream_window) > MAX_WINDOW:
-            raise ProtocolError(f"a window grew by {increment} bytes")
+            raise ProtocolError(f"a WINDOW_UPDATE frame adds {increment} bytes, which is zero or more than a window can hold")
 
     def set_initial_window(self, value: int) -> None:
         if value > MAX_WINDOW:
-            raise ProtocolError(f"an initial window of {value} bytes")
+            raise ProtocolError(f"the peer asks for an initial window of {value} bytes, which is more than HTTP/2 allows")
         self.stream_window += value - self.initial_window
         self.initial_window = value
 
     def set_max_frame(self, value: int) -> None:
         if not DEFAULT_FRAME_BYTES <= value <= MAX_FRAME_BYTES:
-            raise ProtocolError(f"a largest frame of {value} bytes")
+            raise ProtocolError(f"the peer asks for a maximum frame size of {value} bytes, which HTTP/2 does not allow")
         self.max_frame_bytes = value
 
     def buffers(self) -> list[memoryview]:

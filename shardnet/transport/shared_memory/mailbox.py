@@ -253,7 +253,9 @@ class MailboxView:
                     return None
                 data = at + note_bytes + -note_bytes % _ALIGNMENT
                 if data + data_bytes > len(self._ring):
-                    raise ProtocolError(f"a letter of {data_bytes} bytes at {data} in a mailbox of {len(self._ring)} bytes")
+                    raise ProtocolError(
+                        f"a letter of {data_bytes} bytes at position {data} does not fit into a mailbox of {len(self._ring)} bytes"
+                    )
                 return Letter(self._ring[at : at + note_bytes], self._ring[data : data + data_bytes], entry, number, serial)
         return None
 

@@ -13,7 +13,7 @@ class Stranger(OSError):
     """A process that cannot be seen, or that is gone."""
 
     def __init__(self) -> None:
-        super().__init__("its process is not to be seen from here (is it in another container?)")
+        super().__init__("its process cannot be seen from here (is it in another container?)")
 
 
 def allocate(name: str, size: int) -> int:

@@ -213,7 +213,7 @@ class Sharing:
 
     def _on_offer(self, peer: int, offer: mesh_pb2.WindowOffer) -> None:
         if peer not in self._neighbours or peer in self._views:
-            raise ProtocolError(f"rank {peer} offered a window, which only a rank of this node may, and once")
+            raise ProtocolError(f"rank {peer} offered a window, but is not on this node or has offered one before")
         refusal = ""
         try:
             self._views[peer] = View(offer)
@@ -230,7 +230,7 @@ class Sharing:
 
     def _on_answer(self, peer: int, answer: mesh_pb2.WindowAnswer) -> None:
         if self._window is None:
-            raise ProtocolError(f"rank {peer} answered to a window that this rank has not offered")
+            raise ProtocolError(f"rank {peer} answered the offer of a window, but this rank has offered none")
         if peer in self._asked:
             if answer.refusal:
                 self._refusals[peer] = answer.refusal

@@ -28,7 +28,9 @@ class View:
         """The piece's bytes, which stay unchanged until it is released. Raises ProtocolError if there can be no such piece."""
         start = piece.position % self._capacity
         if not piece.size or start + piece.size > self._capacity or not self._taken <= piece.position < _MAX_POSITION:
-            raise ProtocolError(f"{piece.size} bytes at {piece.position} are no piece of a window of {self._capacity} bytes")
+            raise ProtocolError(
+                f"{piece.size} bytes at position {piece.position} are not a valid piece of a window of {self._capacity} bytes"
+            )
         return self._data[start : start + piece.size]
 
     def take(self, piece: mesh_pb2.WindowPiece) -> bool:
@@ -53,7 +55,7 @@ class View:
 
 def _find(offer: mesh_pb2.WindowOffer) -> mmap.mmap:
     if not offer.capacity:
-        raise OSError("its memory is not what was offered")
+        raise OSError("it has offered a window of 0 bytes")
     size = HEADER_BYTES + offer.capacity
     with found(NAME, offer.pid, offer.descriptor, size) as descriptor:
         mapped = mmap.mmap(descriptor, size, prot=mmap.PROT_READ)

@@ -208,7 +208,7 @@ async def test_a_caller_that_is_not_let_in_may_not_talk_for_ever() -> None:
     callee.answer()
     with near:
         flooding = asyncio.ensure_future(loop.sock_sendall(near, frames.frame(Type.DATA, Flags.NONE, 1) * MIB))
-        with pytest.raises(ProtocolError, match="more than 65536 bytes that nobody wants"):
+        with pytest.raises(ProtocolError, match="more than 65536 bytes that this process did not ask for"):
             await callee.headers()
         callee.close()
         with pytest.raises(ConnectionError):
@@ -248,7 +248,7 @@ async def test_a_stream_that_begins_before_it_is_let_in() -> None:
     with callee_and_peer() as (callee, peer):
         await asyncio.get_running_loop().sock_sendall(peer, request_of(3))
         await callee.ended()
-        with pytest.raises(ProtocolError, match="a message of 3 bytes came before it was wanted"):
+        with pytest.raises(ProtocolError, match="a message of 3 bytes came before this process had accepted the call"):
             callee.deliver(lambda message: None)
 
 
@@ -387,21 +387,21 @@ class TestFrames:
             (frames.reset(1, ErrorCode.CANCEL), "it closed the stream"),
             (frames.reset(1, ErrorCode.REFUSED_STREAM), "HTTP/2 error 7"),
             (frames.frame(Type.GOAWAY, 0, 0, bytes(7) + b"\x0btoo_many_pings"), "its connection broke .too_many_pings"),
-            (frames.frame(Type.WINDOW_UPDATE, 0, 0, bytes(4)), "a window grew by 0"),
-            (frames.frame(Type.WINDOW_UPDATE, 0, 0, bytes(3)), "should carry one number"),
-            (frames.frame(Type.SETTINGS, 0, 0, bytes(5)), "half a setting"),
-            (frames.frame(Type.HEADERS, Flags.END_HEADERS, 1, b"\xff\xff\xff"), "header block cannot be read"),
+            (frames.frame(Type.WINDOW_UPDATE, 0, 0, bytes(4)), "a WINDOW_UPDATE frame adds 0 bytes"),
+            (frames.frame(Type.WINDOW_UPDATE, 0, 0, bytes(3)), "that carries one number has 3 bytes"),
+            (frames.frame(Type.SETTINGS, 0, 0, bytes(5)), "not a multiple of 6 bytes"),
+            (frames.frame(Type.HEADERS, Flags.END_HEADERS, 1, b"\xff\xff\xff"), "header block cannot be decoded"),
             (frames.frame(Type.HEADERS, Flags.NONE, 1, b"\x88") + frames.frame(Type.PING, 0, 0, bytes(8)), "interrupted"),
             (frames.frame(Type.HEADERS, Flags.END_HEADERS, 1, b"\x88") * 9, "too many header blocks"),
             (frames.frame(Type.HEADERS, Flags.NONE, 1) + frames.frame(Type.PING, 0, 0, bytes(8)), "interrupted"),
             (
                 frames.frame(Type.HEADERS, Flags.END_HEADERS, 3, b"\xff\xff\xff"),
-                "a header block for stream 3: a connection is for one call",
+                "a header block came for stream 3, but a connection carries only one call",
             ),
-            (frames.frame(Type.HEADERS, Flags.END_HEADERS, 1, b"\x88" * 1000), "header block cannot be read"),
+            (frames.frame(Type.HEADERS, Flags.END_HEADERS, 1, b"\x88" * 1000), "header block cannot be decoded"),
             (frames.frame(Type.GOAWAY, 0, 0, bytes(7) + b"\x0b\x1b[2Jcleared"), r"its connection broke .\\x1b\[2Jcleared"),
-            (frames.frame(Type.CONTINUATION, Flags.END_HEADERS, 1, b"\x88"), "continued where there was none"),
-            (frames.frame(Type.PING, 0, 0, bytes(20000)), "a PING frame of 20000 bytes"),
+            (frames.frame(Type.CONTINUATION, Flags.END_HEADERS, 1, b"\x88"), "came without a header block"),
+            (frames.frame(Type.PING, 0, 0, bytes(20000)), "a PING frame has 20000 bytes"),
             (frames.frame(Type.HEADERS, Flags.NONE, 1, bytes(30000)) + 3 * frames.frame(Type.CONTINUATION, 0, 1, bytes(30000)), "too long"),
         ],
     )

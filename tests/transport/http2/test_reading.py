@@ -120,7 +120,7 @@ def test_data_of_another_stream_is_counted_and_dropped() -> None:
         (frame(Type.DATA, 0, STREAM, b"\0" + struct.pack(">I", MAX_MESSAGE + 1)), "larger than allowed"),
         (frame(Type.DATA, 0, STREAM, b"\0\xff\xff\xff\xff"), "larger than allowed"),
         (head(200_001, Type.DATA, 0, STREAM), "more than was agreed"),
-        (head(100_000, Type.HEADERS, 0, STREAM), "frame of type 1 has 100000 bytes"),
+        (head(100_000, Type.HEADERS, 0, STREAM), "frame of type 1 is too long: it has 100000 bytes"),
         (head(2**24 - 1, 0xEE, 0, 5), "frame of type 238"),
         (frame(Type.DATA, Flags.PADDED, STREAM, b""), "padded frame is empty"),
         (frame(Type.DATA, Flags.PADDED, STREAM, b"\x09abc"), "padding .* longer"),

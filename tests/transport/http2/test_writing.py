@@ -205,13 +205,13 @@ def answer(writer: FrameWriter, count: int) -> None:
 
 @pytest.mark.parametrize("increment", [0, MAX_WINDOW])
 def test_a_window_that_cannot_be(increment: int) -> None:
-    with pytest.raises(ProtocolError, match="a window grew"):
+    with pytest.raises(ProtocolError, match="a WINDOW_UPDATE frame adds"):
         FrameWriter(STREAM).widen(0, increment)
 
 
 @pytest.mark.parametrize("size", [0, 16383, 1 << 24])
 def test_a_frame_size_that_cannot_be(size: int) -> None:
-    with pytest.raises(ProtocolError, match="a largest frame"):
+    with pytest.raises(ProtocolError, match="a maximum frame size"):
         FrameWriter(STREAM).set_max_frame(size)
 
 

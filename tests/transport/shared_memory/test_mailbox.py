@@ -274,7 +274,7 @@ def test_a_mailbox_that_is_none() -> None:
     with pytest.raises(OSError, match="not what was offered"):
         MailboxView(os.getpid(), mesh_pb2.MailboxOffer(descriptor=offer.descriptor, capacity=2 * CAPACITY))
     made.hide()
-    with pytest.raises(OSError, match="not to be seen"):
+    with pytest.raises(OSError, match="cannot be seen"):
         MailboxView(os.getpid(), offer)
 
 

@@ -65,4 +65,4 @@ def test_processes_that_do_not_see_each_other_talk_over_grpc(tmp_path: Path) -> 
     assert here.status == other.returncode == 0, (here, out, err)
     for rank, (said, complained) in enumerate(sorted([(here.out, here.err), (out, err)])):
         assert said == f"[{rank}] sum 2000000.0 shared with []\n"
-        assert f"not through shared memory: rank {1 - rank}: its process is not to be seen from here" in complained
+        assert f"not through shared memory: rank {1 - rank}: its process cannot be seen from here" in complained
