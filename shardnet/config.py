@@ -57,7 +57,9 @@ class Timeouts:
         for part in filter(None, (part.strip() for part in text.split(","))):
             name, _, value = (each.strip() for each in part.partition("="))
             if name not in cls.__dataclass_fields__:
-                raise UsageError(f"{part!r} sets no timeout; write {', '.join(f'{known}=SECONDS' for known in cls.__dataclass_fields__)}")
+                raise UsageError(
+                    f"{part!r} does not set a known timeout; write {', '.join(f'{known}=SECONDS' for known in cls.__dataclass_fields__)}"
+                )
             try:
                 given[name] = float(value)
             except ValueError:
@@ -107,11 +109,13 @@ class Limits:
         if self.letter_bytes < 0:
             raise UsageError(f"Limits.letter_bytes must not be negative, got {self.letter_bytes}")
         if self.window_bytes < 2 * self.chunk_bytes:  # a chunk is written while another one is read
-            raise UsageError(f"Limits.window_bytes ({self.window_bytes}) must hold two of chunk_bytes ({self.chunk_bytes})")
+            raise UsageError(f"Limits.window_bytes ({self.window_bytes}) must be at least twice chunk_bytes ({self.chunk_bytes})")
         if self.chunk_bytes % 8:
             raise UsageError(f"Limits.chunk_bytes must be a multiple of 8 (whole elements), got {self.chunk_bytes}")
         if self.chunk_bytes + 64 * KIB > self.max_message_bytes:
-            raise UsageError(f"Limits.max_message_bytes ({self.max_message_bytes}) must exceed chunk_bytes ({self.chunk_bytes}) by 64 KiB")
+            raise UsageError(
+                f"Limits.max_message_bytes ({self.max_message_bytes}) must exceed chunk_bytes ({self.chunk_bytes}) by at least 64 KiB"
+            )
 
     @property
     def piece_bytes(self) -> int:

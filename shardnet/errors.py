@@ -168,7 +168,7 @@ class InheritedError(ClosedError):
     def __init__(self, where: str = "") -> None:
         text = (
             "this process was forked from a rank and has no part in the cluster: call collectives and sharded models in the process "
-            'that has joined; one that is to join, too, is made by "spawn"'
+            'that has joined; to make a process that joins, too, use the start method "spawn"'
         )
         super().__init__(f"{where} {text}" if where else text)
 

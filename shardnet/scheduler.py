@@ -92,8 +92,8 @@ class Task:
         world_size = _number(scheduler.world_size, environment) if scheduler.world_size else None
         if world_size is not None and rank >= world_size:
             raise UsageError(
-                f"{scheduler.rank} is {rank}, but {scheduler.world_size} is {world_size}: ranks are less than that; set both as "
-                f"{scheduler.name} does, or neither"
+                f"{scheduler.rank} is {rank}, but {scheduler.world_size} is {world_size}: the rank must be less; set both "
+                f"as {scheduler.name} does, or neither"
             )
         local_rank = _number(scheduler.local_rank, environment) if environment.get(scheduler.local_rank) else rank
         return cls(scheduler.name, rank, world_size, scheduler.world_size, local_rank, _job(scheduler, environment))
@@ -116,7 +116,7 @@ def _half(scheduler: _Scheduler, environment: Mapping[str, str]) -> UsageError:
     present = scheduler.rank if missing == scheduler.world_size else scheduler.world_size
     return UsageError(
         f"{present} is set to {environment[present]!r}, but {missing} is not: {scheduler.name} sets both; set {missing}, too, or unset "
-        f"{present}, or say how many workers there are by SHARDNET_WORLD_SIZE"
+        f"{present}, or give the number of workers in SHARDNET_WORLD_SIZE"
     )
 
 

@@ -25,7 +25,7 @@ async def unbroken(coroutine: Coroutine[Any, Any, T], what: str, abandon: Callab
             await asyncio.wait({task}, timeout=GRACE_S)
         finally:
             if not task.done():
-                log.info("%s was cancelled, and had not come to its end %g s later: this rank has left its epoch", what, GRACE_S)
+                log.info("%s was cancelled and did not end within %g s: this rank has left its epoch", what, GRACE_S)
                 task.cancel()
                 abandon()
         raise

@@ -17,7 +17,7 @@ from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_co
 
 T = TypeVar("T")
 _OURS = str(Path(__file__).parent)
-_WHY = "it is shardnet's, where graphs end; fullgraph=True is for what units compute: compile these"
+_WHY = "the function belongs to shardnet, and graphs end there; to use fullgraph=True, compile the modules inside the units"
 _NOR_WHAT_IT_CALLS = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
 
 

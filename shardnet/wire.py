@@ -148,20 +148,20 @@ def _read_behind(frame: Buffer, chunk: Chunk) -> None:
     if at < len(frame) and frame[at] == _CONTROL_TAG:
         size, at = _read_varint(frame, at + 1)
         if at + size > len(frame):
-            raise ProtocolError(f"a chunk says {size} bytes of control but carries {len(frame) - at}")
+            raise ProtocolError(f"a chunk announces {size} bytes of control but carries {len(frame) - at}")
         chunk.control = _control(bytes(frame[at : at + size]))
         at += size
     if at < len(frame) and frame[at] == _PADDING_TAG:
         size, at = _read_varint(frame, at + 1)
         if at + size > len(frame):
-            raise ProtocolError(f"a chunk says {size} bytes of padding but carries {len(frame) - at}")
+            raise ProtocolError(f"a chunk announces {size} bytes of padding but carries {len(frame) - at}")
         at += size
     if at < len(frame):
         if frame[at] != _DATA_TAG:
             raise ProtocolError(f"unexpected field tag {frame[at]:#x} in a chunk")
         size, at = _read_varint(frame, at + 1)
         if at + size != len(frame):
-            raise ProtocolError(f"a chunk says {size} bytes of data but carries {len(frame) - at}")
+            raise ProtocolError(f"a chunk announces {size} bytes of data but carries {len(frame) - at}")
         chunk.data = memoryview(frame)[at:]
 
 
@@ -171,7 +171,7 @@ def _decode_any(frame: Buffer, sealed: bool) -> Chunk:
     try:
         message.ParseFromString(bytes(frame))
     except DecodeError as error:
-        raise ProtocolError(f"{len(frame)} bytes arrived that are no chunk") from error
+        raise ProtocolError(f"{len(frame)} bytes arrived that are not a valid chunk") from error
     chunk = Chunk(message.epoch, message.group, message.sequence, message.block, message.offset)
     data = memoryview(message.data)
     behind = _field(_CONTROL_TAG, message.control.SerializeToString()) if message.HasField("control") else b""

@@ -24,9 +24,9 @@ def test_a_timeout_is_more_than_nothing(name: str, value: float) -> None:
         ({"eager_bytes": -1}, "eager_bytes must not be negative, got -1"),
         ({"inline_bytes": -1}, "inline_bytes must not be negative, got -1"),
         ({"letter_bytes": -1}, "letter_bytes must not be negative, got -1"),
-        ({"chunk_bytes": 64, "window_bytes": 127}, r"window_bytes \(127\) must hold two of chunk_bytes \(64\)"),
+        ({"chunk_bytes": 64, "window_bytes": 127}, r"window_bytes \(127\) must be at least twice chunk_bytes \(64\)"),
         ({"chunk_bytes": 12}, "chunk_bytes must be a multiple of 8"),
-        ({"chunk_bytes": 64, "max_message_bytes": 1024}, r"max_message_bytes \(1024\) must exceed chunk_bytes \(64\) by 64 KiB"),
+        ({"chunk_bytes": 64, "max_message_bytes": 1024}, r"max_message_bytes \(1024\) must exceed chunk_bytes \(64\) by at least 64 KiB"),
     ],
 )
 def test_limits_fit_each_other(given: dict[str, int], complaint: str) -> None:

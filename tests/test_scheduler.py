@@ -65,7 +65,10 @@ def test_who_counts_other_processes_has_started_something_else() -> None:
 @pytest.mark.parametrize(
     ("environment", "complaint"),
     [
-        ({"RANK": "1"}, "RANK is set to '1', but WORLD_SIZE is not: torchrun sets both; set WORLD_SIZE, too, or unset RANK, or say how"),
+        (
+            {"RANK": "1"},
+            "RANK is set to '1', but WORLD_SIZE is not: torchrun sets both; set WORLD_SIZE, too, or unset RANK, or give the number",
+        ),
         ({"WORLD_SIZE": "2", "SLURM_PROCID": "0"}, "WORLD_SIZE is set to '2', but RANK is not: torchrun sets both"),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE is set to '2', but OMPI_COMM_WORLD_RANK is not: Open MPI sets both"),
         ({"PMI_RANK": "0"}, "PMI_RANK is set to '0', but PMI_SIZE is not"),
@@ -85,7 +88,7 @@ def test_half_of_what_there_should_be_is_named_where_it_is_needed(environment: d
         ({"RANK": "first"}, "RANK must be a whole number from 0 on, got 'first'; unset it if no scheduler has set it"),
         ({"WORLD_SIZE": "-1"}, "WORLD_SIZE must be a whole number from 0 on, got '-1'"),
         ({"LOCAL_RANK": "1.0"}, "LOCAL_RANK must be a whole number from 0 on, got '1.0'"),
-        ({"RANK": "4"}, "RANK is 4, but WORLD_SIZE is 4: ranks are less than that; set both as torchrun does, or neither"),
+        ({"RANK": "4"}, "RANK is 4, but WORLD_SIZE is 4: the rank must be less; set both as torchrun does, or neither"),
     ],
 )
 def test_numbers_that_make_no_sense_are_named(changes: dict[str, str], complaint: str) -> None:

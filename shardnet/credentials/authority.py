@@ -61,7 +61,9 @@ class Authority:
         with _readable():
             private, own = serialization.load_pem_private_key(key, None), x509.load_pem_x509_certificate(certificate)
             if not isinstance(private, ec.EllipticCurvePrivateKey) or private.public_key() != own.public_key():
-                raise CredentialsError("the key is not that of the authority; both must be from the same `shardnet certs init`")
+                raise CredentialsError(
+                    "the key does not belong to the certificate of the authority; both must be from the same `shardnet certs init`"
+                )
         return cls(own, private)
 
     def issue(self, identity: Identity, *, days: float = 365.0, hosts: Iterable[str] = ()) -> Credentials:
@@ -73,12 +75,13 @@ class Authority:
         hosts = list(hosts)
         if any("*" in host or host.rstrip(".").lower().endswith(_OURS) for host in hosts):  # grpcio compares without the last dot
             raise CredentialsError(
-                f"the names that end in {_OURS} say what role a process has, and one with * would stand for them; choose other hosts"
+                f"host names must not contain * or end in {_OURS}, because names with this ending state the role of a "
+                "process; choose other hosts"
             )
         last = self.certificate.not_valid_after_utc
         if datetime.now(UTC) + timedelta(days=days) > last:
             raise CredentialsError(
-                f"the authority is good until {last:%Y-%m-%d} itself; choose fewer --days, or make a new one with `shardnet certs init`"
+                f"the authority itself expires on {last:%Y-%m-%d}; choose fewer --days, or make a new authority with `shardnet certs init`"
             )
         key = ec.generate_private_key(_CURVE)
         names = [ANYONE, *((RENDEZVOUS,) if identity.role is Role.RENDEZVOUS else ())]
@@ -123,12 +126,14 @@ def check(authority: bytes, certificate: bytes, key: bytes) -> Credentials:
         trusted, own = x509.load_pem_x509_certificate(authority), x509.load_pem_x509_certificate(certificate)
         private = serialization.load_pem_private_key(key, None)
         if private.public_key() != own.public_key():
-            raise CredentialsError("the key is not that of the certificate; copy both from one folder that `shardnet certs issue` has made")
+            raise CredentialsError(
+                "the key does not belong to the certificate; copy both from one folder that `shardnet certs issue` has made"
+            )
     try:
         own.verify_directly_issued_by(trusted)
     except (ValueError, TypeError, InvalidSignature):
         raise CredentialsError(
-            "the certificate is not from the authority beside it; copy both from one folder that `shardnet certs issue` has made"
+            "the certificate was not issued by the authority beside it; copy both from one folder that `shardnet certs issue` has made"
         ) from None
     now = datetime.now(UTC)
     for what, each in (("certificate", own), ("authority", trusted)):
@@ -136,12 +141,12 @@ def check(authority: bytes, certificate: bytes, key: bytes) -> Credentials:
             raise CredentialsError(f"the {what} has expired on {each.not_valid_after_utc:%Y-%m-%d %H:%M} UTC; {_REMEDY[what]}")
         if now < each.not_valid_before_utc:
             raise CredentialsError(
-                f"the {what} is not good before {each.not_valid_before_utc:%Y-%m-%d %H:%M} UTC; set this machine's clock"
+                f"the {what} is not valid before {each.not_valid_before_utc:%Y-%m-%d %H:%M} UTC; check this machine's clock"
             )
     try:
         names = own.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:
-        raise CredentialsError("the certificate names no identity of shardnet's; make it with `shardnet certs issue`") from None
+        raise CredentialsError("the certificate names no shardnet identity; make one with `shardnet certs issue`") from None
     identity = Identity.of_uris(names.get_values_for_type(x509.UniformResourceIdentifier))
     return Credentials(identity, _pem(trusted), _pem(own), key_pem(private))
 
@@ -154,12 +159,12 @@ def _readable() -> Iterator[None]:
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
         if isinstance(error, CredentialsError):
             raise
-        raise CredentialsError(f"a file is no certificate or key in PEM form, or a key with a password: {error}") from error
+        raise CredentialsError(f"a file is not a certificate or key in PEM form, or the key has a password: {error}") from error
 
 
 _REMEDY = {
     "certificate": "issue another with `shardnet certs issue`",
-    "authority": "make a new one with `shardnet certs init`, and all certificates with it",
+    "authority": "make a new one with `shardnet certs init`, and issue all certificates again",
 }
 
 

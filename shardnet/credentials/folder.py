@@ -26,7 +26,7 @@ def load(folder: str | Path) -> Credentials:
     if (folder / AUTHORITY_KEY).exists() and not (folder / CERTIFICATE).exists():
         raise CredentialsError(
             f"{folder} is the folder of an authority; name the folder of one certificate in it, such as {folder / 'rendezvous'}, "
-            f"or make one by `shardnet certs issue {folder} NAME`"
+            f"or make one with `shardnet certs issue {folder} NAME`"
         )
     authority, certificate, key = (_read(folder / name, "issue") for name in (AUTHORITY, CERTIFICATE, KEY))
     try:
@@ -59,7 +59,7 @@ def _read(path: Path, command: str) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise CredentialsError(f"cannot read {path}: {error.strerror}; `shardnet certs {command}` makes it") from error
+        raise CredentialsError(f"cannot read {path}: {error.strerror}; make it with `shardnet certs {command}`") from error
 
 
 def _write(folder: Path, files: dict[str, bytes]) -> None:
@@ -74,9 +74,7 @@ def _write(folder: Path, files: dict[str, bytes]) -> None:
                     undo.callback(path.unlink)
                     file.write(content)
         except FileExistsError as error:
-            raise CredentialsError(
-                f"{error.filename} exists, and whoever uses it would lose it; remove it, or choose another name"
-            ) from None
+            raise CredentialsError(f"{error.filename} exists and is never overwritten; remove the file, or choose another name") from None
         except OSError as error:
             raise CredentialsError(f"cannot write {error.filename or folder}: {error.strerror}") from error
         undo.pop_all()

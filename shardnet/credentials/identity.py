@@ -39,7 +39,7 @@ class Identity:
             if not text or not text.isprintable() or len(text) > 128:
                 raise CredentialsError(f"the {what} of a certificate must be 1 to 128 printable characters, got {text!r}")
         if self.job is not None and self.role is not Role.WORKER:
-            raise CredentialsError(f"only a worker belongs to a job, not a certificate for a {self.role}")
+            raise CredentialsError(f"a certificate for a {self.role} cannot name a job; only one for a worker can")
 
     @property
     def uri(self) -> str:
@@ -65,7 +65,7 @@ class Identity:
             case [scheme, (Role.RENDEZVOUS | Role.OPERATOR) as role, name] if scheme == _SCHEME:
                 found = cls(Role(role), unquote(name))
             case _:
-                raise CredentialsError(f"{uri!r} is no identity of shardnet's")
+                raise CredentialsError(f"{uri!r} is not a shardnet identity")
         if found.uri != uri:  # in comparisons two spellings of one identity would be two identities
             raise CredentialsError(f"{uri!r} is not how shardnet writes the identity of {found}")
         return found
@@ -81,7 +81,7 @@ class Identity:
         """The identity in a certificate's URIs. Raises CredentialsError unless exactly one of them is ours."""
         ours = [uri for uri in uris if uri.startswith(f"{_SCHEME}:")]
         if len(ours) != 1:
-            raise CredentialsError(f"the certificate must name one identity of shardnet's, but it names {len(ours)}")
+            raise CredentialsError(f"the certificate must name exactly one shardnet identity, but it names {len(ours)}")
         return cls.parse(ours[0])
 
     def __str__(self) -> str:

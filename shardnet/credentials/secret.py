@@ -19,7 +19,7 @@ def find_token(environment: Mapping[str, str]) -> str:
     if not file:
         return token
     if token:
-        raise CredentialsError(f"{TOKEN} and {TOKEN_FILE} are both set; leave one of them out")
+        raise CredentialsError(f"{TOKEN} and {TOKEN_FILE} are both set; unset one of them")
     try:
         token = Path(file).read_text().strip()
     except (OSError, UnicodeDecodeError) as error:

@@ -38,8 +38,8 @@ class Security:
         """
         if insecure + bool(certs) + bool(token) > 1:
             raise CredentialsError(
-                "choose one of a folder of certificates (--certs, SHARDNET_CERTS), a join token (SHARDNET_TOKEN), and unencrypted "
-                "connections (--insecure, SHARDNET_INSECURE); more than one is given"
+                "more than one is given of a folder of certificates (--certs, SHARDNET_CERTS), a join token (SHARDNET_TOKEN), and "
+                "unencrypted connections (--insecure, SHARDNET_INSECURE); choose one"
             )
         # Imported here, because the modules for certificates cost 0.1 s of start-up, which plaintext does not need.
         if certs:
@@ -84,7 +84,7 @@ def check_plaintext(address: str, *, insecure: bool) -> None:
         return
     if not insecure:
         raise PlaintextRefused(
-            f"{parsed} is no loopback address, and the connection would be neither encrypted nor authenticated; give all processes "
+            f"{parsed} is not a loopback address, and the connection would be neither encrypted nor authenticated; give all processes "
             "certificates (--certs, made by `shardnet certs`) or a join token (SHARDNET_TOKEN, from `shardnet certs token`), use a "
             "loopback address such as 127.0.0.1"
         )

@@ -28,7 +28,9 @@ def from_token(token: str, role: Role) -> Credentials:
     """Credentials with a name that no other process has. Raises CredentialsError for a token that `new_token` did not make: a
     guessable token would be guessed, because whoever calls a port sees the authority's public key and can test guesses."""
     if not _FORM.fullmatch(token):
-        raise CredentialsError("the join token is not one that `shardnet certs token` has made; give all processes one that it prints")
+        raise CredentialsError(
+            "the join token was not made by `shardnet certs token`; give all processes the same token, made by this command"
+        )
     secret = token.removeprefix(_PREFIX)
     number = int.from_bytes(hashlib.sha512(b"shardnet authority, version 1: " + secret.encode()).digest())
     return Authority.of_secret(number).issue(Identity(role, ANONYMOUS + secrets.token_hex(8)), days=_DAYS)

@@ -107,7 +107,7 @@ class Membership:
 
     async def __aenter__(self) -> Self:
         if self._channel is not None:
-            raise StateError("a membership is entered once; join again with a new incarnation")
+            raise StateError("a membership can be entered only once; call join() again with a new incarnation")
         self._channel = self._security.channel(self._address, channel_options(self._timeouts, Limits()), to=Role.RENDEZVOUS)
         joining = Joining(self._channel, self._address, self._request, self._timeouts, self._on_waiting, self._security)
         try:
@@ -147,11 +147,11 @@ class Membership:
                 if self._leaving:
                     return
                 self._away, self._joiners = True, 0
-                self._warn(f"is gone ({error}); the run goes on, but nobody can join or reform until it is back")
+                self._warn(f"is gone ({error}); the run goes on, but no worker can join and no new epoch can form until it is back")
             try:
                 lease = await self._come_back()
             except ShardnetError as error:
-                self._warn(f"does not take this worker back, and cannot tell others of it: {error}")
+                self._warn(f"does not take this worker back, and will not tell the others if this worker is lost: {error}")
                 return
 
     async def _listen(self, lease: Lease) -> None:

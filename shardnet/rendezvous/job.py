@@ -267,25 +267,27 @@ class Job:
         same = next((r for r in others if r.identity and r.worker == request.worker), None)
         if same is not None:
             raise JoinRefused(
-                f"local rank {request.local_rank_hint} of the machine with this certificate is a live worker of job {self.name!r} at "
-                f"{same.address}; give each machine a certificate of its own (shardnet certs issue) and each of its workers a local rank "
-                "(`shardnet run` does; else SHARDNET_LOCAL_RANK), or, if it is that one's restart, start it again when the rendezvous has "
-                "noticed the old one's end (seconds)",
+                f"a live worker of job {self.name!r} at {same.address} already has this certificate and local rank "
+                f"{request.local_rank_hint}; give each machine a certificate of its own (shardnet certs issue) and each of its workers "
+                "a local rank of its own (`shardnet run` does; otherwise set SHARDNET_LOCAL_RANK); if this worker replaces the live one, "
+                "start it again in a few seconds, when the rendezvous has noticed that the old one has ended",
                 Refusal.DUPLICATE_WORKER,
             )
         owner = next((r for r in others if r.node == request.node and not may_share_node(r, request)), None)
         if owner is not None:
             raise JoinRefused(
-                f"node {request.node!r} is that of {owner.identity}, and this worker has the certificate of another machine; "
-                "a machine has one certificate, or, if these are two, each needs a name of its own (--node, SHARDNET_NODE)",
+                f"node {request.node!r} belongs to {owner.identity}, but this worker has the certificate of another machine; give "
+                "all workers of a machine the same certificate, or, if these are two machines, give each its own name (--node, "
+                "SHARDNET_NODE)",
                 Refusal.IDENTITY,
             )
         holder = next((r for r in others if r.address == request.address), None)
         if holder is None:
             return
         raise JoinRefused(
-            f"{request.address} belongs to a live worker of job {self.name!r} on node {holder.node}, which keeps it; give this worker "
-            "another port, or, if it is that one's restart, start it again when the rendezvous has noticed the old one's end (seconds)",
+            f"{request.address} already belongs to a live worker of job {self.name!r} on node {holder.node}; give this worker another "
+            "port; if it replaces the live one, start it again in a few seconds, when the rendezvous has noticed that the old one has "
+            "ended",
             Refusal.DUPLICATE_ADDRESS,
         )
 
@@ -307,8 +309,8 @@ class Job:
                 Refusal.FULL,
             )
         return JoinRefused(
-            f"job {self.name!r} runs already (epoch {self.epoch}, {len(self._live)} of at most {most} workers) and is not elastic: "
-            "it takes nobody in; start this worker when the job has ended, or use another job id",
+            f"job {self.name!r} is already running (epoch {self.epoch}, {len(self._live)} of at most {most} workers), and a worker can "
+            "join a running job only if both are elastic; start this worker when the job has ended, or use another job id",
             Refusal.RUNNING,
         )
 

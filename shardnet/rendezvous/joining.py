@@ -83,7 +83,7 @@ class Joining:
             if self._clock() + pause_s >= self._silent_since_s + self._patience_s:
                 raise self._unavailable(trouble)
             if tries == 1:
-                log.info("the rendezvous at %s does not answer yet (%s); trying for %g s", self._address, trouble, self._patience_s)
+                log.info("cannot join the rendezvous at %s yet (%s); trying for %g s", self._address, trouble, self._patience_s)
             await asyncio.sleep(pause_s)
         raise AssertionError("unreachable: count() does not end")
 

@@ -53,6 +53,7 @@ class Lease:
             return LeaseBroken(reason(error))
         if error.code() is grpc.StatusCode.UNIMPLEMENTED:
             return ProtocolError(
-                f"the server at {self._address} is no rendezvous (a worker's address?); give the one that `shardnet rendezvous` prints"
+                f"the server at {self._address} is not a rendezvous (a worker's address?); "
+                "give the address that `shardnet rendezvous` prints"
             )
         return translate(error, self._address, "Join")

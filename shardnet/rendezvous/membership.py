@@ -91,9 +91,8 @@ class Registry:
             job = self._jobs.get(request.job)
             if job is None or not job.readmit(request):
                 raise JoinRefused(
-                    f"no epoch of job {request.job!r} that this rendezvous knows has the member {request.incarnation!r} at "
-                    f"{request.address}: it went on without it, or this rendezvous was started anew without its state "
-                    "(shardnet rendezvous --state)",
+                    f"job {request.job!r} has no member {request.incarnation!r} at {request.address}: the job went on without this worker, "
+                    "or this rendezvous was restarted without its saved state (shardnet rendezvous --state)",
                     Refusal.UNKNOWN,
                 )
             self._job_of[request.incarnation] = job
@@ -186,7 +185,8 @@ class Registry:
             )
         if len(self._job_of) >= most:
             raise JoinRefused(
-                f"this rendezvous has {most} workers, as many as it takes; use another one, or wait until a job has ended", Refusal.FULL
+                f"this rendezvous already has {most} workers, which is its maximum; use another one, or wait until a job has ended",
+                Refusal.FULL,
             )
 
     def _make_room(self) -> None:
@@ -195,7 +195,8 @@ class Registry:
         finished = next((job for job in self._jobs.values() if job.state is JobState.FINISHED), None)
         if finished is None:
             raise JoinRefused(
-                f"this rendezvous has {self._limits.max_jobs} unfinished jobs, as many as it takes; use another, or wait for one to end",
+                f"this rendezvous already has {self._limits.max_jobs} unfinished jobs, which is its maximum; use another one, "
+                "or wait until a job has ended",
                 Refusal.FULL,
             )
         del self._jobs[finished.name]

@@ -53,7 +53,7 @@ def read_request(message: pb.JoinRequest) -> JoinRequest:
             wished_rank=message.wished_rank if message.HasField("wished_rank") else None,
         )
     except UsageError as error:
-        raise JoinRefused(f"the join request makes no sense: {error}", Refusal.MALFORMED) from error
+        raise JoinRefused(f"the join request is not valid: {error}", Refusal.MALFORMED) from error
 
 
 def write_event(event: Event) -> pb.MembershipEvent:
@@ -108,7 +108,10 @@ def read_status(message: pb.JobStatus) -> JobStatus:
     try:
         state = JobState(message.state)
     except ValueError as error:
-        raise ProtocolError(f"the rendezvous reports job {message.job!r} in the unknown state {message.state!r}") from error
+        raise ProtocolError(
+            f"the rendezvous reports job {message.job!r} in the unknown state {message.state!r}; "
+            "install the same version of shardnet on both"
+        ) from error
     return JobStatus(
         job=message.job,
         state=state,
@@ -124,7 +127,10 @@ def read_status(message: pb.JobStatus) -> JobStatus:
 def _read_topology(message: pb.Assignment) -> Topology:
     members = tuple(_read_member(m) for m in message.members)
     if message.rank >= len(members) or any(m.rank != i for i, m in enumerate(members)):
-        raise ProtocolError(f"the rendezvous gave out rank {message.rank} of {[m.rank for m in members]}; its ranks must be 0, 1, 2, …")
+        raise ProtocolError(
+            f"the rendezvous assigned rank {message.rank} in a world with the ranks {[m.rank for m in members]}; "
+            "these must be 0, 1, 2, … and include the assigned one"
+        )
     return Topology(message.epoch, message.rank, members)
 
 

@@ -68,7 +68,7 @@ class JoinRequest:
         if not 0 <= self.last_epoch <= MAX_EPOCH:
             raise UsageError(f"last_epoch must be from 0 to {MAX_EPOCH}, got {self.last_epoch}")
         if len(self.missing) > MAX_WORLD_SIZE:
-            raise UsageError(f"{len(self.missing)} ranks are missing, of at most {MAX_WORLD_SIZE}")
+            raise UsageError(f"missing names {len(self.missing)} ranks; at most {MAX_WORLD_SIZE} are allowed")
 
     @property
     def worker(self) -> tuple[str, int]:

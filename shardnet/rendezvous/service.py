@@ -101,7 +101,7 @@ class RendezvousService:
     async def _leave(self, message: pb.LeaveRequest, context: Context[pb.LeaveReply]) -> pb.LeaveReply:
         identity, joined = caller(), self._registry.identity(message.incarnation)
         if identity is not None and joined not in (None, identity.uri):
-            await context.abort(grpc.StatusCode.PERMISSION_DENIED, f"{identity} is not the one who joined")
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, f"{identity} is not the worker that joined with this incarnation")
         address = self._registry.address(message.job, message.incarnation)
         self._deliver(self._registry.leave(message.job, message.incarnation))
         if address is not None:
@@ -132,7 +132,11 @@ class RendezvousService:
             if job.state is JobState.FINISHED:
                 log.info("job %s: finished, in epoch %d", name, job.epoch)
             elif job.state is JobState.LOST:
-                log.info("job %s: lost in epoch %d: its last worker has vanished, and nobody had said that it was over", name, job.epoch)
+                log.info(
+                    "job %s: lost in epoch %d: its last worker has vanished, and no worker had said that the training was over",
+                    name,
+                    job.epoch,
+                )
 
 
 def _identified(request: JoinRequest) -> JoinRequest:

@@ -84,11 +84,11 @@ class SqliteStore:
                 self._connection.close()
                 raise
         except OSError as error:
-            raise UsageError(f"cannot keep the rendezvous' state in {path}: {error.strerror}; choose another place") from error
+            raise UsageError(f"cannot keep the rendezvous' state in {path}: {error.strerror}; choose another file") from error
         except sqlite3.Error as error:
             raise UsageError(
-                f"cannot keep the rendezvous' state in {path}: {error}; another rendezvous may be using it, or it is a file of another "
-                "kind: choose another one"
+                f"cannot keep the rendezvous' state in {path}: {error}; another rendezvous may be using the file, or it is a file "
+                "of another kind; choose another file"
             ) from error
 
     def _open(self) -> None:
@@ -145,7 +145,7 @@ class SqliteStore:
             with self._connection:  # commits, or rolls back after an error
                 change()
         except sqlite3.Error as error:
-            log.error("cannot write to %s: %s; a rendezvous that is started again would not know what has changed", self._path, error)
+            log.error("cannot write to %s: %s; after a restart the rendezvous would not know of this change", self._path, error)
 
     def close(self) -> None:
         self._connection.close()

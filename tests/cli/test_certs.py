@@ -58,10 +58,10 @@ def test_issue(tmp_path: Path, options: list[str], identity: Identity, capsys: p
             ["issue", "{}/nowhere", "x"],
             "shardnet certs: cannot read {}/nowhere/authority.pem: No such file or directory; `shardnet certs init`",
         ),
-        (["issue", "{}", "node-0"], "shardnet certs: {}/node-0/authority.pem exists, and whoever uses it would lose it"),
+        (["issue", "{}", "node-0"], "shardnet certs: {}/node-0/authority.pem exists and is never overwritten"),
         (["issue", "{}", "../x"], "shardnet certs: NAME must be usable as a folder's name, without '/', and not '.' or '..', got '../x'"),
         (["issue", "{}", "y", "--days", "9999999"], "shardnet certs: cannot make this certificate"),
-        (["issue", "{}", "y", "--days", "4000"], "shardnet certs: the authority is good until"),
+        (["issue", "{}", "y", "--days", "4000"], "shardnet certs: the authority itself expires on"),
         (["init", "{}/new", "--days", "9999999"], "shardnet certs: cannot make this certificate"),
         (["init", "{}"], "shardnet certs: {}/authority.pem exists"),
         (["show", "{}/x"], "shardnet certs: cannot read {}/x/authority.pem: No such file or directory; `shardnet certs issue` makes it"),
@@ -100,7 +100,7 @@ def test_a_token_is_new_every_time(capsys: pytest.CaptureFixture[str]) -> None:
             ["run", "--certs", "{}/node-0", "--rendezvous", "10.0.0.1:1", "--job", "x", "-m", "a"],
             "is for worker 'node-0' of job 'lm', which may not join job 'x'",
         ),
-        (["run", "--certs", "{}/node-0", "--insecure", "-m", "a"], "shardnet run: choose one of a folder of certificates"),
+        (["run", "--certs", "{}/node-0", "--insecure", "-m", "a"], "shardnet run: more than one is given of a folder of certificates"),
         (["rendezvous", "--certs", "{}/node-0"], "is for worker 'node-0' of job 'lm', which no worker accepts as a rendezvous"),
         (["status", "10.0.0.1:1", "--certs", "{}/nobody"], "shardnet status: cannot read {}/nobody/authority.pem"),
     ],
@@ -121,7 +121,7 @@ def test_the_environment_is_as_good_as_options(cluster: Path, monkeypatch: pytes
     monkeypatch.delenv("SHARDNET_CERTS")
     monkeypatch.setenv("SHARDNET_TOKEN", "secret")
     assert main(["rendezvous"]) == 2
-    assert "not one that `shardnet certs token` has made" in capsys.readouterr().err
+    assert "was not made by `shardnet certs token`" in capsys.readouterr().err
 
 
 def test_the_environment_may_allow_plaintext(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,8 +137,8 @@ def test_the_environment_may_allow_plaintext(monkeypatch: pytest.MonkeyPatch) ->
     ("value", "others", "complaint"),
     [
         ("yes", {}, "SHARDNET_INSECURE must be 0 or 1, got 'yes'"),
-        ("1", {"SHARDNET_CERTS": "certs"}, "choose one of a folder of certificates"),
-        ("1", {"SHARDNET_TOKEN": "secret"}, "choose one of a folder of certificates"),
+        ("1", {"SHARDNET_CERTS": "certs"}, "more than one is given of a folder of certificates"),
+        ("1", {"SHARDNET_TOKEN": "secret"}, "more than one is given of a folder of certificates"),
     ],
 )
 def test_what_the_environment_says_of_plaintext_is_checked(
@@ -187,4 +187,4 @@ def test_a_rendezvous_and_somebody_who_looks(cluster: Path, tmp_path: Path) -> N
         assert looked.out.startswith(f"rendezvous {address}: serving, mutual TLS, up ")
         refused = shardnet(tmp_path / "me", "status", address)
         assert refused.status == 1
-        assert refused.err.startswith(f"shardnet status: {address} and this process do not trust each other: this port takes TLS only")
+        assert refused.err.startswith(f"shardnet status: {address} and this process do not trust each other: this port accepts only TLS")

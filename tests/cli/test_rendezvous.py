@@ -101,7 +101,7 @@ def test_the_page_is_where_it_is_told_to_be_and_its_port_is_free_afterwards(tmp_
         other.mkdir()
         taken = shardnet(other, "rendezvous", "--listen", "127.0.0.1:0", "--web", url.removeprefix("http://").rstrip("/"))
         assert (taken.status, taken.err.count("\n")) == (1, 1)
-        assert "another process listens there already; end it, choose another port for each" in taken.err
+        assert "another process already listens there; end it, give each process a port of its own" in taken.err
         rendezvous.process.send_signal(signal.SIGINT)
         result = rendezvous.finish()
     assert (result.status, result.err) == (0, "")
@@ -122,7 +122,7 @@ def test_a_port_that_is_taken_is_one_line_and_status_1(tmp_path: Path) -> None:
         second.mkdir()
         result = shardnet(second, "rendezvous", "--listen", address)
     assert result.status == 1
-    assert result.err.startswith(f"shardnet rendezvous: cannot listen on {address}: another process listens there already")
+    assert result.err.startswith(f"shardnet rendezvous: cannot listen on {address}: another process already listens there")
     assert result.err.count("\n") == 1
 
 

@@ -17,7 +17,8 @@ def test_loopback_is_allowed(address: str) -> None:
 def test_elsewhere_is_refused_with_what_to_do(address: str) -> None:
     with pytest.raises(
         PlaintextRefused,
-        match=r"is no loopback address.*shardnet certs token.*use a loopback address such as 127\.0\.0\.1, or allow it with insecure=True",
+        match=r"is not a loopback address.*shardnet certs token.*"
+        r"use a loopback address such as 127\.0\.0\.1, or allow it with insecure=True",
     ):
         check_plaintext(address, insecure=False)
 

@@ -53,7 +53,7 @@ async def test_a_machine_that_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "a world of more than 128 workers needs a higher limit" in one(found, "files").advice
     assert one(found, "settings").what == "SHARDNET_ELASTIC must be 0 or 1, got 'yes'"
     assert one(found, "listening").level is Level.PROBLEM
-    assert "it is no address of this machine" in one(found, "listening").what
+    assert "this machine does not have the address" in one(found, "listening").what
 
 
 @contextmanager
@@ -106,7 +106,7 @@ async def test_a_rendezvous_that_is_there() -> None:
     ("address", "words"),
     [
         ("127.0.0.1:1", ("127.0.0.1:1 cannot be reached: Connection refused", "no process listens there: start `shardnet rendezvous")),
-        ("10.0.0.1:7000", ("10.0.0.1:7000 is no loopback address", "")),
+        ("10.0.0.1:7000", ("10.0.0.1:7000 is not a loopback address", "")),
     ],
 )
 async def test_a_rendezvous_that_cannot_be_reached(address: str, words: tuple[str, str]) -> None:

@@ -253,7 +253,7 @@ class TestFailures:
             assert caught.value.__suppress_context__, "the traceback ends with our own words, and gRPC's are not printed above them"
             assert f"refused {worker(2).address} on node a: {caught.value}" in caplog.messages, "by names that its owner knows"
             await second.leave()
-            with pytest.raises(JoinRefused, match="runs already") as caught:
+            with pytest.raises(JoinRefused, match="is already running") as caught:
                 async with join(server.address, worker(3), timeouts=TIMEOUTS):
                     pass
             assert caught.value.reason == Refusal.RUNNING
@@ -261,7 +261,7 @@ class TestFailures:
     @on_shared_loop
     async def test_address_of_something_else_than_a_rendezvous(self) -> None:
         async with Endpoint("127.0.0.1:0", limits=Limits(), timeouts=TIMEOUTS, snapshot=stats_pb2.SnapshotReply) as other:
-            with pytest.raises(ProtocolError, match=f"the server at {other.address} is no rendezvous"):
+            with pytest.raises(ProtocolError, match=f"the server at {other.address} is not a rendezvous"):
                 async with join(other.address, worker(0), timeouts=TIMEOUTS):
                     pass
 
@@ -274,7 +274,7 @@ class TestFailures:
     @on_shared_loop
     async def test_entered_once(self) -> None:
         async with rendezvous() as server, join(server.address, worker(0, least=1, most=1), timeouts=TIMEOUTS) as membership:
-            with pytest.raises(StateError, match="entered once"):
+            with pytest.raises(StateError, match="entered only once"):
                 await membership.__aenter__()
 
     def test_topology_before_entering(self) -> None:

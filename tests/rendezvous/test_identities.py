@@ -102,7 +102,7 @@ async def test_a_machine_is_that_of_one_certificate() -> None:
         await there.wait()
         reason, text = await refusal(address, worker(1), security("node-9"))
         assert reason == Refusal.IDENTITY
-        assert text.startswith("node 'a' is that of shardnet:worker:*:node-0, and this worker has the certificate of another machine")
+        assert text.startswith("node 'a' belongs to shardnet:worker:*:node-0, but this worker has the certificate of another machine")
         async with joining(address, worker(2, hint=1), security("node-0")):
             await entering
             await first.aclose()
@@ -135,7 +135,7 @@ async def test_nobody_says_goodbye_for_another() -> None:
             request_serializer=pb.LeaveRequest.SerializeToString,
             response_deserializer=pb.LeaveReply.FromString,
         )
-        with pytest.raises(grpc.aio.AioRpcError, match="worker 'node-1' of any job is not the one who joined") as caught:
+        with pytest.raises(grpc.aio.AioRpcError, match="worker 'node-1' of any job is not the worker that joined") as caught:
             await leave(pb.LeaveRequest(job="job", incarnation=membership.topology.me.incarnation))
         assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
         await leave(pb.LeaveRequest(job="job", incarnation="of nobody"))
@@ -156,5 +156,5 @@ async def test_who_is_not_trusted_learns_it_at_once() -> None:
     async with rendezvous() as address, asyncio.timeout(TIMEOUTS.connect_s - 1):
         with pytest.raises(HandshakeError, match="not one of this cluster's"):
             await joining(address, worker(0), security(by="another")).__aenter__()
-        with pytest.raises(HandshakeError, match="this port takes TLS only"):
+        with pytest.raises(HandshakeError, match="this port accepts only TLS"):
             await joining(address, worker(0), Security()).__aenter__()

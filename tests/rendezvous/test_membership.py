@@ -183,7 +183,7 @@ class TestRefusals:
         error = refusal(registry, 1, address="10.0.0.1:7000", node="second")
         assert error.reason == Refusal.DUPLICATE_ADDRESS
         assert str(error).startswith(
-            "10.0.0.1:7000 belongs to a live worker of job 'job' on node first, which keeps it; give this worker another port"
+            "10.0.0.1:7000 already belongs to a live worker of job 'job' on node first; give this worker another port"
         )
         worlds = assigned(registry.join(worker(2), 0.0))
         assert [m.incarnation for m in worlds["w0"].members] == ["w0", "w2"]
@@ -219,7 +219,9 @@ class TestRefusals:
         registry.tick(SETTLE_S)
         error = refusal(registry, 2, most=4)
         assert error.reason == Refusal.RUNNING
-        assert "runs already (epoch 1, 2 of at most 4 workers) and is not elastic: it takes nobody in" in str(error)
+        assert "is already running (epoch 1, 2 of at most 4 workers), and a worker can join a running job only if both are elastic" in str(
+            error
+        )
 
     def test_replacement_of_a_lost_member_is_late_too(self, registry: Registry) -> None:
         registry.join(worker(0), 0.0)
@@ -235,7 +237,7 @@ class TestLimits:
             registry.join(worker(number, least=2, most=2 if number < 2 else 3, job="a" if number < 2 else "b"), 0.0)
         error = refusal(registry, 3, most=3, job="b")
         assert error.reason == Refusal.FULL
-        assert "this rendezvous has 3 workers, as many as it takes" in str(error)
+        assert "this rendezvous already has 3 workers, which is its maximum" in str(error)
         registry.leave("a", "w0")
         registry.join(worker(3, most=3, job="b"), 0.0)
 

@@ -69,6 +69,6 @@ def test_other_protocol_is_found_before_anything_else() -> None:
 def test_nonsense_from_the_wire_is_a_refusal() -> None:
     message = messages.write_request(worker(0))
     message.min_world_size = 0
-    with pytest.raises(JoinRefused, match="the join request makes no sense: asked for 0 to 2 workers") as caught:
+    with pytest.raises(JoinRefused, match="the join request is not valid: asked for 0 to 2 workers") as caught:
         messages.read_request(message)
     assert caught.value.reason == Refusal.MALFORMED

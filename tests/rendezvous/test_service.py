@@ -54,7 +54,7 @@ def join_message(**change: object) -> bytes:
 @pytest.mark.parametrize(
     ("data", "code", "text"),
     [
-        (b"\xff\xff\xff", grpc.StatusCode.INVALID_ARGUMENT, "the request is no JoinRequest"),
+        (b"\xff\xff\xff", grpc.StatusCode.INVALID_ARGUMENT, "the request is not a valid JoinRequest message"),
         (b"", grpc.StatusCode.FAILED_PRECONDITION, "speaks protocol 0"),
         (join_message(protocol=2), grpc.StatusCode.FAILED_PRECONDITION, "install the same version"),
         (join_message(job=""), grpc.StatusCode.INVALID_ARGUMENT, "job must not be empty"),
@@ -84,7 +84,7 @@ async def test_bytes_that_are_no_message(method: str) -> None:
         error = await failure(
             channel.unary_unary(f"/{messages.SERVICE}/{method}", request_serializer=_same, response_deserializer=_same)(b"\xff")
         )
-        assert (error.code(), error.details()) == (grpc.StatusCode.INVALID_ARGUMENT, f"the request is no {method}Request")
+        assert (error.code(), error.details()) == (grpc.StatusCode.INVALID_ARGUMENT, f"the request is not a valid {method}Request message")
 
 
 @on_shared_loop
@@ -149,7 +149,7 @@ async def test_closing_is_final_and_may_be_repeated() -> None:
 async def test_port_that_is_taken() -> None:
     async with rendezvous() as server:
         second = rendezvous(server.address)
-        with pytest.raises(ListenError, match=f"cannot listen on {server.address}: another process listens there already"):
+        with pytest.raises(ListenError, match=f"cannot listen on {server.address}: another process already listens there"):
             await second.start()
         await second.aclose()
 

@@ -40,7 +40,7 @@ def test_what_is_saved_is_there_for_the_next_one(path: Path) -> None:
 
 def test_a_file_belongs_to_one_at_a_time(path: Path) -> None:
     first = SqliteStore(path)
-    with pytest.raises(UsageError, match="database is locked; another rendezvous may be using it"):
+    with pytest.raises(UsageError, match="database is locked; another rendezvous may be using the file"):
         SqliteStore(path)
     first.save(saved())
     first.close()
@@ -53,7 +53,7 @@ def test_what_is_no_state_of_a_rendezvous_is_refused(path: Path, tmp_path: Path)
     path.write_text("no database, but a text that is long enough to be taken for one\n" * 20)
     with pytest.raises(UsageError, match="file is not a database"):
         SqliteStore(path)
-    with pytest.raises(UsageError, match="No such file or directory; choose another place"):
+    with pytest.raises(UsageError, match="No such file or directory; choose another file"):
         SqliteStore(tmp_path / "nowhere" / "rendezvous.db")
     newer = tmp_path / "newer.db"
     connection = sqlite3.connect(newer)

@@ -240,8 +240,8 @@ def test_timeouts_may_come_from_the_environment() -> None:
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("300", r"SHARDNET_TIMEOUTS: '300' sets no timeout; write connect_s=SECONDS, join_s=SECONDS, "),
-        ("collective=300", r"SHARDNET_TIMEOUTS: 'collective=300' sets no timeout"),
+        ("300", r"SHARDNET_TIMEOUTS: '300' does not set a known timeout; write connect_s=SECONDS, join_s=SECONDS, "),
+        ("collective=300", r"SHARDNET_TIMEOUTS: 'collective=300' does not set a known timeout"),
         ("collective_s=long", r"SHARDNET_TIMEOUTS: 'collective_s=long' must be a number of seconds, as in collective_s=60$"),
         ("collective_s=-1", r"SHARDNET_TIMEOUTS: .*collective_s"),
     ],

@@ -174,7 +174,7 @@ async def test_a_member_may_come_again_before_others_have_left(meeting: str, cap
             async with shardnet.connect(**two(meeting), local_rank=number) as cluster:
                 await cluster.backend.barrier()
                 if cluster.rank == 1 and not again:
-                    while "runs already" not in caplog.text:  # noqa: ASYNC110 - the rendezvous says so, to nobody but the log
+                    while "is already running" not in caplog.text:  # noqa: ASYNC110 - the rendezvous says so, to nobody but the log
                         await asyncio.sleep(0)
 
     await asyncio.wait_for(asyncio.gather(member(0), member(1)), 30)
@@ -221,7 +221,7 @@ async def test_members_whose_settings_differ_are_told_which(meeting: str) -> Non
     for outcome in outcomes:
         assert isinstance(outcome, PeerLost)
     ours, theirs = "chunk_bytes 4096, routing auto", "chunk_bytes 8192, routing ring"  # in either order, whichever rank refuses first
-    told = (f"it has {ours}, this one has {theirs}", f"it has {theirs}, this one has {ours}")
+    told = (f"the caller has {ours}, this rank has {theirs}", f"the caller has {theirs}, this rank has {ours}")
     assert any(words in str(each) for each in outcomes for words in told)
 
 
@@ -347,10 +347,10 @@ async def test_a_member_that_stays_alone_leaves_nothing_open(meeting: str) -> No
 
 
 async def test_a_port_that_is_taken_or_open_to_others_is_refused(meeting: str) -> None:
-    with pytest.raises(ListenError, match=f"cannot listen on {meeting}: another process listens there already"):
+    with pytest.raises(ListenError, match=f"cannot listen on {meeting}: another process already listens there"):
         async with shardnet.connect(rendezvous=meeting, listen=meeting):
             pass
-    with pytest.raises(PlaintextRefused, match=r"0\.0\.0\.0:0 is no loopback address"):
+    with pytest.raises(PlaintextRefused, match=r"0\.0\.0\.0:0 is not a loopback address"):
         async with shardnet.connect(rendezvous=meeting, listen="0.0.0.0"):
             pass
 
