@@ -45,7 +45,7 @@ def _processors() -> Finding:
 
 def _files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    what = f"a process may have {soft} open at once"
+    what = f"a process may have {'any number' if soft == resource.RLIM_INFINITY else soft} open at once"
     if soft >= FILES or soft == resource.RLIM_INFINITY:
         return ok("files", what)
     more = "ulimit -n 65536" if hard == resource.RLIM_INFINITY or hard >= FILES else "LimitNOFILE= of the service, or limits.conf"

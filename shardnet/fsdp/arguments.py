@@ -19,7 +19,7 @@ def check_kinds(module: object, backend: object, prefetch: object, mixed_precisi
         raise UsageError(f"backend must be a Backend, such as `cluster.backend`, got a value of type {type(backend).__name__}")
     if not isinstance(module, nn.Module):
         raise UsageError(f"only an nn.Module can be sharded, got a value of type {type(module).__name__}")
-    if not isinstance(prefetch, int) or prefetch < 0:
+    if not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0:
         raise UsageError(f"prefetch must be a number of units, 0 or more, got {prefetch!r}")
     if not isinstance(mixed_precision, MixedPrecision | None):
         raise UsageError(f"mixed_precision must be a MixedPrecision, such as MixedPrecision(torch.bfloat16), got {mixed_precision!r}")

@@ -17,7 +17,7 @@ def compute_device(module: nn.Module, device: torch.device | str | None) -> torc
     found = {parameter.device for parameter in module.parameters() if parameter.device.type == "cuda"}
     if device is None and not found and not torch.cuda.is_available():
         raise UsageError("cpu_offload: this rank has no GPU to compute on, so there is nothing to offload; leave cpu_offload out")
-    chosen = torch.device(device) if device is not None else found.pop() if found else torch.device("cuda")
+    chosen = torch.device(device) if device is not None else min(found, key=str) if found else torch.device("cuda")
     if chosen == torch.device("cuda"):  # whichever is the current one
         chosen = torch.device("cuda", torch.cuda.current_device())
     if chosen.type != "cuda":

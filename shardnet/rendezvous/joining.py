@@ -52,6 +52,7 @@ class Joining:
         self._silent_since_s = self._clock()
         self._patience_s = timeouts.join_s if request.last_epoch else timeouts.connect_s
         self._waiting: Waiting | None = None  # the newest; None until the rendezvous has taken us in
+        self._refusal: JoinRefused | None = None  # the answer to the last try, if it was one that may pass
         self._pauses = delays()
 
     async def run(self) -> tuple[Lease, Topology]:
@@ -72,16 +73,16 @@ class Joining:
             try:
                 return await self._try()
             except LeaseBroken as broken:
-                trouble = str(broken)
+                trouble, self._refusal = str(broken), None
                 left_s = self._silent_since_s + self._patience_s - self._clock()
                 await check_trust(self._address, self._security, min(left_s, HANDSHAKE_S), Role.RENDEZVOUS)
             except JoinRefused as refusal:
                 if not self._may_pass(refusal, tries):
                     raise
-                trouble = str(refusal)
+                trouble, self._refusal = str(refusal), refusal
             pause_s = next(self._pauses)
             if self._clock() + pause_s >= self._silent_since_s + self._patience_s:
-                raise self._unavailable(trouble)
+                raise self._refusal or self._unavailable(trouble)
             if tries == 1:
                 log.info("cannot join the rendezvous at %s yet (%s); trying for %g s", self._address, trouble, self._patience_s)
             await asyncio.sleep(pause_s)
@@ -120,7 +121,7 @@ class Joining:
                 self._silent_since_s, self._pauses = self._clock(), delays()
 
     def _wait_on(self, waiting: Waiting) -> None:
-        self._waiting = waiting
+        self._waiting, self._refusal = waiting, None
         if self._on_waiting is not None:
             self._on_waiting(waiting)
 
@@ -128,7 +129,11 @@ class Joining:
         """Log once, from one worker per machine, what is missing: a terminal without news looks like a hang."""
         if self._request.local_rank_hint:
             return
-        if self._waiting is None:
+        if self._refusal is not None:
+            log.warning(
+                "the rendezvous at %s does not take this worker yet (%s); trying for %g s", self._address, self._refusal, self._patience_s
+            )
+        elif self._waiting is None:
             log.warning("no rendezvous answers at %s yet; trying for %g s", self._address, self._patience_s)
         else:
             log.warning(
@@ -142,8 +147,10 @@ class Joining:
             "start it with `shardnet rendezvous`, or check the address and the network between"
         )
 
-    def _out_of_time(self) -> JoinTimeout | RendezvousUnavailable:
+    def _out_of_time(self) -> JoinTimeout | JoinRefused | RendezvousUnavailable:
         waiting = self._waiting
+        if self._refusal is not None:
+            return self._refusal
         if waiting is None:
             return self._unavailable(f"no answer within the join timeout of {self._timeouts.join_s:g} s")
         return JoinTimeout(

@@ -11,6 +11,7 @@ from shardnet.transport.connection import Connection, PlainConnection, tune
 from shardnet.transport.http2 import frames
 
 _ANSWER_BYTES = 4096
+NOBODY = "a process without a certificate"  # in place of an identity, in words for a user
 
 
 async def dial(address: Address, security: Security) -> Connection:
@@ -37,7 +38,7 @@ async def dial_member(address: Address, security: Security, identity: str) -> Co
     found = connection.identity
     if (found.uri if found else "") != identity:
         connection.close()
-        raise HandshakeError(f"the process at {address} is {found or 'nobody known'}, but the member at this address must be {identity}")
+        raise HandshakeError(f"the process at {address} is {found or NOBODY}, but the member at this address must be {identity}")
     return connection
 
 

@@ -23,6 +23,7 @@ from shardnet.loop import LoopThread
 from shardnet.pb import mesh_pb2
 from shardnet.topology import Topology
 from shardnet.transport.base import Mesh, Receiver
+from shardnet.transport.dialing import NOBODY
 from shardnet.transport.hello import Hello, disagreement, terms_of
 from shardnet.transport.http2 import Call, CallBroken
 from shardnet.transport.mesh_service import MeshService
@@ -282,7 +283,7 @@ class GrpcMesh(Mesh):
         if hello.source not in self.peers or hello.incarnation != self._topology.members[hello.source].incarnation:
             return f"the caller says that it is rank {hello.source}, but it is not the worker that has this rank"
         if (placed := self._topology.members[hello.source].identity) != (identity.uri if identity else ""):
-            return f"the caller is {identity or 'nobody known'}, but rank {hello.source} is {placed or 'nobody known'}"
+            return f"the caller is {identity or NOBODY}, but rank {hello.source} is {placed or NOBODY}"
         if (difference := disagreement(hello.terms, self._terms)) is not None:
             return f"the settings of rank {hello.source} and rank {self.rank} differ, but must be the same on all ranks: {difference}"
         if not attends and hello.source in self._inbound:

@@ -24,7 +24,7 @@ def translate_status(code: grpc.StatusCode, reason: str, address: str, what: str
                 f"{address} speaks HTTP/1 and not gRPC; it may be the process's port for a page or for metrics; give its gRPC port"
             )
         case code if code in UNREACHABLE:
-            return EndpointUnavailable(f"nobody answers at {address}: {reason}; check the address and that the process runs")
+            return EndpointUnavailable(f"{address} is not available: {reason}; check the address and that the process runs")
         case grpc.StatusCode.UNIMPLEMENTED:
             return ProtocolError(
                 f"the server at {address} does not know {what}: it is not a shardnet process, or one in another role (worker or rendezvous)"

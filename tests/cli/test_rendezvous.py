@@ -129,4 +129,4 @@ def test_a_port_that_is_taken_is_one_line_and_status_1(tmp_path: Path) -> None:
 def test_status_of_nobody_is_one_line_and_status_1(tmp_path: Path) -> None:
     result = shardnet(tmp_path, "status", "127.0.0.1:1")
     assert (result.status, result.out, result.err.count("\n")) == (1, "", 1)
-    assert result.err == "shardnet status: nobody answers at 127.0.0.1:1: Connection refused; check the address and that the process runs\n"
+    assert result.err == "shardnet status: 127.0.0.1:1 is not available: Connection refused; check the address and that the process runs\n"

@@ -86,6 +86,7 @@ async def test_they_are_told_so_on_every_engine(kind: str) -> None:
         ("x", {}, "only an nn.Module can be sharded, got a value of type str"),
         (Tail(), {"prefetch": "1"}, "prefetch must be a number of units, 0 or more, got '1'"),
         (Tail(), {"prefetch": -1}, "prefetch must be a number of units, 0 or more, got -1"),
+        (Tail(), {"prefetch": True}, "prefetch must be a number of units, 0 or more, got True"),
         (Tail(), {"mixed_precision": torch.bfloat16}, "mixed_precision must be a MixedPrecision, such as .*, got torch.bfloat16"),
         (Tail(), {"compression": "int8"}, "compression must be a Compression, such as .*, got 'int8'"),
     ],

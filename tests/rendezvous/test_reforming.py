@@ -294,6 +294,20 @@ async def test_a_restart_waits_until_the_rendezvous_has_seen_the_end_of_the_one_
         await second.leave()
 
 
+@pytest.mark.parametrize("limit", ["connect_s", "join_s"])
+async def test_a_refusal_that_does_not_pass_is_raised_in_the_end(limit: str) -> None:
+    """It says which worker has the address; "no rendezvous answered" would send the user to look at the network."""
+    async with rendezvous() as server:
+        first = Person(server.address, elastic(0, least=1, most=2))
+        await first.joined
+        timeouts = replace(Timeouts.for_tests(), **{limit: 0.5})
+        second = join(server.address, replace(elastic(1, least=1, most=2), address="10.0.0.1:7000"), timeouts=timeouts)
+        with pytest.raises(JoinRefused) as refused:
+            await second.__aenter__()
+        assert refused.value.reason == Refusal.DUPLICATE_ADDRESS
+        await first.leave()
+
+
 async def test_one_that_is_not_elastic_is_refused_at_once() -> None:
     async with rendezvous() as server:
         first = Person(server.address, worker(0, least=1, most=2))

@@ -217,7 +217,7 @@ class TestObserving:
         async with endpoint() as opened:
             address = opened.address
         with pytest.raises(
-            EndpointUnavailable, match=f"^nobody answers at {address}: Connection refused; check the address and that the process runs$"
+            EndpointUnavailable, match=f"^{address} is not available: Connection refused; check the address and that the process runs$"
         ):
             await snapshot(address, timeout_s=5.0)
 

@@ -105,13 +105,13 @@ class InitialValues:
             error = raised
         if self._state is None:
             return
-        failed = torch.tensor([error is not None], dtype=torch.int32, device="cpu")
+        failed = torch.tensor([-1 if error is None else comms.everyone.rank], dtype=torch.int32, device="cpu")
         verdict = comms.everyone.all_reduce(failed, ReduceOp.MAX, label=f"whether initial_state fits {what}")
-        someone_failed = comms.wait(verdict, "check initial_state").item()
+        failed_rank = int(comms.wait(verdict, "check initial_state").item())
         if error is not None:
             raise error
-        if someone_failed:
-            raise UsageError(f"filling {what} with rank {ROOT}'s initial_state failed on another rank; the error on that rank says why")
+        if failed_rank >= 0:
+            raise UsageError(f"filling {what} with rank {ROOT}'s initial_state failed on rank {failed_rank}; the error there says why")
 
     def _check_names(self, parameters: Iterable[PlacedParameter], buffers: Iterable[str], known: Iterable[str]) -> None:
         missing = [placed.name for placed in parameters if self._keys.isdisjoint(placed.names)]

@@ -309,7 +309,7 @@ def test_a_tensor_that_does_not_fit_ends_every_rank_at_once(
     def work(backend: Backend) -> None:
         state = {**Model().apply(init_fn()).state_dict(), name: value} if backend.rank == 0 else {}
         expected = (
-            (error, own) if backend.rank == 0 else (UsageError, f"filling {others} with rank 0's initial_state failed on another rank")
+            (error, own) if backend.rank == 0 else (UsageError, f"filling {others} with rank 0's initial_state failed on rank 0")
         )
         with pytest.raises(expected[0], match=expected[1]):
             FSDP(on_meta(Model), backend, units=units, initial_state=state)
@@ -326,7 +326,7 @@ def test_a_state_that_cannot_be_read_ends_every_rank() -> None:
 
     def work(backend: Backend) -> None:
         state = Torn(Model().state_dict() if backend.rank == 0 else {})
-        with pytest.raises(UsageError if backend.rank else OSError, match="failed on another rank" if backend.rank else "is damaged"):
+        with pytest.raises(UsageError if backend.rank else OSError, match="failed on rank 0" if backend.rank else "is damaged"):
             FSDP(on_meta(Model), backend, initial_state=state)
 
     run_ranks(2, work)
