@@ -39,7 +39,7 @@ def as_output(out: Tensor | None, like: Tensor, shape: Sequence[int] | None, nam
     if out.numel() != prod(shape):
         raise SizeMismatchError(prod(shape), out.numel(), f"elements in `{name}`")
     if not out.is_contiguous():
-        raise UsageError(f"`{name}` must be contiguous: give a tensor that is, and copy what comes into yours")
+        raise UsageError(f"`{name}` must be contiguous, got a tensor that is not; pass a contiguous tensor, and copy the result into yours")
     return out.detach()
 
 
@@ -52,7 +52,7 @@ def joined(pieces: Sequence[Tensor]) -> Tensor:
 def check_pieces(pieces: Sequence[Tensor]) -> None:
     """Raise UsageError unless the pieces can be treated as one tensor."""
     if not pieces:
-        raise UsageError("there must be a piece at least: pass an empty tensor where a rank has nothing")
+        raise UsageError("pieces must hold at least one tensor, got none; where a rank has no data, pass an empty tensor")
     for piece in pieces:
         _check_tensor(piece, "piece")
     kinds = {(dtype_name(piece.dtype), str(piece.device)) for piece in pieces}
@@ -63,7 +63,7 @@ def check_pieces(pieces: Sequence[Tensor]) -> None:
 def seconds(timeout_s: object) -> float:
     """A timeout, checked."""
     if not isinstance(timeout_s, int | float) or not 0 < timeout_s < inf:
-        raise UsageError(f"`timeout_s` must be a number of seconds above 0, got {timeout_s!r}")
+        raise UsageError(f"`timeout_s` must be a finite number of seconds above 0, got {timeout_s!r}")
     return timeout_s
 
 
@@ -79,9 +79,11 @@ def _check_tensor(tensor: object, name: str) -> None:
     if not isinstance(tensor, Tensor):
         raise UsageError(f"`{name}` must be a torch.Tensor, got a value of type {type(tensor).__name__}")
     if tensor.layout is not torch.strided:
-        raise UsageError(f"`{name}` must be dense, got one of layout {tensor.layout}: send its indices and values, or to_dense()")
+        raise UsageError(
+            f"`{name}` must be dense, got layout {tensor.layout}; send its indices and values as dense tensors, or use to_dense()"
+        )
     if tensor.device.type not in ("cpu", "cuda"):
-        raise UsageError(f"this backend moves tensors of the CPU and of CUDA devices, got one on {tensor.device}")
+        raise UsageError(f"tensors must be on the CPU or on a CUDA device, got one on {tensor.device}")
 
 
 def copy(source: Tensor, result: Tensor) -> Tensor:
@@ -103,14 +105,14 @@ def row_sizes(sizes: Sequence[int] | None, world_size: int, default: int, *, own
     if min(sizes) < 0:
         raise UsageError(f"sizes must not be negative, got {list(sizes)}")
     if own is not None and sizes[own] != default:
-        raise SizeMismatchError(sizes[own], default, f"rows on rank {own}")
+        raise SizeMismatchError(sizes[own], default, f"rows in the tensor of rank {own} (its entry in `sizes`)")
     return list(sizes)
 
 
 def scattered_sizes(sizes: Sequence[int] | None, world_size: int, rows: int) -> list[int]:
     """How many of the rows each rank gets, checked."""
     if sizes is None and rows % world_size:
-        raise SizeMismatchError(f"a multiple of {world_size}", rows, "rows to scatter; pass `sizes` for an uneven split")
+        raise SizeMismatchError(f"a multiple of {world_size}", rows, "rows to scatter (pass `sizes` for an uneven split)")
     shape = row_sizes(sizes, world_size, rows // world_size)
     if sum(shape) != rows:
         raise SizeMismatchError(sum(shape), rows, "rows to scatter (the sum of `sizes`)")
@@ -128,8 +130,8 @@ def disagree_send(tensor: Tensor) -> Disagreement:
         sender, receiver = op.group.members[sender], op.group.members[receiver]
         sends, receives = sent // tensor.itemsize, expected // tensor.itemsize
         message = (
-            f"{op.group.board.where()} {op.name}: rank {sender} sends {sends} elements, but rank {receiver} receives into {receives}; "
-            "give both tensors one size"
+            f"{op.group.board.where()} {op.name}: rank {sender} sends {sends} elements, but the tensor of rank {receiver} has "
+            f"{receives}; give both tensors the same number of elements"
         )
         return SizeMismatchError(receives, sends, message=message)
 

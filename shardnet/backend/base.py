@@ -194,7 +194,7 @@ class Backend(ABC):
         Several of one tag are served in the order of their calls, but after receives that name their source, whenever those are called.
         Raises PeerLost if a rank dies before any has sent, and UsageError if this backend must be told the source.
         """
-        raise UsageError(f"{type(self).__name__} receives from a rank that is named: call recv()")
+        raise UsageError(f"{type(self).__name__} cannot receive from any source; name the source with recv()")
 
     @abstractmethod
     def barrier(self, *, timeout_s: float | None = None, label: str = "") -> Pending[None]:
@@ -219,4 +219,4 @@ class Backend(ABC):
         Its collectives, sends and receives fail, both those under way and those called later: here with ClosedError, and on its other
         ranks, as soon as they hear of it, with CollectiveError. Raises UsageError if this backend has no groups that end alone.
         """
-        raise UsageError(f"{type(self).__name__} ends with all its groups: call abort()")
+        raise UsageError(f"{type(self).__name__} cannot end one group alone; call abort(), which ends all groups")

@@ -17,7 +17,9 @@ from shardnet.transport.base import Mesh
 
 def _letters(mail: Mail | None) -> str:
     """What goes by letter, in words for a user."""
-    return "" if mail is None else ", by letter" if mail.lends else ", small ones by letter"
+    return (
+        "" if mail is None else ", through mailboxes in shared memory" if mail.lends else ", small ones through mailboxes in shared memory"
+    )
 
 
 class ClusterBackend(MeshBackend):

@@ -26,4 +26,4 @@ def _decode(part: torch.Tensor, rank: int, label: str) -> Any:
     try:
         return json.loads(part.numpy().tobytes())
     except ValueError as error:
-        raise ProtocolError(f"rank {rank} sent no JSON for {label}: {error}") from error
+        raise ProtocolError(f"rank {rank} sent data for {label} that is not valid JSON: {error}") from error

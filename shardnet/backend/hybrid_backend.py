@@ -51,7 +51,7 @@ class HybridBackend(TorchBackend):
     def __init__(self, board: Switchboard, group: Group, timeouts: Timeouts, source: TorchSource) -> None:
         """`source` must reach all ranks of the group that are on this rank's node. Raises UsageError unless the mesh routes by nodes."""
         if board.routing is not Routing.AUTO:
-            raise UsageError(f"an engine inside nodes needs routing 'auto', which tells nodes apart, got {str(board.routing)!r}")
+            raise UsageError(f"routing must be 'auto' for a node_engine other than shardnet, got {str(board.routing)!r}")
         super().__init__(board, group, timeouts, source)
         self._rails = Rails.of(group.nodes, group.rank)
         self._node_group = self._torch_group("node", self._rails.node)

@@ -298,13 +298,17 @@ class MeshBackend(Backend):
         if (send_sizes is None) != (recv_sizes is None):
             raise UsageError("all_to_all needs both send_sizes and recv_sizes, or neither")
         if send_sizes is None and rows % self.world_size:
-            raise SizeMismatchError(f"a multiple of {self.world_size}", rows, "rows to exchange; pass sizes for an uneven split")
+            raise SizeMismatchError(
+                f"a multiple of {self.world_size}", rows, "rows to exchange (pass send_sizes and recv_sizes for an uneven split)"
+            )
         sends = row_sizes(send_sizes, self.world_size, rows // self.world_size)
         receives = row_sizes(recv_sizes, self.world_size, rows // self.world_size)
         if sum(sends) != rows:
             raise SizeMismatchError(sum(sends), rows, "rows to exchange (the sum of send_sizes)")
         if sends[self.rank] != receives[self.rank]:
-            raise SizeMismatchError(sends[self.rank], receives[self.rank], "rows from this rank to itself (send and recv sizes)")
+            raise SizeMismatchError(
+                sends[self.rank], receives[self.rank], "rows from this rank to itself (send_sizes and recv_sizes must agree)"
+            )
         result = as_output(None, tensor, (sum(receives), *source.shape[1:]))
         width = prod(source.shape[1:])
         send_bounds = plans.bounds_of([size * width for size in sends])
@@ -361,7 +365,7 @@ class MeshBackend(Backend):
     def recv_any(self, into: Tensor, *, tag: str = "", timeout_s: float | None = None, label: str = "") -> Pending[int]:
         result = as_output(into, into, None, "into")
         if is_on_gpu(result):
-            raise UsageError("recv_any fills a tensor of the CPU: copy it to the GPU, or name the source")
+            raise UsageError("recv_any needs a CPU tensor, got one on a GPU; receive on the CPU and copy, or name the source with recv()")
         if self.world_size == 1:
             raise UsageError("recv_any: there is no other rank that could send")
 
@@ -470,7 +474,7 @@ class SubBackend(MeshBackend):
 
     def __init__(self, parent: MeshBackend, members: Sequence[int]) -> None:
         if not isinstance(members, Iterable):
-            raise UsageError(f"a sub-group is made of ranks, such as [0, 2], got {members!r}")
+            raise UsageError(f"members of a sub-group must be a list of ranks, such as [0, 2], got {members!r}")
         for member in (members := list(members)):
             parent._check_rank(member, "sub-group member")
         self.members = tuple(sorted(set(members)))  # ranks of the parent
@@ -478,7 +482,7 @@ class SubBackend(MeshBackend):
             raise InvalidWorldSizeError("a sub-group needs at least one member")
         if parent.rank not in self.members:
             message = (
-                f"rank {parent.rank} of {parent.world_size}: this rank is no member of the sub-group {list(self.members)}; "
+                f"rank {parent.rank} of {parent.world_size} is not a member of the sub-group {list(self.members)}; "
                 "call subgroup() on its members only"
             )
             raise InvalidRankError(parent.rank, parent.world_size, message=message)

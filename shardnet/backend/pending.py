@@ -79,7 +79,9 @@ class Pending(Generic[T]):
         except TimeoutError as error:
             if error.args:  # the collective's own
                 raise
-            raise TimeoutError(f"{self.op_name} is not done after {timeout_s:g} s; it goes on, and can be waited for again") from None
+            raise TimeoutError(
+                f"{self.op_name} was not done within {timeout_s:g} s; the operation goes on, and you can wait for it again"
+            ) from None
         return self._read(result)
 
     def exception(self) -> BaseException | None:
@@ -160,7 +162,9 @@ class Pending(Generic[T]):
     def _may_block(self) -> None:
         self._retrieved = True
         if not self._future.done() and not LoopThread.shared().may_block():
-            raise StateError(f"waiting for {self.op_name} on a thread of shardnet's, which may have to finish it; await it instead")
+            raise StateError(
+                f"{self.op_name} cannot be waited for on one of shardnet's own threads, which may have to finish the operation; use await"
+            )
 
     def __del__(self) -> None:
         if not getattr(self, "_retrieved", True):  # a Ctrl-C may have come before __init__ was through

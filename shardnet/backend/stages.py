@@ -37,7 +37,7 @@ class Stages:
         """A collective that goes over the stages begins. Raises CollectiveError if they are broken."""
         if self._broken:
             raise CollectiveError(
-                f"{self._board.where()} {op.name}: {self._group.party.title} has no torch process group any more, since {self._broken}; "
+                f"{self._board.where()} {op.name}: {self._group.party.title} has no torch process group any more, because {self._broken}; "
                 "make a new sub-group, or reform the cluster"
             )
         self._under_way.add(op)
@@ -62,7 +62,7 @@ class Stages:
 
     def _fail_all(self) -> None:
         for op in [each for each in self._under_way if each.error is None]:
-            self._group.fail(op, CollectiveError(f"{self._board.where()} {op.name} cannot go on: {self._broken}"))
+            self._group.fail(op, CollectiveError(f"{self._board.where()} {op.name} cannot go on, because {self._broken}"))
 
     def release(self) -> None:
         """Free everything: nobody can call anything on the stages any more. Any thread."""
@@ -87,7 +87,7 @@ class Stages:
         """Another rank has failed in a collective that has ended here. This rank may have left its rest to the GPU, which may wait there
         for the other rank."""
         if sequence in self._passed:
-            self.break_up(f"collective #{sequence} failed in it on another rank")
+            self.break_up(f"collective #{sequence} failed on another rank")
 
     def _end(self, aborted: bool) -> list["asyncio.Future[None]"]:
         self._close(broken=aborted)

@@ -227,7 +227,7 @@ class TorchBackend(MeshBackend):
             if _leaves_open_why(error):
                 await asyncio.sleep(_VERDICT_S)
         finally:
-            self._stages.break_up(f"{op.name} failed in it", by=op)
+            self._stages.break_up(f"{op.name} failed", by=op)
 
 
 class TorchSubBackend(SubBackend, TorchBackend):

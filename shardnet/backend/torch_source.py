@@ -42,7 +42,7 @@ class TorchSource:
     def __post_init__(self) -> None:
         check_engine(self.engine)
         if self.engine is NodeEngine.SHARDNET:
-            raise UsageError("a torch process group is one of nccl or gloo")
+            raise UsageError("the engine of a torch process group must be 'nccl' or 'gloo', got 'shardnet'")
 
     @property
     def devices(self) -> frozenset[str]:
@@ -93,11 +93,13 @@ def check_engine(engine: NodeEngine) -> None:
     if engine is NodeEngine.NCCL and not (torch.cuda.is_available() and distributed.is_nccl_available()):
         lacks = "torch sees no GPU here" if distributed.is_nccl_available() else "this build of torch has no NCCL"
         raise UsageError(
-            f"node_engine 'nccl' (SHARDNET_NODE_ENGINE) cannot be had: {lacks}; install torch for CUDA and check `nvidia-smi`, "
+            f"node_engine 'nccl' (SHARDNET_NODE_ENGINE) is not available: {lacks}; install torch for CUDA and check `nvidia-smi`, "
             "or leave the setting out on all ranks"
         )
     if engine is NodeEngine.GLOO and not distributed.is_gloo_available():
-        raise UsageError("node_engine 'gloo' (SHARDNET_NODE_ENGINE) cannot be had: this build of torch has no gloo; leave the setting out")
+        raise UsageError(
+            "node_engine 'gloo' (SHARDNET_NODE_ENGINE) is not available: this build of torch has no gloo; leave the setting out"
+        )
 
 
 def choose_gpu(local_rank: int) -> None:
@@ -110,7 +112,8 @@ def choose_gpu(local_rank: int) -> None:
         return
     if local_rank >= torch.cuda.device_count():
         raise UsageError(
-            f"node_engine 'nccl' needs a GPU a worker, but worker {local_rank} of this machine sees {torch.cuda.device_count()}; "
+            f"node_engine 'nccl' needs one GPU per worker, but worker {local_rank} of this machine (counted from 0) sees only "
+            f"{torch.cuda.device_count()} in all; "
             "start fewer workers here, or set another device with torch.cuda.set_device before connect()"
         )
     torch.cuda.set_device(local_rank)
@@ -147,4 +150,4 @@ def _meet(store: c10d.Store, size: int, is_wanted: Callable[[], bool]) -> None:
             store.compare_set("verdict", "", "gone")
         time.sleep(_LOOK_EVERY_S)
     if store.get("verdict") != b"go":
-        raise StateError("a rank of the process group has given up before all were there")
+        raise StateError("a rank of the torch process group gave up before all ranks had arrived")

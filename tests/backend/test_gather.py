@@ -23,7 +23,7 @@ async def test_what_is_no_json_is_a_protocol_error_naming_the_rank() -> None:
             await backend.all_gather(torch.tensor([3]), label="test sizes")
             await backend.all_gather(torch.tensor([1, 2, 3], dtype=torch.uint8), sizes=[4, 3], label="test")
             return
-        with pytest.raises(ProtocolError, match="rank 1 sent no JSON for test"):
+        with pytest.raises(ProtocolError, match="rank 1 sent data for test that is not valid JSON"):
             await gather_json(backend, "me", "test")
 
     async with loopback_cluster(2) as backends:

@@ -155,9 +155,9 @@ async def test_blocking_the_loop_thread_is_refused(pair: Ranks) -> None:
     handle = pair[0].all_reduce(torch.ones(1))
 
     async def block() -> None:
-        with pytest.raises(StateError, match="waiting for all_reduce on a thread of shardnet's"):
+        with pytest.raises(StateError, match="all_reduce cannot be waited for on one of shardnet's own threads"):
             handle.wait()
-        with pytest.raises(StateError, match="waiting for all_reduce on a thread of shardnet's"):
+        with pytest.raises(StateError, match="all_reduce cannot be waited for on one of shardnet's own threads"):
             handle.exception()
 
     await LoopThread.shared().run_here(block())

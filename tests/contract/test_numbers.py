@@ -100,7 +100,7 @@ async def test_send_and_receive(pair: Ranks) -> None:
 @pytest.mark.parametrize("first", [0, 1])
 async def test_size_of_a_receive(pair: Ranks, first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ends are told, whichever notices first, and the next message between them arrives."""
-    text, tag = "rank 0 sends 3 elements, but rank 1 receives into 4; give both tensors one size", f"seen by {first}"
+    text, tag = "rank 0 sends 3 elements, but the tensor of rank 1 has 4; give both tensors the same number", f"seen by {first}"
     cleared = Operation.cleared
 
     async def cleared_late(op: Operation, peer: int) -> Announcement:
@@ -164,7 +164,10 @@ async def test_wrong_sizes_are_refused_before_any_traffic(world: Ranks) -> None:
             lambda: rank.all_gather(torch.zeros(2), sizes=[2] * (size + 1)),
             f"expected {size} entries in the list of sizes but got {size + 1}",
         ),
-        (lambda: rank.all_gather(torch.zeros(2), sizes=[3] * size), "expected 3 rows on rank 0 but got 2"),
+        (
+            lambda: rank.all_gather(torch.zeros(2), sizes=[3] * size),
+            r"expected 3 rows in the tensor of rank 0 \(its entry in `sizes`\) but got 2",
+        ),
         (lambda: rank.reduce_scatter(torch.zeros(size), sizes=[2] * size), f"expected {2 * size} rows to scatter"),
         (lambda: rank.reduce_scatter(torch.tensor(1.0)), "at least 1 dimension"),
         (
@@ -191,7 +194,7 @@ async def test_wrong_sizes_are_refused_before_any_traffic(world: Ranks) -> None:
             call()
     with pytest.raises(UsageError, match="must not be negative"):
         rank.all_gather(torch.zeros(0), sizes=[0] * (size - 1) + [-1])
-    with pytest.raises(UsageError, match="a piece at least"):
+    with pytest.raises(UsageError, match="at least one tensor, got none"):
         rank.reduce_scatter_pieces([])
     with pytest.raises(UsageError, match=r"one dtype .*float64"):
         rank.reduce_scatter_pieces([torch.zeros(size), torch.zeros(size).double()])
@@ -205,7 +208,7 @@ async def test_wrong_sizes_are_refused_before_any_traffic(world: Ranks) -> None:
         (lambda: rank.recv_any(turned), "`into`"),
     ]
     for call, name in strided:
-        with pytest.raises(UsageError, match=f"^{name} must be contiguous: give a tensor that is"):
+        with pytest.raises(UsageError, match=f"^{name} must be contiguous, got a tensor that is not"):
             call()
     assert rank.telemetry.bytes_sent == before
     await each_rank(world, lambda each: each.barrier())
@@ -222,19 +225,19 @@ async def test_values_of_the_wrong_kind(world: Ranks) -> None:
         (rank.all_gather, (one,), {"out": [0]}, "`out` must be a torch.Tensor, got a value of type list"),
         (rank.recv_any, ([0],), {}, "`into` must be a torch.Tensor, got a value of type list"),
         (rank.reduce_scatter_pieces, ([[1.0]],), {}, "`piece` must be a torch.Tensor, got a value of type list"),
-        (rank.all_reduce, (torch.eye(2).to_sparse(),), {}, "`tensor` must be dense, got one of layout torch.sparse_coo"),
+        (rank.all_reduce, (torch.eye(2).to_sparse(),), {}, "`tensor` must be dense, got layout torch.sparse_coo"),
         (rank.all_reduce, (one, "sum"), {}, "`op` must be a ReduceOp of shardnet, such as ReduceOp.SUM, got 'sum'"),
         (rank.reduce_scatter, (one, dist.ReduceOp.SUM), {}, "`op` must be a ReduceOp of shardnet, such as ReduceOp.SUM, got <RedOp"),
         (rank.broadcast, (one, 0.5), {}, "a broadcast root must be a rank, from 0 to"),
         (rank.send, (one, "1"), {}, "a peer must be a rank, from 0 to .*, got '1'"),
-        (rank.subgroup, (0,), {}, r"a sub-group is made of ranks, such as \[0, 2\], got 0"),
+        (rank.subgroup, (0,), {}, r"members of a sub-group must be a list of ranks, such as \[0, 2\], got 0"),
         (rank.subgroup, ([0.0],), {}, "a sub-group member must be a rank, from 0 to .*, got 0.0"),
     ]
     if rank.world_size > 1:
         for timeout_s in ("5", -1, 0, math.nan, math.inf):
             wrong += [
-                (rank.barrier, (), {"timeout_s": timeout_s}, "`timeout_s` must be a number of seconds above 0, got"),
-                (rank.recv, (one, other), {"timeout_s": timeout_s}, "`timeout_s` must be a number of seconds above 0, got"),
+                (rank.barrier, (), {"timeout_s": timeout_s}, "`timeout_s` must be a finite number of seconds above 0, got"),
+                (rank.recv, (one, other), {"timeout_s": timeout_s}, "`timeout_s` must be a finite number of seconds above 0, got"),
             ]
     for call, arguments, options, text in wrong:
         with pytest.raises(UsageError, match=text):
@@ -276,7 +279,7 @@ async def test_subgroup_of_four(four: Ranks) -> None:
     assert isinstance(three, SubBackend)
     assert (one.rank, three.rank, one.world_size) == (0, 1, 2)
     assert [one.to_local(rank) for rank in range(4)] == [None, 0, None, 1]
-    words = "rank 0 of 4: this rank is no member of the sub-group [1, 3]; call subgroup() on its members only"
+    words = "rank 0 of 4 is not a member of the sub-group [1, 3]; call subgroup() on its members only"
     with pytest.raises(InvalidRankError, match=f"^{re.escape(words)}$") as caught:
         four[0].subgroup([1, 3])
     assert (caught.value.rank, caught.value.world_size) == (0, 4)

@@ -139,7 +139,7 @@ async def test_a_misspelt_variable_is_named_with_the_one_that_was_meant(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 async def test_nccl_without_a_gpu_is_refused_with_what_to_do() -> None:
-    with pytest.raises(UsageError, match=r"node_engine 'nccl' \(SHARDNET_NODE_ENGINE\) cannot be had: .*; install torch for CUDA"):
+    with pytest.raises(UsageError, match=r"node_engine 'nccl' \(SHARDNET_NODE_ENGINE\) is not available: .*; install torch for CUDA"):
         async with shardnet.connect(node_engine="nccl"):
             pass
 
@@ -258,7 +258,10 @@ async def test_who_waits_for_a_late_member_tells_so_and_which_way_collectives_go
             entered.set()
             await handle
             told = worker_snapshot(cluster.telemetry, cluster.topology)
-            wanted = {"auto": "direct between 2 ranks, by letter", "ring": "a ring of 2 ranks, small ones by letter"}
+            wanted = {
+                "auto": "direct between 2 ranks, through mailboxes in shared memory",
+                "ring": "a ring of 2 ranks, small ones through mailboxes in shared memory",
+            }
             assert told.routing == wanted[routing]
             (counter,) = (each for each in told.collectives if each.op == "all_reduce")
             assert (counter.waited_s > 0.9 * late_s) == (cluster.rank == 0)
