@@ -131,7 +131,7 @@ class Commons:
             return
         grant = announcement.grant
         if grant.size < claim.size:
-            raise ValueError(f"{grant.size} bytes are no room for {claim.size}")
+            raise ValueError(f"it has {grant.size} bytes, and {claim.size} are needed")
         with self._lock:
             for each in grant.dropped:
                 self._drop(each)
@@ -235,7 +235,7 @@ class Commons:
     def _open(self, grant: mesh_pb2.Grant) -> Segment:
         process = self._mesh.process(self.keeper)
         if process is None:
-            raise OSError("this rank does not see it")
+            raise OSError("this rank cannot see the process of that rank")
         try:
             return Segment(grant.size, (process, grant.descriptor, grant.inode))
         except Stranger as gone:
@@ -265,7 +265,10 @@ class Commons:
         if not self._has_complained:
             self._has_complained = True
             log.warning(
-                "%s no memory in common (%s), wanted %d bytes: each rank of this node gathers into its own", self._where(), error, size
+                "%s no shared memory (%s) for %d bytes; each rank of this node gathers into its own memory instead",
+                self._where(),
+                error,
+                size,
             )
 
     def _find_free(self, size: int) -> _Slot | None:

@@ -97,7 +97,9 @@ class Exchange:
         target = self.receives.get(source)
         filled = self._filled.get(source, 0)
         if target is None or chunk.offset != filled or filled + len(chunk.data) > target.nbytes:
-            raise ProtocolError(f"rank {source} sent {len(chunk.data)} bytes at {chunk.offset}, expected offset {filled}")
+            raise ProtocolError(
+                f"rank {source} sent {len(chunk.data)} bytes at offset {chunk.offset}, which were not due; expected offset {filled}"
+            )
         copy_bytes(chunk.data, target.view(np.uint8)[filled : filled + len(chunk.data)])
         self._filled[source] = filled + len(chunk.data)
         self._missing -= len(chunk.data)

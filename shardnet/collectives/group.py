@@ -373,7 +373,7 @@ class Group:
         else:
             slow = " and ".join(f"rank {each.rank} ({each.address})" for each in attendance.busy)
             who = f"data still moves to or from {slow}" if slow else "all ranks have entered it"
-            detail += f"{who}, so the network or a rank is too slow; what takes longer needs Timeouts(collective_s=...)"
+            detail += f"{who}, so the network or a rank is too slow; to allow more time, set Timeouts(collective_s=...)"
         return CollectiveTimeout(detail, [each.rank for each in attendance.absent])
 
     def _answer_probe(self, source: int, chunk: Chunk, probe: mesh_pb2.Probe) -> None:

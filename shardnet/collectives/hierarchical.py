@@ -366,7 +366,7 @@ class Hierarchical:
         if chunk.lent is None:
             self._take(source, chunk)
         elif not chunk.lent.returns and not self.claim.granted:
-            raise ProtocolError(f"rank {source} says that its data is in place, but there is no memory that it could share with this rank")
+            raise ProtocolError(f"rank {source} says that its data is in shared memory, but shares no memory with this rank")
         else:
             (self._to_add if chunk.block < self._size else self._to_copy).append((source, chunk))
             self._changed.set()
@@ -408,8 +408,8 @@ class Hierarchical:
         if self._route.nodes > 1 and not whole:  # all ranks have the same Limits; and each small piece would be kept by itself
             welcome = False
         if not welcome or rest or chunk.offset != filled * itemsize or filled + more > self._length(block):
-            what = f"{chunk.size} bytes of block {chunk.block} at {chunk.offset}"
-            raise ProtocolError(f"rank {source} sent {what}, expected offset {filled * itemsize}")
+            what = f"{chunk.size} bytes of block {chunk.block} at offset {chunk.offset}"
+            raise ProtocolError(f"rank {source} sent {what}, which were not due; expected offset {filled * itemsize}")
         return slice(filled, filled + more)
 
     def _add(self, source: int, chunk: Chunk, block: int, place: slice) -> None:
@@ -420,7 +420,9 @@ class Hierarchical:
         came = self.reduction.view(chunk.data) if near else self.reduction.view_sum(chunk.data)
         parts[source] = came if chunk.lent is None else chunk.lent
         if any(count(part, self.output.itemsize) != place.stop - place.start for part in parts.values()):
-            raise ProtocolError(f"rank {source} cut its part of block {block} in another way than the others: Limits differ")
+            raise ProtocolError(
+                f"rank {source} sent its part of block {block} in chunks of another size than the others; give all ranks the same Limits"
+            )
         node_is_there = self._rank in parts or parts.keys() >= set(self._route.neighbours)
         if not node_is_there or (self._comes_across(leg) and leg.before not in parts):
             if chunk.lent is None and chunk.frame is None:

@@ -78,9 +78,7 @@ def check_dtype(dtype: torch.dtype, op: ReduceOp | None) -> None:
         done = "sent" if op is None else "reduced"
         raise DtypeError(f"{dtype_name(dtype)} tensors cannot be {done}; supported: {', '.join(map(dtype_name, _NUMPY))}")
     if op is not None and not op.is_defined_for(dtype):
-        instead = (
-            "reduce with SUM, or convert to a float dtype first" if op is ReduceOp.MEAN else "it is for whole numbers and truth values"
-        )
+        instead = "reduce with SUM, or convert to a float dtype first" if op is ReduceOp.MEAN else "it is for integers and bool"
         raise DtypeError(f"{op} of {dtype_name(dtype)} is not defined: {instead}")
 
 

@@ -65,7 +65,7 @@ class Route:
             most = "" if self.nodes * self.largest == len(self.legs) else "up to "
             return f"hierarchical: a ring of {self.nodes} nodes, direct inside each ({most}{self.largest} ranks)"
         if len(self.legs) == 1:
-            return "none: one rank is alone"
+            return "none: there is only one rank"
         return f"a ring of {self.nodes} ranks" if self.is_ring else f"direct between {self.largest} ranks"
 
     @classmethod

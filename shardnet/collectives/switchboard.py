@@ -223,7 +223,7 @@ class Switchboard:
         self._on_chunk(source, chunk)
         self._stale[source] = self._stale[source] + 1 if self.telemetry.stale_chunks > before else 0
         if self._stale[source] > MAX_STALE:
-            raise ProtocolError(f"rank {source} has sent {MAX_STALE} chunks in a row of collectives or epochs that are over")
+            raise ProtocolError(f"rank {source} has sent {MAX_STALE} chunks in a row for collectives or epochs that are over")
 
     def _on_chunk(self, source: int, chunk: Chunk) -> None:
         if chunk.control is not None and chunk.control.HasField("placed"):

@@ -62,11 +62,11 @@ class TwoShot:
     def _on_chunk(self, source: int, chunk: Chunk) -> None:
         summed = chunk.block == len(self.bounds) + source
         target = self._block(self.output, source if summed else self._rank)
-        sent = f"rank {source} sent {len(chunk.data)} bytes of block {chunk.block} at {chunk.offset}"
+        sent = f"rank {source} sent {len(chunk.data)} bytes of block {chunk.block} at offset {chunk.offset}"
         if not (summed or chunk.block == self._rank) or chunk.offset or len(chunk.data) != target.nbytes:
-            raise ProtocolError(f"{sent}, expected {target.nbytes} of block {self._rank} or of its own sum")
+            raise ProtocolError(f"{sent}, expected {target.nbytes} bytes of block {self._rank} or of its own sum, at offset 0")
         if source in (self._sums if summed else self._contributions):
-            raise ProtocolError(f"{sent}, which it had sent already")
+            raise ProtocolError(f"{sent}, which it had already sent")
         if summed:
             as_bytes(target)[:] = chunk.data
             self._sums.add(source)

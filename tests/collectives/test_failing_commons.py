@@ -36,7 +36,7 @@ async def test_a_grant_of_less_than_was_asked_for_is_refused(monkeypatch: pytest
         assert isinstance(own, ProtocolError)
         assert isinstance(keepers, CollectiveError)
         for error in (keepers, own):
-            assert f"cannot be used: 8 bytes are no room for {2 * 4 * ROWS}" in str(error)
+            assert f"cannot be used: it has 8 bytes, and {2 * 4 * ROWS} are needed" in str(error)
 
 
 async def test_a_rank_that_shares_no_memory_makes_its_node_do_without() -> None:
@@ -69,7 +69,7 @@ async def test_without_memory_each_rank_has_its_own(monkeypatch: pytest.MonkeyPa
             assert not any(buffer.shared for buffer in buffers)
             assert all(torch.equal(buffer.tensor, gathered(3)) for buffer in buffers)
     (told,) = caplog.records  # once, by the keeper
-    assert "[rank 0/3 epoch 1 step 0] no memory in common ([Errno 28] No space left on device), wanted " in told.message
+    assert "[rank 0/3 epoch 1 step 0] no shared memory ([Errno 28] No space left on device) for " in told.message
     async with local_cluster(3, limits=LIMITS, shared_memory=False) as ranks:
         assert not any(buffer.shared for buffer in await each_rank(ranks, gather()))
 
@@ -148,7 +148,7 @@ async def test_word_of_memory_that_was_not_granted_is_refused() -> None:
         placed = Chunk(1, 0, 0, 2, control=mesh_pb2.Control(placed=mesh_pb2.Placed(size=4 * ROWS)))
         handle = ranks[1].all_gather(torch.ones(ROWS))
         board.loop.call(board.post, 1, placed)
-        with pytest.raises(ProtocolError, match="there is no memory that it could share"):
+        with pytest.raises(ProtocolError, match="but shares no memory with this rank"):
             await handle
         with pytest.raises(CollectiveError):
             await ranks[0].all_gather(torch.ones(ROWS))

@@ -368,7 +368,7 @@ def test_a_gather_takes_nothing_to_add_and_a_reduction_no_result() -> None:
 
 
 def test_parts_that_were_cut_in_other_ways_do_not_add_up() -> None:
-    words = r"rank \d cut its part of block 0 in another way than the others: Limits differ"
+    words = r"rank \d sent its part of block 0 in chunks of another size than the others; give all ranks the same Limits"
     assert_refused(lambda rank: rank.all_reduce(torch.ones(160)), [(1, 0, 0, 64), (2, 0, 0, 32), (3, 0, 0, 64)], words, per_node=4)
 
 
@@ -393,7 +393,7 @@ def assert_refused(
                 ranks[0]._board.on_chunk(source, Chunk(1, 0, 0, block, offset, bytes(size)))
             source, block, offset, size = chunks[-1]
             with pytest.raises(
-                ProtocolError, match=words or f"rank {source} sent {size} bytes of block {block} at {offset}, expected offset"
+                ProtocolError, match=words or f"rank {source} sent {size} bytes of block {block} at offset {offset}, which were not due"
             ):
                 await handle
             for error in await each_error(ranks[1:], call):

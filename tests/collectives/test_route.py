@@ -63,7 +63,7 @@ def test_nodes_of_different_sizes() -> None:
 @pytest.mark.parametrize(
     ("nodes", "text"),
     [
-        (((0,),), "none: one rank is alone"),
+        (((0,),), "none: there is only one rank"),
         (((0, 1, 2),), "direct between 3 ranks"),
         (((0,), (1,), (2,)), "a ring of 3 ranks"),
         (((0, 1), (2, 3)), "hierarchical: a ring of 2 nodes, direct inside each (2 ranks)"),

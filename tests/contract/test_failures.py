@@ -387,7 +387,9 @@ async def test_who_left_because_it_lost_another_is_not_blamed() -> None:
 
         await board.loop.run_here(lose())
         ranks[1].abort()
-        with pytest.raises(PeerLost, match=r"rank 2 \(127\.0\.0\.1:\d+\) lost during barrier #0: rank 1 lost it, and left") as caught:
+        with pytest.raises(
+            PeerLost, match=r"rank 2 \(127\.0\.0\.1:\d+\) lost during barrier #0: rank 1 lost contact with it, and left"
+        ) as caught:
             await barrier
         assert caught.value.rank == 2
         for rank in ranks:

@@ -178,7 +178,10 @@ class TestFrames:
                 announced = await stage.heard.get()
                 await stage.announce_like(announced)
                 await stage.send(Chunk(1, announced.group, announced.sequence, block, offset, bytes(size)))
-                with pytest.raises(ProtocolError, match=f"rank 1 sent {size} bytes of block {block} at {offset}, expected offset 0"):
+                with pytest.raises(
+                    ProtocolError,
+                    match=f"rank 1 sent {size} bytes of block {block} at offset {offset}, which were not due; expected offset 0",
+                ):
                     await handle
                 abort = await until_abort(stage)
                 assert abort.reason == mesh_pb2.Abort.FAILED
@@ -201,7 +204,9 @@ class TestFrames:
                 announced = await stage.heard.get()
                 await stage.announce_like(announced)
                 await stage.send(Chunk(1, announced.group, announced.sequence, block, offset, bytes(size)))
-                with pytest.raises(ProtocolError, match=f"rank 1 sent {size} bytes of block {block} at {offset}, expected 24 of "):
+                with pytest.raises(
+                    ProtocolError, match=f"rank 1 sent {size} bytes of block {block} at offset {offset}, expected 24 bytes of "
+                ):
                     await handle
                 await still_works_after(stage)
 
@@ -215,7 +220,7 @@ class TestFrames:
             await stage.announce_like(announced)
             for _ in range(2):
                 await stage.send(Chunk(1, announced.group, announced.sequence, 0, 0, bytes(24)))
-            with pytest.raises(ProtocolError, match="rank 1 sent 24 bytes of block 0 at 0, which it had sent already"):
+            with pytest.raises(ProtocolError, match="rank 1 sent 24 bytes of block 0 at offset 0, which it had already sent"):
                 await handle
             await still_works_after(stage)
 
@@ -226,7 +231,7 @@ class TestFrames:
             handle = stage.backend.all_to_all(torch.ones(2), send_sizes=[1, 1], recv_sizes=[1, 1])
             announced = await stage.heard.get()
             await stage.send(Chunk(1, announced.group, announced.sequence, data=bytes(1000)))
-            with pytest.raises(ProtocolError, match="rank 1 sent 1000 bytes at 0, expected offset 0"):
+            with pytest.raises(ProtocolError, match="rank 1 sent 1000 bytes at offset 0, which were not due; expected offset 0"):
                 await handle
 
     @on_shared_loop

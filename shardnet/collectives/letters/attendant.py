@@ -131,7 +131,7 @@ class Attendant:
         try:
             come_to = each.step()
         except BaseException:
-            log.exception("what was to be called at the end of %s has failed", each.name)
+            log.exception("a callback at the end of %s has failed", each.name)
             return False
         if isinstance(come_to, MailboxView) and not each.has_waited(now):
             missing.setdefault(come_to, seen[come_to])

@@ -157,7 +157,7 @@ class Rounds:
         elif control.HasField("loan_returned") and isinstance(begun, LoanRound):
             begun.take_return(source)
         elif chunk.size:
-            group.fail(begun, ProtocolError(f"rank {group.members[source]} sent data for {begun.name} otherwise than it may"))
+            group.fail(begun, ProtocolError(f"rank {group.members[source]} sent data for {begun.name} in an unexpected form"))
 
     def announce(self, begun: Round, peers: Sequence[int], data: bytes | None = None) -> None:
         """Tell other ranks which round this rank is in; with the letter as data if that found no room."""
