@@ -45,7 +45,7 @@ class Reducing:
     @property
     def label(self) -> str:
         """What ranks must agree on besides `op`."""
-        return "mean, cut off" if self.cuts_mean else ""
+        return "truncated mean" if self.cuts_mean else ""
 
     def finish(self, target: Tensor, ranks: int, *, in_place: bool) -> Callable[[Tensor], None] | None:
         """What must still be done with the flat result, which is `target`'s own memory if it is `in_place`."""
@@ -61,26 +61,26 @@ def reduction(op: Any, dtype: torch.dtype) -> Reducing:
             if ours is ReduceOp.MEAN and dtype in _WHOLE:
                 return Reducing(ReduceOp.SUM, cuts_mean=True)
             return Reducing(ours, op.__getstate__()[1] if theirs == dist.ReduceOp.PREMUL_SUM else None)
-    raise UsageError(f"shardnet cannot reduce with {op}; it can with {', '.join(theirs.name for theirs, _ in _OPS)}")
+    raise UsageError(f"the reduce operation must be one of {', '.join(theirs.name for theirs, _ in _OPS)}, got {op}")
 
 
 def check(tensors: Sequence[Tensor]) -> None:
     """Raise UsageError for tensors that this backend cannot carry."""
     for tensor in tensors:
         if tensor.device.type not in DEVICES:
-            raise UsageError(f"the backend 'shardnet' moves tensors of {' and '.join(DEVICES)}, got one on {tensor.device}")
+            raise UsageError(f"the backend 'shardnet' supports tensors on {' and '.join(DEVICES)}, got one on {tensor.device}")
         if tensor.is_quantized:  # torch itself crashes on a view of it as bytes
             raise UsageError(
-                f"the backend 'shardnet' moves no quantized tensors, got one of {tensor.dtype}; use .int_repr(), or .dequantize()"
+                f"the backend 'shardnet' does not support quantized tensors, got {tensor.dtype}; use .int_repr() or .dequantize()"
             )
         if tensor.is_conj() or tensor.is_neg():  # torch has not computed its values yet
             raise UsageError(
-                f"the backend 'shardnet' moves what is in memory, got a {'conjugate' if tensor.is_conj() else 'negative'} that is not; use "
+                f"the backend 'shardnet' needs values in memory, got a lazy {'conjugate' if tensor.is_conj() else 'negative'} view; use "
                 f".resolve_{'conj' if tensor.is_conj() else 'neg'}()"
             )
         if tensor.layout is not torch.strided:
             raise UsageError(
-                f"the backend 'shardnet' moves dense tensors, and adds up sparse ones by all_reduce; got one of layout {tensor.layout}; "
+                f"the backend 'shardnet' supports dense tensors, and in all_reduce sparse_coo tensors, got layout {tensor.layout}; "
                 "use .to_dense()"
             )
 
@@ -97,7 +97,7 @@ def reducible(tensor: Tensor, op: ReduceOp) -> Tensor:
     if not flat.is_complex():
         return flat
     if op not in _LINEAR:
-        raise DtypeError(f"{op} of {tensor.dtype} is not defined: complex numbers have a sum and a mean")
+        raise DtypeError(f"{op} of {tensor.dtype} is not defined: complex tensors can be reduced only to their sum or mean")
     return torch.view_as_real(flat).view(-1)
 
 

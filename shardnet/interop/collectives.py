@@ -107,7 +107,7 @@ class Collectives(dist.ProcessGroup):
         rows = tensor.shape[0] if tensor.dim() else 1
         if not split:
             if rows % self.size():
-                raise UsageError(f"all_to_all of {rows} rows over {self.size()} ranks needs {what}")
+                raise UsageError(f"all_to_all cannot split {rows} rows evenly over {self.size()} ranks; pass {what}")
             return [rows // self.size()] * self.size()
         if sum(split) != rows:
             raise UsageError(f"{what} {list(split)} add up to {sum(split)}, but the tensor has {rows} rows")
@@ -126,8 +126,8 @@ class Collectives(dist.ProcessGroup):
         if len(sizes) != self.size() or sizes[self.rank()] != flat.numel():
             own = outputs[self.rank()].numel() if self.rank() < len(outputs) else "no"
             raise UsageError(
-                f"all_gather over {self.size()} ranks needs one output for each rank, this rank's as large as its input: "
-                f"got {len(sizes)} outputs, {own} elements for an input of {input.numel()}"
+                f"all_gather over {self.size()} ranks needs one output for each rank, and this rank's as large as its input; "
+                f"got {len(sizes)} outputs, and this rank's has {own} elements for an input of {input.numel()}"
             )
         pending = self._backend.all_gather(flat, sizes=sizes, timeout_s=self._timeout(opts))
         return self._work(pending, opts, outputs, partial(put_all, outputs))
@@ -151,7 +151,7 @@ class Collectives(dist.ProcessGroup):
         if not len(outputs) == len(inputs) == self.size():
             raise UsageError(
                 f"all_to_all over {self.size()} ranks got {len(inputs)} tensors to send and {len(outputs)} to receive into; "
-                "give one of both for each rank"
+                "give one of each for each rank"
             )
         sends, receives = [movable(each) for each in inputs], [movable(each).numel() for each in outputs]
         pending = self._exchange(torch.cat(sends), [each.numel() for each in sends], receives, opts)
@@ -326,14 +326,16 @@ def _scaled(rows: Sequence[int], tensor: Tensor) -> list[int]:
 
 def _check_sizes(op: str, got: int, expected: int) -> None:
     if got != expected:
-        raise UsageError(f"{op}: the tensor of all ranks has {got} elements where {expected} are needed")
+        raise UsageError(f"{op}: the tensor for all ranks together must have {expected} elements, got {got}")
 
 
 def _check_own(op: str, part: Tensor, alone: Tensor) -> None:
     if part.numel() != alone.numel():
-        raise UsageError(f"{op}: this rank's own part has {part.numel()} elements in the list of all, but {alone.numel()} by itself")
+        raise UsageError(
+            f"{op}: this rank's tensor in the list has {part.numel()} elements, but its single tensor {alone.numel()}; give both one size"
+        )
 
 
 def _check_dtypes(op: str, output: Tensor, input: Tensor) -> None:
     if output.dtype != input.dtype:
-        raise UsageError(f"{op}: output of {output.dtype}, input of {input.dtype}; give both one dtype")
+        raise UsageError(f"{op}: the output is {output.dtype}, but the input is {input.dtype}; give both the same dtype")

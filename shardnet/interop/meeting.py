@@ -41,7 +41,7 @@ class _Card:
             return cls(**{name: str(said[name]) for name in cls.__dataclass_fields__})
         except (ValueError, KeyError, TypeError) as error:
             raise ProtocolError(
-                f"what rank {rank} left in torch's store is not what shardnet writes; do all ranks run one version?"
+                f"rank {rank}'s entry in torch's store is not one of this version of shardnet; run the same version on all ranks"
             ) from error
 
 
@@ -79,7 +79,7 @@ async def _cards(store: Store, number: int, world_size: int, timeout_s: float) -
             return [cards[rank] for rank in range(world_size)]
         if time.monotonic() >= gives_up_s:
             missing = ", ".join(str(rank) for rank in range(world_size) if rank not in cards)
-            raise JoinTimeout(f"ranks {missing} of {world_size} have not come within {timeout_s:g} s; look whether these processes run")
+            raise JoinTimeout(f"ranks {missing} of {world_size} have not joined within {timeout_s:g} s; check that their processes run")
         await asyncio.sleep(_PAUSE_S)  # the store itself can wait, but such a wait cannot be cancelled
 
 
@@ -92,8 +92,8 @@ def _check_protection(cards: list[_Card]) -> None:
     plain = [rank for rank, card in enumerate(cards) if not card.identity]
     if plain and len(plain) < len(cards):
         raise HandshakeError(
-            f"{_ranks(plain)} neither certificates nor a join token, the others have; give every process the same "
-            "SHARDNET_TOKEN, or a certificate of the same authority (SHARDNET_CERTS), or none of them any"
+            f"{_ranks(plain)} neither certificates nor a join token, but the other ranks have; give every process the same "
+            "SHARDNET_TOKEN or a certificate of the same authority (SHARDNET_CERTS), or start all processes without either"
         )
 
 

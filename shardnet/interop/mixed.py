@@ -42,7 +42,7 @@ def create(
     """
     names = config.get_device_backend_map()
     if beyond := sorted(device for device, name in names.items() if name == NAME and device not in DEVICES):
-        raise UsageError(f"shardnet moves tensors of {' and '.join(DEVICES)}; name another backend for {' and '.join(beyond)}")
+        raise UsageError(f"shardnet supports tensors on {' and '.join(DEVICES)}; name another backend for {' and '.join(beyond)}")
     ours = process_group.create(options)
     try:
         _complete(others, options, others_options, names)
@@ -52,7 +52,7 @@ def create(
     except BaseException as error:
         ours.abort()  # this tells the other ranks, which may have made all backends
         error.add_note(
-            f"This is of the backends beside shardnet in {config}. Where one rank cannot make one, torch on the others waits for it."
+            f"The error is from making the other backends in {config}. If one rank cannot make one, torch on the other ranks waits for it."
         )
         raise
 
@@ -74,8 +74,8 @@ def _made(name: str, device: str, options: Any, others_options: Any) -> Any:
     plugin = dist.Backend._plugins.get(name.upper())
     if plugin is None:  # older versions make torch's own backends in code that cannot be called
         raise UsageError(
-            f"torch {torch.__version__} makes {name!r} only where it is named before shardnet: say '{device}:{name}' first, or use "
-            "torch 2.15"
+            f"torch {torch.__version__} can make the backend {name!r} only if it is named before shardnet; put '{device}:{name}' "
+            "first, or use torch 2.15 or newer"
         )
     if plugin.extended_api:
         backend = plugin.creator_fn(options, others_options)
@@ -112,7 +112,7 @@ def _by_tensors(name: str) -> Callable[..., Any]:
     def call(self: "MixedProcessGroup", *given: Any, **named: Any) -> Any:
         device = next(_devices([*given, *named.values()]), None)
         if device is None:
-            raise UsageError(f"{name} of no tensor: which of the backends {self.getBackendName()} is meant?")
+            raise UsageError(f"{name} needs at least one tensor, whose device chooses among the backends {self.getBackendName()}, got none")
         return getattr(self._of(device), name)(*given, **named)
 
     call.__name__ = name
@@ -151,7 +151,7 @@ class MixedProcessGroup(dist.ProcessGroup):
         """Of the two groups the one that carries tensors of a device."""
         name = self._names.get(device.type)
         if name is None:
-            raise RuntimeError(f"the group of the backends {self.getBackendName()} has none for {device}")
+            raise RuntimeError(f"the group of the backends {self.getBackendName()} has no backend for device {device}")
         return self._ours if name == NAME else self._others
 
     # --- who it is

@@ -48,7 +48,7 @@ def _options(make: Callable[[], Any], names: Sequence[str], rest: Sequence[Any],
     if rest and not isinstance(rest[0], dist.ReduceOp | int | timedelta | None):
         opts, *rest = rest
     if len(rest) > len(names):
-        raise TypeError(f"behind the tensors there may be options, or {', '.join(names)}; got {', '.join(map(str, rest))}")
+        raise TypeError(f"the arguments after the tensors must be options, or {', '.join(names)}; got {', '.join(map(str, rest))}")
     plain = dict(zip(names, rest, strict=False)) | {name: named[name] for name in names if name in named}
     options = make() if opts is None else opts
     for name, value in plain.items():

@@ -27,14 +27,14 @@ def create(options: Any) -> "ShardnetProcessGroup":
     ranks, timeout_s = list(options.global_ranks_in_group), options.timeout.total_seconds()
     if ranks and not _worlds:
         raise StateError(
-            "a group of backend 'shardnet' needs the default group to be one, too: it is that which connects the processes; "
+            "a group of backend 'shardnet' needs a default group of backend 'shardnet', which connects the processes; "
             "call init_process_group('shardnet') first"
         )
     if not ranks:
         if not 0 <= options.group_rank < options.group_size:
             raise UsageError(
-                f"rank {options.group_rank} of a world of {options.group_size}: ranks go from 0 to {options.group_size - 1}; "
-                "look at RANK and WORLD_SIZE, or at what init_process_group is given"
+                f"rank must be from 0 to {options.group_size - 1} in a world of {options.group_size}, got {options.group_rank}; "
+                "check RANK and WORLD_SIZE, or the arguments of init_process_group"
             )
         keep_works()
         placed = placed_world(options.store)
@@ -75,7 +75,7 @@ class ShardnetProcessGroup(Collectives):
     def _get_backend(self, device: torch.device) -> "ShardnetProcessGroup":
         """The backend for tensors of a device; torch asks for it to learn its abilities."""
         if torch.device(device).type not in DEVICES:
-            raise RuntimeError(f"the backend 'shardnet' has nothing for {device}")
+            raise RuntimeError(f"the backend 'shardnet' does not support device {device}")
         return self
 
     get_backend = _get_backend

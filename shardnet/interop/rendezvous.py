@@ -28,7 +28,7 @@ def rendezvous(url: str, timeout: timedelta = _DEFAULT, **_: Any) -> Iterator[tu
     _tell_others(world)
     _latest[:] = [WorldStore(world)]
     yield _latest[0], world.backend.rank, world.backend.world_size
-    raise StateError("a world is met once; destroy_process_group and init_process_group make another")
+    raise StateError("this rendezvous has already made its world; for another one, call destroy_process_group and init_process_group")
 
 
 def _tell_others(world: World) -> None:
@@ -45,7 +45,7 @@ def _tell_others(world: World) -> None:
 def _given(url: str) -> dict[str, object]:
     parts = urlsplit(url)
     if parts.path.strip("/"):
-        raise UsageError(f"init_method {url!r}: there is nothing behind shardnet://HOST:PORT")
+        raise UsageError(f"init_method must be shardnet:// or shardnet://HOST:PORT without a path, got {url!r}")
     query = {name: int(values[-1]) for name, values in parse_qs(parts.query).items() if name in ("rank", "world_size")}
     given: dict[str, object] = {"rendezvous": parts.netloc} if parts.netloc else {}
     if "rank" in query:

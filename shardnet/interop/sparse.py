@@ -24,9 +24,7 @@ def sparse_all_reduce(backend: Backend, tensor: Tensor, how: Reducing, timeout_s
     as float32. A collective that blocks until all ranks have called it, and raises a collective's errors.
     """
     if how.op not in (ReduceOp.SUM, ReduceOp.MEAN) or how.cuts_mean or tensor.is_complex():
-        raise UsageError(
-            f"sparse tensors of real numbers have a sum, and a mean where they are of floating point; got {how.op} of {tensor.dtype}"
-        )
+        raise UsageError(f"sparse tensors can be reduced with SUM (real dtypes) or AVG (float dtypes) only, got {how.op} of {tensor.dtype}")
     own = tensor.detach()
     own = (own.float() if own.dtype in (torch.float16, torch.bfloat16) else own).coalesce()
     values, dims, label = premultiplied(own.values(), how.factor), own.sparse_dim(), f"a {how.op} of sparse tensors"
@@ -52,7 +50,7 @@ def _counts(backend: Backend, tensor: Tensor, timeout_s: float, label: str) -> l
     for rank, (_, *other) in enumerate(ranks):
         if other != shape:
             raise CollectiveMismatch(
-                f"{label}: rank 0 has one of shape {shape[1:]} with {shape[0]} sparse dimensions, but rank {rank} has one of shape "
-                f"{other[1:]} with {other[0]}"
+                f"{label}: rank 0 has a tensor of shape {shape[1:]} with {shape[0]} sparse dimensions, but rank {rank} has one of "
+                f"shape {other[1:]} with {other[0]}; give all ranks the same"
             )
     return [count for count, *_ in ranks]

@@ -91,9 +91,9 @@ class World:
     def ask_store(self, request: StoreRequest) -> StoreReply:
         """Send a request about the keys that rank 0 keeps. Blocks; raises as `StoreClient.ask`, or ClosedError."""
         if self._closed:
-            raise ClosedError("this process has left the world whose store this was")
+            raise ClosedError("this process has left the world that this store belongs to")
         if self._ask is None:
-            raise StateError("the ranks of this world have met in a store of torch's, and have no other one")
+            raise StateError("this world has no store of its own, because its ranks have met through a store of torch's; use that store")
         return _wait(self._ask(request))
 
     @property

@@ -94,7 +94,7 @@ def one_cannot(rank: int, world_size: int, folder: Path) -> None:
     store, soon = f"file://{folder}/failing", timedelta(seconds=3)
     with pytest.raises(RuntimeError, match="CUDA device|no GPUs" if rank == 0 else "timeout") as failed:
         dist.init_process_group(backend, init_method=store, rank=rank, world_size=world_size, timeout=soon)
-    assert f"beside shardnet in {backend}" in failed.value.__notes__[0]
+    assert f"the other backends in {backend}" in failed.value.__notes__[0]
     assert not dist.is_initialized()
     assert not process_group._worlds, "its port and its connections are closed"
     programs.begin(rank, world_size, folder, "another store")

@@ -20,7 +20,7 @@ def test_sparse_tensors_are_refused_with_what_to_do() -> None:
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 def test_quantized_tensors_are_refused_with_what_to_do() -> None:
     """To torch they are still quantized when they are viewed as bytes, and it crashes."""
-    with pytest.raises(UsageError, match=r"moves no quantized tensors, got .*quint8; use \.int_repr\(\)"):
+    with pytest.raises(UsageError, match=r"does not support quantized tensors, got .*quint8; use \.int_repr\(\)"):
         check([torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8)])
 
 

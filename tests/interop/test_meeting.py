@@ -42,7 +42,7 @@ async def test_the_next_world_does_not_see_what_the_last_one_left() -> None:
 
 
 async def test_who_does_not_come_is_named() -> None:
-    with pytest.raises(JoinTimeout, match=r"ranks 0, 2 of 3 have not come within 0\.1 s"):
+    with pytest.raises(JoinTimeout, match=r"ranks 0, 2 of 3 have not joined within 0\.1 s"):
         await come(HashStore(), 1, 3, timeout_s=0.1)
 
 
@@ -77,7 +77,7 @@ async def test_some_are_protected_and_others_are_not() -> None:
     for error in await asyncio.gather(*ranks, return_exceptions=True):
         assert isinstance(error, HandshakeError)
         assert str(error).startswith(
-            "rank 0 has neither certificates nor a join token, the others have; give every process the same SHARDNET_TOKEN"
+            "rank 0 has neither certificates nor a join token, but the other ranks have; give every process the same SHARDNET_TOKEN"
         )
 
 
@@ -85,7 +85,7 @@ async def test_some_are_protected_and_others_are_not() -> None:
 async def test_what_something_else_has_left(said: str) -> None:
     store = HashStore()
     store.set("shardnet/world 0/rank 1", said)
-    with pytest.raises(ProtocolError, match="what rank 1 left in torch's store is not what shardnet writes"):
+    with pytest.raises(ProtocolError, match="rank 1's entry in torch's store is not one of this version of shardnet"):
         await come(store, 0, 2)
 
 
@@ -93,7 +93,7 @@ def test_a_group_needs_a_world_that_is_shardnets() -> None:
     register()
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
-        with pytest.raises(StateError, match="needs the default group to be one, too"):
+        with pytest.raises(StateError, match="needs a default group of backend 'shardnet'"):
             dist.new_group([0], backend="shardnet")
     finally:
         dist.destroy_process_group()

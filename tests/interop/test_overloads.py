@@ -38,7 +38,7 @@ def test_options_are_those_given_or_made_of_what_is() -> None:
 
 
 def test_what_is_no_form_of_torchs() -> None:
-    with pytest.raises(TypeError, match="behind the tensors there may be options, or root, timeout; got 1, None, 2"):
+    with pytest.raises(TypeError, match="the arguments after the tensors must be options, or root, timeout; got 1, None, 2"):
         Group().gather([], T, 1, None, 2)
     with pytest.raises(TypeError, match="unexpected keyword argument 'spam'"):
         Group().gather([], T, spam=1)

@@ -63,7 +63,7 @@ def test_a_mean_of_whole_numbers_is_not_taken_for_a_sum(nursery: Nursery, tmp_pa
     run(nursery, tmp_path, "mismatched_means", 2)
     found = errors(tmp_path)
     assert found.keys() == {0, 1}
-    assert all(each["type"] == "CollectiveMismatch" and "of mean, cut off" in each["text"] for each in found.values()), found
+    assert all(each["type"] == "CollectiveMismatch" and "of truncated mean" in each["text"] for each in found.values()), found
 
 
 def test_ranks_that_name_different_roots_hear_of_each_other(nursery: Nursery, tmp_path: Path) -> None:

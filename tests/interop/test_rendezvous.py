@@ -264,7 +264,7 @@ def test_what_is_wished_for_is_asked_of_the_rendezvous() -> None:
         UsageError, match=r"min_world_size of connect\(\) asks for 3 workers, but without SHARDNET_RENDEZVOUS they cannot meet"
     ):
         next(rendezvous("shardnet://?rank=1&world_size=3"))
-    with pytest.raises(UsageError, match="there is nothing behind shardnet://HOST:PORT"):
+    with pytest.raises(UsageError, match="shardnet://HOST:PORT without a path, got"):
         next(rendezvous("shardnet://127.0.0.1:1/job"))
     with pytest.raises(UsageError, match="rendezvous of connect"):
         next(rendezvous("shardnet://127.0.0.1"))

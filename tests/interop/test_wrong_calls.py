@@ -43,18 +43,21 @@ def some(*sizes: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     ("call", "complaint"),
     [
-        (lambda g: g.allgather([some(3)], some(3)), "this rank's as large as its input: got 1 outputs, 3 elements for an input of 3"),
+        (
+            lambda g: g.allgather([some(3)], some(3)),
+            "this rank's as large as its input; got 1 outputs, and this rank's has 3 elements for an input of 3",
+        ),
         (
             lambda g: g.allgather([some(2, 3)], some(3)),
-            "needs one output for each rank, this rank's as large as its input: got 2 outputs, 2 ",
+            "needs one output for each rank, and this rank's as large as its input; got 2 outputs, and this rank's has 2 ",
         ),
-        (lambda g: g.allgather([[]], some(3)), "got 0 outputs, no elements for an input of 3"),
+        (lambda g: g.allgather([[]], some(3)), "got 0 outputs, and this rank's has no elements for an input of 3"),
         (lambda g: g.reduce_scatter(some(3), [some(3)]), "reduce_scatter over 2 ranks got 1 tensors; give one for each rank"),
-        (lambda g: g.alltoall(some(3), some(3, 3)), "2 tensors to send and 1 to receive into; give one of both for each rank"),
+        (lambda g: g.alltoall(some(3), some(3, 3)), "2 tensors to send and 1 to receive into; give one of each for each rank"),
         (lambda g: g.gather([some(3)], some(3)), "got 1 tensors to gather into on its destination; give one for each rank"),
-        (lambda g: g.gather_single(*some(3, 3)), "gather: the tensor of all ranks has 3 elements where 6 are needed"),
+        (lambda g: g.gather_single(*some(3, 3)), "gather: the tensor for all ranks together must have 6 elements, got 3"),
         (lambda g: g.scatter(some(3), [some(3, 3, 3)]), "got 3 tensors on its source; give one for each rank"),
-        (lambda g: g.all_gather_single(*some(6), torch.zeros(3).double()), "input of torch.float64; give both one dtype"),
+        (lambda g: g.all_gather_single(*some(6), torch.zeros(3).double()), "the input is torch.float64; give both the same dtype"),
     ],
 )
 def test_the_rule_is_told(group: ShardnetProcessGroup, call: Call, complaint: str) -> None:
@@ -67,5 +70,5 @@ def test_the_rule_is_told(group: ShardnetProcessGroup, call: Call, complaint: st
 def test_a_rank_that_does_not_exist_is_refused_at_once(rank: int) -> None:
     """Others would wait for the whole timeout, and then name ranks that have come."""
     options = SimpleNamespace(timeout=timedelta(minutes=30.0), global_ranks_in_group=[], group_rank=rank, group_size=2)
-    with pytest.raises(UsageError, match=rf"rank {rank} of a world of 2: ranks go from 0 to 1; look at RANK and WORLD_SIZE"):
+    with pytest.raises(UsageError, match=rf"rank must be from 0 to 1 in a world of 2, got {rank}; check RANK and WORLD_SIZE"):
         process_group.create(options)
