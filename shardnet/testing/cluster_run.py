@@ -172,15 +172,15 @@ class ClusterRun:
         missing = [str(fault) for number, fault in self._faults.items() if number not in self._fired]
         if missing:
             raise FaultNotFired(
-                f"the run ended before this was due: {'; '.join(missing)} (a step is done when `Cluster.report(step=...)` or "
-                "`State.commit(step)` says so, passes are those of models of `Cluster.shard`, and ranks those of the first epoch)"
+                f"the run ended before these faults were due: {'; '.join(missing)} (a step counts when `Cluster.report(step=...)` or "
+                "`State.commit(step)` names it, a pass if `Cluster.shard` has made the model; ranks are those of the first epoch)"
             )
         for fault, harm in self._harms.items():
             if not harm.fired:
-                raise FaultNotFired(f"{fault}: none of {fault.least_bytes} bytes or more was sent to it from then on")
+                raise FaultNotFired(f"{fault}: no block of {fault.least_bytes} bytes or more was sent to that rank from then on")
         if not self._killed.union(self._ranks).issuperset(range(len(self._workers))):
-            raise FaultNotFired("a worker that was to join came when the training was over: let it join at an earlier step")
+            raise FaultNotFired("a worker that was ordered to join came after the training had ended; let it join at an earlier step")
 
 
 def _in_words(status: int) -> str:
-    return f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status} before it was through"
+    return f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status} before it had finished"

@@ -74,7 +74,7 @@ class ClusterRunner:
         _check(world_size, nodes, processes, elastic, faults)
         _check_elastic(world_size, elastic, min_workers, every)
         if own := _OWN.intersection(settings):
-            raise UsageError(f"{', '.join(sorted(own))} cannot be given: the run of a cluster says so itself, from its other arguments")
+            raise UsageError(f"the settings must not include {', '.join(sorted(own))}: run() sets these itself, from its other arguments")
         Settings.check_names(settings)
         if processes:
             self.warm_up()  # `timeout_s` does not count this
@@ -124,31 +124,31 @@ class ClusterRunner:
 
 def _check(world_size: int, nodes: int, processes: bool, elastic: bool, faults: Faults) -> None:
     if not 1 <= nodes <= world_size or world_size % nodes:
-        raise UsageError(f"{world_size} ranks cannot be on {nodes} nodes, equally many on each")
+        raise UsageError(f"{world_size} ranks cannot be spread evenly over {nodes} nodes")
     if faults.joiners and not elastic:
-        raise UsageError("others can join an elastic run only: give elastic=True")
+        raise UsageError("workers can join only an elastic run; give elastic=True")
     for fault in faults.orders:
         if fault.rank >= world_size:
-            raise UsageError(f"there is no rank {fault.rank} among {world_size}: {fault}")
+            raise UsageError(f"there is no rank {fault.rank} among {world_size} ranks: {fault}")
         if fault.action is Action.FREEZE and not processes:
-            raise UsageError(f"only a process can be frozen: give processes=True to {fault}")
+            raise UsageError(f"only a process can be frozen, so processes=True is needed: {fault}")
 
 
 def _check_elastic(world_size: int, elastic: bool, min_workers: int, every: int) -> None:
     if not elastic and (min_workers, every) != (1, 1):
-        raise UsageError("min_workers and every are those of an elastic run: give elastic=True")
+        raise UsageError("min_workers and every are for elastic runs only; give elastic=True, too")
     if not 1 <= min_workers <= world_size:
-        raise UsageError(f"min_workers must be at least 1 and at most the {world_size} that begin, got {min_workers}")
+        raise UsageError(f"min_workers must be from 1 to {world_size}, the number of ranks that begin, got {min_workers}")
     if every < 1:
         raise UsageError(f"every must be at least 1 step, got {every}")
 
 
 def _check_kinds(args: Sequence[Any], faults: Faults, world_size: Any, timeout_s: float) -> None:
     if not isinstance(args, list | tuple):
-        raise UsageError(f"args are a tuple of what the function gets behind its cluster, got {args!r}")
+        raise UsageError(f"args must be a tuple or list of further arguments of the function, got {args!r}")
     if not isinstance(faults, Faults):
-        raise UsageError(f"faults are an order, Faults().kill(...) for example, got {faults!r}")
+        raise UsageError(f"faults must be a Faults, such as Faults().kill(...), got {faults!r}")
     if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
-        raise UsageError(f"a cluster has a number of ranks, at least 1, got {world_size!r}")
+        raise UsageError(f"world_size must be a number of ranks, at least 1, got {world_size!r}")
     if not 0 < timeout_s <= threading.TIMEOUT_MAX:
-        raise UsageError(f"timeout_s must be a time in seconds, got {timeout_s}")
+        raise UsageError(f"timeout_s must be a finite number of seconds above 0, got {timeout_s}")

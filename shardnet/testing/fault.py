@@ -51,7 +51,7 @@ class Fault:
         if self.rank < 0 or self.at_step < 0 or self.seconds < 0:
             raise UsageError(f"rank, step and seconds of a fault must not be negative: {self}")
         if self.after not in (*_MOMENTS, *_OPERATIONS):
-            raise UsageError(f"nothing is called {self.after!r}; after is one of {', '.join(map(repr, (*_MOMENTS, *_OPERATIONS)))}")
+            raise UsageError(f"after must be one of {', '.join(map(repr, (*_MOMENTS, *_OPERATIONS)))}, got {self.after!r}")
         if self.after not in _MOMENTS and self.action not in (Action.KILL, Action.FREEZE):
             raise UsageError(
                 f"only kill and freeze can come after {self.after!r}, which ends on a thread that must not be held up; "

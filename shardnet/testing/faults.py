@@ -75,7 +75,7 @@ class Faults:
         for join in self._of(Action.JOIN):
             if any(kill.rank == join.rank and kill.at_step < join.at_step for kill in self._of(Action.KILL)):
                 raise UsageError(
-                    f"nobody joins at step {join.at_step} of rank {join.rank}, which is killed before: join(rank=...) of another one"
+                    f"no worker can join at step {join.at_step} of rank {join.rank}, which is killed before; give join() another rank"
                 )
         return self
 

@@ -40,7 +40,7 @@ class RankFailure:
         try:
             message = str(error)
         except Exception as another:  # noqa: BLE001 - of whatever kind
-            message = f"(its text cannot be had: {another!r})"
+            message = f"(no text, because str() of the error raised {another!r})"
         return cls(type(error).__name__, message, "".join(lines), error)
 
     @property

@@ -58,7 +58,7 @@ class Relay:
     def address(self) -> str:
         """host:port to call instead of the target."""
         if not self._address:
-            raise StateError("a relay has an address when it is entered: async with Relay(...) as relay")
+            raise StateError("a relay has no address until it is entered; use async with Relay(...) as relay")
         return self._address
 
     @property
@@ -109,7 +109,7 @@ class Relay:
         """Raise FaultNotFired for harms that were ordered but not done yet."""
         missing = [str(harm) for harm in self._harms() if not harm.fired]
         if missing:
-            raise FaultNotFired(f"the relay to {self.target} was told to {missing[0]}, but none passed" + _and_more(missing))
+            raise FaultNotFired(f"the relay to {self.target} was told to {missing[0]}, but no such block passed" + _and_more(missing))
 
     def _harms(self) -> Iterable[Harm]:
         return (harm for lane in self._lanes.values() for harm in lane.harms)
@@ -118,7 +118,7 @@ class Relay:
 
     async def __aenter__(self) -> Self:
         if self._server is not None:
-            raise StateError("a relay is entered once; make another one")
+            raise StateError("a relay can be entered only once; make another one")
         self._server = await asyncio.start_server(self._serve, self._listen.host, self._listen.port)
         host, port = self._server.sockets[0].getsockname()[:2]
         self._address = str(Address(host, port))

@@ -115,24 +115,24 @@ def test_settings_reach_connect(cluster: ClusterRunner) -> None:
 @pytest.mark.parametrize(
     ("call", "complaint"),
     [
-        ({"world_size": 0}, "a cluster has a number of ranks, at least 1, got 0"),
-        ({"world_size": "2"}, "a cluster has a number of ranks, at least 1, got '2'"),
-        ({"world_size": True}, "a cluster has a number of ranks, at least 1, got True"),
+        ({"world_size": 0}, "world_size must be a number of ranks, at least 1, got 0"),
+        ({"world_size": "2"}, "world_size must be a number of ranks, at least 1, got '2'"),
+        ({"world_size": True}, "world_size must be a number of ranks, at least 1, got True"),
         ({"world_size": 2, "colour": "red"}, r"connect\(\) has no setting colour"),
-        ({"world_size": 2, "every": 3}, "are those of an elastic run"),
-        ({"world_size": 2, "min_workers": 2}, "are those of an elastic run"),
-        ({"world_size": 2, "elastic": True, "min_workers": 3}, "at most the 2 that begin, got 3"),
-        ({"world_size": 2, "elastic": True, "min_workers": 0}, "min_workers must be at least 1"),
-        ({"world_size": 3, "nodes": 2}, "3 ranks cannot be on 2 nodes"),
-        ({"world_size": 4, "nodes": 0}, "4 ranks cannot be on 0 nodes"),
-        ({"world_size": 2, "args": 5}, "args are a tuple of what the function gets"),
-        ({"world_size": 2, "faults": ["kill"]}, "faults are an order"),
+        ({"world_size": 2, "every": 3}, "are for elastic runs only"),
+        ({"world_size": 2, "min_workers": 2}, "are for elastic runs only"),
+        ({"world_size": 2, "elastic": True, "min_workers": 3}, "from 1 to 2, the number of ranks that begin, got 3"),
+        ({"world_size": 2, "elastic": True, "min_workers": 0}, "min_workers must be from 1 to 2"),
+        ({"world_size": 3, "nodes": 2}, "3 ranks cannot be spread evenly over 2 nodes"),
+        ({"world_size": 4, "nodes": 0}, "4 ranks cannot be spread evenly over 0 nodes"),
+        ({"world_size": 2, "args": 5}, "args must be a tuple or list"),
+        ({"world_size": 2, "faults": ["kill"]}, "faults must be a Faults"),
         ({"world_size": 2, "elastic": True, "every": 0}, "every must be at least 1 step"),
-        ({"world_size": 2, "timeout_s": float("inf")}, "timeout_s must be a time in seconds"),
+        ({"world_size": 2, "timeout_s": float("inf")}, "timeout_s must be a finite number of seconds above 0"),
         ({"world_size": 2, "processes": True, "flight": Path("here")}, "a setting cannot be given to another process"),
-        ({"world_size": 2, "job": "mine", "node": "here"}, "job, node cannot be given"),
-        ({"world_size": 2, "faults": Faults().join(at_step=1)}, "others can join an elastic run only"),
-        ({"world_size": 2, "faults": Faults().kill(rank=2, at_step=1)}, "there is no rank 2 among 2: kill rank 2 at step 1"),
+        ({"world_size": 2, "job": "mine", "node": "here"}, "the settings must not include job, node"),
+        ({"world_size": 2, "faults": Faults().join(at_step=1)}, "workers can join only an elastic run"),
+        ({"world_size": 2, "faults": Faults().kill(rank=2, at_step=1)}, "there is no rank 2 among 2 ranks: kill rank 2 at step 1"),
         ({"world_size": 2, "faults": Faults().freeze(rank=1, at_step=1, seconds=1)}, "only a process can be frozen"),
     ],
 )
@@ -151,7 +151,7 @@ def test_processes_that_a_rank_leaves_behind_are_not_waited_for(cluster: Cluster
 
 @both
 def test_an_error_without_a_text_is_one_too(cluster: ClusterRunner, processes: bool) -> None:
-    with pytest.raises(RanksFailed, match=r"rank 0: Odd: \(its text cannot be had: ZeroDivisionError\(\)\)"):
+    with pytest.raises(RanksFailed, match=r"rank 0: Odd: \(no text, because str\(\) of the error raised ZeroDivisionError\(\)\)"):
         cluster.run(training.raises_what_has_no_text, 1, processes=processes)
 
 

@@ -218,14 +218,14 @@ async def test_it_can_be_told_before_it_is_entered_and_is_entered_once() -> None
         relay.conditions = Conditions(slice_bytes=1)
         relay.hold()
         relay.mend()
-        with pytest.raises(StateError, match="when it is entered"):
+        with pytest.raises(StateError, match="until it is entered"):
             _ = relay.address
         async with relay:
             assert relay.conditions.slice_bytes == 1
             assert await said(relay.address, b"hello") == b"hello"
-            with pytest.raises(StateError, match="entered once"):
+            with pytest.raises(StateError, match="entered only once"):
                 await relay.__aenter__()
-        with pytest.raises(StateError, match="entered once"):
+        with pytest.raises(StateError, match="entered only once"):
             await relay.__aenter__()
 
 
