@@ -176,7 +176,7 @@ class Checkpoints:
 
     async def _write(self, step: int, checkpoint: str) -> None:
         """See [Note: the parts of a save]. Raises CheckpointError on all ranks if it fails on any."""
-        what = f"there is no checkpoint of step {step}"
+        what = f"the checkpoint of step {step} was not written"
         try:
             entries = await self._on_all(what, self._write_file, checkpoint, run=in_idle_thread)
             await self._on_all(what, self._commit, entries)
@@ -194,7 +194,7 @@ class Checkpoints:
         folder = self._folder.unfinished(checkpoint)
         if not folder.is_dir():
             raise OSError(
-                f"{folder}, which rank 0 has made, is not there for rank {rank}: all ranks must see one folder, as on a network file system"
+                f"rank {rank} does not see {folder}, which rank 0 has made; give all ranks one folder, on a file system that they share"
             )
         path = folder / f"rank-{rank:05d}-of-{ranks:05d}.safetensors"
         try:
@@ -228,7 +228,7 @@ class Checkpoints:
         what: str,
         function: Callable[..., object],
         *arguments: object,
-        label: str = "how a checkpoint went",
+        label: str = "outcome of a checkpoint",
         timeout_s: float | None = DISK_S,
         run: Callable[..., Awaitable[object]] = asyncio.to_thread,
     ) -> list[Any]:
@@ -281,10 +281,10 @@ class Checkpoints:
                 if reading is not None:
                     return await self._apply(reading, path)
                 if self._backend.rank == 0:
-                    log.warning("the checkpoint of step %d is left out: %s", step, problem)
+                    log.warning("the checkpoint of step %d is skipped: %s", step, problem)
         if problem is None:
             return None
-        raise CheckpointError(f"none of the checkpoints in {self._folder.path} can be used; of the oldest: {problem}")
+        raise CheckpointError(f"none of the checkpoints in {self._folder.path} can be used; problem of the oldest: {problem}")
 
     async def _steps(self) -> list[int]:
         """Which checkpoints there are, as rank 0 sees it, the latest first."""
@@ -293,7 +293,7 @@ class Checkpoints:
             return self._folder.steps() if self._backend.rank == 0 else []
 
         what = f"the checkpoints in {self._folder.path} cannot be listed"
-        steps: list[int] = (await self._on_all(what, look, label="which checkpoints there are", timeout_s=None))[0]
+        steps: list[int] = (await self._on_all(what, look, label="list of checkpoints", timeout_s=None))[0]
         return steps
 
     async def _read(self, step: int, path: Path) -> tuple[Reading | None, str | None]:

@@ -70,7 +70,7 @@ class Folder:
         if _is_one(final):
             aside = final.rename(self._replaced(found.step))
         elif os.path.lexists(final):
-            aside = self._put_aside(final, "it is no checkpoint, and has the name of one")
+            aside = self._put_aside(final, "it has the name of a checkpoint, but is none")
         try:
             unfinished.rename(final)
         except OSError:
@@ -81,7 +81,7 @@ class Folder:
         try:
             self._tidy(found.step)
         except OSError as error:  # the checkpoint is there all the same
-            log.warning("not all is tidy behind the checkpoint of step %d: %s", found.step, error)
+            log.warning("the checkpoint of step %d is written, but others could not be removed or renamed: %s", found.step, error)
 
     def abandon(self, checkpoint: str) -> None:
         """Remove what exists of a checkpoint that is not finished."""
@@ -120,7 +120,7 @@ class Folder:
         """Give it a name that no reader knows, and log that. Returns its new path."""
         names = (f"{_LEFT_OUT}{path.name}{f'-{number}' if number > 1 else ''}" for number in itertools.count(1))
         aside = path.rename(next(free for name in names if not os.path.lexists(free := path.with_name(name))))
-        log.warning("%s is left out from now on, and is now %s: %s", path, aside.name, why)
+        log.warning("%s is not used from now on, and was renamed to %s: %s", path, aside.name, why)
         return aside
 
     def _remove(self, path: Path) -> None:

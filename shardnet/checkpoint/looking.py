@@ -46,8 +46,8 @@ def whole_weights(path: Path, model: int | None = None) -> dict[str, Tensor]:
     computed = [kept.name for kept in manifest.modules[number] if kept.spread is None and kept.own is None]
     if computed:
         raise UsageError(
-            f"{path} lacks {', '.join(computed)}: a hook of the module's state_dict() computed them of what was saved. Load the checkpoint "
-            "into the model, and take its full_state_dict()"
+            f"{path} lacks {', '.join(computed)}: a hook of the module's state_dict() computed them from what was saved. Load the "
+            "checkpoint into the model, and take its full_state_dict()"
         )
     holders = manifest.holders()
     check_covered(path, manifest, holders)
@@ -73,4 +73,4 @@ def _number(manifest: Manifest, path: Path, model: int | None) -> int:
     if model is not None and model < len(modules):
         return modules[model]
     count = f"{len(modules)} module{'' if len(modules) == 1 else 's'}"
-    raise UsageError(f"{path} has {count}" + (", say which: 0 is the first" if model is None else f"; there is no number {model}"))
+    raise UsageError(f"{path} has {count}" + (", say which: model=0 is the first" if model is None else f"; there is no number {model}"))

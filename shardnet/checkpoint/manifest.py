@@ -45,11 +45,11 @@ class Manifest:
         try:
             seal, body = path.read_bytes().split(b"\n", 1)
             if json.loads(seal)["crc32c"] != crc32c(body.rstrip(b"\n")):
-                raise CheckpointError(f"{path} cannot be used: it is not what was written")
+                raise CheckpointError(f"{path} cannot be used: its content does not match its checksum")
             found = json.loads(body)
             if found["format"] != _FORMAT:
                 raise CheckpointError(
-                    f"{path} is of format {found['format']}, and this shardnet knows {_FORMAT}: use the one that wrote it"
+                    f"{path} has format {found['format']}, but this shardnet reads format {_FORMAT}; use the version that wrote it"
                 )
             read = cls(
                 found["id"],
@@ -77,7 +77,7 @@ class Manifest:
             ("modules", len(self.modules) == len(self.kinds) and all(self._can_be(kept) for each in self.modules for kept in each)),
         ):
             if not is_right:
-                raise ValueError(f"its {of} cannot be right")
+                raise ValueError(f"its entry '{of}' is not valid")
 
     def _has(self, span: Span) -> bool:
         """Whether a span lies within a parameter."""

@@ -116,14 +116,14 @@ class RankFile:
     def _look_up(self, span: Span) -> list[str]:
         """The keys of what the file has of a span."""
         if span not in self._keys:
-            raise self._broken(f"it lacks {_label(span)}, which the manifest says it has")
+            raise self._broken(f"it lacks {_label(span)}, which the manifest lists for it")
         return self._keys[span]
 
     def _check_header(self, entry: FileEntry) -> None:
         """Check the header before anything in it is used."""
         size = self._path.stat().st_size
         if size != entry.size:
-            raise self._broken(f"it has {size} bytes and not {entry.size}")
+            raise self._broken(f"it has {size} bytes, expected {entry.size}")
         with self._path.open("rb") as file:
             header = file.read(LENGTH_BYTES)
             header += file.read(min(int.from_bytes(header, "little"), size))
@@ -137,8 +137,8 @@ class RankFile:
             return self._read(name)
         if count != whole.numel:
             raise UsageError(
-                f"the optimizer's {key} of {whole.name} has {count} elements for a slice of {whole.numel}: it does not treat elements "
-                "alone, so it can be loaded only where the parameter is sliced as it was when it was saved"
+                f"the optimizer's {key} of {whole.name} has {count} elements for a slice of {whole.numel}: the optimizer does not treat "
+                "each element by itself, so its state can be loaded only where the parameter is sliced as it was when it was saved"
             )
         if len(shape) > 1:
             return self._read(name).reshape(-1)[cut.start - whole.start : cut.stop - whole.start]

@@ -37,7 +37,7 @@ def read(path: Path, inventory: Inventory, rank: int) -> Reading:
     sizes = inventory.sizes()
     inventory.check_kinds(manifest.kinds, f"when {path} was saved")
     if sizes != manifest.sizes:
-        raise UsageError(f"{path} is of another model: {_difference(manifest.sizes, sizes)}")
+        raise UsageError(f"{path} was saved from another model: {_difference(manifest.sizes, sizes)}")
     _check_wholes(path, manifest, inventory, log_casts=rank == 0)
     holders = manifest.holders()
     check_covered(path, manifest, holders)
@@ -99,10 +99,10 @@ def _check_wholes(path: Path, manifest: Manifest, inventory: Inventory, *, log_c
     changed = [(saved[now.name], now) for now in inventory.wholes() if now.name in saved]
     shapes = [f"{_own(now.name)} had shape {list(was.shape)} and has {list(now.shape)}" for was, now in changed if was.shape != now.shape]
     if shapes:
-        raise UsageError(f"{path} is of another model: {_shown(shapes)}")
+        raise UsageError(f"{path} was saved from another model: {_shown(shapes)}")
     casts = [f"{_own(now.name)} from {was.dtype} to {now.dtype}" for was, now in changed if was.dtype != now.dtype]
     if casts and log_casts:
-        log.warning("%s is of a model in other dtypes, and what it has is converted: %s", path, _shown(casts))
+        log.warning("%s was saved from a model with other dtypes, and its values are converted: %s", path, _shown(casts))
 
 
 def _difference(saved: dict[str, int], now: dict[str, int]) -> str:

@@ -51,13 +51,13 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     start = 0
     for name, tensor in ordered:
         if tensor.dtype not in _DTYPES:
-            raise UsageError(f"{name} is of {tensor.dtype}, which a safetensors file cannot hold")
+            raise UsageError(f"{name} has dtype {tensor.dtype}, which a safetensors file cannot hold")
         header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": tensor.shape, "data_offsets": (start, start + tensor.nbytes)}
         start += tensor.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % LENGTH_BYTES)
     if len(text) > _MOST_HEADER_BYTES:
-        raise UsageError(f"{path}: {len(tensors)} tensors are too many for one safetensors file, whose header may have 100 MB")
+        raise UsageError(f"{path}: {len(tensors)} tensors are too many for one safetensors file, whose header is limited to 100 MB")
     head = len(text).to_bytes(LENGTH_BYTES, "little") + text
     with DirectFile(path, rest) as file:
         file.write(head)

@@ -25,7 +25,9 @@ def write_weights(path: str | os.PathLike[str], state: Mapping[str, Any]) -> Non
     a folder or device."""
     final = Path(path)
     if final.exists() and not final.is_file():
-        raise UsageError(f"{final} is no regular file, so no weights are written to it: give the path of a new file, or of one to replace")
+        raise UsageError(
+            f"{final} is not a regular file, so no weights are written to it; give the path of a new file, or of a file to replace"
+        )
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, value in state.items():

@@ -95,7 +95,8 @@ class Inventory:
         given."""
         if list(kinds) != self.kinds:
             raise UsageError(
-                f"other things were given {where} ({', '.join(kinds)}) than now ({', '.join(self.kinds)}): give the same in the same order"
+                f"the things given now ({', '.join(self.kinds)}) differ from those given {where} ({', '.join(kinds)}); "
+                "give the same things in the same order"
             )
 
 

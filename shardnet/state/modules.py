@@ -26,10 +26,12 @@ def check_whole(module: nn.Module, own: Mapping[str, Tensor], kept: Mapping[str,
             continue
         holder, leaf = _holder(module, name)
         if holder is None or (leaf not in holder._buffers and hasattr(holder, leaf)):
-            raise UsageError(f"{name} had shape {list(tensor.shape)} before, and is no buffer of that shape now: build the model alike")
+            raise UsageError(
+                f"{name} had shape {list(tensor.shape)} before, which does not fit the model now; build the same model as before"
+            )
     new = next((name for name, tensor in own.items() if isinstance(tensor, nn.Parameter) and name not in kept), None)
     if new is not None:
-        raise UsageError(f"nothing was kept of {new}, of shape {list(own[new].shape)}: build the model alike")
+        raise UsageError(f"no state was kept for the parameter {new} of shape {list(own[new].shape)}; build the same model as before")
 
 
 def take_back(module: nn.Module, own: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> None:
@@ -69,7 +71,10 @@ def moments_of(whole: Mapping[str, Tensor], stepped_by: Mapping[Tensor, torch.op
             elif type(value) in _NUMBERS:
                 found[f"{name}{_MOMENT}{_NUMBER}{key}"] = torch.tensor(value, dtype=_NUMBERS[type(value)], device="cpu")
             elif value is not None:
-                raise UsageError(f"what {type(optimizer).__name__} knows of {name} cannot be kept: its {key} is a {type(value).__name__}")
+                raise UsageError(
+                    f"the state of {type(optimizer).__name__} for {name} must be tensors and numbers to be kept, but {key} is a "
+                    f"{type(value).__name__}"
+                )
     return found
 
 
@@ -107,7 +112,7 @@ def check_extra_state(module: nn.Module, kept: Mapping[str, Any]) -> None:
     modules = dict(module.named_modules())
     for name in kept:
         if name not in modules:
-            raise UsageError(f"{name} had a get_extra_state() before, and there is no such module now: build the model alike")
+            raise UsageError(f"the module {name} had a get_extra_state() before, but does not exist now; build the same model as before")
 
 
 def load_extra_state(module: nn.Module, kept: Mapping[str, Any]) -> None:

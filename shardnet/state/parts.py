@@ -295,7 +295,7 @@ class OptionsPart(Part):
         name, groups = type(self._optimizer).__name__, self._optimizer.param_groups
         if len(state) != len(groups):
             raise UsageError(
-                f"the {name} had {len(state)} groups of parameters when it was kept, and has {len(groups)} now: build it alike"
+                f"{name} had {len(state)} parameter groups when its state was kept, but has {len(groups)} now; give it the same groups"
             )
 
     def load_shared(self, state: Any) -> None:
@@ -349,7 +349,7 @@ def parts_of(things: Sequence[object]) -> list[Part]:
 def _refuse_slices(module: nn.Module) -> None:
     """Raise UsageError for the inner module of a sharded model, whose parameters each rank has only slices of."""
     if any(sharded_by(parameter) is not None for parameter in module.parameters()):
-        raise UsageError(f"a {type(module).__name__} was given that is sharded, or a part of it: give the sharded model that has it")
+        raise UsageError(f"{type(module).__name__} has sharded parameters; give the sharded model that contains it instead")
 
 
 def _parameters(optimizers: Iterable[torch.optim.Optimizer]) -> set[Tensor]:
@@ -363,8 +363,8 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, models: Sequence[FSDP]) -
     unknown = _parameters([optimizer]).difference(*(group.originals for model in models for group in model.groups))
     if unknown and not unknown.issubset(parameter for model in models for parameter in model.parameters()):
         raise UsageError(
-            f"a {type(optimizer).__name__} has parameters of no sharded model that was given: give the model, too, or, if every rank "
-            "has the parameters whole, make it a ZeroOptimizer"
+            f"{type(optimizer).__name__} has parameters that are in none of the sharded models given here; give their model, too, or, if "
+            "every rank has the parameters whole, use a ZeroOptimizer"
         )
 
 
@@ -377,9 +377,7 @@ def _check_modules(zeros: Sequence[ZeroOptimizer], things: Sequence[object], ste
         named = _named(with_slices(module, keep_vars=True), _tensors(module))
         lost = next((name for name, tensor in named.items() if tensor is not None and tensor not in stepped), None)
         if lost is not None:
-            raise UsageError(
-                f"a {ZeroOptimizer.__name__} is to be kept without its module, whose {lost} it does not step: give the module, too"
-            )
+            raise UsageError(f"{ZeroOptimizer.__name__} does not keep {lost} of its module, which it does not step; give the module, too")
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:

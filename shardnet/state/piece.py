@@ -59,9 +59,9 @@ class Piece:
             if not self._is_cut(value) and _has_elements(value):
                 held = f"{value.numel()} elements" if isinstance(value, Tensor) else f"tensors in a {type(value).__name__}"
                 raise UsageError(
-                    f"the optimizer's {key} of {self.span.name} has {held} for a slice of {self.span.numel}: it does not treat elements "
-                    "alone, so its state can be loaded only where the parameter is sliced as it was, and cannot be spread over another "
-                    "number of ranks; use ZeroOptimizer for it"
+                    f"the optimizer's {key} of {self.span.name} has {held} for a slice of {self.span.numel}: the optimizer does not "
+                    "treat each element by itself, so its state can be loaded only where the parameter is sliced as before, and not on "
+                    "another number of ranks; use ZeroOptimizer instead"
                 )
 
     def _is_cut(self, value: Any) -> bool:
@@ -81,7 +81,7 @@ def join(pieces: Sequence[Piece]) -> Piece:
     for piece in pieces:
         piece.check_divisible()
         if piece.state.keys() != first.state.keys():
-            raise _differing(first, piece, f"it has {_listed(first.state)} and {_listed(piece.state)}")
+            raise _differing(first, piece, f"{_listed(first.state)} in the first, {_listed(piece.state)} in the second")
     state = {}
     for key, value in first.state.items():
         if all(piece._is_cut(piece.state[key]) for piece in pieces):
@@ -90,7 +90,7 @@ def join(pieces: Sequence[Piece]) -> Piece:
         for piece in pieces:
             if not _same(value, piece.state[key]):
                 if not (_is_scalar(value) and _is_scalar(piece.state[key])):
-                    raise _differing(first, piece, f"{key} is {value!r} and {piece.state[key]!r}")
+                    raise _differing(first, piece, f"{key} is {value!r} in the first, {piece.state[key]!r} in the second")
                 _say_once(key, first.span.name)
                 break
         state[key] = value
@@ -106,7 +106,9 @@ def _say_once(key: str, name: str) -> None:
     it anew in each step."""
     if key not in _said:
         _said.add(key)
-        log.warning("slices of %s, and maybe others, have different %r in the optimizer's state; the first one is taken for all", name, key)
+        log.warning(
+            "slices of %s, and maybe of other parameters, differ in %r of the optimizer's state; all get the first slice's value", name, key
+        )
 
 
 def _has_elements(value: Any) -> bool:
@@ -130,8 +132,8 @@ def _same(one: Any, other: Any) -> bool:
 def _differing(one: Piece, other: Piece, what: str) -> UsageError:
     slices = " and ".join(f"[{piece.span.start}:{piece.span.stop}]" for piece in (one, other))
     return UsageError(
-        f"the slices {slices} of {one.span.name} cannot become one, since the optimizer has not the same for them: {what}. They can be "
-        "loaded only where the parameter is sliced as it was"
+        f"the slices {slices} of {one.span.name} cannot be joined, because the optimizer's state differs between them: {what}. They can be "
+        "loaded only where the parameter is sliced as before"
     )
 
 

@@ -279,7 +279,9 @@ async def test_a_save_behind_a_load_that_went_back_loses_nothing(tmp_path: Path,
         assert Folder(tmp_path, 2).steps() == [300, 200, 100], "whoever only loads may be another program"
         await each_rank(ranks, lambda rank: work(rank, 150, load=100, keep=2))
         assert names_in(tmp_path) == {f"step-{step:08d}" for step in (100, 150)} | {f"left-out-step-{step:08d}" for step in (200, 300)}
-        assert "step-00000300 is left out from now on, and is now left-out-step-00000300: step 150 was saved after it" in caplog.text
+        assert (
+            "step-00000300 is not used from now on, and was renamed to left-out-step-00000300: step 150 was saved after it" in caplog.text
+        )
         await each_rank(ranks, lambda rank: work(rank, load=150))
 
 

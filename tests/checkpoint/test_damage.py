@@ -106,16 +106,16 @@ def _other_content(path: Path) -> None:
 
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "a shard is missing": (lambda run: _file(run, 2, 1).unlink(), "No such file"),
-    "a shard is empty": (lambda run: _cut(_file(run, 2, 0), 0), "it has 0 bytes and not"),
-    "a shard is cut off": (lambda run: _cut(_file(run, 2, 0), 1000), "it has 1000 bytes and not"),
-    "a shard is longer": (lambda run: _append(_file(run, 2, 1)), "bytes and not"),
+    "a shard is empty": (lambda run: _cut(_file(run, 2, 0), 0), "it has 0 bytes, expected "),
+    "a shard is cut off": (lambda run: _cut(_file(run, 2, 0), 1000), "it has 1000 bytes, expected "),
+    "a shard is longer": (lambda run: _append(_file(run, 2, 1)), "bytes, expected "),
     "shards of two ranks are swapped": (lambda run: _swap(_file(run, 2, 0), _file(run, 2, 1)), "cannot be used"),
     "shards of two checkpoints are swapped": (lambda run: _swap(_file(run, 2, 0), _file(run, 1, 0)), "cannot be used"),
     "a shard has another digit": (lambda run: _another_digit(_file(run, 2, 0)), "its header is not the one that was written"),
     "a shard has other values": (lambda run: _other_content(_file(run, 2, 0)), "cannot be used"),
     "the manifest is missing": (lambda run: (Folder(run, 2).of(2) / "manifest.json").unlink(), ""),
     "the manifest is empty": (lambda run: _cut(Folder(run, 2).of(2) / "manifest.json", 0), "manifest.json cannot be used"),
-    "the manifest is cut off": (lambda run: _cut(Folder(run, 2).of(2) / "manifest.json", 300), "it is not what was written"),
+    "the manifest is cut off": (lambda run: _cut(Folder(run, 2).of(2) / "manifest.json", 300), "its content does not match its checksum"),
     "the manifest is of another checkpoint": (
         lambda run: _swap(Folder(run, 2).of(1) / "manifest.json", Folder(run, 2).of(2) / "manifest.json"),
         "cannot be used",
@@ -135,7 +135,7 @@ async def test_the_checkpoint_before_is_taken(damage: str, run: Path, caplog: py
                 assert "none of the checkpoints in" in str(error)
         else:
             assert await each_rank(ranks, lambda rank: found_by(rank, run)) == [1, 1]
-    assert not why or ("the checkpoint of step 2 is left out: rank " in caplog.text and why in caplog.text)
+    assert not why or ("the checkpoint of step 2 is skipped: rank " in caplog.text and why in caplog.text)
 
 
 def _reseal(path: Path, edit: Callable[[Any], object]) -> None:
@@ -174,7 +174,7 @@ async def test_a_manifest_that_somebody_has_edited(edited: str, run: Path, caplo
     _reseal(Folder(run, 2).of(2) / "manifest.json", edit)
     async with loopback_cluster(RANKS) as ranks:
         assert await each_rank(ranks, lambda rank: found_by(rank, run)) == [1, 1]
-    assert f"manifest.json cannot be used: its {of} cannot be right" in caplog.text
+    assert f"manifest.json cannot be used: its entry '{of}' is not valid" in caplog.text
 
 
 @pytest.mark.parametrize("repeats", [60, pytest.param(2000, marks=pytest.mark.faults)])
@@ -202,7 +202,7 @@ async def test_none_is_whole(run: Path) -> None:
     async with loopback_cluster(RANKS) as ranks:
         for error in await each_error(ranks, lambda rank: found_by(rank, run)):
             assert isinstance(error, CheckpointError)
-            assert str(error).startswith(f"none of the checkpoints in {run} can be used; of the oldest: rank ")
+            assert str(error).startswith(f"none of the checkpoints in {run} can be used; problem of the oldest: rank ")
 
 
 async def test_a_newer_format_is_said_so(run: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +211,7 @@ async def test_a_newer_format_is_said_so(run: Path, caplog: pytest.LogCaptureFix
     monkeypatch.undo()
     async with loopback_cluster(RANKS) as ranks:
         assert await each_rank(ranks, lambda rank: found_by(rank, run)) == [2, 2]
-    assert "is of format 2, and this shardnet knows 1" in caplog.text
+    assert "has format 2, but this shardnet reads format 1" in caplog.text
 
 
 # --- a disk that is full
@@ -304,7 +304,7 @@ def test_weights_replace_nothing_but_files(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link to pipe").symlink_to(tmp_path / "pipe")
     for name in ("folder", "pipe", "link to pipe"):
-        with pytest.raises(UsageError, match=f"{name} is no regular file"):
+        with pytest.raises(UsageError, match=f"{name} is not a regular file"):
             write_weights(tmp_path / name, {"a": torch.ones(2)})
     assert (tmp_path / "pipe").is_fifo()
     (tmp_path / "folder" / "old").write_text("no weights")

@@ -126,7 +126,7 @@ def test_list_goes_on_behind_one_that_cannot_be_read(
     for options in ([], ["--json"]):
         assert main(["checkpoint", "list", *options, str(folder)]) == 1
         said = capsys.readouterr()
-        assert said.err == f"shardnet checkpoint: {damaged} cannot be used: it is not what was written\n"
+        assert said.err == f"shardnet checkpoint: {damaged} cannot be used: its content does not match its checksum\n"
         steps = [each["step"] for each in json.loads(said.out)] if options else [int(row.split()[0]) for row in said.out.splitlines()[1:]]
         assert steps == [STEP - 1]
 
@@ -160,7 +160,7 @@ def test_verify_looks_for_what_the_manifest_names(saved: tuple[Path, dict[str, t
     replace(manifest, spans=(second, first, *others)).write(folder)
     of_manifest, *of_files = problems(folder)
     assert of_manifest is None
-    assert [problem is None or "which the manifest says it has" in problem for problem in of_files] == [True] * RANKS
+    assert [problem is None or "which the manifest lists for it" in problem for problem in of_files] == [True] * RANKS
     assert sum(problem is not None for problem in of_files) == 2
 
 
@@ -207,7 +207,7 @@ async def test_all_weights_are_exported_though_forward_had_some_when_the_files_w
         (["export", f"{{folder}}/step-{STEP:08d}", "{empty}/model", "--step", "3"], 2, "is one checkpoint; leave --step out"),
         (["export", "{folder}", "{empty}/model", "--model", "1"], 2, "has 1 module; there is no number 1"),
         (["export", "{folder}", "{empty}/no/model"], 1, "No such file or directory"),
-        (["export", "{folder}", "{empty}"], 2, "is no regular file, so no weights are written to it"),
+        (["export", "{folder}", "{empty}"], 2, "is not a regular file, so no weights are written to it"),
     ],
 )
 def test_what_is_refused(
@@ -243,7 +243,7 @@ async def test_modules_of_zero_optimizers(tmp_path: Path) -> None:
     async with loopback_cluster(RANKS) as ranks:
         (module, other), *_ = await each_rank(ranks, work)
     path = tmp_path / "step-00000001"
-    with pytest.raises(UsageError, match="has 2 modules, say which: 0 is the first"):
+    with pytest.raises(UsageError, match="has 2 modules, say which: model=0 is the first"):
         whole_weights(path)
     for number, state in enumerate((module, other)):
         found = whole_weights(path, number)

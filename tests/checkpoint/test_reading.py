@@ -121,9 +121,14 @@ async def save(folder: Path, ranks: int) -> None:
 @pytest.mark.parametrize(
     ("ranks", "shape", "average", "why"),
     [
-        (2, (6, 4), (2,), r"is of another model: weight had shape \[4, 6\] and has \[6, 4\]"),
-        (2, (4, 6), (3,), r"weight had shape \[2\] before, and is no buffer of that shape now"),
-        (1, (4, 6), (2,), "the optimizer's scales of 0/weight has 3 elements for a slice of 12: it does not treat elements alone"),
+        (2, (6, 4), (2,), r"was saved from another model: weight had shape \[4, 6\] and has \[6, 4\]"),
+        (2, (4, 6), (3,), r"weight had shape \[2\] before, which does not fit the model now"),
+        (
+            1,
+            (4, 6),
+            (2,),
+            "the optimizer's scales of 0/weight has 3 elements for a slice of 12: the optimizer does not treat each element by itself",
+        ),
     ],
 )
 async def test_what_does_not_fit_changes_nothing(
@@ -155,9 +160,10 @@ async def test_what_is_converted_is_told_once(tmp_path: Path, caplog: pytest.Log
 
     async with local_cluster(2) as backends:
         await each_rank(backends, load)
-    told = [record.message for record in caplog.records if "in other dtypes" in record.message]
+    told = [record.message for record in caplog.records if "with other dtypes" in record.message]
     assert told == [
-        f"{tmp_path / 'step-00000001'} is of a model in other dtypes, and what it has is converted: weight from float32 to float64"
+        f"{tmp_path / 'step-00000001'} was saved from a model with other dtypes, "
+        "and its values are converted: weight from float32 to float64"
     ]
 
 

@@ -56,7 +56,7 @@ def test_a_file_without_tensors(tmp_path: Path) -> None:
 
 
 def test_what_the_format_has_no_place_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UsageError, match=r"weight is of torch.complex128, which a safetensors file cannot hold"):
+    with pytest.raises(UsageError, match=r"weight has dtype torch.complex128, which a safetensors file cannot hold"):
         write_tensors(tmp_path / "file", {"weight": torch.ones(2, dtype=torch.complex128)}, {})
     monkeypatch.setattr(tensor_file, "_MOST_HEADER_BYTES", 1000)
     with pytest.raises(UsageError, match=r"100 tensors are too many for one safetensors file"):

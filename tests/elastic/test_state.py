@@ -193,7 +193,7 @@ async def test_what_cannot_be_kept_is_refused_in_words() -> None:
         with pytest.raises(UsageError, match="a object has no state_dict"):
             await state.resume(object())
         linear = nn.Linear(2, 1)
-        with pytest.raises(UsageError, match="a SGD has parameters of no sharded model that was given"):
+        with pytest.raises(UsageError, match="SGD has parameters that are in none of the sharded models given here"):
             await state.resume(torch.optim.SGD(linear.parameters(), lr=0.1))
         model: AsyncFSDP = await cluster.shard(linear)
         await state.resume(model)
@@ -324,4 +324,4 @@ async def test_state_that_does_not_fit_on_one_rank_alone_is_refused_on_all() -> 
         await members.wait()
     for life in lives_[:-1]:
         assert isinstance(life.error, UsageError)
-        assert "weight had shape [2, 2] before, and is no buffer of that shape now: build the model alike" in str(life.error)
+        assert "weight had shape [2, 2] before, which does not fit the model now; build the same model as before" in str(life.error)

@@ -131,7 +131,7 @@ async def test_what_is_no_buffer_has_its_shape() -> None:
             pieces = {piece.span.name: piece for piece, _ in inventory.pieces()}
             for name in ("layer.weight", "layer.in_features", "nowhere.weight"):
                 with pytest.raises(
-                    UsageError, match=rf"{name} had shape \[7\] before, and is no buffer of that shape now: build the model alike"
+                    UsageError, match=rf"{name} had shape \[7\] before, which does not fit the model now; build the same model as before"
                 ):
                     inventory.load(pieces, [{name: torch.zeros(7)}], [None])
             with pytest.raises(UsageError, match="head had a get_extra_state"):
@@ -151,7 +151,9 @@ async def test_what_cannot_be_kept_is_named() -> None:
             with pytest.raises(UsageError, match=r"get_extra_state\(\) of 1: a value of type set cannot be kept"):
                 inventory.shared()
             optimizer.state[odd.weight] = {"history": [1]}
-            with pytest.raises(UsageError, match=r"what SGD knows of 1\.weight cannot be kept: its history is a list"):
+            with pytest.raises(
+                UsageError, match=r"the state of SGD for 1\.weight must be tensors and numbers to be kept, but history is a list"
+            ):
                 inventory.rest()
 
 
@@ -172,8 +174,8 @@ async def test_of_an_optimizer_and_a_scheduler_the_class_counts() -> None:
             with pytest.raises(UsageError) as refused:
                 now.check_kinds(other.kinds, "before")
             assert str(refused.value) == (
-                f"other things were given before (model, {named}, state) than now (model, options of SGD, state of StepLR, state): "
-                "give the same in the same order"
+                "the things given now (model, options of SGD, state of StepLR, state) differ from those given before "
+                f"(model, {named}, state); give the same things in the same order"
             )
 
         def zero(make: type[torch.optim.Optimizer]) -> list[str]:
@@ -190,9 +192,7 @@ async def test_an_optimizer_is_not_kept_without_what_else_its_module_has() -> No
         ):
             parameters = [parameter for name, parameter in module.named_parameters() if name != lost]
             optimizer = ZeroOptimizer(parameters, torch.optim.SGD, backend, module=module, lr=0.1)
-            with pytest.raises(
-                UsageError, match=rf"a ZeroOptimizer is to be kept without its module, whose {lost} it does not step: give the"
-            ):
+            with pytest.raises(UsageError, match=rf"ZeroOptimizer does not keep {lost} of its module, which it does not step; give the"):
                 Inventory([optimizer])
             Inventory([optimizer, module])
             Inventory([nn.ModuleDict({"inner": module}), optimizer])
@@ -279,7 +279,7 @@ async def test_parameters_that_an_optimizer_gets_later_have_a_state() -> None:
             inventory.load(pieces, rest, shared)
             assert steps == {name: optimizer.state[parameter]["step"].item() for name, parameter in module.named_parameters()}
             optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
-            with pytest.raises(UsageError, match="a AdamW has parameters of no sharded model that was given"):
+            with pytest.raises(UsageError, match="AdamW has parameters that are in none of the sharded models given here"):
                 inventory.shared()
 
 
@@ -324,10 +324,10 @@ async def test_a_module_may_have_a_colon_in_its_name() -> None:
 @pytest.mark.parametrize(
     ("average", "sizes", "why"),
     [
-        (linears(3), (4,), r"nothing was kept of 2\.weight, of shape \[4, 4\]: build the model alike"),
-        (linears(1), (4,), r"1\.weight had shape \[4, 4\] before, and is no buffer"),
-        (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), (4,), r"1\.weight had shape \[4, 4\] before, and is no buffer"),
-        (linears(2), (2, 2), "the SGD had 1 groups of parameters when it was kept, and has 2 now: build it alike"),
+        (linears(3), (4,), r"no state was kept for the parameter 2\.weight of shape \[4, 4\]; build the same model"),
+        (linears(1), (4,), r"1\.weight had shape \[4, 4\] before, which does not fit the model now"),
+        (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), (4,), r"1\.weight had shape \[4, 4\] before, which does not fit the model now"),
+        (linears(2), (2, 2), "SGD had 1 parameter groups when its state was kept, but has 2 now; give it the same groups"),
     ],
 )
 async def test_what_does_not_fit_changes_nothing(average: nn.Module, sizes: tuple[int, ...], why: str) -> None:
@@ -419,9 +419,9 @@ async def test_so_does_that_of_a_zero_optimizer() -> None:
 
 async def test_the_module_in_a_sharded_model_is_not_kept_by_itself() -> None:
     async with local_cluster(1) as (backend,), AsyncFSDP(linears(2), backend) as model:
-        with pytest.raises(UsageError, match="a Sequential was given that is sharded, or a part of it: give the sharded model"):
+        with pytest.raises(UsageError, match="Sequential has sharded parameters; give the sharded model that contains it"):
             Inventory([model.fsdp.module])
-        with pytest.raises(UsageError, match="a Linear was given that is sharded"):
+        with pytest.raises(UsageError, match="Linear has sharded parameters"):
             Inventory([model, model.fsdp.module.get_submodule("0")])
 
 

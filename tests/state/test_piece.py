@@ -42,8 +42,8 @@ def test_a_whole_parameter_keeps_its_shape() -> None:
         ({"scale": torch.ones(4)}, {"scale": torch.ones(2)}, "scale of weight has 2 elements for a slice of 4"),
         ({"history": [torch.ones(4)]}, {"history": [torch.ones(4)]}, "history of weight has tensors in a list for a slice of 4"),
         ({"by": {"a": (torch.tensor(1.0),)}}, {"by": {"a": (torch.tensor(1.0),)}}, "by of weight has tensors in a dict"),
-        ({"exp_avg": torch.ones(4)}, {}, r"\[0:4\] and \[4:8\] of weight cannot become one, .*: it has exp_avg and none"),
-        ({"name": "a"}, {"name": "b"}, "name is 'a' and 'b'"),
+        ({"exp_avg": torch.ones(4)}, {}, r"\[0:4\] and \[4:8\] of weight cannot be joined, .*: exp_avg in the first, none in the second"),
+        ({"name": "a"}, {"name": "b"}, "name is 'a' in the first, 'b' in the second"),
     ],
 )
 def test_what_belongs_to_one_slice_alone_is_not_joined(one: dict[str, Any], other: dict[str, Any], why: str) -> None:
@@ -61,7 +61,7 @@ def test_of_different_numbers_the_first_is_taken_and_that_is_said_once(caplog: p
     for name in ("weight", "bias"):
         parts = [Piece(Span(name, at, at + 2), {VALUES: torch.zeros(2), "norm": norm}) for at, norm in zip((0, 2), norms, strict=True)]
         assert join(parts).state["norm"] == 0.5
-    assert caplog.text.count("have different 'norm' in the optimizer's state; the first one is taken for all") == 1
+    assert caplog.text.count("differ in 'norm' of the optimizer's state; all get the first slice's value") == 1
 
 
 def test_what_is_the_same_for_all_slices_is_joined() -> None:
