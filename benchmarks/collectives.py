@@ -37,7 +37,7 @@ def _measure(case: Case, backend: Backend, session: Collectives) -> Row:
         task.contender.prepare()  # fresh inputs: repeated in-place sums would no longer be exact in any order
         task.contender.run()
     if not torch.equal(tasks[0].result, tasks[1].result):
-        raise Disagreement(f"{case.op} of {case.bytes} bytes: shardnet and gloo differ on rank {backend.rank}")
+        raise Disagreement(f"{case.op} of {case.bytes} bytes: the results of shardnet and gloo differ on rank {backend.rank}")
     return Row.compare(
         *timings[:2],
         moved_bytes=case.outstanding * case.op.moved_bytes(case.bytes, backend.world_size),

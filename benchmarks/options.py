@@ -111,7 +111,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if options.dim % (2 * options.heads):
         parser.error(f"--dim must be a multiple of twice --heads, got {options.dim} and {options.heads}")
     if options.results is not None and find_spec("matplotlib") is None:  # better said before measuring than after
-        parser.error("--results draws plots, for which matplotlib is missing: pip install 'shardnet[bench]'")
+        parser.error("--results draws plots and needs matplotlib, which is missing; pip install 'shardnet[bench]'")
     try:
         Limits(chunk_bytes=options.chunk)
     except ValueError as error:
@@ -259,7 +259,7 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
 def _compressions(text: str) -> tuple[Compressed, ...]:
     names = () if text == "none" else tuple(item.strip() for item in text.split(","))
     if unknown := [name for name in names if name not in COMPRESSED]:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(COMPRESSED)} and none")
+        raise argparse.ArgumentTypeError(f"must be a list of {', '.join(COMPRESSED)}, or none, got {unknown[0]!r}")
     return cast(tuple[Compressed, ...], names)
 
 
@@ -276,7 +276,7 @@ def _size(text: str) -> int:
     digits = text.rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
     unit = text[len(digits) :].lower()
     if unit not in _UNITS or not digits.isdecimal() or not int(digits):
-        raise argparse.ArgumentTypeError(f"a size is a number with KiB or MiB behind it, got {text!r}")
+        raise argparse.ArgumentTypeError(f"a size must be a number followed by KiB or MiB, got {text!r}")
     return int(digits) * _UNITS[unit]
 
 

@@ -52,8 +52,8 @@ async def main() -> None:
                 told += int((await reader.communicate(b""))[0])
         if cluster.rank == 0:
             cost, idle = statistics.median(watched) - statistics.median(alone), statistics.median(alone)
-            print(f"{cluster.world_size} ranks, a snapshot of each every {options.interval:g} s; {told} came")
-            print(f"all ranks together: {idle:.2%} of a core, watched {cost:.2%} more ({cost / cluster.world_size:.3%} a rank)")
+            print(f"{cluster.world_size} ranks, a snapshot of each every {options.interval:g} s; {told} received")
+            print(f"all ranks together: {idle:.2%} of a core, {cost:.2%} more while watched ({cost / cluster.world_size:.3%} a rank)")
             print(f"rounds, alone: {', '.join(f'{each:.2%}' for each in alone)}; watched: {', '.join(f'{each:.2%}' for each in watched)}")
 
 

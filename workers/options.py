@@ -41,7 +41,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if options.dim % (2 * options.heads):
         parser.error(f"--dim must be a multiple of twice --heads, got {options.dim} and {options.heads}")
     if options.compress != "none" and options.strategy == ShardingStrategy.NO_SHARD:
-        parser.error(f"--compress {options.compress}: with --strategy {options.strategy} no shards are sent")
+        parser.error(f"--compress {options.compress} cannot be used with --strategy {options.strategy}, which sends no shards")
     if COMPRESSIONS[options.compress].weights == options.precision == "bfloat16":
         parser.error(f"--precision bfloat16 gathers weights as bfloat16 already; leave --compress {options.compress} out")
     if options.device == "auto":
@@ -49,10 +49,10 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: PyTorch sees no GPU here (torch.cuda.is_available() is False); leave it out")
     if options.cpu_offload and options.device == "cpu":
-        parser.error("--cpu-offload is for computing on a GPU, and PyTorch sees none here")
+        parser.error("--cpu-offload is for computing on a GPU, but --device is cpu, or PyTorch sees no GPU here; leave it out")
     for name in ("warmup", "decay"):
         if not 0 <= vars(options)[name] <= 1:
-            parser.error(f"--{name} is a share, from 0 to 1, got {vars(options)[name]}")
+            parser.error(f"--{name} must be a share from 0 to 1, got {vars(options)[name]}")
     return options
 
 
