@@ -1,11 +1,10 @@
-"""A backend over a mesh: checks the call, makes the result tensor, and hands flat arrays to the collectives."""
+"""A backend over a mesh: hands the flat arrays of a checked call to the collectives, in the fastest way that there is."""
 
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from math import prod
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -13,21 +12,19 @@ from shardnet.backend.arguments import (
     as_input,
     as_output,
     check_pieces,
-    check_rank,
-    copy,
     disagree_all_to_all,
     disagree_send,
     kind,
     largest,
     row_sizes,
     scattered_sizes,
-    seconds,
 )
-from shardnet.backend.base import Backend, Tensor
+from shardnet.backend.base import Tensor
+from shardnet.backend.checked import CheckedBackend
 from shardnet.backend.node_buffer import NodeBuffer
 from shardnet.backend.pending import Pending
 from shardnet.backend.staging import Staging
-from shardnet.backend.streams import Event, is_on_gpu, join, now
+from shardnet.backend.streams import Event, is_on_gpu
 from shardnet.collectives import plans
 from shardnet.collectives.commons import Release
 from shardnet.collectives.exchange import Exchange
@@ -42,120 +39,55 @@ from shardnet.collectives.parts import Pieces
 from shardnet.collectives.reduction import Array, ReduceOp, Reduction, as_array, as_tensor, dtype_name
 from shardnet.collectives.switchboard import Switchboard
 from shardnet.config import Timeouts
-from shardnet.errors import InvalidRankError, InvalidWorldSizeError, SelfSendError, SizeMismatchError, UsageError
-from shardnet.telemetry import Telemetry
+from shardnet.errors import InvalidRankError, InvalidWorldSizeError, SelfSendError, UsageError
 
 T = TypeVar("T")
 
 
-class MeshBackend(Backend):
-    """One group of ranks on a switchboard.
+class Ways(NamedTuple):
+    """The ways in which the data of a collective may go; each is made from the group and the same arguments."""
 
-    Each collective checks its arguments and then calls the method of the same name with an underscore, which subclasses may override. That
-    method is called only for more than one rank, with contiguous, non-empty tensors (`_all_to_all` also with empty ones), and with bounds
-    in elements.
-    """
+    letters: Callable[..., Share]  # that hold the data
+    loans: Callable[..., Lending]  # letters that say where the data is
+    streams: Callable[..., Algorithm]
+
+
+_ALL_REDUCE = Ways(shares.all_reduce, loans.all_reduce, plans.all_reduce)
+_ALL_GATHER = Ways(shares.all_gather, loans.all_gather, plans.all_gather)
+_BROADCAST = Ways(shares.broadcast, loans.broadcast, plans.broadcast)
+_REDUCE_SCATTER = Ways(shares.reduce_scatter, loans.reduce_scatter, plans.reduce_scatter)
+
+
+class MeshBackend(CheckedBackend):
+    """One group of ranks on a switchboard, whose mesh carries the data."""
 
     _heritage: tuple[Any, ...] = ()  # further constructor arguments of a subclass, with which its sub-groups are made, too
 
     def __init__(self, board: Switchboard, group: Group, timeouts: Timeouts) -> None:
-        self._board = board
-        self._group = group
-        self._timeouts = timeouts
+        super().__init__(board, group, timeouts)
         self._staging = Staging(board, self._is_on_gpu)
-        if group is not board.world:
-            weakref.finalize(self, group.release).atexit = False
-
-    @property
-    def rank(self) -> int:
-        return self._group.rank
-
-    @property
-    def world_size(self) -> int:
-        return self._group.size
-
-    @property
-    def telemetry(self) -> Telemetry:
-        return self._board.telemetry
 
     # --- collectives
-
-    def all_reduce(
-        self, tensor: Tensor, op: ReduceOp = ReduceOp.SUM, *, out: Tensor | None = None, timeout_s: float | None = None, label: str = ""
-    ) -> Pending[Tensor]:
-        source = as_input(tensor, op)
-        result = as_output(out, tensor, tensor.shape)
-        if self.world_size == 1 or not source.numel():
-            return self._at_once("all_reduce", copy(source, result))
-        return self._all_reduce(self._call("all_reduce", f"{kind(tensor)}, {op}", timeout_s, label, source, result), source, result, op)
 
     def _all_reduce(self, call: Call, source: Tensor, result: Tensor, op: ReduceOp) -> Pending[Tensor]:
         reduction = Reduction(op, source.dtype, self.world_size)
         if self._is_staged(source, result):
             plan = partial(plans.all_reduce, self._group, reduction=reduction)
             return self._staging.begin(self._group, call, plan, source, result, result)
-        arrays = as_array(source), as_array(result)
-        if (begun := self._by_letter(call, source.nbytes, shares.all_reduce, loans.all_reduce, (*arrays, reduction), result)) is not None:
-            return begun
-        return self._begin(call, plans.all_reduce(self._group, *arrays, reduction), result)
-
-    def broadcast(
-        self, tensor: Tensor, root: int, *, out: Tensor | None = None, timeout_s: float | None = None, label: str = ""
-    ) -> Pending[Tensor]:
-        self._check_rank(root, "broadcast root")
-        source = as_input(tensor)
-        result = as_output(out, tensor, tensor.shape)
-        if self.rank == root or not source.numel():
-            copy(source, result)
-        if self.world_size == 1 or not source.numel():
-            return self._at_once("broadcast", result)
-        return self._broadcast(self._call("broadcast", f"{kind(tensor)}, root {root}", timeout_s, label, result), result, root)
+        return self._begin(call, _ALL_REDUCE, (as_array(source), as_array(result), reduction), source.nbytes, result)
 
     def _broadcast(self, call: Call, result: Tensor, root: int) -> Pending[Tensor]:
-        """On root, `result` already holds the data."""
         if self._is_staged(result):
             gives, gets = (result, None) if self.rank == root else (None, result)
             plan = lambda given, got: plans.broadcast(self._group, got if gives is None else given, root)  # noqa: E731
             return self._staging.begin(self._group, call, plan, gives, gets, result)
-        if (begun := self._by_letter(call, result.nbytes, shares.broadcast, loans.broadcast, (as_array(result), root), result)) is not None:
-            return begun
-        return self._begin(call, plans.broadcast(self._group, as_array(result), root), result)
-
-    def all_gather(
-        self,
-        tensor: Tensor,
-        *,
-        sizes: Sequence[int] | None = None,
-        out: Tensor | None = None,
-        after: Event | None = None,
-        timeout_s: float | None = None,
-        label: str = "",
-    ) -> Pending[Tensor]:
-        source = as_input(tensor)
-        rows = source.shape[0] if source.dim() else 1
-        shape = row_sizes(sizes, self.world_size, rows, own=self.rank)
-        width = prod(source.shape[1:])
-        result = as_output(out, tensor, (sum(shape), *source.shape[1:]))
-        if self.world_size == 1 or not result.numel():
-            if after is not None:
-                join(after, source.device)
-            return self._at_once("all_gather", copy(source, result))
-        detail = kind(tensor) if sizes is None else f"{kind(source, rows=False)}, sizes {shape}"
-        call = self._call("all_gather", detail, timeout_s, label, source, result)
-        return self._all_gather(call, source, result, plans.bounds_of([size * width for size in shape]), after)
+        return self._begin(call, _BROADCAST, (as_array(result), root), result.nbytes, result)
 
     def _all_gather(self, call: Call, source: Tensor, result: Tensor, bounds: Bounds, after: Event | None) -> Pending[Tensor]:
         if self._is_staged(source, result):
             plan = partial(plans.all_gather, self._group, bounds=bounds)
             return self._staging.begin(self._group, call, plan, source, result, result, after)
-        arrays = as_array(source), as_array(result)
-        if (
-            begun := self._by_letter(
-                call, largest(bounds) * source.itemsize, shares.all_gather, loans.all_gather, (*arrays, bounds), result
-            )
-        ) is not None:
-            return begun
-        return self._begin(call, plans.all_gather(self._group, *arrays, bounds), result)
+        return self._begin(call, _ALL_GATHER, (as_array(source), as_array(result), bounds), largest(bounds) * source.itemsize, result)
 
     def all_gather_on_node(
         self, tensor: Tensor, *, sizes: Sequence[int] | None = None, timeout_s: float | None = None, label: str = ""
@@ -209,38 +141,12 @@ class MeshBackend(Backend):
     def shares_node(self) -> bool:
         return self._group.route.nodes < self._group.size and self._board.mesh.shares_memory
 
-    def reduce_scatter(
-        self,
-        tensor: Tensor,
-        op: ReduceOp = ReduceOp.SUM,
-        *,
-        sizes: Sequence[int] | None = None,
-        out: Tensor | None = None,
-        timeout_s: float | None = None,
-        label: str = "",
-    ) -> Pending[Tensor]:
-        source = as_input(tensor, op)
-        if not source.dim():
-            raise SizeMismatchError(f"at least 1 dimension (world size {self.world_size})", "a 0-dim tensor", "in reduce_scatter")
-        shape = scattered_sizes(sizes, self.world_size, source.shape[0])
-        result = as_output(out, tensor, (shape[self.rank], *source.shape[1:]))
-        if self.world_size == 1 or not source.numel():
-            return self._at_once("reduce_scatter", copy(source, result))
-        detail = f"{kind(tensor)}, {op}" + ("" if sizes is None else f", sizes {shape}")
-        call = self._call("reduce_scatter", detail, timeout_s, label, source, result)
-        return self._reduce_scatter(call, source, result, plans.bounds_of([size * prod(source.shape[1:]) for size in shape]), op)
-
     def _reduce_scatter(self, call: Call, source: Tensor, result: Tensor, bounds: Bounds, op: ReduceOp) -> Pending[Tensor]:
         reduction = Reduction(op, source.dtype, self.world_size)
         if self._is_staged(source, result):
             plan = partial(plans.reduce_scatter, self._group, bounds=bounds, reduction=reduction)
             return self._staging.begin(self._group, call, plan, source, result, result)
-        arrays = as_array(source), as_array(result)
-        if (
-            begun := self._by_letter(call, source.nbytes, shares.reduce_scatter, loans.reduce_scatter, (*arrays, bounds, reduction), result)
-        ) is not None:
-            return begun
-        return self._begin(call, plans.reduce_scatter(self._group, *arrays, bounds, reduction), result)
+        return self._begin(call, _REDUCE_SCATTER, (as_array(source), as_array(result), bounds, reduction), source.nbytes, result)
 
     def reduce_scatter_pieces(
         self,
@@ -284,54 +190,18 @@ class MeshBackend(Backend):
     def lends_pieces(self) -> bool:
         return self._lending_mail is not None
 
-    def all_to_all(
-        self,
-        tensor: Tensor,
-        *,
-        send_sizes: Sequence[int] | None = None,
-        recv_sizes: Sequence[int] | None = None,
-        timeout_s: float | None = None,
-        label: str = "",
-    ) -> Pending[Tensor]:
-        source = as_input(tensor)
-        rows = source.shape[0] if source.dim() else 1
-        if (send_sizes is None) != (recv_sizes is None):
-            raise UsageError("all_to_all needs both send_sizes and recv_sizes, or neither")
-        if send_sizes is None and rows % self.world_size:
-            raise SizeMismatchError(
-                f"a multiple of {self.world_size}", rows, "rows to exchange (pass send_sizes and recv_sizes for an uneven split)"
-            )
-        sends = row_sizes(send_sizes, self.world_size, rows // self.world_size)
-        receives = row_sizes(recv_sizes, self.world_size, rows // self.world_size)
-        if sum(sends) != rows:
-            raise SizeMismatchError(sum(sends), rows, "rows to exchange (the sum of send_sizes)")
-        if sends[self.rank] != receives[self.rank]:
-            raise SizeMismatchError(
-                sends[self.rank], receives[self.rank], "rows from this rank to itself (send_sizes and recv_sizes must agree)"
-            )
-        result = as_output(None, tensor, (sum(receives), *source.shape[1:]))
-        width = prod(source.shape[1:])
-        send_bounds = plans.bounds_of([size * width for size in sends])
-        recv_bounds = plans.bounds_of([size * width for size in receives])
-        if self.world_size == 1:
-            return self._at_once("all_to_all", copy(source, result))
-        even = kind(tensor) if send_sizes is None else f"{kind(source, rows=False)}, uneven"
-        call = self._call("all_to_all", even, timeout_s, label, source)
-        return self._all_to_all(call, source, result, send_bounds, recv_bounds, even=send_sizes is None)
-
     def _all_to_all(
         self, call: Call, source: Tensor, result: Tensor, send_bounds: Bounds, recv_bounds: Bounds, *, even: bool
     ) -> Pending[Tensor]:
-        """`even`: each rank sends the same amount to each other rank, which the signature says. The tensors may be empty."""
         if self._is_staged(source):
             plan = partial(self._exchange, send_bounds=send_bounds, recv_bounds=recv_bounds, even=even)
             return self._staging.begin(self._group, call, plan, source, result, result)
-        outgoing, incoming = as_array(source), as_array(result)
-        if even:  # only where the signature settles the sizes: see `_exchange`
-            arrays = outgoing, incoming, largest(send_bounds)
-            if (begun := self._by_letter(call, source.nbytes, shares.all_to_all, loans.all_to_all, arrays, result)) is not None:
-                return begun
-        return self._begin(call, self._exchange(outgoing, incoming, send_bounds, recv_bounds, even=even), result)
+        arrays = as_array(source), as_array(result)
+        exchange = partial(self._exchange, *arrays, send_bounds, recv_bounds, even=even)
+        if not even:  # the signature does not settle the sizes: see `_exchange`
+            return Pending(self._group.operations.begin(call, exchange(), result), call.op)
+        ways = Ways(shares.all_to_all, loans.all_to_all, lambda *_: exchange())
+        return self._begin(call, ways, (*arrays, largest(send_bounds)), source.nbytes, result)
 
     def _exchange(self, outgoing: Array, incoming: Array, send_bounds: Bounds, recv_bounds: Bounds, *, even: bool) -> Algorithm:
         incoming[slice(*recv_bounds[self.rank])] = outgoing[slice(*send_bounds[self.rank])]
@@ -414,22 +284,14 @@ class MeshBackend(Backend):
     def _is_staged(self, *tensors: Tensor) -> bool:
         return any(map(self._is_on_gpu, tensors))
 
-    def _call(self, op: str, detail: str, timeout_s: float | None, label: str, *tensors: Tensor, on_the_wire: str = "") -> Call:
-        self._board.check_ours()
-        if any(map(is_on_gpu, tensors)):
-            detail += " on a GPU"  # because the same collective of CPU tensors may use another algorithm
-        return Call(op, label, detail, self._timeouts.collective_s if timeout_s is None else seconds(timeout_s), on_the_wire or op)
-
-    def _at_once(self, op: str, result: T) -> Pending[T]:
-        """The handle of a collective that needs no traffic."""
-        self._group.check_open()
-        done = Pending.done_with(result, op)
-        if isinstance(result, Tensor) and is_on_gpu(result):
-            done.arrives(partial(join, now(result.device), result.device))
-        return done
-
-    def _begin(self, call: Call, algorithm: Algorithm, result: Tensor) -> Pending[Tensor]:
-        return Pending(self._group.operations.begin(call, algorithm, result), call.op)
+    def _begin(self, call: Call, ways: Ways, args: tuple[Any, ...], bytes: int, result: T) -> Pending[T]:
+        """Begin a collective in the fastest way that there is. `bytes` is the most that any rank sends."""
+        group = self._group
+        if (mail := self._mail(bytes)) is not None:
+            return Pending(group.rounds.begin(mail, LetterRound(mail, call, ways.letters(group, *args), result)), call.op)
+        if (mail := self._lending_mail) is not None:
+            return Pending(group.rounds.begin(mail, LoanRound(mail, call, ways.loans(group, *args), result)), call.op)
+        return Pending(group.operations.begin(call, ways.streams(group, *args), result), call.op)
 
     def _mail(self, bytes: int) -> Mail | None:
         """The mailboxes for a collective in which no rank sends more than `bytes`; None if letters cannot hold its data."""
@@ -442,26 +304,12 @@ class MeshBackend(Backend):
         mail = self._group.mail
         return mail if mail is not None and mail.lends else None
 
-    def _by_letter(
-        self, call: Call, bytes: int, small: Callable[..., Share], large: Callable[..., Lending], args: tuple[Any, ...], result: T
-    ) -> Pending[T] | None:
-        """Begin a collective by letters, if there are any. If letters may hold `bytes`, the most that any rank sends, they hold the data,
-        and `small` makes a Share of `args`; otherwise they say where the data is, and `large` makes a Lending of them."""
-        if (mail := self._mail(bytes)) is not None:
-            return Pending(self._group.rounds.begin(mail, LetterRound(mail, call, small(self._group, *args), result)), call.op)
-        if (mail := self._lending_mail) is not None:
-            return Pending(self._group.rounds.begin(mail, LoanRound(mail, call, large(self._group, *args), result)), call.op)
-        return None
-
     def _channel(self, other: int, tag: str, *, sending: bool) -> AbstractContextManager[Group]:
         """The two-rank group to or from another rank."""
         self._check_rank(other, "peer")
         if other == self.rank:
             raise SelfSendError(self.rank)
         return self._group.channels.channel(*((self.rank, other) if sending else (other, self.rank)), tag)
-
-    def _check_rank(self, rank: int, what: str) -> None:
-        check_rank(rank, self.world_size, what)
 
 
 class SubBackend(MeshBackend):
