@@ -70,7 +70,9 @@ def _number(manifest: Manifest, path: Path, model: int | None) -> int:
     modules = [number for number, kept in enumerate(manifest.modules) if kept]
     if len(modules) == 1 and model is None:
         return modules[0]
-    if model is not None and model < len(modules):
+    if not modules:
+        raise UsageError(f"{path} has no module, so there are no weights to export")
+    if model is not None and 0 <= model < len(modules):
         return modules[model]
     count = f"{len(modules)} module{'' if len(modules) == 1 else 's'}"
     raise UsageError(f"{path} has {count}" + (", say which: model=0 is the first" if model is None else f"; there is no number {model}"))

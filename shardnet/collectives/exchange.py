@@ -39,6 +39,7 @@ class Exchange:
     turns: Turns | None = None  # on a channel
     _filled: dict[int, int] = field(default_factory=dict)
     _missing: int = 0
+    _members: tuple[int, ...] = ()  # of the group, as global ranks
     _arrived: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self, op: Operation) -> None:
@@ -46,6 +47,7 @@ class Exchange:
         self._missing = sum(array.nbytes for array in self.receives.values())
         if not self._missing:
             self._arrived.set()
+        self._members = op.group.members
         op.sink = self._on_chunk
         if self.turns is None:
             await self._agree(op)
@@ -98,7 +100,8 @@ class Exchange:
         filled = self._filled.get(source, 0)
         if target is None or chunk.offset != filled or filled + len(chunk.data) > target.nbytes:
             raise ProtocolError(
-                f"rank {source} sent {len(chunk.data)} bytes at offset {chunk.offset}, which were not due; expected offset {filled}"
+                f"rank {self._members[source]} sent {len(chunk.data)} bytes at offset {chunk.offset}, which were not due; "
+                f"expected offset {filled}"
             )
         copy_bytes(chunk.data, target.view(np.uint8)[filled : filled + len(chunk.data)])
         self._filled[source] = filled + len(chunk.data)

@@ -74,6 +74,7 @@ class Hierarchical:
     claim: Claim = field(default_factory=Claim)
     _rank: int = 0
     _size: int = 1
+    _members: tuple[int, ...] = ()  # of the group, as global ranks
     _route: Route = field(init=False)
     _in_rank_order: bool = False  # whether sums are taken in rank order
     _cut: Cut = field(init=False)
@@ -107,7 +108,7 @@ class Hierarchical:
             self._near, self._far = Lane(), Lane()
 
     async def _run(self, op: Operation) -> None:
-        self._rank, self._size, self._route = op.group.rank, op.group.size, op.group.route
+        self._rank, self._size, self._route, self._members = op.group.rank, op.group.size, op.group.route, op.group.members
         self._in_rank_order = op.group.board.routing is Routing.RANK_ORDER
         if self.commons is not None:
             op.sink, op.takes_loans = self._keep, True
@@ -366,7 +367,7 @@ class Hierarchical:
         if chunk.lent is None:
             self._take(source, chunk)
         elif not chunk.lent.returns and not self.claim.granted:
-            raise ProtocolError(f"rank {source} says that its data is in shared memory, but shares no memory with this rank")
+            raise ProtocolError(f"rank {self._members[source]} says that its data is in shared memory, but shares no memory with this rank")
         else:
             (self._to_add if chunk.block < self._size else self._to_copy).append((source, chunk))
             self._changed.set()
@@ -409,7 +410,7 @@ class Hierarchical:
             welcome = False
         if not welcome or rest or chunk.offset != filled * itemsize or filled + more > self._length(block):
             what = f"{chunk.size} bytes of block {chunk.block} at offset {chunk.offset}"
-            raise ProtocolError(f"rank {source} sent {what}, which were not due; expected offset {filled * itemsize}")
+            raise ProtocolError(f"rank {self._members[source]} sent {what}, which were not due; expected offset {filled * itemsize}")
         return slice(filled, filled + more)
 
     def _add(self, source: int, chunk: Chunk, block: int, place: slice) -> None:
@@ -421,7 +422,8 @@ class Hierarchical:
         parts[source] = came if chunk.lent is None else chunk.lent
         if any(count(part, self.output.itemsize) != place.stop - place.start for part in parts.values()):
             raise ProtocolError(
-                f"rank {source} sent its part of block {block} in chunks of another size than the others; give all ranks the same Limits"
+                f"rank {self._members[source]} sent its part of block {block} in chunks of another size than the others; "
+                "give all ranks the same Limits"
             )
         node_is_there = self._rank in parts or parts.keys() >= set(self._route.neighbours)
         if not node_is_there or (self._comes_across(leg) and leg.before not in parts):

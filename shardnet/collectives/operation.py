@@ -233,7 +233,7 @@ class Operation:
             self._returned.set()
         if chunk.size and self.error is None:
             if self.sink is None or (chunk.lent is not None and not self.takes_loans):
-                raise ProtocolError(f"rank {source} sent data for {self.name} too early or in an unexpected form")
+                raise ProtocolError(f"rank {self.group.members[source]} sent data for {self.name} too early or in an unexpected form")
             if chunk.lent is not None and chunk.lent.returns:
                 self._lenders.add(source)
             self.sink(source, chunk)

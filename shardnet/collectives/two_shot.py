@@ -25,13 +25,14 @@ class TwoShot:
     output: Array
     reduction: Reduction
     _rank: int = 0
+    _members: tuple[int, ...] = ()  # of the group, as global ranks
     _contributions: dict[int, Buffer] = field(default_factory=dict)  # by rank, to this rank's block
     _sums: set[int] = field(default_factory=set)  # ranks whose block is complete in `output`
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self, op: Operation) -> None:
         """The algorithm of an all-reduce operation."""
-        self._rank, peers = op.group.rank, op.group.peers
+        self._rank, self._members, peers = op.group.rank, op.group.members, op.group.peers
         op.sink = self._on_chunk
         for peer in peers:
             await op.send(peer, peer, data=as_bytes(self._block(self.source, peer)), announcement=op.announcement())
@@ -62,7 +63,7 @@ class TwoShot:
     def _on_chunk(self, source: int, chunk: Chunk) -> None:
         summed = chunk.block == len(self.bounds) + source
         target = self._block(self.output, source if summed else self._rank)
-        sent = f"rank {source} sent {len(chunk.data)} bytes of block {chunk.block} at offset {chunk.offset}"
+        sent = f"rank {self._members[source]} sent {len(chunk.data)} bytes of block {chunk.block} at offset {chunk.offset}"
         if not (summed or chunk.block == self._rank) or chunk.offset or len(chunk.data) != target.nbytes:
             raise ProtocolError(f"{sent}, expected {target.nbytes} bytes of block {self._rank} or of its own sum, at offset 0")
         if source in (self._sums if summed else self._contributions):

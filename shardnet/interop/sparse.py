@@ -24,7 +24,8 @@ def sparse_all_reduce(backend: Backend, tensor: Tensor, how: Reducing, timeout_s
     as float32. A collective that blocks until all ranks have called it, and raises a collective's errors.
     """
     if how.op not in (ReduceOp.SUM, ReduceOp.MEAN) or how.cuts_mean or tensor.is_complex():
-        raise UsageError(f"sparse tensors can be reduced with SUM (real dtypes) or AVG (float dtypes) only, got {how.op} of {tensor.dtype}")
+        op = ReduceOp.MEAN if how.cuts_mean else how.op
+        raise UsageError(f"sparse tensors can be reduced with SUM (real dtypes) or AVG (float dtypes) only, got {op} of {tensor.dtype}")
     own = tensor.detach()
     own = (own.float() if own.dtype in (torch.float16, torch.bfloat16) else own).coalesce()
     values, dims, label = premultiplied(own.values(), how.factor), own.sparse_dim(), f"a {how.op} of sparse tensors"

@@ -245,7 +245,26 @@ async def test_modules_of_zero_optimizers(tmp_path: Path) -> None:
     path = tmp_path / "step-00000001"
     with pytest.raises(UsageError, match="has 2 modules, say which: model=0 is the first"):
         whole_weights(path)
+    with pytest.raises(UsageError, match="has 2 modules; there is no number -1"):
+        whole_weights(path, -1)
     for number, state in enumerate((module, other)):
         found = whole_weights(path, number)
         assert found.keys() == state.keys()
         assert all(same_bits(found[name], value) for name, value in state.items())
+
+
+async def test_a_checkpoint_without_a_module(tmp_path: Path) -> None:
+    class Counter:
+        def state_dict(self) -> dict[str, int]:
+            return {"count": 1}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            raise NotImplementedError
+
+    async def work(backend: Backend) -> None:
+        await Checkpoints(backend, tmp_path, Counter()).save(1)
+
+    async with loopback_cluster(1) as ranks:
+        await each_rank(ranks, work)
+    with pytest.raises(UsageError, match="step-00000001 has no module, so there are no weights to export"):
+        whole_weights(tmp_path / "step-00000001")

@@ -105,8 +105,8 @@ def wrong(rank: int, world_size: int, _: Path) -> None:
         dist.all_reduce(torch.sparse_coo_tensor(one_place, torch.ones(1, dtype=torch.float64 if rank else torch.float32), (4,)))
     with pytest.raises(CollectiveMismatch, match="rank 0 is in"):
         dist.all_reduce(torch.sparse_coo_tensor(one_place, torch.ones(1), (4,)) if rank else torch.ones(4))
-    for op, dtype in ((dist.ReduceOp.MAX, torch.float32), (dist.ReduceOp.AVG, torch.int64)):
-        with pytest.raises(UsageError, match="sparse tensors can be reduced with SUM"):
+    for op, dtype, said in ((dist.ReduceOp.MAX, torch.float32, "max"), (dist.ReduceOp.AVG, torch.int64, "mean")):
+        with pytest.raises(UsageError, match=rf"sparse tensors can be reduced with SUM .* only, got {said} of {dtype}"):
             dist.all_reduce(_tensor(rank, dtype), op)
     with pytest.raises(UsageError, match=r"layout torch\.sparse_coo"):
         dist.broadcast(_tensor(rank, torch.float32), 0)

@@ -308,9 +308,7 @@ def test_a_tensor_that_does_not_fit_ends_every_rank_at_once(
 ) -> None:
     def work(backend: Backend) -> None:
         state = {**Model().apply(init_fn()).state_dict(), name: value} if backend.rank == 0 else {}
-        expected = (
-            (error, own) if backend.rank == 0 else (UsageError, f"filling {others} with rank 0's initial_state failed on rank 0")
-        )
+        expected = (error, own) if backend.rank == 0 else (UsageError, f"filling {others} with rank 0's initial_state failed on rank 0")
         with pytest.raises(expected[0], match=expected[1]):
             FSDP(on_meta(Model), backend, units=units, initial_state=state)
 
