@@ -17,9 +17,9 @@ from shardnet.transport.base import Mesh
 
 def _letters(mail: Mail | None) -> str:
     """What goes by letter, in words for a user."""
-    return (
-        "" if mail is None else ", through mailboxes in shared memory" if mail.lends else ", small ones through mailboxes in shared memory"
-    )
+    if mail is None:
+        return ""
+    return ", through mailboxes in shared memory" if mail.lends else ", small ones through mailboxes in shared memory"
 
 
 class ClusterBackend(MeshBackend):
