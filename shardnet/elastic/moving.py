@@ -6,9 +6,10 @@ from typing import Any
 import torch
 
 from shardnet.backend import Backend
+from shardnet.backend.gather import gather_json
 from shardnet.elastic.choice import Choice, sources
 from shardnet.elastic.generation import plain
-from shardnet.errors import ProtocolError
+from shardnet.errors import ProtocolError, UsageError
 from shardnet.state.piece import Piece, Span, join
 from shardnet.zero.codec import decode, encode
 
@@ -20,7 +21,8 @@ _ALIGNMENT = 16
 async def move(
     backend: Backend, choice: Choice, wanted: Sequence[Mapping[str, Span]], held: Sequence[Piece], sizes: Mapping[str, int]
 ) -> dict[str, Piece]:
-    """Fetch the pieces that this rank wants, by name. A collective.
+    """Fetch the pieces that this rank wants, by name. A collective. Raises UsageError on all ranks if one of them has pieces that cannot be
+    cut, or gets pieces that cannot be joined.
 
     wanted  for each rank the spans that it wants, by name
     held    what this rank has of the chosen state; the result may share its memory
@@ -29,8 +31,13 @@ async def move(
     for piece in held:
         own.setdefault(piece.span.name, []).append(piece)
     arrived: dict[str, Piece] = {}
+    problem: str | None = None  # of this rank; the others go on until all have been told
     for names in _batches(sizes):
-        asked = [[_find(own[span.name], span) for span in _asked(me, choice, rank, spans, names)] for rank, spans in enumerate(wanted)]
+        asked: list[list[Piece]] = [[] for _ in wanted]
+        try:
+            asked = [[_find(own[span.name], span) for span in _asked(me, choice, rank, spans, names)] for rank, spans in enumerate(wanted)]
+        except UsageError as error:
+            problem = str(error)
         incoming = await _exchange(backend, [encode(plain(pieces if rank != me else [])) for rank, pieces in enumerate(asked)])
         parts: dict[str, list[Piece]] = {}
         for piece in asked[me]:  # these stay where they are
@@ -38,7 +45,12 @@ async def move(
         for header, payload in incoming:
             for name, start, stop, state in decode(header, payload):
                 parts.setdefault(name, []).append(Piece(Span(name, start, stop), state))
-        arrived |= {name: join(sorted(pieces, key=lambda piece: piece.span.start)) for name, pieces in parts.items()}
+        try:
+            arrived |= {name: join(sorted(pieces, key=lambda piece: piece.span.start)) for name, pieces in parts.items()}
+        except UsageError as error:
+            problem = str(error)
+    if problems := [told for told in await gather_json(backend, problem, "check that the state moved") if told is not None]:
+        raise UsageError(problems[0])
     if missing := [span for name, span in wanted[me].items() if name not in arrived or arrived[name].span != span]:
         raise ProtocolError(f"the pieces from other ranks do not make up {missing[0]}")
     return arrived

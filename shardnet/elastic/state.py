@@ -185,7 +185,11 @@ class State:
         mine = next((each for each in self._generations() if each.mark == choice.mark), None)
         if mine is self._next:
             self._committed, self._next = self._next, self._committed
-        arrived = await move(everyone, choice, wanted, [] if mine is None else mine.pieces(), sizes)
+        try:
+            arrived = await move(everyone, choice, wanted, [] if mine is None else mine.pieces(), sizes)
+        except UsageError:
+            await self._cluster.backend.aclose()  # with goodbyes, as all ranks end here
+            raise
         local = None if mine is None else mine.local.value()
         leading = await give_all(everyone, choice.ranks[0], local and {"shared": local["shared"], "rest": local["rest"]})
         rest = leading["rest"] if local is None else local["rest"]

@@ -307,6 +307,29 @@ async def _pass(backend: Backend) -> None:
         await backend.barrier()
 
 
+async def test_state_that_one_rank_alone_cannot_join_is_refused_on_all() -> None:
+    """Three elements over two ranks: the first rank gets two, each with a state that belongs to it alone; the second one gets one."""
+
+    async def train(cluster: Cluster, state: State, life: Life) -> None:
+        model = await cluster.shard(nn.Linear(1, 3, bias=False))
+        optimizer = torch.optim.SGD(model.parameters())
+        await state.resume(model, optimizer)
+        for parameter in model.parameters():
+            optimizer.state[parameter] = {"scales": torch.ones(2)}
+        await state.commit(1)
+        if life is unlucky:
+            raise Died
+        await _pass(cluster.backend)
+
+    async with crew() as members:
+        lives_ = [members.hire(train, least=2, most=3) for _ in range(3)]
+        unlucky = lives_[-1]
+        await members.wait()
+    for life in lives_[:-1]:
+        assert isinstance(life.error, UsageError)
+        assert "the optimizer's scales of 0/weight has 2 elements for a slice of 1" in str(life.error)
+
+
 async def test_state_that_does_not_fit_on_one_rank_alone_is_refused_on_all() -> None:
     """The others would take that rank for lost."""
 
