@@ -262,7 +262,9 @@ async def test_a_checkpoint_without_a_module(tmp_path: Path) -> None:
             raise NotImplementedError
 
     async def work(backend: Backend) -> None:
-        await Checkpoints(backend, tmp_path, Counter()).save(1)
+        checkpoints = Checkpoints(backend, tmp_path, Counter())
+        await checkpoints.save(1)
+        await checkpoints.wait()
 
     async with loopback_cluster(1) as ranks:
         await each_rank(ranks, work)

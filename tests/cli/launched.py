@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-PATIENCE_S = 30.0  # far longer than anything here takes; only a hang reaches it
+PATIENCE_S = 60.0  # far longer than anything here takes; only a hang reaches it
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,7 +56,7 @@ def test_issue(tmp_path: Path, options: list[str], identity: Identity, capsys: p
     [
         (
             ["issue", "{}/nowhere", "x"],
-            "shardnet certs: cannot read {}/nowhere/authority.pem: No such file or directory; `shardnet certs init`",
+            "shardnet certs: cannot read {}/nowhere/authority.pem: No such file or directory; make it with `shardnet certs init`",
         ),
         (["issue", "{}", "node-0"], "shardnet certs: {}/node-0/authority.pem exists and is never overwritten"),
         (["issue", "{}", "../x"], "shardnet certs: NAME must be usable as a folder's name, without '/', and not '.' or '..', got '../x'"),
@@ -64,7 +64,7 @@ def test_issue(tmp_path: Path, options: list[str], identity: Identity, capsys: p
         (["issue", "{}", "y", "--days", "4000"], "shardnet certs: the authority itself expires on"),
         (["init", "{}/new", "--days", "9999999"], "shardnet certs: cannot make this certificate"),
         (["init", "{}"], "shardnet certs: {}/authority.pem exists"),
-        (["show", "{}/x"], "shardnet certs: cannot read {}/x/authority.pem: No such file or directory; `shardnet certs issue` makes it"),
+        (["show", "{}/x"], "shardnet certs: cannot read {}/x/authority.pem: No such file or directory; make it with `shardnet certs issue`"),
         (
             ["show", "{}"],
             "shardnet certs: {} is the folder of an authority; name the folder of one certificate in it, such as {}/rendezvous",

@@ -108,7 +108,7 @@ def let_the_authority_expire(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("harm", "text"),
     [
-        (remove, r"cannot read .*key\.pem: No such file or directory; `shardnet certs issue` makes it"),
+        (remove, r"cannot read .*key\.pem: No such file or directory; make it with `shardnet certs issue`"),
         (damage, "not a certificate or key in PEM form"),
         (empty, "not a certificate or key in PEM form"),
         (protect, "or the key has a password"),
