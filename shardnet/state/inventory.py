@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 import torch
 
 from shardnet.errors import UsageError
-from shardnet.state.parts import Whole, parts_of
+from shardnet.state.part import Whole
+from shardnet.state.parts import parts_of
 from shardnet.state.piece import Piece, Span
 
 Tensor = torch.Tensor
