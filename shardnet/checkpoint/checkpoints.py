@@ -32,12 +32,13 @@ from shardnet.checkpoint.idle_thread import Leisure, in_idle_thread
 from shardnet.checkpoint.manifest import Manifest
 from shardnet.checkpoint.rank_file import FileEntry, write_rank_file
 from shardnet.checkpoint.reading import Reading, read
-from shardnet.errors import CheckpointError, ShardnetError, UsageError
+from shardnet.errors import CheckpointError, ClosedError, CollectiveError, ShardnetError, UsageError
 from shardnet.state import Inventory, Piece, Snapshot, Span, random_state, set_random_state
 from shardnet.unbroken import unbroken
 
 log = logging.getLogger(__name__)
 DISK_S = 24 * 3600.0  # a disk may take its time; a dead rank is noticed in any case
+_ADVICE = "await Checkpoints.wait() before the cluster closes, to end with a checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ class Checkpoints:
         self._inventory = Inventory(things)
         self._snapshot = Snapshot()
         self._turn = asyncio.Lock()  # of whoever exchanges messages of these checkpoints; a save keeps it until the copy is taken
-        self._writing: asyncio.Task[None] | None = None
+        self._writing: asyncio.Task[ShardnetError | None] | None = None
         self._leisure = Leisure()
         self._duties: dict[Span, int] = {}
         self._sizes: dict[str, int] | None = None  # of the parameters that the duties are for
@@ -94,12 +95,13 @@ class Checkpoints:
             await unbroken(self._save(number, values), f"a save of step {number}", self._backend.abort)
 
     async def _save(self, step: int, values: dict[str, Any]) -> None:
+        made = secrets.token_hex(8)  # rank 0's is the new checkpoint's id
         what = f"the checkpoint of step {step} cannot be written"
-        checkpoint: str = (await self._on_all(what, self._make_room, label=f"checkpoint of step {step}", timeout_s=None))[0]
         try:
+            checkpoint: str = (await self._on_all(what, self._make_room, made, label=f"checkpoint of step {step}", timeout_s=None))[0]
             await self._copy(f"the state of step {step} cannot be saved", checkpoint, step, values)
         except BaseException:
-            await asyncio.to_thread(self._remove, checkpoint)
+            await asyncio.to_thread(self._remove, made)
             raise
         self._leisure = Leisure()
         self._writing = asyncio.create_task(self._write(step, checkpoint), name=f"checkpoint of step {step}")
@@ -115,7 +117,8 @@ class Checkpoints:
         if (writing := self._writing) is not None:
             await self._let_end()
             self._writing = None
-            writing.result()
+            if (lost := writing.result()) is not None:
+                raise lost
 
     async def _let_end(self) -> None:
         """Wait until the save that is under way has ended, but leave its outcome to `wait`."""
@@ -133,12 +136,10 @@ class Checkpoints:
             if not writing.cancelled() and (error := writing.exception()) is not None:
                 log.info("a checkpoint was not finished: %s", error)
 
-    def _make_room(self) -> str | None:
-        """The id of a new checkpoint, on rank 0."""
-        if self._backend.rank != 0:
-            return None
-        checkpoint = secrets.token_hex(8)
-        self._folder.begin(checkpoint)
+    def _make_room(self, checkpoint: str) -> str:
+        """Make the folder of a new checkpoint, on rank 0. Returns its id."""
+        if self._backend.rank == 0:
+            self._folder.begin(checkpoint)
         return checkpoint
 
     async def _copy(self, what: str, checkpoint: str, step: int, values: dict[str, Any]) -> None:
@@ -174,8 +175,30 @@ class Checkpoints:
         if rank == 0:
             self._contents = self._manifest(checkpoint, step)
 
-    async def _write(self, step: int, checkpoint: str) -> None:
-        """See [Note: the parts of a save]. Raises CheckpointError on all ranks if it fails on any."""
+    async def _write(self, step: int, checkpoint: str) -> ShardnetError | None:
+        """See [Note: the parts of a save]. Raises CheckpointError on all ranks if it fails on any.
+
+        Returns the error that there is no cluster any more, or not all of it: a program that ends need not wait for its last save, and
+        asyncio reports what a task has raised where nobody waits for it.
+        """
+        try:
+            await self._write_files(step, checkpoint)
+        except asyncio.CancelledError:
+            if self._writing is not None:  # otherwise by `abandon`
+                self._say_unfinished(step, f"the program has ended; {_ADVICE}")
+            raise
+        except ClosedError as error:
+            self._say_unfinished(step, f"{error}; {_ADVICE}")
+            return error
+        except CollectiveError as error:
+            self._say_unfinished(step, str(error))
+            return error
+        return None
+
+    def _say_unfinished(self, step: int, why: str) -> None:
+        log.log(logging.INFO if self._backend.rank else logging.WARNING, "the checkpoint of step %d was not finished: %s", step, why)
+
+    async def _write_files(self, step: int, checkpoint: str) -> None:
         what = f"the checkpoint of step {step} was not written"
         try:
             entries = await self._on_all(what, self._write_file, checkpoint, run=in_idle_thread)

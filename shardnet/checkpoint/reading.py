@@ -15,6 +15,7 @@ from shardnet.state import Inventory, Piece, Span, covered, join
 
 log = logging.getLogger(__name__)
 _NAMED = 3  # parameters in an error message
+_COMPILED = "_orig_mod."  # torch's name for the module in an OptimizedModule
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ def read(path: Path, inventory: Inventory, rank: int) -> Reading:
     sizes = inventory.sizes()
     inventory.check_kinds(manifest.kinds, f"when {path} was saved")
     if sizes != manifest.sizes:
-        raise UsageError(f"{path} was saved from another model: {_difference(manifest.sizes, sizes)}")
+        raise UsageError(f"{path} was saved from another model: {_difference(manifest.sizes, sizes)}{_hint(manifest.sizes, sizes)}")
     _check_wholes(path, manifest, inventory, log_casts=rank == 0)
     holders = manifest.holders()
     check_covered(path, manifest, holders)
@@ -108,6 +109,13 @@ def _check_wholes(path: Path, manifest: Manifest, inventory: Inventory, *, log_c
 def _difference(saved: dict[str, int], now: dict[str, int]) -> str:
     names = sorted(name for name in {*saved, *now} if saved.get(name) != now.get(name))
     return _shown([f"{_own(name)} had {saved.get(name, 'no')} elements and has {now.get(name, 'none')}" for name in names])
+
+
+def _hint(saved: Mapping[str, int], now: Mapping[str, int]) -> str:
+    """What to do if a model differs from itself."""
+    if {name.replace(_COMPILED, "") for name in saved} != {name.replace(_COMPILED, "") for name in now}:
+        return ""
+    return f"; torch.compile(module) puts {_COMPILED!r} into the names of parameters: compile with module.compile(), which keeps them"
 
 
 def _shown(phrases: Sequence[str]) -> str:

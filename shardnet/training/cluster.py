@@ -92,13 +92,18 @@ class Cluster:
     def telemetry(self) -> Telemetry:
         return self.backend.telemetry
 
-    async def shard(self, module: nn.Module, units: UnitChoice = None, **options: Unpack[ShardingOptions]) -> AsyncFSDP:
-        """Shard a module over the cluster; see `FSDP` for the arguments. All ranks must call it; concurrent calls take turns, in the order
-        in which they were made. A call that is cancelled while it works goes on to its end, since the other ranks take part in it, or to
-        the end of the cluster. The model is closed with the cluster; if you no longer need it before that, call `aclose` or drop it."""
+    async def shard(self, module: nn.Module, units: UnitChoice = None, *, label: str = "", **options: Unpack[ShardingOptions]) -> AsyncFSDP:
+        """Shard a module over the cluster; see `FSDP` for the arguments. All ranks must call it, and several tasks must do so in the same
+        order; concurrent calls take turns, in the order in which they were made. Modules of different shapes in different orders raise
+        CollectiveMismatch, as do different labels; without labels, ranks could take modules of the same shapes for each other.
+
+        A call that is cancelled while it works goes on to its end, since the other ranks take part in it, or to the end of the cluster. The
+        model is closed with the cluster; if you no longer need it before that, call `aclose` or drop it."""
 
         async def make() -> AsyncFSDP:
             try:
+                if label:
+                    await self.backend.barrier(label=f"shard {label!r}")
                 model = await AsyncFSDP(module, self.backend, units=units, **options)
                 self._models.add(model)
                 return model

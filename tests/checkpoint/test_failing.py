@@ -1,6 +1,8 @@
 """Saves and loads that fail, are cancelled, or lose a rank: all ranks hear of it, and the checkpoint before is there."""
 
 import asyncio
+import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,11 @@ import torch
 from shardnet import AsyncFSDP, unbroken
 from shardnet.backend import Backend
 from shardnet.checkpoint import Checkpoints
+from shardnet.checkpoint import checkpoints as checkpoints_module
 from shardnet.checkpoint.folder import Folder
 from shardnet.checkpoint.looking import whole_weights
 from shardnet.checkpoint.manifest import Manifest
-from shardnet.errors import CheckpointError, CollectiveMismatch, PeerLost, UsageError
+from shardnet.errors import CheckpointError, ClosedError, CollectiveMismatch, PeerLost, UsageError
 from shardnet.testing import each_error, each_rank, local_cluster
 from tests.checkpoint.saving import names_in, saved
 from tests.fsdp.models import Weighted
@@ -161,6 +164,45 @@ async def test_ranks_that_save_different_steps(tmp_path: Path) -> None:
     async with local_cluster(2) as ranks:
         errors = await each_error(ranks, work)
     assert all(isinstance(error, CollectiveMismatch) for error in errors)
+    assert names_in(tmp_path) == set()
+
+
+@pytest.mark.parametrize("ends", ["the cluster", "the task"])
+async def test_a_save_that_is_not_finished_when_the_program_ends_is_told(
+    ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, and not as an exception of a task that nobody has retrieved."""
+    written = asyncio.Event()
+
+    async def write(function: Callable[..., object], *arguments: object) -> object:
+        await written.wait()
+        return await asyncio.to_thread(function, *arguments)
+
+    monkeypatch.setattr(checkpoints_module, "in_idle_thread", write)
+    saves: list[Checkpoints] = []
+
+    async def work(backend: Backend) -> None:
+        async with AsyncFSDP(Weighted(), backend) as model:
+            saves.append(Checkpoints(backend, tmp_path, model))
+            await saves[-1].save(1)
+
+    async with local_cluster(2) as ranks:
+        await each_rank(ranks, work)
+        if ends == "the task":
+            for each in saves:
+                assert each._writing is not None
+                each._writing.cancel()
+    written.set()
+    for each in saves:
+        assert each._writing is not None
+        await asyncio.wait([each._writing])
+    told = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    (line,) = told
+    assert line.startswith("the checkpoint of step 1 was not finished: ")
+    assert "await Checkpoints.wait() before the cluster closes" in line
+    if ends == "the cluster":
+        with pytest.raises(ClosedError):
+            await saves[0].wait()
 
 
 async def test_a_rank_is_lost_while_a_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,3 +287,22 @@ async def test_another_model_other_things_and_wrong_calls(tmp_path: Path) -> Non
         for error in await each_error(ranks, lambda rank: load(rank, False)):
             assert isinstance(error, UsageError)
             assert "was saved from another model: weight had 4 elements and has 5" in str(error)
+            assert "torch.compile" not in str(error)
+
+
+async def test_a_model_that_torch_compile_has_renamed(tmp_path: Path) -> None:
+    async def save(backend: Backend) -> None:
+        async with AsyncFSDP(Weighted(), backend) as model:
+            await saved(Checkpoints(backend, tmp_path, model), 1)
+
+    async def load(backend: Backend) -> None:
+        async with AsyncFSDP(torch.compile(Weighted(), backend="eager"), backend) as model:
+            await Checkpoints(backend, tmp_path, model).load()
+
+    async with local_cluster(2) as ranks:
+        await each_rank(ranks, save)
+        for error in await each_error(ranks, load):
+            assert isinstance(error, UsageError)
+            assert "_orig_mod.weight had no elements and has 4, weight had 4 elements and has none; torch.compile(module) puts" in str(
+                error
+            )

@@ -64,7 +64,10 @@ def test_issue(tmp_path: Path, options: list[str], identity: Identity, capsys: p
         (["issue", "{}", "y", "--days", "4000"], "shardnet certs: the authority itself expires on"),
         (["init", "{}/new", "--days", "9999999"], "shardnet certs: cannot make this certificate"),
         (["init", "{}"], "shardnet certs: {}/authority.pem exists"),
-        (["show", "{}/x"], "shardnet certs: cannot read {}/x/authority.pem: No such file or directory; make it with `shardnet certs issue`"),
+        (
+            ["show", "{}/x"],
+            "shardnet certs: cannot read {}/x/authority.pem: No such file or directory; make it with `shardnet certs issue`",
+        ),
         (
             ["show", "{}"],
             "shardnet certs: {} is the folder of an authority; name the folder of one certificate in it, such as {}/rendezvous",

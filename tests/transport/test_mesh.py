@@ -136,7 +136,9 @@ class TestFrames:
             async with theatre() as stage:
                 handle = stage.backend.all_reduce(torch.ones(4))
                 await stage.send_bytes(frame)
-                with pytest.raises(PeerLost, match=r"rank 1 \(127.0.0.1:\d+\) lost during all_reduce #0: .*(not a valid chunk|checksum)") as caught:
+                with pytest.raises(
+                    PeerLost, match=r"rank 1 \(127.0.0.1:\d+\) lost during all_reduce #0: .*(not a valid chunk|checksum)"
+                ) as caught:
                     await handle
                 assert caught.value.rank == 1
                 assert (await stage.stream.refusal())[0] is grpc.StatusCode.DATA_LOSS
