@@ -113,7 +113,8 @@ def _difference(saved: dict[str, int], now: dict[str, int]) -> str:
 
 def _hint(saved: Mapping[str, int], now: Mapping[str, int]) -> str:
     """What to do if a model differs from itself."""
-    if {name.replace(_COMPILED, "") for name in saved} != {name.replace(_COMPILED, "") for name in now}:
+    was, is_now = ({name.replace(_COMPILED, "") for name in names} for names in (saved, now))
+    if saved.keys() == now.keys() or was != is_now:
         return ""
     return f"; torch.compile(module) puts {_COMPILED!r} into the names of parameters: compile with module.compile(), which keeps them"
 

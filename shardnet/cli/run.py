@@ -196,7 +196,12 @@ def run_job(job: Job) -> int:
     """Launch in the foreground; returns the exit status. Raises UsageError or AddressError for SHARDNET_* variables that make no sense."""
     allow_many_files()  # the launcher needs some for each worker, and each worker some for each other worker
     # Read as the first worker will read them. Here an error is one line: each worker would report it with a traceback.
-    Settings.from_environment(worker_environment(job, 0, job.rendezvous or _TO_COME))
+    settings = Settings.from_environment(worker_environment(job, 0, job.rendezvous or _TO_COME))
+    if job.nproc > 1 and settings.has_fixed_port:
+        raise UsageError(
+            f"SHARDNET_LISTEN or SHARDNET_ADVERTISE fixes one port for {job.nproc} workers of this machine; set only a host, or start one "
+            "worker with --nproc 1"
+        )
     ask = functools.partial(worker_stats, security=job.protection.security(Role.OPERATOR))
     with Console() as console:
         security = job.protection.security(Role.RENDEZVOUS)

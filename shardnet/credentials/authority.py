@@ -138,7 +138,9 @@ def check(authority: bytes, certificate: bytes, key: bytes) -> Credentials:
     now = datetime.now(UTC)
     for what, each in (("certificate", own), ("authority", trusted)):
         if now >= each.not_valid_after_utc:
-            raise CredentialsError(f"the {what} has expired on {each.not_valid_after_utc:%Y-%m-%d %H:%M} UTC; {_REMEDY[what]}")
+            raise CredentialsError(
+                f"the {what} has expired on {each.not_valid_after_utc:%Y-%m-%d %H:%M} UTC; {_REMEDY[what]}, or check this machine's clock"
+            )
         if now < each.not_valid_before_utc:
             raise CredentialsError(
                 f"the {what} is not valid before {each.not_valid_before_utc:%Y-%m-%d %H:%M} UTC; check this machine's clock"

@@ -14,6 +14,11 @@ class Waiting:
     min_world_size: int
     max_world_size: int
 
+    @property
+    def is_full(self) -> bool:
+        """Whether the job has all of its workers, and the receiver is one more that waits for a place."""
+        return self.joined > self.max_world_size
+
 
 @dataclass(frozen=True, slots=True)
 class Assigned:

@@ -296,7 +296,8 @@ class Job:
         if request.wish != self._wish.wish:
             raise JoinRefused(
                 f"{request.address} asks for {request.wish} workers, but job {self.name!r} was started with {self._wish.wish} by "
-                f"{self._wish.address}; start all workers of a job with the same world size",
+                f"{self._wish.address}; start all workers of a job with the same world size, and all or none of them as elastic "
+                "(--min-workers, --restarts)",
                 Refusal.WISH,
             )
 

@@ -90,9 +90,12 @@ class Joining:
 
     def _may_pass(self, refusal: JoinRefused, tries: int) -> bool:
         """Whether the refusal is about something that is gone already, but that the rendezvous takes for alive until its keepalive fails:
-        this worker's own last lease, or the worker that it replaces in an elastic job."""
+        this worker's own last lease, or the worker that it replaces in an elastic job. Or about members that may come back to a rendezvous
+        that was started again, and are soon given up."""
         if refusal.reason == Refusal.DUPLICATE_INCARNATION:
             return tries > 1
+        if refusal.reason == Refusal.ABSENT:
+            return True
         return self._request.elastic and refusal.reason in (Refusal.DUPLICATE_WORKER, Refusal.DUPLICATE_ADDRESS)
 
     async def _try(self) -> tuple[Lease, Topology]:
@@ -133,6 +136,8 @@ class Joining:
             log.warning(
                 "the rendezvous at %s does not take this worker yet (%s); trying for %g s", self._address, self._refusal, self._patience_s
             )
+        elif self._waiting is not None and self._waiting.is_full:
+            log.warning("job %r has all of its %s workers; this one waits for a place", self._request.job, self._request.wish)
         elif self._waiting is None:
             log.warning("no rendezvous answers at %s yet; trying for %g s", self._address, self._patience_s)
         else:
@@ -153,7 +158,13 @@ class Joining:
             return self._refusal
         if waiting is None:
             return self._unavailable(f"no answer within the join timeout of {self._timeouts.join_s:g} s")
+        if waiting.is_full:
+            return JoinTimeout(
+                f"job {self._request.job!r} at {self._address} has all of its {self._request.wish} workers, and no place became free "
+                f"within {self._timeouts.join_s:g} s"
+            )
         return JoinTimeout(
             f"job {self._request.job!r}: only {waiting.joined} of {self._request.wish} workers joined at {self._address} within "
-            f"{self._timeouts.join_s:g} s; start the missing ones, or allow fewer with min_world_size"
+            f"{self._timeouts.join_s:g} s; start the missing ones (the log of the rendezvous names those that it has refused), or allow "
+            "fewer with min_world_size"
         )

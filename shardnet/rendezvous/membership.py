@@ -64,7 +64,10 @@ class Registry:
         if job is None:
             self._make_room()
             job = Job(request.job, self._forgotten_epoch, self._settle_s, self._first_world_size)
-        notices = job.join(request, now)
+        try:
+            notices = job.join(request, now)
+        except JoinRefused as refusal:
+            raise self._for_now(job, refusal) from None
         self._jobs[request.job] = self._job_of[request.incarnation] = job
         if self._job_of.get(request.previous) is job and not job.has(request.previous):
             del self._job_of[request.previous]  # the new membership has replaced the previous one
@@ -150,6 +153,17 @@ class Registry:
     def status(self, job: str = "") -> tuple[JobStatus, ...]:
         """One job (or none, if it is unknown), or all of them, the oldest first."""
         return tuple(replace(j.status(), absent=self._absent_from(j)) for name, j in self._jobs.items() if job in ("", name))
+
+    def _for_now(self, job: Job, refusal: JoinRefused) -> JoinRefused:
+        """The same refusal, or another one if the job may have a place as soon as absent members are given up."""
+        absent = self._absent_from(job)
+        if not absent or refusal.reason not in (Refusal.FULL, Refusal.RUNNING):
+            return refusal
+        return JoinRefused(
+            f"job {job.name!r} may still be running: {absent} of its workers have not come back since the rendezvous was started again; "
+            "they are given up within seconds, so try again then",
+            Refusal.ABSENT,
+        )
 
     def _absent_from(self, job: Job) -> int:
         return sum(self._job_of[incarnation] is job for incarnation in self._absent)

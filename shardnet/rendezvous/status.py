@@ -21,6 +21,7 @@ CODES = {
     Refusal.DUPLICATE_WORKER: grpc.StatusCode.ALREADY_EXISTS,
     Refusal.IDENTITY: grpc.StatusCode.PERMISSION_DENIED,
     Refusal.FULL: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Refusal.ABSENT: grpc.StatusCode.FAILED_PRECONDITION,
     Refusal.RUNNING: grpc.StatusCode.FAILED_PRECONDITION,
     Refusal.ENDED: grpc.StatusCode.FAILED_PRECONDITION,
     Refusal.UNKNOWN: grpc.StatusCode.NOT_FOUND,

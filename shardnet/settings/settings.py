@@ -227,6 +227,11 @@ class Settings:
         address = Address.parse(self.metrics)
         return str(address.with_port(address.port + self.local_rank) if address.port else address)
 
+    @property
+    def has_fixed_port(self) -> bool:
+        """Whether `listen` or `advertise` says at which port, so that only one worker of a machine can have these settings."""
+        return bool(self.advertise) or (bool(self.listen) and Address.parse(_with_port(self.listen)).port != 0)
+
     async def listen_address(self) -> str:
         """host:port to bind; port 0 if the system should choose. Waits until the rendezvous' name is known, up to `connect_s`."""
         if not self.listen:

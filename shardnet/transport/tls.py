@@ -229,7 +229,7 @@ _WORDS = {
     "TLSV1_ALERT_UNKNOWN_CA": "it does not trust the authority of this process's certificate",
     "TLSV13_ALERT_CERTIFICATE_REQUIRED": "it requires a certificate of this process, which has sent none",
     "SSLV3_ALERT_CERTIFICATE_EXPIRED": "it considers this process's certificate expired; compare the clocks of both machines",
-    "SSLV3_ALERT_BAD_CERTIFICATE": "it does not accept this process's certificate",
+    "SSLV3_ALERT_BAD_CERTIFICATE": "it does not accept this process's certificate, which may not be valid yet by its clock",
     "SSLV3_ALERT_CERTIFICATE_UNKNOWN": "it does not accept this process's certificate",
     "SSLV3_ALERT_UNSUPPORTED_CERTIFICATE": "it does not accept this process's certificate",
     "TLSV1_ALERT_DECRYPT_ERROR": "it does not accept this process's certificate, which another authority of the same name has signed",
@@ -242,8 +242,13 @@ _WORDS = {
     "NO_SHARED_CIPHER": "it does not support TLS 1.3",
 }
 
+# OpenSSL's X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED.
+_BY_THE_CLOCK = {9: "is not valid yet", 10: "has expired"}
+
 
 def _explain(error: ssl.SSLError) -> str:
     if isinstance(error, ssl.SSLCertVerificationError):
+        if (wrong := _BY_THE_CLOCK.get(error.verify_code)) is not None:
+            return f"its certificate {wrong} by this machine's clock; compare the clocks of both machines"
         return f"its certificate is not one of this cluster's: {error.verify_message}"
     return _WORDS.get(error.reason or "", f"TLS: {(error.reason or str(error)).lower().replace('_', ' ')}")

@@ -20,7 +20,7 @@ from shardnet.checkpoint import Checkpoints
 from shardnet.checkpoint.looking import problems, whole_weights
 from shardnet.checkpoint.manifest import NAME, Manifest
 from shardnet.cli.main import main
-from shardnet.errors import UsageError
+from shardnet.errors import CheckpointError, UsageError
 from shardnet.testing import each_rank, loopback_cluster, same_bits
 from shardnet.zero import ZeroOptimizer
 from tests.training.workers import PATIENCE_S
@@ -269,4 +269,19 @@ async def test_a_checkpoint_without_a_module(tmp_path: Path) -> None:
     async with loopback_cluster(1) as ranks:
         await each_rank(ranks, work)
     with pytest.raises(UsageError, match="step-00000001 has no module, so there are no weights to export"):
+        whole_weights(tmp_path / "step-00000001")
+
+
+async def test_a_checkpoint_that_lacks_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(backend: Backend) -> None:
+        async with AsyncFSDP(net(0), backend) as model:
+            checkpoints = Checkpoints(backend, tmp_path, model)
+            await checkpoints.save(1)
+            await checkpoints.wait()
+
+    async with loopback_cluster(2) as ranks:
+        await each_rank(ranks, work)
+    holders = Manifest.holders
+    monkeypatch.setattr(Manifest, "holders", lambda manifest: {name: held[1:] for name, held in holders(manifest).items()})
+    with pytest.raises(CheckpointError, match=r"step-00000001 lacks a part of 0/"):
         whole_weights(tmp_path / "step-00000001")

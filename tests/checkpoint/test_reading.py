@@ -150,6 +150,22 @@ async def test_what_does_not_fit_changes_nothing(
         await each_rank(backends, load)
 
 
+async def test_what_does_not_fit_on_one_rank_changes_nothing_on_any(tmp_path: Path) -> None:
+    await save(tmp_path, 2)
+
+    async def load(backend: Backend) -> None:
+        async with AsyncFSDP(Scaled(4, 6), backend) as model:
+            optimizer = Blockwise(model.parameters(), lr=0.1)
+            (parameter,) = model.parameters()
+            nn.init.ones_(parameter)
+            with pytest.raises(UsageError, match=r"rank 1: weight had shape \[2\] before"):
+                await Checkpoints(backend, tmp_path, model, optimizer, Scaled(2 + backend.rank)).load()
+            assert same_bits(parameter.detach(), torch.ones(parameter.numel()))
+
+    async with local_cluster(2) as backends:
+        await each_rank(backends, load)
+
+
 async def test_what_is_converted_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     await save(tmp_path, 2)
 

@@ -89,6 +89,21 @@ def test_a_variable_that_makes_no_sense_is_told_in_one_line_before_anybody_is_st
     assert (result.status, result.out, result.err) == (2, "", complaint)
 
 
+@pytest.mark.parametrize(("name", "value"), [("SHARDNET_LISTEN", "127.0.0.1:7001"), ("SHARDNET_ADVERTISE", "10.0.0.1:7001")])
+def test_workers_of_one_machine_cannot_share_a_port(name: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Told before anybody is started; a host alone is fine, and a port is for one worker."""
+    program = script(tmp_path, "print('started')")
+    monkeypatch.setenv(name, value)
+    result = shardnet(tmp_path, "run", "--nproc", "2", program)
+    complaint = "shardnet run: SHARDNET_LISTEN or SHARDNET_ADVERTISE fixes one port for 2 workers of this machine; set only a host"
+    assert (result.status, result.out) == (2, "")
+    assert result.err.startswith(complaint)
+    assert shardnet(tmp_path, "run", program).out == "[0] started\n"
+    if name == "SHARDNET_LISTEN":
+        monkeypatch.setenv(name, "127.0.0.1")
+        assert shardnet(tmp_path, "run", "--nproc", "2", program).status == 0
+
+
 def test_what_the_launcher_says_itself_may_be_anything_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARDNET_WORLD_SIZE", "many")
     result = shardnet(tmp_path, "run", "--nproc", "2", script(tmp_path, "print(os.environ['SHARDNET_WORLD_SIZE'])"))

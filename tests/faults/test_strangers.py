@@ -35,7 +35,7 @@ def signed_elsewhere() -> Credentials:
 STRANGERS: dict[str, tuple[Callable[[], Security], str]] = {
     "no certificate": (lambda: Security(credentials=nameless()), "it sent no certificate"),
     "wrong authority": (lambda: Security(credentials=signed_elsewhere()), "its certificate is not one of this cluster's"),
-    "expired": (lambda: Security(credentials=expired()), "its certificate is not one of this cluster's: certificate has expired"),
+    "expired": (lambda: Security(credentials=expired()), "its certificate has expired by this machine's clock; compare the clocks"),
     "plaintext": (Security, "it does not begin with TLS, which this port requires"),
 }
 

@@ -72,6 +72,22 @@ def test_joiners_wait_for_those_that_have_not_come_back(store: Store) -> None:
     store.close()
 
 
+def test_a_job_is_not_full_of_members_that_have_not_come_back(store: Store) -> None:
+    """It may be over: its workers ended while there was no rendezvous, and are now started again."""
+    before = Registry(settle_s=SETTLE, store=store)
+    for number in range(2):
+        before.join(worker(number), 0.0)
+    after = Registry(settle_s=SETTLE, store=store)
+    after.restore(until=100.0)
+    with pytest.raises(JoinRefused, match="2 of its workers have not come back since the rendezvous was started again") as refused:
+        after.join(worker(7), 90.0)
+    assert refused.value.reason == Refusal.ABSENT
+    after.tick(100.0)
+    after.join(worker(7), 100.0)
+    assert {world.epoch for world in assigned(after.join(worker(8), 100.0)).values()} == {2}
+    store.close()
+
+
 def restored_after_its_end(store: Store) -> Registry:
     """A rendezvous that is started again after both workers of a job have said goodbye."""
     before = Registry(settle_s=SETTLE, store=store)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from shardnet.config import Timeouts
-from shardnet.errors import JoinRefused
+from shardnet.errors import JoinRefused, JoinTimeout
 from shardnet.rendezvous.client import Membership, join
 from shardnet.rendezvous.events import Ended, JobState, Joiners, Lost, Notice, Waiting
 from shardnet.rendezvous.job import MISSED_S
@@ -292,6 +292,19 @@ async def test_a_restart_waits_until_the_rendezvous_has_seen_the_end_of_the_one_
         await third.die()
         assert await second.rank() == 0
         await second.leave()
+
+
+async def test_a_spare_is_told_that_it_waits_for_a_place(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not that others are missing, which are all there."""
+    monkeypatch.setattr("shardnet.rendezvous.joining.PATIENCE_S", 0.2)
+    async with rendezvous(settle_s=SETTLE_S) as server:
+        member = Person(server.address, elastic(0, least=1, most=1))
+        await member.joined
+        spare = join(server.address, elastic(1, least=1, most=1), timeouts=replace(Timeouts.for_tests(), join_s=1.0))
+        with pytest.raises(JoinTimeout, match=r"has all of its 1 elastic worker.*and no place became free within 1 s"):
+            await spare.__aenter__()
+        await member.leave()
+    assert "job 'job' has all of its 1 elastic worker" in caplog.text
 
 
 @pytest.mark.parametrize("limit", ["connect_s", "join_s"])

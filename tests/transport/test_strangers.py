@@ -64,13 +64,21 @@ async def worker(protection: Security) -> AsyncIterator[Host]:
 
 
 def expired() -> Credentials:
-    """A worker's certificate that has expired."""
+    return _good_between(-2, -1)
+
+
+def early() -> Credentials:
+    return _good_between(1, 2)
+
+
+def _good_between(first: int, last: int) -> Credentials:
+    """A worker's certificate that is good between these days, counted from now."""
     key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
     uri, name = x509.UniformResourceIdentifier("shardnet:worker:lm:n"), x509.DNSName("member.shardnet")
     certificate = (
         x509.CertificateBuilder(authority().certificate.subject, x509.Name([]), key.public_key(), 1)
-        .not_valid_before(now - timedelta(days=2))
-        .not_valid_after(now - timedelta(days=1))
+        .not_valid_before(now + timedelta(days=first))
+        .not_valid_after(now + timedelta(days=last))
         .add_extension(x509.SubjectAlternativeName([uri, name]), critical=False)
         .sign(authority().key, hashes.SHA256())
     )
@@ -106,11 +114,16 @@ def nameless() -> Credentials:
         ),
         (
             expired,
-            "its certificate is not one of this cluster's: certificate has expired",
+            "its certificate has expired by this machine's clock; compare the clocks of both machines",
             "it considers this process's certificate expired",
         ),
+        (
+            early,
+            "its certificate is not valid yet by this machine's clock; compare the clocks of both machines",
+            "it does not accept this process's certificate, which may not be valid yet by its clock",
+        ),
     ],
-    ids=["no certificate", "wrong authority", "expired"],
+    ids=["no certificate", "wrong authority", "expired", "early"],
 )
 @on_shared_loop
 async def test_who_is_not_let_in(
