@@ -150,6 +150,29 @@ async def test_what_does_not_fit_changes_nothing(
         await each_rank(backends, load)
 
 
+async def test_a_part_of_a_slice_does_not_get_what_belongs_to_the_slice(tmp_path: Path) -> None:
+    """Tensors in a list, of which nobody can know whether they belong to elements."""
+
+    async def save_whole(backend: Backend) -> None:
+        async with AsyncFSDP(Scaled(4, 6), backend) as model:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for parameter in model.parameters():
+                optimizer.state[parameter] = {"history": [torch.ones(24)]}
+            checkpoints = Checkpoints(backend, tmp_path, model, optimizer)
+            await checkpoints.save(1)
+            await checkpoints.wait()
+
+    async def load(backend: Backend) -> None:
+        async with AsyncFSDP(Scaled(4, 6), backend) as model:
+            with pytest.raises(UsageError, match="the optimizer's history of 0/weight has tensors in a list for a slice of 12"):
+                await Checkpoints(backend, tmp_path, model, torch.optim.SGD(model.parameters(), lr=0.1)).load()
+
+    async with local_cluster(1) as backends:
+        await each_rank(backends, save_whole)
+    async with local_cluster(2) as backends:
+        await each_rank(backends, load)
+
+
 async def test_what_does_not_fit_on_one_rank_changes_nothing_on_any(tmp_path: Path) -> None:
     await save(tmp_path, 2)
 
