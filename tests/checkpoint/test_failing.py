@@ -4,10 +4,11 @@ import asyncio
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from torch import nn
 
 from shardnet import AsyncFSDP, unbroken
 from shardnet.backend import Backend
@@ -296,7 +297,8 @@ async def test_a_model_that_torch_compile_has_renamed(tmp_path: Path) -> None:
             await saved(Checkpoints(backend, tmp_path, model), 1)
 
     async def load(backend: Backend) -> None:
-        async with AsyncFSDP(torch.compile(Weighted(), backend="eager"), backend) as model:
+        compiled = cast("nn.Module", torch.compile(Weighted(), backend="eager"))
+        async with AsyncFSDP(compiled, backend) as model:
             await Checkpoints(backend, tmp_path, model).load()
 
     async with local_cluster(2) as ranks:
