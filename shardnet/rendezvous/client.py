@@ -89,6 +89,7 @@ class Membership:
         self._lease: Lease | None = None
         self._watch: asyncio.Task[None] | None = None  # owned: awaited by _close
         self._topology: Topology | None = None
+        self._superseded = False
         self._leaving = False  # if true, the lease ends because this worker wants it
         self._joiners = 0
         self._away = False  # the rendezvous cannot be reached, or does not know this membership
@@ -132,6 +133,11 @@ class Membership:
         finally:
             await self._close()
 
+    def supersede(self) -> None:
+        """This worker asks for its next membership: if this one's lease breaks from now on, it does not come back to the rendezvous, which
+        may know only the next one. The lease stays until then. Any thread."""
+        self._superseded = True
+
     def abort(self) -> None:
         """Give the membership up at once, without a goodbye. Synchronous, on the loop; `aclose` must still follow."""
         self._leaving = True
@@ -144,13 +150,15 @@ class Membership:
             try:
                 await self._listen(lease)
             except (LeaseBroken, ShardnetError) as error:
-                if self._leaving:
+                if self._leaving or self._superseded:
                     return
                 self._away, self._joiners = True, 0
                 self._warn(f"is gone ({error}); the run goes on, but no worker can join and no new epoch can form until it is back")
             try:
                 lease = await self._come_back()
             except ShardnetError as error:
+                if self._superseded:
+                    return
                 self._warn(f"does not take this worker back, and will not tell the others if this worker is lost: {error}")
                 return
 

@@ -297,6 +297,8 @@ class _Connected:
                 missing=missing,
                 replacement=settings.replacement,
             )
+            if after is not None:
+                after.supersede()
             membership = join(settings.rendezvous, request, timeouts=settings.timeouts, on_lost=obituaries.add, security=self._security)
             try:
                 await loop.run_here(membership.__aenter__())

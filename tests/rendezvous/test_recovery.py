@@ -225,3 +225,29 @@ async def test_a_rendezvous_without_its_state_says_so_once(caplog: pytest.LogCap
     said = [record.getMessage() for record in caplog.records]
     assert sum("is gone" in line for line in said) == 2
     assert sum("does not take this worker back" in line and "shardnet rendezvous --state" in line for line in said) == 2
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@on_shared_loop
+async def test_a_membership_with_a_successor_does_not_come_back(when: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The rendezvous, which may be away when a worker asks for its next membership, need not know this one any more."""
+    async with rendezvous() as server:
+        address = server.address
+        people = [Person(address, worker(number)) for number in range(2)]
+        memberships = [await person.joined for person in people]
+        if when == "before":
+            for membership in memberships:
+                membership.supersede()
+    async with asyncio.timeout(TIMEOUTS.join_s):
+        while when == "after" and not all(membership._away for membership in memberships):  # noqa: ASYNC110 - it is noticed soon
+            await asyncio.sleep(0.01)
+    for membership in memberships:
+        membership.supersede()
+    async with rendezvous(address):
+        await asyncio.wait([membership._watch for membership in memberships if membership._watch], timeout=TIMEOUTS.join_s)
+        assert all(membership._watch is not None and membership._watch.done() for membership in memberships)
+        for person in people:
+            await person.leave()
+    said = [record.getMessage() for record in caplog.records]
+    assert sum("is gone" in line for line in said) == (2 if when == "after" else 0)
+    assert not any("does not take this worker back" in line for line in said)
