@@ -195,6 +195,22 @@ class Fused(nn.Module):
         del state[f"{prefix}mean"]
 
 
+def test_a_hook_that_transposes_a_square_parameter() -> None:
+    """The view has the parameter's memory and shape, but is another tensor."""
+
+    def transpose(_: nn.Module, state: dict[str, Any], prefix: str, __: object) -> None:
+        state[f"{prefix}weight"] = state[f"{prefix}weight"].T
+
+    def work(backend: Backend) -> None:
+        module = nn.Linear(3, 3, bias=False)
+        with torch.no_grad():
+            module.weight.copy_(torch.arange(9.0).reshape(3, 3))
+        module.register_state_dict_post_hook(transpose)  # type: ignore[no-untyped-call]  # torch has no annotation for it
+        assert torch.equal(FSDP(module, backend).full_state_dict()["weight"], torch.arange(9.0).reshape(3, 3).T)
+
+    run_ranks(2, work)
+
+
 class Renaming(nn.Linear):
     """Loads states of an earlier version of itself."""
 

@@ -24,7 +24,7 @@ from shardnet.performance import (
     cluster_stats,
     measure_link,
 )
-from shardnet.telemetry import Telemetry
+from shardnet.telemetry import Telemetry, Track
 from shardnet.testing import each_rank, local_cluster, loopback_cluster
 from shardnet.transport.memory import MemoryMesh
 from shardnet.wire import Chunk
@@ -354,3 +354,25 @@ async def test_what_is_paused_is_not_compared_with_the_link() -> None:
     async with loopback_cluster(2, ranks_per_node=1) as backends:
         for mine in await each_rank(backends, work):
             assert mine.network_bytes == mine.bytes_sent == 16 * STEPS
+
+
+def test_a_rank_alone_waits_for_nobody() -> None:
+    """It is known, too: there was nothing to wait for."""
+    assert recorded_alone(pause=lambda _: None).exposed_s == 0.0
+
+
+def test_waiting_within_a_pause_does_not_count() -> None:
+    assert recorded_alone(pause=lambda telemetry: telemetry.record("wait", Track.EXPOSED, 0, 10**9)).exposed_s == 0.0
+
+
+def recorded_alone(pause: Callable[[Telemetry], None]) -> TrainingFigures:
+    """One step of a world of one, with a pause before it."""
+    (backend,) = LoopbackBackend.create_group(1)
+    weight = torch.nn.Parameter(torch.ones(4))
+    weight.grad = torch.ones(4)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    with PerformanceRecorder(backend, optimizer) as recorder:
+        with recorder.paused():
+            pause(backend.telemetry)
+        optimizer.step()
+    return recorder.figures()
