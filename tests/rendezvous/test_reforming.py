@@ -321,6 +321,19 @@ async def test_a_refusal_that_does_not_pass_is_raised_in_the_end(limit: str) -> 
         await first.leave()
 
 
+async def test_a_refusal_that_has_passed_is_forgotten(caplog: pytest.LogCaptureFixture) -> None:
+    async with rendezvous() as server:
+        first = Person(server.address, elastic(0, least=2, most=2))
+        await first.arrived.wait()
+        timeouts = replace(Timeouts.for_tests(), join_s=3.0)
+        second = Person(server.address, replace(elastic(1, least=2, most=2), address="10.0.0.1:7000"), timeouts)
+        while "refused" not in caplog.text:  # noqa: ASYNC110 - the rendezvous logs it
+            await asyncio.sleep(0.01)
+        await first.die()
+        with pytest.raises(JoinTimeout, match="only 1 of 2 elastic workers joined"):
+            await second.joined
+
+
 async def test_one_that_is_not_elastic_is_refused_at_once() -> None:
     async with rendezvous() as server:
         first = Person(server.address, worker(0, least=1, most=2))
