@@ -1,5 +1,6 @@
 """The next epoch of an elastic job: what workers are told, when it forms, and with which workers."""
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 

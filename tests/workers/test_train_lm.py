@@ -5,6 +5,7 @@ import json
 import math
 import re
 import sys
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -154,7 +155,9 @@ async def test_what_an_earlier_process_has_trained_is_not_time_of_this_one(book:
     async with shardnet.connect() as cluster:
         trainer = await trainer_of(cluster, options, book)
         journal = Journal(None)
+        before_s = time.perf_counter()
         journal.began(cluster, 1000, trainer.text, 12, 64, done=10, elapsed_s=3600.0)
+        assert journal.duration_s <= time.perf_counter() - before_s, "this process's, from here on"
         trainer.journal = journal
         await conclude(cluster, journal, trainer.model, trainer.optimizer, trainer.config, options)
         assert re.search(r"^trained 0 steps in 0 s: \d", capsys.readouterr().out, re.MULTILINE), "all had been trained already"
