@@ -55,10 +55,11 @@ def test_a_delay_is_that_of_a_step(cluster: ClusterRunner, processes: bool) -> N
 
 @both
 def test_a_slow_link_is_slow_from_then_on(cluster: ClusterRunner, processes: bool) -> None:
-    faults = Faults().link(Conditions(latency_s=0.6), rank=1, at_step=2)
-    results = cluster.run(training.counts, 2, args=(5,), processes=processes, faults=faults)
-    assert all(sum(took_s[2:]) > 1.0 for took_s in results), "three times 0.6 s, but the ranks need not begin a step together"
-    assert all(min(took_s[:2]) < 0.6 for took_s in results)
+    faults = Faults().link(Conditions(latency_s=0.4), rank=1, at_step=2)
+    results = cluster.run(training.counts, 2, args=(7,), processes=processes, faults=faults)
+    # Ranks need not begin a step together: one that is behind finds the other one's data there, so not all five steps are slow.
+    assert all(sum(took_s[2:]) > 0.7 for took_s in results), f"twice 0.4 s at least: {results}"
+    assert all(min(took_s[:2]) < 0.4 for took_s in results), f"not yet: {results}"
 
 
 @both
