@@ -378,6 +378,29 @@ def test_across_nodes_chunks_have_one_size() -> None:
     assert_refused(lambda rank: rank.all_reduce(torch.ones(160)), [(1, 0, 0, 64), (1, 0, 64, 4)])
 
 
+@pytest.mark.parametrize(
+    ("limits", "call"),
+    [
+        (LIMITS, lambda rank: rank.all_reduce(torch.ones(160))),
+        (LIMITS, lambda rank: rank.all_to_all(torch.ones(160))),
+        (Limits(), lambda rank: rank.all_reduce(torch.ones(160))),
+    ],
+    ids=["hierarchical", "exchange", "two shots"],
+)
+def test_an_error_in_a_sub_group_names_the_rank_of_the_mesh(limits: Limits, call: Callable[[Backend], Pending[torch.Tensor]]) -> None:
+    @on_shared_loop
+    async def run() -> None:
+        async with loopback_cluster(4, ranks_per_node=1, limits=limits) as ranks:
+            group, _ = (ranks[member].subgroup([1, 3]) for member in (1, 3))
+            handle = call(group)
+            await turns()
+            ranks[1]._board.on_chunk(3, Chunk(1, group._group.id, 0, 0, 4, bytes(8)))
+            with pytest.raises(ProtocolError, match="rank 3 sent 8 bytes"):
+                await handle
+
+    run()
+
+
 def assert_refused(
     call: Callable[[Backend], Pending[torch.Tensor]], chunks: list[tuple[int, int, int, int]], words: str = "", *, per_node: int = 2
 ) -> None:

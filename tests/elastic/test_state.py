@@ -1,6 +1,7 @@
 """State that survives an epoch's end with the training, and state that is refused."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
 import numpy as np
 import pytest
@@ -287,19 +288,10 @@ async def test_a_commit_that_is_cancelled_where_another_rank_does_not_come_ends_
 
 
 async def test_other_models_than_before_are_refused() -> None:
-    async def train(cluster: Cluster, state: State, life: Life) -> None:
-        model = await cluster.shard(nn.Linear(9, 2 if cluster.world_size == 3 else 3))
-        await state.resume(model)
-        if life is unlucky:
-            raise Died
-        await _pass(cluster.backend)
+    async def begin(cluster: Cluster, state: State) -> None:
+        await state.resume(await cluster.shard(nn.Linear(9, 2 if cluster.world_size == 3 else 3)))
 
-    async with crew() as members:
-        lives_ = [members.hire(train, least=2, most=3) for _ in range(3)]
-        unlucky = lives_[-1]
-        await members.wait()
-    for life in lives_[:-1]:
-        assert isinstance(life.error, StateError | UsageError | StateLost)
+    assert all(isinstance(error, StateError | UsageError | StateLost) for error in await _errors_after_a_loss(begin))
 
 
 async def _pass(backend: Backend) -> None:
@@ -307,44 +299,45 @@ async def _pass(backend: Backend) -> None:
         await backend.barrier()
 
 
+async def _errors_after_a_loss(begin: Callable[[Cluster, State], Awaitable[None]]) -> list[Exception | None]:
+    """What two workers raise that go on after a third one has died; all of them do `begin` in each epoch."""
+
+    async def train(cluster: Cluster, state: State, life: Life) -> None:
+        await begin(cluster, state)
+        if life is unlucky:
+            raise Died
+        await _pass(cluster.backend)
+
+    async with crew() as members:
+        *others, unlucky = [members.hire(train, least=2, most=3) for _ in range(3)]
+        await members.wait()
+    return [life.error for life in others]
+
+
 async def test_state_that_one_rank_alone_cannot_join_is_refused_on_all() -> None:
     """Three elements over two ranks: the first rank gets two, each with a state that belongs to it alone; the second one gets one."""
 
-    async def train(cluster: Cluster, state: State, life: Life) -> None:
+    async def begin(cluster: Cluster, state: State) -> None:
         model = await cluster.shard(nn.Linear(1, 3, bias=False))
         optimizer = torch.optim.SGD(model.parameters())
         await state.resume(model, optimizer)
         for parameter in model.parameters():
             optimizer.state[parameter] = {"scales": torch.ones(2)}
         await state.commit(1)
-        if life is unlucky:
-            raise Died
-        await _pass(cluster.backend)
 
-    async with crew() as members:
-        lives_ = [members.hire(train, least=2, most=3) for _ in range(3)]
-        unlucky = lives_[-1]
-        await members.wait()
-    for life in lives_[:-1]:
-        assert isinstance(life.error, UsageError)
-        assert "the optimizer's scales of 0/weight has 2 elements for a slice of 1" in str(life.error)
+    for error in await _errors_after_a_loss(begin):
+        assert isinstance(error, UsageError)
+        assert "the optimizer's scales of 0/weight has 2 elements for a slice of 1" in str(error)
 
 
 async def test_state_that_does_not_fit_on_one_rank_alone_is_refused_on_all() -> None:
     """The others would take that rank for lost."""
 
-    async def train(cluster: Cluster, state: State, life: Life) -> None:
+    async def begin(cluster: Cluster, state: State) -> None:
         is_odd = cluster.topology.epoch == 2 and cluster.rank == 1
         model = await cluster.shard(nn.Linear(2, 2))
         await state.resume(model, nn.Linear(2, 3 if is_odd else 2))
-        if life is unlucky:
-            raise Died
-        await _pass(cluster.backend)
 
-    async with crew() as members:
-        lives_ = [members.hire(train, least=2, most=3) for _ in range(3)]
-        unlucky = lives_[-1]
-        await members.wait()
-    for life in lives_[:-1]:
-        assert isinstance(life.error, UsageError)
-        assert "weight had shape [2, 2] before, which does not fit the model now; build the same model as before" in str(life.error)
+    for error in await _errors_after_a_loss(begin):
+        assert isinstance(error, UsageError)
+        assert "weight had shape [2, 2] before, which does not fit the model now; build the same model as before" in str(error)

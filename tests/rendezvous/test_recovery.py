@@ -14,6 +14,7 @@ from shardnet.rendezvous.client import status
 from shardnet.rendezvous.events import JobState, Joiners, Lost
 from shardnet.rendezvous.membership import ABSENT, Registry
 from shardnet.rendezvous.refusal import Refusal
+from shardnet.rendezvous.server import RendezvousServer
 from shardnet.rendezvous.store import SqliteStore, Store
 from tests.rendezvous.builders import assigned, to, worker
 from tests.rendezvous.people import TIMEOUTS, Person, rendezvous
@@ -86,6 +87,25 @@ def test_a_job_is_not_full_of_members_that_have_not_come_back(store: Store) -> N
     after.join(worker(7), 100.0)
     assert {world.epoch for world in assigned(after.join(worker(8), 100.0)).values()} == {2}
     store.close()
+
+
+@on_shared_loop
+async def test_workers_that_are_started_again_wait_until_those_before_are_given_up(tmp_path: Path) -> None:
+    """As where a whole job is stopped and started again while the rendezvous is away."""
+    state, timeouts = tmp_path / "rendezvous.db", replace(TIMEOUTS, lost_s=2.5)
+    async with RendezvousServer("127.0.0.1:0", timeouts=timeouts, store=SqliteStore(state)) as server:
+        address = server.address
+        before = [Person(address, worker(number)) for number in range(2)]
+        for person in before:
+            await person.joined
+    for person in before:
+        await person.die()
+    async with RendezvousServer(address, timeouts=timeouts, store=SqliteStore(state)):
+        after = [Person(address, worker(number)) for number in (7, 8)]
+        worlds = [(await person.joined).topology for person in after]
+        assert [(world.epoch, world.world_size) for world in worlds] == [(2, 2)] * 2
+        for person in after:
+            await person.leave()
 
 
 def restored_after_its_end(store: Store) -> Registry:
