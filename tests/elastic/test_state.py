@@ -314,20 +314,22 @@ async def _errors_after_a_loss(begin: Callable[[Cluster, State], Awaitable[None]
     return [life.error for life in others]
 
 
-async def test_state_that_one_rank_alone_cannot_join_is_refused_on_all() -> None:
-    """Three elements over two ranks: the first rank gets two, each with a state that belongs to it alone; the second one gets one."""
+@pytest.mark.parametrize(("numel", "scales", "slice_numel"), [(3, 2, 1), (5, 3, 2)], ids=["join", "cut"])
+async def test_state_that_one_rank_alone_cannot_cut_or_join_is_refused_on_all(numel: int, scales: int, slice_numel: int) -> None:
+    """Of three elements over two ranks the first rank gets two, each with a state that belongs to it alone, and the second one gets one. Of
+    five in slices of two, two and one, the one in the middle must be cut."""
 
     async def begin(cluster: Cluster, state: State) -> None:
-        model = await cluster.shard(nn.Linear(1, 3, bias=False))
+        model = await cluster.shard(nn.Linear(1, numel, bias=False))
         optimizer = torch.optim.SGD(model.parameters())
         await state.resume(model, optimizer)
         for parameter in model.parameters():
-            optimizer.state[parameter] = {"scales": torch.ones(2)}
+            optimizer.state[parameter] = {"scales": torch.ones(scales)}
         await state.commit(1)
 
     for error in await _errors_after_a_loss(begin):
         assert isinstance(error, UsageError)
-        assert "the optimizer's scales of 0/weight has 2 elements for a slice of 1" in str(error)
+        assert f"the optimizer's scales of 0/weight has {scales} elements for a slice of {slice_numel}" in str(error)
 
 
 async def test_state_that_does_not_fit_on_one_rank_alone_is_refused_on_all() -> None:
