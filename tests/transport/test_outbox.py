@@ -5,6 +5,7 @@ import itertools
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from shardnet.config import Limits, Timeouts
 from shardnet.credentials import Security
@@ -126,3 +127,12 @@ async def test_nor_once_it_was_accepted() -> None:
         assert await outbox.run(lambda: None) == "its connection broke (it was closed)"
         assert outbox.accepted
         assert opened.served.qsize() == 1
+
+
+@on_shared_loop
+async def test_nor_if_it_shows_no_certificate_where_the_member_has_one() -> None:
+    async with peer(accept) as opened:
+        opened.member = replace(opened.member, identity="shardnet:worker:job:node-1")
+        why = await outbox_to(opened).run(lambda: None)
+        assert why is not None
+        assert f"the process at {opened.member.address} is a process without a certificate, but the member at this address must be " in why

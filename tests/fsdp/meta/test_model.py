@@ -16,6 +16,8 @@ from shardnet.backend import Backend
 from shardnet.config import Timeouts
 from shardnet.errors import SizeMismatchError, UsageError
 from shardnet.fsdp import FSDP, MixedPrecision, memory_report
+from shardnet.fsdp.communicators import Communicators
+from shardnet.fsdp.meta.initial_values import InitialValues
 from shardnet.sharding import ShardingStrategy
 from tests.devices import TEST_DEVICE
 from tests.fsdp.conftest import START_S
@@ -328,6 +330,23 @@ def test_a_state_that_cannot_be_read_ends_every_rank() -> None:
             FSDP(on_meta(Model), backend, initial_state=state)
 
     run_ranks(2, work)
+
+
+def test_any_rank_that_fails_while_others_take_part_is_named() -> None:
+    """Rank 0 reads the state; another rank may lack memory for what it gets."""
+
+    def take(backend: Backend, comms: Communicators) -> None:
+        with InitialValues(None, {}, backend.rank).agreed("the buffers", comms):
+            if backend.rank == 1:
+                raise MemoryError("none left")
+
+    def work(backend: Backend) -> None:
+        comms = FSDP(nn.Linear(2, 2), backend)._comms
+        error, words = (MemoryError, "none left") if backend.rank == 1 else (UsageError, "failed on rank 1; the error there says why")
+        with pytest.raises(error, match=words):
+            take(backend, comms)
+
+    run_ranks(3, work)
 
 
 # --- memory of a process
