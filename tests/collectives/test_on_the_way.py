@@ -383,7 +383,7 @@ def test_across_nodes_chunks_have_one_size() -> None:
     [
         (LIMITS, lambda rank: rank.all_reduce(torch.ones(160))),
         (LIMITS, lambda rank: rank.all_to_all(torch.ones(160))),
-        (Limits(), lambda rank: rank.all_reduce(torch.ones(160))),
+        (Limits(eager_bytes=512), lambda rank: rank.all_reduce(torch.ones(160))),  # 640 bytes, in two blocks
     ],
     ids=["hierarchical", "exchange", "two shots"],
 )
