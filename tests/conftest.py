@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-import hypothesis  # noqa: F401 - its plugin imports it at the end of a run otherwise, deep in calls, at which Python 3.11 may fail (gh-106905)
+import hypothesis  # its plugin imports it at the end of a run otherwise, deep in calls, at which Python 3.11 may fail (gh-106905)
 import pytest
 
 import shardnet.quiet  # noqa: F401 - before grpc
@@ -27,6 +27,10 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 # inherit that, and a test that interrupts one would wait for ever.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+# No example has a deadline: on a busy machine any of them may wait for a processor.
+hypothesis.settings.register_profile("shardnet", deadline=None)
+hypothesis.settings.load_profile("shardnet")
 
 pytest_plugins = ["tests.guards"]
 

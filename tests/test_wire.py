@@ -75,13 +75,11 @@ def sample(data: Buffer = b"0123456789", control: mesh_pb2.Control | None = ANNO
     return Chunk(epoch=7, group=0xABCDEF0123456789, sequence=841, block=3, offset=1 << 33, data=data, control=control)
 
 
-@settings(deadline=None)
 @given(chunks)
 def test_bytes_are_those_that_protobuf_writes(chunk: Chunk) -> None:
     assert encode(chunk) == message_of(chunk).SerializeToString()
 
 
-@settings(deadline=None)
 @given(chunks)
 def test_round_trip(chunk: Chunk) -> None:
     assert_equal(decode(encode(chunk)), chunk)
@@ -173,7 +171,6 @@ def test_flipped_bits_among_zeros_are_noticed() -> None:
         assert_equal(got, chunk)
 
 
-@settings(deadline=None)
 @given(chunks, st.data())
 def test_truncated_frames_are_refused(chunk: Chunk, data: st.DataObject) -> None:
     frame = encode(chunk)
@@ -186,13 +183,13 @@ def test_truncated_frames_are_refused(chunk: Chunk, data: st.DataObject) -> None
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_garbage_raises_nothing_but_protocol_errors(frame: bytes) -> None:
     decode_or_refuse(frame)
 
 
 @given(st.binary(max_size=60), st.integers(0, U32))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_garbage_behind_a_good_head_raises_nothing_but_protocol_errors(behind: bytes, epoch: int) -> None:
     """The checksum fits, as from a broken or hostile sender."""
     decode_or_refuse(forged(behind, epoch))
@@ -251,7 +248,6 @@ def test_what_came_is_passed_on_as_it_came() -> None:
     assert wire.encode(decode(frame)) == (frame,)
 
 
-@settings(deadline=None)
 @given(chunks)
 def test_under_tls_there_is_no_checksum_and_nobody_looks(chunk: Chunk) -> None:
     opened = b"".join(wire.encode(chunk, sealed=False))

@@ -210,8 +210,12 @@ class Backend(ABC):
         """Finish what is under way, tell the peers, free everything. Safe to call twice."""
 
     @abstractmethod
-    def abort(self) -> None:
-        """Fail everything that is under way and close at once. Synchronous, safe in `finally` and from any thread."""
+    def abort(self, why: str = "") -> None:
+        """Fail everything that is under way and close at once. Synchronous, safe in `finally` and from any thread.
+
+        The other ranks lose this one. With `why`, in words about this rank ("its disk is full"), their errors say so: these words reach
+        each peer that takes them within 0.2 s.
+        """
 
     def disband(self, why: str) -> None:
         """End only this group, while other groups of the same ranks go on.

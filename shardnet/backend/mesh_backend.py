@@ -268,8 +268,8 @@ class MeshBackend(CheckedBackend):
         if not self._board.is_inherited:
             await self._board.loop.run_here(self._board.aclose())
 
-    def abort(self) -> None:
-        self._board.abort()
+    def abort(self, why: str = "") -> None:
+        self._board.abort(why)
 
     def disband(self, why: str) -> None:
         self._group.disband(why)

@@ -62,7 +62,8 @@ def _job(job: JobView) -> str:
     notes = [f", {job.joined - members} waiting for the next epoch"] if members and job.joined > members else []
     notes += [f", {job.absent} not back since the rendezvous was started again"] if job.absent else []
     head = f"job {job.job}: {job.state}, epoch {job.epoch}, {job.joined} of {wish} workers{''.join(notes)}{_routing(job.workers)}"
-    return f"{head}\n{_workers(job.workers)}" if job.workers else head
+    parts = [head, *([job.first_lost] if job.first_lost else []), *([_workers(job.workers)] if job.workers else [])]
+    return "\n".join(parts)
 
 
 def _workers(workers: Iterable[WorkerView]) -> str:

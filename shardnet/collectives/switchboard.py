@@ -34,6 +34,7 @@ from shardnet.config import Limits
 from shardnet.errors import ClosedError, InheritedError, ProtocolError, ShardnetError
 from shardnet.loop import LoopThread
 from shardnet.pb import mesh_pb2
+from shardnet.printable import printable
 from shardnet.telemetry import Telemetry
 from shardnet.transport.base import Mesh
 from shardnet.transport.shared_memory import Loan
@@ -66,6 +67,7 @@ class Switchboard:
         # called when all collectives have ended, with whether `abort` ended them; each returns futures for the threads yet to end
         self.at_end: list[Callable[[bool], list[asyncio.Future[None]]]] = []
         self._causes: dict[int, int] = {}  # global rank -> the one that it lost first; see [Note: the cause]
+        self._last_words: dict[int, str] = {}  # global rank -> why it has ended, as it said itself
         self.receivers = set[AnySource]()  # those with a receive that has no source yet
         self._lock = threading.Lock()  # over the next two: groups are made on any thread
         self._made: dict[tuple[tuple[int, ...], str], int] = {}  # how often a group of these members was made for this purpose
@@ -231,7 +233,7 @@ class Switchboard:
         if chunk.epoch != self.mesh.epoch:
             self.telemetry.count_stale()
         elif chunk.control is not None and chunk.control.HasField("loss"):
-            self._causes.setdefault(source, chunk.control.loss.rank)
+            self._hear_loss(source, chunk.control.loss)
         elif chunk.control is not None and chunk.control.HasField("goodbye"):
             self._on_goodbye(source, chunk.control.goodbye)
         else:
@@ -279,8 +281,16 @@ class Switchboard:
         """Tell another rank, on which a send or a receive has failed, that this one has heard of the failure; see [Note: turns]."""
         self.post(source, Chunk(self.mesh.epoch, channel, 0, control=mesh_pb2.Control(abort_heard=mesh_pb2.AbortHeard())))
 
-    def on_lost(self, rank: int, reason: str) -> None:
+    def _hear_loss(self, source: int, loss: mesh_pb2.Loss) -> None:
+        self._causes.setdefault(source, loss.rank)
+        if loss.last_words:
+            self._last_words.setdefault(loss.rank, printable(loss.last_words))
+
+    def on_lost(self, rank: int, reason: str, *, told: bool = False) -> None:
         if rank not in self.lost and not self._closed:
+            if told:
+                self._last_words[rank] = reason
+            reason = self._last_words.get(rank, reason)
             self._tell(rank)
             if self.cause(rank) not in map(self.cause, self.lost):  # ranks that leave because of one loss count as that loss
                 self.telemetry.losses += 1
@@ -292,7 +302,8 @@ class Switchboard:
             self.wake_receivers()
 
     def _tell(self, rank: int) -> None:
-        loss = mesh_pb2.Control(loss=mesh_pb2.Loss(rank=self.cause(rank)))
+        cause = self.cause(rank)
+        loss = mesh_pb2.Control(loss=mesh_pb2.Loss(rank=cause, last_words=self.last_words(cause)))
         for peer in self.mesh.peers:
             if peer != rank:
                 self.post(peer, Chunk(self.mesh.epoch, WORLD, 0, control=loss))
@@ -301,6 +312,10 @@ class Switchboard:
         """The rank to blame for the loss of `rank`: `rank` itself, or the one that it had lost before."""
         cause = self._causes.get(rank, rank)
         return cause if cause in self.mesh.peers else rank
+
+    def last_words(self, rank: int) -> str:
+        """Why a lost rank has ended, as it told this rank or another one; empty if it did not."""
+        return self._last_words.get(rank, "")
 
     def goodbye(self) -> mesh_pb2.Goodbye:
         """How far this rank has come in every group. Channels retired long ago are left out: they have ended for its peers, too."""
@@ -381,12 +396,12 @@ class Switchboard:
         begun.add_done_callback(lambda _: self.loop.call(ended.set_result, None))
         return ended
 
-    def abort(self) -> None:
-        """Fail what is under way and close the mesh at once. Any thread."""
+    def abort(self, why: str = "") -> None:
+        """Fail what is under way and close the mesh at once; the others are told why. Any thread."""
         if not self._closed:
             self._closed = True
             self.loop.call(self._fail_all)  # first; otherwise what is under way would take the closed mesh for a lost peer
-            self.mesh.abort()
+            self.mesh.abort(why)
 
     def _fail_all(self) -> None:
         for group in self._groups.values():

@@ -14,7 +14,7 @@ def peer_lost(board: "Switchboard", rank: int, name: str, reason: str = "") -> P
     """The error of the collective `name`, which cannot end without that global rank. `reason` replaces the reason of the rank's loss."""
     cause, reason = board.cause(rank), reason or board.lost[rank]
     if cause != rank:
-        reason = f"rank {rank} lost contact with it, and left"
+        reason = board.last_words(cause) or f"rank {rank} lost contact with it, and left"
     return PeerLost(f"{board.where()} rank {cause} ({board.mesh.address(cause)}) lost during {name}: {reason}", cause)
 
 

@@ -3,6 +3,9 @@
 # torch's stubs overload these methods with forms that it never calls on a subclass:
 # mypy: disable-error-code="override, assignment"
 
+import atexit
+import os
+import sys
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +20,7 @@ from shardnet.interop.registration import DEVICES
 from shardnet.interop.reordered import in_order
 from shardnet.interop.store import placed_world
 from shardnet.interop.world import World
+from shardnet.training.last_words import LastWords
 from shardnet.uncompiled import uncompiled
 
 _worlds: list[World] = []  # the worlds of which this process is a member: one at most
@@ -43,6 +47,17 @@ def create(options: Any) -> "ShardnetProcessGroup":
         return ShardnetProcessGroup(world.backend, world, options, owns=True)
     world = _worlds[0]
     return ShardnetProcessGroup(in_order(world.backend, ranks), world, options, owns=False)
+
+
+def _say_why() -> None:
+    """At the end of a program that an error has ended, tell the other ranks."""
+    error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)  # at a prompt, errors end nothing
+    for world in _worlds:
+        if error is not None and world.pid == os.getpid():
+            world.abort(LastWords.of(error).text)
+
+
+atexit.register(_say_why)
 
 
 @uncompiled

@@ -140,8 +140,8 @@ class Reordered(Backend):
     async def aclose(self) -> None:
         await self.ascending.aclose()
 
-    def abort(self) -> None:
-        self.ascending.abort()
+    def abort(self, why: str = "") -> None:
+        self.ascending.abort(why)
 
     def disband(self, why: str) -> None:
         self.ascending.disband(why)

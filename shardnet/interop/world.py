@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from shardnet.backend import Backend
-from shardnet.errors import ClosedError, ShardnetError, StateError, UsageError
+from shardnet.errors import ClosedError, StateError, UsageError
 from shardnet.interop.ends import Ends
 from shardnet.interop.meeting import meet
 from shardnet.loop import LoopThread
@@ -19,6 +19,7 @@ from shardnet.pb.store_pb2 import StoreReply, StoreRequest
 from shardnet.rendezvous.identity import new_incarnation
 from shardnet.settings import Settings
 from shardnet.topology import Topology
+from shardnet.training.last_words import LastWords
 from shardnet.training.seat import Seat
 from shardnet.training.station import Meet, open_station, take_seat
 from shardnet.transport.store_service import StoreClient, StoreService
@@ -35,6 +36,7 @@ class World:
     def __init__(self, seat: Seat, stack: AsyncExitStack, ask: Ask | None = None) -> None:
         """`ask` asks for the keys that rank 0 keeps, if the rendezvous has placed the ranks."""
         self.address = seat.topology.me.address  # host:port at which others reach this rank
+        self.pid = os.getpid()  # of the process that is the rank; a fork of it is not
         self.ends = Ends()
         self._seat = seat
         self._stack = stack  # closed after the seat
@@ -83,7 +85,7 @@ class World:
             try:
                 ask = None if keys is None else _asking(keys, seat.topology, settings, stack)
             except BaseException as error:
-                await seat.leave(error)
+                await seat.leave(LastWords.of(error))
                 raise
             return cls(seat, stack.pop_all(), ask)
         raise AssertionError("unreachable: the stack hides no error")
@@ -108,20 +110,20 @@ class World:
         """Finish running collectives, say goodbye to the other ranks, close the port. Safe to call again."""
         self._end(None)
 
-    def abort(self) -> None:
+    def abort(self, why: str = "its program has aborted the process group") -> None:
         """Fail running collectives, and close at once, without a goodbye. Safe to call again."""
-        self.backend.abort()  # also while a `close` in another thread waits for something
-        self._end(ClosedError("the process group was aborted"))
+        self.backend.abort(why)  # also while a `close` in another thread waits for something
+        self._end(LastWords(why))
 
-    def _end(self, error: ShardnetError | None) -> None:
+    def _end(self, words: LastWords | None) -> None:
         if not self._closed:
             self._closed = True
-            _wait(self._leave(error))
+            _wait(self._leave(words))
             self.ends.shutdown(wait=False)  # this may run in a callback on one of these threads
 
-    async def _leave(self, error: ShardnetError | None) -> None:
+    async def _leave(self, words: LastWords | None) -> None:
         async with self._stack:
-            await self._seat.leave(error)
+            await self._seat.leave(words)
 
 
 def _asking(keys: StoreService, topology: Topology, settings: Settings, stack: AsyncExitStack) -> Ask:

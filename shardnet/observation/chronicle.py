@@ -59,6 +59,8 @@ def _of_job(before: JobView, now: JobView) -> Iterator[tuple[str, bool]]:
         yield f"job {now.job}: epoch {now.epoch} with {sum(worker.state != GONE for worker in now.workers)} workers", False
     elif now.state != before.state:
         yield f"job {now.job}: {now.state}{LOST_WORDS if now.state == LOST else ''}", now.state == LOST
+    if now.first_lost not in ("", before.first_lost):
+        yield f"job {now.job}: {now.first_lost}", True
     known = {worker.address: worker for worker in before.workers}
     for worker in now.workers:
         if worker.address not in known:

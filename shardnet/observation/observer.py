@@ -53,6 +53,7 @@ class Observer:
             *(status.job, status.state, status.epoch, status.joined, status.min_world_size, status.max_world_size),
             workers=tuple(workers),
             absent=status.absent,
+            first_lost=status.first_lost,
         )
 
     async def _worker(self, rank: int, node: str, address: str) -> WorkerView:

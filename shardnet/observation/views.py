@@ -116,6 +116,7 @@ class JobView:
     max_world_size: int
     workers: tuple[WorkerView, ...] = ()
     absent: int = 0  # members that have not come back since the rendezvous was started again
+    first_lost: str = ""  # which member was lost first, in the last epoch that lost one, and why
 
 
 @dataclass(frozen=True, slots=True)

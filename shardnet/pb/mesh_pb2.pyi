@@ -42,7 +42,7 @@ class Chunk(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., group: _Optional[int] = ..., sequence: _Optional[int] = ..., block: _Optional[int] = ..., offset: _Optional[int] = ..., crc32c: _Optional[int] = ..., control: _Optional[_Union[Control, _Mapping]] = ..., padding: _Optional[bytes] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class Control(_message.Message):
-    __slots__ = ("announcement", "abort", "probe", "probe_reply", "goodbye", "loss", "window_offer", "window_answer", "window_released", "window_full", "loan_returned", "suspicion", "group_ended", "group_made", "abort_heard", "group_over", "window_piece", "loan", "placed")
+    __slots__ = ("announcement", "abort", "probe", "probe_reply", "goodbye", "loss", "window_offer", "window_answer", "window_released", "window_full", "loan_returned", "suspicion", "group_ended", "group_made", "abort_heard", "group_over", "last_words", "window_piece", "loan", "placed")
     ANNOUNCEMENT_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
     PROBE_FIELD_NUMBER: _ClassVar[int]
@@ -59,6 +59,7 @@ class Control(_message.Message):
     GROUP_MADE_FIELD_NUMBER: _ClassVar[int]
     ABORT_HEARD_FIELD_NUMBER: _ClassVar[int]
     GROUP_OVER_FIELD_NUMBER: _ClassVar[int]
+    LAST_WORDS_FIELD_NUMBER: _ClassVar[int]
     WINDOW_PIECE_FIELD_NUMBER: _ClassVar[int]
     LOAN_FIELD_NUMBER: _ClassVar[int]
     PLACED_FIELD_NUMBER: _ClassVar[int]
@@ -78,10 +79,11 @@ class Control(_message.Message):
     group_made: GroupMade
     abort_heard: AbortHeard
     group_over: GroupOver
+    last_words: LastWords
     window_piece: WindowPiece
     loan: Loan
     placed: Placed
-    def __init__(self, announcement: _Optional[_Union[Announcement, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ..., probe_reply: _Optional[_Union[ProbeReply, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., loss: _Optional[_Union[Loss, _Mapping]] = ..., window_offer: _Optional[_Union[WindowOffer, _Mapping]] = ..., window_answer: _Optional[_Union[WindowAnswer, _Mapping]] = ..., window_released: _Optional[_Union[WindowReleased, _Mapping]] = ..., window_full: _Optional[_Union[WindowFull, _Mapping]] = ..., loan_returned: _Optional[_Union[LoanReturned, _Mapping]] = ..., suspicion: _Optional[_Union[Suspicion, _Mapping]] = ..., group_ended: _Optional[_Union[GroupEnded, _Mapping]] = ..., group_made: _Optional[_Union[GroupMade, _Mapping]] = ..., abort_heard: _Optional[_Union[AbortHeard, _Mapping]] = ..., group_over: _Optional[_Union[GroupOver, _Mapping]] = ..., window_piece: _Optional[_Union[WindowPiece, _Mapping]] = ..., loan: _Optional[_Union[Loan, _Mapping]] = ..., placed: _Optional[_Union[Placed, _Mapping]] = ...) -> None: ...
+    def __init__(self, announcement: _Optional[_Union[Announcement, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ..., probe_reply: _Optional[_Union[ProbeReply, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., loss: _Optional[_Union[Loss, _Mapping]] = ..., window_offer: _Optional[_Union[WindowOffer, _Mapping]] = ..., window_answer: _Optional[_Union[WindowAnswer, _Mapping]] = ..., window_released: _Optional[_Union[WindowReleased, _Mapping]] = ..., window_full: _Optional[_Union[WindowFull, _Mapping]] = ..., loan_returned: _Optional[_Union[LoanReturned, _Mapping]] = ..., suspicion: _Optional[_Union[Suspicion, _Mapping]] = ..., group_ended: _Optional[_Union[GroupEnded, _Mapping]] = ..., group_made: _Optional[_Union[GroupMade, _Mapping]] = ..., abort_heard: _Optional[_Union[AbortHeard, _Mapping]] = ..., group_over: _Optional[_Union[GroupOver, _Mapping]] = ..., last_words: _Optional[_Union[LastWords, _Mapping]] = ..., window_piece: _Optional[_Union[WindowPiece, _Mapping]] = ..., loan: _Optional[_Union[Loan, _Mapping]] = ..., placed: _Optional[_Union[Placed, _Mapping]] = ...) -> None: ...
 
 class Announcement(_message.Message):
     __slots__ = ("signature", "send_bytes", "expect_bytes", "grant", "released", "posted")
@@ -188,10 +190,18 @@ class ProbeReply(_message.Message):
     def __init__(self, id: _Optional[int] = ..., entered: _Optional[bool] = ..., next_sequence: _Optional[int] = ..., last_signature: _Optional[str] = ..., waits_in: _Optional[str] = ...) -> None: ...
 
 class Loss(_message.Message):
-    __slots__ = ("rank",)
+    __slots__ = ("rank", "last_words")
     RANK_FIELD_NUMBER: _ClassVar[int]
+    LAST_WORDS_FIELD_NUMBER: _ClassVar[int]
     rank: int
-    def __init__(self, rank: _Optional[int] = ...) -> None: ...
+    last_words: str
+    def __init__(self, rank: _Optional[int] = ..., last_words: _Optional[str] = ...) -> None: ...
+
+class LastWords(_message.Message):
+    __slots__ = ("why",)
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    why: str
+    def __init__(self, why: _Optional[str] = ...) -> None: ...
 
 class Suspicion(_message.Message):
     __slots__ = ("rank", "gone")

@@ -128,6 +128,22 @@ class LeaveReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class FailRequest(_message.Message):
+    __slots__ = ("job", "incarnation", "why", "follows")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    FOLLOWS_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    incarnation: str
+    why: str
+    follows: bool
+    def __init__(self, job: _Optional[str] = ..., incarnation: _Optional[str] = ..., why: _Optional[str] = ..., follows: _Optional[bool] = ...) -> None: ...
+
+class FailReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class StatusRequest(_message.Message):
     __slots__ = ("job",)
     JOB_FIELD_NUMBER: _ClassVar[int]
@@ -141,7 +157,7 @@ class StatusReply(_message.Message):
     def __init__(self, jobs: _Optional[_Iterable[_Union[JobStatus, _Mapping]]] = ...) -> None: ...
 
 class JobStatus(_message.Message):
-    __slots__ = ("job", "state", "epoch", "joined", "min_world_size", "max_world_size", "members", "absent")
+    __slots__ = ("job", "state", "epoch", "joined", "min_world_size", "max_world_size", "members", "absent", "first_lost")
     JOB_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -150,6 +166,7 @@ class JobStatus(_message.Message):
     MAX_WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     ABSENT_FIELD_NUMBER: _ClassVar[int]
+    FIRST_LOST_FIELD_NUMBER: _ClassVar[int]
     job: str
     state: str
     epoch: int
@@ -158,4 +175,5 @@ class JobStatus(_message.Message):
     max_world_size: int
     members: _containers.RepeatedCompositeFieldContainer[Member]
     absent: int
-    def __init__(self, job: _Optional[str] = ..., state: _Optional[str] = ..., epoch: _Optional[int] = ..., joined: _Optional[int] = ..., min_world_size: _Optional[int] = ..., max_world_size: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., absent: _Optional[int] = ...) -> None: ...
+    first_lost: str
+    def __init__(self, job: _Optional[str] = ..., state: _Optional[str] = ..., epoch: _Optional[int] = ..., joined: _Optional[int] = ..., min_world_size: _Optional[int] = ..., max_world_size: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., absent: _Optional[int] = ..., first_lost: _Optional[str] = ...) -> None: ...

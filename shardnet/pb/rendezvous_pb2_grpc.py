@@ -44,6 +44,11 @@ class RendezvousStub:
                 request_serializer=shardnet_dot_pb_dot_rendezvous__pb2.LeaveRequest.SerializeToString,
                 response_deserializer=shardnet_dot_pb_dot_rendezvous__pb2.LeaveReply.FromString,
                 _registered_method=True)
+        self.Fail = channel.unary_unary(
+                '/shardnet.v1.Rendezvous/Fail',
+                request_serializer=shardnet_dot_pb_dot_rendezvous__pb2.FailRequest.SerializeToString,
+                response_deserializer=shardnet_dot_pb_dot_rendezvous__pb2.FailReply.FromString,
+                _registered_method=True)
         self.Status = channel.unary_unary(
                 '/shardnet.v1.Rendezvous/Status',
                 request_serializer=shardnet_dot_pb_dot_rendezvous__pb2.StatusRequest.SerializeToString,
@@ -61,6 +66,12 @@ class RendezvousServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Leave(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Fail(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -84,6 +95,11 @@ def add_RendezvousServicer_to_server(servicer, server):
                     servicer.Leave,
                     request_deserializer=shardnet_dot_pb_dot_rendezvous__pb2.LeaveRequest.FromString,
                     response_serializer=shardnet_dot_pb_dot_rendezvous__pb2.LeaveReply.SerializeToString,
+            ),
+            'Fail': grpc.unary_unary_rpc_method_handler(
+                    servicer.Fail,
+                    request_deserializer=shardnet_dot_pb_dot_rendezvous__pb2.FailRequest.FromString,
+                    response_serializer=shardnet_dot_pb_dot_rendezvous__pb2.FailReply.SerializeToString,
             ),
             'Status': grpc.unary_unary_rpc_method_handler(
                     servicer.Status,
@@ -145,6 +161,33 @@ class Rendezvous:
             '/shardnet.v1.Rendezvous/Leave',
             shardnet_dot_pb_dot_rendezvous__pb2.LeaveRequest.SerializeToString,
             shardnet_dot_pb_dot_rendezvous__pb2.LeaveReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Fail(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardnet.v1.Rendezvous/Fail',
+            shardnet_dot_pb_dot_rendezvous__pb2.FailRequest.SerializeToString,
+            shardnet_dot_pb_dot_rendezvous__pb2.FailReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 # The longest pause between tries to return to a rendezvous that was gone: nobody can join before its members are back. The channel waits up
 # to 1.2 s between its own tries, and the two pauses add up.
 RETURN_S = 0.5
+_FAIL_S = 0.5  # how long a process that ends by an error waits for the rendezvous to hear why
 OnLost = Callable[[int, str, bool], None]  # (rank, reason, left): a member is gone; left: it said goodbye
 
 
@@ -129,7 +130,8 @@ class Membership:
         try:
             if self._watch is not None and not self._away and not self._leaving:
                 self._leaving = True
-                await self._say_goodbye()
+                leave = pb.LeaveRequest(job=self._request.job, incarnation=self._request.incarnation)
+                await self._tell("Leave", leave, self._timeouts.drain_s)
         finally:
             await self._close()
 
@@ -137,6 +139,17 @@ class Membership:
         """This worker asks for its next membership: if this one's lease breaks from now on, it does not come back to the rendezvous, which
         may know only the next one. The lease stays until then. Any thread."""
         self._superseded = True
+
+    async def fail(self, why: str, *, follows: bool = False) -> None:
+        """Give the membership up, and tell the rendezvous why, if it hears that at once; `aclose` must still follow. `follows`: it follows
+        from the end of another member."""
+        try:
+            if self._watch is not None and not self._away and not self._leaving:
+                self._leaving = True
+                job, incarnation = self._request.job, self._request.incarnation
+                await self._tell("Fail", pb.FailRequest(job=job, incarnation=incarnation, why=why, follows=follows), _FAIL_S)
+        finally:
+            self.abort()
 
     def abort(self) -> None:
         """Give the membership up at once, without a goodbye. Synchronous, on the loop; `aclose` must still follow."""
@@ -204,17 +217,14 @@ class Membership:
         except Exception:
             log.exception("on_lost failed for rank %d", lost.rank)
 
-    async def _say_goodbye(self) -> None:
+    async def _tell(self, method: str, message: pb.LeaveRequest | pb.FailRequest, timeout_s: float) -> None:
+        """Tell the rendezvous how this membership ends, if it can be reached."""
         assert self._channel is not None
-        leave = self._channel.unary_unary(
-            f"/{messages.SERVICE}/Leave",
-            request_serializer=pb.LeaveRequest.SerializeToString,
-            response_deserializer=pb.LeaveReply.FromString,
-        )
+        call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(f"/{messages.SERVICE}/{method}")
         try:
-            await leave(pb.LeaveRequest(job=self._request.job, incarnation=self._request.incarnation), timeout=self._timeouts.drain_s)
+            await call(message.SerializeToString(), timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
-            log.info("could not say goodbye to the rendezvous at %s: %s", self._address, error.code().name)
+            log.info("the rendezvous at %s does not hear why this worker goes: %s", self._address, error.code().name)
 
     async def _close(self) -> None:
         watch, self._watch = self._watch, None

@@ -81,3 +81,4 @@ class JobStatus:
     max_world_size: int
     members: tuple[Member, ...]  # the live ones by rank; empty unless RUNNING
     absent: int = 0  # how many of the members have not come back since the rendezvous was started again
+    first_lost: str = ""  # which member was lost first, in the last epoch that lost one, and why

@@ -1,7 +1,7 @@
 """`Job`: the membership of one job, as a pure state machine. No I/O, no clock: time comes in as an argument."""
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Self
 
 from shardnet.errors import JoinRefused
@@ -14,6 +14,19 @@ from shardnet.topology import Member, Topology
 
 REFORMS = "it forms the next epoch"
 MISSED_S = 2.0  # how much later than the others a member that is only slow may notice that a collective has failed
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A member that went without a goodbye."""
+
+    epoch: int
+    member: Member
+    reason: str
+    follows: bool  # from another one, of which the rendezvous may hear later
+
+    def __str__(self) -> str:
+        return f"epoch {self.epoch} lost rank {self.member.rank} ({self.member.address}) first: {self.reason}"
 
 
 class Job:
@@ -54,6 +67,7 @@ class Job:
         self._missed: set[str] = set()  # see [Note: the stuck]
         self._ended = False  # see [Note: the end]
         self._was_lost = False  # the last member went before the training had ended
+        self._loss: Loss | None = None  # the first one of the last epoch that had any
         self._wish: JoinRequest | None = None  # of the worker that started the forming: its sizes hold for all
         self._last_arrival_s = 0.0
 
@@ -82,14 +96,17 @@ class Job:
         enough = request.max_world_size if self.ever_ran else self._first_world_size or request.max_world_size
         return self._form() if len(self._live) >= enough else self._tell_waiting()
 
-    def remove(self, incarnation: str, reason: str, *, left: bool) -> list[Notice]:
-        """A worker left or vanished: a joiner's place is free again; if it was a member, the others are told."""
+    def remove(self, incarnation: str, reason: str, *, left: bool, follows: bool = False) -> list[Notice]:
+        """A worker left or vanished: a joiner's place is free again; if it was a member, the others are told. `follows`: it went because
+        another one had gone."""
         request = self._live.pop(incarnation)
         self._former_ranks.pop(incarnation, None)
         member = self._members.pop(incarnation, None)
         notices: list[Notice] = []
         if member is not None and not left:
             self._vanished[incarnation] = (request, member)
+            if self._loss is None or self._loss.epoch != self.epoch or self._loss.follows > follows:
+                self._loss = Loss(self.epoch, member, reason, follows)
         elif member is not None and self._elastic:
             notices += self._end()
         if not self._live:
@@ -110,6 +127,8 @@ class Job:
         if found is None or not _is_same(found[0], request) or self.state is JobState.FORMING:
             return False
         del self._vanished[request.incarnation]
+        if self._loss is not None and self._loss.member.incarnation == request.incarnation:
+            self._loss = None
         self._live[request.incarnation], self._members[request.incarnation] = found
         self.state = JobState.RUNNING
         return True
@@ -226,6 +245,7 @@ class Job:
             min_world_size=wish.min_world_size if wish else 0,
             max_world_size=wish.max_world_size if wish else 0,
             members=tuple(sorted(self._members.values(), key=lambda m: m.rank)),
+            first_lost=str(self._loss or ""),
         )
 
     def _reform(self) -> list[Notice]:

@@ -130,6 +130,12 @@ class Registry:
         home = self._job_of.get(incarnation)
         return self._remove(incarnation, LEFT, left=True) if home is not None and home.name == job else []
 
+    def fail(self, job: str, incarnation: str, why: str, *, follows: bool = False) -> list[Notice]:
+        """A member ends without a goodbye, and says why, and whether that follows from the end of another member. Nothing happens if it is
+        not a member."""
+        home = self._job_of.get(incarnation)
+        return self._remove(incarnation, why, left=False, follows=follows) if home is not None and home.name == job else []
+
     def vanish(self, incarnation: str) -> list[Notice]:
         """A member's connection broke. Nothing happens if it left before."""
         return self._remove(incarnation, VANISHED, left=False) if incarnation in self._job_of else []
@@ -168,10 +174,10 @@ class Registry:
     def _absent_from(self, job: Job) -> int:
         return sum(self._job_of[incarnation] is job for incarnation in self._absent)
 
-    def _remove(self, incarnation: str, reason: str, *, left: bool) -> list[Notice]:
+    def _remove(self, incarnation: str, reason: str, *, left: bool, follows: bool = False) -> list[Notice]:
         job = self._job_of.pop(incarnation)
         self._absent.pop(incarnation, None)
-        notices = job.remove(incarnation, reason, left=left)
+        notices = job.remove(incarnation, reason, left=left, follows=follows)
         for notice in notices:
             if isinstance(notice.event, Ended):
                 del self._job_of[notice.to]

@@ -2,6 +2,7 @@
 
 from shardnet.errors import JoinRefused, ProtocolError, UsageError
 from shardnet.pb import rendezvous_pb2 as pb
+from shardnet.printable import printable
 from shardnet.rendezvous.events import Assigned, Ended, Event, JobState, JobStatus, Joiners, Lost, Waiting
 from shardnet.rendezvous.refusal import Refusal
 from shardnet.rendezvous.request import PROTOCOL, JoinRequest, check_protocol
@@ -100,6 +101,7 @@ def write_status(status: JobStatus) -> pb.JobStatus:
         max_world_size=status.max_world_size,
         members=[_write_member(m) for m in status.members],
         absent=status.absent,
+        first_lost=status.first_lost,
     )
 
 
@@ -121,6 +123,7 @@ def read_status(message: pb.JobStatus) -> JobStatus:
         max_world_size=message.max_world_size,
         members=tuple(_read_member(m) for m in message.members),
         absent=message.absent,
+        first_lost=printable(message.first_lost),
     )
 
 

@@ -1,7 +1,8 @@
 """`shardnet.v1.Rendezvous` over a `Registry`.
 
 [Note: the lease] A worker's open Join call is its lease: whatever ends the call (the worker's end, a cut network, a
-missed keepalive) ends the membership, and nothing else has to be sent or timed. A Leave before that makes it a goodbye.
+missed keepalive) ends the membership, and nothing else has to be sent or timed. A Leave before that makes it a goodbye, and a Fail says
+what has failed.
 """
 
 import asyncio
@@ -9,11 +10,14 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import grpc
 
 from shardnet.errors import JoinRefused
 from shardnet.pb import rendezvous_pb2 as pb
+from shardnet.printable import printable
 from shardnet.rendezvous import messages
 from shardnet.rendezvous.events import Assigned, JobState, Notice
 from shardnet.rendezvous.mailbox import Mailbox
@@ -49,6 +53,7 @@ class RendezvousService:
             {
                 "Join": stream(pb.JoinRequest, self._join),
                 "Leave": unary(pb.LeaveRequest, self._leave),
+                "Fail": unary(pb.FailRequest, self._fail),
                 "Status": unary(pb.StatusRequest, self._status),
             },
         )
@@ -99,17 +104,30 @@ class RendezvousService:
             await _say_closing(context)
 
     async def _leave(self, message: pb.LeaveRequest, context: Context[pb.LeaveReply]) -> pb.LeaveReply:
+        await self._end(message, context, self._registry.leave, "left")
+        return pb.LeaveReply()
+
+    async def _fail(self, message: pb.FailRequest, context: Context[pb.FailReply]) -> pb.FailReply:
+        why = printable(message.why)
+        await self._end(message, context, partial(self._registry.fail, why=why, follows=message.follows), f"is gone: {why}")
+        return pb.FailReply()
+
+    async def _end(
+        self, message: pb.LeaveRequest | pb.FailRequest, context: Context[Any], end: Callable[[str, str], list[Notice]], how: str
+    ) -> None:
+        """End a membership at the member's own word; `how` is for the log."""
         identity, joined = caller(), self._registry.identity(message.incarnation)
         if identity is not None and joined not in (None, identity.uri):
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, f"{identity} is not the worker that joined with this incarnation")
         address = self._registry.address(message.job, message.incarnation)
-        self._deliver(self._registry.leave(message.job, message.incarnation))
+        notices = end(message.job, message.incarnation)
         if address is not None:
-            log.info("job %s: %s left", message.job, address)
+            log.info("job %s: %s %s", message.job, address, how)
+        self._deliver(notices)
+        if address is not None:
             self._log_end(message.job)
         if (mailbox := self._mailboxes.get(message.incarnation)) is not None:
             mailbox.close()
-        return pb.LeaveReply()
 
     async def _status(self, message: pb.StatusRequest, _: Context[pb.StatusReply]) -> pb.StatusReply:
         return pb.StatusReply(jobs=[messages.write_status(job) for job in self._registry.status(message.job)])
@@ -133,9 +151,10 @@ class RendezvousService:
                 log.info("job %s: finished, in epoch %d", name, job.epoch)
             elif job.state is JobState.LOST:
                 log.info(
-                    "job %s: lost in epoch %d: its last worker has vanished, and no worker had said that the training was over",
+                    "job %s: lost in epoch %d: no worker is left, and none had said that the training was over; %s",
                     name,
                     job.epoch,
+                    job.first_lost,
                 )
 
 

@@ -28,6 +28,7 @@ from shardnet.topology import Topology
 from shardnet.training.black_box import BlackBox
 from shardnet.training.diagnosis import Diagnosis
 from shardnet.training.doorbell import answering
+from shardnet.training.last_words import LastWords
 from shardnet.training.seat import Seat, end_membership
 from shardnet.training.station import Station, open_station, take_seat
 from shardnet.training.trace import gather_spans, write_trace
@@ -193,15 +194,16 @@ class Cluster:
         that the training is over. The cluster is closed afterwards."""
         membership = await self._abandon()
         if membership is not None:
-            await end_membership(membership, goodbye=not self.elastic)
+            await end_membership(membership, goodbye=not self.elastic, words=LastWords("it was told to leave") if self.elastic else None)
 
     async def _leave(self, error: BaseException | None) -> None:
+        words = None if error is None else LastWords.of(error)
         try:
-            if error is not None:
-                self.backend.abort()  # first, so that no compute thread waits for a collective any more
+            if words is not None:
+                self.backend.abort(words.text)  # first, so that no compute thread waits for a collective any more
             await self._close_models()
         finally:
-            await self._seat.leave(error)
+            await self._seat.leave(words)
             if error is None:  # otherwise nobody waits for a call that may be stuck in the program's code
                 await self._close_late_models()
 

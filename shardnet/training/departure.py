@@ -17,6 +17,7 @@ class Departure:
     def __init__(self, cancel: Callable[[], object]) -> None:
         """`cancel` ends the program."""
         self.wanted = False
+        self.signal: int | None = None  # its number, if a signal has ended the program
         self._cancel = cancel
         self._heeds: Callable[[], bool] = lambda: False
 

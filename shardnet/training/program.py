@@ -58,6 +58,7 @@ def run(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
                 log.warning("SIGTERM: this worker leaves as soon as its state is safe; a second SIGTERM, or Ctrl-C, ends it sooner")
                 return
             _kill_by(loop, signal.SIGINT, signal.SIGTERM)
+            departure.signal = number
             task.cancel()
 
         for number in _SIGNALS if hears else ():

@@ -4,6 +4,7 @@ from shardnet.backend.base import Backend
 from shardnet.loop import LoopThread
 from shardnet.rendezvous.client import Membership
 from shardnet.topology import Topology
+from shardnet.training.last_words import LastWords
 
 
 class Seat:
@@ -20,17 +21,20 @@ class Seat:
         """How many workers wait to join in the next epoch."""
         return 0 if self.membership is None else self.membership.joiners
 
-    async def leave(self, error: BaseException | None) -> None:
-        """Say goodbye to the peers and then to the rendezvous; after an error to neither, so that they take this rank for lost at once."""
+    async def leave(self, words: LastWords | None = None) -> None:
+        """Say goodbye to the peers and then to the rendezvous. With last words, say no goodbye: they take this rank for lost at once, and
+        know why."""
+        # dropped: code that still holds the cluster would keep the connection
+        membership, self.membership = self.membership, None
         try:
-            if error is not None:
-                self.backend.abort()
-            await self.backend.aclose()
+            if words is None:
+                await self.backend.aclose()
+            else:
+                self.backend.abort(words.text)
         finally:
-            # dropped: code that still holds the cluster would keep the connection
-            membership, self.membership = self.membership, None
             if membership is not None:
-                await end_membership(membership, goodbye=error is None)
+                await end_membership(membership, goodbye=words is None, words=words)
+            await self.backend.aclose()  # again after an abort: the words go out while the rendezvous is told
 
     async def abandon(self) -> Membership | None:
         """Close the backend, with a goodbye to the peers unless it was aborted. The membership is the caller's to end."""
@@ -39,11 +43,14 @@ class Seat:
         return membership
 
 
-async def end_membership(membership: Membership, *, goodbye: bool) -> None:
-    """End a membership: without a goodbye if its epoch has failed, or if another membership has followed it."""
+async def end_membership(membership: Membership, *, goodbye: bool, words: LastWords | None = None) -> None:
+    """End a membership: without a goodbye if its epoch has failed, or if another membership has followed it; then perhaps with last
+    words."""
 
     async def end() -> None:
-        if not goodbye:
+        if words is not None:
+            await membership.fail(words.text, follows=words.follows)
+        elif not goodbye:
             membership.abort()
         await membership.aclose()
 

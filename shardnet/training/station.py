@@ -28,6 +28,7 @@ from shardnet.rendezvous.request import JoinRequest
 from shardnet.settings import Settings
 from shardnet.telemetry import Telemetry
 from shardnet.topology import Member, Topology
+from shardnet.training.last_words import LastWords
 from shardnet.training.seat import Seat, end_membership
 from shardnet.training.snapshot import worker_snapshot
 from shardnet.transport.endpoint import Endpoint
@@ -226,7 +227,7 @@ class _Connected:
             await LoopThread.shared().run_here(self._serve())
             self._tell_launcher(seat.topology)
         except BaseException as error:
-            await seat.leave(error)
+            await seat.leave(LastWords.of(error))
             raise
         return seat
 

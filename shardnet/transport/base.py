@@ -15,8 +15,8 @@ class Receiver(Protocol):
     def on_chunk(self, source: int, chunk: Chunk) -> None:
         """A chunk arrived from rank `source`. Chunks of one source come in the order in which they were sent."""
 
-    def on_lost(self, rank: int, reason: str) -> None:
-        """The rank's pipe broke without a goodbye. Called at most once per rank."""
+    def on_lost(self, rank: int, reason: str, *, told: bool = False) -> None:
+        """The rank's pipe broke without a goodbye. `told`: the reason is what the rank itself said last. Called at most once per rank."""
 
     def goodbye(self) -> mesh_pb2.Goodbye:
         """What to tell the peers when this rank closes."""
@@ -108,5 +108,5 @@ class Mesh(ABC):
         """Say goodbye, wait a little for the peers' own, close."""
 
     @abstractmethod
-    def abort(self) -> None:
-        """Close at once, without a goodbye: the peers see this rank as lost. Safe from any thread."""
+    def abort(self, why: str = "") -> None:
+        """Close at once, without a goodbye: the peers see this rank as lost, and learn why if it says so. Safe from any thread."""

@@ -21,6 +21,7 @@ from shardnet.credentials import Identity, Security
 from shardnet.errors import PeerLost
 from shardnet.loop import LoopThread
 from shardnet.pb import mesh_pb2
+from shardnet.printable import printable
 from shardnet.topology import Topology
 from shardnet.transport.base import Mesh, Receiver
 from shardnet.transport.dialing import NOBODY
@@ -314,6 +315,9 @@ class GrpcMesh(Mesh):
             if kind == "suspicion":
                 self._hear(chunk.control.suspicion)
                 return
+            if kind == "last_words":
+                self.lose(peer, printable(chunk.control.last_words.why), told=True)
+                return
             if kind == "goodbye":
                 self._departed.add(peer)
                 self._changed.set()
@@ -321,8 +325,9 @@ class GrpcMesh(Mesh):
                 self._sharing.leave(peer)
         self._receiver.on_chunk(peer, chunk)
 
-    def lose(self, peer: int, why: str) -> None:
-        """A peer's stream broke. Only the first report counts, and none after a goodbye or while closing."""
+    def lose(self, peer: int, why: str, *, told: bool = False) -> None:
+        """A peer's stream broke, or it has said that it ends (`told`). Only the first report counts, and none after a goodbye or while
+        closing."""
         if peer in self._lost or peer in self._departed or self._closing:
             return
         self._lost[peer] = why
@@ -332,7 +337,7 @@ class GrpcMesh(Mesh):
             self._outboxes[peer].fail(why)
         self._sharing.lose(peer)
         if self._receiver is not None:
-            self._receiver.on_lost(peer, why)
+            self._receiver.on_lost(peer, why, told=told)
 
     def address(self, rank: int) -> str:
         return self._topology.members[rank].address
@@ -377,13 +382,17 @@ class GrpcMesh(Mesh):
             outbox.finish()
             await self._wait(lambda: peer in self._departed or peer in self._lost, None)
 
-    def abort(self) -> None:
+    def abort(self, why: str = "") -> None:
         self._closing = True  # at once: no goodbye may follow
-        self._aborting = LoopThread.shared().run(self._abort())
+        self._aborting = LoopThread.shared().run(self._abort(why))
 
-    async def _abort(self) -> None:
+    async def _abort(self, why: str) -> None:
         """Close, but first let the queued messages go out: they tell the peers why."""
         self._break()
+        if why:
+            for peer in self.peers:
+                with suppress(PeerLost):
+                    self._put_now(peer, Chunk(self.epoch, 0, 0, control=mesh_pb2.Control(last_words=mesh_pb2.LastWords(why=why))))
         await asyncio.gather(*(outbox.flush(FLUSH_S) for outbox in self._outboxes.values()))
         await self._close_streams()
 

@@ -56,14 +56,14 @@ class MemoryMesh(Mesh):
                 end._receiver.on_chunk(self.rank, goodbye)
         self._open = False
 
-    def abort(self) -> None:
-        LoopThread.shared().call(self._abort)
+    def abort(self, why: str = "") -> None:
+        LoopThread.shared().call(self._abort, why)
 
-    def _abort(self) -> None:
+    def _abort(self, why: str) -> None:
         if not self._open:
             return
         self._open = False
         for peer in self.peers:
             receiver = self._ends[peer]._receiver
             if self._ends[peer]._open and receiver is not None:
-                receiver.on_lost(self.rank, "it aborted")
+                receiver.on_lost(self.rank, why or "it aborted", told=bool(why))

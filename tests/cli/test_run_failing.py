@@ -176,3 +176,23 @@ def test_a_script_with_a_syntax_error_is_told(tmp_path: Path) -> None:
     result = shardnet(tmp_path, "run", script(tmp_path, "def"))
     assert result.status == 1
     assert "[0] SyntaxError: invalid syntax\nshardnet: rank 0 failed: exit code 1. " in result.err
+
+
+def test_a_program_of_torch_tells_the_others_why_it_ends(tmp_path: Path) -> None:
+    """It need not catch its error: the last thing that a process group does is to say it."""
+    text = """
+import torch
+import torch.distributed as dist
+dist.init_process_group("shardnet", init_method="shardnet://")
+dist.barrier()
+if rank == 1:
+    raise ValueError("bad sample 17")
+dist.all_reduce(torch.ones(3))
+"""
+    result = shardnet(tmp_path, "run", "--nproc", "2", script(tmp_path, text))
+    assert result.status == 1
+    assert re.search(
+        r"^\[0\] .*PeerLost: .* rank 1 \(\S+\) lost during all_reduce #\d+: its program raised ValueError: bad sample 17$", result.err, re.M
+    )
+    assert "[1] ValueError: bad sample 17" in result.err.splitlines()
+    assert "shardnet: rank 1 failed: exit code 1" in result.err

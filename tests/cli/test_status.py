@@ -215,6 +215,13 @@ def test_who_waits_for_whom_is_shown_once_for_all_that_say_the_same() -> None:
     assert [(each["rank"], each["next_sequence"]) for each in told["absent"]] == [(2, 5045), (3, None)]
 
 
+def test_who_was_lost_first_stands_below_the_job() -> None:
+    stats = read_stats(stats_pb2.SnapshotReply(role=RENDEZVOUS))
+    why = "epoch 1 lost rank 1 (10.0.0.1:7001) first: its disk is full"
+    text = as_text(ClusterView("10.0.0.9:7000", "serving", stats, (JobView("j", "lost", 1, 0, 2, 2, first_lost=why),)))
+    assert text.splitlines()[-2:] == ["job j: lost, epoch 1, 0 of 2 workers", why]
+
+
 def test_nodes_are_shown_without_their_identity_but_for_two_of_one_name() -> None:
     boot = "a41eb7ff-a6a8-4347-ab9c-b27d667e6cfa"
     for nodes, shown in (

@@ -56,7 +56,7 @@ def numbers(count: int, dtype: torch.dtype, random: torch.Generator) -> torch.Te
     return values.to(dtype)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     ranks=st.integers(3, 6),
     per_node=st.integers(1, 5),
@@ -95,7 +95,7 @@ async def test_the_order_of_a_sum_is_that_of_the_nodes(ranks: int, per_node: int
         assert same_bits(in_place, whole)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     ranks=st.integers(3, 6),
     per_node=st.integers(1, 4),

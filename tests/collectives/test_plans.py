@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardnet.backend import Backend, Pending
@@ -19,7 +19,6 @@ def test_seven_over_three() -> None:
     assert balanced_bounds(7, 3) == [(0, 3), (3, 5), (5, 7)]
 
 
-@settings(deadline=None)
 @given(st.integers(0, 10_000), st.integers(1, 64))
 def test_balanced_bounds_are_those_of_the_reference(elements: int, ranks: int) -> None:
     """Chunk i starts at i·q + min(i, m) and has length q + (i < m), with q, m = divmod(D, N)."""
@@ -30,7 +29,6 @@ def test_balanced_bounds_are_those_of_the_reference(elements: int, ranks: int) -
     assert (bounds[0][0], bounds[-1][1]) == (0, elements)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=64))
 def test_blocks_of_given_sizes(sizes: list[int]) -> None:
     bounds = bounds_of(sizes)

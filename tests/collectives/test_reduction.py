@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardnet.collectives.reduction import ReduceOp, Reduction, as_array, as_bytes, check_dtype, dtype_name
@@ -47,7 +47,6 @@ def test_every_half_is_narrowed_back_to_itself(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-@settings(deadline=None)
 @given(st.lists(st.floats(width=32), min_size=1, max_size=50))
 def test_sums_are_rounded_once(dtype: torch.dtype, numbers: list[float]) -> None:
     """As torch rounds float32 to the dtype: to the nearest, ties to even."""

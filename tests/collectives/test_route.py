@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardnet.collectives.route import Nodes, Route, Routing
@@ -18,7 +18,6 @@ def groups(draw: st.DrawFn) -> Nodes:
     return tuple(sorted(tuple(sorted(ranks[start:end])) for start, end in zip([0, *cuts], [*cuts, len(ranks)], strict=True)))
 
 
-@settings(deadline=None)
 @given(groups())
 def test_a_block_passes_each_node_once_by_one_rank(nodes: Nodes) -> None:
     ranks = sorted(rank for node in nodes for rank in node)
@@ -37,7 +36,6 @@ def test_a_block_passes_each_node_once_by_one_rank(nodes: Nodes) -> None:
         assert carrier == owner
 
 
-@settings(deadline=None)
 @given(groups())
 def test_who_is_near(nodes: Nodes) -> None:
     for node in nodes:

@@ -59,7 +59,7 @@ async def results(ranks: Sequence[Backend]) -> list[list[bytes | ShardnetError]]
     return [[await settle(handle) for handle in handles] for handles in started]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(seeds)
 @on_shared_loop
 async def test_results_do_not_depend_on_the_schedule(seed: int) -> None:
@@ -69,7 +69,7 @@ async def test_results_do_not_depend_on_the_schedule(seed: int) -> None:
         assert await results(ranks) == usual
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(seeds, st.integers(0, 2), st.integers(0, 40))
 @on_shared_loop
 async def test_a_mismatch_is_everyones_and_stays_where_it_was(seed: int, odd: int, position: int) -> None:
@@ -87,7 +87,7 @@ async def test_a_mismatch_is_everyones_and_stays_where_it_was(seed: int, odd: in
                 assert ((await handle) == 3).all()
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(seeds, st.integers(0, 300))
 @on_shared_loop
 async def test_an_abort_at_any_moment_ends_everything(seed: int, turns: int) -> None:
@@ -108,7 +108,7 @@ async def test_an_abort_at_any_moment_ends_everything(seed: int, turns: int) -> 
                 assert outcome == right or (isinstance(outcome, PeerLost) and outcome.rank == 1)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(seeds, st.integers(0, 60))
 @on_shared_loop
 async def test_leaving_at_any_moment_loses_nothing(seed: int, turns: int) -> None:
@@ -126,7 +126,7 @@ async def test_leaving_at_any_moment_loses_nothing(seed: int, turns: int) -> Non
             await ranks[0].barrier()
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(seeds)
 @on_shared_loop
 async def test_a_missing_rank_ends_what_waits_for_it(seed: int) -> None:

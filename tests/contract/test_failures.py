@@ -146,6 +146,15 @@ class TestLost:
             with pytest.raises(ClosedError):
                 await own
 
+    async def test_what_it_says_last_is_what_the_others_are_told(self, fresh: MakeCluster) -> None:
+        async with fresh(4) as ranks:
+            await each_rank(ranks, lambda rank: rank.barrier())
+            waiting = {rank.rank: every_kind(rank) for rank in ranks if rank.rank != 2}
+            ranks[2].abort("its disk is\x07 full")
+            for handles in waiting.values():
+                for error in await errors_of(handles):
+                    assert re.search(rf"rank 2 {ADDRESS} lost during \w+ #\d+: its disk is(\x07|\\x07) full$", str(error))
+
     async def test_later_collectives_fail_at_once(self, fresh: MakeCluster) -> None:
         async with fresh(3) as ranks:
             first = [rank.barrier() for rank in ranks[:2]]

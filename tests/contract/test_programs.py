@@ -31,7 +31,7 @@ def steps(draw: st.DrawFn) -> Step:
 def test_any_program(four: Sequence[Backend], passing: bool) -> None:
     runner = Runner(four, passing=passing)
 
-    @settings(max_examples=20 if passing else 60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=20 if passing else 60, suppress_health_check=[HealthCheck.too_slow])
     @given(st.lists(steps(), max_size=25), st.integers(0, 1000))
     def run(program: list[Step], seed: int) -> None:
         runner.run(program, seed)

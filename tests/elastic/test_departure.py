@@ -1,5 +1,6 @@
 """Workers that are told to leave: they leave only when their state is safe, and the others lose nothing."""
 
+import logging
 import signal
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ def told(*ranks: int, dies: int | None = None) -> Train:
 
 @pytest.mark.parametrize("every", [1, 3])
 async def test_who_leaves_costs_the_others_no_step(every: int, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "shardnet.rendezvous.service")
     async with crew() as members:
         lives = [members.hire(told(1), least=2, most=3, every=every) for _ in range(3)]
         await members.wait()
@@ -48,6 +50,7 @@ async def test_who_leaves_costs_the_others_no_step(every: int, caplog: pytest.Lo
     check(stayed)
     assert f"rank 1 leaves, as it was told, after step {LEFT}" in caplog.text
     assert f"was told to leave; step {LEFT} is committed" in caplog.text
+    assert caplog.text.count(" is gone: it was told to leave\n") == 1
 
 
 async def test_who_keeps_the_copy_of_one_that_leaves_does_not_leave_with_it() -> None:

@@ -65,6 +65,13 @@ def test_a_job_whose_workers_have_vanished() -> None:
     ]
 
 
+def test_who_was_lost_first_is_told_once() -> None:
+    why = "epoch 1 lost rank 1 (10.0.0.1:7001) first: its disk is full"
+    lost = cluster(worker(0, stats(step=7)), epoch=2, first_lost=why)
+    assert told(TWO, lost, lost)[:2] == [("job lm: epoch 2 with 1 workers", False), (f"job lm: {why}", True)]
+    assert [what for what, _ in told(TWO, lost, lost)].count(f"job lm: {why}") == 1
+
+
 def test_the_rendezvous_goes_and_comes_back() -> None:
     assert told(TWO, replace(TWO, health="unreachable"), TWO) == [
         ("rendezvous 10.0.0.9:7000 is unreachable", True),

@@ -122,4 +122,4 @@ class ElasticHistories(RuleBasedStateMachine):
 
 
 TestElasticHistories = ElasticHistories.TestCase
-TestElasticHistories.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestElasticHistories.settings = settings(max_examples=150, stateful_step_count=40)

@@ -127,6 +127,16 @@ async def test_a_worker_is_not_asked_who_is_there() -> None:
 
 
 @on_shared_loop
+async def test_nobody_fails_for_another() -> None:
+    async with rendezvous() as address, joining(address, worker(0, least=1, most=1), security("node-0")) as membership:
+        thief = security("node-1").channel(address, channel_options(TIMEOUTS, Limits()), to=Role.RENDEZVOUS)
+        fail: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = thief.unary_unary(f"/{messages.SERVICE}/Fail")
+        with pytest.raises(grpc.aio.AioRpcError, match="worker 'node-1' of any job is not the worker that joined"):
+            await fail(pb.FailRequest(job="job", incarnation=membership.topology.me.incarnation, why="a lie").SerializeToString())
+        await thief.close()
+
+
+@on_shared_loop
 async def test_nobody_says_goodbye_for_another() -> None:
     async with rendezvous() as address, joining(address, worker(0, least=1, most=1), security("node-0")) as membership:
         thief = security("node-1").channel(address, channel_options(TIMEOUTS, Limits()), to=Role.RENDEZVOUS)

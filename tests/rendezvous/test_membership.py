@@ -1,5 +1,7 @@
 """The membership state machine, without any I/O: each test is a history of joins, losses and ticks."""
 
+from dataclasses import replace
+
 import pytest
 
 from shardnet.errors import JoinRefused, UsageError
@@ -121,6 +123,36 @@ class TestRunning:
         (event,) = to(notices, 0)
         assert isinstance(event, Lost)
         assert (event.epoch, event.reason) == (1, "its connection to the rendezvous broke")
+
+    def test_a_failure_is_told_with_its_reason_and_once(self, running: Registry) -> None:
+        notices = running.fail("job", "w1", "its disk is full")
+        assert lost(notices) == {"w0": (1, False), "w2": (1, False)}
+        assert [event.reason for event in to(notices, 0) if isinstance(event, Lost)] == ["its disk is full"]
+        assert running.vanish("w1") == []  # its stream ends after it
+        assert running.fail("job", "w1", "its disk is full") == []
+        assert running.fail("other", "w0", "its disk is full") == []
+
+    def test_the_first_loss_is_remembered(self, running: Registry) -> None:
+        assert running.status()[0].first_lost == ""
+        running.fail("job", "w1", "it lost w2", follows=True)
+        assert running.status()[0].first_lost == "epoch 1 lost rank 1 (10.0.0.1:7001) first: it lost w2"
+        running.fail("job", "w2", "its disk is full")  # it was heard of later
+        running.fail("job", "w0", "it had another reason")
+        (status,) = running.status()
+        assert (status.state, status.first_lost) == (JobState.LOST, "epoch 1 lost rank 2 (10.0.0.1:7002) first: its disk is full")
+
+    def test_and_forgotten_for_one_of_a_later_epoch(self, running: Registry) -> None:
+        for number in range(3):
+            running.vanish(f"w{number}")
+        assert set(assigned([*running.join(worker(5), 10.0), *running.join(worker(6), 10.0)])) == {"w5", "w6"}
+        assert "epoch 1 lost rank 0" in running.status()[0].first_lost
+        running.fail("job", "w6", "it lost w5", follows=True)
+        assert running.status()[0].first_lost == "epoch 2 lost rank 1 (10.0.0.1:7006) first: it lost w5"
+
+    def test_one_that_was_only_cut_off_was_not_lost(self, running: Registry) -> None:
+        running.vanish("w1")
+        running.resume(replace(worker(1, most=4), resumes=True))
+        assert running.status()[0].first_lost == ""
 
     def test_leaving_is_told_as_a_goodbye_and_once(self, running: Registry) -> None:
         assert lost(running.leave("job", "w2")) == {"w0": (2, True), "w1": (2, True)}

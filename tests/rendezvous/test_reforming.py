@@ -314,7 +314,7 @@ async def test_a_refusal_that_does_not_pass_is_raised_in_the_end(limit: str) -> 
     async with rendezvous() as server:
         first = Person(server.address, elastic(0, least=1, most=2))
         await first.joined
-        timeouts = replace(Timeouts.for_tests(), **{limit: 0.5})
+        timeouts = replace(Timeouts.for_tests(), **{limit: 2.0})
         second = join(server.address, replace(elastic(1, least=1, most=2), address="10.0.0.1:7000"), timeouts=timeouts)
         with pytest.raises(JoinRefused) as refused:
             await second.__aenter__()

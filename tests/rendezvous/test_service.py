@@ -1,5 +1,6 @@
 """The service as a stranger sees it: raw gRPC, right and wrong."""
 
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -77,7 +78,7 @@ async def test_wrong_join_requests(data: bytes, code: grpc.StatusCode, text: str
         assert text in (error.details() or "")
 
 
-@pytest.mark.parametrize("method", ["Leave", "Status"])
+@pytest.mark.parametrize("method", ["Leave", "Fail", "Status"])
 @on_shared_loop
 async def test_bytes_that_are_no_message(method: str) -> None:
     async with stranger() as channel:
@@ -106,6 +107,23 @@ async def test_goodbye_ends_the_lease() -> None:
         await leave(pb.LeaveRequest(job="job", incarnation="w0").SerializeToString())
         assert await lease.read() is grpc.aio.EOF
         assert await lease.code() is grpc.StatusCode.OK
+
+
+@on_shared_loop
+async def test_a_failure_ends_the_lease_and_its_reason_stays_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "shardnet.rendezvous")
+    async with stranger() as channel:
+        join = channel.unary_stream(f"/{messages.SERVICE}/Join", request_serializer=_same, response_deserializer=_same)
+        fail = channel.unary_unary(f"/{messages.SERVICE}/Fail", request_serializer=_same, response_deserializer=_same)
+        lease = join(join_message(min_world_size=1, max_world_size=1))
+        assert isinstance(await lease.read(), bytes)
+        await fail(pb.FailRequest(job="job", incarnation="w0", why="its disk\nis full").SerializeToString())
+        while await lease.read() is not grpc.aio.EOF:
+            pass
+        assert await lease.code() is grpc.StatusCode.OK
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines[-2] == r"job job: 10.0.0.1:7000 is gone: its disk\nis full"
+    assert lines[-1].endswith(r"; epoch 1 lost rank 0 (10.0.0.1:7000) first: its disk\nis full")
 
 
 @on_shared_loop

@@ -36,7 +36,7 @@ def test_bad_ranks_and_worlds_are_refused() -> None:
         shard_bounds(4, -1, 2)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(shapes=SHAPES, world_size=st.integers(1, 7))
 def test_slices_cover_every_parameter_once(shapes: list[tuple[int, ...]], world_size: int) -> None:
     layout = FlatLayout([(f"p{index}", shape) for index, shape in enumerate(shapes)], world_size)

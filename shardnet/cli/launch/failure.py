@@ -13,6 +13,7 @@ _CONSEQUENCES = frozenset({"PeerLost", "MembershipLost", "Preempted"})
 _FINAL = frozenset({"StateLost"})
 # The last line of a traceback, also inside the frame that is drawn around a member of an exception group.
 _ERROR_LINE = re.compile(r"[\s|+-]*(?:[A-Za-z_]\w*\.)*([A-Z]\w*)(?::\s|:?$)")
+_LOST = re.compile(r"(rank \d+) \(\S+\) lost during ")  # in a PeerLost
 _WORD = re.compile(r"\w")  # not found in the frame around an exception group
 
 
@@ -41,17 +42,24 @@ class Exit:
     @property
     def is_consequence(self) -> bool:
         """Whether its last error says that it lost a peer."""
-        return self._last_error in _CONSEQUENCES
+        return self._last_error[0] in _CONSEQUENCES
+
+    @property
+    def blames(self) -> str | None:
+        """The label of the worker that it lost, by its last error."""
+        lost = _LOST.search(self._last_error[1]) if self.is_consequence else None
+        return None if lost is None else lost.group(1)
 
     @property
     def is_final(self) -> bool:
         """Whether its last error says that no worker can go on."""
-        return self._last_error in _FINAL
+        return self._last_error[0] in _FINAL
 
     @property
-    def _last_error(self) -> str | None:
-        errors = (match.group(1) for line in reversed(self.tail) if (match := _ERROR_LINE.match(line)))
-        return next(errors, None)
+    def _last_error(self) -> tuple[str, str]:
+        """Its name and its line; empty if there is none."""
+        errors = ((match.group(1), line) for line in reversed(self.tail) if (match := _ERROR_LINE.match(line)))
+        return next(errors, ("", ""))
 
     @property
     def last_words(self) -> tuple[str, ...]:
@@ -80,9 +88,12 @@ class Exit:
 
 def culprit(exits: Sequence[Exit]) -> Exit | None:
     """The failure that caused the others: preferably one that the launcher did not cause, then one that is not only the loss of a peer,
-    then the earliest."""
-    failures = (end for end in exits if end.failed)
-    return min(failures, key=lambda end: (end.was_ended, end.is_consequence, end.ended_s), default=None)
+    then the earliest. If that one lost a worker of this machine, it is that worker's own error: a worker that fails tells the others
+    before it ends, so the launcher may end it first."""
+    failures = [end for end in exits if end.failed]
+    found = min(failures, key=lambda end: (end.was_ended, end.is_consequence, end.ended_s), default=None)
+    own = (end for end in failures if found is not None and end.label == found.blames and end.code > 0 and not end.is_consequence)
+    return next(own, found)
 
 
 def last_straw(exits: Sequence[Exit]) -> Exit | None:

@@ -120,6 +120,7 @@ def run(target: str, is_module: bool, problem: Exception | None = None) -> int:
         while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
             trace = trace.tb_next
         _begin_with(problem, error)
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace  # for functions that run at the end
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     return 0

@@ -10,7 +10,7 @@ from typing import TextIO
 from shardnet.cli.launch.console import Console
 from shardnet.cli.launch.lines import Line, LineSplitter
 from shardnet.cli.launch.pipe import Pipe
-from shardnet.cli.launch.tracebacks import Tracebacks
+from shardnet.cli.launch.tracebacks import Tracebacks, without_torchs_rank
 
 TAIL_LINES = 20
 REDRAW_S = 1.0  # one of the lines that overwrite each other is shown in this time; a worker's own progress bar draws many more
@@ -67,6 +67,9 @@ class Output:
                     continue
                 self._redraw_at_s = time.monotonic() + REDRAW_S
                 yield from [*self._released(), line.text]
-            else:
+            elif self._tracebacks is None:
                 self._tail.append(line.text)
-                yield from [line.text] if self._tracebacks is None else self._tracebacks.feed(line.text)
+                yield line.text
+            else:
+                self._tail.append(text := without_torchs_rank(line.text))
+                yield from self._tracebacks.feed(text)

@@ -16,6 +16,7 @@ _HEAD = re.compile(r"(  \+ Exception Group )?Traceback \(most recent call last\)
 _GROUP = re.compile(r"  \| (\S*ExceptionGroup: .*)$")  # the line that names the outermost group
 _REFERENCE = re.compile(r" \(with the traceback of [^()]+\)$")
 _RANK = re.compile(r"\[rank \d+/")  # the beginning of our errors
+_TORCH = re.compile(r"\[rank\d+\]: ")  # before each line of a traceback in a program of torch.distributed
 
 
 def is_reference(line: str) -> bool:
@@ -26,6 +27,11 @@ def is_reference(line: str) -> bool:
 def of_any_rank(text: str) -> str:
     """The text without the rank that wrote it, to compare texts of several ranks."""
     return _RANK.sub("[rank /", text)
+
+
+def without_torchs_rank(line: str) -> str:
+    """The line without the rank that torch puts before it, since the launcher puts one there, too."""
+    return line[found.end() :] if (found := _TORCH.match(line)) else line
 
 
 def is_head(line: str) -> bool:

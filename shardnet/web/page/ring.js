@@ -36,7 +36,7 @@ export function drawRing(job) {
 const colour = (node) => `n${node % COLOURS}`;
 
 function nobody(job) {
-  if (job.state === "lost") return "all workers have vanished";
+  if (job.state === "lost") return "no worker is left";
   return job.state === "finished" ? "all workers have left" : `waiting for workers: ${job.joined} of ${job.wanted[0]}`;
 }
 

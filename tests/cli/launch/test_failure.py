@@ -29,6 +29,15 @@ def test_a_lost_peer_rather_than_what_the_launcher_ended() -> None:
     assert culprit([end("rank 0", 1, 2.0, tail=LOST), end("rank 1", -15, 1.0, was_ended=True)]) == end("rank 0", 1, 2.0, tail=LOST)
 
 
+def test_an_own_error_of_the_lost_peer_even_if_the_launcher_ended_it() -> None:
+    """It tells the others before it ends, so one of them may end first."""
+    lost = ("Traceback (most recent call last):", "shardnet.errors.PeerLost: [rank 0/2] rank 1 (10.0.0.1:7) lost during barrier #3: boom")
+    witness = end("rank 0", 1, 1.0, tail=lost)
+    assert culprit([witness, end("rank 1", 1, 2.0, was_ended=True, tail=OWN)]) == end("rank 1", 1, 2.0, was_ended=True, tail=OWN)
+    assert culprit([witness, end("rank 1", -15, 2.0, was_ended=True)]) == witness, "nothing says that it failed by itself"
+    assert culprit([witness, end("rank 2", 1, 2.0, was_ended=True, tail=OWN)]) == witness, "the lost one is on another machine"
+
+
 @pytest.mark.parametrize(
     ("tail", "consequence"),
     [
