@@ -130,6 +130,7 @@ class FlatGroup:
         self._on_gradient: OnGradient = lambda group, index: None
         self._on_gradient_from_elsewhere: OnGradient = lambda group, index: None
         self._watched: set[int] = set()  # leaves with a gradient hook
+        self._owed = frozenset[int]()  # parameters that got gradients in backwards that did not reduce them, frozen since then or not
         self.elsewhere = Elsewhere(self._take_from_elsewhere)
 
     # --- content
@@ -153,6 +154,11 @@ class FlatGroup:
     def trainable(self) -> list[int]:
         """Indices of the parameters that get gradients; follows `requires_grad_` calls made after wrapping."""
         return [index for index, parameter in enumerate(self.originals) if parameter.requires_grad]
+
+    @property
+    def awaits_reduction(self) -> bool:
+        """Whether it has gradients to reduce, now or as soon as backward brings them. The same on all ranks."""
+        return bool(self.trainable or self._owed)
 
     @property
     def device(self) -> torch.device:
@@ -256,6 +262,7 @@ class FlatGroup:
             return
         if self._compressed_gather is not None:
             self._compressed_gather.finish(self._full.alias())
+        self._full.reveal()
         arriving, self._arriving = self._arriving, None
         if arriving is not None:
             self._full.adopt(arriving.wait())
@@ -356,9 +363,15 @@ class FlatGroup:
         """Names its reductions in errors and statistics; different on ranks that compress differently."""
         return self.label if self.compressed_reduction is None else f"{self.label} as {self.compressed_reduction.codec}"
 
+    def keep_gradients(self) -> None:
+        """Keep the gradients of a backward that has ended without reducing them, until a later one reduces them."""
+        self.gradients.outlive_backward()
+        self._owed = self._owed.union(self.trainable)
+
     def drop_gradients(self) -> None:
         """Forget gradients that no reduction has taken, and what compression would add to them."""
         self.gradients.clear()
+        self._owed = frozenset()
         self.elsewhere.forget()
         for leaf in self.leaves:
             leaf.grad = None
@@ -375,14 +388,16 @@ class FlatGroup:
         return torch.empty_like(self.shard, dtype=dtype) if self._offloads else None
 
     def accept(self, shard_gradient: Tensor) -> None:
-        """Set, or add to, the gradients of this rank's parameters, in their dtype. The group then owns `shard_gradient` [shard].
+        """Set, or add to, the gradients of this rank's parameters, in their dtype: of those that are trainable, or were when the gradients
+        came. The group then owns `shard_gradient` [shard].
 
         Calls the parameters' gradient hooks as autograd would, with the reduced gradients of this rank's slices.
         """
         pieces = self.layout.shard_views(shard_gradient.to(self.shard.device, self._dtypes.master), self._comms.shard_rank)
         for index, (parameter, piece) in enumerate(zip(self.originals, pieces, strict=True)):
-            if parameter.requires_grad:
+            if parameter.requires_grad or index in self._owed:
                 _accumulate(parameter, piece, is_hooked=self.elsewhere.take_hooked(index))
+        self._owed = frozenset()
 
     def _watch(self, index: int) -> None:
         # The leaf keeps its hook where Python's cycle collector does not look: a hook that held the group would keep it alive for ever.

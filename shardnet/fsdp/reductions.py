@@ -77,7 +77,7 @@ class ReductionQueue:
 
     def plan(self, units: Iterable[Unit]) -> None:
         """Append units that will be reduced, in the order of their reductions."""
-        self._planned.extend(unit for unit in units if unit.trainable and unit not in self._planned)
+        self._planned.extend(unit for unit in units if unit.awaits_reduction and unit not in self._planned)
 
     def planned(self) -> list[Unit]:
         return list(self._planned)
@@ -124,7 +124,7 @@ class ReductionQueue:
     def _start(self, unit: Unit) -> None:
         self._ready.discard(unit)
         for group in unit.groups:
-            if group.trainable:
+            if group.awaits_reduction:
                 self._in_flight.append(self._reduce(group))
         while len(self._in_flight) > self._limit:
             self._complete_oldest()

@@ -57,6 +57,11 @@ class Unit:
         return any(group.trainable for group in self.groups)
 
     @property
+    def awaits_reduction(self) -> bool:
+        """Whether any of its groups does."""
+        return any(group.awaits_reduction for group in self.groups)
+
+    @property
     def is_known_to_autograd(self) -> bool:
         """Whether its parameters have been shown as they are, so that nothing about them has to be changed to show them again."""
         return all(group.is_known_to_autograd for group in self.groups)
@@ -144,7 +149,7 @@ class Unit:
     def keep_gradients(self) -> None:
         """Keep the gradients of a backward that has ended without reducing them."""
         for group in self.groups:
-            group.gradients.outlive_backward()
+            group.keep_gradients()
 
     def drop_gradients(self) -> None:
         """Forget gradients that no reduction has taken, after an error."""

@@ -34,11 +34,41 @@ def test_what_autograd_saved_finds_its_bytes_again(meter: MemoryMeter, pool: Buf
     assert meter.full_parameters.current_bytes == 0
     buffer.allocate()
     buffer.alias().copy_(torch.tensor([4.0, 5.0, 6.0]))
+    buffer.reveal()
     assert weight._version == 0
     y.backward()  # type: ignore[no-untyped-call]
     assert x.grad is not None
     assert x.grad.tolist() == [4, 5, 6]
     assert (meter.full_parameters.current_bytes, meter.full_parameters.peak_bytes) == (12, 12)
+
+
+def test_what_is_being_filled_cannot_be_read(meter: MemoryMeter, pool: BufferPool) -> None:
+    """Backward may try to, if it is not told which unit it needs; then views are made first."""
+    buffer = make(6, meter, pool)
+    weight = buffer.tensor.view(2, 3)
+    buffer.free()
+    buffer.allocate()
+    buffer.alias().copy_(torch.arange(6.0))
+    for read in (weight.sum, lambda: weight.t() @ torch.ones(2), lambda: weight[1].tolist()):
+        with pytest.raises(RuntimeError, match="the full parameters of layer are freed"):
+            read()
+    buffer.reveal()
+    assert weight.t().tolist() == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
+    buffer.free()
+    with pytest.raises(RuntimeError, match="are freed"):
+        weight.t().sum()
+
+
+def test_what_was_being_filled_can_be_given_up(meter: MemoryMeter, pool: BufferPool) -> None:
+    buffer = make(1000, meter, pool)
+    address = buffer.tensor.data_ptr()
+    buffer.free()
+    buffer.allocate()
+    buffer.free()
+    assert (meter.full_parameters.current_bytes, meter.pooled_bytes) == (0, 4000)
+    buffer.allocate()
+    buffer.reveal()
+    assert buffer.tensor.data_ptr() == address
 
 
 def test_freeing_and_allocating_twice_counts_once(meter: MemoryMeter, pool: BufferPool) -> None:
@@ -58,8 +88,9 @@ def test_memory_goes_from_one_buffer_to_the_next(meter: MemoryMeter, pool: Buffe
     address = first.tensor.data_ptr()
     first.free()
     assert meter.pooled_bytes == 2 * 4000
-    second.allocate()
-    first.allocate()
+    for each in (second, first):
+        each.allocate()
+        each.reveal()
     assert address in (first.tensor.data_ptr(), second.tensor.data_ptr())
     assert meter.pooled_bytes == 0
 

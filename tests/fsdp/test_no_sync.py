@@ -68,6 +68,41 @@ def test_what_no_sync_left_is_reduced_once() -> None:
     run_ranks(2, work)
 
 
+@pytest.mark.parametrize("strategy", [FULL, GRAD, NONE])
+def test_they_are_reduced_once_although_their_unit_was_frozen_meanwhile(strategy: ShardingStrategy) -> None:
+    """As in one process, where a gradient stays in `grad`; in a later step it would be one of other weights."""
+
+    def freeze(model: nn.Module, frozen: bool) -> None:
+        inner = model.module if isinstance(model, FSDP) else model
+        assert isinstance(inner, Stack)
+        inner.layers[1].requires_grad_(not frozen)
+
+    def work(backend: Backend) -> None:
+        model = FSDP(seeded(Stack)(), backend, units=[Layer], strategy=strategy)
+
+        def step(*numbers: int) -> list[Tensor]:
+            for number in numbers:
+                square_loss(model, number + backend.rank).backward()  # type: ignore[no-untyped-call]
+            found = [torch.zeros(0) if parameter.grad is None else parameter.grad for parameter in model.parameters()]
+            for parameter in model.parameters():
+                parameter.grad = None
+            return found
+
+        alone = step(0)
+        later = step(10)
+        with model.no_sync():
+            square_loss(model, backend.rank).backward()  # type: ignore[no-untyped-call]
+        freeze(model, True)
+        together = step(10)
+        freeze(model, False)
+        for name, both, first, second in zip((name for name, _ in model.named_parameters()), together, alone, later, strict=True):
+            torch.testing.assert_close(both, first if "layers.1." in name else first + second)
+        for got, meant in zip(step(10), later, strict=True):
+            torch.testing.assert_close(got, meant)
+
+    run_ranks(2, work)
+
+
 @pytest.mark.parametrize("strategy", [FULL, NONE])
 def test_the_models_own_zero_grad_drops_them(strategy: ShardingStrategy) -> None:
     def work(backend: Backend) -> None:
