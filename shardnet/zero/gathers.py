@@ -9,7 +9,7 @@ once after 10, 27 and 52; with one after the other after 7, 30 and 60.
 
 import threading
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, ItemsView, Mapping, Sequence, ValuesView
 from typing import Any
 
 from torch import nn
@@ -30,6 +30,11 @@ class Gathers:
 
     def __init__(self) -> None:
         self._under_way: list[Owned] = []
+
+    @property
+    def are_under_way(self) -> bool:
+        """Whether there is anything to wait for."""
+        return bool(self._under_way)
 
     def start(self, buckets: Sequence[Owned]) -> None:
         """Begin to gather buckets that were stepped, in this order. A collective."""
@@ -92,8 +97,44 @@ class _Turns:
         self.advance()
 
 
+class AwaitedParameters(dict[str, nn.Parameter | None]):
+    """A module's `_parameters`: whoever reads one of them, by its name or by iterating as `parameters()` does, waits until it is gathered.
+    Averages of weights, norms for a log and copies of a module are made between a step and the next forward."""
+
+    def __init__(self, held: Mapping[str, nn.Parameter | None]) -> None:
+        super().__init__(held)
+        self._awaited: list[tuple[Gathers, Collection[int]]] = []  # for each optimizer, the units that have these parameters
+
+    def wait_for(self, gathers: Gathers, units: Collection[int]) -> None:
+        """Wait for these, too, from now on."""
+        self._awaited.append((gathers, units))
+
+    def _wait(self) -> None:
+        for gathers, units in self._awaited:
+            if gathers.are_under_way:
+                for unit in units:
+                    gathers.wait_for(unit)
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        self._wait()
+        return super().__getitem__(name)
+
+    def items(self) -> ItemsView[str, nn.Parameter | None]:  # type: ignore[override]  # a dict's own view is a subclass of this
+        self._wait()
+        return super().items()
+
+    def values(self) -> ValuesView[nn.Parameter | None]:  # type: ignore[override]
+        self._wait()
+        return super().values()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self._wait()
+        return dict, (dict(self),)  # a copy of the module waits for nothing
+
+
 def wait_before_use(module: nn.Module, needs: Mapping[nn.Module, Collection[int]], gathers: Gathers) -> None:
-    """Let each module's forward wait for the units that it needs, and loading and saving the outermost module wait for all."""
+    """Let each module's forward wait for the units that it needs, whoever reads a parameter for its unit, and loading and saving the
+    outermost module for all."""
 
     @uncompiled
     def wait_for_all(*_: Any) -> None:
@@ -108,6 +149,10 @@ def wait_before_use(module: nn.Module, needs: Mapping[nn.Module, Collection[int]
         return wait_for_units
 
     for part, units in needs.items():
+        held = part._parameters
+        if not isinstance(held, AwaitedParameters):
+            held = vars(part)["_parameters"] = AwaitedParameters(held)
+        held.wait_for(gathers, units)
         part.register_forward_pre_hook(before_forward(units), prepend=True)
     module.register_state_dict_pre_hook(wait_for_all)  # type: ignore[no-untyped-call]  # torch has no annotation for it
     module.register_load_state_dict_pre_hook(wait_for_all)  # type: ignore[no-untyped-call]  # torch has no annotation for it

@@ -1,5 +1,6 @@
 """`ZeroOptimizer`: any torch optimizer, with its state spread over ranks (ZeRO-1)."""
 
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -26,7 +27,7 @@ from shardnet.zero.bucket import Owned
 from shardnet.zero.bucketing import Units
 from shardnet.zero.exchange import consolidate
 from shardnet.zero.gathers import Gathers, wait_before_use
-from shardnet.zero.parameters import ShardedParameters, refuse_sharded
+from shardnet.zero.parameters import ShardedParameters, check_parameters
 from shardnet.zero.split import OptimizerClass, Split, choose_split, defaults_of
 from shardnet.zero.state import SHARD_KEY, Shard, cut
 
@@ -50,10 +51,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
     `param_groups` holds the whole parameters and may be edited between steps, and `state` holds this rank's part of the
     state.
 
-    With `module` the gathers overlap with the next forward: a unit's forward waits for the unit's parameters, and
-    `state_dict` calls wait for all. `units` names the units as for FSDP; without it the module is the only unit. After
-    `step`, a unit's parameters may be used once its next forward has begun: to read or change them earlier, call `wait`
-    first. Without `module`, `step` waits.
+    With `module` the gathers overlap with the next forward: a unit's forward waits for the unit's parameters, and so does
+    whoever takes them from the module (`module.parameters()`, `module.head.weight`, `copy.deepcopy(module)`); `state_dict`
+    calls wait for all. `units` names the units as for FSDP; without it the module is the only unit. If you have kept a
+    parameter from before, call `wait` after `step` before you read or change it. Without `module`, `step` waits.
 
     `step` averages the gradients; within `last_backward` they are averaged while backward still computes others.
 
@@ -267,8 +268,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the state, as torch lays it out, and under "shard" what part that is. No traffic.
 
-        The tensors are the optimizer's own. `merge_state_dicts` puts those of all ranks together.
+        The tensors are the optimizer's own. `merge_state_dicts` puts those of all ranks together. Raises StateError in
+        torch.distributed.checkpoint, which takes any state dict for the whole one.
         """
+        if sys._getframe(1).f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
+            raise StateError(
+                "get_state_dict() and get_optimizer_state_dict() would save this rank's part of a ZeroOptimizer's state as if it were all: "
+                "save its consolidated_state_dict() with torch.distributed.checkpoint, or model and optimizer with shardnet.checkpoint"
+            )
         own = [self._sharded.slices[parameter] for group in self.param_groups for parameter in group["params"]]
         shard = Shard(self._backend.rank, self._backend.world_size, self.split, tuple(own))
         return {**super().state_dict(), SHARD_KEY: shard.to_plain()}
@@ -319,7 +326,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Take in the parameters of some groups, after checking that all ranks were given the same. A collective."""
         named = {index: self._named(index) for index in indices}
         together = [entry for entries in named.values() for entry in entries]
-        refuse_sharded(together)
+        check_parameters(together)
         refuse_overlaps(together)
         lines = [self._character, *describe(self.param_groups, named)]
         check_alike(lines, self._comms, "the optimizers", "give the same parameters in the same order and the same options on all ranks")

@@ -5,7 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
-from shardnet.errors import UsageError
+from shardnet.collectives.reduction import dtype_name
+from shardnet.errors import DtypeError, UsageError
 from shardnet.fsdp.communicators import Communicators
 from shardnet.fsdp.group import sharded_by
 from shardnet.fsdp.initial import ROOT, copy_buffers_from_root
@@ -64,11 +65,16 @@ class ShardedParameters:
         return [entry for entry in self.buckets if any(chosen[parameter] for parameter in entry[1].parameters)]
 
 
-def refuse_sharded(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise UsageError for parameters that FSDP has sharded."""
+def check_parameters(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise UsageError for parameters that FSDP has sharded, and for complex ones."""
     for name, parameter in named:
         if (unit := sharded_by(parameter)) is not None:
             raise UsageError(
                 f"{name} is sharded already, by FSDP in {unit}, and so is its optimizer state: use the optimizer class itself, without "
                 "ZeroOptimizer"
+            )
+        if parameter.is_complex():
+            raise DtypeError(
+                f"{name} is {dtype_name(parameter.dtype)}, and complex parameters cannot be sharded: store it as real numbers "
+                "(torch.view_as_real), or give it to an optimizer of its own"
             )

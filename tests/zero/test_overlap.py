@@ -1,10 +1,12 @@
 """New parameters arrive while the next forward computes; only code that needs them waits."""
 
+import copy
 import gc
 import threading
 import weakref
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import nn, optim
 
@@ -12,6 +14,7 @@ from shardnet.backend import Backend
 from shardnet.fsdp.placement import UnitChoice
 from shardnet.zero import ZeroOptimizer
 from shardnet.zero.bucket import Bucket, BucketState
+from shardnet.zero.gathers import AwaitedParameters
 from tests.fsdp.ranks import run_ranks
 from tests.zero.alike import WIDTH, Place, make_model
 
@@ -96,6 +99,78 @@ def test_a_part_that_is_called_by_itself_waits() -> None:
 
     first, second = run_ranks(2, work)
     assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda model: [each.detach().clone() for each in model.parameters()],
+        lambda model: [each.detach().clone() for _, each in model.named_parameters()],
+        lambda model: [copy.deepcopy(model)[4].weight.detach()],
+        lambda model: [model[4].weight.detach().clone()],
+        lambda model: [optim.swa_utils.AveragedModel(model).get_parameter("module.4.weight").detach()],
+    ],
+)
+def test_whoever_takes_a_parameter_from_the_module_waits(read: Callable[[nn.Sequential], list[torch.Tensor]]) -> None:
+    """For example to average weights after each step."""
+    gate = threading.Event()
+
+    def work(backend: Backend) -> list[torch.Tensor]:
+        model = make_model()
+        optimizer = prepare(model, backend)
+        wait_for = optimizer._gathers.wait_for
+
+        def open_and_wait(unit: int | None) -> None:
+            gate.set()
+            wait_for(unit)
+
+        if backend.rank == 1:
+            hold_back_last(optimizer, gate)
+        else:
+            optimizer._gathers.wait_for = open_and_wait  # type: ignore[method-assign]
+        optimizer.step()
+        found = read(model)
+        optimizer.wait()
+        return found
+
+    first, second = run_ranks(2, work)
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+    assert not torch.equal(first[-1], list(make_model().parameters())[-1 if len(first) > 1 else -2])
+
+
+def test_a_copy_of_the_module_waits_for_nothing() -> None:
+    def work(backend: Backend) -> None:
+        model = make_model()
+        prepare(model, backend)
+        copied = copy.deepcopy(model)
+        assert {type(part._parameters) for part in copied.modules()} == {dict}
+        assert isinstance(model[4]._parameters, AwaitedParameters)
+
+    run_ranks(1, work)
+
+
+def test_two_optimizers_of_one_module_are_both_waited_for() -> None:
+    gate = threading.Event()
+
+    def work(backend: Backend) -> torch.Tensor:
+        model = make_model()
+        first = ZeroOptimizer(model[4].parameters(), optim.SGD, backend, module=model, units=(nn.Linear,), lr=0.1)
+        second = ZeroOptimizer(
+            [*model[0].parameters(), *model[2].parameters()], optim.SGD, backend, module=model, units=(nn.Linear,), lr=0.1
+        )
+        Place(backend).loss(model, 0).backward()  # type: ignore[no-untyped-call]
+        if backend.rank == 1:
+            hold_back_last(first, gate)
+        first.step()
+        gate.set()
+        second.step()
+        last = model.get_parameter("4.weight").detach().clone()
+        first.wait()
+        second.wait()
+        return last
+
+    one, other = run_ranks(2, work)
+    assert torch.equal(one, other)
 
 
 def test_saving_the_module_waits_even_where_the_optimizer_is_gone() -> None:

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn, optim
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 from shardnet.backend import Backend
-from shardnet.errors import ProtocolError, SizeMismatchError, UsageError
+from shardnet.errors import DtypeError, ProtocolError, SizeMismatchError, StateError, UsageError
 from shardnet.zero import Split, ZeroOptimizer, merge_state_dicts
 from shardnet.zero.codec import decode, encode
 from tests.fsdp.ranks import run_ranks
@@ -245,3 +246,26 @@ class TestCodec:
     def test_what_no_rank_sends_is_refused(self, header: bytes) -> None:
         with pytest.raises(ProtocolError):
             decode(torch.frombuffer(bytearray(header), dtype=torch.uint8), torch.zeros(16, dtype=torch.uint8))
+
+
+def test_dcp_does_not_take_a_part_for_the_whole() -> None:
+    """It would save the part without an error, and the rest would be missed only when it is loaded."""
+
+    def work(backend: Backend) -> None:
+        model, optimizer = make(backend)
+        train(model, optimizer, backend, range(1))
+        for whole in (False, True):
+            with pytest.raises(StateError, match=r"save its consolidated_state_dict\(\)"):
+                get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=whole))
+
+    run_ranks(2, work)
+
+
+def test_complex_parameters_are_refused_by_name() -> None:
+    def work(backend: Backend) -> None:
+        module = nn.Module()
+        module.phase = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+        with pytest.raises(DtypeError, match="phase is complex64, and complex parameters cannot be sharded"):
+            ZeroOptimizer(module.named_parameters(), optim.AdamW, backend)
+
+    run_ranks(1, work)
