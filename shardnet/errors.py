@@ -23,6 +23,7 @@ ShardnetError
 │   └── InheritedError             this process was forked from the rank that has it
 ├── StateLost                      more workers are gone than there were copies of their state
 ├── CheckpointError                a checkpoint cannot be written, or no existing one can be read
+│   └── EndNotSaved                the training is over, and only its last checkpoint failed
 ├── Preempted                      a worker was told to leave, and the job cannot go on without it
 ├── WorldChanges                   not a failure: the epoch ends here, and `shardnet.elastic` goes on with the next one
 └── RendezvousError                joining failed
@@ -179,6 +180,11 @@ class StateLost(ShardnetError):
 
 class CheckpointError(ShardnetError):
     """A checkpoint could not be written, or its files do not hold what was written. Says which file, and on which rank."""
+
+
+class EndNotSaved(CheckpointError):
+    """A training is over on all ranks, but its last checkpoint could not be written. Says which one is there, and what to do. A new worker
+    would be no help: it would do again what is done, and could not save that either."""
 
 
 class Preempted(ShardnetError):

@@ -8,6 +8,7 @@ loss of another newcomer instead of the mismatch, and then joins again: so a mis
 """
 
 import asyncio
+import contextlib
 import gc
 import logging
 import os
@@ -19,7 +20,16 @@ from typing import Any, TypeVar
 
 from shardnet.elastic.saves import Saving
 from shardnet.elastic.state import State
-from shardnet.errors import CheckpointError, CollectiveError, CollectiveMismatch, CollectiveTimeout, JoinRefused, PeerLost, WorldChanges
+from shardnet.errors import (
+    CheckpointError,
+    CollectiveError,
+    CollectiveMismatch,
+    CollectiveTimeout,
+    EndNotSaved,
+    JoinRefused,
+    PeerLost,
+    WorldChanges,
+)
 from shardnet.fsdp.runtime import forget_graphs
 from shardnet.rendezvous.refusal import Refusal
 from shardnet.training import Cluster, Departure, connect
@@ -71,23 +81,28 @@ async def run(
     An error from `train` ends this worker, unless it is PeerLost or comes from one: then the survivors go on without the lost worker. They
     also go on, once at each step, when a CollectiveTimeout says which ranks are missing, when newcomers cause a CollectiveMismatch (then a
     few times), and after another CollectiveError, which tells of an error on another rank. Raises JoinTimeout if fewer workers than
-    `min_world_size` are left and no others come within `join_s`.
+    `min_world_size` are left and no others come within `join_s`, and EndNotSaved on all ranks, when they have left the cluster as at any
+    other end, if `train` has returned on all of them and only the last checkpoint could not be written.
     """
     saving = None if checkpoints is None else Saving(Path(checkpoints), save_every, keep)
     departure = Departure.current()
     result: T | None = None
+    unsaved: EndNotSaved | None = None
     try:
         async with connect(**settings) as cluster:
             state = State(cluster, every=every, saving=saving)
             try:
                 with departure.heeded(lambda: state.can_part):
                     result = await _epochs(train, cluster, state)
+                unsaved = await state.end_error()
             finally:
                 await state.abandon()
     except JoinRefused as refusal:
         if refusal.reason != Refusal.ENDED:
             raise
         log.warning("%s", refusal)
+    if unsaved is not None:  # raised only now: leaving by an error would say that this worker is lost, and others would train again
+        raise unsaved
     if departure.wanted:  # told during the last steps, too late for a commit to act on it; the result of the training is worth more
         log.warning("the training was over before this worker could leave: its program goes on, and a second SIGTERM ends it")
     return result
@@ -100,7 +115,8 @@ async def _epochs(train: Train[T], cluster: Cluster, state: State) -> T:
         result: list[T] = []
         try:
             result.append(await train(cluster, state))
-            await _saved(state, cluster)
+            with contextlib.suppress(CheckpointError):  # the training is over all the same; `run` raises an error at the end
+                await state.saved()
             if cluster.elastic:  # a rank that left now would be missing for ranks that have to do a step again
                 await cluster.backend.barrier(timeout_s=END_S, label="the end of the training")
         except Exception as error:
@@ -127,14 +143,6 @@ async def _epochs(train: Train[T], cluster: Cluster, state: State) -> T:
         why = None  # drop the error with everything it refers to: the frames of `train` and all that is in them
         forget_graphs(ended)
         await asyncio.to_thread(_collect_models)
-
-
-async def _saved(state: State, cluster: Cluster) -> None:
-    try:
-        await state.saved()
-    except CheckpointError:
-        await cluster.backend.aclose()  # with goodbyes: all ranks end here, and slower ones must not take the others for lost
-        raise
 
 
 def _collect_models() -> None:

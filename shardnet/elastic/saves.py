@@ -10,7 +10,8 @@ from typing import Any
 
 from shardnet.backend import Backend
 from shardnet.checkpoint import Checkpoints, Loaded
-from shardnet.errors import CheckpointError, UsageError
+from shardnet.checkpoint.folder import Folder
+from shardnet.errors import CheckpointError, EndNotSaved, UsageError
 
 log = logging.getLogger(__name__)
 
@@ -133,6 +134,24 @@ class Saves:
         if self._failure is not None:
             raise self._failure
 
+    async def end_error(self, step: int) -> EndNotSaved | None:
+        """The error for a training that is over after this step, if the checkpoint that was begun last failed; ask after `settle`."""
+        if self._failure is None:
+            return None
+        assert self._saving is not None
+        folder, again = self._saving.folder, "see that the folder can be written, then start the job again"
+        try:
+            steps = await asyncio.to_thread(Folder(folder, self._saving.keep).steps)
+        except OSError as error:
+            known = f"{folder} cannot be read either ({error.strerror}): {again}"
+        else:
+            known = (
+                f"the last good one in {folder} is of step {steps[0]}: {again}, which does the steps after it once more"
+                if steps
+                else f"{folder} has no good one: {again}, from the beginning"
+            )
+        return EndNotSaved(f"the training is over, at step {step}, but {self._failure}; {known}")
+
     async def abandon(self) -> None:
         """Give up the checkpoint that is being written, if any: its epoch is over."""
         checkpoints, self._checkpoints = self._checkpoints, None
@@ -142,4 +161,4 @@ class Saves:
     def _note(self, error: CheckpointError) -> None:
         self._failure = error
         if self._is_first:  # all ranks have the same error
-            log.error("%s; the training goes on", error)
+            log.error("%s; the training does not end because of this", error)  # nor go on, if it is over anyway

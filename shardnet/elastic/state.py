@@ -18,7 +18,7 @@ from shardnet.elastic.leavers import Leavers
 from shardnet.elastic.moving import give_all, move
 from shardnet.elastic.saves import Saves, Saving, passes
 from shardnet.elastic.told import Told
-from shardnet.errors import CollectiveError, Preempted, ShardnetError, StateError, StateLost, UsageError, WorldChanges
+from shardnet.errors import CollectiveError, EndNotSaved, Preempted, ShardnetError, StateError, StateLost, UsageError, WorldChanges
 from shardnet.state import Inventory, Piece, Span, random_state, set_random_state
 from shardnet.training import Cluster, Departure
 from shardnet.unbroken import unbroken
@@ -92,6 +92,10 @@ class State:
     async def saved(self) -> None:
         """Wait until the checkpoint that was begun last, if any, is complete. Raises CheckpointError on all ranks if writing it failed."""
         await self._saves.saved()
+
+    async def end_error(self) -> EndNotSaved | None:
+        """The error that must follow if the training is over and its last checkpoint failed; ask after `saved`."""
+        return await self._saves.end_error(self.step)
 
     async def abandon(self) -> None:
         """Give up the checkpoint that is being written, if any: its epoch is over."""

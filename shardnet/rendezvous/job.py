@@ -45,9 +45,9 @@ class Job:
     come, too; after that it is no longer a member. If it wakes up, it joins as a new worker does.
 
     [Note: the end] A member of an elastic job that leaves with a goodbye says by this that the training is over, since all members end
-    together. From then on there is no next epoch: workers that wait for one are told so, and so are members that come back because
-    another one died in that very moment. A later worker that replaces a lost one, or that was frozen meanwhile, is refused, too; any
-    other later worker begins the job again from the start.
+    together, also if its last checkpoint failed (EndNotSaved). From then on there is no next epoch: workers that wait for one are told so,
+    and so are members that come back because another one died in that very moment. A later worker that replaces a lost one, or that was
+    frozen meanwhile, is refused, too; any other later worker begins the job again from the start.
     """
 
     def __init__(self, name: str, epoch: int, settle_s: float, first_world_size: int = 0) -> None:

@@ -72,6 +72,26 @@ def test_a_program_that_fails_at_once_is_started_more_and_more_slowly(tmp_path: 
     assert result.err.count("] no data at 0\n") == 3
 
 
+def test_a_training_is_not_done_again_because_its_last_checkpoint_has_failed(tmp_path: Path) -> None:
+    text = """
+import shardnet
+from shardnet import elastic
+from torch import nn
+
+async def train(cluster, state):
+    await state.resume(await cluster.shard(nn.Linear(3, 1)))
+    print('begins behind step', state.step)
+    await state.commit(1)
+
+shardnet.run(lambda: elastic.run(train, checkpoints='worker.py/no-folder', save_every=1))
+"""
+    result = shardnet(tmp_path, "run", "--restarts", "1", script(tmp_path, text))
+    assert result.status == 1
+    assert result.out.count("begins behind step 0") == 1
+    assert "restarting" not in result.err
+    assert "EndNotSaved: the training is over, at step 1, but the checkpoint of step 1 cannot be written: rank 0: " in result.err
+
+
 def test_who_stops_by_the_users_wish_is_not_replaced(tmp_path: Path) -> None:
     text = """
 signal.signal(signal.SIGINT, lambda *_: sys.exit(1))

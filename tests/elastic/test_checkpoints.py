@@ -1,6 +1,8 @@
 """State that is lost from memory is found in files: trainings that go on from their last checkpoint."""
 
 import asyncio
+import errno
+import os
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,10 @@ from torch import nn
 from shardnet import AsyncFSDP, Cluster
 from shardnet.backend.gather import gather_json
 from shardnet.checkpoint.folder import Folder
+from shardnet.checkpoint.manifest import Manifest
 from shardnet.elastic import State
 from shardnet.elastic.saves import Saves, Saving
-from shardnet.errors import CheckpointError, PeerLost, ShardnetError, UsageError
+from shardnet.errors import EndNotSaved, PeerLost, ShardnetError, UsageError
 from shardnet.testing import local_cluster
 from tests.elastic.crew import Died, Life, crew
 from tests.elastic.trainer import STEPS, check, dies, trainer, until_joined
@@ -182,10 +185,72 @@ async def test_a_checkpoint_that_cannot_be_written_does_not_end_a_training_but_i
         await members.wait()
     assert sorted(finished) == [0, 1]
     for life in lives:
-        assert isinstance(life.error, CheckpointError)
-        assert "the checkpoint of step 4 cannot be written: rank 0: " in str(life.error)
-    assert "the checkpoint of step 2 cannot be written" in caplog.text
-    assert "the training goes on" in caplog.text
+        assert isinstance(life.error, EndNotSaved)
+        assert "the training is over, at step 4, but the checkpoint of step 4 cannot be written: rank 0: " in str(life.error)
+        assert str(life.error).endswith(
+            f"; {tmp_path} has no good one: see that the folder can be written, then start the job again, from the beginning"
+        )
+    for step in (2, 4):
+        (line,) = [message for message in caplog.messages if f"the checkpoint of step {step} cannot be written" in message]
+        assert line.endswith("; the training does not end because of this")
+
+
+@pytest.mark.parametrize("elastic", [True, False])
+async def test_a_training_that_is_over_stays_so_if_only_its_last_checkpoint_has_failed(
+    elastic: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that waits for a place, and one that would replace another, are told so; otherwise they would train everything again."""
+    commit = Folder.commit
+
+    def fill_up(folder: Folder, found: Manifest) -> None:
+        if found.step == 4:
+            raise OSError("the disk is full")
+        commit(folder, found)
+
+    monkeypatch.setattr(Folder, "commit", fill_up)
+    begun: list[int] = []
+    spares: list[Life] = []
+
+    async def train(cluster: Cluster, state: State, life: Life) -> None:
+        begun.append(cluster.topology.epoch)
+        await state.resume(await cluster.shard(nn.Linear(3, 1)))
+        await state.commit(2)
+        if elastic and cluster.rank == 0:
+            spares.append(members.hire(train, least=2, most=2, **wanting(tmp_path)))
+        if elastic:
+            await until_joined(members.address, 3)
+        await state.commit(4)
+
+    async with crew() as members:
+        lives = [members.hire(train, least=2, most=2, elastic=elastic, **wanting(tmp_path)) for _ in range(2)]
+        await members.wait()
+        if elastic:
+            spares.append(members.hire(train, least=2, most=2, replacement=True, **wanting(tmp_path)))
+        await members.wait()  # for the spares, too
+    for life in lives:
+        assert isinstance(life.error, EndNotSaved)
+        assert str(life.error) == (
+            "the training is over, at step 4, but the checkpoint of step 4 was not written: rank 0: the disk is full; "
+            f"the last good one in {tmp_path} is of step 2: see that the folder can be written, then start the job again, "
+            "which does the steps after it once more"
+        )
+    assert [(life.error, life.result) for life in spares] == [(None, None)] * len(spares)
+    assert begun == [1, 1]
+
+
+async def test_the_end_is_told_though_nobody_can_see_which_checkpoints_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saves = Saves(Saving(tmp_path / "file" / "folder", every=1))
+    (tmp_path / "file").touch()
+
+    def steps(_: Folder) -> list[int]:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    async with local_cluster(1) as (backend,), AsyncFSDP(nn.Linear(2, 2), backend) as model:
+        saves.begin_epoch(backend, model)
+        await saves.make_good(1, {})
+        monkeypatch.setattr(Folder, "steps", steps)
+        error = await saves.end_error(1)
+    assert "folder cannot be read either (Input/output error): see that the folder can be written, then" in str(error)
 
 
 async def test_a_folder_that_cannot_be_written_is_told_at_the_beginning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

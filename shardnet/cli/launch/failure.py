@@ -9,8 +9,8 @@ from shardnet.cli.launch.tracebacks import is_head
 
 # Errors that say that another worker has failed, or was told to leave: the worker that shows one is a witness, not the culprit.
 _CONSEQUENCES = frozenset({"PeerLost", "MembershipLost", "Preempted"})
-# After these errors a new worker would begin the training from the start, as if nothing had been lost.
-_FINAL = frozenset({"StateLost"})
+# After these errors a new worker would train again what is done: from the start, as if nothing had been lost, or although all is over.
+_FINAL = frozenset({"StateLost", "EndNotSaved"})
 # The last line of a traceback, also inside the frame that is drawn around a member of an exception group.
 _ERROR_LINE = re.compile(r"[\s|+-]*(?:[A-Za-z_]\w*\.)*([A-Z]\w*)(?::\s|:?$)")
 _LOST = re.compile(r"(rank \d+) \(\S+\) lost during ")  # in a PeerLost

@@ -5,6 +5,8 @@ import signal
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
+import pytest
+
 from shardnet.cli.launch.recovery import Pauses, Recovery
 from shardnet.cli.launch.supervisor import Supervisor, Verdict
 from tests.cli.launch.fake_place import FakePlace
@@ -165,15 +167,32 @@ async def test_too_few_do_not_wait_for_the_end_of_a_pause() -> None:
     assert [place.started for place in work.places] == [2, 1, 1]
 
 
-async def test_a_lost_state_is_the_end_whatever_restarts_are_left() -> None:
+@pytest.mark.parametrize(
+    "last_line",
+    [
+        "shardnet.errors.StateLost: the state of step 20 (epoch 1) is lost: more workers are gone",
+        "shardnet.errors.EndNotSaved: the training is over, at step 20, but the checkpoint of step 20 was not written",
+    ],
+)
+async def test_some_errors_are_the_end_whatever_restarts_are_left(last_line: str) -> None:
     """New workers would start the training again, and the launch would end as if nothing had been lost."""
     async with launch(3, 5, least=1) as work:
-        work.places[1].end(1, tail=("shardnet.errors.StateLost: the state of step 20 (epoch 1) is lost: more workers are gone",))
+        work.places[1].end(1, tail=(last_line,))
         verdict = await work.verdict
     assert verdict.failure is not None
     assert (verdict.status, verdict.failure.label, verdict.too_few) == (1, "rank 1", False)
     assert [place.started for place in work.places] == [1, 1, 1]
     assert work.said.empty()
+
+
+async def test_a_checkpoint_that_cannot_be_used_is_not_the_end() -> None:
+    """A file system may come back, and another one be whole."""
+    async with launch(3, 5, least=1) as work:
+        work.places[1].end(1, tail=("shardnet.errors.CheckpointError: none of the checkpoints in runs/lm can be used",))
+        await work.places[1].until_started(2)
+        for place in work.places:
+            place.end(0)
+        assert (await work.verdict).status == 0
 
 
 async def test_nobody_is_replaced_once_a_worker_has_ended_well() -> None:
