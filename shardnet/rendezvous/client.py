@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 # The longest pause between tries to return to a rendezvous that was gone: nobody can join before its members are back. The channel waits up
 # to 1.2 s between its own tries, and the two pauses add up.
 RETURN_S = 0.5
+AWAY_S = 3.0  # how long the rendezvous is away before that is worth a warning: a load balancer may end each connection after some time
 _FAIL_S = 0.5  # how long a process that ends by an error waits for the rendezvous to hear why
 OnLost = Callable[[int, str, bool], None]  # (rank, reason, left): a member is gone; left: it said goodbye
 
@@ -68,7 +69,8 @@ class Membership:
 
     Leaving the context says goodbye. Leaving it by an exception, or `abort`, does not: the others then see this worker
     as lost, as they should see a failed worker. If the rendezvous dies the membership stays and the run goes on. Only the news about
-    others stop, with one warning, until the rendezvous is back and takes this worker back as the member that it is.
+    others stop until the rendezvous is back and takes this worker back as the member that it is. One warning says so if that takes longer
+    than AWAY_S.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class Membership:
         self._leaving = False  # if true, the lease ends because this worker wants it
         self._joiners = 0
         self._away = False  # the rendezvous cannot be reached, or does not know this membership
+        self._warned = False  # that it is away now
 
     @property
     def topology(self) -> Topology:
@@ -166,13 +169,13 @@ class Membership:
                 if self._leaving or self._superseded:
                     return
                 self._away, self._joiners = True, 0
-                self._warn(f"is gone ({error}); the run goes on, but no worker can join and no new epoch can form until it is back")
+                why = str(error)
             try:
-                lease = await self._come_back()
+                lease = await self._come_back(why)
             except ShardnetError as error:
                 if self._superseded:
                     return
-                self._warn(f"does not take this worker back, and will not tell the others if this worker is lost: {error}")
+                self._say(logging.WARNING, f"does not take this worker back, and will not tell the others if this worker is lost: {error}")
                 return
 
     async def _listen(self, lease: Lease) -> None:
@@ -183,7 +186,19 @@ class Membership:
             elif isinstance(event, Joiners):
                 self._joiners = event.count
 
-    async def _come_back(self) -> Lease:
+    async def _come_back(self, why: str) -> Lease:
+        """Return to the rendezvous, as `_try_to_return` does, and warn if that takes long. `why` it is away."""
+        self._warned = False
+        self._say(logging.INFO, f"is out of reach ({why}); trying to return to it")
+        warning = asyncio.get_running_loop().call_later(AWAY_S, self._warn, why)
+        try:
+            lease = await self._try_to_return()
+        finally:
+            warning.cancel()
+        self._say(logging.WARNING if self._warned else logging.INFO, "is back")
+        return lease
+
+    async def _try_to_return(self) -> Lease:
         """Try until the rendezvous has taken this worker back. Raises JoinRefused, or an error that says that it is no rendezvous now."""
         assert self._channel is not None
         for pause_s in delays(most_s=RETURN_S):
@@ -199,15 +214,17 @@ class Membership:
                 raise
             self._away = False
             self._joiners = event.count if isinstance(event, Joiners) else 0
-            self._warn("is back")
             return lease
         raise AssertionError("unreachable: delays() does not end")
 
-    def _warn(self, what: str) -> None:
+    def _warn(self, why: str) -> None:
+        self._warned = True
+        self._say(logging.WARNING, f"is gone ({why}); the run goes on, but no worker can join and no new epoch can form until it is back")
+
+    def _say(self, level: int, what: str) -> None:
         topology = self.topology
-        log.warning(
-            "[rank %d/%d epoch %d] the rendezvous at %s %s", topology.rank, topology.world_size, topology.epoch, self._address, what
-        )
+        where = (topology.rank, topology.world_size, topology.epoch)
+        log.log(level, "[rank %d/%d epoch %d] the rendezvous at %s %s", *where, self._address, what)
 
     def _report(self, lost: Lost) -> None:
         if self._on_lost is None or lost.epoch != self.topology.epoch:

@@ -1,4 +1,4 @@
-"""A TCP relay that can hang up on one side only."""
+"""A TCP relay that can cut its connections, or hang up on one side only."""
 
 import asyncio
 import socket
@@ -7,7 +7,8 @@ from contextlib import asynccontextmanager
 
 
 class Relay:
-    """Relays connections to `target`. `hang_up` closes the callers' side; to the target the connections stay open, but silent."""
+    """Relays connections to `target`. `cut` ends them as a load balancer does; `hang_up` closes the callers' side only: to the
+    target the connections stay open, but silent."""
 
     def __init__(self, target: str) -> None:
         host, _, port = target.rpartition(":")
@@ -19,6 +20,13 @@ class Relay:
         self._gone: list[socket.socket] = []
         self._targets: list[socket.socket] = []
         self._pumps: list[asyncio.Task[None]] = []
+
+    def cut(self) -> None:
+        self.hang_up()
+        for target in self._targets:
+            target.shutdown(socket.SHUT_RDWR)
+        self._gone += self._targets
+        self._targets.clear()
 
     def hang_up(self) -> None:
         for caller in self._callers:

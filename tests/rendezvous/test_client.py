@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 import socket
 import time
 from dataclasses import replace
@@ -14,7 +15,7 @@ from shardnet.credentials import Security
 from shardnet.errors import JoinRefused, JoinTimeout, PlaintextRefused, ProtocolError, RendezvousUnavailable, StateError
 from shardnet.pb import rendezvous_pb2 as pb
 from shardnet.pb import stats_pb2
-from shardnet.rendezvous import joining, messages
+from shardnet.rendezvous import client, joining, messages
 from shardnet.rendezvous.client import join, status
 from shardnet.rendezvous.events import JobState, Waiting
 from shardnet.rendezvous.refusal import Refusal
@@ -350,6 +351,38 @@ class TestStaying:
         assert "vanished" not in caplog.text  # in the rendezvous' own log: it was the rendezvous that went
         (warning,) = [r for r in caplog.records if r.levelno >= logging.WARNING]
         assert f"[rank 0/1 epoch 1] the rendezvous at {address} is gone" in warning.getMessage()
+
+    @pytest.mark.parametrize("soon", [True, False])
+    @on_shared_loop
+    async def test_only_a_rendezvous_that_is_away_for_a_while_costs_warnings(
+        self, soon: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A load balancer may cut each connection after some time."""
+        monkeypatch.setattr(client, "AWAY_S", 1e6 if soon else 0.0)
+        back = asyncio.Event()
+
+        def note(record: logging.LogRecord) -> bool:
+            if re.search(r"\d is back$", record.getMessage()):
+                back.set()
+            return True
+
+        caplog.set_level(logging.INFO)
+        caplog.handler.addFilter(note)
+        async with (
+            rendezvous() as server,
+            relay(server.address) as between,
+            people(between.address, worker(0, least=1, most=1)) as (only,),
+        ):
+            await only.joined
+            between.cut()
+            await back.wait()
+            await only.leave()
+        where = f"[rank 0/1 epoch 1] the rendezvous at {between.address}"
+        said = [(r.levelno, r.getMessage()) for r in caplog.records if r.name == client.__name__]
+        assert [level for level, _ in said] == ([logging.INFO] * 2 if soon else [logging.INFO, logging.WARNING, logging.WARNING])
+        assert said[0][1].startswith(f"{where} is out of reach (")
+        assert soon or said[1][1].startswith(f"{where} is gone (")
+        assert said[-1][1] == f"{where} is back"
 
     @on_shared_loop
     async def test_leaving_logs_no_warning(self, caplog: pytest.LogCaptureFixture) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardnet.errors import JoinRefused
+from shardnet.rendezvous import client
 from shardnet.rendezvous.client import status
 from shardnet.rendezvous.events import JobState, Joiners, Lost
 from shardnet.rendezvous.membership import ABSENT, Registry
@@ -210,6 +211,7 @@ async def test_a_rendezvous_that_is_killed_and_started_again_has_its_members_bac
         return True
 
     caplog.handler.addFilter(count)
+    caplog.set_level(logging.INFO)  # a warning only if it takes long
     state = tmp_path / "rendezvous.db"
     async with process(*command("rendezvous", "127.0.0.1:0", state=state)) as (server, address):
         people = [Person(address, elastic(number, most=3)) for number in range(3)]
@@ -243,14 +245,17 @@ async def test_a_rendezvous_without_its_state_says_so_once(caplog: pytest.LogCap
         for person in people:
             await person.leave()
     said = [record.getMessage() for record in caplog.records]
-    assert sum("is gone" in line for line in said) == 2
+    assert not any("is gone" in line for line in said), "it was away for a moment only"
     assert sum("does not take this worker back" in line and "shardnet rendezvous --state" in line for line in said) == 2
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @on_shared_loop
-async def test_a_membership_with_a_successor_does_not_come_back(when: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_membership_with_a_successor_does_not_come_back(
+    when: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The rendezvous, which may be away when a worker asks for its next membership, need not know this one any more."""
+    monkeypatch.setattr(client, "AWAY_S", 0.0)
     async with rendezvous() as server:
         address = server.address
         people = [Person(address, worker(number)) for number in range(2)]
