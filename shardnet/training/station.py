@@ -17,6 +17,7 @@ from shardnet.backend.cluster import ClusterBackend
 from shardnet.backend.hybrid_backend import with_engine
 from shardnet.backend.loopback import LoopbackBackend
 from shardnet.backend.torch_source import check_engine
+from shardnet.credentials import Security
 from shardnet.errors import JoinRefused, PeerLost
 from shardnet.loop import LoopThread
 from shardnet.pb import stats_pb2
@@ -60,9 +61,12 @@ class Station(Protocol):
 
 
 @asynccontextmanager
-async def open_station(settings: Settings, meet: Meet | None = None, store: StoreService | None = None) -> AsyncIterator[Station]:
+async def open_station(
+    settings: Settings, meet: Meet | None = None, store: StoreService | None = None, *, security: Security | None = None
+) -> AsyncIterator[Station]:
     """Listen on a port, closed at the end, which also serves a store if one is given; or, without a rendezvous, be a world of one. With
-    `meet` workers find each other by calling that, once, and no rendezvous is asked.
+    `meet` workers find each other by calling that, once, and no rendezvous is asked. `security` is for a caller that also connects itself,
+    and must be the same worker then: with a token, `settings.security()` is a new identity each time.
 
     Raises UsageError for an engine inside nodes that this process cannot have.
     """
@@ -75,7 +79,7 @@ async def open_station(settings: Settings, meet: Meet | None = None, store: Stor
         async with _metrics(settings, alone):
             yield alone
         return
-    station = _Connected(settings, await settings.listen_address(), meet, store)
+    station = _Connected(settings, await settings.listen_address(), meet, store, security or settings.security())
     async with _metrics(settings, station), _on_loop(station.endpoint):
         before = _within.get()
         try:
@@ -185,11 +189,11 @@ class _Obituaries:
 class _Connected:
     """A port on which the peers of all epochs reach this process."""
 
-    def __init__(self, settings: Settings, listen: str, meet: Meet | None, store: StoreService | None) -> None:
+    def __init__(self, settings: Settings, listen: str, meet: Meet | None, store: StoreService | None, security: Security) -> None:
         self._settings = settings
         self._meet = meet
         self.elastic = settings.elastic
-        self._security = settings.security()
+        self._security = security
         self._telemetry = Telemetry(tracing=bool(settings.trace))
         self._topology: Topology | None = None  # of the newest epoch
         self._mesh: GrpcMesh | None = None  # of the newest epoch that was formed
