@@ -1,6 +1,8 @@
 """Connections to other processes, and the reason why one cannot be made."""
 
 import asyncio
+import errno
+import os
 import socket
 
 from shardnet.address import Address
@@ -42,6 +44,19 @@ async def dial_member(address: Address, security: Security, identity: str) -> Co
     return connection
 
 
+async def knock(address: Address, security: Security, identity: str) -> None:
+    """Make sure that the member at `address` would take a call from this process; the caller bounds the time. Raises as `dial_member`
+    does, and HandshakeError too if the member does not trust this process.
+
+    A connection alone proves less: a proxy may take it for a member that nobody reaches.
+    """
+    connection = await dial_member(address, security, identity)
+    try:
+        await _greet(connection, None, must_answer=True)
+    finally:
+        connection.close()
+
+
 async def check_trust(address: str, security: Security, timeout_s: float, to: Role | None = None) -> None:
     """Raise HandshakeError, saying why, if the process at `address`, which should have the role `to`, and this one would not
     trust each other. Used after a failed call, because grpcio does not tell this. Nothing happens if they would, or if nobody
@@ -59,8 +74,9 @@ async def check_trust(address: str, security: Security, timeout_s: float, to: Ro
         return
 
 
-async def _greet(connection: Connection, to: Role | None) -> None:
-    """Begin as any gRPC client does, and see whether the server accepts that. Raises HandshakeError."""
+async def _greet(connection: Connection, to: Role | None, *, must_answer: bool = False) -> None:
+    """Begin as any gRPC client does, and see whether the server accepts that. Raises HandshakeError, and with `must_answer` OSError if
+    it closes the connection and says nothing."""
     if connection.identity is not None and to not in (None, connection.identity.role):
         raise HandshakeError(f"its certificate is for {connection.identity}, not for a {to}")
     try:
@@ -70,6 +86,8 @@ async def _greet(connection: Connection, to: Role | None) -> None:
         raise HandshakeError(error.strerror) from error
     if (why := frames.inadequate_security(answer)) is not None:
         raise HandshakeError(why)
+    if must_answer and not answer:
+        raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
 
 
 async def _connect(address: Address) -> socket.socket:
