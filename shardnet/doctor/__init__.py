@@ -1,7 +1,8 @@
 """Finds what may keep a cluster from working, or from being fast, before a training begins.
 
-`machine` looks at this machine, `trust` at its certificate, `meeting` at the rendezvous, and `peers` at the links to the
-other machines. The result of each check is a `finding`.
+`machine` looks at this machine, `trust` at its certificate, `meeting` at the rendezvous, and `peers` at the other machines: in a
+`gathering` of doctors each finds out whether the others' `ports` can be reached, and how fast the `links` are. The result of each check
+is a `finding`.
 """
 
 from shardnet.doctor.finding import Finding, Level

@@ -13,13 +13,15 @@ from pathlib import Path
 import pytest
 
 from shardnet.cli.main import main
+from shardnet.collectives.route import Routing
 from shardnet.config import Timeouts
 from shardnet.credentials import Identity, Role, Security
 from shardnet.credentials.token import new_token
 from shardnet.doctor import Finding, Level, about_machine, about_peers, about_rendezvous, about_trust
-from shardnet.doctor.peers import Link, judge, opponents
+from shardnet.doctor.links import Link, judge, opponents
 from shardnet.loop import LoopThread
 from shardnet.rendezvous.server import RendezvousServer
+from shardnet.testing import Relay
 from shardnet.training import connect
 from tests.training.workers import rendezvous
 
@@ -179,6 +181,60 @@ async def test_doctors_that_do_not_come() -> None:
         (finding,) = await about_peers(2, job="lm", wait_s=0.3, rendezvous=address)
     assert finding.level is Level.PROBLEM
     assert "only 1 of 2 workers joined" in finding.what
+    assert finding.advice.startswith("run shardnet doctor on all machines at the same time")
+
+
+async def test_doctors_that_expect_different_numbers() -> None:
+    with rendezvous() as address:
+        found = await asyncio.gather(*(about_peers(workers, job="lm", wait_s=0.5, rendezvous=address) for workers in (2, 3)))
+    assert sorted(finding.advice.split(",")[0] for (finding,) in found) == [
+        "give --rendezvous",
+        "run shardnet doctor on all machines at the same time",
+    ]
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Doctors that give up on a port soon."""
+    monkeypatch.setattr("shardnet.doctor.ports.DIAL_S", 0.5)
+    monkeypatch.setattr("shardnet.doctor.gathering.STAY_S", 1.0)
+
+
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize(("harm", "words"), [("cut", "Connection reset by peer"), ("hold", "nothing answers within 0.5 s")])
+async def test_a_port_that_others_do_not_reach_is_named_by_all(harm: str, words: str) -> None:
+    """The one behind it reaches the others, and learns only from them that its port is closed."""
+    with rendezvous() as address:
+        async with Relay("127.0.0.1:0") as relay:
+            getattr(relay, harm)()
+            own = [{"node": "a"}, {"node": "b"}, {"node": "closed", "advertise": relay.address}]
+            found = await asyncio.gather(*(about_peers(3, job="lm", wait_s=20.0, rendezvous=address, **each) for each in own))
+    for one_end, other in ((found[0], "b"), (found[1], "a")):
+        fine, closed = sorted(one_end[:2], key=lambda finding: finding.level is Level.PROBLEM)
+        assert fine.level is Level.OK
+        assert f", {other}) can be reached, answers in " in fine.what
+        assert closed.what.endswith(f"({relay.address}, closed) cannot be reached from this machine: {words}")
+        assert closed.advice.startswith("a loopback address can be reached only on its own machine: ")
+    from_a, from_b, *told = found[2]
+    assert (from_a.level, from_b.level) == (Level.OK, Level.OK)
+    assert told
+    for each in told:
+        assert each.what.endswith(f"): it cannot reach this machine ({relay.address})")
+        assert each.advice.startswith("connections from there must be let in here")
+
+
+@pytest.mark.usefixtures("hasty")
+async def test_ports_that_answer_where_no_mesh_can_be_formed() -> None:
+    with rendezvous() as address:
+        own = [{"routing": Routing.RING}, {"routing": Routing.DIRECT}]
+        found = await asyncio.gather(*(about_peers(2, job="lm", wait_s=20.0, rendezvous=address, **each) for each in own))
+    for reached, failed in found:
+        assert reached.level is Level.OK
+        assert "(127.0.0.1:" in reached.what
+        assert failed.level is Level.PROBLEM
+        assert "the mesh could not be formed" in failed.what
+        assert failed.advice.startswith("this doctor has reached the ports of all others")
+    assert any("routing" in failed.what for _, failed in found)
 
 
 @pytest.mark.parametrize(
