@@ -160,9 +160,10 @@ class Membership:
         if self._lease is not None:
             self._lease.end()
 
-    async def _watch_others(self, lease: Lease) -> None:
+    async def _watch_others(self, first: Lease) -> None:
         """Report members that are gone, and return to the rendezvous when it was gone itself."""
-        while True:
+        lease: Lease | None = first
+        while lease is not None:
             try:
                 await self._listen(lease)
             except (LeaseBroken, ShardnetError) as error:
@@ -173,9 +174,8 @@ class Membership:
             try:
                 lease = await self._come_back(why)
             except ShardnetError as error:
-                if self._superseded:
-                    return
-                self._say(logging.WARNING, f"does not take this worker back, and will not tell the others if this worker is lost: {error}")
+                if not self._superseded:
+                    self._say(logging.WARNING, f"does not take this worker back, and will not tell the others if this worker is lost: {error}")
                 return
 
     async def _listen(self, lease: Lease) -> None:
@@ -186,7 +186,7 @@ class Membership:
             elif isinstance(event, Joiners):
                 self._joiners = event.count
 
-    async def _come_back(self, why: str) -> Lease:
+    async def _come_back(self, why: str) -> Lease | None:
         """Return to the rendezvous, as `_try_to_return` does, and warn if that takes long. `why` it is away."""
         self._warned = False
         self._say(logging.INFO, f"is out of reach ({why}); trying to return to it")
@@ -195,14 +195,18 @@ class Membership:
             lease = await self._try_to_return()
         finally:
             warning.cancel()
-        self._say(logging.WARNING if self._warned else logging.INFO, "is back")
+        if lease is not None:
+            self._say(logging.WARNING if self._warned else logging.INFO, "is back")
         return lease
 
-    async def _try_to_return(self) -> Lease:
-        """Try until the rendezvous has taken this worker back. Raises JoinRefused, or an error that says that it is no rendezvous now."""
+    async def _try_to_return(self) -> Lease | None:
+        """Try until the rendezvous has taken this worker back, or until this worker asks for its next membership: None. Raises JoinRefused,
+        or an error that says that it is no rendezvous now."""
         assert self._channel is not None
         for pause_s in delays(most_s=RETURN_S):
             await asyncio.sleep(pause_s)
+            if self._superseded:
+                return None
             self._lease = lease = Lease(self._channel, self._address, replace(self._request, resumes=True))
             try:
                 event = await lease.next_event()

@@ -73,7 +73,7 @@ class Job:
 
     def join(self, request: JoinRequest, now: float) -> list[Notice]:
         """Take a worker in, or raise JoinRefused and change nothing."""
-        self._check_duplicate(request)
+        self._check_duplicate(request, self._previous(request))
         if self.state is JobState.RUNNING and not (request.elastic and self._elastic):
             raise self._too_late()
         if self._ended and (self.state is JobState.RUNNING or request.replacement or request.last_epoch):
@@ -122,10 +122,13 @@ class Job:
         return notices + (self._tell_joiners() if self._members else self._reform())
 
     def readmit(self, request: JoinRequest) -> bool:
-        """Take back a member that had only lost its connection, if its epoch still runs."""
+        """Take back a member that had only lost its connection, if its epoch still runs. Raises JoinRefused if another live worker has its
+        place. That may be the same worker: this request was under way when it joined again. It would then be a joiner, and the member
+        that all joiners wait for."""
         found = self._vanished.get(request.incarnation)
         if found is None or not _is_same(found[0], request) or self.state is JobState.FORMING:
             return False
+        self._check_duplicate(request, None)
         del self._vanished[request.incarnation]
         if self._loss is not None and self._loss.member.incarnation == request.incarnation:
             self._loss = None
@@ -282,8 +285,9 @@ class Job:
         joiners = Joiners(min(room, len(self._live) - len(self._members)))
         return [Notice(incarnation, joiners) for incarnation in self._members]
 
-    def _check_duplicate(self, request: JoinRequest) -> None:
-        others = [other for other in self._live.values() if other is not self._previous(request)]
+    def _check_duplicate(self, request: JoinRequest, previous: JoinRequest | None) -> None:
+        """Raise JoinRefused if this worker and a live one, other than `previous`, cannot both be there."""
+        others = [other for other in self._live.values() if other is not previous]
         same = next((r for r in others if r.identity and r.worker == request.worker), None)
         if same is not None:
             raise JoinRefused(

@@ -84,7 +84,8 @@ class Registry:
                 self._absent[request.incarnation] = until
 
     def resume(self, request: JoinRequest) -> list[Notice]:
-        """A member is back after its connection broke or the rendezvous was restarted. Raises JoinRefused if it is no longer a member."""
+        """A member is back after its connection broke or the rendezvous was restarted. Raises JoinRefused if it is no longer a member,
+        or has joined again meanwhile."""
         job = self._job_of.get(request.incarnation)
         if job is not None and not (job.name == request.job and job.is_of(request)):
             job = None  # everybody can know an incarnation: it makes nobody that member

@@ -9,14 +9,18 @@ from pathlib import Path
 
 import pytest
 
+from shardnet.config import Limits
+from shardnet.credentials import Role, Security
 from shardnet.errors import JoinRefused
 from shardnet.rendezvous import client
 from shardnet.rendezvous.client import status
 from shardnet.rendezvous.events import JobState, Joiners, Lost
-from shardnet.rendezvous.membership import ABSENT, Registry
+from shardnet.rendezvous.lease import Lease
+from shardnet.rendezvous.membership import ABSENT, VANISHED, Registry
 from shardnet.rendezvous.refusal import Refusal
 from shardnet.rendezvous.server import RendezvousServer
 from shardnet.rendezvous.store import SqliteStore, Store
+from shardnet.transport.options import channel_options
 from tests.rendezvous.builders import assigned, to, worker
 from tests.rendezvous.people import TIMEOUTS, Person, rendezvous
 from tests.rendezvous.process import command
@@ -183,6 +187,31 @@ def test_who_has_left_does_not_come_back() -> None:
         registry.resume(workers[1])
 
 
+def test_who_has_joined_again_does_not_come_back_as_the_member_that_it_was() -> None:
+    """Its request to come back was under way when it joined. Nobody would end that membership before the next epoch has formed."""
+    registry = Registry(settle_s=SETTLE)
+    workers = formed(registry, 3)
+    registry.vanish("w1")
+    registry.join(again(workers[1]), 1.0)
+    with pytest.raises(JoinRefused) as refused:
+        registry.resume(workers[1])
+    assert refused.value.reason == Refusal.DUPLICATE_ADDRESS
+    registry.join(again(workers[0]), 1.0)
+    assert assigned(registry.join(again(workers[2]), 1.0)).keys() == {"w0+", "w1+", "w2+"}
+
+
+def test_nobody_comes_back_beside_another_worker_with_its_certificate() -> None:
+    registry = Registry(settle_s=SETTLE)
+    workers = [replace(elastic(number, most=2), identity="shardnet:worker:job:a", local_rank_hint=number) for number in range(2)]
+    for request in workers:
+        registry.join(request, 0.0)
+    registry.vanish("w1")
+    registry.join(replace(workers[1], incarnation="w7", address="10.0.0.1:7007"), 1.0)  # the program was started again
+    with pytest.raises(JoinRefused) as refused:
+        registry.resume(workers[1])
+    assert refused.value.reason == Refusal.DUPLICATE_WORKER
+
+
 def test_even_where_all_had_lost_it() -> None:
     registry = Registry(settle_s=SETTLE)
     workers = formed(registry, 2)
@@ -249,14 +278,20 @@ async def test_a_rendezvous_without_its_state_says_so_once(caplog: pytest.LogCap
     assert sum("does not take this worker back" in line and "shardnet rendezvous --state" in line for line in said) == 2
 
 
+@pytest.mark.parametrize("knows", [False, True])
 @pytest.mark.parametrize("when", ["before", "after"])
 @on_shared_loop
 async def test_a_membership_with_a_successor_does_not_come_back(
-    when: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    when: str, knows: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rendezvous, which may be away when a worker asks for its next membership, need not know this one any more."""
+    """The rendezvous, which may be away when a worker asks for its next membership, need not know this one any more. If it does, it is
+    not to take this one for a member."""
     monkeypatch.setattr(client, "AWAY_S", 0.0)
-    async with rendezvous() as server:
+
+    def store() -> Store | None:
+        return SqliteStore(tmp_path / "rendezvous.db") if knows else None
+
+    async with RendezvousServer("127.0.0.1:0", timeouts=TIMEOUTS, store=store()) as server:
         address = server.address
         people = [Person(address, worker(number)) for number in range(2)]
         memberships = [await person.joined for person in people]
@@ -268,7 +303,7 @@ async def test_a_membership_with_a_successor_does_not_come_back(
             await asyncio.sleep(0.01)
     for membership in memberships:
         membership.supersede()
-    async with rendezvous(address):
+    async with RendezvousServer(address, timeouts=TIMEOUTS, store=store()):
         await asyncio.wait([membership._watch for membership in memberships if membership._watch], timeout=TIMEOUTS.join_s)
         assert all(membership._watch is not None and membership._watch.done() for membership in memberships)
         for person in people:
@@ -276,3 +311,24 @@ async def test_a_membership_with_a_successor_does_not_come_back(
     said = [record.getMessage() for record in caplog.records]
     assert sum("is gone" in line for line in said) == (2 if when == "after" else 0)
     assert not any("does not take this worker back" in line for line in said)
+
+
+@on_shared_loop
+async def test_a_late_request_to_come_back_does_not_stop_the_next_epoch() -> None:
+    """The lease of one of two members broke; it joins again, and after that the rendezvous hears that it would like to come back."""
+    async with rendezvous() as server:
+        first, second = [elastic(number, most=2) for number in range(2)]
+        staying, breaking = Person(server.address, first), Person(server.address, second)
+        lost = await staying.joined, await breaking.joined
+        await breaking.die()
+        assert await staying.lost.get() == (lost[1].topology.rank, VANISHED, False)
+        successors = [Person(server.address, again(second))]
+        await successors[0].arrived.wait()
+        async with Security().channel(server.address, channel_options(TIMEOUTS, Limits()), to=Role.RENDEZVOUS) as channel:
+            late = Lease(channel, server.address, replace(second, resumes=True))
+            with pytest.raises(JoinRefused):
+                await late.next_event()
+        successors.append(Person(server.address, again(first)))
+        assert {(await person.joined).topology.epoch for person in successors} == {2}
+        for person in (staying, *successors):
+            await person.leave()
