@@ -42,7 +42,9 @@ class Job:
 
     [Note: the stuck] A member that hangs in its own code keeps its lease, and the others would wait for it without end. So the members that
     have waited for it in vain in a collective name it when they join again. When all other members have joined again, it has MISSED_S to
-    come, too; after that it is no longer a member. If it wakes up, it joins as a new worker does.
+    come, too; after that it is no longer a member. If it wakes up, it joins as a new worker does. Only who was a member of that epoch can
+    name others: a worker with the address and the certificate of the membership that it follows. It does not matter whether that
+    membership broke in the meantime, or whether the rendezvous was started again.
 
     [Note: the end] A member of an elastic job that leaves with a goodbye says by this that the training is over, since all members end
     together, also if its last checkpoint failed (EndNotSaved). From then on there is no next epoch: workers that wait for one are told so,
@@ -63,7 +65,7 @@ class Job:
         self._live: dict[str, JoinRequest] = {}  # by incarnation, in order of arrival
         self._members: dict[str, Member] = {}  # the live workers with ranks; empty unless RUNNING
         self._former_ranks: dict[str, int] = {}  # of joiners that were members
-        self._vanished: dict[str, tuple[JoinRequest, Member]] = {}  # members of this epoch that went without a goodbye: may come back
+        self._gone: dict[str, tuple[JoinRequest, Member]] = {}  # of this epoch, without a goodbye: vanished, or joined again
         self._missed: set[str] = set()  # see [Note: the stuck]
         self._ended = False  # see [Note: the end]
         self._was_lost = False  # the last member went before the training had ended
@@ -82,7 +84,7 @@ class Job:
             self._check_wish(request)
         else:
             self.state, self._wish, self._ended, self.is_done = JobState.FORMING, request, False, False
-        notices = self._leave_epoch(request) if self._previous(request) is not None else []
+        notices = self._leave_epoch(request)
         self._live[request.incarnation] = request
         self._last_arrival_s = now
         return notices + self._welcome(request)
@@ -104,7 +106,7 @@ class Job:
         member = self._members.pop(incarnation, None)
         notices: list[Notice] = []
         if member is not None and not left:
-            self._vanished[incarnation] = (request, member)
+            self._gone[incarnation] = (request, member)
             if self._loss is None or self._loss.epoch != self.epoch or self._loss.follows > follows:
                 self._loss = Loss(self.epoch, member, reason, follows)
         elif member is not None and self._elastic:
@@ -125,11 +127,11 @@ class Job:
         """Take back a member that had only lost its connection, if its epoch still runs. Raises JoinRefused if another live worker has its
         place. That may be the same worker: this request was under way when it joined again. It would then be a joiner, and the member
         that all joiners wait for."""
-        found = self._vanished.get(request.incarnation)
+        found = self._gone.get(request.incarnation)
         if found is None or not _is_same(found[0], request) or self.state is JobState.FORMING:
             return False
         self._check_duplicate(request, None)
-        del self._vanished[request.incarnation]
+        del self._gone[request.incarnation]
         if self._loss is not None and self._loss.member.incarnation == request.incarnation:
             self._loss = None
         self._live[request.incarnation], self._members[request.incarnation] = found
@@ -145,21 +147,25 @@ class Job:
         """The data needed to go on with the running epoch, or with the next one; None for a job that never ran."""
         if not self.ever_ran or self._wish is None:
             return None
+        wish = self._wish
         members = tuple((member.rank, self._live[incarnation]) for incarnation, member in self._members.items())
-        return SavedJob(
-            self.name, self.epoch, self._wish.min_world_size, self._wish.max_world_size, self._wish.elastic, self._ended, members
-        )
+        gone = tuple((member.rank, request) for request, member in self._gone.values())
+        return SavedJob(self.name, self.epoch, wish.min_world_size, wish.max_world_size, wish.elastic, self._ended, members, gone)
 
     @classmethod
     def restored(cls, saved: SavedJob, settle_s: float) -> Self:
-        """A job as it was saved, with all of its members live. Ranks that were gone by then belong to no worker."""
+        """A job as it was saved, with all of its members live. Ranks that had said goodbye by then belong to no worker."""
         job = cls(saved.name, saved.epoch, settle_s)
         job.ever_ran, job._ended = True, saved.ended
-        requests = [request for _, request in saved.members]
-        if requests:
-            job.state, job._wish = JobState.RUNNING, requests[0]
-            job._live = {request.incarnation: request for request in requests}
-            job._members = {m.incarnation: replace(m, rank=rank) for m, (rank, _) in zip(place(requests), saved.members, strict=True)}
+        by_rank = sorted((*saved.members, *saved.gone), key=lambda each: each[0])
+        placed = place([request for _, request in by_rank])
+        members = {m.incarnation: replace(m, rank=rank) for m, (rank, _) in zip(placed, by_rank, strict=True)}
+        job._gone = {request.incarnation: (request, members.pop(request.incarnation)) for _, request in saved.gone}
+        job._members, job._live = members, {request.incarnation: request for _, request in saved.members}
+        if by_rank:
+            job._wish = by_rank[0][1]
+        if members:
+            job.state = JobState.RUNNING
         return job
 
     def _end(self) -> list[Notice]:
@@ -172,15 +178,23 @@ class Job:
         return [Notice(incarnation, Ended()) for incarnation in joiners]
 
     def _leave_epoch(self, request: JoinRequest) -> list[Notice]:
-        """A member becomes a joiner; see [Note: reforming]. A worker that is a joiner already keeps its former rank."""
-        del self._live[request.previous]
-        member = self._members.pop(request.previous, None)
-        rank = self._former_ranks.pop(request.previous, None) if member is None else member.rank
-        if rank is not None:
-            self._former_ranks[request.incarnation] = rank
-        if member is not None and request.last_epoch == self.epoch:
-            self._missed |= {other.incarnation for other in self._members.values() if other.rank in request.missing}
-        return [] if member is None else self._tell_lost(member, REFORMS, left=True)
+        """A member becomes a joiner; see [Note: reforming]. A worker that is a joiner already, or whose membership or joining has broken,
+        keeps its former rank."""
+        notices: list[Notice] = []
+        if (previous := self._previous(request)) is not None:
+            del self._live[previous.incarnation]
+            if (rank := self._former_ranks.pop(previous.incarnation, None)) is not None:
+                self._former_ranks[request.incarnation] = rank
+            if (member := self._members.pop(previous.incarnation, None)) is not None:
+                self._gone[previous.incarnation] = previous, member
+                notices = self._tell_lost(member, REFORMS, left=True)
+        gone = self._gone.get(request.previous)
+        if gone is not None and _is_same(gone[0], request):
+            self._former_ranks[request.incarnation] = gone[1].rank
+            if request.last_epoch == self.epoch:
+                epoch = (*self._members.values(), *(member for _, member in self._gone.values()))  # who has vanished may come back
+                self._missed |= {member.incarnation for member in epoch if member.rank in request.missing}
+        return notices
 
     def _previous(self, request: JoinRequest) -> JoinRequest | None:
         """The live membership that a request follows. A worker cannot end another worker's membership by naming it."""
@@ -263,7 +277,7 @@ class Job:
         self.epoch = max(self.epoch, *(request.last_epoch for request in chosen)) + 1
         self.state, self.ever_ran = JobState.RUNNING, True
         self._former_ranks.clear()
-        self._vanished.clear()
+        self._gone.clear()
         self._missed.clear()
         members = place(by_wish(chosen))
         self._members = {m.incarnation: m for m in members}

@@ -20,10 +20,11 @@ CREATE TABLE IF NOT EXISTS jobs (
 CREATE TABLE IF NOT EXISTS members (
     job TEXT NOT NULL REFERENCES jobs (name) ON DELETE CASCADE, rank INTEGER NOT NULL,
     incarnation TEXT NOT NULL, address TEXT NOT NULL, node TEXT NOT NULL, local_rank_hint INTEGER NOT NULL, identity TEXT NOT NULL,
+    gone INTEGER NOT NULL,
     PRIMARY KEY (job, rank)
 ) STRICT;
 """
-VERSION = 2  # of the tables
+VERSION = 3  # of the tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,7 @@ class SavedJob:
     elastic: bool
     ended: bool  # its training is over
     members: tuple[tuple[int, JoinRequest], ...]
+    gone: tuple[tuple[int, JoinRequest], ...] = ()  # members of that epoch that have vanished, or have joined again for the next one
 
 
 class Store(Protocol):
@@ -111,18 +113,21 @@ class SqliteStore:
             "SELECT name, epoch, min_world_size, max_world_size, elastic, ended FROM jobs ORDER BY rowid"
         ).fetchall():
             rows = self._connection.execute(
-                "SELECT rank, incarnation, address, node, local_rank_hint, identity FROM members WHERE job = ? ORDER BY rank", (name,)
+                "SELECT rank, incarnation, address, node, local_rank_hint, identity, gone FROM members WHERE job = ? ORDER BY rank", (name,)
             )
-            members = tuple(
-                (rank, JoinRequest(name, incarnation, address, node, least, most, hint, elastic=bool(elastic), identity=identity))
-                for rank, incarnation, address, node, hint, identity in rows
-            )
-            jobs.append(SavedJob(name, epoch, least, most, bool(elastic), bool(ended), members))
+            members: list[tuple[int, JoinRequest]] = []
+            left: list[tuple[int, JoinRequest]] = []
+            for rank, incarnation, address, node, hint, identity, gone in rows:
+                request = JoinRequest(name, incarnation, address, node, least, most, hint, elastic=bool(elastic), identity=identity)
+                (left if gone else members).append((rank, request))
+            jobs.append(SavedJob(name, epoch, least, most, bool(elastic), bool(ended), tuple(members), tuple(left)))
         return jobs
 
     def save(self, job: SavedJob) -> None:
         members = [
-            (job.name, rank, each.incarnation, each.address, each.node, each.local_rank_hint, each.identity) for rank, each in job.members
+            (job.name, rank, each.incarnation, each.address, each.node, each.local_rank_hint, each.identity, int(gone))
+            for group, gone in ((job.members, False), (job.gone, True))
+            for rank, each in group
         ]
 
         def replace() -> None:
@@ -131,7 +136,7 @@ class SqliteStore:
                 "INSERT INTO jobs VALUES (?, ?, ?, ?, ?, ?)",
                 (job.name, job.epoch, job.min_world_size, job.max_world_size, int(job.elastic), int(job.ended)),
             )
-            self._connection.executemany("INSERT INTO members VALUES (?, ?, ?, ?, ?, ?, ?)", members)
+            self._connection.executemany("INSERT INTO members VALUES (?, ?, ?, ?, ?, ?, ?, ?)", members)
 
         self._write(replace)
 

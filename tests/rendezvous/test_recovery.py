@@ -15,6 +15,7 @@ from shardnet.errors import JoinRefused
 from shardnet.rendezvous import client
 from shardnet.rendezvous.client import status
 from shardnet.rendezvous.events import JobState, Joiners, Lost
+from shardnet.rendezvous.job import MISSED_S
 from shardnet.rendezvous.lease import Lease
 from shardnet.rendezvous.membership import ABSENT, VANISHED, Registry
 from shardnet.rendezvous.refusal import Refusal
@@ -75,6 +76,39 @@ def test_joiners_wait_for_those_that_have_not_come_back(store: Store) -> None:
     assert not assigned(after.join(again(elastic(1)), 92.0))
     worlds = assigned(after.tick(100.0))
     assert {name: (world.epoch, world.rank) for name, world in worlds.items()} == {"w0+": (2, 0), "w1+": (2, 1), "w7": (2, 2)}
+    store.close()
+
+
+@pytest.mark.parametrize("first", ["vanish", "join"])
+def test_former_members_keep_their_ranks_and_may_name_the_stuck(store: Store, first: str) -> None:
+    """Also if their memberships had ended before the rendezvous did."""
+    before = Registry(settle_s=SETTLE, store=store)
+    workers = formed(before, 3)
+    successor = replace(again(workers[0]), missing=(2,))
+    if first == "vanish":
+        before.vanish("w0")
+    else:
+        before.join(successor, 10.0)
+    after = Registry(settle_s=SETTLE, store=store)
+    after.restore(until=100.0)
+    after.resume(workers[2])  # its loop lives; its program hangs
+    after.join(again(workers[1]), 10.0)
+    after.join(successor, 11.0)
+    worlds = assigned(after.tick(11.0 + MISSED_S))
+    assert {name: world.rank for name, world in worlds.items()} == {"w0+": 0, "w1+": 1}
+    store.close()
+
+
+def test_who_lost_its_connection_before_may_come_back(store: Store) -> None:
+    before = Registry(settle_s=SETTLE, store=store)
+    workers = formed(before, 3)
+    (told,) = before.status()
+    before.vanish("w1")
+    after = Registry(settle_s=SETTLE, store=store)
+    after.restore(until=100.0)
+    for number in (1, 0, 2):
+        after.resume(workers[number])
+    assert after.status() == (told,)
     store.close()
 
 

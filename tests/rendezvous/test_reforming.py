@@ -104,6 +104,34 @@ def test_a_missed_member_that_comes_in_time_stays(registry: Registry) -> None:
     assert registry.deadline() is None
 
 
+def test_who_comes_back_from_a_broken_connection_keeps_its_rank_and_may_name_the_stuck(registry: Registry) -> None:
+    workers = formed(registry, 3)
+    registry.vanish("w0")
+    registry.join(again(workers[1]), 10.0)
+    registry.join(replace(again(workers[0]), missing=(2,)), 11.0)
+    worlds = assigned(registry.tick(11.0 + MISSED_S))
+    assert {name: world.rank for name, world in worlds.items()} == {"w0+": 0, "w1+": 1}
+
+
+def test_so_does_who_loses_its_connection_while_it_waits_for_the_others(registry: Registry) -> None:
+    workers = formed(registry, 3)
+    registry.join(again(workers[0]), 10.0)
+    registry.vanish("w0+")
+    registry.join(again(workers[1]), 11.0)
+    registry.join(again(workers[0]), 12.0)
+    worlds = assigned(registry.join(again(workers[2]), 13.0))
+    assert {name: world.rank for name, world in worlds.items()} == {"w0+": 0, "w1+": 1, "w2+": 2}
+
+
+def test_a_stuck_member_whose_connection_breaks_and_comes_back_is_still_stuck(registry: Registry) -> None:
+    workers = formed(registry, 3)
+    registry.vanish("w2")
+    registry.join(replace(again(workers[0]), missing=(2,)), 10.0)
+    registry.resume(workers[2])
+    registry.join(again(workers[1]), 11.0)
+    assert assigned(registry.tick(11.0 + MISSED_S)).keys() == {"w0+", "w1+"}
+
+
 def test_nobody_is_given_up_for_what_was_missed_in_another_epoch(registry: Registry) -> None:
     workers = formed(registry, 2, most=2)
     registry.join(replace(again(workers[0], epoch=7), missing=(1,)), 10.0)
@@ -113,6 +141,8 @@ def test_nobody_is_given_up_for_what_was_missed_in_another_epoch(registry: Regis
 def test_a_stranger_can_make_nobody_be_given_up(registry: Registry) -> None:
     formed(registry, 2)
     registry.join(replace(elastic(7), last_epoch=1, missing=(0, 1)), 10.0)
+    registry.vanish("w1")
+    registry.join(replace(elastic(8), previous="w1", last_epoch=1, missing=(0, 1)), 10.0)  # from another address
     assert registry.deadline() is None
 
 

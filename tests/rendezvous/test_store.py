@@ -11,7 +11,8 @@ from tests.rendezvous.test_reforming import elastic
 
 
 def saved(name: str = "job", *, epoch: int = 3, numbers: tuple[int, ...] = (0, 2)) -> SavedJob:
-    return SavedJob(name, epoch, 2, 4, True, False, tuple((rank, elastic(number)) for rank, number in enumerate(numbers)))
+    members = tuple((rank, elastic(number)) for rank, number in enumerate(numbers))
+    return SavedJob(name, epoch, 2, 4, True, False, members, gone=((7, elastic(9)),))
 
 
 @pytest.fixture
@@ -35,6 +36,7 @@ def test_what_is_saved_is_there_for_the_next_one(path: Path) -> None:
     assert (found["job"].epoch, found["other"].members) == (4, ())
     (member,) = found["job"].members
     assert (member[0], member[1].incarnation, member[1].address) == (0, "w5", "10.0.0.1:7005")
+    assert found["job"].gone == ((7, elastic(9)),)
     assert path.stat().st_mode & 0o077 == 0, "others could read it"
 
 
