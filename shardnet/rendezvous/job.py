@@ -215,6 +215,10 @@ class Job:
         """Whether this is a live worker, member or not."""
         return incarnation in self._live
 
+    def goes_on(self, request: JoinRequest) -> bool:
+        """Whether a live worker sends this, to replace its membership by a new one."""
+        return self._previous(request) is not None
+
     def is_of(self, request: JoinRequest) -> bool:
         """Whether the live worker of that incarnation sends this, to judge by its certificate and address."""
         live = self._live.get(request.incarnation)

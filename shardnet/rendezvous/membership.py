@@ -204,7 +204,9 @@ class Registry:
                 f"job {request.job!r} asks for {request.wish} workers, but this rendezvous takes at most {most}; ask for fewer",
                 Refusal.FULL,
             )
-        if len(self._job_of) >= most:
+        job = self._jobs.get(request.job)
+        goes_on = job is not None and job.goes_on(request)
+        if len(self._job_of) - goes_on >= most:
             raise JoinRefused(
                 f"this rendezvous already has {most} workers, which is its maximum; use another one, or wait until a job has ended",
                 Refusal.FULL,

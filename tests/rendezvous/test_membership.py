@@ -273,6 +273,17 @@ class TestLimits:
         registry.leave("a", "w0")
         registry.join(worker(3, most=3, job="b"), 0.0)
 
+    def test_full_but_for_a_worker_that_has_its_place_already(self) -> None:
+        registry = Registry(limits=RendezvousLimits(max_members=2))
+        for number in range(2):
+            registry.join(replace(worker(number), elastic=True), 0.0)
+        for previous in ("", "w0"):  # another worker's
+            with pytest.raises(JoinRefused, match="already has 2 workers"):
+                registry.join(replace(worker(2), elastic=True, previous=previous), 1.0)
+        for number in range(2):
+            notices = registry.join(replace(worker(number), elastic=True, incarnation=f"w{number}+", previous=f"w{number}"), 1.0)
+        assert assigned(notices).keys() == {"w0+", "w1+"}
+
     def test_wish_beyond_what_the_rendezvous_takes(self) -> None:
         registry = Registry(limits=RendezvousLimits(max_members=3))
         assert "asks for 2 to 4 workers, but this rendezvous takes at most 3" in str(refusal(registry, 0, most=4))
