@@ -1,6 +1,7 @@
 """Any history of an elastic job keeps the promises of its membership: nobody is left out, forgotten, or in two epochs at once."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -17,7 +18,7 @@ LEAST, MOST, SETTLE_S = 2, 4, 2.0
 
 
 class ElasticHistories(RuleBasedStateMachine):
-    """Workers start, die, say goodbye and move on to the next epoch at random."""
+    """Workers start, die, say goodbye, lose their connection, come back and move on to the next epoch at random."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,6 +28,7 @@ class ElasticHistories(RuleBasedStateMachine):
         self.epoch = 0
         self.live: dict[str, JoinRequest] = {}
         self.world: dict[str, Topology] = {}  # what each live member was told
+        self.gone: dict[str, tuple[JoinRequest, Topology]] = {}  # members of that epoch that have vanished or moved on
         self.ended = False  # a member has said goodbye
         self.heard: dict[str, int] = {}  # the last number of joiners that each member was told
 
@@ -35,11 +37,11 @@ class ElasticHistories(RuleBasedStateMachine):
         self.starts += 1
         self._join(JoinRequest("job", f"w{self.starts}", f"h:{self.starts}", node, LEAST, MOST, elastic=True))
 
-    @precondition(lambda self: self.world)
+    @precondition(lambda self: self.may_move_on)
     @rule(data=st.data())
     def move_on(self, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from(sorted(self.world)))
-        before, world = self.live[name], self.world[name]
+        name = data.draw(st.sampled_from(sorted(self.may_move_on)))
+        before, world = self.may_move_on[name]
         self.starts += 1
         request = JoinRequest(
             *("job", f"w{self.starts}", before.address, before.node, LEAST, MOST), elastic=True, previous=name, last_epoch=world.epoch
@@ -47,13 +49,40 @@ class ElasticHistories(RuleBasedStateMachine):
         if self._join(request, instead_of=name):
             assert not self.registry.is_member(name)
 
+    @property
+    def may_move_on(self) -> dict[str, tuple[JoinRequest, Topology]]:
+        """The members, whose connections may have broken, and workers that have lost them while they waited for the next epoch."""
+        absent = {name: each for name, each in self.gone.items() if each[0].address not in self.addresses}
+        return absent | {name: (self.live[name], world) for name, world in self.world.items()}
+
+    @property
+    def addresses(self) -> list[str]:
+        return [request.address for request in self.live.values()]
+
+    @precondition(lambda self: self.gone)
+    @rule(data=st.data())
+    def come_back(self, data: st.DataObject) -> None:
+        """As the member that it was; the request may have been under way while it moved on."""
+        name = data.draw(st.sampled_from(sorted(self.gone)))
+        request, world = self.gone[name]
+        try:
+            notices = self.registry.resume(replace(request, resumes=True))
+        except JoinRefused:
+            forms = self.live and not self.world
+            assert forms or request.address in self.addresses, "refused for no reason"
+            return
+        del self.gone[name]
+        self.live[name], self.world[name] = request, world
+        self._take(notices)
+
     @precondition(lambda self: self.live)
     @rule(data=st.data(), left=st.booleans())
     def end(self, data: st.DataObject, left: bool) -> None:
         name = data.draw(st.sampled_from(sorted(self.live)))
-        del self.live[name]
-        self.ended |= left and name in self.world
-        self.world.pop(name, None)
+        request, world = self.live.pop(name), self.world.pop(name, None)
+        self.ended |= left and world is not None
+        if world is not None and not left:
+            self.gone[name] = request, world
         self.heard.pop(name, None)
         self._take(self.registry.leave("job", name) if left else self.registry.vanish(name))
 
@@ -71,6 +100,8 @@ class ElasticHistories(RuleBasedStateMachine):
             return False
         if not self.live:
             self.ended = False
+        if instead_of in self.world:
+            self.gone[instead_of] = self.live[instead_of], self.world[instead_of]
         for known in (self.live, self.world, self.heard):
             known.pop(instead_of, None)
         self.live[request.incarnation] = request
@@ -99,6 +130,11 @@ class ElasticHistories(RuleBasedStateMachine):
                 assert {member.incarnation for member in world.members} == set(new)
                 assert world.me.incarnation == name
             self.epoch, self.world = epoch, new
+            self.gone.clear()
+
+    @invariant()
+    def nobody_is_there_twice(self) -> None:
+        assert len(set(self.addresses)) == len(self.live)
 
     @invariant()
     def nobody_waits_for_nothing(self) -> None:
