@@ -7,7 +7,10 @@ changes no state: each rank decides by its own connection whether another one is
 
 [Note: forked children] A child of `os.fork`, such as a worker of a DataLoader or of a Pool, has a copy of its parent's memory and the same
 mappings and descriptors, but none of its threads. The other ranks would take the child's letters for its parent's, and nothing that the
-child handed to the loop thread would ever be done. So for a child everything is closed from the start.
+child handed to the loop thread would ever be done. So for a child everything is closed from the start. That includes the rounds that were
+under way: whoever asks for a round does its work, so a child with its parent's handle would read the letters in its parent's place,
+acknowledge them, and keep the result for itself, and its parent would wait for letters that others have been written over. A child
+does no work of a round, takes none of its locks, which threads that it has not got may hold for ever, and can get only what had ended.
 """
 
 import asyncio

@@ -34,7 +34,7 @@ from typing import Any
 
 from shardnet.collectives.letters.mail import Mail
 from shardnet.collectives.operation import Call
-from shardnet.errors import ProtocolError
+from shardnet.errors import InheritedError, ProtocolError
 from shardnet.flight import Flight, Party, State
 from shardnet.loop import LoopThread
 from shardnet.telemetry import Track
@@ -74,6 +74,7 @@ class Round(concurrent.futures.Future[Any], ABC):
         self.error: BaseException | None = None
         self.queued = False  # its letter is not written yet: too many are under way
         self._mail = mail
+        self._board = mail.group.board  # a fork of this process must do nothing for the round: [Note: forked children] in switchboard.py
         self._letter = letter
         self._is_written = False  # the letter is; a round that ended before would leave the others without it
         self._posted: Posted | None = None  # where the letter is, unless it went over the streams
@@ -155,13 +156,16 @@ class Round(concurrent.futures.Future[Any], ABC):
         if super().done():
             super().add_done_callback(fn)
             return
-        loop = self._mail.group.board.loop  # a closure over the round would keep it, and its result, alive
+        self._board.check_ours()
+        loop = self._board.loop  # a closure over the round would keep it, and its result, alive
         super().add_done_callback(lambda done: loop.call(fn, done))
         if not self._over:
             self._mail.attendant.take(self)
 
     def _glance(self) -> None:
         """Do what can be done now, as somebody asks whether the round is done."""
+        if self._board.is_inherited:
+            return
         try:
             if self.progress() is not None:
                 self.has_waited(time.monotonic())
@@ -222,6 +226,8 @@ class Round(concurrent.futures.Future[Any], ABC):
 
     def step(self) -> MailboxView | Progress:
         """Do a piece of the work. Returns the mailbox to look at next if the work waits for a letter."""
+        if self._board.is_inherited:  # even here: a handler of a signal may have forked this process while its thread waited
+            raise InheritedError(self._board.where())
         while self._asked:
             time.sleep(_LET_IN_S)
         with self._lock:
@@ -262,7 +268,7 @@ class Round(concurrent.futures.Future[Any], ABC):
     def _send_letter(self) -> None:
         """Send the letter over the streams, as there is no room for it in the mailbox."""
         group = self._mail.group
-        group.board.loop.call(group.rounds.announce, self, tuple(self._mail.views), bytes(self._letter))
+        self._board.loop.call(group.rounds.announce, self, tuple(self._mail.views), bytes(self._letter))
 
     def collect(self, of: Collection[int] = ()) -> Course:
         """Find the letters of the ranks `of`, or of all ranks."""
@@ -345,7 +351,7 @@ class Round(concurrent.futures.Future[Any], ABC):
     def _give_up(self, function: Callable[..., object], *args: object) -> None:
         """Have the loop thread end it with an error."""
         self._given_up = True
-        self._mail.group.board.loop.call(function, *args)
+        self._board.loop.call(function, *args)
 
     def _break_off(self, error: BaseException) -> None:
         """The work has failed: fail the round. Raises `error` if it is for the working thread: a Ctrl-C, which may leave half a result."""
@@ -357,10 +363,12 @@ class Round(concurrent.futures.Future[Any], ABC):
     def _remind(self) -> None:
         if not self._reminded:
             self._reminded = True
-            self._mail.group.board.loop.call(self._mail.group.rounds.announce, self, tuple(self._missing))
+            self._board.loop.call(self._mail.group.rounds.announce, self, tuple(self._missing))
 
     def _look(self, timeout_s: float | None) -> float | None:
         """Do the work in this thread, unless another one does it, until the round or the time is over. Returns how much time is left."""
+        if self._board.is_inherited and not self.has_ended:
+            self._board.check_ours()
         if self._over:
             return timeout_s
         start, here = time.monotonic(), threading.get_ident()
@@ -378,7 +386,7 @@ class Round(concurrent.futures.Future[Any], ABC):
         finally:
             if self._looker == here:
                 self._looker = None
-            if not self.is_settled:
+            if not self.is_settled and not self._board.is_inherited:
                 self._mail.attendant.take(self)  # in case the looking thread gives up: other threads may have left the work to it
         return None if timeout_s is None else max(0.0, until_s - time.monotonic())
 

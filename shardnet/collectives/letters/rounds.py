@@ -51,6 +51,8 @@ class Rounds:
 
     def tidy(self) -> None:
         """Handle a Ctrl-C in this thread, which may have left a round half ended, or the next one not begun."""
+        if self._board.is_inherited:
+            return  # that is for the thread that has forked this process
         for each in self.under_way:
             each.tidy()
         self._begin_next()
