@@ -50,6 +50,11 @@ class LoopThread:
                 cls._shared = cls()
             return cls._shared
 
+    @classmethod
+    def _renew_lock(cls) -> None:
+        """In a forked child: a thread that held the lock is not there to release it, and every wait for a collective takes it."""
+        cls._shared_lock = threading.Lock()
+
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
@@ -107,3 +112,6 @@ class LoopThread:
                 waiting.cancel()
             raise
         return task.result()
+
+
+os.register_at_fork(after_in_child=LoopThread._renew_lock)

@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from shardnet.loop import THREAD_NAME, LoopThread
+from tests.forked_child import in_a_child
 
 
 async def where() -> str:
@@ -117,3 +118,23 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 def test_a_forked_child_does_not_wait_for_the_thread_of_its_parent() -> None:
     ended = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=30, check=False)
     assert (ended.stdout, ended.returncode) == ("7\n", 0), ended.stderr
+
+
+def test_a_child_that_was_forked_while_another_thread_asked_for_the_loop_thread() -> None:
+    """A wait for a collective asks for it; that thread does not exist in the child, and would hold the lock for ever."""
+    shared, asked, free = LoopThread.shared(), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with LoopThread._shared_lock:
+            asked.set()
+            free.wait()
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    asked.wait()
+    try:
+        assert in_a_child(lambda: LoopThread.shared().run(where()).result()) == THREAD_NAME
+    finally:
+        free.set()
+        holder.join()
+    assert LoopThread.shared() is shared
