@@ -1,7 +1,6 @@
 """Which modules are units, and which unit each parameter belongs to."""
 
 from collections.abc import Callable, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,16 +87,6 @@ def parts_of(unit: UnitPlan, units: Sequence[UnitPlan]) -> list[nn.Module]:
 
     needs_unit(unit.module)
     return [module for module, needs in known.items() if needs and module is not unit.module]
-
-
-def modules_of(head: nn.Module, heads: AbstractSet[nn.Module]) -> list[nn.Module]:
-    """The head of a unit and the modules below it, without those below other `heads`."""
-    found, left = dict.fromkeys([head]), [head]
-    while left:
-        inner = [child for child in left.pop().children() if child not in heads and child not in found]
-        found.update(dict.fromkeys(inner))
-        left += inner
-    return list(found)
 
 
 def _choose(root: nn.Module, choice: UnitChoice) -> dict[nn.Module, str]:

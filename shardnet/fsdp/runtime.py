@@ -38,11 +38,10 @@ from shardnet.errors import StateError
 from shardnet.fsdp.communicators import Communicators
 from shardnet.fsdp.group import FlatGroup
 from shardnet.fsdp.passes import BackwardPass, Call, ForwardPass, Wanted
-from shardnet.fsdp.placement import modules_of
 from shardnet.fsdp.prefetch import Prefetcher
 from shardnet.fsdp.reductions import ReductionQueue
 from shardnet.fsdp.stepping import BackwardSteps
-from shardnet.fsdp.tensors import differentiable, kept_by, with_bases
+from shardnet.fsdp.tensors import differentiable, with_bases
 from shardnet.fsdp.unit import Unit, UnitState
 from shardnet.telemetry import Pass
 from shardnet.uncompiled import uncompiled
@@ -70,8 +69,6 @@ class Runtime:
 
     def __init__(self, units: Sequence[Unit], comms: Communicators, prefetch: int, *, keep: bool = False) -> None:
         self.units = tuple(units)
-        heads = {unit.module for unit in units}
-        self._modules = {unit: modules_of(unit.module, heads) for unit in units}
         self.prefetcher = Prefetcher(self.units, prefetch, comms, keep=keep)
         self.synchronise = True  # reduce gradients in backward; off within `no_sync`
         self.backend = comms.backend
@@ -122,7 +119,7 @@ class Runtime:
         if not self._calls or self._calls[-1].unit is not unit or unit.state is UnitState.BACKWARD:
             return
         call = self._calls.pop()
-        tensors = [*differentiable(outputs), *kept_by(self._modules[unit])] if torch.is_grad_enabled() else []
+        tensors = differentiable(outputs) if torch.is_grad_enabled() else []
         if tensors:
             if not self._recomputing:
                 call.forward.left(call)

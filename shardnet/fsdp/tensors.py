@@ -6,11 +6,7 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils import _pytree as pytree
-
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-_PLAIN = frozenset((bool, int, float, str, type(None)))  # looked for first, since most attributes are that, and this runs in each forward
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:
@@ -69,21 +65,6 @@ def differentiable(value: object) -> list[torch.Tensor]:
     if found or not hasattr(value, "__dict__"):
         return found
     return [tensor for tensor in tensors_in(vars(value)) if tensor.grad_fn is not None]
-
-
-def kept_by(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
-    """The tensors that pass gradients on and that modules keep as attributes, alone or in a list, tuple or dict: auxiliary losses."""
-    return [tensor for module in modules for tensor in _attributes(module) if tensor.grad_fn is not None]
-
-
-def _attributes(module: nn.Module) -> Iterator[torch.Tensor]:
-    for name, value in vars(module).items():
-        if (kind := type(value)) in _PLAIN or name in _OF_EVERY_MODULE:
-            continue
-        items = (value,) if isinstance(value, torch.Tensor) else value.values() if kind is dict else value if kind in (list, tuple) else ()
-        for item in items:
-            if isinstance(item, torch.Tensor):
-                yield item
 
 
 def with_bases(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

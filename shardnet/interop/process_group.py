@@ -54,7 +54,7 @@ def _say_why() -> None:
     error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)  # at a prompt, errors end nothing
     for world in _worlds:
         if error is not None and world.pid == os.getpid():
-            world.abort(LastWords.of(error).text)
+            world.give_up(LastWords.of(error))
 
 
 atexit.register(_say_why)

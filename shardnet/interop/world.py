@@ -115,6 +115,10 @@ class World:
         self.backend.abort(why)  # also while a `close` in another thread waits for something
         self._end(LastWords(why))
 
+    def give_up(self, words: LastWords) -> None:
+        """At the end of the process: tell the others why, which takes a moment at most, and leave the rest to the system."""
+        _wait(self._seat.leave(words))
+
     def _end(self, words: LastWords | None) -> None:
         if not self._closed:
             self._closed = True

@@ -175,7 +175,9 @@ class Membership:
                 lease = await self._come_back(why)
             except ShardnetError as error:
                 if not self._superseded:
-                    self._say(logging.WARNING, f"does not take this worker back, and will not tell the others if this worker is lost: {error}")
+                    self._say(
+                        logging.WARNING, f"does not take this worker back, and will not tell the others if this worker is lost: {error}"
+                    )
                 return
 
     async def _listen(self, lease: Lease) -> None:

@@ -54,6 +54,6 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
 def _message(error: BaseException) -> str:
     try:
         words = " ".join(str(error).split())
-    except Exception:  # noqa: BLE001 - the program's own class
+    except BaseException:  # noqa: BLE001 - the program's own class
         return ""
     return f": {printable(words, _MOST)}" if words else ""

@@ -82,6 +82,7 @@ class GrpcMesh(Mesh):
         self._inbound: dict[int, Call | None] = {}  # the streams of peers to this rank that are open; None: by grpcio
         self._departed: set[int] = set()  # peers that said goodbye
         self._lost: dict[int, str] = {}
+        self._last_words: dict[int, str] = {}  # of peers that are about to be lost, or are
         self._changed = asyncio.Event()  # one of the three above has changed, or `attending`
         self._formed = False
         self._closing = False
@@ -316,7 +317,8 @@ class GrpcMesh(Mesh):
                 self._hear(chunk.control.suspicion)
                 return
             if kind == "last_words":
-                self.lose(peer, printable(chunk.control.last_words.why), told=True)
+                # only the end of the stream is the loss: collectives whose data has just arrived must have their turn on the loop before
+                self._last_words[peer] = printable(chunk.control.last_words.why)
                 return
             if kind == "goodbye":
                 self._departed.add(peer)
@@ -325,11 +327,12 @@ class GrpcMesh(Mesh):
                 self._sharing.leave(peer)
         self._receiver.on_chunk(peer, chunk)
 
-    def lose(self, peer: int, why: str, *, told: bool = False) -> None:
-        """A peer's stream broke, or it has said that it ends (`told`). Only the first report counts, and none after a goodbye or while
-        closing."""
+    def lose(self, peer: int, why: str) -> None:
+        """A peer's stream broke. If there were last words, they say better why. Only the first report counts, and none after a goodbye or
+        while closing."""
         if peer in self._lost or peer in self._departed or self._closing:
             return
+        why = self._last_words.get(peer, why)
         self._lost[peer] = why
         self._changed.set()
         self._break()
@@ -337,7 +340,7 @@ class GrpcMesh(Mesh):
             self._outboxes[peer].fail(why)
         self._sharing.lose(peer)
         if self._receiver is not None:
-            self._receiver.on_lost(peer, why, told=told)
+            self._receiver.on_lost(peer, why, told=peer in self._last_words)
 
     def address(self, rank: int) -> str:
         return self._topology.members[rank].address

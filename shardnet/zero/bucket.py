@@ -171,8 +171,11 @@ class Bucket:
                 "load a checkpoint into the module and make a new optimizer"
             )
         if self.state is BucketState.GATHERING:
-            self.state = BucketState.TORN
-            self._comms.wait(self._pending, f"gather {self.label}")
+            try:
+                self._comms.wait(self._pending, f"gather {self.label}")
+            except ShardnetError:
+                self.state = BucketState.TORN
+                raise
             self.state = BucketState.COMPLETE
 
 

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Collection, ItemsView, Mapping, Sequence, ValuesView
 from typing import Any
 
+import torch
 from torch import nn
 
 from shardnet.errors import ShardnetError
@@ -30,6 +31,7 @@ class Gathers:
 
     def __init__(self) -> None:
         self._under_way: list[Owned] = []
+        self._lock = threading.RLock()  # any thread may read parameters, and has to wait then
 
     @property
     def are_under_way(self) -> bool:
@@ -38,18 +40,21 @@ class Gathers:
 
     def start(self, buckets: Sequence[Owned]) -> None:
         """Begin to gather buckets that were stepped, in this order. A collective."""
-        self._under_way += buckets
-        for _, bucket in buckets:
-            bucket.stepped()
+        with self._lock:
+            self._under_way += buckets
+            for _, bucket in buckets:
+                bucket.stepped()
         _Turns([bucket for _, bucket in buckets]).advance()
 
     def wait(self) -> None:
         """Block until everything is gathered."""
-        self._finish(self._under_way)
+        with self._lock:
+            self._finish(self._under_way)
 
     def wait_for(self, unit: int | None) -> None:
         """Block until the parameters of one unit are gathered; None: those that belong to no unit."""
-        self._finish([entry for entry in self._under_way if entry[0] == unit])
+        with self._lock:
+            self._finish([entry for entry in self._under_way if entry[0] == unit])
 
     def _finish(self, buckets: Sequence[Owned]) -> None:
         try:
@@ -110,6 +115,8 @@ class AwaitedParameters(dict[str, nn.Parameter | None]):
         self._awaited.append((gathers, units))
 
     def _wait(self) -> None:
+        if torch.compiler.is_compiling():
+            return  # a forward that is compiled waits before it begins, and whether there is anything to wait for must be no guard
         for gathers, units in self._awaited:
             if gathers.are_under_way:
                 for unit in units:

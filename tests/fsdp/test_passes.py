@@ -6,6 +6,7 @@ from torch import nn
 
 from shardnet.backend import Backend
 from shardnet.fsdp import FSDP
+from shardnet.sharding import ShardingStrategy
 from tests.fsdp.parity import check_against_one_process, check_at_rest
 from tests.fsdp.ranks import run_ranks
 from tests.fsdp.stacks import Layer, Stack, data, seeded, square_loss, stack_of
@@ -155,75 +156,55 @@ def test_units_may_return_objects_of_classes_of_their_own() -> None:
     check_against_one_process(2, seeded(Finding), square_loss, units=[Finder])
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 3])
-@pytest.mark.parametrize("listed", [False, True])
-def test_a_loss_that_units_leave_in_an_attribute(prefetch: int, listed: bool) -> None:
-    """As mixtures of experts do. Backward comes to it before it comes to the unit's output."""
+class Leaving(Layer):
+    """Leaves an auxiliary loss behind, as mixtures of experts do."""
 
-    class Router(nn.Module):
-        losses: Tensor | list[Tensor]
-
-        def forward(self, x: Tensor, scale: Tensor) -> Tensor:
-            loss = (x * scale).square().mean()
-            self.losses = [loss] if listed else loss
-            return x
-
-    class Expert(Layer):
-        def __init__(self) -> None:
-            super().__init__()
-            self.router = Router()
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.router(super().forward(x), self.scale)
-            return out
-
-    class Experts(Stack):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(Expert() for _ in range(4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            out = super().forward(x).square().mean()
-            for layer in self.layers:
-                assert isinstance(layer, Expert)
-                losses = layer.router.losses
-                out = out + 10 * (losses[0] if isinstance(losses, list) else losses)
-            return out
-
-    def loss(model: nn.Module, rank: int) -> Tensor:
-        out: Tensor = model(data(rank))
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        self.loss = (out * self.scale).square().mean()
         return out
 
-    check_against_one_process(2, seeded(Experts), loss, units=[Expert], prefetch=prefetch)
+
+class Experts(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Leaving() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = super().forward(x).square().mean()
+        for layer in self.layers:
+            assert isinstance(layer, Leaving)
+            out = out + 10 * layer.loss
+        return out
 
 
-@pytest.mark.parametrize("prefetch", [0, 1])
-def test_a_loss_that_leaves_a_unit_unseen_is_an_error(prefetch: int) -> None:
-    """It is not the gradient of whatever values were in memory that is being filled."""
-
-    class Hiding(Layer):
-        def forward(self, x: Tensor, seen: list[Tensor]) -> None:  # type: ignore[override]
-            seen.append(super().forward(x))
-
-    class Hidden(Stack):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(Hiding() for _ in range(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            seen = [x]
-            for layer in self.layers:
-                layer(seen[-1], seen)
-            out: Tensor = self.head(seen[-1])
-            return out
+@pytest.mark.parametrize("ranks_per_node", [1, 2])
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_a_loss_that_leaves_a_unit_unseen_is_an_error(prefetch: int, ranks_per_node: int) -> None:
+    """Backward comes to it before it comes to what the unit has returned. It must not compute with memory that is only being filled."""
 
     def work(backend: Backend) -> None:
-        model = FSDP(seeded(Hidden)(), backend, units=[Hiding], prefetch=prefetch)
-        loss = square_loss(model, backend.rank)
-        with pytest.raises(RuntimeError, match=r"the full parameters of layers\.2 are freed.*another way than the unit's outputs"):
-            loss.backward()  # type: ignore[no-untyped-call]
+        model = FSDP(seeded(Experts)(), backend, units=[Leaving], prefetch=prefetch)
+        loss = model(data(backend.rank))
+        with pytest.raises(RuntimeError, match=r"the full parameters of layers\.\d are freed.*another way than the unit's outputs"):
+            loss.backward()
 
-    run_ranks(2, work)
+    run_ranks(2, work, ranks_per_node=ranks_per_node)
+
+
+@pytest.mark.parametrize("strategy", [ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD])
+def test_and_none_where_parameters_are_kept_until_then(strategy: ShardingStrategy) -> None:
+    def work(backend: Backend) -> dict[str, Tensor]:
+        model = FSDP(seeded(Experts)(), backend, units=[Leaving], strategy=strategy)
+        model(data(7)).backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        return model.full_state_dict()
+
+    alone = seeded(Experts)()
+    alone(data(7)).backward()
+    torch.optim.SGD(alone.parameters(), lr=0.1).step()
+    for got in run_ranks(2, work):
+        torch.testing.assert_close(got, dict(alone.state_dict()))
 
 
 def test_skip_connections_between_units() -> None:

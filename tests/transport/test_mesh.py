@@ -352,6 +352,17 @@ class TestEnds:
             assert stage.mesh._lost == {}
 
     @on_shared_loop
+    async def test_last_words_are_no_break_yet_but_say_why_there_is_one(self) -> None:
+        """A collective whose data has arrived before them must end well."""
+        async with theatre() as stage:
+            await stage.send(Chunk(1, 0, 0, control=mesh_pb2.Control(last_words=mesh_pb2.LastWords(why="its disk is\x07 full"))))
+            await still_works(stage)
+            assert stage.mesh._lost == {}
+            await stage.stream.call.done_writing()
+            with pytest.raises(PeerLost, match=r"lost during barrier #1: its disk is\\x07 full$"):
+                await stage.backend.barrier()
+
+    @on_shared_loop
     async def test_an_end_without_goodbye_is(self) -> None:
         async with theatre() as stage:
             handle = stage.backend.barrier()

@@ -138,6 +138,43 @@ def test_whoever_takes_a_parameter_from_the_module_waits(read: Callable[[nn.Sequ
     assert not torch.equal(first[-1], list(make_model().parameters())[-1 if len(first) > 1 else -2])
 
 
+def test_other_threads_may_read_them_while_it_trains() -> None:
+    """They come while a gather is under way, which is no failed gather."""
+
+    def work(backend: Backend) -> torch.Tensor:
+        model = make_model()
+        optimizer = ZeroOptimizer(model.parameters(), optim.SGD, backend, module=model, units=(nn.Linear,), lr=0.1)
+        over = threading.Event()
+        errors: list[BaseException] = []
+
+        def read() -> None:
+            try:
+                while not over.is_set():
+                    for parameter in model.parameters():
+                        parameter.sum().item()
+            except BaseException as error:  # noqa: BLE001 - raised below
+                errors.append(error)
+
+        readers = [threading.Thread(target=read) for _ in range(2)]
+        for reader in readers:
+            reader.start()
+        try:
+            for step in range(30):
+                Place(backend).loss(model, step).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                optimizer.zero_grad()
+        finally:
+            over.set()
+            for reader in readers:
+                reader.join()
+        assert errors == []
+        optimizer.wait()
+        return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+
+    first, second = run_ranks(2, work)
+    assert torch.equal(first, second)
+
+
 def test_a_copy_of_the_module_waits_for_nothing() -> None:
     def work(backend: Backend) -> None:
         model = make_model()

@@ -10,7 +10,7 @@ from typing import TextIO
 from shardnet.cli.launch.console import Console
 from shardnet.cli.launch.lines import Line, LineSplitter
 from shardnet.cli.launch.pipe import Pipe
-from shardnet.cli.launch.tracebacks import Tracebacks, without_torchs_rank
+from shardnet.cli.launch.tracebacks import Tracebacks
 
 TAIL_LINES = 20
 REDRAW_S = 1.0  # one of the lines that overwrite each other is shown in this time; a worker's own progress bar draws many more
@@ -71,5 +71,5 @@ class Output:
                 self._tail.append(line.text)
                 yield line.text
             else:
-                self._tail.append(text := without_torchs_rank(line.text))
+                self._tail.append(text := self._tracebacks.bare(line.text))
                 yield from self._tracebacks.feed(text)

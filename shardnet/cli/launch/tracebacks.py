@@ -16,7 +16,7 @@ _HEAD = re.compile(r"(  \+ Exception Group )?Traceback \(most recent call last\)
 _GROUP = re.compile(r"  \| (\S*ExceptionGroup: .*)$")  # the line that names the outermost group
 _REFERENCE = re.compile(r" \(with the traceback of [^()]+\)$")
 _RANK = re.compile(r"\[rank \d+/")  # the beginning of our errors
-_TORCH = re.compile(r"\[rank\d+\]: ")  # before each line of a traceback in a program of torch.distributed
+_TORCH = re.compile(r"\[rank(\d+)\]: ")  # before each line of a traceback in a program of torch.distributed
 
 
 def is_reference(line: str) -> bool:
@@ -27,11 +27,6 @@ def is_reference(line: str) -> bool:
 def of_any_rank(text: str) -> str:
     """The text without the rank that wrote it, to compare texts of several ranks."""
     return _RANK.sub("[rank /", text)
-
-
-def without_torchs_rank(line: str) -> str:
-    """The line without the rank that torch puts before it, since the launcher puts one there, too."""
-    return line[found.end() :] if (found := _TORCH.match(line)) else line
 
 
 def is_head(line: str) -> bool:
@@ -88,6 +83,11 @@ class Tracebacks:
     def held_s(self) -> float | None:
         """How long the held lines may still be held; None: no lines are held."""
         return max(0.0, self._until_s - time.monotonic()) if self._held else None
+
+    def bare(self, line: str) -> str:
+        """The line without the worker's rank, if torch has put that before it: the launcher puts one there, too."""
+        found = _TORCH.match(line)
+        return line[found.end() :] if found is not None and f"rank {found.group(1)}" == self._label() else line
 
     def feed(self, line: str) -> list[str]:
         if self._held and time.monotonic() < self._until_s and self._continues(line):
