@@ -14,7 +14,7 @@ from shardnet.rendezvous.identity import new_incarnation, node_identity
 from shardnet.rendezvous.request import JoinRequest
 from shardnet.settings import Settings
 from shardnet.topology import Topology
-from shardnet.training.seat import end_membership
+from shardnet.training.seat import begin_membership, end_membership
 
 STAY_S = DIAL_S + 1.0  # after they have met; another doctor may hear of that later than this one
 _MOST_NAMES = 4  # in one message about ports that are closed
@@ -56,7 +56,7 @@ class Gathering:
 
     async def meet(self, address: str, _: str) -> Topology:
         """Wait for the others, and try their ports; see `Meet` in station.py. Raises Apart, and a RendezvousError if they do not meet."""
-        settings, loop = self._settings, LoopThread.shared()
+        settings = self._settings
         request = JoinRequest(
             job=settings.job,
             incarnation=new_incarnation(),
@@ -67,17 +67,13 @@ class Gathering:
             local_rank_hint=settings.local_rank,
         )
         membership = join(settings.rendezvous, request, timeouts=settings.timeouts, on_lost=self._hear, security=self.security)
-        try:
-            await loop.run_here(membership.__aenter__())
-        except BaseException:  # cancelled too late: this doctor may have a place by now
-            await end_membership(membership, goodbye=False)
-            raise
+        await begin_membership(membership)
         self._membership = membership
         self._stays_until_s = asyncio.get_running_loop().time() + STAY_S
         self._ports = await try_ports(membership.topology, self.security)
         if closed := [name(membership.topology.members[rank]) for rank, port in self._ports.items() if port.problem]:
             more = f" and {len(closed) - _MOST_NAMES} others" if len(closed) > _MOST_NAMES else ""
-            await loop.run_here(membership.fail(f"it cannot reach {', '.join(closed[:_MOST_NAMES])}{more}"))
+            await LoopThread.shared().run_here(membership.fail(f"it cannot reach {', '.join(closed[:_MOST_NAMES])}{more}"))
         if closed or self._news:
             raise Apart
         return membership.topology

@@ -43,6 +43,15 @@ class Seat:
         return membership
 
 
+async def begin_membership(membership: Membership) -> None:
+    """Join, from any loop. If that is cancelled, or fails, the membership has ended."""
+    try:
+        await LoopThread.shared().run_here(membership.__aenter__())
+    except BaseException:  # cancelled too late: this process may have a place by now
+        await end_membership(membership, goodbye=False)
+        raise
+
+
 async def end_membership(membership: Membership, *, goodbye: bool, words: LastWords | None = None) -> None:
     """End a membership: without a goodbye if its epoch has failed, or if another membership has followed it; then perhaps with last
     words."""

@@ -30,7 +30,7 @@ from shardnet.settings import Settings
 from shardnet.telemetry import Telemetry
 from shardnet.topology import Member, Topology
 from shardnet.training.last_words import LastWords
-from shardnet.training.seat import Seat, end_membership
+from shardnet.training.seat import Seat, begin_membership, end_membership
 from shardnet.training.snapshot import worker_snapshot
 from shardnet.transport.endpoint import Endpoint
 from shardnet.transport.grpc_mesh import GrpcMesh
@@ -285,7 +285,7 @@ class _Connected:
         return Seat(await self._connect(topology, _Obituaries()), topology)
 
     async def _become_member(self, after: Membership | None, missing: tuple[int, ...], obituaries: _Obituaries) -> Membership:
-        settings, loop = self._settings, LoopThread.shared()
+        settings = self._settings
         try:
             request = JoinRequest(
                 job=settings.job,
@@ -305,11 +305,7 @@ class _Connected:
             if after is not None:
                 after.supersede()
             membership = join(settings.rendezvous, request, timeouts=settings.timeouts, on_lost=obituaries.add, security=self._security)
-            try:
-                await loop.run_here(membership.__aenter__())
-            except BaseException:  # cancelled too late: this worker may have a place by now
-                await end_membership(membership, goodbye=False)
-                raise
+            await begin_membership(membership)
         finally:
             if after is not None:  # not earlier: the rendezvous must see that this worker goes on, not that it is gone
                 await end_membership(after, goodbye=False)

@@ -385,20 +385,20 @@ async def _wait_all(handles: Sequence[Pending[Any]]) -> int:
     return len(handles)
 
 
-async def test_who_left_because_it_lost_another_is_not_blamed() -> None:
-    """Rank 1 loses rank 2 and leaves before rank 0 has noticed anything: rank 0 is told whom rank 1 had lost."""
+@pytest.mark.parametrize("last_words", ["", "its disk is full"])
+async def test_who_left_because_it_lost_another_is_not_blamed(last_words: str) -> None:
+    """Rank 1 loses rank 2 and leaves before rank 0 has noticed anything: rank 0 is told whom rank 1 had lost, and what that one said."""
+    why = last_words or "rank 1 lost contact with it, and left"
     async with local_cluster(3) as ranks:
         barrier = ranks[0].barrier()
         board = ranks[1]._board
 
         async def lose() -> None:
-            board.on_lost(2, "its connection broke")
+            board.on_lost(2, last_words or "its connection broke", told=bool(last_words))
 
         await board.loop.run_here(lose())
         ranks[1].abort()
-        with pytest.raises(
-            PeerLost, match=r"rank 2 \(127\.0\.0\.1:\d+\) lost during barrier #0: rank 1 lost contact with it, and left"
-        ) as caught:
+        with pytest.raises(PeerLost, match=rf"rank 2 \(127\.0\.0\.1:\d+\) lost during barrier #0: {why}") as caught:
             await barrier
         assert caught.value.rank == 2
         for rank in ranks:

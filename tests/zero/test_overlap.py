@@ -41,6 +41,18 @@ def hold_back_last(optimizer: ZeroOptimizer, gate: threading.Event) -> None:
     bucket.start_gather = start_late  # type: ignore[method-assign]
 
 
+def open_when_waited_for(optimizer: ZeroOptimizer, gate: threading.Event) -> None:
+    """Open the gate once this rank waits for a unit."""
+    wait_for = optimizer._gathers.wait_for
+
+    def open_and_wait(unit: int | None) -> None:
+        if unit is not None:
+            gate.set()
+        wait_for(unit)
+
+    optimizer._gathers.wait_for = open_and_wait  # type: ignore[method-assign]
+
+
 def states(optimizer: ZeroOptimizer) -> list[BucketState]:
     return [bucket.state for _, bucket in optimizer._sharded.buckets]
 
@@ -81,17 +93,10 @@ def test_a_part_that_is_called_by_itself_waits() -> None:
     def work(backend: Backend) -> torch.Tensor:
         model = make_model()
         optimizer = prepare(model, backend, units=None)
-        wait_for = optimizer._gathers.wait_for
-
-        def open_and_wait(unit: int | None) -> None:
-            if unit is not None:
-                gate.set()
-            wait_for(unit)
-
         if backend.rank == 1:
             hold_back_last(optimizer, gate)
         else:
-            optimizer._gathers.wait_for = open_and_wait  # type: ignore[method-assign]
+            open_when_waited_for(optimizer, gate)
         optimizer.step()
         result: torch.Tensor = model[4](torch.ones(1, 7)).detach()
         assert states(optimizer) == [BucketState.COMPLETE]
@@ -118,16 +123,10 @@ def test_whoever_takes_a_parameter_from_the_module_waits(read: Callable[[nn.Sequ
     def work(backend: Backend) -> list[torch.Tensor]:
         model = make_model()
         optimizer = prepare(model, backend)
-        wait_for = optimizer._gathers.wait_for
-
-        def open_and_wait(unit: int | None) -> None:
-            gate.set()
-            wait_for(unit)
-
         if backend.rank == 1:
             hold_back_last(optimizer, gate)
         else:
-            optimizer._gathers.wait_for = open_and_wait  # type: ignore[method-assign]
+            open_when_waited_for(optimizer, gate)
         optimizer.step()
         found = read(model)
         optimizer.wait()
@@ -198,8 +197,9 @@ def test_two_optimizers_of_one_module_are_both_waited_for() -> None:
         Place(backend).loss(model, 0).backward()  # type: ignore[no-untyped-call]
         if backend.rank == 1:
             hold_back_last(first, gate)
+        else:
+            open_when_waited_for(first, gate)
         first.step()
-        gate.set()
         second.step()
         last = model.get_parameter("4.weight").detach().clone()
         first.wait()
