@@ -32,7 +32,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 hypothesis.settings.register_profile("shardnet", deadline=None)
 hypothesis.settings.load_profile("shardnet")
 
-pytest_plugins = ["tests.guards"]
+pytest_plugins = ["tests.guards", "tests.hangs"]
 
 
 @pytest.hookimpl(tryfirst=True)

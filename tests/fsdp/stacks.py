@@ -7,6 +7,7 @@ from torch import nn
 
 from shardnet.fsdp import FSDP
 from tests.devices import on_test_device
+from tests.fsdp import models
 
 Tensor = torch.Tensor
 WIDTH = 5
@@ -51,9 +52,11 @@ def stack_of(model: nn.Module) -> Stack:
 
 
 def seeded(kind: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """Makes the same model each time, in several threads at once too."""
+
     def make() -> nn.Module:
-        torch.manual_seed(3)
-        return kind()
+        with models.seeded(3):
+            return kind()
 
     return make
 

@@ -224,8 +224,7 @@ def test_a_part_of_the_model_called_by_itself() -> None:
         return loss
 
     def work(backend: Backend) -> None:
-        torch.manual_seed(3)
-        model = FSDP(Stack(), backend, units=[Layer])
+        model = FSDP(seeded(Stack)(), backend, units=[Layer])
         part(model, backend.rank).backward()  # type: ignore[no-untyped-call]
         check_at_rest(model)
         assert [name for name, parameter in model.named_parameters() if parameter.grad is not None] == [
