@@ -42,8 +42,9 @@ test faults: export PYTHONDONTWRITEBYTECODE :=
 
 faults: export SHARDNET_TO_THE_LETTER := 1
 
+# A process that crashes ends the run: with another one in its place, pytest-xdist 3.8 runs the same test again, and then waits for ever.
 test: $(STAMP) ## run the tests
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --max-worker-restart 0 $(ARGS)
 
 check: $(STAMP) ## formatting, lint, types, import rules, and whether the generated protobuf code is current
 	$(BIN)/ruff format --check .
@@ -61,7 +62,7 @@ faults: $(STAMP) ## run the long fault tests, which `make test` leaves out, and 
 	grep -rl --include='test_*.py' 'tests.promises' tests | xargs $(BIN)/python -m pytest
 
 test-gpu: $(STAMP) ## run the tests that need a GPU, which skip themselves in `make test` where there is none
-	$(BIN)/python -m pytest -n $(JOBS) tests/gpu $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --max-worker-restart 0 tests/gpu $(ARGS)
 
 conformance: $(STAMP) ## run torch's own tests of a process group on the backend "shardnet", in three minutes
 	$(BIN)/python tests/interop/conformance.py $(ARGS)
