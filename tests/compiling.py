@@ -1,6 +1,10 @@
-"""What torch.compile makes of a program."""
+"""What torch.compile makes of a program.
 
-from collections.abc import Callable
+Ranks that compile are processes in the tests: torch compiles in several threads at once, and now and then that ends the process.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,3 +32,12 @@ class Graphs:
         frames = [line.strip() for node in called for line in (node.stack_trace or "").splitlines()]
         self.traced += [line for line in frames if _PACKAGE in line and not line.endswith(" in forward")]  # it calls the program's
         return graph.forward
+
+
+@contextmanager
+def nothing_compiled() -> Iterator[None]:
+    """Nothing has been compiled before, and the same code must not be compiled again and again within."""
+    torch.compiler.reset()
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        yield
+    torch.compiler.reset()

@@ -46,13 +46,11 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture
 def nothing_compiled() -> Iterator[None]:
-    """Before the test torch.compile has compiled nothing, and in the test it must not compile the same code again and again."""
-    import torch
+    """See tests/compiling.py."""
+    from tests import compiling
 
-    torch.compiler.reset()
-    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+    with compiling.nothing_compiled():
         yield
-    torch.compiler.reset()
 
 
 @pytest.fixture

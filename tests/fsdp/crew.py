@@ -42,9 +42,9 @@ class Crew:
 
 
 @contextmanager
-def crew(nursery: Nursery) -> Iterator[Crew]:
+def crew(nursery: Nursery, size: int = SIZE) -> Iterator[Crew]:
     with rendezvous() as address, ExitStack() as stack:
-        workers = [stack.enter_context(Worker(nursery, address)) for _ in range(SIZE)]
+        workers = [stack.enter_context(Worker(nursery, address)) for _ in range(size)]
         yield Crew(workers)
         for worker in workers:
             assert worker.end() == 0

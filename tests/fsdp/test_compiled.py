@@ -1,6 +1,7 @@
 """torch.compile of a sharded model's units, of the whole model, and of whole steps."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -8,10 +9,13 @@ from torch import nn
 
 from shardnet.backend import Backend
 from shardnet.fsdp import FSDP, GradScaler, MixedPrecision
-from tests.compiling import Graphs
+from tests.compiling import Graphs, nothing_compiled
+from tests.fsdp.conftest import START_S
+from tests.fsdp.crew import crew
 from tests.fsdp.parity import check_at_rest, check_gradients
 from tests.fsdp.ranks import run_ranks
 from tests.fsdp.stacks import WIDTH, Layer, Stack, seeded
+from tests.training.workers import Nursery
 
 Tensor = torch.Tensor
 STEPS = 3
@@ -79,14 +83,10 @@ def test_the_hooks_of_its_parts_are_nothing_in_a_compiled_unit() -> None:
     assert with_sharding.calls == without.calls
 
 
-@pytest.mark.parametrize("compile_what", ["units", "all"])
-def test_gradients_are_those_of_one_process(compile_what: str) -> None:
-    alone = trained_alone(2)
-    stacks = [seeded(Stack)() for _ in range(2)]
-    graphs = Graphs()
-
-    def work(backend: Backend) -> None:
-        stack = stacks[backend.rank]
+def gradients(backend: Backend, compile_what: str) -> tuple[int, list[str]]:
+    """Compares this rank's gradients with those of one process; the number of graphs, and our own lines in them."""
+    alone, stack, graphs = trained_alone(2), seeded(Stack)(), Graphs()
+    with nothing_compiled():
         if compile_what == "units":
             compile_layers(stack, graphs)
         model = FSDP(stack, backend, units=[Layer])
@@ -96,19 +96,15 @@ def test_gradients_are_those_of_one_process(compile_what: str) -> None:
             check_gradients(model, alone, backend.rank)
             check_at_rest(model)
             model.zero_grad()
-
-    run_ranks(2, work)
-    assert graphs.calls
-    assert not graphs.traced
+    return len(graphs.calls), graphs.traced
 
 
-@pytest.mark.parametrize("how", ["clipped", "in backward", "scaled", "in bfloat16"])
-def test_a_whole_step_may_be_compiled(how: str) -> None:
-    """Hooks, reductions and the step's calls of FSDP are not part of its graphs."""
+def whole_steps(backend: Backend, how: str) -> tuple[int, list[str]]:
+    """Compares losses of compiled steps with those of plain ones; the number of graphs, and our own lines in them."""
 
-    def train(backend: Backend, stack: nn.Module, compiler: Callable[..., Callable[[], Tensor]]) -> list[Tensor]:
+    def train(compiler: Callable[..., Callable[[], Tensor]]) -> list[Tensor]:
         precision = MixedPrecision(param_dtype=torch.bfloat16) if how == "in bfloat16" else None
-        model = FSDP(stack, backend, units=[Layer], mixed_precision=precision)
+        model = FSDP(seeded(Stack)(), backend, units=[Layer], mixed_precision=precision)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         scaler = GradScaler(backend, init_scale=4.0)
         if how == "in backward":
@@ -130,14 +126,20 @@ def test_a_whole_step_may_be_compiled(how: str) -> None:
         run = compiler(step)
         return [run() for _ in range(STEPS)]
 
-    stacks = [[seeded(Stack)() for _ in range(2)] for _ in range(2)]
     graphs = Graphs()
+    with nothing_compiled():
+        without = train(lambda step: step)
+        assert train(lambda step: torch.compile(step, backend=graphs)) == without
+    return len(graphs.calls), graphs.traced
 
-    def work(backend: Backend) -> None:
-        plain, compiled = (pair[backend.rank] for pair in stacks)
-        without = train(backend, plain, lambda step: step)
-        assert train(backend, compiled, lambda step: torch.compile(step, backend=graphs)) == without
 
-    run_ranks(2, work)
-    assert graphs.calls
-    assert not graphs.traced
+@pytest.mark.timeout(2 * START_S)
+def test_on_two_ranks_all_is_as_without_and_nothing_of_ours_is_in_a_graph(nursery: Nursery) -> None:
+    """Hooks, reductions and the step's calls of FSDP are not part of its graphs. All in one test, because of the processes' start."""
+    works: list[tuple[Callable[..., Any], str]] = [(gradients, what) for what in ("units", "all")]
+    works += [(whole_steps, how) for how in ("clipped", "in backward", "scaled", "in bfloat16")]
+    with crew(nursery, 2) as processes:
+        for work, argument in works:
+            for graphs, ours in processes.run(2, work, argument):
+                assert graphs > 0, argument
+                assert not ours, argument

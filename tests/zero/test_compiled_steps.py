@@ -9,22 +9,21 @@ from torch import nn, optim
 
 from shardnet.backend import Backend
 from shardnet.zero import ZeroOptimizer
-from tests.compiling import Graphs
-from tests.fsdp.ranks import run_ranks
+from tests.compiling import Graphs, nothing_compiled
+from tests.fsdp.conftest import START_S
+from tests.fsdp.crew import crew
+from tests.training.workers import Nursery
 from tests.zero.alike import WIDTH, make_model
 
 Tensor = torch.Tensor
 STEPS = 3
-pytestmark = [
-    pytest.mark.usefixtures("nothing_compiled"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # dynamo itself reads it
-]
 
 
-@pytest.mark.parametrize("compile_what", ["step", "model"])
-@pytest.mark.parametrize("overlaps", [False, True], ids=["all at once", "by units"])
-def test_what_is_compiled_trains_as_without(compile_what: str, overlaps: bool) -> None:
-    def train(backend: Backend, model: nn.Sequential, compiler: Callable[..., Callable[..., Tensor]]) -> list[Tensor]:
+def trains_as_without(backend: Backend, compile_what: str, overlaps: bool) -> tuple[int, list[str]]:
+    """Compares losses with those of a plain model; the number of graphs, and our own lines in them."""
+
+    def train(compiler: Callable[..., Callable[..., Tensor]]) -> list[Tensor]:
+        model = make_model()
         choices: dict[str, Any] = {"module": model, "units": [nn.Linear]} if overlaps else {}
         optimizer = ZeroOptimizer(model.parameters(), optim.SGD, backend, lr=0.1, **choices)
         called = compiler(model) if compile_what == "model" else model
@@ -42,11 +41,19 @@ def test_what_is_compiled_trains_as_without(compile_what: str, overlaps: bool) -
         batches = torch.linspace(-1, 1 + backend.rank, STEPS * 4 * WIDTH).reshape(STEPS, 4, WIDTH)
         return [*[run(x) for x in batches], model(batches[0]).mean().detach()]
 
-    def work(backend: Backend) -> None:
-        without = train(backend, make_model(), lambda plain: plain)
-        assert train(backend, make_model(), lambda plain: torch.compile(plain, backend=graphs)) == without
-
     graphs = Graphs()
-    run_ranks(2, work)
-    assert graphs.calls
-    assert not graphs.traced
+    with nothing_compiled():
+        without = train(lambda plain: plain)
+        assert train(lambda plain: torch.compile(plain, backend=graphs)) == without
+    return len(graphs.calls), graphs.traced
+
+
+@pytest.mark.timeout(2 * START_S)
+def test_what_is_compiled_trains_as_without(nursery: Nursery) -> None:
+    """All in one test, because of the processes' start."""
+    with crew(nursery, 2) as processes:
+        for compile_what in ("step", "model"):
+            for overlaps in (False, True):
+                for graphs, ours in processes.run(2, trains_as_without, compile_what, overlaps):
+                    assert graphs > 0, (compile_what, overlaps)
+                    assert not ours, (compile_what, overlaps)
