@@ -69,7 +69,7 @@ class Job:
         self._missed: set[str] = set()  # see [Note: the stuck]
         self._ended = False  # see [Note: the end]
         self._was_lost = False  # the last member went before the training had ended
-        self._loss: Loss | None = None  # the first one of the last epoch that had any
+        self._losses: dict[str, Loss] = {}  # by incarnation, of the last epoch that had any, in the order in which they were heard of
         self._wish: JoinRequest | None = None  # of the worker that started the forming: its sizes hold for all
         self._last_arrival_s = 0.0
 
@@ -107,8 +107,8 @@ class Job:
         notices: list[Notice] = []
         if member is not None and not left:
             self._gone[incarnation] = (request, member)
-            if self._loss is None or self._loss.epoch != self.epoch or self._loss.follows > follows:
-                self._loss = Loss(self.epoch, member, reason, follows)
+            self._losses = {name: loss for name, loss in self._losses.items() if loss.epoch == self.epoch}
+            self._losses[incarnation] = Loss(self.epoch, member, reason, follows)
         elif member is not None and self._elastic:
             notices += self._end()
         if not self._live:
@@ -132,8 +132,7 @@ class Job:
             return False
         self._check_duplicate(request, None)
         del self._gone[request.incarnation]
-        if self._loss is not None and self._loss.member.incarnation == request.incarnation:
-            self._loss = None
+        self._losses.pop(request.incarnation, None)
         self._live[request.incarnation], self._members[request.incarnation] = found
         self.state = JobState.RUNNING
         return True
@@ -266,7 +265,7 @@ class Job:
             min_world_size=wish.min_world_size if wish else 0,
             max_world_size=wish.max_world_size if wish else 0,
             members=tuple(sorted(self._members.values(), key=lambda m: m.rank)),
-            first_lost=str(self._loss or ""),
+            first_lost=str(min(self._losses.values(), key=lambda loss: loss.follows, default="")),
         )
 
     def _reform(self) -> list[Notice]:

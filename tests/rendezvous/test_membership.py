@@ -154,6 +154,12 @@ class TestRunning:
         running.resume(replace(worker(1, most=4), resumes=True))
         assert running.status()[0].first_lost == ""
 
+    def test_and_hides_no_other_that_was(self, running: Registry) -> None:
+        running.vanish("w1")
+        running.fail("job", "w2", "its disk is full")
+        running.resume(replace(worker(1, most=4), resumes=True))
+        assert running.status()[0].first_lost == "epoch 1 lost rank 2 (10.0.0.1:7002) first: its disk is full"
+
     def test_leaving_is_told_as_a_goodbye_and_once(self, running: Registry) -> None:
         assert lost(running.leave("job", "w2")) == {"w0": (2, True), "w1": (2, True)}
         assert running.vanish("w2") == []  # its stream ends after the goodbye
