@@ -33,7 +33,7 @@ ShardnetError
     └── MembershipLost             this worker is no longer a member
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 
@@ -221,3 +221,18 @@ class JoinRefused(RendezvousError):
 
 class MembershipLost(RendezvousError):
     """The rendezvous no longer counts this worker as a member."""
+
+
+def chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, its causes and contexts, and the errors in its group."""
+    seen: set[int] = set()
+    waiting = [error]
+    while waiting:
+        each = waiting.pop()
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        yield each
+        waiting += [each.__cause__, None if each.__suppress_context__ else each.__context__]
+        if isinstance(each, BaseExceptionGroup):
+            waiting += each.exceptions

@@ -14,7 +14,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,6 +29,7 @@ from shardnet.errors import (
     JoinRefused,
     PeerLost,
     WorldChanges,
+    chain,
 )
 from shardnet.fsdp.runtime import forget_graphs
 from shardnet.rendezvous.refusal import Refusal
@@ -170,7 +171,7 @@ def _collect_models() -> None:
 
 def _reason(error: BaseException, state: State) -> CollectiveError | WorldChanges | None:
     """The error that has ended the epoch; None for an error of the training itself. See [Note: who is at fault]."""
-    for each in _chain(error):
+    for each in chain(error):
         match each:
             case CollectiveTimeout() if not each.missing:
                 continue  # all ranks were there: the network or the program is too slow, and will be again
@@ -179,18 +180,3 @@ def _reason(error: BaseException, state: State) -> CollectiveError | WorldChange
             case CollectiveError() | WorldChanges():
                 return each
     return None
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error, its causes and contexts, and the errors in its group."""
-    seen: set[int] = set()
-    waiting = [error]
-    while waiting:
-        each = waiting.pop()
-        if each is None or id(each) in seen:
-            continue
-        seen.add(id(each))
-        yield each
-        waiting += [each.__cause__, None if each.__suppress_context__ else each.__context__]
-        if isinstance(each, BaseExceptionGroup):
-            waiting += each.exceptions

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Self
 
-from shardnet.errors import MembershipLost, PeerLost, Preempted
+from shardnet.errors import MembershipLost, PeerLost, Preempted, chain
 from shardnet.printable import printable
 from shardnet.training.departure import Departure
 
@@ -32,7 +32,7 @@ class LastWords:
         """Those of a program that this error ends."""
         cause = _first(error)
         if not isinstance(cause, asyncio.CancelledError):
-            return cls(f"its program raised {type(cause).__name__}{_message(cause)}", isinstance(cause, _CONSEQUENCES))
+            return cls(f"its program raised {type(cause).__name__}{_message(cause)}", _follows(cause))
         number = Departure.current().signal
         return cls("its program was cancelled" if number is None else f"{signal.Signals(number).name} has ended its program")
 
@@ -40,7 +40,12 @@ class LastWords:
 def _first(error: BaseException) -> BaseException:
     """The error, or of a group the one that tells the most: not one that follows from another rank's failure, or from another task's."""
     leaves = list(_leaves(error))
-    return min(leaves, key=lambda leaf: (isinstance(leaf, asyncio.CancelledError), isinstance(leaf, _CONSEQUENCES)))
+    return min(leaves, key=lambda leaf: (isinstance(leaf, asyncio.CancelledError), _follows(leaf)))
+
+
+def _follows(error: BaseException) -> bool:
+    """Whether it comes from the end of another rank: programs wrap errors in their own."""
+    return any(isinstance(each, _CONSEQUENCES) for each in chain(error))
 
 
 def _leaves(error: BaseException) -> Iterator[BaseException]:

@@ -45,6 +45,17 @@ def test_of_an_error(error: BaseException, text: str) -> None:
     assert LastWords.of(error) == LastWords(text, follows="PeerLost" in text)
 
 
+def test_an_error_that_comes_from_the_loss_of_another_rank_follows_from_it() -> None:
+    """It may be heard of first, and must not be blamed."""
+    wrapped = RuntimeError("the training failed")
+    wrapped.__cause__ = LOST
+    text = "its program raised RuntimeError: the training failed"
+    assert LastWords.of(wrapped) == LastWords(text, follows=True)
+    assert LastWords.of(ExceptionGroup("two", [wrapped, ValueError("own")])) == LastWords("its program raised ValueError: own")
+    wrapped.__cause__ = ValueError("own")
+    assert LastWords.of(wrapped) == LastWords(text)
+
+
 def test_a_long_message_is_cut() -> None:
     text = LastWords.of(ValueError("x" * 10_000)).text
     assert len(text) < 400
