@@ -7,15 +7,16 @@ medians of 14): with all at once the first had arrived after 15 ms, the fourth a
 once after 10, 27 and 52; with one after the other after 7, 30 and 60.
 """
 
+import os
 import threading
 from collections import deque
-from collections.abc import Collection, ItemsView, Mapping, Sequence, ValuesView
+from collections.abc import Callable, Collection, ItemsView, Mapping, Sequence, ValuesView
 from typing import Any
 
 import torch
 from torch import nn
 
-from shardnet.errors import ShardnetError
+from shardnet.errors import InheritedError, ShardnetError
 from shardnet.uncompiled import uncompiled
 from shardnet.zero.bucket import Bucket, BucketState, Owned
 
@@ -32,6 +33,7 @@ class Gathers:
     def __init__(self) -> None:
         self._under_way: list[Owned] = []
         self._lock = threading.RLock()  # any thread may read parameters, and has to wait then
+        self._pid = os.getpid()
 
     @property
     def are_under_way(self) -> bool:
@@ -48,23 +50,28 @@ class Gathers:
 
     def wait(self) -> None:
         """Block until everything is gathered."""
-        with self._lock:
-            self._finish(self._under_way)
+        self._finish(lambda _: True)
 
     def wait_for(self, unit: int | None) -> None:
         """Block until the parameters of one unit are gathered; None: those that belong to no unit."""
-        with self._lock:
-            self._finish([entry for entry in self._under_way if entry[0] == unit])
+        self._finish(lambda each: each == unit)
 
-    def _finish(self, buckets: Sequence[Owned]) -> None:
-        try:
-            for _, bucket in buckets:
-                bucket.finish_gather()
-        except ShardnetError:
-            self._settle()
-            raise
-        finally:
-            self._under_way = [entry for entry in self._under_way if entry[1].state is not BucketState.COMPLETE]
+    def _finish(self, of: Callable[[int | None], bool]) -> None:
+        """Raises InheritedError in a forked child for what is under way: that arrives in its parent, where a thread may hold the lock."""
+        if os.getpid() != self._pid:
+            if any(of(unit) for unit, _ in self._under_way):
+                raise InheritedError
+            return
+        with self._lock:
+            try:
+                for unit, bucket in self._under_way:
+                    if of(unit):
+                        bucket.finish_gather()
+            except ShardnetError:
+                self._settle()
+                raise
+            finally:
+                self._under_way = [entry for entry in self._under_way if entry[1].state is not BucketState.COMPLETE]
 
     def _settle(self) -> None:
         """After an error: wait for everything that is under way, whether it succeeds or fails. TORN buckets stay here, so that later waits

@@ -5,6 +5,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from shardnet.fsdp.placement import UnitChoice
 from shardnet.zero import ZeroOptimizer
 from shardnet.zero.bucket import Bucket, BucketState
 from shardnet.zero.gathers import AwaitedParameters
+from tests.forked_child import in_a_child
 from tests.fsdp.ranks import run_ranks
 from tests.zero.alike import WIDTH, Place, make_model
 
@@ -172,6 +174,28 @@ def test_other_threads_may_read_them_while_it_trains() -> None:
 
     first, second = run_ranks(2, work)
     assert torch.equal(first, second)
+
+
+def test_a_forked_child_does_not_wait_for_what_only_its_parent_gathers() -> None:
+    """A worker of a DataLoader may be forked between a step and the next forward, and read the module, but nothing arrives there."""
+    gate = threading.Event()
+
+    def work(backend: Backend) -> list[str]:
+        model = make_model()
+        optimizer = prepare(model, backend)
+        if backend.rank == 1:
+            hold_back_last(optimizer, gate)
+        optimizer.step()
+        outcomes = []
+        if backend.rank == 0:
+            model[0](torch.ones(1, WIDTH))  # waits here, as the forward does
+            with optimizer._gathers._lock:
+                outcomes = [in_a_child(partial(lambda layer: layer.weight.shape, model[place])) for place in (0, 4)]
+            gate.set()
+        optimizer.wait()
+        return outcomes
+
+    assert run_ranks(2, work) == [["torch.Size([7, 5])", "InheritedError"], []]
 
 
 def test_a_copy_of_the_module_waits_for_nothing() -> None:
