@@ -295,7 +295,8 @@ async def test_a_rendezvous_that_is_killed_and_started_again_has_its_members_bac
 
 
 @on_shared_loop
-async def test_a_rendezvous_without_its_state_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_rendezvous_without_its_state_says_so_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "AWAY_S", 1e6)
     async with rendezvous() as server:
         address = server.address
         people = [Person(address, worker(number)) for number in range(2)]
