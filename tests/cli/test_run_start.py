@@ -77,6 +77,10 @@ ENDS = {
     "is no Python": "else:",
     "leaves threads": "import threading, time\nthreading.Thread(target=lambda: (time.sleep(0.1), print('thread'))).start()\nprint('main')",
     "leaves callbacks": "import atexit\natexit.register(print, 'first')\natexit.register(print, 'second')\nprint('main')",
+    "fails, and a callback looks at it": (
+        "import atexit\natexit.register(lambda: print([repr(getattr(sys, f'last_{each}', None)) for each in ('type', 'value', 'exc')]))\n"
+        "raise ValueError(3)"
+    ),
     "fails in a callback": "import atexit\natexit.register(print, 'first')\natexit.register(lambda: 1 / 0)",
     "leaves files open": "file = open('left.txt', 'w')\nfile.write('text')",
     "leaves an import's files open": "import helper\nhelper.file.write('text')",

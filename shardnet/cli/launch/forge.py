@@ -121,6 +121,8 @@ def run(target: str, is_module: bool, problem: Exception | None = None) -> int:
             trace = trace.tb_next
         _begin_with(problem, error)
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace  # for functions that run at the end
+        if sys.version_info >= (3, 12):
+            sys.last_exc = error
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     return 0
