@@ -286,7 +286,7 @@ class Switchboard:
 
     def _hear_loss(self, source: int, loss: mesh_pb2.Loss) -> None:
         self._causes.setdefault(source, loss.rank)
-        if loss.last_words:
+        if loss.last_words and loss.rank in self.mesh.peers:
             self._last_words.setdefault(loss.rank, printable(loss.last_words))
 
     def on_lost(self, rank: int, reason: str, *, told: bool = False) -> None:

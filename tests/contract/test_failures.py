@@ -14,7 +14,9 @@ from shardnet.backend import Backend, Pending
 from shardnet.config import Limits, Timeouts
 from shardnet.errors import ClosedError, CollectiveTimeout, PeerLost, ShardnetError
 from shardnet.loop import LoopThread
+from shardnet.pb import mesh_pb2
 from shardnet.testing import each_error, each_rank, local_cluster
+from shardnet.wire import Chunk
 from tests.contract.conftest import LIMITS, MakeCluster
 from tests.promises import within_s
 
@@ -403,3 +405,16 @@ async def test_who_left_because_it_lost_another_is_not_blamed(last_words: str) -
         assert caught.value.rank == 2
         for rank in ranks:
             rank.abort()
+
+
+async def test_words_of_ranks_that_there_are_not_are_not_kept() -> None:
+    """A peer could send them without end."""
+    async with local_cluster(2) as ranks:
+        board = ranks[0]._board
+
+        async def hear() -> None:
+            loss = mesh_pb2.Loss(rank=7, last_words="boom")
+            board.on_chunk(1, Chunk(board.mesh.epoch, 0, 0, control=mesh_pb2.Control(loss=loss)))
+
+        await board.loop.run_here(hear())
+        assert board.last_words(7) == ""
