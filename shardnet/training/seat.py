@@ -32,9 +32,11 @@ class Seat:
             else:
                 self.backend.abort(words.text)
         finally:
-            if membership is not None:
-                await end_membership(membership, goodbye=words is None, words=words)
-            await self.backend.aclose()  # again after an abort: the words go out while the rendezvous is told
+            try:
+                if membership is not None:
+                    await end_membership(membership, goodbye=words is None, words=words)
+            finally:
+                await self.backend.aclose()  # only now after an abort: the words go out while the rendezvous is told
 
     async def abandon(self) -> Membership | None:
         """Close the backend, with a goodbye to the peers unless it was aborted. The membership is the caller's to end."""
@@ -57,10 +59,12 @@ async def end_membership(membership: Membership, *, goodbye: bool, words: LastWo
     words."""
 
     async def end() -> None:
-        if words is not None:
-            await membership.fail(words.text, follows=words.follows)
-        elif not goodbye:
-            membership.abort()
-        await membership.aclose()
+        try:
+            if words is not None:
+                await membership.fail(words.text, follows=words.follows)
+            elif not goodbye:
+                membership.abort()
+        finally:
+            await membership.aclose()
 
     await LoopThread.shared().run_here(end())

@@ -10,11 +10,14 @@ import pytest
 import torch
 
 import shardnet
+from shardnet.backend.loopback import LoopbackBackend
 from shardnet.errors import PeerLost, ShardnetError
-from shardnet.rendezvous.client import status
+from shardnet.rendezvous.client import join, status
 from shardnet.rendezvous.events import JobState
 from shardnet.training.departure import Departure
 from shardnet.training.last_words import LastWords
+from shardnet.training.seat import Seat, begin_membership
+from tests.rendezvous.builders import worker
 from tests.training.workers import rendezvous
 
 
@@ -137,3 +140,33 @@ async def test_a_rendezvous_that_is_gone_holds_up_nobody_who_fails() -> None:
         async with asyncio.timeout(10.0):
             outcomes = await asyncio.gather(member(True), member(False), return_exceptions=True)
     assert all(isinstance(outcome, ValueError | ShardnetError) for outcome in outcomes)
+
+
+async def test_a_second_interrupt_while_the_rendezvous_is_told_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    with rendezvous() as meeting:
+        membership = join(meeting, worker(0, least=1, most=1))
+        await begin_membership(membership)
+        (backend,) = LoopbackBackend.create_group(1)
+        told = asyncio.Event()
+        here = asyncio.get_running_loop()
+
+        async def never_answers(*_: object) -> None:
+            here.call_soon_threadsafe(told.set)
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(membership, "_tell", never_answers)
+        closing = backend.aclose
+        closed: list[bool] = []
+
+        async def close() -> None:
+            await closing()
+            closed.append(True)
+
+        monkeypatch.setattr(backend, "aclose", close)
+        leaving = asyncio.create_task(Seat(backend, membership.topology, membership).leave(LastWords("it was interrupted")))
+        await told.wait()
+        leaving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+        assert closed == [True]
+        assert membership._watch is None
