@@ -2,7 +2,8 @@
 
 import logging
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -72,12 +73,13 @@ class NoStore:
 class SqliteStore:
     """A database in a file, which belongs to one rendezvous at a time.
 
-    Raises UsageError if the file cannot be such a database, if another rendezvous uses it, or if another version has written it.
+    Raises UsageError if the file cannot be such a database, if another rendezvous uses it, or if another version or another program has
+    written it; `load` raises it, too, for a damaged file, and closes this.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        try:
+        with self._usable():
             path.touch(mode=0o600)
             self._connection = sqlite3.connect(path, isolation_level=None, timeout=0)
             try:
@@ -85,12 +87,18 @@ class SqliteStore:
             except BaseException:
                 self._connection.close()
                 raise
+
+    @contextmanager
+    def _usable(self) -> Iterator[None]:
+        """Say which file cannot be used if something in this context finds that out."""
+        cannot = f"cannot keep the rendezvous' state in {self._path}"
+        try:
+            yield
         except OSError as error:
-            raise UsageError(f"cannot keep the rendezvous' state in {path}: {error.strerror}; choose another file") from error
+            raise UsageError(f"{cannot}: {error.strerror}; choose another file") from error
         except sqlite3.Error as error:
             raise UsageError(
-                f"cannot keep the rendezvous' state in {path}: {error}; another rendezvous may be using the file, or it is a file "
-                "of another kind; choose another file"
+                f"{cannot}: {error}; another rendezvous may be using the file, or it is damaged or of another kind; choose another file"
             ) from error
 
     def _open(self) -> None:
@@ -102,12 +110,22 @@ class SqliteStore:
             raise UsageError(
                 f"{self._path} was written by another version of shardnet (tables {version}, here {VERSION}); choose another file"
             )
+        if version == 0 and self._connection.execute("SELECT name FROM sqlite_schema").fetchone() is not None:
+            raise UsageError(f"{self._path} is a database of another program; choose another file")
         for statement in _SCHEMA.split(";"):
             self._connection.execute(statement)
         self._connection.execute(f"PRAGMA user_version = {VERSION}")
         self._connection.execute("COMMIT")
 
     def load(self) -> Sequence[SavedJob]:
+        try:
+            with self._usable():
+                return self._load()
+        except BaseException:
+            self._connection.close()
+            raise
+
+    def _load(self) -> Sequence[SavedJob]:
         jobs = []
         for name, epoch, least, most, elastic, ended in self._connection.execute(
             "SELECT name, epoch, min_world_size, max_world_size, elastic, ended FROM jobs ORDER BY rowid"
@@ -118,7 +136,10 @@ class SqliteStore:
             members: list[tuple[int, JoinRequest]] = []
             left: list[tuple[int, JoinRequest]] = []
             for rank, incarnation, address, node, hint, identity, gone in rows:
-                request = JoinRequest(name, incarnation, address, node, least, most, hint, elastic=bool(elastic), identity=identity)
+                try:
+                    request = JoinRequest(name, incarnation, address, node, least, most, hint, elastic=bool(elastic), identity=identity)
+                except (UsageError, TypeError) as error:
+                    raise UsageError(f"{self._path} is damaged: rank {rank} of job {name!r}: {error}; choose another file") from error
                 (left if gone else members).append((rank, request))
             jobs.append(SavedJob(name, epoch, least, most, bool(elastic), bool(ended), tuple(members), tuple(left)))
         return jobs

@@ -65,6 +65,44 @@ def test_what_is_no_state_of_a_rendezvous_is_refused(path: Path, tmp_path: Path)
         SqliteStore(newer)
 
 
+def test_a_database_of_another_program_is_left_as_it_is(path: Path) -> None:
+    connection = sqlite3.connect(path)
+    connection.execute("CREATE TABLE jobs (title TEXT)")
+    connection.close()
+    before = path.read_bytes()
+    with pytest.raises(UsageError, match=f"{path} is a database of another program; choose another file"):
+        SqliteStore(path)
+    assert path.read_bytes() == before
+
+
+def test_a_damaged_file_is_refused_and_named(path: Path) -> None:
+    """It can be opened: only who reads the jobs notices."""
+    store = SqliteStore(path)
+    store.save(saved())
+    store.close()
+    connection = sqlite3.connect(path)
+    (page_bytes,) = connection.execute("PRAGMA page_size").fetchone()
+    (page,) = connection.execute("SELECT rootpage FROM sqlite_schema WHERE name = 'jobs'").fetchone()
+    connection.close()
+    with path.open("r+b") as file:
+        file.seek((page - 1) * page_bytes)
+        file.write(b"\xff" * 100)
+    with pytest.raises(UsageError, match=f"cannot keep the rendezvous' state in {path}: database disk image is malformed"):
+        SqliteStore(path).load()
+
+
+def test_a_member_that_makes_no_sense_is_refused_and_named(path: Path) -> None:
+    store = SqliteStore(path)
+    store.save(saved())
+    store.close()
+    connection = sqlite3.connect(path)
+    connection.execute("UPDATE members SET address = 'nowhere' WHERE rank = 1")
+    connection.commit()
+    connection.close()
+    with pytest.raises(UsageError, match=f"{path} is damaged: rank 1 of job 'job': 'nowhere' does not end in a port"):
+        SqliteStore(path).load()
+
+
 def test_what_cannot_be_written_whole_is_not_there_at_all_and_said(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The jobs go on, and an error says so: a full disk must not leave half a member in a rendezvous' memory."""
     store = SqliteStore(path)
