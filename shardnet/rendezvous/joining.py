@@ -29,8 +29,8 @@ class Joining:
     """One worker's tries to join; thrown away once it has a topology.
 
     The rendezvous may not be up yet, or may go and come back: after a broken lease this tries again, until the
-    rendezvous has been silent for `connect_s`. `join_s` bounds the whole. For a worker whose job runs already only `join_s` counts: its
-    rendezvous was there, and is likely to come back.
+    rendezvous has been silent for `connect_s`. `join_s` bounds the whole. For a worker whose job runs already, or that replaces one of
+    such a job, only `join_s` counts: its rendezvous was there, and is likely to come back.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Joining:
         self._on_waiting = on_waiting
         self._clock = asyncio.get_running_loop().time
         self._silent_since_s = self._clock()
-        self._patience_s = timeouts.join_s if request.last_epoch else timeouts.connect_s
+        self._patience_s = timeouts.join_s if request.last_epoch or request.replacement else timeouts.connect_s
         self._waiting: Waiting | None = None  # the newest; None until the rendezvous has taken us in
         self._refusal: JoinRefused | None = None  # the answer to the last try, if it was one that may pass
         self._pauses = delays()

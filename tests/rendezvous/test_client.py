@@ -94,6 +94,19 @@ class TestJoining:
             await early.leave()
 
     @on_shared_loop
+    async def test_a_replacement_waits_as_long_as_those_that_it_is_to_join(self) -> None:
+        """Its rendezvous may be away: the others wait `join_s` for that, and in vain if it gives up after `connect_s`."""
+        address = f"127.0.0.1:{free_port()}"
+        short = replace(TIMEOUTS, connect_s=0.5)
+        early = Person(address, replace(worker(0), replacement=True), short)
+        with pytest.raises(RendezvousUnavailable):  # `connect_s` is over for the replacement, too, which began before
+            async with join(address, worker(9), timeouts=short):
+                pass
+        async with rendezvous(address), people(address, worker(1)) as (late,):
+            assert {await early.rank(), await late.rank()} == {0, 1}
+            await early.leave()
+
+    @on_shared_loop
     async def test_rendezvous_that_restarts_while_the_world_forms(self) -> None:
         async with rendezvous() as server:
             address = server.address
