@@ -7,6 +7,7 @@ object that has the shape, dtype and device of the whole parameter and no conten
 reading its attributes gives: `parameters()`, optimizers, and a checkpoint that another thread writes meanwhile find the originals.
 """
 
+import copy
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 from shardnet.errors import StateError
-from shardnet.fsdp.group import FlatGroup
+from shardnet.fsdp.group import FlatGroup, sharded_by
 from shardnet.fsdp.tensors import map_tensors, tensors_in
 
 Tensor = torch.Tensor
@@ -104,13 +105,24 @@ def _without_memory(tensor: Tensor) -> Tensor:
 class WatchedParameters(dict[str, nn.Parameter | None]):
     """A module's `_parameters`: reading an attribute may give an AbsentParameter, iterating gives what the module holds."""
 
-    def __init__(self, held: Mapping[str, nn.Parameter | None], computes_here: Callable[[], bool]) -> None:
+    def __init__(self, held: Mapping[str, nn.Parameter | None], computes_here: Callable[[], bool], *, of_slices: bool) -> None:
+        """`of_slices`: whether the module, or one within it, has sharded parameters."""
         super().__init__(held)
         self._computes_here = computes_here
+        self._of_slices = of_slices
         self._absent: dict[str, AbsentParameter] = {}
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, nn.Parameter | None]:
+        return copy.deepcopy(dict(self), memo)  # a copy of the module has slices and no runtime
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(self),)  # a copy of the module has slices and no runtime
+        """Pickle reads a module's parameters first, before the hooks, of which torch could only say that they are local functions."""
+        if self._of_slices:
+            raise StateError(
+                "a module of a sharded model cannot be pickled, since its parameters are this rank's slices: save the full_state_dict() of "
+                "the FSDP model, or the module that unwrap() returns"
+            )
+        return dict, (dict(self),)
 
     def watch(self, name: str, absent: AbsentParameter) -> None:
         """Show `absent` in place of its original."""
@@ -128,7 +140,8 @@ class WatchedParameters(dict[str, nn.Parameter | None]):
 def watch_parameters(module: nn.Module, groups: Iterable[FlatGroup], computes_here: Callable[[], bool]) -> None:
     """From now on reading an attribute that holds a slice gives an AbsentParameter, if `computes_here()`."""
     for part in module.modules():  # also those without parameters: a program may add some
-        vars(part)["_parameters"] = WatchedParameters(part._parameters, computes_here)
+        of_slices = any(sharded_by(parameter) is not None for parameter in part.parameters())
+        vars(part)["_parameters"] = WatchedParameters(part._parameters, computes_here, of_slices=of_slices)
     for group in groups:
         for entry, leaf in zip(group.placed, group.leaves, strict=True):
             absent = AbsentParameter.of(entry.parameter, leaf, entry.name, group.label)

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import pickle
 import threading
 from collections.abc import Callable
 
@@ -209,6 +210,24 @@ def test_one_that_is_kept_in_another_module_is_the_original() -> None:
         model(TOKENS)
         assert reader.last is next(reader.norm.parameters())
         assert model.full_state_dict().keys() == {"last", "embedding.weight", "norm.weight"}
+
+    run_ranks(2, work)
+
+
+@pytest.mark.parametrize("save", [pickle.dumps, lambda module: torch.save(module, io.BytesIO())])
+def test_modules_with_slices_are_not_pickled(save: Callable[[nn.Module], object]) -> None:
+    """Hooks are local functions, which pickle would complain about; and an inner module has none, so its slices would be saved."""
+
+    def work(backend: Backend) -> None:
+        module = nn.ModuleDict({"unit": nn.Sequential(nn.Linear(2, 2)), "ignored": nn.Linear(2, 2)})
+        model = FSDP(module, backend, units=[nn.Sequential], ignored_modules=[module["ignored"]])
+        unit = module["unit"]
+        assert isinstance(unit, nn.Sequential)
+        for part in (module, unit, unit[0]):
+            with pytest.raises(StateError, match=r"cannot be pickled.*: save the full_state_dict\(\)"):
+                save(part)
+        save(module["ignored"])
+        save(model.unwrap())
 
     run_ranks(2, work)
 
