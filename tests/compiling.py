@@ -1,6 +1,7 @@
 """What torch.compile makes of a program.
 
-Ranks that compile are processes in the tests: torch compiles in several threads at once, and now and then that ends the process.
+Ranks that compile are processes in the tests, as they are for users. torch's compiler has one lock for a process, and as threads, on a busy
+machine, one rank was once aborted in C++ in what had been compiled, while the other compiled or ended.
 """
 
 from collections.abc import Callable, Iterator
@@ -41,3 +42,13 @@ def nothing_compiled() -> Iterator[None]:
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         yield
     torch.compiler.reset()
+
+
+def compiled_as_plain(train: Callable[[Callable[..., Any]], list[torch.Tensor]]) -> tuple[int, list[str]]:
+    """Compare what `train(compiler)` returns with torch's compiler and with one that does nothing; the number of graphs, and our own lines
+    in them."""
+    graphs = Graphs()
+    with nothing_compiled():
+        without = train(lambda plain: plain)
+        assert train(lambda plain: torch.compile(plain, backend=graphs)) == without
+    return len(graphs.calls), graphs.traced

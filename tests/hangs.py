@@ -2,7 +2,7 @@
 
 pytest-timeout ends a test that takes too long by raising an error in it. That needs the interpreter, which code in C may never enter
 again, and pytest-timeout watches no longer once a test has failed: one that fails and then hangs in the end of a fixture, or of its event
-loop, would hang for ever. Under pytest-xdist another process takes over the other tests.
+loop, would hang for ever. That ends the whole run, under pytest-xdist too (see the Makefile).
 """
 
 import faulthandler

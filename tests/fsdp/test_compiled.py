@@ -9,7 +9,7 @@ from torch import nn
 
 from shardnet.backend import Backend
 from shardnet.fsdp import FSDP, GradScaler, MixedPrecision
-from tests.compiling import Graphs, nothing_compiled
+from tests.compiling import Graphs, compiled_as_plain, nothing_compiled
 from tests.fsdp.conftest import START_S
 from tests.fsdp.crew import crew
 from tests.fsdp.parity import check_at_rest, check_gradients
@@ -126,11 +126,7 @@ def whole_steps(backend: Backend, how: str) -> tuple[int, list[str]]:
         run = compiler(step)
         return [run() for _ in range(STEPS)]
 
-    graphs = Graphs()
-    with nothing_compiled():
-        without = train(lambda step: step)
-        assert train(lambda step: torch.compile(step, backend=graphs)) == without
-    return len(graphs.calls), graphs.traced
+    return compiled_as_plain(train)
 
 
 @pytest.mark.timeout(2 * START_S)

@@ -9,7 +9,7 @@ from torch import nn, optim
 
 from shardnet.backend import Backend
 from shardnet.zero import ZeroOptimizer
-from tests.compiling import Graphs, nothing_compiled
+from tests.compiling import compiled_as_plain
 from tests.fsdp.conftest import START_S
 from tests.fsdp.crew import crew
 from tests.training.workers import Nursery
@@ -41,11 +41,7 @@ def trains_as_without(backend: Backend, compile_what: str, overlaps: bool) -> tu
         batches = torch.linspace(-1, 1 + backend.rank, STEPS * 4 * WIDTH).reshape(STEPS, 4, WIDTH)
         return [*[run(x) for x in batches], model(batches[0]).mean().detach()]
 
-    graphs = Graphs()
-    with nothing_compiled():
-        without = train(lambda plain: plain)
-        assert train(lambda plain: torch.compile(plain, backend=graphs)) == without
-    return len(graphs.calls), graphs.traced
+    return compiled_as_plain(train)
 
 
 @pytest.mark.timeout(2 * START_S)
