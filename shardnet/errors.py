@@ -29,8 +29,7 @@ ShardnetError
 └── RendezvousError                joining failed
     ├── RendezvousUnavailable      (ConnectionError) nobody answers at the address
     ├── JoinTimeout                (TimeoutError) too few workers came in time
-    ├── JoinRefused                full, duplicate, other version, other world size
-    └── MembershipLost             this worker is no longer a member
+    └── JoinRefused                full, duplicate, other version, other world size
 """
 
 from collections.abc import Iterator, Sequence
@@ -217,10 +216,6 @@ class JoinRefused(RendezvousError):
     def __init__(self, message: str, reason: str = "") -> None:
         super().__init__(message)
         self.reason = reason
-
-
-class MembershipLost(RendezvousError):
-    """The rendezvous no longer counts this worker as a member."""
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:

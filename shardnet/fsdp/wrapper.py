@@ -435,14 +435,14 @@ class FSDP(nn.Module):
         """The same as `full_state_dict()`; a collective."""
         return self.full_state_dict()
 
-    def load_state_dict(self, full: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """The same as `load_full_state_dict`. Raises UsageError for `assign`."""
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """The same as `load_full_state_dict`, with torch's names. Raises UsageError for `assign`."""
         if assign:
             raise UsageError(
                 "load_state_dict(..., assign=True) is not possible for a sharded model, which keeps its slices and copies into them: leave "
                 "assign out, or load before you shard"
             )
-        return self.load_full_state_dict(full, strict=strict)
+        return self.load_full_state_dict(state_dict, strict=strict)
 
     # --- nn.Module, with the names of the inner module
 

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Self
 
-from shardnet.errors import MembershipLost, PeerLost, Preempted, chain
+from shardnet.errors import PeerLost, Preempted, chain
 from shardnet.printable import printable
 from shardnet.training.departure import Departure
 
 _MOST = 300  # characters of an error's message
-_CONSEQUENCES = (PeerLost, MembershipLost, Preempted)
+_CONSEQUENCES = (PeerLost, Preempted)
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,7 +114,7 @@ def test_states_have_ignored_modules_as_they_are() -> None:
             inner.own.dense.weight.zero_()
         model.load_sharded_state_dict(slices)
         assert all(torch.equal(value, plain[name]) for name, value in model.full_state_dict().items())
-        assert isinstance(make(seed=1).load_state_dict(full).missing_keys, list)
+        assert isinstance(make(seed=1).load_state_dict(state_dict=full).missing_keys, list)
         assert torch.equal(model.unwrap().state_dict()["last.weight"], plain["last.weight"])
 
     run_ranks(WORLD_SIZE, work)

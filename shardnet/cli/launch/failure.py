@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from shardnet.cli.launch.tracebacks import is_head
 
 # Errors that say that another worker has failed, or was told to leave: the worker that shows one is a witness, not the culprit.
-_CONSEQUENCES = frozenset({"PeerLost", "MembershipLost", "Preempted"})
+_CONSEQUENCES = frozenset({"PeerLost", "Preempted"})
 # After these errors a new worker would train again what is done: from the start, as if nothing had been lost, or although all is over.
 _FINAL = frozenset({"StateLost", "EndNotSaved"})
 # The last line of a traceback, also inside the frame that is drawn around a member of an exception group.
 _ERROR_LINE = re.compile(r"[\s|+-]*(?:[A-Za-z_]\w*\.)*([A-Z]\w*)(?::\s|:?$)")
+# The line between the tracebacks of an error and of another one that was raised while it was handled.
+_CHAINED = re.compile(r"The above exception was the direct cause|During handling of the above exception")
 _LOST = re.compile(r"(rank \d+) \(\S+\) lost during ")  # in a PeerLost
 _WORD = re.compile(r"\w")  # not found in the frame around an exception group
 
@@ -41,25 +43,34 @@ class Exit:
 
     @property
     def is_consequence(self) -> bool:
-        """Whether its last error says that it lost a peer."""
-        return self._last_error[0] in _CONSEQUENCES
+        """Whether its last error says that it lost a peer, or was raised because of one that does: programs wrap errors in their own."""
+        return any(name in _CONSEQUENCES for name, _ in self._last_errors)
 
     @property
     def blames(self) -> str | None:
         """The label of the worker that it lost, by its last error."""
-        lost = _LOST.search(self._last_error[1]) if self.is_consequence else None
+        found = (lost for name, line in self._last_errors if name in _CONSEQUENCES and (lost := _LOST.search(line)))
+        lost = next(found, None)
         return None if lost is None else lost.group(1)
 
     @property
     def is_final(self) -> bool:
-        """Whether its last error says that no worker can go on."""
-        return self._last_error[0] in _FINAL
+        """Whether its last error says that no worker can go on, or was raised because of one that does."""
+        return any(name in _FINAL for name, _ in self._last_errors)
 
     @property
-    def _last_error(self) -> tuple[str, str]:
-        """Its name and its line; empty if there is none."""
-        errors = ((match.group(1), line) for line in reversed(self.tail) if (match := _ERROR_LINE.match(line)))
-        return next(errors, ("", ""))
+    def _last_errors(self) -> list[tuple[str, str]]:
+        """The name and the line of its last error, and then those of the errors that it was raised because of."""
+        errors, lines = [], list(self.tail)
+        while error := next(((match.group(1), line) for line in reversed(lines) if (match := _ERROR_LINE.match(line))), None):
+            errors.append(error)
+            while lines and not is_head(lines.pop()):
+                pass
+            while lines and not lines[-1]:
+                lines.pop()
+            if not lines or not _CHAINED.match(lines[-1]):
+                break
+        return errors
 
     @property
     def last_words(self) -> tuple[str, ...]:

@@ -11,6 +11,8 @@ def end(label: str, code: int, at: float, *, was_ended: bool = False, tail: tupl
 
 LOST = ("Traceback (most recent call last):", "shardnet.errors.PeerLost: rank 1 is gone; call reform()")
 OWN = ("Traceback (most recent call last):", "ValueError: boom")
+CAUSE = "The above exception was the direct cause of the following exception:"
+DURING = "During handling of the above exception, another exception occurred:"
 
 
 def test_nobody_when_all_is_well() -> None:
@@ -36,6 +38,8 @@ def test_an_own_error_of_the_lost_peer_even_if_the_launcher_ended_it() -> None:
     assert culprit([witness, end("rank 1", 1, 2.0, was_ended=True, tail=OWN)]) == end("rank 1", 1, 2.0, was_ended=True, tail=OWN)
     assert culprit([witness, end("rank 1", -15, 2.0, was_ended=True)]) == witness, "nothing says that it failed by itself"
     assert culprit([witness, end("rank 2", 1, 2.0, was_ended=True, tail=OWN)]) == witness, "the lost one is on another machine"
+    wrapping = end("rank 0", 1, 1.0, tail=(*lost, "", CAUSE, "", "Traceback (most recent call last):", "RuntimeError: step 3"))
+    assert culprit([wrapping, end("rank 1", 1, 2.0, was_ended=True, tail=OWN)]) == end("rank 1", 1, 2.0, was_ended=True, tail=OWN)
 
 
 @pytest.mark.parametrize(
@@ -43,16 +47,21 @@ def test_an_own_error_of_the_lost_peer_even_if_the_launcher_ended_it() -> None:
     [
         (LOST, True),
         (("  | shardnet.errors.PeerLost: rank 1 is gone", "  +------------------------------------"), True),
-        (("shardnet.errors.MembershipLost: rank 1 was declared dead",), True),
+        (("shardnet.errors.Preempted: rank 1 was told to leave",), True),
         (("PeerLost",), True),
         (OWN, False),
-        ((*LOST, "", "During handling of the above exception, another exception occurred:", "", *OWN), False),
-        ((*OWN, "", "The above exception was the direct cause of the following exception:", "", *LOST), True),
+        ((*LOST, "", DURING, "", *OWN), True),
+        ((*LOST, "", CAUSE, "", *OWN), True),
+        ((*LOST, "", CAUSE, "", *OWN, "", DURING, "", *OWN), True),
+        ((*OWN, "", CAUSE, "", *LOST), True),
+        ((*OWN, "", CAUSE, "", *OWN), False),
+        ((*LOST, "it goes on", *OWN, "", CAUSE, "", *OWN), False),
+        ((*LOST, "", CAUSE, "", *OWN, "it goes on", *OWN), False),
         (("the log says PeerLost: twice", *OWN), False),
         ((), False),
     ],
 )
-def test_only_the_last_error_counts(tail: tuple[str, ...], consequence: bool) -> None:
+def test_only_the_last_error_and_what_it_was_raised_because_of_count(tail: tuple[str, ...], consequence: bool) -> None:
     assert end("rank 0", 1, 1.0, tail=tail).is_consequence is consequence
 
 
