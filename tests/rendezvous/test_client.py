@@ -99,8 +99,8 @@ class TestJoining:
         address = f"127.0.0.1:{free_port()}"
         short = replace(TIMEOUTS, connect_s=0.5)
         early = Person(address, replace(worker(0), replacement=True), short)
-        with pytest.raises(RendezvousUnavailable):  # `connect_s` is over for the replacement, too, which began before
-            async with join(address, worker(9), timeouts=short):
+        with pytest.raises(RendezvousUnavailable):  # `connect_s` of the replacement is over long before
+            async with join(address, worker(9), timeouts=replace(short, connect_s=2.0)):
                 pass
         async with rendezvous(address), people(address, worker(1)) as (late,):
             assert {await early.rank(), await late.rank()} == {0, 1}
