@@ -1,5 +1,6 @@
 """`FSDP`: the module wrapper that users see."""
 
+import sys
 from collections.abc import AsyncIterable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -467,6 +468,11 @@ class FSDP(nn.Module):
             inner = self.__dict__.get("_modules", {}).get("module")
             if not hasattr(inner, name):
                 raise
+        if sys._getframe(1).f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
+            raise StateError(
+                "get_state_dict() and the functions beside it do not know a sharded model, of which each rank holds only slices: save its "
+                "full_state_dict() with torch.distributed.checkpoint, or model and optimizer with shardnet.checkpoint"
+            )
         kind = type(inner).__name__
         raise AttributeError(
             f"FSDP has no attribute {name!r}, but its {kind} has: use model.module.{name}; if it computes, call it on all ranks, or within "

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, get_state_dict
 from torch.nn.utils import prune
 
 from shardnet.backend import Backend, LoopbackBackend
@@ -279,3 +280,21 @@ def test_loading_by_assignment() -> None:
             model.load_state_dict(model.state_dict(), assign=True)
 
     run_ranks(1, work)
+
+
+def test_torchs_functions_that_collect_state() -> None:
+    """They would save the state of one rank's slices as if it were that of whole parameters."""
+
+    def work(backend: Backend) -> None:
+        model = FSDP(Stack(), backend, units=[Layer])
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(batch()).sum().backward()
+        optimizer.step()
+        with pytest.raises(StateError, match=r"do not know a sharded model, .*: save its full_state_dict\(\) with torch\.distributed"):
+            get_model_state_dict(model)
+        with pytest.raises(StateError, match="do not know a sharded model"):
+            get_optimizer_state_dict(model, optimizer)
+        with pytest.raises(StateError, match="do not know a sharded model"):
+            get_state_dict(model, optimizer)
+
+    run_ranks(2, work)
