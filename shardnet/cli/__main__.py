@@ -1,4 +1,4 @@
-"""The `shardnet` command; also `python -m shardnet.cli`, for where the console script is not on the path."""
+"""The `shardnet` command; also `python -m shardnet`."""
 
 import signal
 import sys

@@ -1,5 +1,6 @@
 """The command line: what it accepts, and the errors for a wrong one."""
 
+import subprocess
 import sys
 from importlib.abc import MetaPathFinder
 
@@ -101,6 +102,12 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--version"])
     assert capsys.readouterr().out.startswith("shardnet ")
+
+
+@pytest.mark.parametrize("module", ["shardnet", "shardnet.cli"])
+def test_python_finds_the_command_where_it_is_not_on_the_path(module: str) -> None:
+    ended = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True, check=True)
+    assert ended.stdout.startswith("shardnet ")
 
 
 def test_demo_and_bench_pass_on_what_they_do_not_know() -> None:
