@@ -113,7 +113,7 @@ def load_full_state(module: nn.Module, groups: Sequence[FlatGroup], rank: int, s
         local._metadata = state._metadata  # type: ignore[attr-defined]
     for name, whole in ((name, state[name]) for name in state) if isinstance(state, Mapping) else state:
         # a copy of the slice, so that nothing keeps the whole, not even until the next one is read
-        local[name] = _cut(name, whole, pieces[name]).clone() if name in pieces else whole
+        local[name] = _cut(name, whole, pieces[name]).clone() if name in pieces and isinstance(whole, Tensor) else whole
         del whole
     with _cutting(module, groups, slices):
         return module.load_state_dict(local, strict=strict)

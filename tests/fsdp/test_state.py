@@ -131,6 +131,18 @@ def test_a_state_that_does_not_fit_is_refused() -> None:
     run_ranks(2, work)
 
 
+def test_a_state_with_something_else_than_tensors_is_refused() -> None:
+    """Such as the arrays that a checkpoint of another library holds; in the words of torch, which name the parameter."""
+
+    def work(backend: Backend) -> None:
+        model = FSDP(Weighted(), backend)
+        for value, kind in ((torch.zeros(4).numpy(), "ndarray"), (None, "NoneType")):
+            with pytest.raises(RuntimeError, match=rf"parameter named \"weight\", expected torch\.Tensor.*received <class '.*{kind}'>"):
+                model.load_full_state_dict({"weight": value})
+
+    run_ranks(2, work)
+
+
 @STRATEGIES
 def test_sharded_state_comes_back(strategy: ShardingStrategy, node: int | None) -> None:
     def work(backend: Backend) -> ShardedState:
