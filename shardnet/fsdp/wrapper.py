@@ -455,6 +455,14 @@ class FSDP(nn.Module):
         """Buffers under the inner module's names."""
         return self.module.named_buffers(*args, **kwargs)
 
+    def get_parameter(self, target: str) -> nn.Parameter:
+        """The parameter of that name in `named_parameters()`: this rank's slice, or an ignored one whole."""
+        return self.module.get_parameter(target)
+
+    def get_buffer(self, target: str) -> Tensor:
+        """The buffer of that name in `named_buffers()`."""
+        return self.module.get_buffer(target)
+
     def _sharded_parameters(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.parameters() if sharded_by(parameter) is not None]
 

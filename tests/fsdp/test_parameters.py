@@ -33,6 +33,25 @@ def test_parameter_objects_stay_the_same() -> None:
     run_ranks(2, work)
 
 
+def test_parameters_and_buffers_are_found_by_the_names_that_the_model_lists() -> None:
+    class Named(nn.Module):
+        """Has a module with the name that FSDP gives the whole."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = nn.BatchNorm1d(3)
+
+    def work(backend: Backend) -> None:
+        for inner in (nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)), Named()):
+            model = FSDP(inner, backend)
+            for name, parameter in model.named_parameters():
+                assert model.get_parameter(name) is parameter
+            for name, buffer in model.named_buffers():
+                assert model.get_buffer(name) is buffer
+
+    run_ranks(2, work)
+
+
 def test_modules_compute_with_whole_parameters() -> None:
     class Looking(Weighted):
         seen: torch.Size | None = None
