@@ -138,10 +138,8 @@ class GrpcMesh(Mesh):
         else:
             there, reason = member, f": {outbox.problem}" if outbox.problem else ""
         if member.node != own.node and Address.parse(there.address).is_loopback:
-            reason += (
-                f", and this loopback address can be reached only on {'that' if there is member else 'this'} machine "
-                "(start the worker there with --listen HOST)"
-            )
+            machine, worker = ("that", "the worker there") if there is member else ("this", "this worker")
+            reason += f", and this loopback address can be reached only on {machine} machine (start {worker} with --listen HOST)"
         return reason
 
     async def _have_it_watched(self) -> None:

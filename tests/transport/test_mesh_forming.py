@@ -98,7 +98,7 @@ async def test_who_can_be_called_but_does_not_call_is_told_apart() -> None:
         with pytest.raises(
             PeerLost,
             match=rf"rank 1 .*: this rank can call it, but it does not reach this rank at {own.address}, and this loopback address can be "
-            "reached only on this machine",
+            r"reached only on this machine \(start this worker with --listen HOST\)",
         ):
             await calling
         with pytest.raises(PeerLost):
