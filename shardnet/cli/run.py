@@ -193,7 +193,8 @@ def _check(options: arguments.Arguments, protection: Protection) -> Identity | N
 
 
 def run_job(job: Job) -> int:
-    """Launch in the foreground; returns the exit status. Raises UsageError or AddressError for SHARDNET_* variables that make no sense."""
+    """Launch in the foreground; returns the exit status. Raises UsageError or AddressError for SHARDNET_* variables that make no sense, and
+    PlaintextRefused for one with which workers would listen to other machines without protection."""
     allow_many_files()  # the launcher needs some for each worker, and each worker some for each other worker
     # Read as the first worker will read them. Here an error is one line: each worker would report it with a traceback.
     settings = Settings.from_environment(worker_environment(job, 0, job.rendezvous or _TO_COME))
@@ -202,6 +203,8 @@ def run_job(job: Job) -> int:
             f"SHARDNET_LISTEN or SHARDNET_ADVERTISE fixes one port for {job.nproc} workers of this machine; set only a host, or start one "
             "worker with --nproc 1"
         )
+    if settings.listen:
+        job.protection.security(Role.WORKER).check(settings.given_listen_address)
     ask = functools.partial(worker_stats, security=job.protection.security(Role.OPERATOR))
     with Console() as console:
         security = job.protection.security(Role.RENDEZVOUS)

@@ -189,7 +189,7 @@ class Settings:
         if self.rendezvous and not _parse(source("rendezvous"), self.rendezvous).port:
             raise AddressError(f"{source('rendezvous')}: {self.rendezvous!r} has port 0; give the port at which the rendezvous listens")
         if self.listen:
-            _parse(source("listen"), _with_port(self.listen))
+            _parse(source("listen"), self.given_listen_address)
         if self.advertise and not _parse(source("advertise"), self.advertise).port:
             raise AddressError(f"{source('advertise')}: {self.advertise!r} has port 0; give the port at which peers reach this worker")
         if self.local_rank < 0:
@@ -230,13 +230,19 @@ class Settings:
     @property
     def has_fixed_port(self) -> bool:
         """Whether `listen` or `advertise` says at which port, so that only one worker of a machine can have these settings."""
-        return bool(self.advertise) or (bool(self.listen) and Address.parse(_with_port(self.listen)).port != 0)
+        return bool(self.advertise) or (bool(self.listen) and Address.parse(self.given_listen_address).port != 0)
+
+    @property
+    def given_listen_address(self) -> str:
+        """host:port of `listen`, with port 0 if it has none; "" if that is not set."""
+        if not self.listen:
+            return ""
+        has_port = (self.listen.startswith("[") and "]:" in self.listen) or self.listen.count(":") == 1
+        return self.listen if has_port else str(Address(self.listen, 0))
 
     async def listen_address(self) -> str:
         """host:port to bind; port 0 if the system should choose. Waits until the rendezvous' name is known, up to `connect_s`."""
-        if not self.listen:
-            return str(Address(await self._local_address(), 0))
-        return _with_port(self.listen)
+        return self.given_listen_address or str(Address(await self._local_address(), 0))
 
     async def public_address(self, bound: str) -> str:
         """The address where peers reach this worker: the bound one, unless that is 'all addresses' or `advertise` is set."""
@@ -284,12 +290,6 @@ async def _route_to(target: Address) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(where)  # this sends no packet
         return str(probe.getsockname()[0])
-
-
-def _with_port(listen: str) -> str:
-    """host:port from a host or host:port; port 0 if it has none."""
-    has_port = (listen.startswith("[") and "]:" in listen) or listen.count(":") == 1
-    return listen if has_port else str(Address(listen, 0))
 
 
 def _parse(source: str, text: str) -> Address:

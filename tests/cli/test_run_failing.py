@@ -104,6 +104,18 @@ def test_workers_of_one_machine_cannot_share_a_port(name: str, value: str, tmp_p
         assert shardnet(tmp_path, "run", "--nproc", "2", program).status == 0
 
 
+def test_workers_that_would_listen_to_other_machines_without_protection_are_not_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = script(tmp_path, "print('started')")
+    monkeypatch.setenv("SHARDNET_LISTEN", "0.0.0.0")  # noqa: S104
+    result = shardnet(tmp_path, "run", "--nproc", "2", program)
+    assert (result.status, result.out) == (2, "")
+    assert re.fullmatch(r"shardnet run: .*0\.0\.0\.0.*--insecure.*\n", result.err)
+    monkeypatch.setenv("SHARDNET_INSECURE", "1")
+    assert shardnet(tmp_path, "run", program).out == "[0] started\n"
+
+
 def test_what_the_launcher_says_itself_may_be_anything_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARDNET_WORLD_SIZE", "many")
     result = shardnet(tmp_path, "run", "--nproc", "2", script(tmp_path, "print(os.environ['SHARDNET_WORLD_SIZE'])"))

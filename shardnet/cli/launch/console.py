@@ -91,8 +91,11 @@ class Console:
         if self._bar is not None:
             self._bar.clear()
             self.err.flush()  # out and err may be one terminal: the bar must be removed before the text is written
-        stream.write(text)
-        stream.flush()
+        try:
+            stream.write(text)
+            stream.flush()
+        except OSError as error:  # it does not say which file is meant
+            raise OSError(error.errno, error.strerror, "standard output" if stream is self.out else "standard error") from error
         if self._bar is not None:
             self._bar.refresh()
 

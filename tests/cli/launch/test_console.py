@@ -1,6 +1,8 @@
 """What the launcher prints."""
 
+import errno
 import io
+import os
 
 import pytest
 
@@ -45,3 +47,14 @@ async def test_what_goes_elsewhere_does_not_stand_above() -> None:
         await console.write(console.out, ["b"])
         assert console.ends_with(["a"])
         assert not console.ends_with(["b"])
+
+
+@pytest.mark.parametrize("name", ["standard output", "standard error"])
+async def test_an_error_says_what_could_not_be_written(name: str) -> None:
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with Console(Full(), Full()) as console:
+        with pytest.raises(OSError, match=rf"No space left on device: '{name}'"):
+            await console.write(console.out if name == "standard output" else console.err, ["a"])
