@@ -6,7 +6,7 @@ from shardnet.errors import EndpointUnavailable, ProtocolError, ShardnetError
 from shardnet.printable import printable
 
 UNREACHABLE = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED})
-_NO_CONNECTION = "failed to connect to all addresses"  # grpcio's words
+_NO_CONNECTION = ("failed to connect to all addresses", "errors resolving ")  # grpcio's words
 
 
 def translate(error: grpc.aio.AioRpcError, address: str, what: str) -> ShardnetError:
@@ -36,4 +36,4 @@ def translate_status(code: grpc.StatusCode, reason: str, address: str, what: str
 def reason(error: grpc.aio.AioRpcError) -> str:
     """gRPC's own words in one line. If no connection could be made, only the last part of the chain says why."""
     words = printable(" ".join((error.details() or error.code().name).split()))
-    return words.rpartition(": ")[2] if words.startswith(_NO_CONNECTION) else words
+    return words.rpartition(": ")[2].rstrip("]") if words.startswith(_NO_CONNECTION) else words

@@ -108,7 +108,7 @@ def test_workers_that_would_listen_to_other_machines_without_protection_are_not_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = script(tmp_path, "print('started')")
-    monkeypatch.setenv("SHARDNET_LISTEN", "0.0.0.0")  # noqa: S104
+    monkeypatch.setenv("SHARDNET_LISTEN", "0.0.0.0")
     result = shardnet(tmp_path, "run", "--nproc", "2", program)
     assert (result.status, result.out) == (2, "")
     assert re.fullmatch(r"shardnet run: .*0\.0\.0\.0.*--insecure.*\n", result.err)

@@ -11,6 +11,10 @@ from shardnet.transport.rpc_errors import reason
     [
         ("a\nb   c", "a b c"),
         ("failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:1: Connection refused", "Connection refused"),
+        (
+            "errors resolving a.b:1: [field:hostname lookup error:address lookup failed for a.b:1: Domain name not found]",
+            "Domain name not found",
+        ),
         ("\x1b]0;title\x07", r"\x1b]0;title\x07"),
         (None, "UNAVAILABLE"),
     ],

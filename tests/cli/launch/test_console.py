@@ -55,6 +55,5 @@ async def test_an_error_says_what_could_not_be_written(name: str) -> None:
         def write(self, text: str) -> int:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with Console(Full(), Full()) as console:
-        with pytest.raises(OSError, match=rf"No space left on device: '{name}'"):
-            await console.write(console.out if name == "standard output" else console.err, ["a"])
+    with Console(Full(), Full()) as console, pytest.raises(OSError, match=rf"No space left on device: '{name}'"):
+        await console.write(console.out if name == "standard output" else console.err, ["a"])
