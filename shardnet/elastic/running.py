@@ -143,6 +143,7 @@ async def _epochs(train: Train[T], cluster: Cluster, state: State) -> T:
             return result[0]  # a rank was lost at the very end, but others have ended, so all had reached the last barrier
         why = None  # drop the error with everything it refers to: the frames of `train` and all that is in them
         forget_graphs(ended)
+        state.begin_epoch()
         await asyncio.to_thread(_collect_models)
 
 

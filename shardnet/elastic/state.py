@@ -64,6 +64,7 @@ class State:
         self._leavers: Leavers | None = None  # set during the steps of an epoch, if ranks can leave it without a loss
         self._structure = ""
         self._ended: Ended | None = None  # how the epoch before has ended, until that is logged
+        self._brings_copies = False  # between the beginning of an epoch and `resume`: others may depend on what this worker has
 
     def __getitem__(self, name: str) -> Any:
         return self.values[name]
@@ -80,13 +81,17 @@ class State:
 
     @property
     def can_part(self) -> bool:
-        """Whether this worker could leave after the next commits without a loss."""
-        return self._leavers is not None
+        """Whether this worker could leave after the next commits without a loss, but perhaps not before."""
+        return self._leavers is not None or self._brings_copies
+
+    def begin_epoch(self) -> None:
+        """An epoch after the first has begun: until its first commit, this worker may have the only copy of what a lost one held."""
+        self._brings_copies = self.has_copies
 
     def end_epoch(self, why: str) -> None:
         """Let go of the models and optimizers, because the program makes new ones; the copies stay."""
         self._ended = Ended(time.perf_counter(), why)
-        self.settled = False
+        self.settled = self._brings_copies = False
         self._inventory = self._copying = self._leavers = None
 
     async def saved(self) -> None:
@@ -151,6 +156,7 @@ class State:
             await self._saves.make_good(self.step, self.values)
         if self._cluster.elastic or self._saves.wanted:
             self._leavers = Leavers(everyone, self._departure)
+        self._brings_copies = False
         self._say_so(told.witness)
 
     async def _choose(self, offers: Sequence[Offer], sizes: dict[str, int]) -> tuple[Choice | None, Loaded | None]:

@@ -121,6 +121,29 @@ async def test_who_is_to_leave_stays_until_the_loss_of_another_is_made_good() ->
     check([stayed])
 
 
+async def test_who_is_told_at_the_beginning_of_an_epoch_stays_until_a_loss_before_it_is_made_good() -> None:
+    """As above, but the order comes when the loss is known and the state is not there yet, which takes long for a large model."""
+
+    async def train(cluster: Cluster, state: State, life: Life) -> object:
+        def event(place: str, step: int) -> None:
+            if (place, step, cluster.rank, cluster.topology.epoch) == ("begin", TOLD, 2, 1):
+                raise Died
+
+        if cluster.topology.epoch == 2 and cluster.rank == 1:
+            assert life.departure.ask()
+        return await trainer(event)(cluster, state, life)
+
+    async with crew() as members:
+        lives = [members.hire(train, least=1, most=3) for _ in range(3)]
+        await members.wait()
+    stayed, left, died = sorted(lives, key=lambda life: (isinstance(life.error, Died), life.left))
+    assert isinstance(died.error, Died)
+    assert left.left
+    assert [(world, step) for _, _, world, step in left.epochs] == [(3, 0), (2, TOLD)]
+    assert [(world, step) for _, _, world, step in stayed.epochs] == [(3, 0), (2, TOLD), (1, LEFT)]
+    check([stayed])
+
+
 async def test_nobody_waits_for_a_commit_where_none_will_come() -> None:
     """Three cases: before the state is there, when the epoch is over, and in a job that keeps no copies."""
     asked: list[bool] = []
