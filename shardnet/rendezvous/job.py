@@ -68,7 +68,7 @@ class Job:
         self._gone: dict[str, tuple[JoinRequest, Member]] = {}  # of this epoch, without a goodbye: vanished, or joined again
         self._missed: set[str] = set()  # see [Note: the stuck]
         self._ended = False  # see [Note: the end]
-        self._was_lost = False  # the last member went before the training had ended
+        self._was_lost = False  # its last epoch was over before the training had ended, and none followed
         self._losses: dict[str, Loss] = {}  # by incarnation, of the last epoch that had any, in the order in which they were heard of
         self._wish: JoinRequest | None = None  # of the worker that started the forming: its sizes hold for all
         self._last_arrival_s = 0.0
@@ -272,6 +272,7 @@ class Job:
         """The last member of an epoch has left it."""
         assert self._wish is not None
         self.state = JobState.FORMING
+        self._was_lost = True  # unless another epoch begins: joiners that give up are no members, and end no training
         return self._form() if len(self._live) >= self._wish.min_world_size else self._tell_waiting()
 
     def _form(self) -> list[Notice]:

@@ -212,6 +212,23 @@ def test_when_members_leave_in_peace_the_training_is_over_for_who_waits_and_who_
     assert set(assigned(registry.tick(12.0 + SETTLE))) == {"w9", "w10"}
 
 
+def test_a_training_whose_last_survivors_give_up_is_lost(registry: Registry) -> None:
+    """They wait for the next epoch, without ranks; nobody has said that the training was over."""
+    _, second = formed(registry, 2)
+    registry.vanish("w0")
+    registry.join(again(second), 10.0)
+    registry.vanish("w1+")
+    (status,) = registry.status()
+    assert (status.state, status.epoch) == (JobState.LOST, 1)
+    assert status.first_lost.startswith("epoch 1 lost rank 0")
+    for number in (5, 6):
+        registry.join(elastic(number), 20.0)
+    assert set(assigned(registry.tick(20.0 + SETTLE))) == {"w5", "w6"}
+    for number in (5, 6):
+        registry.leave("job", f"w{number}")
+    assert registry.status()[0].state is JobState.FINISHED
+
+
 def test_it_is_done_when_the_last_one_has_left_in_peace(registry: Registry) -> None:
     first, second = formed(registry, 2)
     done = [registry.is_done]
