@@ -23,7 +23,7 @@ _PRIVATE = {AUTHORITY_KEY, KEY}
 def load(folder: str | Path) -> Credentials:
     """The credentials in a folder. Raises CredentialsError naming the file and what to do."""
     folder = Path(folder)
-    if (folder / AUTHORITY_KEY).exists() and not (folder / CERTIFICATE).exists():
+    if os.path.exists(folder / AUTHORITY_KEY) and not os.path.exists(folder / CERTIFICATE):  # noqa: PTH110 - Path's raise for a closed folder
         raise CredentialsError(
             f"{folder} is the folder of an authority; name the folder of one certificate in it, such as {folder / 'rendezvous'}, "
             f"or make one with `shardnet certs issue {folder} NAME`"
@@ -58,6 +58,9 @@ def save_authority(authority: Authority, folder: str | Path) -> None:
 def _read(path: Path, command: str) -> bytes:
     try:
         return path.read_bytes()
+    except PermissionError as error:  # a new one would not help; a new authority would even put all machines out of the cluster
+        advice = f"it, and its folder, must be readable by the user who runs this (uid {os.geteuid()})"
+        raise CredentialsError(f"cannot read {path}: {error.strerror}; {advice}") from error
     except OSError as error:
         raise CredentialsError(f"cannot read {path}: {error.strerror}; make it with `shardnet certs {command}`") from error
 

@@ -1,8 +1,10 @@
 """Certificates as files: what is written, and the errors about files that cannot be used."""
 
+import os
 import ssl
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -17,6 +19,8 @@ from shardnet.credentials.authority import Authority, key_pem
 from shardnet.credentials.folder import load, load_authority, save, save_authority
 from shardnet.errors import CredentialsError
 from tests.credentials.made import authority, credentials
+
+NOBODY = 65534
 
 
 @pytest.fixture
@@ -124,6 +128,28 @@ def test_what_cannot_be_used_is_said(folder: Path, harm: Callable[[Path], None],
     with pytest.raises(CredentialsError, match=text) as caught:
         load(folder)
     assert str(folder) in str(caught.value)
+
+
+@contextmanager
+def unprivileged() -> Iterator[None]:
+    """Be a user whom modes of files concern: they do not concern root."""
+    before = os.geteuid()
+    if before == 0:
+        os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        if before == 0:
+            os.seteuid(before)
+
+
+@pytest.mark.parametrize("closed", ["key.pem", "."])
+def test_a_file_of_another_user_is_not_to_be_made_again(folder: Path, closed: str) -> None:
+    (folder / closed).chmod(0)
+    with unprivileged(), pytest.raises(CredentialsError, match=r"cannot read .*\.pem: Permission denied; it, and its folder") as caught:
+        load(folder)
+    (folder / closed).chmod(0o700)
+    assert "make it" not in str(caught.value)
 
 
 def test_what_else_stands_in_a_file_does_not_count(folder: Path) -> None:
