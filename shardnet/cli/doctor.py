@@ -88,7 +88,7 @@ async def _findings(options: arguments.Arguments) -> "AsyncIterator[Finding]":
     protection = Protection.of(options)
     for finding in await about_machine(options.listen or ""):
         yield finding
-    for finding in about_trust(insecure=protection.insecure, certs=protection.certs, token=protection.token):
+    for finding in about_trust(insecure=protection.insecure, certs=protection.certs, token=protection.token, job=options.job):
         yield finding
     if options.rendezvous is None:
         return

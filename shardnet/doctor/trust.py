@@ -12,11 +12,13 @@ from shardnet.doctor.finding import Finding, ok, problem, warning
 from shardnet.errors import CredentialsError
 
 SOON = timedelta(days=14)
+_OTHER_JOB = "make one that does with `shardnet certs issue --job`, or use another folder"
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
-def about_trust(*, insecure: bool, certs: str, token: str) -> list[Finding]:
-    """Check the protection that a user gives; at most one of the three is given."""
+def about_trust(*, insecure: bool, certs: str, token: str, job: str | None = None) -> list[Finding]:
+    """Check the protection that a user gives; at most one of the three is given. `job`: the job that workers will join; None: the one
+    that the certificate names, if it names one."""
     try:
         security = Security.find(Role.WORKER, insecure=insecure, certs=certs, token=token)
     except CredentialsError as error:
@@ -25,7 +27,11 @@ def about_trust(*, insecure: bool, certs: str, token: str) -> list[Finding]:
         return [_plaintext(insecure)]
     if not certs:
         return [ok("trust", "a join token: all connections are encrypted, and whoever has the token may take part")]
-    return [_certificate(certs, security.credentials.certificate, str(security.credentials.identity)), _key(Path(certs) / KEY)]
+    identity = security.credentials.identity
+    found = [_certificate(certs, security.credentials.certificate, str(identity)), _key(Path(certs) / KEY)]
+    if job is not None and not identity.may_join(job):
+        found.append(problem("trust", f"this certificate lets no worker join job {job!r}", _OTHER_JOB))
+    return found
 
 
 def _plaintext(insecure: bool) -> Finding:

@@ -94,6 +94,19 @@ def test_trust(tmp_path: Path) -> None:
     assert token.level is Level.OK
 
 
+def test_a_certificate_for_another_job_than_the_one_that_will_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`shardnet run` refuses it: a doctor that finds nothing would be wrong."""
+    assert main(["certs", "init", str(tmp_path)]) == 0
+    assert main(["certs", "issue", str(tmp_path), "node", "--job", "lm"]) == 0
+    certs = str(tmp_path / "node")
+    assert [each.level for each in about_trust(insecure=False, certs=certs, token="", job="lm")] == [Level.OK, Level.OK]
+    *_, other = about_trust(insecure=False, certs=certs, token="", job="other")
+    assert (other.level, other.what) == (Level.PROBLEM, "this certificate lets no worker join job 'other'")
+    assert "`shardnet certs issue --job`" in other.advice
+    assert main(["doctor", "--certs", certs, "--job", "other"]) == 1
+    assert "this certificate lets no worker join job 'other'" in capsys.readouterr().out
+
+
 def test_a_certificate_lets_the_doctor_in_beside_its_job() -> None:
     worker = Identity(Role.WORKER, "node", "lm")
     assert worker.may_join("lm.doctor")
