@@ -264,12 +264,12 @@ class _Connected:
             except PeerLost as error:
                 gives_up_s = min(gives_up_s, time.monotonic() + self._settings.timeouts.join_s)
                 if not self.elastic or time.monotonic() >= gives_up_s:
-                    await end_membership(membership, goodbye=False)
+                    await end_membership(membership, goodbye=False, words=LastWords.of(error))
                     raise
                 log.warning("%s; trying again with the workers that are left", error)
                 after, missing = membership, ()
-            except BaseException:
-                await end_membership(membership, goodbye=False)
+            except BaseException as error:
+                await end_membership(membership, goodbye=False, words=LastWords.of(error))
                 raise
             try:
                 await asyncio.sleep(pause_s)

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import re
 import signal
+import socket
 from contextlib import ExitStack
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 import shardnet
 from shardnet.backend.loopback import LoopbackBackend
+from shardnet.config import Timeouts
 from shardnet.errors import PeerLost, ShardnetError
 from shardnet.rendezvous.client import join, status
 from shardnet.rendezvous.events import JobState
@@ -124,6 +126,25 @@ async def test_the_others_errors_and_the_rendezvous_say_what_the_first_failure_w
     assert re.search(rf"none had said that the training was over; {first}\n", caplog.text)
     assert len(re.findall(r"127\.0\.0\.1:\d+ is gone: its program raised ValueError: bad sample 17\n", caplog.text)) == 1
     assert len(re.findall(r"127\.0\.0\.1:\d+ is gone: its program raised PeerLost: ", caplog.text)) == 2
+
+
+async def test_the_rendezvous_says_which_ranks_could_not_reach_each_other() -> None:
+    """They end before there is a cluster to leave, and an operator who asks the rendezvous must still hear more than that they are gone."""
+
+    async def member(advertise: str) -> None:
+        timeouts = Timeouts(connect_s=1.0, join_s=20.0)
+        async with shardnet.connect(rendezvous=meeting, min_world_size=2, max_world_size=2, advertise=advertise, timeouts=timeouts):
+            raise AssertionError("nobody can reach the first one")
+
+    with socket.socket() as closed, rendezvous() as meeting:
+        closed.bind(("127.0.0.1", 0))
+        outcomes = await asyncio.gather(member(f"127.0.0.1:{closed.getsockname()[1]}"), member(""), return_exceptions=True)
+        (job,) = await status(meeting)
+        while job.joined:
+            (job,) = await status(meeting)
+    assert [type(outcome) for outcome in outcomes] == [PeerLost, PeerLost]
+    assert job.state is JobState.LOST
+    assert re.search(r"first: its program raised PeerLost: \[rank \d/2 epoch 1\] the mesh could not be formed: rank \d", job.first_lost)
 
 
 async def test_a_rendezvous_that_is_gone_holds_up_nobody_who_fails() -> None:
