@@ -27,6 +27,7 @@ from shardnet.errors import (
     CollectiveTimeout,
     EndNotSaved,
     JoinRefused,
+    JoinTimeout,
     PeerLost,
     WorldChanges,
     chain,
@@ -133,7 +134,7 @@ async def _epochs(train: Train[T], cluster: Cluster, state: State) -> T:
             return result[0]
         await state.abandon()
         state.end_epoch(str(why))
-        ended = cluster.backend
+        ended, epoch = cluster.backend, cluster.topology.epoch
         missing = {*why.missing} - {cluster.rank} if isinstance(why, CollectiveTimeout) else ()
         try:
             await cluster.reform(agreed=isinstance(why, WorldChanges), missing=missing)
@@ -141,6 +142,9 @@ async def _epochs(train: Train[T], cluster: Cluster, state: State) -> T:
             if refusal.reason != Refusal.ENDED or not result:
                 raise
             return result[0]  # a rank was lost at the very end, but others have ended, so all had reached the last barrier
+        except JoinTimeout as timeout:
+            timeout.add_note(f"It waited for the epoch that was to follow epoch {epoch}, which had ended: {why}")
+            raise
         why = None  # drop the error with everything it refers to: the frames of `train` and all that is in them
         forget_graphs(ended)
         state.begin_epoch()

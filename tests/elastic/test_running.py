@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import re
 import threading
 import time
 import weakref
@@ -150,6 +151,8 @@ async def test_without_enough_workers_the_rest_gives_up_in_words() -> None:
     assert isinstance(other.error, Died)
     assert isinstance(one.error, JoinTimeout)
     assert "only 1 of 2 elastic workers joined" in str(one.error)
+    (note,) = one.error.__notes__
+    assert re.search(r"to follow epoch 1, which had ended: \[rank \d/2 epoch 1 .*\] rank \d \(127\.0\.0\.1:\d+\) lost during ", note)
 
 
 @pytest.mark.parametrize(
