@@ -52,6 +52,7 @@ class Joining:
         self._silent_since_s = self._clock()
         self._patience_s = timeouts.join_s if request.last_epoch or request.replacement else timeouts.connect_s
         self._waiting: Waiting | None = None  # the newest; None until the rendezvous has taken us in
+        self._most = 0  # the most workers that have waited at a time
         self._refusal: JoinRefused | None = None  # the answer to the last try, if it was one that may pass
         self._pauses = delays()
 
@@ -125,6 +126,7 @@ class Joining:
 
     def _wait_on(self, waiting: Waiting) -> None:
         self._waiting, self._refusal = waiting, None
+        self._most = max(self._most, waiting.joined)
         if self._on_waiting is not None:
             self._on_waiting(waiting)
 
@@ -163,8 +165,11 @@ class Joining:
                 f"job {self._request.job!r} at {self._address} has all of its {self._request.wish} workers, and no place became free "
                 f"within {self._timeouts.join_s:g} s"
             )
+        # all that wait give up at about the same time: the last one must not say that it was alone
+        joined = self._most if self._most < self._request.min_world_size else waiting.joined
+        gone = f" ({joined - waiting.joined} of them had gone again by then)" if joined > waiting.joined else ""
         return JoinTimeout(
-            f"job {self._request.job!r}: only {waiting.joined} of {self._request.wish} workers joined at {self._address} within "
-            f"{self._timeouts.join_s:g} s; start the missing ones (the log of the rendezvous names those that it has refused), or allow "
-            "fewer with min_world_size"
+            f"job {self._request.job!r}: only {joined} of {self._request.wish} workers joined at {self._address} within "
+            f"{self._timeouts.join_s:g} s{gone}; start the missing ones (the log of the rendezvous names those that it has refused), "
+            "or allow fewer with min_world_size"
         )

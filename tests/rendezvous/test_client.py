@@ -214,6 +214,19 @@ class TestFailures:
                     pass
             assert [(await first.waiting.get()).joined for _ in range(3)] == [1, 2, 1]  # so its place is free again
 
+    @on_shared_loop
+    async def test_who_gives_up_last_was_not_alone(self) -> None:
+        async with rendezvous() as server:
+            last = Person(server.address, worker(0, least=3, most=3), replace(TIMEOUTS, join_s=1.5))
+            async with people(server.address, worker(1, least=3, most=3)) as (other,):
+                await other.arrived.wait()
+                while (await last.waiting.get()).joined < 2:
+                    pass
+            with pytest.raises(
+                JoinTimeout, match=r"only 2 of 3 workers joined at .* within 1\.5 s \(1 of them had gone again by then\); start"
+            ):
+                await last.joined
+
     @pytest.mark.parametrize("hint", [0, 1])
     @on_shared_loop
     async def test_waiting_long_is_told_once_a_machine(
