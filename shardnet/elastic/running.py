@@ -43,6 +43,7 @@ MISMATCHES = 3  # with newcomers, at one step
 ELSEWHERE_S = 2.0  # the longest wait for collections of other threads
 _collecting = threading.Lock()  # several members may be threads of one process
 END_S = 7 * 24 * 3600.0  # rank 0 may need long to write its results at the end; a dead rank is noticed in any case
+REFORM_S = 2.0  # the longest wait of a worker that is to leave for the next epoch; a launcher gives it 5 s before it kills it
 Train = Callable[[Cluster, State], Awaitable[T]]
 
 
@@ -95,7 +96,7 @@ async def run(
             state = State(cluster, every=every, saving=saving)
             try:
                 with departure.heeded(lambda: state.can_part):
-                    result = await _epochs(train, cluster, state)
+                    result = await _epochs(train, cluster, state, departure)
                 unsaved = await state.end_error()
             finally:
                 await state.abandon()
@@ -110,7 +111,7 @@ async def run(
     return result
 
 
-async def _epochs(train: Train[T], cluster: Cluster, state: State) -> T:
+async def _epochs(train: Train[T], cluster: Cluster, state: State, departure: Departure) -> T:
     """Train epoch by epoch, until all ranks have ended."""
     trouble_at, troubles = -1, 0  # the step at which a collective failed although nobody died, and how often
     while True:
@@ -137,7 +138,8 @@ async def _epochs(train: Train[T], cluster: Cluster, state: State) -> T:
         ended, epoch = cluster.backend, cluster.topology.epoch
         missing = {*why.missing} - {cluster.rank} if isinstance(why, CollectiveTimeout) else ()
         try:
-            await cluster.reform(agreed=isinstance(why, WorldChanges), missing=missing)
+            with departure.delayed(REFORM_S) if state.has_copies else contextlib.nullcontext():  # others may need the copies
+                await cluster.reform(agreed=isinstance(why, WorldChanges), missing=missing)
         except JoinRefused as refusal:
             if refusal.reason != Refusal.ENDED or not result:
                 raise

@@ -5,6 +5,7 @@ Reclaimed machines, containers and schedulers send SIGTERM before they kill a pr
 """
 
 import asyncio
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -43,6 +44,28 @@ class Departure:
             yield
         finally:
             self._heeds = before
+
+    @contextmanager
+    def delayed(self, most_s: float) -> Iterator[None]:
+        """The code within this context will soon be over, and a request waits for that; but after `most_s` it ends the program. Enter this
+        on the program's loop."""
+        loop = asyncio.get_running_loop()
+        timers: list[asyncio.TimerHandle] = []
+
+        def end() -> None:
+            self.signal = signal.SIGTERM  # no other signal asks
+            self._cancel()
+
+        def heeds() -> bool:
+            timers.append(loop.call_later(most_s, end))
+            return True
+
+        with self.heeded(heeds):
+            try:
+                yield
+            finally:
+                for timer in timers:
+                    timer.cancel()
 
     async def leave(self) -> NoReturn:
         """End the program, as its cancellation does."""

@@ -1,5 +1,6 @@
 """Workers that are told to leave: they leave only when their state is safe, and the others lose nothing."""
 
+import asyncio
 import logging
 import signal
 from pathlib import Path
@@ -10,7 +11,8 @@ import pytest
 from shardnet import Cluster
 from shardnet.checkpoint.folder import Folder
 from shardnet.elastic import State
-from shardnet.errors import Preempted
+from shardnet.errors import PeerLost, Preempted
+from shardnet.training.departure import Departure
 from tests.cli.launched import Launched
 from tests.elastic.crew import Died, Life, Train, crew
 from tests.elastic.test_checkpoints import spoil
@@ -142,6 +144,56 @@ async def test_who_is_told_at_the_beginning_of_an_epoch_stays_until_a_loss_befor
     assert [(world, step) for _, _, world, step in left.epochs] == [(3, 0), (2, TOLD)]
     assert [(world, step) for _, _, world, step in stayed.epochs] == [(3, 0), (2, TOLD), (1, LEFT)]
     check([stayed])
+
+
+async def test_who_is_told_between_two_epochs_stays_until_the_loss_is_made_good() -> None:
+    """As above, but the order comes even earlier, while the workers that are left wait for each other."""
+    asked: list[bool] = []
+
+    async def ask(state: State, life: Life) -> None:
+        while state.can_part:  # noqa: ASYNC110 - until the epoch is over
+            await asyncio.sleep(0)
+        asked.append(life.departure.ask())
+
+    async def train(cluster: Cluster, state: State, life: Life) -> object:
+        def event(place: str, step: int) -> None:
+            if (place, step, cluster.rank, cluster.topology.epoch) == ("begin", TOLD, 2, 1):
+                raise Died
+
+        try:
+            return await trainer(event)(cluster, state, life)
+        except PeerLost:
+            if (cluster.topology.epoch, cluster.rank) == (1, 1):
+                asking.append(asyncio.create_task(ask(state, life)))
+            raise
+
+    asking: list[asyncio.Task[None]] = []
+    async with crew() as members:
+        lives = [members.hire(train, least=1, most=3) for _ in range(3)]
+        await members.wait()
+    await asyncio.gather(*asking)
+    assert asked == [True]
+    stayed, left, died = sorted(lives, key=lambda life: (isinstance(life.error, Died), life.left))
+    assert isinstance(died.error, Died)
+    assert left.left
+    assert [(world, step) for _, _, world, step in left.epochs] == [(3, 0), (2, TOLD)]
+    assert [(world, step) for _, _, world, step in stayed.epochs] == [(3, 0), (2, TOLD), (1, LEFT)]
+    check([stayed])
+
+
+async def test_who_waits_for_an_epoch_that_does_not_come_does_not_stay_for_it() -> None:
+    cancelled: list[None] = []
+    departure = Departure(lambda: cancelled.append(None))
+    with departure.delayed(0.0):
+        assert departure.ask()
+        await asyncio.sleep(0.1)  # longer than the delay
+    assert (cancelled, departure.signal) == ([None], signal.SIGTERM)
+    departure = Departure(lambda: cancelled.append(None))
+    with departure.delayed(0.0):
+        assert departure.ask()
+    await asyncio.sleep(0.1)
+    assert (len(cancelled), departure.signal) == (1, None), "it came in time"
+    assert departure.ask(), "once is enough"
 
 
 async def test_nobody_waits_for_a_commit_where_none_will_come() -> None:
