@@ -52,6 +52,7 @@ class Joining:
         self._silent_since_s = self._clock()
         self._patience_s = timeouts.join_s if request.last_epoch or request.replacement else timeouts.connect_s
         self._waiting: Waiting | None = None  # the newest; None until the rendezvous has taken us in
+        self._has_told = False  # what it waits for
         self._most = 0  # the most workers that have waited at a time
         self._refusal: JoinRefused | None = None  # the answer to the last try, if it was one that may pass
         self._pauses = delays()
@@ -125,15 +126,18 @@ class Joining:
                 self._silent_since_s, self._pauses = self._clock(), delays()
 
     def _wait_on(self, waiting: Waiting) -> None:
-        self._waiting, self._refusal = waiting, None
+        before, self._waiting, self._refusal = self._waiting, waiting, None
         self._most = max(self._most, waiting.joined)
+        if self._has_told and before is not None and before.is_full and not waiting.is_full:
+            self._say_what_is_missing()  # it is no place any more
         if self._on_waiting is not None:
             self._on_waiting(waiting)
 
     def _say_what_is_missing(self) -> None:
-        """Log once, from one worker per machine, what is missing: a terminal without news looks like a hang."""
+        """Log, from one worker per machine, what is missing: a terminal without news looks like a hang."""
         if self._request.local_rank_hint:
             return
+        self._has_told = True
         if self._refusal is not None:
             log.warning(
                 "the rendezvous at %s does not take this worker yet (%s); trying for %g s", self._address, self._refusal, self._patience_s

@@ -355,6 +355,25 @@ async def test_a_spare_is_told_that_it_waits_for_a_place(caplog: pytest.LogCaptu
     assert "job 'job' has all of its 1 elastic worker" in caplog.text
 
 
+async def test_a_spare_is_told_when_it_waits_for_workers_and_no_longer_for_a_place(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardnet.rendezvous.joining.PATIENCE_S", 0.2)
+    async with rendezvous(settle_s=SETTLE_S) as server:
+        members = [Person(server.address, elastic(number, least=2, most=2)) for number in range(2)]
+        for member in members:
+            await member.joined
+        spare = Person(server.address, elastic(2, least=2, most=2))
+        while "has all of its 2 elastic workers; this one waits for a place" not in caplog.text:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        for member in members:
+            await member.die()
+        while (await spare.waiting.get()).is_full:
+            pass
+        assert caplog.messages[-1].startswith("job 'job': 1 of 2 elastic workers have joined at ")
+        await spare.die()
+
+
 @pytest.mark.parametrize("limit", ["connect_s", "join_s"])
 async def test_a_refusal_that_does_not_pass_is_raised_in_the_end(limit: str) -> None:
     """It says which worker has the address; "no rendezvous answered" would send the user to look at the network."""
