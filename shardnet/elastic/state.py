@@ -64,7 +64,7 @@ class State:
         self._leavers: Leavers | None = None  # set during the steps of an epoch, if ranks can leave it without a loss
         self._structure = ""
         self._ended: Ended | None = None  # how the epoch before has ended, until that is logged
-        self._brings_copies = False  # between the beginning of an epoch and `resume`: others may depend on what this worker has
+        self._brings_copies = False  # into the next epoch, or into this one before `resume`: others may depend on what this worker has
 
     def __getitem__(self, name: str) -> Any:
         return self.values[name]
@@ -276,6 +276,7 @@ class State:
         await self._saves.settle()  # the leaving ranks write a part of it
         assert self._leavers is not None
         exchange, self._leavers = self._leavers, None
+        self._brings_copies = cluster.elastic  # of what a leaving rank has held, perhaps
         leavers = await exchange.agree(step, is_safe=self._saves.succeeded or not cluster.elastic)
         if cluster.rank in leavers:
             log.warning("rank %d leaves, as it was told, after step %d", cluster.rank, step)

@@ -11,6 +11,7 @@ import pytest
 from shardnet import Cluster
 from shardnet.checkpoint.folder import Folder
 from shardnet.elastic import State
+from shardnet.elastic.leavers import Leavers
 from shardnet.errors import PeerLost, Preempted
 from shardnet.training.departure import Departure
 from tests.cli.launched import Launched
@@ -120,6 +121,26 @@ async def test_who_is_to_leave_stays_until_the_loss_of_another_is_made_good() ->
     assert [world for _, _, world, _ in left.epochs] == [3, 2]
     assert [world for _, _, world, _ in stayed.epochs] == [3, 2, 1]
     assert stayed.epochs[2][3] == stayed.epochs[1][3] + 2
+    check([stayed])
+
+
+async def test_who_is_told_as_another_one_leaves_stays_until_there_is_a_copy_of_what_that_one_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    agree, asked = Leavers.agree, list[bool]()
+
+    async def agreed(leavers: Leavers, step: int, *, is_safe: bool) -> list[int]:
+        leaving = await agree(leavers, step, is_safe=is_safe)
+        if (step, leavers._backend.rank) == (LEFT, 2):
+            asked.append(leavers._departure.ask())
+        return leaving
+
+    monkeypatch.setattr(Leavers, "agree", agreed)
+    async with crew() as members:
+        lives = [members.hire(told(1), least=1, most=3) for _ in range(3)]
+        await members.wait()
+    assert asked == [True]
+    stayed, second, first = sorted(lives, key=lambda life: (life.left, len(life.epochs) == 1))
+    assert [life.left for life in (stayed, second, first)] == [False, True, True]
+    assert [(world, step) for _, _, world, step in stayed.epochs] == [(3, 0), (2, LEFT), (1, LEFT + 2)]
     check([stayed])
 
 
