@@ -38,7 +38,7 @@ async def about_peers(workers: int, *, job: str, wait_s: float, **settings: Any)
     try:
         return await _examine(Settings.from_environment(None, **sizes, **own, **_OWN, **settings))
     except JoinTimeout as error:
-        return [problem("peers", str(error), _NOT_ALL_CAME)]
+        return [problem("peers", str(error).partition("; ")[0], _NOT_ALL_CAME)]  # without the advice, which is for workers
     except JoinRefused as error:
         return [problem("peers", str(error), _REFUSED)]
     except ShardnetError as error:

@@ -193,6 +193,7 @@ async def test_doctors_that_do_not_come() -> None:
     with rendezvous() as address:
         (finding,) = await about_peers(2, job="lm", wait_s=0.3, rendezvous=address)
     assert finding.level is Level.PROBLEM
+    assert finding.what.endswith(" s")
     assert "only 1 of 2 workers joined" in finding.what
     assert finding.advice.startswith("run shardnet doctor on all machines at the same time")
 
