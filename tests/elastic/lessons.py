@@ -1,5 +1,6 @@
 """Learners in processes of their own (tests/elastic/learner.py), and their messages."""
 
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -31,6 +32,12 @@ class Class:
                 break
         assert message["what"] == what, message
         return message
+
+    def let_pass(self, until_s: float) -> None:
+        """Wait until that time, in which the learners go on: they would stop if nobody took in what they say."""
+        while time.monotonic() < until_s:
+            for learner in self.learners:
+                learner.listen(min(until_s, time.monotonic() + 0.1))
 
     def all_hear(self, what: str) -> list[Message]:
         return [self.hear(learner, what) for learner in self.learners]

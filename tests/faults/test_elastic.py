@@ -117,7 +117,7 @@ def test_a_worker_freezes_and_comes_back(nursery: Nursery, seconds: float, repea
             frozen = learners.learners.pop()
             frozen_s = frozen.signal(signal.SIGSTOP)
             note_loss(figures, learners, frozen_s, world_size=3)
-            time.sleep(max(0.0, frozen_s + seconds - time.monotonic()))  # the fault's own length
+            learners.let_pass(frozen_s + seconds)  # the fault's own length
             frozen.signal(signal.SIGCONT)
             learners.hear(frozen, "failed")
             learners.learners.append(frozen)
@@ -149,7 +149,7 @@ def test_a_node_is_cut_off_for_ten_seconds(nursery: Nursery, way: str) -> None:
                 learners.hear(cut, "failed")
                 assert learners.committed <= committed + 1, "the one that was cut off has gone on"
                 learners.committed = committed
-                time.sleep(max(0.0, cut_s + 10.0 - time.monotonic()))  # the fault's own length
+                learners.let_pass(cut_s + 10.0)  # the fault's own length
             learners.learners.append(cut)
             back = learners.resumed(4)
             assert back["epoch"] == epoch + 2, "epochs came and went"
@@ -262,6 +262,8 @@ def test_workers_come_and_go(nursery: Nursery) -> None:
                 victim.signal(signal.SIGKILL)
                 assert victim.end() == -signal.SIGKILL
                 kills += 1
+            for learner in learners.learners:
+                learner.listen()
             figures.repeats += 1
             early = early or (rss(stays) if figures.repeats > 20 else 0)
         figures.rss_delta_bytes = rss(stays) - early

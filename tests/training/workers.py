@@ -108,6 +108,11 @@ class Worker:
         """Its next message."""
         return self._next(time.monotonic() + within_s, "anything")
 
+    def listen(self, until_s: float = 0.0) -> None:
+        """Take in what it says until that time, at least what it has said, for later: it would wait if its pipe were full."""
+        while select.select([self._stdout], [], [], max(0.0, until_s - time.monotonic()))[0]:
+            self._read(until_s, "anything")
+
     def signal(self, number: signal.Signals) -> float:
         """Send it a signal; time.monotonic() of the moment before."""
         now_s = time.monotonic()
