@@ -31,6 +31,7 @@ class ElasticHistories(RuleBasedStateMachine):
         self.gone: dict[str, tuple[JoinRequest, Topology]] = {}  # members of that epoch that have vanished or moved on
         self.ended = False  # a member has said goodbye
         self.heard: dict[str, int] = {}  # the last number of joiners that each member was told
+        self.over = False  # a member of the last epoch has said goodbye
 
     @rule(node=st.sampled_from("ab"))
     def start(self, node: str) -> None:
@@ -80,7 +81,8 @@ class ElasticHistories(RuleBasedStateMachine):
     def end(self, data: st.DataObject, left: bool) -> None:
         name = data.draw(st.sampled_from(sorted(self.live)))
         request, world = self.live.pop(name), self.world.pop(name, None)
-        self.ended |= left and world is not None
+        if left and world is not None:
+            self.ended = self.over = True
         if world is not None and not left:
             self.gone[name] = request, world
         self.heard.pop(name, None)
@@ -129,7 +131,7 @@ class ElasticHistories(RuleBasedStateMachine):
             for name, world in new.items():
                 assert {member.incarnation for member in world.members} == set(new)
                 assert world.me.incarnation == name
-            self.epoch, self.world = epoch, new
+            self.epoch, self.world, self.over = epoch, new, False
             self.gone.clear()
 
     @invariant()
@@ -155,6 +157,8 @@ class ElasticHistories(RuleBasedStateMachine):
         for status in self.registry.status():
             assert {member.incarnation for member in status.members} == set(self.world)
             assert status.joined == len(self.live)
+            if not self.live:
+                assert status.state is (JobState.FINISHED if self.over else JobState.LOST)
 
 
 TestElasticHistories = ElasticHistories.TestCase
