@@ -86,10 +86,21 @@ def keeper(rank: int, nodes: Sequence[Sequence[int]]) -> int:
     return (rank + shift) % world_size
 
 
-def apart(ranks: Sequence[int], nodes: Sequence[Sequence[int]]) -> list[int]:
-    """Those of `ranks` that can leave together, chosen in order: no rank leaves together with its keeper."""
+def replicas(held: Sequence[Mapping[str, Span]]) -> list[frozenset[int]]:
+    """The groups of ranks that hold the same parts, which are entrusted to nobody. `held`: of each rank what it holds, by name."""
+    holders: dict[Span, set[int]] = {}
+    for rank, spans in enumerate(held):
+        for span in spans.values():
+            holders.setdefault(span, set()).add(rank)
+    return list({frozenset(ranks) for ranks in holders.values() if len(ranks) > 1})
+
+
+def apart(ranks: Sequence[int], nodes: Sequence[Sequence[int]], groups: Sequence[frozenset[int]] = ()) -> list[int]:
+    """Those of `ranks` that can leave together, chosen in order: no rank leaves together with its keeper, and of each of these groups one
+    stays."""
     chosen: list[int] = []
     for rank in ranks:
-        if keeper(rank, nodes) not in chosen and all(keeper(other, nodes) != rank for other in chosen):
+        with_keeper = keeper(rank, nodes) in chosen or any(keeper(other, nodes) == rank for other in chosen)
+        if not with_keeper and not any(group <= {*chosen, rank} for group in groups):
             chosen.append(rank)
     return chosen

@@ -6,18 +6,23 @@ a while, and the ranks ask again, because workers that must leave are often told
 only copy of what a leaving one has held: it leaves in the next epoch. In a job that is not elastic it is cancelled at once.
 """
 
+from collections.abc import Mapping, Sequence
+
 import torch
 
 from shardnet.backend import Backend, Pending
-from shardnet.elastic.choice import apart
+from shardnet.elastic.choice import apart, replicas
+from shardnet.state import Span
 from shardnet.training import Departure
 
 
 class Leavers:
     """The exchange in one epoch; thrown away when any member changes."""
 
-    def __init__(self, backend: Backend, departure: Departure) -> None:
+    def __init__(self, backend: Backend, departure: Departure, held: Sequence[Mapping[str, Span]]) -> None:
+        """`held`: of each rank what it holds of the parameters that are spread over ranks, by name."""
         self._backend = backend
+        self._replicas = replicas(held)
         self._departure = departure
         self._told: Pending[torch.Tensor] | None = None
 
@@ -28,11 +33,11 @@ class Leavers:
         return told is not None and bool((await told).any())
 
     async def agree(self, step: int, *, is_safe: bool) -> list[int]:
-        """The ranks that leave now. Unless `is_safe`, no rank leaves together with its keeper: one of the two leaves in the next epoch. But
-        if all ranks wish to leave, all may, because then there is no next epoch. A collective."""
+        """The ranks that leave now. Unless `is_safe`, no rank leaves together with its keeper, nor with all others that hold the same: one
+        of them leaves in the next epoch. But if all ranks wish to leave, all may, because then there is no next epoch. A collective."""
         wishes = (await self._ask(f"last requests to leave after step {step}")).tolist()
         wanting = [rank for rank, wish in enumerate(wishes) if wish]
-        return wanting if is_safe or all(wishes) else apart(wanting, self._backend.node_ranks)
+        return wanting if is_safe or all(wishes) else apart(wanting, self._backend.node_ranks, self._replicas)
 
     def _ask(self, label: str) -> Pending[torch.Tensor]:
         mine = torch.tensor([self._departure.wanted], dtype=torch.uint8, device="cpu")

@@ -155,7 +155,7 @@ class State:
         if choice is not None:
             await self._saves.make_good(self.step, self.values)
         if self._cluster.elastic or self._saves.wanted:
-            self._leavers = Leavers(everyone, self._departure)
+            self._leavers = Leavers(everyone, self._departure, told.wanted)
         self._brings_copies = False
         self._say_so(told.witness)
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardnet.elastic.choice import Offer, apart, choose, keeper, sources, structure_of
+from shardnet.elastic.choice import Offer, apart, choose, keeper, replicas, sources, structure_of
 from shardnet.elastic.generation import Mark
 from shardnet.errors import StateLost, UsageError
 from shardnet.sharding.split import shard_sizes
@@ -92,6 +92,14 @@ def test_those_that_leave_together_take_nothing_with_them(nodes: list[list[int]]
 
 def test_a_node_of_several_leaves_at_once() -> None:
     assert apart([2, 3], nodes_of([2, 2, 2])) == [2, 3]
+
+
+def test_of_ranks_that_hold_the_same_one_stays() -> None:
+    halves = [{"a": Span("a", 0, 5)}, {"a": Span("a", 5, 10)}]
+    groups = replicas([*halves, *halves])
+    assert sorted(map(sorted, groups)) == [[0, 2], [1, 3]]
+    assert apart([0, 2], nodes_of([4]), groups) == [0]
+    assert replicas([{name: Span(name, 0, 1)} for name in SIZES]) == [], "each has a part of its own"
 
 
 @given(worlds, st.data())

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shardnet import Cluster
+from shardnet import Cluster, ShardingStrategy
 from shardnet.checkpoint.folder import Folder
 from shardnet.elastic import State
 from shardnet.elastic.leavers import Leavers
@@ -66,6 +66,27 @@ async def test_who_keeps_the_copy_of_one_that_leaves_does_not_leave_with_it() ->
     assert [rank for _, rank, _, _ in first.epochs] == [1]
     assert [rank for _, rank, _, _ in second.epochs] == [2, 1]
     check([stayed])
+
+
+async def test_of_those_that_hold_the_same_one_stays() -> None:
+    """With HYBRID_SHARD ranks 0 and 2 are no neighbours, but the only ones that have the first half of the model."""
+
+    async def train(cluster: Cluster, state: State, life: Life) -> object:
+        def event(place: str, step: int) -> None:
+            if (place, step, cluster.topology.epoch) == ("begin", TOLD, 1) and cluster.rank in (0, 2):
+                assert life.departure.ask()
+
+        if cluster.world_size % 2:
+            return await trainer(event)(cluster, state, life)
+        return await trainer(event, strategy=ShardingStrategy.HYBRID_SHARD, intra_node_size=2)(cluster, state, life)
+
+    async with crew() as members:
+        lives = [members.hire(train, least=1, most=4) for _ in range(4)]
+        await members.wait()
+    assert [life.left for life in sorted(lives, key=lambda life: life.epochs[0][1])] == [True, False, True, False]
+    stayed = [life for life in lives if not life.left]
+    assert [[(world, step) for _, _, world, step in life.epochs] for life in stayed] == [[(4, 0), (3, LEFT), (2, LEFT + 2)]] * 2
+    check(stayed)
 
 
 @pytest.mark.parametrize("elastic", [True, False])
