@@ -152,10 +152,10 @@ class State:
             await self._load(choice, told.wanted, sizes, everyone)
         if self._cluster.elastic:
             await self._commit(Mark(self._cluster.topology.epoch, self.step))
+        if self._cluster.elastic or self._saves.wanted:
+            self._leavers = Leavers(everyone, self._departure, told.wanted)  # from now on even a newcomer has what others may depend on
         if choice is not None:
             await self._saves.make_good(self.step, self.values)
-        if self._cluster.elastic or self._saves.wanted:
-            self._leavers = Leavers(everyone, self._departure, told.wanted)
         self._brings_copies = False
         self._say_so(told.witness)
 

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,13 @@ from shardnet import Cluster, ShardingStrategy
 from shardnet.checkpoint.folder import Folder
 from shardnet.elastic import State
 from shardnet.elastic.leavers import Leavers
+from shardnet.elastic.saves import Saves
 from shardnet.errors import PeerLost, Preempted
 from shardnet.training.departure import Departure
 from tests.cli.launched import Launched
 from tests.elastic.crew import Died, Life, Train, crew
 from tests.elastic.test_checkpoints import spoil
-from tests.elastic.trainer import STEPS, check, trainer
+from tests.elastic.trainer import STEPS, check, trainer, until_joined
 
 TOLD = 2  # steps done when the order comes
 LEFT = TOLD + 2  # steps done when it is obeyed
@@ -145,26 +147,6 @@ async def test_who_is_to_leave_stays_until_the_loss_of_another_is_made_good() ->
     check([stayed])
 
 
-async def test_who_is_told_as_another_one_leaves_stays_until_there_is_a_copy_of_what_that_one_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    agree, asked = Leavers.agree, list[bool]()
-
-    async def agreed(leavers: Leavers, step: int, *, is_safe: bool) -> list[int]:
-        leaving = await agree(leavers, step, is_safe=is_safe)
-        if (step, leavers._backend.rank) == (LEFT, 2):
-            asked.append(leavers._departure.ask())
-        return leaving
-
-    monkeypatch.setattr(Leavers, "agree", agreed)
-    async with crew() as members:
-        lives = [members.hire(told(1), least=1, most=3) for _ in range(3)]
-        await members.wait()
-    assert asked == [True]
-    stayed, second, first = sorted(lives, key=lambda life: (life.left, len(life.epochs) == 1))
-    assert [life.left for life in (stayed, second, first)] == [False, True, True]
-    assert [(world, step) for _, _, world, step in stayed.epochs] == [(3, 0), (2, LEFT), (1, LEFT + 2)]
-    check([stayed])
-
-
 async def test_who_is_told_at_the_beginning_of_an_epoch_stays_until_a_loss_before_it_is_made_good() -> None:
     """As above, but the order comes when the loss is known and the state is not there yet, which takes long for a large model."""
 
@@ -220,6 +202,74 @@ async def test_who_is_told_between_two_epochs_stays_until_the_loss_is_made_good(
     assert left.left
     assert [(world, step) for _, _, world, step in left.epochs] == [(3, 0), (2, TOLD)]
     assert [(world, step) for _, _, world, step in stayed.epochs] == [(3, 0), (2, TOLD), (1, LEFT)]
+    check([stayed])
+
+
+async def test_who_is_told_as_another_one_leaves_stays_until_the_next_epoch_is_safe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps the copy of what the other one held."""
+    agree = Leavers.agree
+    asked: list[bool] = []
+    keeper: list[Life] = []
+
+    async def late(self: Leavers, step: int, *, is_safe: bool) -> list[int]:
+        leaving = await agree(self, step, is_safe=is_safe)
+        if self._backend.rank == 2:
+            asked.append(keeper[0].departure.ask())
+        return leaving
+
+    async def train(cluster: Cluster, state: State, life: Life) -> object:
+        if cluster.rank == 2:
+            keeper.append(life)
+        return await told(1)(cluster, state, life)
+
+    monkeypatch.setattr(Leavers, "agree", late)
+    async with crew() as members:
+        lives = [members.hire(train, least=1, most=3) for _ in range(3)]
+        await members.wait()
+    assert asked == [True]
+    assert [life.left for life in sorted(lives, key=lambda life: life.epochs[0][1])] == [False, True, True]
+    (stayed,) = [life for life in lives if not life.left]
+    assert [(world, step) for _, _, world, step in stayed.epochs] == [(3, 0), (2, LEFT), (1, LEFT + 2)]
+    check([stayed])
+
+
+async def test_a_newcomer_that_is_told_before_its_first_step_stays_until_a_loss_is_made_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the place of rank 2, which died. Rank 0, which keeps the copy of what it got, dies before the first step of that epoch."""
+    make_good = Saves.make_good
+    newcomer: list[Life] = []
+    asked: list[bool] = []
+
+    async def late(self: Saves, step: int, values: Mapping[str, Any]) -> None:
+        await make_good(self, step, values)
+        if Departure.current() is newcomer[0].departure and not asked:
+            asked.append(newcomer[0].departure.ask())
+
+    async def train(cluster: Cluster, state: State, life: Life) -> object:
+        async def before(step: int) -> None:
+            if cluster.topology.epoch == 1 and step == TOLD:
+                await until_joined(members.address, 4)
+                if cluster.rank == 2:
+                    raise Died
+            if cluster.topology.epoch == 2 and cluster.rank == 0:
+                raise Died
+
+        return await trainer(before=before)(cluster, state, life)
+
+    async def first(cluster: Cluster, state: State, life: Life) -> object:
+        if not newcomer:
+            newcomer.append(members.hire(train, least=1, most=3))
+        return await train(cluster, state, life)
+
+    monkeypatch.setattr(Saves, "make_good", late)
+    async with crew() as members:
+        lives = [members.hire(first, least=1, most=3) for _ in range(3)]
+        await members.wait()
+        await members.wait()  # for the newcomer, too
+    assert asked == [True]
+    assert newcomer[0].left
+    assert [(world, step) for _, _, world, step in newcomer[0].epochs] == [(3, TOLD), (2, TOLD)]
+    (stayed,) = [life for life in lives if not isinstance(life.error, Died)]
+    assert [(world, step) for _, _, world, step in stayed.epochs] == [(3, 0), (3, TOLD), (2, TOLD), (1, LEFT)]
     check([stayed])
 
 
