@@ -97,10 +97,10 @@ def replicas(held: Sequence[Mapping[str, Span]]) -> list[frozenset[int]]:
 
 def apart(ranks: Sequence[int], nodes: Sequence[Sequence[int]], groups: Sequence[frozenset[int]] = ()) -> list[int]:
     """Those of `ranks` that can leave together, chosen in order: no rank leaves together with its keeper, and of each of these groups one
-    stays."""
+    stays. A rank that is alone, and so its own keeper, stays."""
     chosen: list[int] = []
     for rank in ranks:
-        with_keeper = keeper(rank, nodes) in chosen or any(keeper(other, nodes) == rank for other in chosen)
+        with_keeper = keeper(rank, nodes) in (rank, *chosen) or any(keeper(other, nodes) == rank for other in chosen)
         if not with_keeper and not any(group <= {*chosen, rank} for group in groups):
             chosen.append(rank)
     return chosen

@@ -32,12 +32,13 @@ class Leavers:
         told, self._told = self._told, self._ask(f"requests to leave after step {step}")
         return told is not None and bool((await told).any())
 
-    async def agree(self, step: int, *, is_safe: bool) -> list[int]:
+    async def agree(self, step: int, *, is_safe: bool, joiners: bool) -> list[int]:
         """The ranks that leave now. Unless `is_safe`, no rank leaves together with its keeper, nor with all others that hold the same: one
-        of them leaves in the next epoch. But if all ranks wish to leave, all may, because then there is no next epoch. A collective."""
+        of them leaves in the next epoch. But if all ranks wish to leave, all may, because then there is no next epoch, unless `joiners`
+        wait for one: then some stay until these have the state. A collective."""
         wishes = (await self._ask(f"last requests to leave after step {step}")).tolist()
         wanting = [rank for rank, wish in enumerate(wishes) if wish]
-        return wanting if is_safe or all(wishes) else apart(wanting, self._backend.node_ranks, self._replicas)
+        return wanting if is_safe or (all(wishes) and not joiners) else apart(wanting, self._backend.node_ranks, self._replicas)
 
     def _ask(self, label: str) -> Pending[torch.Tensor]:
         mine = torch.tensor([self._departure.wanted], dtype=torch.uint8, device="cpu")

@@ -6,7 +6,7 @@ import operator
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, SupportsIndex
+from typing import Any, SupportsIndex
 
 from shardnet.backend import Backend
 from shardnet.backend.gather import gather_json
@@ -248,7 +248,7 @@ class State:
         reaching = self._reach(done, values, is_due)
         joiners, leaving = await unbroken(reaching, f"the commit of step {done}", self._cluster.backend.abort)
         if leaving:
-            await self._part()
+            await self._part(joiners)
         if joiners:
             await self._saves.settle()  # the next epoch has other members
             raise WorldChanges(f"step {done} is committed, and workers wait to join")
@@ -270,14 +270,17 @@ class State:
             await self.save()
         return joiners, leaving
 
-    async def _part(self) -> NoReturn:
-        """Let ranks leave: all ranks know that some do, and the checkpoint is being written. See [Note: wishes to leave] in leavers.py."""
+    async def _part(self, joiners: bool) -> None:
+        """Let ranks leave: all ranks know that some do, and the checkpoint is being written. See [Note: wishes to leave] in leavers.py.
+        Returns if nobody can leave before the joiners have the state."""
         cluster, step = self._cluster, self.step
         await self._saves.settle()  # the leaving ranks write a part of it
         assert self._leavers is not None
         exchange, self._leavers = self._leavers, None
-        self._brings_copies = cluster.elastic  # of what a leaving rank has held, perhaps
-        leavers = await exchange.agree(step, is_safe=self._saves.succeeded or not cluster.elastic)
+        self._brings_copies = cluster.elastic  # whoever is told from now on stays: it may have the only copy of what a leaving rank held
+        leavers = await exchange.agree(step, is_safe=self._saves.succeeded or not cluster.elastic, joiners=joiners)
+        if not leavers:
+            return
         if cluster.rank in leavers:
             log.warning("rank %d leaves, as it was told, after step %d", cluster.rank, step)
             await cluster.withdraw()

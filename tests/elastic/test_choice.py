@@ -94,6 +94,10 @@ def test_a_node_of_several_leaves_at_once() -> None:
     assert apart([2, 3], nodes_of([2, 2, 2])) == [2, 3]
 
 
+def test_who_is_alone_has_nobody_to_leave_its_state_to() -> None:
+    assert apart([0], nodes_of([1])) == []
+
+
 def test_of_ranks_that_hold_the_same_one_stays() -> None:
     halves = [{"a": Span("a", 0, 5)}, {"a": Span("a", 5, 10)}]
     groups = replicas([*halves, *halves])

@@ -211,8 +211,8 @@ async def test_who_is_told_as_another_one_leaves_stays_until_the_next_epoch_is_s
     asked: list[bool] = []
     keeper: list[Life] = []
 
-    async def late(self: Leavers, step: int, *, is_safe: bool) -> list[int]:
-        leaving = await agree(self, step, is_safe=is_safe)
+    async def late(self: Leavers, step: int, *, is_safe: bool, joiners: bool) -> list[int]:
+        leaving = await agree(self, step, is_safe=is_safe, joiners=joiners)
         if self._backend.rank == 2:
             asked.append(keeper[0].departure.ask())
         return leaving
@@ -231,6 +231,33 @@ async def test_who_is_told_as_another_one_leaves_stays_until_the_next_epoch_is_s
     (stayed,) = [life for life in lives if not life.left]
     assert [(world, step) for _, _, world, step in stayed.epochs] == [(3, 0), (2, LEFT), (1, LEFT + 2)]
     check([stayed])
+
+
+@pytest.mark.parametrize("count", [1, 2])
+async def test_where_all_are_to_leave_one_stays_for_who_waits_to_join(count: int) -> None:
+    """Otherwise it would begin the training again."""
+    newcomer: list[Life] = []
+
+    async def train(cluster: Cluster, state: State, life: Life) -> object:
+        async def before(step: int) -> None:
+            if (cluster.topology.epoch, step) == (1, TOLD):
+                assert life.departure.ask()
+            if (cluster.topology.epoch, step) == (1, TOLD + 1):
+                if cluster.rank == 0:
+                    newcomer.append(members.hire(trainer(), least=1, most=count + 1))
+                while not cluster.joiners:  # noqa: ASYNC110 - nobody else is told
+                    await asyncio.sleep(0)
+
+        return await trainer(before=before)(cluster, state, life)
+
+    async with crew() as members:
+        lives = [members.hire(train, least=1, most=count + 1) for _ in range(count)]
+        await members.wait()
+        await members.wait()  # for the newcomer, too
+    assert [life.left for life in lives] == [True] * count
+    assert sorted(len(life.epochs) for life in lives) == [1] * (count - 1) + [2]
+    assert [(world, step) for _, _, world, step in newcomer[0].epochs] == [(2, LEFT), (1, LEFT + 2)]
+    check(newcomer)
 
 
 async def test_a_newcomer_that_is_told_before_its_first_step_stays_until_a_loss_is_made_good(monkeypatch: pytest.MonkeyPatch) -> None:
