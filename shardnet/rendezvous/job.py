@@ -165,6 +165,7 @@ class Job:
             job._wish = by_rank[0][1]
         if members:
             job.state = JobState.RUNNING
+        job._was_lost = saved.elastic and not saved.ended and bool(by_rank)  # unless it goes on: as in `_reform`
         return job
 
     def _end(self) -> list[Notice]:

@@ -175,6 +175,19 @@ def test_a_training_that_is_over_stays_so(store: Store) -> None:
     store.close()
 
 
+def test_a_training_that_was_lost_is_still_lost_if_its_survivors_give_up(store: Store) -> None:
+    before = Registry(settle_s=SETTLE, store=store)
+    formed(before, 2)
+    before.vanish("w0")
+    before.join(again(elastic(1)), 0.0)
+    after = Registry(settle_s=SETTLE, store=store)
+    after.restore(until=100.0)
+    after.join(again(elastic(1)), 0.0)
+    after.vanish("w1+")
+    assert after.status()[0].state is JobState.LOST
+    store.close()
+
+
 def test_a_stranger_is_not_taken_for_a_member(store: Store) -> None:
     _, after = registries(store)
     for request in (elastic(9), replace(elastic(1), job="other")):
