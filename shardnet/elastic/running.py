@@ -43,7 +43,7 @@ MISMATCHES = 3  # with newcomers, at one step
 ELSEWHERE_S = 2.0  # the longest wait for collections of other threads
 _collecting = threading.Lock()  # several members may be threads of one process
 END_S = 7 * 24 * 3600.0  # rank 0 may need long to write its results at the end; a dead rank is noticed in any case
-REFORM_S = 2.0  # the longest wait of a worker that is to leave for the next epoch; a launcher gives it 5 s before it kills it
+REFORM_S = 2.0  # the longest wait of a worker that is to leave for the next epoch; after a failure a launcher kills it 5 s after it told it
 Train = Callable[[Cluster, State], Awaitable[T]]
 
 
