@@ -147,6 +147,16 @@ async def test_who_is_to_leave_stays_until_the_loss_of_another_is_made_good() ->
     check([stayed])
 
 
+def check_that_one_stayed_until_it_could_leave(lives: list[Life]) -> None:
+    """Of three, one died, one was told to leave but went on into the next epoch, and one was left alone behind the step where that left."""
+    stayed, left, died = sorted(lives, key=lambda life: (isinstance(life.error, Died), life.left))
+    assert isinstance(died.error, Died)
+    assert left.left
+    assert [(world, step) for _, _, world, step in left.epochs] == [(3, 0), (2, TOLD)]
+    assert [(world, step) for _, _, world, step in stayed.epochs] == [(3, 0), (2, TOLD), (1, LEFT)]
+    check([stayed])
+
+
 async def test_who_is_told_at_the_beginning_of_an_epoch_stays_until_a_loss_before_it_is_made_good() -> None:
     """As above, but the order comes when the loss is known and the state is not there yet, which takes long for a large model."""
 
@@ -162,12 +172,7 @@ async def test_who_is_told_at_the_beginning_of_an_epoch_stays_until_a_loss_befor
     async with crew() as members:
         lives = [members.hire(train, least=1, most=3) for _ in range(3)]
         await members.wait()
-    stayed, left, died = sorted(lives, key=lambda life: (isinstance(life.error, Died), life.left))
-    assert isinstance(died.error, Died)
-    assert left.left
-    assert [(world, step) for _, _, world, step in left.epochs] == [(3, 0), (2, TOLD)]
-    assert [(world, step) for _, _, world, step in stayed.epochs] == [(3, 0), (2, TOLD), (1, LEFT)]
-    check([stayed])
+    check_that_one_stayed_until_it_could_leave(lives)
 
 
 async def test_who_is_told_between_two_epochs_stays_until_the_loss_is_made_good() -> None:
@@ -197,12 +202,7 @@ async def test_who_is_told_between_two_epochs_stays_until_the_loss_is_made_good(
         await members.wait()
     await asyncio.gather(*asking)
     assert asked == [True]
-    stayed, left, died = sorted(lives, key=lambda life: (isinstance(life.error, Died), life.left))
-    assert isinstance(died.error, Died)
-    assert left.left
-    assert [(world, step) for _, _, world, step in left.epochs] == [(3, 0), (2, TOLD)]
-    assert [(world, step) for _, _, world, step in stayed.epochs] == [(3, 0), (2, TOLD), (1, LEFT)]
-    check([stayed])
+    check_that_one_stayed_until_it_could_leave(lives)
 
 
 async def test_who_is_told_as_another_one_leaves_stays_until_the_next_epoch_is_safe(monkeypatch: pytest.MonkeyPatch) -> None:
