@@ -28,11 +28,21 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-# No example has a deadline: on a busy machine any of them may wait for a processor.
+# No example has a deadline: on a busy machine any of them may wait for a processor. Where `CI` is set, as `.ci/run` does, the examples are
+# the same in each run (Hypothesis' own default there): a run of CI judges the change, and `make test` at a desk looks for new ones.
 hypothesis.settings.register_profile("shardnet", deadline=None)
 hypothesis.settings.load_profile("shardnet")
 
+# Hypothesis makes an example that fails smaller for up to 300 s. It is shown at the end of that, and only then.
+SHRINKING_S = 360
+
 pytest_plugins = ["tests.guards", "tests.hangs"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if hypothesis.is_hypothesis_test(getattr(item, "obj", None)) and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(SHRINKING_S))
 
 
 @pytest.hookimpl(tryfirst=True)

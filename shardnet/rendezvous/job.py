@@ -83,6 +83,8 @@ class Job:
         if self._live:
             self._check_wish(request)
         else:
+            if self._ended:
+                self._gone.clear()  # who was in that training's last epoch cannot come back to it: another training begins
             self.state, self._wish, self._ended, self.is_done = JobState.FORMING, request, False, False
         notices = self._leave_epoch(request)
         self._live[request.incarnation] = request

@@ -101,6 +101,8 @@ class ElasticHistories(RuleBasedStateMachine):
                 raise  # without members a job may start again with new workers
             return False
         if not self.live:
+            if self.ended:
+                self.gone.clear()
             self.ended = False
         if instead_of in self.world:
             self.gone[instead_of] = self.live[instead_of], self.world[instead_of]

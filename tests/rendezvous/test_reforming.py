@@ -229,6 +229,18 @@ def test_a_training_whose_last_survivors_give_up_is_lost(registry: Registry) -> 
     assert registry.status()[0].state is JobState.FINISHED
 
 
+def test_a_training_that_has_ended_is_not_lost_because_another_one_did_not_begin(registry: Registry) -> None:
+    _, second = formed(registry, 2)
+    registry.leave("job", "w0")
+    registry.vanish("w1")
+    registry.join(elastic(7), 10.0)
+    registry.vanish("w7")  # gives up before there are enough
+    with pytest.raises(JoinRefused) as refused:
+        registry.resume(second)  # to an epoch that was over before w7 came
+    assert refused.value.reason == Refusal.UNKNOWN
+    assert registry.status()[0].state is JobState.FINISHED
+
+
 def test_it_is_done_when_the_last_one_has_left_in_peace(registry: Registry) -> None:
     first, second = formed(registry, 2)
     done = [registry.is_done]
