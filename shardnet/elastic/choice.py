@@ -1,12 +1,14 @@
 """Chooses the state to go on with, and finds which ranks have which parts. No I/O: each rank computes the same from what all have told."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
 from shardnet.elastic.generation import Mark
 from shardnet.errors import StateLost, UsageError
 from shardnet.state.piece import Span, covered
+
+COPIES = 2  # of each part, with the part itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,15 @@ class Choice:
     mark: Mark
     holders: dict[str, list[tuple[Span, int]]]  # of each parameter: spans and the ranks that have them, in order
     ranks: tuple[int, ...]  # that have this state, ascending; the first one gives what is the same on all
+
+
+@dataclass(frozen=True, slots=True)
+class Handover:
+    """A copy that one rank makes for another."""
+
+    giver: int
+    taker: int
+    of: int | frozenset[int]  # the rank whose own part it is, or the ranks that all hold this part
 
 
 def structure_of(sizes: Mapping[str, int]) -> str:
@@ -86,21 +97,37 @@ def keeper(rank: int, nodes: Sequence[Sequence[int]]) -> int:
     return (rank + shift) % world_size
 
 
-def replicas(held: Sequence[Mapping[str, Span]]) -> list[frozenset[int]]:
-    """The groups of ranks that hold the same parts, which are entrusted to nobody. `held`: of each rank what it holds, by name."""
+def replicas(held: Sequence[Mapping[str, Span]]) -> dict[frozenset[int], set[Span]]:
+    """What several ranks hold alike, which is entrusted to nobody, by the ranks that hold it. `held`: of each rank what it holds, by
+    name."""
     holders: dict[Span, set[int]] = {}
     for rank, spans in enumerate(held):
         for span in spans.values():
             holders.setdefault(span, set()).add(rank)
-    return list({frozenset(ranks) for ranks in holders.values() if len(ranks) > 1})
+    found: dict[frozenset[int], set[Span]] = {}
+    for span, ranks in holders.items():
+        if len(ranks) > 1:
+            found.setdefault(frozenset(ranks), set()).add(span)
+    return found
 
 
-def apart(ranks: Sequence[int], nodes: Sequence[Sequence[int]], groups: Sequence[frozenset[int]] = ()) -> list[int]:
-    """Those of `ranks` that can leave together, chosen in order: no rank leaves together with its keeper, and of each of these groups one
-    stays. A rank that is alone, and so its own keeper, stays."""
-    chosen: list[int] = []
-    for rank in ranks:
-        with_keeper = keeper(rank, nodes) in (rank, *chosen) or any(keeper(other, nodes) == rank for other in chosen)
-        if not with_keeper and not any(group <= {*chosen, rank} for group in groups):
-            chosen.append(rank)
-    return chosen
+def handovers(leaving: Collection[int], nodes: Sequence[Sequence[int]], groups: Iterable[frozenset[int]] = ()) -> list[Handover]:
+    """The copies to be made before these ranks leave: see [Note: handing over] in copying.py. `groups`: those of `replicas`.
+
+    A copy goes to a node that has none yet, if there is one, and there to the rank that has taken least.
+    """
+    staying = [rank for node in nodes for rank in node if rank not in leaving]
+    node_of = {rank: index for index, node in enumerate(nodes) for rank in node}
+    taken = dict.fromkeys(staying, 0)
+    holders: list[tuple[int | frozenset[int], Iterable[int]]] = [(rank, (rank, keeper(rank, nodes))) for rank in sorted(node_of)]
+    found = []
+    for of, ranks in holders + [(group, group) for group in groups]:
+        having = {rank for rank in ranks if rank in taken}
+        giver = min(having or ranks)
+        while len(having) < min(COPIES, len(staying)):
+            has_copy = {node_of[rank] for rank in having}
+            taker = min(taken.keys() - having, key=lambda rank: (node_of[rank] in has_copy, taken[rank], rank))
+            having.add(taker)
+            taken[taker] += 1
+            found.append(Handover(giver, taker, of))
+    return found

@@ -26,17 +26,25 @@ class Generation:
     entrusted: Snapshot = field(default_factory=Snapshot)  # the same of the rank whose `keeper` this one is
     has_entrusted: bool = False
     local: Snapshot = field(default_factory=Snapshot)  # state that other ranks have as well, or that no other rank needs
+    taken_over: list[Snapshot] = field(default_factory=list)  # of pieces of which ranks that leave have the others
+
+    def begin(self, mark: Mark) -> None:
+        """Overwrite it from now on, for this state."""
+        self.complete, self.mark = False, mark
+        self.taken_over.clear()
 
     def pieces(self) -> list[Piece]:
         """All pieces in it, for the ranks that need them; views of its memory."""
         found = [*self.spread.value(), *self.local.value()["pieces"]]
         if self.has_entrusted:
             found += self.entrusted.value()
+        for copy in self.taken_over:
+            found += copy.value()
         return [Piece(Span(name, start, stop), state) for name, start, stop, state in found]
 
     @property
     def nbytes(self) -> int:
-        return self.spread.nbytes + self.entrusted.nbytes + self.local.nbytes
+        return sum(each.nbytes for each in (self.spread, self.entrusted, self.local, *self.taken_over))
 
 
 def plain(pieces: list[Piece]) -> list[Any]:

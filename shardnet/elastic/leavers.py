@@ -2,27 +2,21 @@
 
 [Note: wishes to leave] Each commit begins an exchange of wishes and takes the result of the exchange that the commit before began, so that
 no training waits for it: all ranks know a wish at the latest two commits after it came. Then the step is made safe and saved, which takes
-a while, and the ranks ask again, because workers that must leave are often told together. A worker that is told still later may have the
-only copy of what a leaving one has held: it leaves in the next epoch. In a job that is not elastic it is cancelled at once.
+a while, and the ranks ask again, because workers that must leave are often told together. A worker that is told still later leaves in the
+next epoch. In a job that is not elastic it is cancelled at once.
 """
-
-from collections.abc import Mapping, Sequence
 
 import torch
 
 from shardnet.backend import Backend, Pending
-from shardnet.elastic.choice import apart, replicas
-from shardnet.state import Span
 from shardnet.training import Departure
 
 
 class Leavers:
     """The exchange in one epoch; thrown away when any member changes."""
 
-    def __init__(self, backend: Backend, departure: Departure, held: Sequence[Mapping[str, Span]]) -> None:
-        """`held`: of each rank what it holds of the parameters that are spread over ranks, by name."""
+    def __init__(self, backend: Backend, departure: Departure) -> None:
         self._backend = backend
-        self._replicas = replicas(held)
         self._departure = departure
         self._told: Pending[torch.Tensor] | None = None
 
@@ -32,13 +26,12 @@ class Leavers:
         told, self._told = self._told, self._ask(f"requests to leave after step {step}")
         return told is not None and bool((await told).any())
 
-    async def agree(self, step: int, *, is_safe: bool, joiners: bool) -> list[int]:
-        """The ranks that leave now. Unless `is_safe`, no rank leaves together with its keeper, nor with all others that hold the same: one
-        of them leaves in the next epoch. But if all ranks wish to leave, all may, because then there is no next epoch, unless `joiners`
-        wait for one: then some stay until these have the state. A collective."""
+    async def agree(self, step: int, *, joiners: bool) -> list[int]:
+        """The ranks that leave now. If all wish to, and `joiners` wait for the next epoch, the first one stays until these have the state;
+        otherwise there is no next epoch. A collective."""
         wishes = (await self._ask(f"last requests to leave after step {step}")).tolist()
-        wanting = [rank for rank, wish in enumerate(wishes) if wish]
-        return wanting if is_safe or (all(wishes) and not joiners) else apart(wanting, self._backend.node_ranks, self._replicas)
+        leaving = [rank for rank, wish in enumerate(wishes) if wish]
+        return leaving[1:] if joiners and all(wishes) else leaving
 
     def _ask(self, label: str) -> Pending[torch.Tensor]:
         mine = torch.tensor([self._departure.wanted], dtype=torch.uint8, device="cpu")

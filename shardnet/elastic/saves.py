@@ -53,11 +53,6 @@ class Saves:
         return self._saving is not None
 
     @property
-    def succeeded(self) -> bool:
-        """Whether the last checkpoint is complete; ask after `settle`."""
-        return self._checkpoints is not None and self._failure is None
-
-    @property
     def result(self) -> str:
         """The outcome of the last checkpoint, in words; ask after `settle`."""
         assert self._saving is not None

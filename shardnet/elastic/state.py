@@ -42,7 +42,7 @@ class State:
 
     Each rank keeps two copies of what it holds, one as of the last commit and one for the commit that is being made, and two copies of
     what one other rank holds: four times its parameters and optimizer state, in host memory. Of state that several ranks hold anyway
-    (NO_SHARD, HYBRID_SHARD) it keeps two copies.
+    (NO_SHARD, HYBRID_SHARD) it keeps two copies. When ranks have left, others keep one copy more until the next epoch has its state.
     """
 
     def __init__(self, cluster: Cluster, *, every: SupportsIndex = 1, saving: Saving | None = None) -> None:
@@ -127,9 +127,9 @@ class State:
         self._inventory = inventory = Inventory(things)
         backend = self._cluster.backend
         everyone = backend.subgroup(range(backend.world_size))
-        self._copying = Copying(everyone)
         sizes = inventory.sizes()
         told = await Told.by_all(everyone, self._generations(), inventory.wanted(), was_there=self._ended is not None)
+        self._copying = Copying(everyone, told.wanted)
         self._saves.begin_epoch(backend, *things)
         try:
             choice, loaded = await self._choose(told.offers, sizes)
@@ -153,7 +153,7 @@ class State:
         if self._cluster.elastic:
             await self._commit(Mark(self._cluster.topology.epoch, self.step))
         if self._cluster.elastic or self._saves.wanted:
-            self._leavers = Leavers(everyone, self._departure, told.wanted)  # from now on even a newcomer has what others may depend on
+            self._leavers = Leavers(everyone, self._departure)  # from now on even a newcomer has what others may depend on
         if choice is not None:
             await self._saves.make_good(self.step, self.values)
         self._brings_copies = False
@@ -277,10 +277,13 @@ class State:
         await self._saves.settle()  # the leaving ranks write a part of it
         assert self._leavers is not None
         exchange, self._leavers = self._leavers, None
-        self._brings_copies = cluster.elastic  # whoever is told from now on stays: it may have the only copy of what a leaving rank held
-        leavers = await exchange.agree(step, is_safe=self._saves.succeeded or not cluster.elastic, joiners=joiners)
+        self._brings_copies = cluster.elastic  # whoever is told from now on stays until that epoch is safe
+        leavers = await exchange.agree(step, joiners=joiners)
         if not leavers:
             return
+        if cluster.elastic:
+            assert self._copying is not None
+            await self._copying.hand_over(self._committed, leavers)
         if cluster.rank in leavers:
             log.warning("rank %d leaves, as it was told, after step %d", cluster.rank, step)
             await cluster.withdraw()
@@ -302,11 +305,11 @@ class State:
         assert self._copying is not None
         begin_s = time.perf_counter()
         generation = self._next
-        generation.complete = False
-        generation.mark = mark
+        generation.begin(mark)
         await asyncio.to_thread(self._take, generation)
         reforms = await self._copying.commit(generation, self._cluster.joiners)
         self._committed, self._next = generation, self._committed
+        self._next.taken_over.clear()  # not needed any more, and large
         self.commit_s = time.perf_counter() - begin_s
         return reforms
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardnet.elastic.choice import Offer, apart, choose, keeper, replicas, sources, structure_of
+from shardnet.elastic.choice import Handover, Offer, choose, handovers, keeper, replicas, sources, structure_of
 from shardnet.elastic.generation import Mark
 from shardnet.errors import StateLost, UsageError
 from shardnet.sharding.split import shard_sizes
@@ -80,30 +80,40 @@ def test_what_is_left_is_enough_unless_a_rank_died_with_its_keeper(nodes: list[l
 
 
 @given(worlds, st.data())
-def test_those_that_leave_together_take_nothing_with_them(nodes: list[list[int]], data: st.DataObject) -> None:
+def test_who_leaves_takes_nothing_with_it_nor_does_the_next_that_is_lost(nodes: list[list[int]], data: st.DataObject) -> None:
     world_size = sum(map(len, nodes))
-    wanting = sorted(data.draw(st.sets(st.integers(0, world_size - 1), max_size=world_size - 1)))
-    leavers = apart(wanting, nodes)
-    assert set(leavers) <= set(wanting)
-    assert bool(leavers) == bool(wanting)
-    stayers = [rank for rank in range(world_size) if rank not in leavers]
-    choose(offers_of(stayers, nodes, Mark(1, 1)), SIZES)  # it would raise StateLost
+    leaving = data.draw(st.sets(st.integers(0, world_size - 1), max_size=world_size - 1))
+    groups = data.draw(st.lists(st.frozensets(st.integers(0, world_size - 1), min_size=2), unique=True)) if world_size > 1 else []
+    staying = set(range(world_size)) - leaving
+    node_of = {rank: index for index, node in enumerate(nodes) for rank in node}
+    having: dict[int | frozenset[int], set[int]] = {rank: {rank, keeper(rank, nodes)} for rank in range(world_size)}
+    having |= {group: set(group) for group in groups}
+    before = {of: frozenset(ranks) for of, ranks in having.items()}
+    for each in handovers(leaving, nodes, groups):
+        assert each.giver in before[each.of], "it gives what it has not"
+        assert each.giver in staying or not before[each.of] & staying, "it could be gone"
+        assert each.taker in staying - having[each.of]
+        having[each.of].add(each.taker)
+    for of, ranks in having.items():
+        kept = ranks & staying
+        assert len(kept) >= min(2, len(staying)), "one loss more would be too much"
+        assert len(kept) <= max(2, len(before[of] & staying)), "more copies than are needed"
+        if isinstance(of, int) and len({len(node) for node in nodes}) == 1 and len({node_of[rank] for rank in staying}) > 1:
+            assert len({node_of[rank] for rank in kept}) > 1, "the loss of a node would be too much"
 
 
-def test_a_node_of_several_leaves_at_once() -> None:
-    assert apart([2, 3], nodes_of([2, 2, 2])) == [2, 3]
+def test_copies_are_handed_over_to_those_that_have_taken_least() -> None:
+    assert handovers([1], nodes_of([4])) == [Handover(giver=0, taker=2, of=0), Handover(giver=2, taker=0, of=1)]
+    assert sorted(each.taker for each in handovers([0, 3], nodes_of([6]))) == [1, 2, 4, 5]
+    assert handovers([], nodes_of([4])) == handovers([0, 1], nodes_of([2])) == []
 
 
-def test_who_is_alone_has_nobody_to_leave_its_state_to() -> None:
-    assert apart([0], nodes_of([1])) == []
-
-
-def test_of_ranks_that_hold_the_same_one_stays() -> None:
+def test_what_several_ranks_hold_is_known_by_these_ranks() -> None:
     halves = [{"a": Span("a", 0, 5)}, {"a": Span("a", 5, 10)}]
-    groups = replicas([*halves, *halves])
-    assert sorted(map(sorted, groups)) == [[0, 2], [1, 3]]
-    assert apart([0, 2], nodes_of([4]), groups) == [0]
-    assert replicas([{name: Span(name, 0, 1)} for name in SIZES]) == [], "each has a part of its own"
+    alike = replicas([*halves, *halves])
+    assert alike == {frozenset({0, 2}): {Span("a", 0, 5)}, frozenset({1, 3}): {Span("a", 5, 10)}}
+    assert [each.of for each in handovers([0], nodes_of([4]), alike)] == [0, 3, frozenset({0, 2})]
+    assert replicas([{name: Span(name, 0, 1)} for name in SIZES]) == {}, "each has a part of its own"
 
 
 @given(worlds, st.data())

@@ -21,7 +21,7 @@ async def test_nobody_is_through_before_all_have_written(spread: bool, complete:
             generation.spread.take([("weight", rank, rank + 1, {"parameter": torch.ones(1)})] if spread else [])
             generation.local.take({})
         commits = [
-            asyncio.create_task(Copying(backend).commit(generation, 0))
+            asyncio.create_task(Copying(backend, []).commit(generation, 0))
             for backend, generation in zip(backends[:3], generations[:3], strict=True)
         ]
         sizes = [generations[3].spread.header.numel(), generations[3].spread.payload.numel(), 0]

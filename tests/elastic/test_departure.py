@@ -12,6 +12,8 @@ import pytest
 from shardnet import Cluster, ShardingStrategy
 from shardnet.checkpoint.folder import Folder
 from shardnet.elastic import State
+from shardnet.elastic.copying import Copying
+from shardnet.elastic.generation import Generation
 from shardnet.elastic.leavers import Leavers
 from shardnet.elastic.saves import Saves
 from shardnet.errors import PeerLost, Preempted
@@ -26,8 +28,8 @@ LEFT = TOLD + 2  # steps done when it is obeyed
 RARELY = 1000
 
 
-def told(*ranks: int, dies: int | None = None) -> Train:
-    """Trainers, some of which are told to leave while one dies before they can."""
+def told(*ranks: int, dies: int | None = None, **strategy: Any) -> Train:
+    """Trainers, some of which are told to leave while one dies before they can. `strategy`, as for `trainer`: in the first epoch."""
 
     async def train(cluster: Cluster, state: State, life: Life) -> object:
         rank, is_first = cluster.rank, cluster.topology.epoch == 1
@@ -38,7 +40,7 @@ def told(*ranks: int, dies: int | None = None) -> Train:
             if place == "begin" and is_first and step == TOLD + 1 and rank == dies:
                 raise Died
 
-        return await trainer(event)(cluster, state, life)
+        return await trainer(event, **(strategy if is_first else {}))(cluster, state, life)
 
     return train
 
@@ -58,37 +60,59 @@ async def test_who_leaves_costs_the_others_no_step(every: int, caplog: pytest.Lo
     assert caplog.text.count(" is gone: it was told to leave\n") == 1
 
 
-async def test_who_keeps_the_copy_of_one_that_leaves_does_not_leave_with_it() -> None:
+HYBRID = {"strategy": ShardingStrategy.HYBRID_SHARD, "intra_node_size": 2}  # ranks 0 and 2 of 4 have the same half, 1 and 3 the other
+
+
+@pytest.mark.parametrize("strategy", [{}, HYBRID], ids=["full", "hybrid"])
+@pytest.mark.parametrize("leaving", [(1, 2), (0, 2), (0, 1, 2)])
+async def test_any_workers_leave_together(leaving: tuple[int, ...], strategy: dict[str, Any]) -> None:
+    """Also one with the one that keeps its copy, and all that hold the same."""
     async with crew() as members:
-        lives = [members.hire(told(1, 2), least=1, most=3) for _ in range(3)]
+        lives = [members.hire(told(*leaving, **strategy), least=1, most=4) for _ in range(4)]
         await members.wait()
-    stayed, second, first = sorted(lives, key=lambda life: (life.left, len(life.epochs) == 1))
-    assert [life.left for life in (stayed, second, first)] == [False, True, True]
-    assert [(world, step) for _, _, world, step in stayed.epochs] == [(3, 0), (2, LEFT), (1, LEFT + 2)]
-    assert [rank for _, rank, _, _ in first.epochs] == [1]
-    assert [rank for _, rank, _, _ in second.epochs] == [2, 1]
-    check([stayed])
+    assert [life.left for life in sorted(lives, key=lambda life: life.epochs[0][1])] == [rank in leaving for rank in range(4)]
+    stayed = [life for life in lives if not life.left]
+    assert [[(world, step) for _, _, world, step in life.epochs] for life in stayed] == [[(4, 0), (len(stayed), LEFT)]] * len(stayed)
+    check(stayed)
 
 
-async def test_of_those_that_hold_the_same_one_stays() -> None:
-    """With HYBRID_SHARD ranks 0 and 2 are no neighbours, but the only ones that have the first half of the model."""
+@pytest.mark.parametrize("strategy", [{}, HYBRID], ids=["full", "hybrid"])
+@pytest.mark.parametrize("dies", [0, 2, 3])
+async def test_what_a_worker_held_that_has_left_is_not_lost_with_another_one(dies: int, strategy: dict[str, Any]) -> None:
+    """Rank 1 leaves. Then one of the others is lost before the next epoch has its state: the one that kept the copy of what rank 1 held
+    (2, or with HYBRID_SHARD 3), or the one whose copy rank 1 kept (0)."""
 
     async def train(cluster: Cluster, state: State, life: Life) -> object:
-        def event(place: str, step: int) -> None:
-            if (place, step, cluster.topology.epoch) == ("begin", TOLD, 1) and cluster.rank in (0, 2):
-                assert life.departure.ask()
+        if cluster.topology.epoch == 2 and life.epochs[0][1] == dies:
+            raise Died
+        result = await told(1, **strategy)(cluster, state, life)
+        left_over.append(sum(len(each.taken_over) for each in state._generations()))
+        return result
 
-        if cluster.world_size % 2:
-            return await trainer(event)(cluster, state, life)
-        return await trainer(event, strategy=ShardingStrategy.HYBRID_SHARD, intra_node_size=2)(cluster, state, life)
-
+    left_over: list[int] = []
     async with crew() as members:
         lives = [members.hire(train, least=1, most=4) for _ in range(4)]
         await members.wait()
-    assert [life.left for life in sorted(lives, key=lambda life: life.epochs[0][1])] == [True, False, True, False]
-    stayed = [life for life in lives if not life.left]
-    assert [[(world, step) for _, _, world, step in life.epochs] for life in stayed] == [[(4, 0), (3, LEFT), (2, LEFT + 2)]] * 2
+    assert [life.left for life in sorted(lives, key=lambda life: life.epochs[0][1])] == [rank == 1 for rank in range(4)]
+    stayed = [life for life in lives if not (life.left or isinstance(life.error, Died))]
+    assert [[(world, step) for _, _, world, step in life.epochs] for life in stayed] == [[(4, 0), (2, LEFT)]] * 2
     check(stayed)
+    assert left_over == [0, 0], "copies of another epoch take memory"
+
+
+async def test_who_is_to_leave_stays_if_another_one_is_lost_before_all_is_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    hand_over = Copying.hand_over
+
+    async def fails(self: Copying, generation: Generation, leaving: list[int]) -> None:
+        if generation.mark == (1, LEFT) and self._backend.rank == 2:
+            raise Died
+        await hand_over(self, generation, leaving)
+
+    monkeypatch.setattr(Copying, "hand_over", fails)
+    async with crew() as members:
+        lives = [members.hire(told(1), least=1, most=3) for _ in range(3)]
+        await members.wait()
+    check_that_one_stayed_until_it_could_leave(lives, LEFT)
 
 
 @pytest.mark.parametrize("elastic", [True, False])
@@ -147,13 +171,14 @@ async def test_who_is_to_leave_stays_until_the_loss_of_another_is_made_good() ->
     check([stayed])
 
 
-def check_that_one_stayed_until_it_could_leave(lives: list[Life]) -> None:
-    """Of three, one died, one was told to leave but went on into the next epoch, and one was left alone behind the step where that left."""
+def check_that_one_stayed_until_it_could_leave(lives: list[Life], step: int = TOLD) -> None:
+    """Of three, one died behind this step, one was told to leave but went on into the next epoch, and one was left alone two steps later,
+    when that left."""
     stayed, left, died = sorted(lives, key=lambda life: (isinstance(life.error, Died), life.left))
     assert isinstance(died.error, Died)
     assert left.left
-    assert [(world, step) for _, _, world, step in left.epochs] == [(3, 0), (2, TOLD)]
-    assert [(world, step) for _, _, world, step in stayed.epochs] == [(3, 0), (2, TOLD), (1, LEFT)]
+    assert [(world, begun) for _, _, world, begun in left.epochs] == [(3, 0), (2, step)]
+    assert [(world, begun) for _, _, world, begun in stayed.epochs] == [(3, 0), (2, step), (1, step + 2)]
     check([stayed])
 
 
@@ -206,13 +231,13 @@ async def test_who_is_told_between_two_epochs_stays_until_the_loss_is_made_good(
 
 
 async def test_who_is_told_as_another_one_leaves_stays_until_the_next_epoch_is_safe(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It keeps the copy of what the other one held."""
+    """It has not asked in time to leave with that one."""
     agree = Leavers.agree
     asked: list[bool] = []
     keeper: list[Life] = []
 
-    async def late(self: Leavers, step: int, *, is_safe: bool, joiners: bool) -> list[int]:
-        leaving = await agree(self, step, is_safe=is_safe, joiners=joiners)
+    async def late(self: Leavers, step: int, *, joiners: bool) -> list[int]:
+        leaving = await agree(self, step, joiners=joiners)
         if self._backend.rank == 2:
             asked.append(keeper[0].departure.ask())
         return leaving
