@@ -42,6 +42,11 @@ class Exit:
         return self.code != 0
 
     @property
+    def left(self) -> bool:
+        """Whether it got SIGTERM and has ended in its own time: a program that `shardnet.run` runs then has this status."""
+        return self.code == 128 + signal.SIGTERM
+
+    @property
     def is_consequence(self) -> bool:
         """Whether its last error says that it lost a peer, or was raised because of one that does: programs wrap errors in their own."""
         return any(name in _CONSEQUENCES for name, _ in self._last_errors)
@@ -89,7 +94,9 @@ class Exit:
 
     @property
     def how(self) -> str:
-        return f"exit code {self.code}" if self.code >= 0 else f"killed by {_signal_name(-self.code)}"
+        if self.code < 0:
+            return f"killed by {_signal_name(-self.code)}"
+        return f"exit code {self.code}{' after SIGTERM' if self.left else ''}"
 
     @property
     def cause(self) -> str:
@@ -115,6 +122,8 @@ def last_straw(exits: Sequence[Exit]) -> Exit | None:
 
 def announce(failure: Exit, what_follows: str) -> str:
     """The message for the user while the job goes on. The worker's output is above it; its last line may be far up."""
+    if failure.left:
+        return f"{failure.label} left after SIGTERM; {what_follows}"
     head = f"{failure.label} failed: {failure.cause}; {what_follows}"
     last_line = next((line for line in reversed(failure.tail) if _WORD.search(line)), None)
     if failure.code == -signal.SIGKILL:  # it could write nothing about that: its last line is about something else
@@ -126,8 +135,9 @@ def describe_losses(lost: Sequence[Exit], replaced: Sequence[Exit]) -> str:
     """The message for the user when an elastic job has succeeded in spite of losses."""
     told = [(end, end.how) for end in lost] + [(end, f"{end.how}, replaced") for end in replaced]
     told.sort(key=lambda loss: loss[0].ended_s)
-    count = "1 worker was" if len(told) == 1 else f"{len(told)} workers were"
-    return f"{count} lost on the way: {', '.join(f'{end.label} ({how})' for end, how in told)}"
+    count = "1 worker" if len(told) == 1 else f"{len(told)} workers"
+    went = "left" if all(end.left for end, _ in told) else f"{'was' if len(told) == 1 else 'were'} lost"
+    return f"{count} {went} on the way: {', '.join(f'{end.label} ({how})' for end, how in told)}"
 
 
 def describe(failure: Exit, others: int, least: int | None = None, *, stands_above: bool = False) -> str:

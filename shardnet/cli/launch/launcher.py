@@ -72,7 +72,7 @@ async def _meeting_point(job: Job, open_rendezvous: OpenRendezvous) -> AsyncIter
 
 async def _supervise(job: Job, console: Console, rendezvous: str, start: Start, ask: Ask) -> Verdict:
     places = [Place(local_rank, job, rendezvous, start, console) for local_rank in range(job.nproc)]
-    supervisor = Supervisor(places, grace_s=job.grace_s, recovery=_recovery(job, console))
+    supervisor = Supervisor(places, grace_s=job.grace_s, say=console.say, recovery=_recovery(job, console))
     begin_s = time.time()
     with _stop_signals(supervisor, console):
         async with asyncio.TaskGroup() as tasks:

@@ -23,6 +23,10 @@ class Place:
         """The latest worker. It may have ended."""
         return self._worker
 
+    @property
+    def label(self) -> str:
+        return self._worker.label
+
     async def run(self) -> Exit:
         """Run a worker to its end, see Worker.run; each further call runs a new one."""
         environment = self._environment

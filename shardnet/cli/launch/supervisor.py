@@ -7,7 +7,7 @@ time. The second kills them. After either signal no worker is replaced.
 import asyncio
 import contextlib
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol
@@ -16,6 +16,7 @@ from shardnet.cli.launch.failure import Exit, culprit, last_straw
 from shardnet.cli.launch.recovery import Recovery
 
 SETTLE_S = 3.0  # how long the culprit may take to print its error after a peer has noticed that it is gone; at most the grace
+LATE_S = 30.0  # so long after the others have ended it is told which workers still run: one may be stuck, and nobody waits for it any more
 
 
 class _Stage(Enum):
@@ -41,6 +42,9 @@ class Verdict:
 class Supervised(Protocol):
     """Starts workers and passes signals on to the one that runs: a `Place`."""
 
+    @property
+    def label(self) -> str: ...
+
     async def run(self) -> Exit: ...
 
     def signal(self, number: int) -> None: ...
@@ -52,12 +56,25 @@ class Supervisor:
     """Runs each place's worker.
 
     grace_s   when a worker has failed: the time from SIGTERM to SIGKILL for the others
+    say       tells the user a line
     recovery  of an elastic job, see [Note: elastic]; None: the first failure ends all
     """
 
-    def __init__(self, places: Sequence[Supervised], *, grace_s: float, recovery: Recovery | None = None) -> None:
+    def __init__(
+        self,
+        places: Sequence[Supervised],
+        *,
+        grace_s: float,
+        say: Callable[[str], None],
+        recovery: Recovery | None = None,
+        late_s: float = LATE_S,
+    ) -> None:
         self._places = places
+        self._filled = list(places)  # places that have a worker or will have one
         self._recovery = recovery
+        self._say = say
+        self._late_s = late_s
+        self._late: asyncio.TimerHandle | None = None  # since a worker has succeeded
         self._limits_s = {_Stage.SETTLING: min(SETTLE_S, grace_s), _Stage.TERMINATING: grace_s}
         self._stage = _Stage.RUNNING
         self._escalation: asyncio.TimerHandle | None = None  # for stages with a time limit
@@ -74,6 +91,8 @@ class Supervisor:
                     tasks.create_task(self._fill(place))
         finally:
             self._cancel_escalation()
+            if self._late is not None:
+                self._late.cancel()
         return self._verdict()
 
     def stop(self, number: int) -> None:
@@ -95,6 +114,17 @@ class Supervisor:
         while (ended := await place.run()).failed and await self._replace(place, ended):
             self._replaced.append(ended)
         self._exits.append(ended)
+        self._filled.remove(place)
+        if not ended.failed:
+            if self._late is not None:
+                self._late.cancel()
+            self._late = asyncio.get_running_loop().call_later(self._late_s, self._say_who_is_late)
+
+    def _say_who_is_late(self) -> None:
+        if self._stage is _Stage.RUNNING:
+            late = " and ".join(place.label for place in self._filled)
+            run, them = ("run", "them") if len(self._filled) > 1 else ("runs", "it")
+            self._say(f"{late} still {run}, {self._late_s:g} s after the last of the others has ended; Ctrl-C asks {them} to end")
 
     async def _replace(self, place: Supervised, failure: Exit) -> bool:
         """React to a failure. Returns True when it is time to start a new worker in the place, False if none should start."""

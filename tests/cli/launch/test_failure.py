@@ -133,6 +133,16 @@ def test_a_line_of_before_does_not_explain_a_kill() -> None:
     )
 
 
+def test_who_was_told_to_leave_has_not_failed() -> None:
+    left = end("rank 2", 143, 3.0, tail=("rank 2 leaves, as it was told, after step 7",))
+    assert announce(left, "the others go on") == "rank 2 left after SIGTERM; the others go on"
+    assert describe_losses([left], []) == "1 worker left on the way: rank 2 (exit code 143 after SIGTERM)"
+    assert describe_losses([left], [left]).startswith("2 workers left on the way: rank 2")
+    assert describe_losses([left], [end("rank 1", 1, 2.0)]) == (
+        "2 workers were lost on the way: rank 1 (exit code 1, replaced), rank 2 (exit code 143 after SIGTERM)"
+    )
+
+
 def test_losses_are_told_in_the_order_in_which_they_came() -> None:
     assert describe_losses([end("rank 3", 1, 2.0)], []) == "1 worker was lost on the way: rank 3 (exit code 1)"
     assert describe_losses([end("rank 3", 1, 2.0)], [end("rank 1", -9, 1.0)]) == (

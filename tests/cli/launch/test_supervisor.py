@@ -18,8 +18,8 @@ NEVER = Pauses(first_s=1e6, longest_s=1e6)
 class Launch:
     """A running supervisor, and its messages."""
 
-    def __init__(self, places: Sequence[FakePlace], recovery: Recovery | None, said: asyncio.Queue[str], grace_s: float) -> None:
-        self.supervisor = Supervisor(places, grace_s=grace_s, recovery=recovery)
+    def __init__(self, places: Sequence[FakePlace], recovery: Recovery | None, said: asyncio.Queue[str], **settings: float) -> None:
+        self.supervisor = Supervisor(places, say=said.put_nowait, recovery=recovery, **settings)
         self.places = places
         self.said = said
         self.verdict: asyncio.Task[Verdict]
@@ -27,12 +27,14 @@ class Launch:
 
 @asynccontextmanager
 async def launch(
-    workers: int, restarts: int | None = None, least: int = 0, pauses: Pauses | None = None, grace_s: float = 60.0
+    workers: int, restarts: int | None = None, least: int = 0, pauses: Pauses | None = None, grace_s: float = 60.0, late_s: float = 60.0
 ) -> AsyncIterator[Launch]:
     """A launch with all workers started; it is elastic if a number of restarts is given."""
     said: asyncio.Queue[str] = asyncio.Queue()
     places = [FakePlace(f"rank {rank}") for rank in range(workers)]
-    work = Launch(places, None if restarts is None else Recovery(restarts, least, said.put_nowait, pauses), said, grace_s)
+    work = Launch(
+        places, None if restarts is None else Recovery(restarts, least, said.put_nowait, pauses), said, grace_s=grace_s, late_s=late_s
+    )
     async with asyncio.TaskGroup() as tasks:
         work.verdict = tasks.create_task(work.supervisor.run())
         for place in places:
@@ -82,6 +84,19 @@ async def test_who_is_done_is_not_started_again() -> None:
         work.places[1].end(0)
         assert await work.verdict == Verdict(0, lost=[], replaced=[])
     assert [place.started for place in work.places] == [1, 1]
+
+
+async def test_who_does_not_end_with_the_others_is_named() -> None:
+    """It may be frozen, or stuck after its training."""
+    async with launch(4, 0, least=1, late_s=0.2) as work:
+        for rank in (0, 3):
+            work.places[rank].end(0)
+        assert await work.said.get() == "rank 1 and rank 2 still run, 0.2 s after the last of the others has ended; Ctrl-C asks them to end"
+        work.places[2].end(0)
+        assert await work.said.get() == "rank 1 still runs, 0.2 s after the last of the others has ended; Ctrl-C asks it to end"
+        work.supervisor.stop(signal.SIGINT)
+        assert (await work.verdict).status == 128 + signal.SIGINT
+    assert work.said.empty()
 
 
 async def test_too_few_that_are_left_are_ended_and_the_last_straw_is_blamed() -> None:
