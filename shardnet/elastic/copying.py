@@ -14,7 +14,7 @@ that stay, if as many stay. Those that leave wait for that: if it fails because 
 import asyncio
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,9 +31,17 @@ class _Row:
     header_bytes: int
     payload_bytes: int
     joiners: int
+    spares: int
 
     def tensor(self) -> torch.Tensor:
-        return torch.tensor([[self.header_bytes, self.payload_bytes, self.joiners]], device="cpu")
+        return torch.tensor([[self.header_bytes, self.payload_bytes, self.joiners, self.spares]], device="cpu")
+
+
+class Waiting(NamedTuple):
+    """Whether any rank has heard of workers that wait for the next epoch, and of such that have no room there unless a rank leaves."""
+
+    joiners: bool = False
+    spares: bool = False
 
 
 class Copying:
@@ -47,13 +55,13 @@ class Copying:
         ranks = range(backend.world_size)
         self._entrusting = next(rank for rank in ranks if keeper(rank, backend.node_ranks) == backend.rank)
 
-    async def commit(self, generation: Generation, joiners: int) -> bool:
-        """Complete a generation after its own snapshots were taken. Returns whether any rank has heard of workers that wait to join.
+    async def commit(self, generation: Generation, joiners: int, spares: int) -> Waiting:
+        """Complete a generation after its own snapshots were taken. `joiners` and `spares`: how many this rank has heard of.
 
         Raises CollectiveMismatch on all ranks if they are not at the same step.
         """
         spread, entrusted, label = generation.spread, generation.entrusted, f"commit of step {generation.mark.step}"
-        mine = _Row(spread.header.numel(), spread.payload.numel(), joiners)
+        mine = _Row(spread.header.numel(), spread.payload.numel(), joiners, spares)
         rows = [_Row(*row) for row in (await self._backend.all_gather(mine.tensor(), label=label)).tolist()]
         generation.has_entrusted = self._backend.world_size > 1 and rows[self._entrusting].payload_bytes > 0
         theirs = rows[self._entrusting]
@@ -68,7 +76,7 @@ class Copying:
         await _all(pending)
         generation.complete = True
         await self._backend.barrier(label=label)
-        return any(row.joiners for row in rows)
+        return Waiting(any(row.joiners for row in rows), any(row.spares for row in rows))
 
     async def hand_over(self, generation: Generation, leaving: Collection[int]) -> None:
         """Copy what these ranks would take with them. When this returns on one rank, all have what they should. `generation` is the

@@ -26,12 +26,11 @@ class Leavers:
         told, self._told = self._told, self._ask(f"requests to leave after step {step}")
         return told is not None and bool((await told).any())
 
-    async def agree(self, step: int, *, joiners: bool) -> list[int]:
-        """The ranks that leave now. If all wish to, and `joiners` wait for the next epoch, the first one stays until these have the state;
-        otherwise there is no next epoch. A collective."""
+    async def agree(self, step: int, *, one_stays: bool) -> list[int]:
+        """The ranks that leave now. If all wish to, and `one_stays`, the first one does not leave yet. A collective."""
         wishes = (await self._ask(f"last requests to leave after step {step}")).tolist()
         leaving = [rank for rank, wish in enumerate(wishes) if wish]
-        return leaving[1:] if joiners and all(wishes) else leaving
+        return leaving[1:] if one_stays and all(wishes) else leaving
 
     def _ask(self, label: str) -> Pending[torch.Tensor]:
         mine = torch.tensor([self._departure.wanted], dtype=torch.uint8, device="cpu")

@@ -12,7 +12,7 @@ from shardnet.backend import Backend
 from shardnet.backend.gather import gather_json
 from shardnet.checkpoint import Loaded
 from shardnet.elastic.choice import Choice, Offer, choose, structure_of
-from shardnet.elastic.copying import Copying
+from shardnet.elastic.copying import Copying, Waiting
 from shardnet.elastic.generation import Generation, Mark, plain
 from shardnet.elastic.leavers import Leavers
 from shardnet.elastic.moving import give_all, move
@@ -246,21 +246,21 @@ class State:
         if is_due:
             await self._saves.settle()  # a disk may be slow: a rank that is cancelled here has not begun the commit
         reaching = self._reach(done, values, is_due)
-        joiners, leaving = await unbroken(reaching, f"the commit of step {done}", self._cluster.backend.abort)
+        waiting, leaving = await unbroken(reaching, f"the commit of step {done}", self._cluster.backend.abort)
         if leaving:
-            await self._part(joiners)
-        if joiners:
+            await self._part(waiting)
+        if waiting.joiners:
             await self._saves.settle()  # the next epoch has other members
             raise WorldChanges(f"step {done} is committed, and workers wait to join")
 
-    async def _reach(self, done: int, values: dict[str, Any], is_due: bool) -> tuple[bool, bool]:
+    async def _reach(self, done: int, values: dict[str, Any], is_due: bool) -> tuple[Waiting, bool]:
         """Commit a step, and begin its checkpoint if that is due. Returns whether workers wait to join, and whether some leave."""
         before, self.values = self.values, {**self.values, **values}
-        joiners = False
+        waiting = Waiting()
         try:
             leaving = self._leavers is not None and await self._leavers.any_at(done)
             if self._cluster.elastic and (passes(self.step, done, self.every) or leaving):
-                joiners = await self._commit(Mark(self._cluster.topology.epoch, done))
+                waiting = await self._commit(Mark(self._cluster.topology.epoch, done))
         except BaseException:
             self.values = before  # `step` is still the one before, and these are its values
             raise
@@ -268,9 +268,9 @@ class State:
         self._cluster.telemetry.reach(done)
         if is_due or leaving:
             await self.save()
-        return joiners, leaving
+        return waiting, leaving
 
-    async def _part(self, joiners: bool) -> None:
+    async def _part(self, waiting: Waiting) -> None:
         """Let ranks leave: all ranks know that some do, and the checkpoint is being written. See [Note: wishes to leave] in leavers.py.
         Returns if nobody can leave before the joiners have the state."""
         cluster, step = self._cluster, self.step
@@ -278,7 +278,8 @@ class State:
         assert self._leavers is not None
         exchange, self._leavers = self._leavers, None
         self._brings_copies = cluster.elastic  # whoever is told from now on stays until that epoch is safe
-        leavers = await exchange.agree(step, joiners=joiners)
+        # whoever waits gets the state from one that stays; but if no rank leaves, spares have no room
+        leavers = await exchange.agree(step, one_stays=waiting.joiners or (waiting.spares and cluster.world_size > 1))
         if not leavers:
             return
         if cluster.elastic:
@@ -301,17 +302,17 @@ class State:
         value that no file can hold, which raises UsageError. A collective."""
         await self._saves.save(self.step, self.values)
 
-    async def _commit(self, mark: Mark) -> bool:
+    async def _commit(self, mark: Mark) -> Waiting:
         assert self._copying is not None
         begin_s = time.perf_counter()
         generation = self._next
         generation.begin(mark)
         await asyncio.to_thread(self._take, generation)
-        reforms = await self._copying.commit(generation, self._cluster.joiners)
+        waiting = await self._copying.commit(generation, self._cluster.joiners, self._cluster.spares)
         self._committed, self._next = generation, self._committed
         self._next.taken_over.clear()  # not needed any more, and large
         self.commit_s = time.perf_counter() - begin_s
-        return reforms
+        return waiting
 
     def _take(self, generation: Generation) -> None:
         """Copy what this rank holds."""

@@ -107,10 +107,12 @@ class MemberLost(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., rank: _Optional[int] = ..., reason: _Optional[str] = ..., left: _Optional[bool] = ...) -> None: ...
 
 class Joiners(_message.Message):
-    __slots__ = ("count",)
+    __slots__ = ("count", "spares")
     COUNT_FIELD_NUMBER: _ClassVar[int]
+    SPARES_FIELD_NUMBER: _ClassVar[int]
     count: int
-    def __init__(self, count: _Optional[int] = ...) -> None: ...
+    spares: int
+    def __init__(self, count: _Optional[int] = ..., spares: _Optional[int] = ...) -> None: ...
 
 class Ended(_message.Message):
     __slots__ = ()

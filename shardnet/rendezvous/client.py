@@ -94,7 +94,7 @@ class Membership:
         self._topology: Topology | None = None
         self._superseded = False
         self._leaving = False  # if true, the lease ends because this worker wants it
-        self._joiners = 0
+        self._joiners = Joiners(0)
         self._away = False  # the rendezvous cannot be reached, or does not know this membership
         self._warned = False  # that it is away now
 
@@ -108,7 +108,12 @@ class Membership:
     @property
     def joiners(self) -> int:
         """How many workers would come in if all members of an elastic job joined again now, as far as this worker knows. Any thread."""
-        return self._joiners
+        return self._joiners.count
+
+    @property
+    def spares(self) -> int:
+        """How many workers wait for a place in an elastic job that is full, as far as this worker knows. Any thread."""
+        return self._joiners.spares
 
     async def __aenter__(self) -> Self:
         if self._channel is not None:
@@ -169,7 +174,7 @@ class Membership:
             except (LeaseBroken, ShardnetError) as error:
                 if self._leaving or self._superseded:
                     return
-                self._away, self._joiners = True, 0
+                self._away, self._joiners = True, Joiners(0)
                 why = str(error)
             try:
                 lease = await self._come_back(why)
@@ -186,7 +191,7 @@ class Membership:
             if isinstance(event, Lost):
                 self._report(event)
             elif isinstance(event, Joiners):
-                self._joiners = event.count
+                self._joiners = event
 
     async def _come_back(self, why: str) -> Lease | None:
         """Return to the rendezvous, as `_try_to_return` does, and warn if that takes long. `why` it is away."""
@@ -219,7 +224,7 @@ class Membership:
                     continue
                 raise
             self._away = False
-            self._joiners = event.count if isinstance(event, Joiners) else 0
+            self._joiners = event if isinstance(event, Joiners) else Joiners(0)
             return lease
         raise AssertionError("unreachable: delays() does not end")
 

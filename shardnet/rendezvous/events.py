@@ -39,9 +39,11 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Joiners:
-    """How many workers would be taken in if the members of an elastic job formed a new epoch now. A newer one replaces older ones."""
+    """How many workers would be taken in if the members of an elastic job formed a new epoch now, and for how many more there would be no
+    room. A newer one replaces older ones."""
 
     count: int
+    spares: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -288,7 +288,8 @@ class Job:
         self._missed.clear()
         members = place(by_wish(chosen))
         self._members = {m.incarnation: m for m in members}
-        return [Notice(m.incarnation, Assigned(Topology(self.epoch, m.rank, members))) for m in members]
+        assigned = [Notice(m.incarnation, Assigned(Topology(self.epoch, m.rank, members))) for m in members]
+        return assigned + (self._tell_joiners() if len(self._live) > len(members) else [])
 
     def _tell_waiting(self, to: Iterable[str] | None = None) -> list[Notice]:
         assert self._wish is not None
@@ -303,7 +304,8 @@ class Job:
             return []
         assert self._wish is not None
         room = max(0, self._wish.max_world_size - len(self._members))
-        joiners = Joiners(min(room, len(self._live) - len(self._members)))
+        waiting = len(self._live) - len(self._members)
+        joiners = Joiners(min(room, waiting), max(0, waiting - room))
         return [Notice(incarnation, joiners) for incarnation in self._members]
 
     def _check_duplicate(self, request: JoinRequest, previous: JoinRequest | None) -> None:

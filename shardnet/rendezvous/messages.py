@@ -66,8 +66,8 @@ def write_event(event: Event) -> pb.MembershipEvent:
             return pb.MembershipEvent(assignment=pb.Assignment(epoch=topology.epoch, rank=topology.rank, members=members))
         case Lost(epoch, rank, reason, left):
             return pb.MembershipEvent(lost=pb.MemberLost(epoch=epoch, rank=rank, reason=reason, left=left))
-        case Joiners(count):
-            return pb.MembershipEvent(joiners=pb.Joiners(count=count))
+        case Joiners(count, spares):
+            return pb.MembershipEvent(joiners=pb.Joiners(count=count, spares=spares))
         case Ended():
             return pb.MembershipEvent(ended=pb.Ended())
 
@@ -84,7 +84,7 @@ def read_event(message: pb.MembershipEvent) -> Event:
             lost = message.lost
             return Lost(lost.epoch, lost.rank, lost.reason, lost.left)
         case "joiners":
-            return Joiners(message.joiners.count)
+            return Joiners(message.joiners.count, message.joiners.spares)
         case "ended":
             return Ended()
         case _:

@@ -78,6 +78,11 @@ class Cluster:
         return self._seat.joiners
 
     @property
+    def spares(self) -> int:
+        """How many workers wait for a place, because the job is full, as far as this rank knows."""
+        return self._seat.spares
+
+    @property
     def rank(self) -> int:
         return self.topology.rank
 

@@ -21,6 +21,11 @@ class Seat:
         """How many workers wait to join in the next epoch."""
         return 0 if self.membership is None else self.membership.joiners
 
+    @property
+    def spares(self) -> int:
+        """How many workers wait for a place."""
+        return 0 if self.membership is None else self.membership.spares
+
     async def leave(self, words: LastWords | None = None) -> None:
         """Say goodbye to the peers and then to the rendezvous. With last words, say no goodbye: they take this rank for lost at once, and
         know why."""

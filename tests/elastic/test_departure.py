@@ -236,8 +236,8 @@ async def test_who_is_told_as_another_one_leaves_stays_until_the_next_epoch_is_s
     asked: list[bool] = []
     keeper: list[Life] = []
 
-    async def late(self: Leavers, step: int, *, joiners: bool) -> list[int]:
-        leaving = await agree(self, step, joiners=joiners)
+    async def late(self: Leavers, step: int, *, one_stays: bool) -> list[int]:
+        leaving = await agree(self, step, one_stays=one_stays)
         if self._backend.rank == 2:
             asked.append(keeper[0].departure.ask())
         return leaving
@@ -258,9 +258,9 @@ async def test_who_is_told_as_another_one_leaves_stays_until_the_next_epoch_is_s
     check([stayed])
 
 
-@pytest.mark.parametrize("count", [1, 2])
-async def test_where_all_are_to_leave_one_stays_for_who_waits_to_join(count: int) -> None:
-    """Otherwise it would begin the training again."""
+@pytest.mark.parametrize(("count", "most"), [(1, 2), (2, 3), (2, 2)], ids=["one", "two", "full"])
+async def test_where_all_are_to_leave_one_stays_for_who_waits_to_join(count: int, most: int) -> None:
+    """Otherwise it would begin the training again. Also for one that waits for a place in a full job."""
     newcomer: list[Life] = []
 
     async def train(cluster: Cluster, state: State, life: Life) -> object:
@@ -269,14 +269,14 @@ async def test_where_all_are_to_leave_one_stays_for_who_waits_to_join(count: int
                 assert life.departure.ask()
             if (cluster.topology.epoch, step) == (1, TOLD + 1):
                 if cluster.rank == 0:
-                    newcomer.append(members.hire(trainer(), least=1, most=count + 1))
-                while not cluster.joiners:  # noqa: ASYNC110 - nobody else is told
+                    newcomer.append(members.hire(trainer(), least=1, most=most))
+                while not (cluster.joiners or cluster.spares):  # noqa: ASYNC110 - nobody else is told
                     await asyncio.sleep(0)
 
         return await trainer(before=before)(cluster, state, life)
 
     async with crew() as members:
-        lives = [members.hire(train, least=1, most=count + 1) for _ in range(count)]
+        lives = [members.hire(train, least=1, most=most) for _ in range(count)]
         await members.wait()
         await members.wait()  # for the newcomer, too
     assert [life.left for life in lives] == [True] * count

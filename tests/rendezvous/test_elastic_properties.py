@@ -30,7 +30,7 @@ class ElasticHistories(RuleBasedStateMachine):
         self.world: dict[str, Topology] = {}  # what each live member was told
         self.gone: dict[str, tuple[JoinRequest, Topology]] = {}  # members of that epoch that have vanished or moved on
         self.ended = False  # a member has said goodbye
-        self.heard: dict[str, int] = {}  # the last number of joiners that each member was told
+        self.heard: dict[str, tuple[int, int]] = {}  # the last numbers of joiners and spares that each member was told
         self.over = False  # a member of the last epoch has said goodbye
 
     @rule(node=st.sampled_from("ab"))
@@ -119,8 +119,8 @@ class ElasticHistories(RuleBasedStateMachine):
             match notice.event:
                 case Lost(epoch):
                     assert epoch == self.world[notice.to].epoch
-                case Joiners(count):
-                    self.heard[notice.to] = count
+                case Joiners(count, spares):
+                    self.heard[notice.to] = count, spares
                 case Ended():
                     assert self.ended
                     assert notice.to not in self.world
@@ -151,8 +151,9 @@ class ElasticHistories(RuleBasedStateMachine):
     @invariant()
     def members_know_who_waits(self) -> None:
         for name in self.world:
-            room = min(MOST - len(self.world), len(self.live) - len(self.world))
-            assert self.heard.get(name, 0) == room, "a member does not know of joiners"
+            waiting = len(self.live) - len(self.world)
+            joiners = min(MOST - len(self.world), waiting)
+            assert self.heard.get(name, (0, 0)) == (joiners, waiting - joiners), "a member does not know who waits"
 
     @invariant()
     def status_is_true(self) -> None:

@@ -169,8 +169,9 @@ def test_members_hear_of_joiners_that_there_is_room_for(registry: Registry) -> N
 
 def test_spares_wait_until_there_is_room_and_come_behind_the_members(registry: Registry) -> None:
     workers = formed(registry, 4)
-    for spare in (7, 8):
-        assert set(joiners(registry.join(elastic(spare), 10.0)).values()) == {0}
+    for spares, number in enumerate((7, 8), start=1):
+        notices = registry.join(elastic(number), 10.0)
+        assert [to(notices, member) for member in range(4)] == [[Joiners(0, spares)]] * 4
     registry.vanish("w0")
     registry.join(again(workers[1]), 11.0)
     registry.join(again(workers[2]), 11.0)
