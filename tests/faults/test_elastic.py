@@ -235,6 +235,51 @@ def _until_known(address: str, members: int) -> float:
             return time.monotonic()
 
 
+@pytest.mark.timeout(60.0 + 20.0 * KILLS)
+def test_workers_leave_and_another_one_dies(nursery: Nursery) -> None:
+    """One or two of four get SIGTERM, and less than a second later, at any moment of their departure, another one is killed. No step that
+    was committed is lost, with one copy of each part."""
+    rng = random.Random(SEED)
+    with scenario("SIGTERM, then SIGKILL") as figures, lesson(nursery, least=1, most=4) as learners:
+        for _ in range(4):
+            learners.enrol()
+        learners.resumed(4)
+        for _ in range(KILLS):
+            stays, *others = learners.learners
+            rng.shuffle(others)
+            victim, *leavers = others[: rng.choice((2, 3))]
+            learners.let_pass(time.monotonic() + rng.uniform(0.2, 0.6))
+            told_s = min(leaver.signal(signal.SIGTERM) for leaver in leavers)
+            learners.learners = [each for each in learners.learners if each not in leavers]
+            learners.let_pass(told_s + rng.uniform(0.0, 0.8))
+            victim.signal(signal.SIGKILL)
+            learners.learners.remove(victim)
+            assert victim.end() == -signal.SIGKILL
+            assert {leaver.ended() for leaver in leavers} == {128 + signal.SIGTERM}
+            while len(learners.learners) < 4:
+                learners.enrol()
+            figures.resumed_s.append(_until_all_are_back(learners, stays) - told_s)
+            figures.repeats += 1
+
+
+def _until_all_are_back(learners: Class, stays: Worker) -> float:
+    """Check what one that stays goes through until four are there again; return when."""
+    while True:
+        message = stays.hear_any()
+        if message["what"] == "step":
+            assert message["step"] == learners.committed + 1, "a committed step was lost, or came again"
+            learners.committed = message["step"]
+        elif message["what"] == "resumed":
+            # a commit that ends the epoch is not reported
+            assert message["step"] in (learners.committed, learners.committed + 1), "a committed step was lost"
+            assert message["digest"] == message["committed"], "the state is not what was committed"
+            learners.committed = message["step"]
+            if message["world_size"] == 4:
+                return float(message["at_s"])
+        else:
+            assert message["what"] == "failed", message
+
+
 @pytest.mark.timeout(CHURN_S + 300.0)
 def test_workers_come_and_go(nursery: Nursery) -> None:
     """Two to six workers; every 0.5 to 2 seconds one starts or is killed. There is a commit at least every 30 s, and no memory grows."""

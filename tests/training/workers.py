@@ -126,6 +126,13 @@ class Worker:
             self._status = self._nursery.wait(self.pid)
         return self._status
 
+    def ended(self) -> int:
+        """Wait until it has ended by itself; its exit status."""
+        if self._status is None:
+            self._status = self._nursery.wait(self.pid)
+            os.close(self._stdin)
+        return self._status
+
     def _next(self, deadline: float, what: str) -> Message:
         while b"\n" not in self._seen:
             self._read(deadline, what)
