@@ -217,6 +217,15 @@ class Backend(ABC):
         each peer that takes them within 0.2 s.
         """
 
+    def refuse(self, error: BaseException, *, label: str = "") -> None:
+        """Take no part in this group's next collective, because `error` keeps this rank from it: it fails on all ranks, as by that error,
+        and none waits for this one. They can then go on with the collective after it. `label` says what it is for.
+
+        The others get a PeerLost or CollectiveTimeout about the same ranks, a CollectiveMismatch, or otherwise a CollectiveError. Raises
+        UsageError if this backend cannot tell them.
+        """
+        raise UsageError(f"{type(self).__name__} cannot refuse a collective; call abort(), which ends all groups")
+
     def disband(self, why: str) -> None:
         """End only this group, while other groups of the same ranks go on.
 

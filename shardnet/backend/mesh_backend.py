@@ -34,12 +34,12 @@ from shardnet.collectives.letters import loans, shares
 from shardnet.collectives.letters.letter_round import LetterRound, Share
 from shardnet.collectives.letters.loan_round import Lending, LoanRound
 from shardnet.collectives.letters.mail import Mail
-from shardnet.collectives.operation import Algorithm, Call
+from shardnet.collectives.operation import Algorithm, Call, Operation
 from shardnet.collectives.parts import Pieces
 from shardnet.collectives.reduction import Array, ReduceOp, Reduction, as_array, as_tensor, dtype_name
 from shardnet.collectives.switchboard import Switchboard
 from shardnet.config import Timeouts
-from shardnet.errors import InvalidRankError, InvalidWorldSizeError, SelfSendError, UsageError
+from shardnet.errors import CollectiveError, InvalidRankError, InvalidWorldSizeError, SelfSendError, UsageError
 
 T = TypeVar("T")
 
@@ -270,6 +270,13 @@ class MeshBackend(CheckedBackend):
 
     def abort(self, why: str = "") -> None:
         self._board.abort(why)
+
+    def refuse(self, error: BaseException, *, label: str = "") -> None:
+        async def fail(_: Operation) -> None:
+            raise error if isinstance(error, CollectiveError) else CollectiveError(f"{type(error).__name__}: {error}")
+
+        if self.world_size > 1:  # alone, it has no part in the numbering either
+            self._group.operations.begin(self._call("refusal", "", None, label), fail, None)
 
     def disband(self, why: str) -> None:
         self._group.disband(why)

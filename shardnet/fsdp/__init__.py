@@ -12,8 +12,8 @@ prefetch.py and reductions.py, with communicators.py (groups of ranks) and shard
 (shards kept for backward). stepping.py (optimizers that step in backward).
 
 Gradients: gradients.py and lent_gradients.py (until they are reduced), elsewhere.py (of a loss that reads parameters), averages.py over
-node_grid.py (where several ranks hold one shard), refusal.py (when a reduction fails). clipping.py, grad_scaler.py, uneven.py (ranks that
-hold unequal numbers of samples). Packed: compressed/.
+node_grid.py (where several ranks hold one shard). clipping.py, grad_scaler.py, uneven.py (ranks that hold unequal numbers of samples).
+Packed: compressed/.
 
 The first contents: initial.py, and meta/ for models that are built without memory. Contents as states: state.py.
 

@@ -10,7 +10,6 @@ import torch
 from shardnet.backend import Pending, ReduceOp
 from shardnet.backend.streams import Stream, new_stream, using
 from shardnet.fsdp.communicators import Communicators
-from shardnet.fsdp.refusal import refuse
 
 Tensor = torch.Tensor
 
@@ -80,7 +79,7 @@ class ReplicaAverages:
     def _refuse(self, average: _Average, error: BaseException) -> None:
         """The node's half failed: the replicas, whose halves may have succeeded, must not wait."""
         average.result.set_exception(error)
-        refuse(self._comms.averages, f"{average.label}, whose reduction within a node failed")
+        self._comms.averages.refuse(error, label=average.label)
 
 
 def _pass_on(done: Pending[Tensor], average: _Average) -> None:

@@ -143,6 +143,9 @@ class Reordered(Backend):
     def abort(self, why: str = "") -> None:
         self.ascending.abort(why)
 
+    def refuse(self, error: BaseException, *, label: str = "") -> None:
+        self.ascending.refuse(error, label=label)
+
     def disband(self, why: str) -> None:
         self.ascending.disband(why)
 

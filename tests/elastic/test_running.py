@@ -61,6 +61,29 @@ async def test_a_whole_node_may_die_under_every_strategy(strategy: ShardingStrat
         assert [(world, step) for _, _, world, step in life.epochs] == [(4, 0), (2, 3)]
 
 
+async def test_replicas_of_one_that_misses_the_lost_one_go_on_too() -> None:
+    """Rank 0 dies, so that a reduction within its node fails on rank 1. Ranks 3 and 5, which average with rank 1, have lost nobody."""
+    told: list[int] = []  # ranks whose backward has failed
+
+    async def train(cluster: Cluster, state: State, life: Life) -> object:
+        event = dies("backward", 4) if (cluster.topology.epoch, cluster.rank) == (1, 0) else lives
+        hybrid: dict[str, Any] = {"strategy": ShardingStrategy.HYBRID_SHARD, "intra_node_size": 2} if cluster.world_size == 6 else {}
+        try:
+            return await trainer(event, **hybrid)(cluster, state, life)
+        except CollectiveError:
+            told.append(cluster.rank)
+            while cluster.rank == 1 and not {3, 5} <= set(told):  # noqa: ASYNC110 - it goes only when the others do not depend on that
+                await asyncio.sleep(0)
+            raise
+
+    async with crew() as members:
+        all_of_them = [members.hire(train, least=5, most=6) for _ in range(6)]
+        await members.wait()
+    survivors = [life for life in all_of_them if not isinstance(life.error, Died)]
+    assert [[(world, step) for _, _, world, step in life.epochs] for life in survivors] == [[(6, 0), (5, 4)]] * 5
+    check(survivors)
+
+
 async def test_losses_one_after_the_other_down_to_one_worker() -> None:
     async with crew() as members:
         events = [lives, dies("backward", 2), dies("commit", 4), dies("begin", 6)]

@@ -24,7 +24,6 @@ from shardnet.fsdp.compressed.codec import Codec
 from shardnet.fsdp.compressed.residual import Residual
 from shardnet.fsdp.compressed.wire_memory import WireMemory
 from shardnet.fsdp.node_grid import NodeGrid
-from shardnet.fsdp.refusal import refuse
 from shardnet.sharding import FlatLayout
 
 Tensor = torch.Tensor
@@ -111,9 +110,9 @@ class CompressedAcross:
         received = [own] * self._grid.across.world_size
         return self._grid.across.all_to_all(packed, send_sizes=self._packed, recv_sizes=received, label=label)
 
-    def refuse(self, label: str) -> None:
+    def refuse(self, label: str, error: BaseException) -> None:
         """The node's sum is missing: the other nodes, which may have theirs, must not wait."""
-        refuse(self._grid.across, f"{label}, whose sum inside a node failed")
+        self._grid.across.refuse(error, label=label)
 
     def mean(self, received: Tensor) -> Tensor:
         """The mean of what the nodes have sent, float32 [this rank's part]."""
@@ -147,7 +146,7 @@ class Crossing:
         try:
             received = self._reduction.send(self.summed.wait(), self._packed, self._label)
         except BaseException as error:  # noqa: BLE001 - whatever it is belongs to whoever waits for the mean
-            self._reduction.refuse(self._label)
+            self._reduction.refuse(self._label, error)
             self._result.set_exception(error)
         else:
             received.add_done_callback(lambda _: self._reduction.packer.run(lambda: self._receive(received)))

@@ -206,7 +206,7 @@ def test_what_goes_wrong_while_packing_is_told_and_keeps_nobody_waiting(method: 
         return told
 
     monkeypatch.setattr(BlockwiseInt8Codec, method, fails_once)
-    waits = ["CollectiveMismatch"] if method == "pack" else []  # the rank of the same place on the other node; at once, not after a timeout
+    waits = ["CollectiveError"] if method == "pack" else []  # the rank of the same place on the other node; at once, not after a timeout
     assert sorted(run_ranks(4, work, ranks_per_node=2)) == ["Broken", *waits, *(3 - len(waits)) * ["fine"]]
 
 
