@@ -3,12 +3,13 @@
 import asyncio
 import errno
 import logging
+import operator
 import os
 import time
 from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any, SupportsFloat, Unpack
+from typing import Any, SupportsFloat, SupportsIndex, Unpack
 from weakref import WeakSet
 
 import torch
@@ -32,7 +33,7 @@ from shardnet.training.last_words import LastWords
 from shardnet.training.seat import Seat, end_membership
 from shardnet.training.station import Station, open_station, take_seat
 from shardnet.training.trace import gather_spans, write_trace
-from shardnet.training.tracking import Callback, Record, Tracker, numbers
+from shardnet.training.tracking import Callback, Record, Tracker, number, numbers
 
 log = logging.getLogger(__name__)
 _inherited: list[AsyncExitStack] = []  # from the process that forked this one: see [Note: forked children] in switchboard.py
@@ -132,18 +133,19 @@ class Cluster:
         self._recorders.append(recorder)
         return recorder
 
-    async def mean(self, value: float, *, weight: float = 1.0, label: str = "mean") -> float:
+    async def mean(self, value: SupportsFloat, *, weight: float = 1.0, label: str = "mean") -> float:
         """The weighted mean of a number over ranks, NaN if all weights are 0; all ranks must call it, and several tasks must do so in the
-        same order. If each call has its own `label`, calls in different orders raise CollectiveMismatch."""
-        weighted = torch.tensor([value * weight, weight], dtype=torch.float64, device="cpu")
+        same order. If each call has its own `label`, calls in different orders raise CollectiveMismatch. A tensor of one element is
+        accepted as a number."""
+        weighted = torch.tensor([number(value) * weight, weight], dtype=torch.float64, device="cpu")
         total, weights = (await self.backend.all_reduce(weighted, label=label)).tolist()
         return float(total / weights) if weights else float("nan")
 
     def report(
         self,
         *,
-        step: int,
-        total_steps: int = 0,
+        step: SupportsIndex,
+        total_steps: SupportsIndex = 0,
         loss: SupportsFloat = float("nan"),
         tokens_per_s: SupportsFloat | None = None,
         exposed_share: SupportsFloat | None = None,
@@ -156,14 +158,16 @@ class Cluster:
         `metrics`; those of other ranks are not, nor is what is not given, except that its loss is NaN. A tensor of one element is
         accepted as a number.
 
-        Raises UsageError, on any rank, for a metric that is no number, or whose name the record uses itself."""
+        Raises UsageError, on any rank, for a metric that is no number, or whose name the record uses itself, and for a step that is not a
+        whole number."""
+        reached, wanted = _whole("step", step), _whole("total_steps", total_steps)
         speeds = {"tokens_per_s": tokens_per_s, "exposed_share": exposed_share}
         known = numbers({"loss": loss} | {name: value for name, value in speeds.items() if value is not None})
         others = numbers(metrics or {})
         if self.rank == 0:
-            self._tracker.take(Record(step, time.time(), self.topology.epoch, self.world_size, known | others))
-        self.telemetry.progress = Progress(step, total_steps, note=note, **known)
-        self.telemetry.reach(step)
+            self._tracker.take(Record(reached, time.time(), self.topology.epoch, self.world_size, known | others))
+        self.telemetry.progress = Progress(reached, wanted, note=note, **known)
+        self.telemetry.reach(reached)
 
     def on_metrics(self, function: Callback) -> None:
         """Have `function(step, metrics)` called for each report of rank 0, in order and on a thread of its own: for trackers that shardnet
@@ -266,6 +270,14 @@ async def connect(**settings: Any) -> AsyncIterator[Cluster]:
                 _inherited.append(stack.pop_all())
         if trace is not None and os.getpid() == pid:
             await _write_trace(cluster, trace)
+
+
+def _whole(name: str, value: SupportsIndex) -> int:
+    """A plain int: the trackers' JSON has no other, and would stop at a NumPy one."""
+    try:
+        return operator.index(value)
+    except TypeError as error:
+        raise UsageError(f"{name} must be a whole number, got {value!r}") from error
 
 
 def _trace_file(settings: Settings) -> Path | None:

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -55,9 +56,21 @@ async def test_what_rank_0_reports_is_there_for_everybody(tmp_path: Path) -> Non
 
 async def test_tensors_of_one_element_are_numbers(tmp_path: Path) -> None:
     async with connect(track=str(tmp_path)) as cluster:
-        cluster.report(step=1, loss=torch.tensor(0.5, requires_grad=True).detach(), metrics={"norm": torch.tensor([2.0])})
+        loss = torch.ones(2, requires_grad=True).sum()  # still with its graph, of which torch would warn
+        cluster.report(step=1, loss=loss, metrics={"norm": torch.tensor([2.0])})
+        assert await cluster.mean(loss) == 2.0
     (line,) = lines(tmp_path)
-    assert (line["loss"], line["norm"]) == (0.5, 2.0)
+    assert (line["loss"], line["norm"]) == (2.0, 2.0)
+
+
+async def test_steps_of_other_libraries_are_whole_numbers(tmp_path: Path) -> None:
+    async with connect(track=str(tmp_path)) as cluster:
+        cluster.report(step=np.int64(1), total_steps=np.int64(3), loss=1.0)  # JSON knows no such number
+        cluster.report(step=torch.tensor(2), loss=1.0)
+        for step in ("3", 2.5, None):
+            with pytest.raises(UsageError, match="step must be a whole number, got"):
+                cluster.report(step=step, loss=1.0)  # type: ignore[arg-type]  # what is under test
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2]
 
 
 async def test_what_is_given_is_recorded_even_where_it_is_zero(tmp_path: Path) -> None:

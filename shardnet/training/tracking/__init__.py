@@ -2,7 +2,7 @@
 tensorboard.py and the user's functions.
 """
 
-from shardnet.training.tracking.record import Record, numbers
+from shardnet.training.tracking.record import Record, number, numbers
 from shardnet.training.tracking.tracker import Callback, Tracker
 
-__all__ = ["Callback", "Record", "Tracker", "numbers"]
+__all__ = ["Callback", "Record", "Tracker", "number", "numbers"]

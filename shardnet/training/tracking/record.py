@@ -6,9 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import SupportsFloat
 
+import torch
+
 from shardnet.errors import UsageError
 
 OWN = ("step", "time", "epoch", "world_size")  # names that a record uses itself
+
+
+def number(value: SupportsFloat) -> float:
+    """A plain number; a tensor is detached, because of a loss that still has its graph torch would warn."""
+    return float(value.detach() if isinstance(value, torch.Tensor) else value)
 
 
 def numbers(metrics: Mapping[str, SupportsFloat]) -> dict[str, float]:
@@ -21,7 +28,7 @@ def numbers(metrics: Mapping[str, SupportsFloat]) -> dict[str, float]:
         if name in OWN:
             raise UsageError(f"a metric cannot be called {name!r}: each record has a field of this name already; call it something else")
         try:
-            plain[name] = float(value)
+            plain[name] = number(value)
         except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor of several elements
             raise UsageError(f"metric {name!r} must be one number, got {type(value).__name__}: {error}") from error
     return plain
