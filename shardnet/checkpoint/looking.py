@@ -75,4 +75,4 @@ def _number(manifest: Manifest, path: Path, model: int | None) -> int:
     if model is not None and 0 <= model < len(modules):
         return modules[model]
     count = f"{len(modules)} module{'' if len(modules) == 1 else 's'}"
-    raise UsageError(f"{path} has {count}" + (", say which: model=0 is the first" if model is None else f"; there is no number {model}"))
+    raise UsageError(f"{path} has {count}" + (", say which: --model 0 is the first" if model is None else f"; there is no number {model}"))

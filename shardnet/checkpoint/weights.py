@@ -38,16 +38,21 @@ def write_weights(path: str | os.PathLike[str], state: Mapping[str, Any]) -> Non
     unfinished = final.with_name(f".unfinished-{final.name}")
     try:
         unfinished.touch()
-        mode = unfinished.stat().st_mode  # as the umask has it: safetensors makes a file that only its owner may read
-        save_file(tensors, unfinished, metadata={"format": "pt"})
-        unfinished.chmod(mode)
-        with unfinished.open("rb") as file:
-            os.fsync(file.fileno())
-        unfinished.rename(final)
+        try:
+            mode = unfinished.stat().st_mode  # as the umask has it: safetensors makes a file that only its owner may read
+            save_file(tensors, unfinished, metadata={"format": "pt"})
+            unfinished.chmod(mode)
+            with unfinished.open("rb") as file:
+                os.fsync(file.fileno())
+            unfinished.rename(final)
+        finally:
+            unfinished.unlink(missing_ok=True)
     except SafetensorError as error:
         raise OSError(f"{final}: {error}") from error
-    finally:
-        unfinished.unlink(missing_ok=True)
+    except OSError as error:
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(final)) from error  # the caller knows nothing of the unfinished file
 
 
 def read_weights(path: str | os.PathLike[str]) -> Iterator[tuple[str, Tensor]]:

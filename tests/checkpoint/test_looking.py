@@ -243,7 +243,7 @@ async def test_modules_of_zero_optimizers(tmp_path: Path) -> None:
     async with loopback_cluster(RANKS) as ranks:
         (module, other), *_ = await each_rank(ranks, work)
     path = tmp_path / "step-00000001"
-    with pytest.raises(UsageError, match="has 2 modules, say which: model=0 is the first"):
+    with pytest.raises(UsageError, match="has 2 modules, say which: --model 0 is the first"):
         whole_weights(path)
     with pytest.raises(UsageError, match="has 2 modules; there is no number -1"):
         whole_weights(path, -1)
