@@ -32,12 +32,16 @@ from shardnet.checkpoint.idle_thread import Leisure, in_idle_thread
 from shardnet.checkpoint.manifest import Manifest
 from shardnet.checkpoint.rank_file import FileEntry, write_rank_file
 from shardnet.checkpoint.reading import Reading, read
-from shardnet.errors import CheckpointError, ClosedError, CollectiveError, ShardnetError, UsageError
+from shardnet.errors import CheckpointError, ClosedError, CollectiveError, ShardnetError, StateError, UsageError
 from shardnet.state import Inventory, Piece, Snapshot, Span, random_state, set_random_state
 from shardnet.unbroken import unbroken
 
 log = logging.getLogger(__name__)
 DISK_S = 24 * 3600.0  # a disk may take its time; a dead rank is noticed in any case
+_ONE_LOOP = (
+    "files are written on the loop of the save, so await all calls of these Checkpoints on one loop; from another thread, "
+    "asyncio.run_coroutine_threadsafe(checkpoints.save(step), loop).result() does so (asyncio.run makes a loop, and ends it)"
+)
 _ADVICE = "await Checkpoints.wait() before the cluster closes, to end with a checkpoint"
 
 
@@ -51,7 +55,8 @@ class Loaded:
 
 
 class Checkpoints:
-    """Checkpoints of what one training has, in one folder, for the ranks of one backend."""
+    """Checkpoints of what one training has, in one folder, for the ranks of one backend. All calls belong on one event loop; on another one
+    than that of the save before they raise StateError."""
 
     def __init__(self, backend: Backend, folder: str | os.PathLike[str], *things: object, keep: int = 2) -> None:
         """Nothing is read or written yet. Every rank must give the same things in the same order.
@@ -123,6 +128,8 @@ class Checkpoints:
     async def _let_end(self) -> None:
         """Wait until the save that is under way has ended, but leave its outcome to `wait`."""
         if self._writing is not None:
+            if self._writing.get_loop() is not asyncio.get_running_loop():
+                raise StateError(f"the save before was begun on another event loop than this call; {_ONE_LOOP}")
             self._leisure.end()
             await asyncio.wait([self._writing])
 

@@ -17,8 +17,8 @@ from shardnet.checkpoint import checkpoints as checkpoints_module
 from shardnet.checkpoint.folder import Folder
 from shardnet.checkpoint.looking import whole_weights
 from shardnet.checkpoint.manifest import Manifest
-from shardnet.errors import CheckpointError, ClosedError, CollectiveMismatch, PeerLost, UsageError
-from shardnet.testing import each_error, each_rank, local_cluster
+from shardnet.errors import CheckpointError, ClosedError, CollectiveMismatch, PeerLost, StateError, UsageError
+from shardnet.testing import each_error, each_rank, local_cluster, loopback_cluster
 from tests.checkpoint.saving import names_in, saved
 from tests.fsdp.models import Weighted
 
@@ -204,6 +204,26 @@ async def test_a_save_that_is_not_finished_when_the_program_ends_is_told(
     if ends == "the cluster":
         with pytest.raises(ClosedError):
             await saves[0].wait()
+
+
+async def test_calls_on_another_event_loop_are_told_what_to_do(tmp_path: Path) -> None:
+    """Such as those of a plain loop in a thread, which has no event loop of its own: asyncio.run makes one for each call, and ends it."""
+
+    def train(checkpoints: Checkpoints, loop: asyncio.AbstractEventLoop) -> None:
+        asyncio.run(checkpoints.save(1))
+        for call in (checkpoints.save(2), checkpoints.wait(), checkpoints.load()):
+            with pytest.raises(StateError, match=r"begun on another event loop .* asyncio\.run_coroutine_threadsafe"):
+                asyncio.run(call)
+        again = Checkpoints(checkpoints._backend, tmp_path, Weighted())
+        for good in (again.save(3), again.save(4), again.wait()):
+            asyncio.run_coroutine_threadsafe(good, loop).result()
+
+    async def work(backend: Backend) -> None:
+        await asyncio.to_thread(train, Checkpoints(backend, tmp_path, Weighted()), asyncio.get_running_loop())
+
+    async with loopback_cluster(2) as ranks:
+        await each_rank(ranks, work)
+    assert {"step-00000003", "step-00000004"} <= names_in(tmp_path)
 
 
 async def test_a_rank_is_lost_while_a_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
