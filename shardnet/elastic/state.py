@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import operator
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from shardnet.errors import CollectiveError, EndNotSaved, Preempted, ShardnetErr
 from shardnet.state import Inventory, Piece, Span, random_state, set_random_state
 from shardnet.training import Cluster, Departure
 from shardnet.unbroken import unbroken
+from shardnet.whole import whole
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class State:
 
     def __init__(self, cluster: Cluster, *, every: SupportsIndex = 1, saving: Saving | None = None) -> None:
         """`every`: the number of steps from one commit to the next."""
-        self.every = _whole(every, "every")
+        self.every = whole(every, "every")
         if self.every < 1:
             raise UsageError(f"every must be at least 1 step, got {every}")
         self._saves = Saves(saving)
@@ -239,7 +239,7 @@ class State:
         """
         if self._inventory is None:
             raise StateError("State.commit() came before State.resume(): call State.resume(model, optimizer, ...) first in each epoch")
-        done = _whole(step, "the step of a commit")
+        done = whole(step, "the step of a commit")
         if done <= self.step:
             raise UsageError(f"the step of a commit must come after step {self.step}, got {done}; commit steps in order, each once")
         is_due = self._saves.is_due(self.step, done)
@@ -335,11 +335,3 @@ class State:
                 },
             }
         )
-
-
-def _whole(number: SupportsIndex, what: str) -> int:
-    """A number as an int; numpy's and torch's integers are converted. Raises UsageError for anything that is not a whole number."""
-    try:
-        return operator.index(number)
-    except TypeError:
-        raise UsageError(f"{what} must be a whole number, got {number!r}") from None

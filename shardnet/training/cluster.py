@@ -3,7 +3,6 @@
 import asyncio
 import errno
 import logging
-import operator
 import os
 import time
 from collections.abc import AsyncIterator, Collection, Mapping
@@ -34,6 +33,7 @@ from shardnet.training.seat import Seat, end_membership
 from shardnet.training.station import Station, open_station, take_seat
 from shardnet.training.trace import gather_spans, write_trace
 from shardnet.training.tracking import Callback, Record, Tracker, number, numbers
+from shardnet.whole import whole
 
 log = logging.getLogger(__name__)
 _inherited: list[AsyncExitStack] = []  # from the process that forked this one: see [Note: forked children] in switchboard.py
@@ -160,7 +160,7 @@ class Cluster:
 
         Raises UsageError, on any rank, for a metric that is no number, or whose name the record uses itself, and for a step that is not a
         whole number."""
-        reached, wanted = _whole("step", step), _whole("total_steps", total_steps)
+        reached, wanted = whole(step, "step"), whole(total_steps, "total_steps")
         speeds = {"tokens_per_s": tokens_per_s, "exposed_share": exposed_share}
         known = numbers({"loss": loss} | {name: value for name, value in speeds.items() if value is not None})
         others = numbers(metrics or {})
@@ -270,14 +270,6 @@ async def connect(**settings: Any) -> AsyncIterator[Cluster]:
                 _inherited.append(stack.pop_all())
         if trace is not None and os.getpid() == pid:
             await _write_trace(cluster, trace)
-
-
-def _whole(name: str, value: SupportsIndex) -> int:
-    """A plain int: the trackers' JSON has no other, and would stop at a NumPy one."""
-    try:
-        return operator.index(value)
-    except TypeError as error:
-        raise UsageError(f"{name} must be a whole number, got {value!r}") from error
 
 
 def _trace_file(settings: Settings) -> Path | None:
