@@ -2,8 +2,8 @@
 
 [Note: wishes to leave] Each commit begins an exchange of wishes and takes the result of the exchange that the commit before began, so that
 no training waits for it: all ranks know a wish at the latest two commits after it came. Then the step is made safe and saved, which takes
-a while, and the ranks ask again, because workers that must leave are often told together. A worker that is told still later leaves in the
-next epoch. In a job that is not elastic it is cancelled at once.
+a while, and the ranks ask again until nobody was told meanwhile, because workers that must leave are often told together. A worker that is
+told still later leaves in the next epoch. In a job that is not elastic there is none, and all end.
 """
 
 import torch

@@ -44,6 +44,7 @@ ELSEWHERE_S = 2.0  # the longest wait for collections of other threads
 _collecting = threading.Lock()  # several members may be threads of one process
 END_S = 7 * 24 * 3600.0  # rank 0 may need long to write its results at the end; a dead rank is noticed in any case
 REFORM_S = 2.0  # the longest wait of a worker that is to leave for the next epoch; after a failure a launcher kills it 5 s after it told it
+LAST_WAIT_S = 30.0  # the same of one that was told before it knew of a loss: the others may be in the middle of a long step
 Train = Callable[[Cluster, State], Awaitable[T]]
 
 
@@ -138,7 +139,7 @@ async def _epochs(train: Train[T], cluster: Cluster, state: State, departure: De
         ended, epoch = cluster.backend, cluster.topology.epoch
         missing = {*why.missing} - {cluster.rank} if isinstance(why, CollectiveTimeout) else ()
         try:
-            with departure.delayed(REFORM_S) if state.has_copies else contextlib.nullcontext():  # others may need the copies
+            with departure.delayed(REFORM_S, LAST_WAIT_S) if state.has_copies else contextlib.nullcontext():  # others may need the copies
                 await cluster.reform(agreed=isinstance(why, WorldChanges), missing=missing)
         except JoinRefused as refusal:
             if refusal.reason != Refusal.ENDED or not result:

@@ -42,7 +42,7 @@ class State:
 
     Each rank keeps two copies of what it holds, one as of the last commit and one for the commit that is being made, and two copies of
     what one other rank holds: four times its parameters and optimizer state, in host memory. Of state that several ranks hold anyway
-    (NO_SHARD, HYBRID_SHARD) it keeps two copies. When ranks have left, others keep one copy more until the next epoch has its state.
+    (NO_SHARD, HYBRID_SHARD) it keeps two copies. When ranks leave, others keep further copies until the next epoch has its state.
     """
 
     def __init__(self, cluster: Cluster, *, every: SupportsIndex = 1, saving: Saving | None = None) -> None:
@@ -274,18 +274,20 @@ class State:
         """Let ranks leave: all ranks know that some do, and the checkpoint is being written. See [Note: wishes to leave] in leavers.py.
         Returns if nobody can leave before the joiners have the state."""
         cluster, step = self._cluster, self.step
-        await self._saves.settle()  # the leaving ranks write a part of it
         assert self._leavers is not None
-        exchange, self._leavers = self._leavers, None
-        self._brings_copies = cluster.elastic  # whoever is told from now on stays until that epoch is safe
+        assert self._copying is not None
         # whoever waits gets the state from one that stays; but if no rank leaves, spares have no room
-        leavers = await exchange.agree(step, one_stays=waiting.joiners or (waiting.spares and cluster.world_size > 1))
+        one_stays = waiting.joiners or (waiting.spares and cluster.world_size > 1)
+        leavers: list[int] = []
+        while (found := await self._leavers.agree(step, one_stays=one_stays)) != leavers:
+            leavers = found
+            if cluster.elastic:
+                await self._copying.hand_over(self._committed, leavers)  # before a slow disk has its turn: they may be killed meanwhile
+            await self._saves.settle()  # the leaving ranks write a part of it
+        self._brings_copies, self._leavers = cluster.elastic, None  # whoever is told from now on stays until the next epoch is safe
         if not leavers:
             return
-        if cluster.elastic:
-            assert self._copying is not None
-            await self._copying.hand_over(self._committed, leavers)
-        if cluster.rank in leavers:
+        if cluster.rank in leavers or (self._departure.wanted and not cluster.elastic):
             log.warning("rank %d leaves, as it was told, after step %d", cluster.rank, step)
             await cluster.withdraw()
             await self._departure.leave()

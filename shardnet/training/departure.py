@@ -46,9 +46,9 @@ class Departure:
             self._heeds = before
 
     @contextmanager
-    def delayed(self, most_s: float) -> Iterator[None]:
-        """The code within this context will soon be over, and a request waits for that; but after `most_s` it ends the program. Enter this
-        on the program's loop."""
+    def delayed(self, most_s: float, if_wanted_s: float) -> Iterator[None]:
+        """The code within this context will soon be over, and a request waits for that; but after `most_s` it ends the program, and after
+        `if_wanted_s` if it came before. Enter this on the program's loop."""
         loop = asyncio.get_running_loop()
         timers: list[asyncio.TimerHandle] = []
 
@@ -60,6 +60,8 @@ class Departure:
             timers.append(loop.call_later(most_s, end))
             return True
 
+        if self.wanted:
+            timers.append(loop.call_later(if_wanted_s, end))
         with self.heeded(heeds):
             try:
                 yield
