@@ -41,4 +41,11 @@ def check_parameters(module: nn.Module, ignored: IgnoredModules) -> None:
                 f"{name} is {dtype_name(parameter.dtype)}, and complex parameters cannot be sharded: store it as real numbers "
                 "(torch.view_as_real), or put its module into ignored_modules"
             )
-    refuse_overlaps((name, parameter) for name, parameter in module.named_parameters() if parameter not in ignored.parameters)
+    sharded = {parameter: name for name, parameter in module.named_parameters() if parameter not in ignored.parameters}
+    for name, buffer in module.named_buffers():
+        if buffer in sharded:
+            raise UsageError(
+                f"the parameter {sharded[buffer]} is also the buffer {name}, which would be this rank's slice of it: register it once, or "
+                "put its modules into ignored_modules"
+            )
+    refuse_overlaps((name, parameter) for parameter, name in sharded.items())

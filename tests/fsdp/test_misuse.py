@@ -209,6 +209,16 @@ async def test_names_of_the_model_inside_are_pointed_at_by_async_models() -> Non
             model.no_such  # noqa: B018
 
 
+async def test_a_parameter_that_is_a_buffer_as_well_is_refused() -> None:
+    layer = nn.Linear(4, 3)
+    layer.register_buffer("kept", layer.weight)
+    (backend,) = LoopbackBackend.create_group(1)
+    with pytest.raises(UsageError, match=r"the parameter 0\.weight is also the buffer 0\.kept"):
+        FSDP(nn.Sequential(layer), backend)
+    FSDP(nn.Sequential(layer), backend, ignored_modules=[layer])
+    await backend.aclose()
+
+
 def test_parameters_that_cannot_be_sharded_are_named() -> None:
     def work(backend: Backend) -> None:
         with pytest.raises(UsageError, match=r"0\.weight is a lazy parameter without a shape: call the module once"):
