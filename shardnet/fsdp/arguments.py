@@ -1,6 +1,6 @@
 """Checks of what `FSDP` is given, and the errors for what cannot be sharded."""
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from shardnet.backend import Backend
@@ -41,7 +41,7 @@ def check_parameters(module: nn.Module, ignored: IgnoredModules) -> None:
                 f"{name} is {dtype_name(parameter.dtype)}, and complex parameters cannot be sharded: store it as real numbers "
                 "(torch.view_as_real), or put its module into ignored_modules"
             )
-    sharded = {parameter: name for name, parameter in module.named_parameters() if parameter not in ignored.parameters}
+    sharded: dict[Tensor, str] = {each: name for name, each in module.named_parameters() if each not in ignored.parameters}
     for name, buffer in module.named_buffers():
         if buffer in sharded:
             raise UsageError(
