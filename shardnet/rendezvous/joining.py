@@ -23,6 +23,11 @@ log = logging.getLogger(__name__)
 
 OnWaiting = Callable[[Waiting], None]
 PATIENCE_S = 10.0  # after this time users begin to wonder; the workers of one machine arrive within less
+ANSWER_S = 1.0  # the time for an answer that each try should have
+
+
+class _NoAnswer(LeaseBroken):
+    """A try had to end because no time was left."""
 
 
 class Joining:
@@ -72,10 +77,13 @@ class Joining:
 
     async def _keep_trying(self) -> tuple[Lease, Topology]:
         for tries in count(1):
+            begin_s = self._clock()
             try:
                 return await self._try()
             except LeaseBroken as broken:
-                trouble, self._refusal = str(broken), None
+                trouble = str(broken)
+                if not (isinstance(broken, _NoAnswer) and self._clock() < begin_s + ANSWER_S):  # otherwise the last answer stands
+                    self._refusal = None
                 left_s = self._silent_since_s + self._patience_s - self._clock()
                 await check_trust(self._address, self._security, min(left_s, HANDSHAKE_S), Role.RENDEZVOUS)
             except JoinRefused as refusal:
@@ -119,7 +127,7 @@ class Joining:
         except BaseException as error:
             lease.end()
             if isinstance(error, TimeoutError) and not isinstance(error, ShardnetError):
-                raise LeaseBroken("no answer") from None
+                raise _NoAnswer("no answer") from None
             raise
         finally:
             if spoke:  # the rendezvous was there until this moment

@@ -9,8 +9,9 @@ import pytest
 from shardnet.config import Timeouts
 from shardnet.errors import JoinRefused, JoinTimeout
 from shardnet.rendezvous.client import Membership, join
-from shardnet.rendezvous.events import Ended, JobState, Joiners, Lost, Notice, Waiting
+from shardnet.rendezvous.events import Ended, Event, JobState, Joiners, Lost, Notice, Waiting
 from shardnet.rendezvous.job import MISSED_S
+from shardnet.rendezvous.lease import Lease
 from shardnet.rendezvous.membership import LEFT, Registry
 from shardnet.rendezvous.refusal import Refusal
 from shardnet.rendezvous.request import JoinRequest
@@ -398,6 +399,28 @@ async def test_a_refusal_that_does_not_pass_is_raised_in_the_end(limit: str) -> 
         with pytest.raises(JoinRefused) as refused:
             await second.__aenter__()
         assert refused.value.reason == Refusal.DUPLICATE_ADDRESS
+        await first.leave()
+
+
+async def test_a_try_that_has_no_time_for_an_answer_does_not_hide_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    next_event = Lease.next_event
+    tries: list[Lease] = []
+
+    async def slow(self: Lease) -> Event:
+        if first.joined.done() and self is not (await first.joined)._lease:
+            tries.append(self)
+            if len(tries) > 1:
+                await asyncio.Event().wait()
+        return await next_event(self)
+
+    monkeypatch.setattr(Lease, "next_event", slow)
+    async with rendezvous() as server:
+        first = Person(server.address, elastic(0, least=1, most=2))
+        await first.joined
+        timeouts = replace(Timeouts.for_tests(), connect_s=0.9)
+        with pytest.raises(JoinRefused, match=r"10\.0\.0\.1:7000 already belongs to a live worker"):
+            await join(server.address, replace(elastic(1, least=1, most=2), address="10.0.0.1:7000"), timeouts=timeouts).__aenter__()
+        assert len(tries) == 2
         await first.leave()
 
 
