@@ -275,8 +275,7 @@ class MeshBackend(CheckedBackend):
         async def fail(_: Operation) -> None:
             raise error if isinstance(error, CollectiveError) else CollectiveError(f"{type(error).__name__}: {error}")
 
-        if self.world_size > 1:  # alone, it has no part in the numbering either
-            self._group.operations.begin(self._call("refusal", "", None, label), fail, None)
+        self._group.operations.begin(self._call("refusal", "", None, label), fail, None)
 
     def disband(self, why: str) -> None:
         self._group.disband(why)

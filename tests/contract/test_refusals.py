@@ -5,6 +5,7 @@ import torch
 
 from shardnet.backend import Backend
 from shardnet.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, PeerLost
+from shardnet.interop.reordered import in_order
 from shardnet.testing import each_rank
 from tests.contract.conftest import MakeCluster
 
@@ -35,8 +36,10 @@ async def test_all_fail_as_the_rank_that_refuses(fresh: MakeCluster, error: Exce
         await each_rank(ranks, go_on)
 
 
-async def test_one_that_is_alone_keeps_nobody_waiting(fresh: MakeCluster) -> None:
-    async with fresh(2) as ranks:
-        alone = ranks[0].subgroup([0])
-        alone.refuse(ValueError("no"))
-        assert (await alone.all_reduce(torch.ones(1))).item() == 1
+async def test_a_group_in_an_order_of_its_own(fresh: MakeCluster) -> None:
+    async with fresh(3) as ranks:
+        groups = [in_order(rank, [2, 0, 1]) for rank in ranks]
+        groups[1].refuse(PeerLost("it has gone", 7))
+        for group in (groups[0], groups[2]):
+            with pytest.raises(PeerLost, match=r"was aborted by rank 1: .*it has gone"):
+                await group.all_reduce(torch.ones(1))

@@ -12,8 +12,8 @@ import pytest
 from shardnet import Cluster, ShardingStrategy
 from shardnet.checkpoint.folder import Folder
 from shardnet.elastic import State
-from shardnet.elastic.copying import Copying
-from shardnet.elastic.generation import Generation
+from shardnet.elastic.copying import Copying, Waiting
+from shardnet.elastic.generation import Generation, Mark
 from shardnet.elastic.leavers import Leavers
 from shardnet.elastic.saves import Saves
 from shardnet.errors import PeerLost, Preempted
@@ -78,18 +78,26 @@ async def test_any_workers_leave_together(leaving: tuple[int, ...], strategy: di
 
 @pytest.mark.parametrize("strategy", [{}, HYBRID], ids=["full", "hybrid"])
 @pytest.mark.parametrize("dies", [0, 2, 3])
-async def test_what_a_worker_held_that_has_left_is_not_lost_with_another_one(dies: int, strategy: dict[str, Any]) -> None:
+async def test_what_a_worker_held_that_has_left_is_not_lost_with_another_one(
+    dies: int, strategy: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rank 1 leaves. Then one of the others is lost before the next epoch has its state: the one that kept the copy of what rank 1 held
     (2, or with HYBRID_SHARD 3), or the one whose copy rank 1 kept (0)."""
 
     async def train(cluster: Cluster, state: State, life: Life) -> object:
         if cluster.topology.epoch == 2 and life.epochs[0][1] == dies:
             raise Died
-        result = await told(1, **strategy)(cluster, state, life)
-        left_over.append(sum(len(each.taken_over) for each in state._generations()))
-        return result
+        return await told(1, **strategy)(cluster, state, life)
 
-    left_over: list[int] = []
+    commit = State._commit
+
+    async def observed(self: State, mark: Mark) -> Waiting:
+        waiting = await commit(self, mark)
+        further.append(sum(len(each.taken_over) for each in self._generations()))
+        return waiting
+
+    further: list[int] = []  # copies, after each commit
+    monkeypatch.setattr(State, "_commit", observed)
     async with crew() as members:
         lives = [members.hire(train, least=1, most=4) for _ in range(4)]
         await members.wait()
@@ -97,10 +105,10 @@ async def test_what_a_worker_held_that_has_left_is_not_lost_with_another_one(die
     stayed = [life for life in lives if not (life.left or isinstance(life.error, Died))]
     assert [[(world, step) for _, _, world, step in life.epochs] for life in stayed] == [[(4, 0), (2, LEFT)]] * 2
     check(stayed)
-    assert left_over == [0, 0], "copies of another epoch take memory"
+    assert not any(further), "copies of another epoch take memory"
 
 
-async def test_who_is_killed_while_its_last_checkpoint_is_written_has_handed_over_all() -> None:
+async def test_who_is_killed_while_its_last_checkpoint_is_written_has_handed_over_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk may be slower than whoever has sent SIGTERM is patient. Rank 2 keeps the copy of what rank 1 held."""
 
     async def killed() -> None:
@@ -108,7 +116,7 @@ async def test_who_is_killed_while_its_last_checkpoint_is_written_has_handed_ove
 
     async def train(cluster: Cluster, state: State, life: Life) -> object:
         if cluster.topology.epoch == 1 and cluster.rank in (1, 2):
-            state._saves.settle = killed  # type: ignore[method-assign]
+            monkeypatch.setattr(state._saves, "settle", killed)
         return await told(1, 2)(cluster, state, life)
 
     async with crew() as members:
@@ -158,6 +166,33 @@ async def test_a_job_that_is_not_elastic_ends_with_who_leaves_and_says_what_is_s
     assert isinstance(stayed.error, Preempted)
     assert "rank 1 (127.0.0.1:" in str(stayed.error)
     assert f"was told to leave, and this job is not elastic; step {LEFT} is saved in {tmp_path}; start the job again" in str(stayed.error)
+    assert Folder(tmp_path, 2).steps() == [LEFT]
+
+
+async def test_in_a_job_that_is_not_elastic_who_is_told_too_late_leaves_with_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agree = Leavers.agree
+    first: list[Life] = []
+    times: list[int] = []
+
+    async def late(self: Leavers, step: int, *, one_stays: bool) -> list[int]:
+        leaving = await agree(self, step, one_stays=one_stays)
+        times.append(self._backend.rank)
+        if times.count(0) == 2 and self._backend.rank == 0:  # the last time they ask
+            assert first[0].departure.ask()
+        return leaving
+
+    async def train(cluster: Cluster, state: State, life: Life) -> object:
+        if cluster.rank == 0:
+            first.append(life)
+        return await told(1)(cluster, state, life)
+
+    monkeypatch.setattr(Leavers, "agree", late)
+    async with crew() as members:
+        lives = [members.hire(train, least=2, most=2, elastic=False, checkpoints=tmp_path, save_every=RARELY) for _ in range(2)]
+        await members.wait()
+    assert [(life.left, life.error) for life in lives] == [(True, None)] * 2
     assert Folder(tmp_path, 2).steps() == [LEFT]
 
 

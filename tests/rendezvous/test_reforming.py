@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from shardnet.config import Timeouts
-from shardnet.errors import JoinRefused, JoinTimeout
+from shardnet.errors import JoinRefused, JoinTimeout, RendezvousUnavailable
+from shardnet.rendezvous import joining
 from shardnet.rendezvous.client import Membership, join
 from shardnet.rendezvous.events import Ended, Event, JobState, Joiners, Lost, Notice, Waiting
 from shardnet.rendezvous.job import MISSED_S
@@ -402,7 +403,11 @@ async def test_a_refusal_that_does_not_pass_is_raised_in_the_end(limit: str) -> 
         await first.leave()
 
 
-async def test_a_try_that_has_no_time_for_an_answer_does_not_hide_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("answer_s", "error"), [(60.0, JoinRefused), (0.0, RendezvousUnavailable)])
+async def test_a_try_that_has_no_time_for_an_answer_does_not_hide_the_last_one(
+    answer_s: float, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But one that has enough, and gets none, does."""
     next_event = Lease.next_event
     tries: list[Lease] = []
 
@@ -414,11 +419,12 @@ async def test_a_try_that_has_no_time_for_an_answer_does_not_hide_the_last_one(m
         return await next_event(self)
 
     monkeypatch.setattr(Lease, "next_event", slow)
+    monkeypatch.setattr(joining, "ANSWER_S", answer_s)
     async with rendezvous() as server:
         first = Person(server.address, elastic(0, least=1, most=2))
         await first.joined
-        timeouts = replace(Timeouts.for_tests(), connect_s=0.9)
-        with pytest.raises(JoinRefused, match=r"10\.0\.0\.1:7000 already belongs to a live worker"):
+        timeouts = replace(Timeouts.for_tests(), connect_s=2.0)
+        with pytest.raises(error, match=r"10\.0\.0\.1:7000 already belongs to a live worker|no answer"):
             await join(server.address, replace(elastic(1, least=1, most=2), address="10.0.0.1:7000"), timeouts=timeouts).__aenter__()
         assert len(tries) == 2
         await first.leave()
