@@ -192,7 +192,14 @@ class Preempted(ShardnetError):
 
 class WorldChanges(ShardnetError):
     """All ranks have committed a step and agreed to take in workers that wait, or to go on without workers that leave. Do not catch it: it
-    must reach `shardnet.elastic.run`."""
+    must reach `shardnet.elastic.run`.
+
+    leaving  the ranks that leave
+    """
+
+    def __init__(self, message: str, leaving: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.leaving = tuple(leaving)
 
 
 class RendezvousError(ShardnetError):

@@ -137,10 +137,10 @@ async def _epochs(train: Train[T], cluster: Cluster, state: State, departure: De
         await state.abandon()
         state.end_epoch(str(why))
         ended, epoch = cluster.backend, cluster.topology.epoch
-        missing = {*why.missing} - {cluster.rank} if isinstance(why, CollectiveTimeout) else ()
+        gone = {*(why.leaving if isinstance(why, WorldChanges) else why.missing if isinstance(why, CollectiveTimeout) else ())}
         try:
             with departure.delayed(REFORM_S, LAST_WAIT_S) if state.has_copies else contextlib.nullcontext():  # others may need the copies
-                await cluster.reform(agreed=isinstance(why, WorldChanges), missing=missing)
+                await cluster.reform(agreed=isinstance(why, WorldChanges), missing=gone - {cluster.rank})
         except JoinRefused as refusal:
             if refusal.reason != Refusal.ENDED or not result:
                 raise

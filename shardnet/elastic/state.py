@@ -294,7 +294,7 @@ class State:
         names = " and ".join(f"rank {rank} ({cluster.topology.members[rank].address})" for rank in leavers)
         told = f"{names} {'was' if len(leavers) == 1 else 'were'} told to leave"
         if cluster.elastic:
-            raise WorldChanges(f"{told}; step {step} is committed")
+            raise WorldChanges(f"{told}; step {step} is committed", leavers)
         await cluster.backend.aclose()  # with a goodbye, as the leavers do
         raise Preempted(f"{told}, and this job is not elastic; {self._saves.result}; start the job again to go on from the last checkpoint")
 

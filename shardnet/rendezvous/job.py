@@ -41,7 +41,8 @@ class Job:
     the former members are taken first, and the others stay for the epoch after that.
 
     [Note: the stuck] A member that hangs in its own code keeps its lease, and the others would wait for it without end. So the members that
-    have waited for it in vain in a collective name it when they join again. When all other members have joined again, it has MISSED_S to
+    have waited for it in vain in a collective name it when they join again. They also name one that was told to leave, because its goodbye
+    may not come: its machine is gone, or it could not reach the rendezvous. When all other members have joined again, it has MISSED_S to
     come, too; after that it is no longer a member. If it wakes up, it joins as a new worker does. Only who was a member of that epoch can
     name others: a worker with the address and the certificate of the membership that it follows. It does not matter whether that
     membership broke in the meantime, or whether the rendezvous was started again.

@@ -12,7 +12,7 @@ from shardnet.rendezvous.store import NoStore, Store
 LEFT = "it left"
 VANISHED = "its connection to the rendezvous broke"
 ABSENT = "it has not come back since the rendezvous was started again"
-MISSED = "it did not come to a collective in time"
+MISSED = "the others go on without it"
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,8 @@ class JoinRequest:
                      maximum; equal for all workers of the job
     previous         the incarnation of the membership that this one follows, which ends with it; empty for a worker's first one
     last_epoch       the newest epoch that this worker was a member of; 0 for none
-    missing          ranks of that epoch that did not come to a collective in time, which ended the epoch: nobody need wait for them
+    missing          ranks of that epoch that nobody need wait for: they did not come to a collective in time, which ended the epoch, or
+                     have agreed with the others that they leave
     replacement      this worker was started in place of a lost one: it must not start again a job that has ended
     resumes          this worker is still a member, but its connection to the rendezvous broke: nothing else changes
     identity         the identity that the worker's certificate has proved; the rendezvous fills it in; empty without TLS

@@ -182,7 +182,7 @@ class Cluster:
         PeerLost, and those ranks must reform, too. Rank, world size, backend and topology are new afterwards. Models and recorders that
         this cluster has made are closed, and so are backends and sub-groups: make new ones, and bring the state along with
         `shardnet.elastic`. Waits until all members have come or are gone, and for joiners if fewer are left than the job's minimum; for
-        members that are `missing`, as a CollectiveTimeout names them, at most two seconds longer.
+        members that are `missing`, as a CollectiveTimeout names them, or that all know to be leaving, at most two seconds longer.
 
         Raises StateError for a cluster that is not elastic, RendezvousUnavailable, JoinTimeout or JoinRefused if there is no next
         epoch for this worker, and PeerLost if its peers cannot be reached; the cluster is then closed, as after cancelling.

@@ -54,7 +54,7 @@ class Station(Protocol):
 
     async def join(self, after: Membership | None = None, missing: Collection[int] = ()) -> Seat:
         """Take a place in the next epoch. `after` is the membership that this one follows; it is ended in any case. `missing` are ranks
-        of its epoch that hold up the others.
+        of its epoch that nobody need wait for.
 
         Raises a RendezvousError if joining fails, and PeerLost if a peer cannot be reached.
         """

@@ -60,6 +60,30 @@ async def test_who_leaves_costs_the_others_no_step(every: int, caplog: pytest.Lo
     assert caplog.text.count(" is gone: it was told to leave\n") == 1
 
 
+async def test_nobody_waits_for_the_goodbye_of_who_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its machine may be gone before the goodbye, or it cannot reach the rendezvous, which then waits for its lease."""
+    withdraw = Cluster.withdraw
+    others_go_on = asyncio.Event()
+
+    async def late(self: Cluster) -> None:
+        await others_go_on.wait()
+        await withdraw(self)
+
+    async def train(cluster: Cluster, state: State, life: Life) -> object:
+        if cluster.topology.epoch == 2:
+            others_go_on.set()
+        return await told(1)(cluster, state, life)
+
+    monkeypatch.setattr(Cluster, "withdraw", late)
+    async with crew() as members:
+        lives = [members.hire(train, least=2, most=3) for _ in range(3)]
+        await members.wait()
+    assert [life.left for life in sorted(lives, key=lambda life: life.epochs[0][1])] == [False, True, False]
+    stayed = [life for life in lives if not life.left]
+    assert [[(world, step) for _, _, world, step in life.epochs] for life in stayed] == [[(3, 0), (2, LEFT)]] * 2
+    check(stayed)
+
+
 HYBRID = {"strategy": ShardingStrategy.HYBRID_SHARD, "intra_node_size": 2}  # ranks 0 and 2 of 4 have the same half, 1 and 3 the other
 
 
