@@ -39,10 +39,9 @@ def draw(view: ClusterView, meter: RateMeter, events: Sequence[Event]) -> Render
 
 def _job(job: JobView, meter: RateMeter) -> RenderableType:
     here = [worker for worker in job.workers if worker.state != GONE]
-    wish = str(job.max_world_size) if job.min_world_size == job.max_world_size else f"{job.min_world_size} to {job.max_world_size}"
-    head = Text.assemble("\n", (f"job {job.job}", "bold"), f": {job.state}, epoch {job.epoch}, {len(here)} of {wish} workers")
-    if job.joined > len(here):
-        head.append(f", {job.joined - len(here)} waiting to join", "yellow")
+    head = Text.assemble("\n", (f"job {job.job}", "bold"), f": {job.state}, epoch {job.epoch}, {job.headcount}")
+    if job.waiting:
+        head.append(f", {job.waiting} waiting to join", "yellow")
     parts: list[RenderableType] = [head]
     leader = next((worker for worker in here if worker.stats is not None and worker.stats.progress.step), None)
     if leader is not None:

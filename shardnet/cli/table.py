@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from shardnet.cli.grid import Row, grid
 from shardnet.cli.units import short_bytes, short_duration, short_loss, short_number, short_time
 from shardnet.histogram import Histogram
-from shardnet.observation.views import GONE, RENDEZVOUS, ClusterView, JobView, Stats, WorkerView, late_s, short_nodes
+from shardnet.observation.views import RENDEZVOUS, ClusterView, JobView, Stats, WorkerView, late_s, short_nodes
 from shardnet.waiting import Absent
 
 _LATE = "late in all"  # a single look has only the total; `top` and the page show the last seconds
@@ -56,12 +56,9 @@ def as_json(view: ClusterView) -> str:
 
 
 def _job(job: JobView) -> str:
-    least, most = job.min_world_size, job.max_world_size
-    wish = str(most) if least == most else f"{least} to {most}"
-    members = sum(worker.state != GONE for worker in job.workers)
-    notes = [f", {job.joined - members} waiting for the next epoch"] if members and job.joined > members else []
+    notes = [f", {job.waiting} waiting to join"] if job.waiting else []
     notes += [f", {job.absent} not back since the rendezvous was started again"] if job.absent else []
-    head = f"job {job.job}: {job.state}, epoch {job.epoch}, {job.joined} of {wish} workers{''.join(notes)}{_routing(job.workers)}"
+    head = f"job {job.job}: {job.state}, epoch {job.epoch}, {job.headcount}{''.join(notes)}{_routing(job.workers)}"
     parts = [head, *([job.first_lost] if job.first_lost else []), *([_workers(job.workers)] if job.workers else [])]
     return "\n".join(parts)
 

@@ -51,6 +51,25 @@ def refuse_slices(module: nn.Module, *_: object) -> None:
         )
 
 
+def refuse_wholes(module: nn.Module, *_: object) -> None:
+    """A hook before the inner module's own load_state_dict(): that one would find that whole parameters do not fit into slices."""
+    if not _slices_wanted.get():
+        raise StateError(
+            f"load_state_dict() of a sharded {type(module).__name__} cannot put whole parameters into this rank's slices: call "
+            "load_state_dict() of the FSDP model, on all ranks"
+        )
+
+
+@contextmanager
+def _as_slices() -> Iterator[None]:
+    """Let a module's own state_dict() and load_state_dict() be called, for slices."""
+    token = _slices_wanted.set(True)
+    try:
+        yield
+    finally:
+        _slices_wanted.reset(token)
+
+
 def full_state(module: nn.Module, groups: Sequence[FlatGroup], *, keep: bool) -> dict[str, Any]:
     """Every parameter whole, in memory of its own, gathered group by group; {} where `keep` is false. A collective.
 
@@ -115,7 +134,7 @@ def load_full_state(module: nn.Module, groups: Sequence[FlatGroup], rank: int, s
         # a copy of the slice, so that nothing keeps the whole, not even until the next one is read
         local[name] = _cut(name, whole, pieces[name]).clone() if name in pieces and isinstance(whole, Tensor) else whole
         del whole
-    with _cutting(module, groups, slices):
+    with _as_slices(), _cutting(module, groups, slices):
         return module.load_state_dict(local, strict=strict)
 
 
@@ -131,19 +150,17 @@ def load_sharded_state(module: nn.Module, groups: Sequence[FlatGroup], rank: int
         for group in groups:
             for placed in group.placed:
                 placed.parameter.copy_(state.shards[placed.name])
-    module.load_state_dict(state.rest, strict=False)
+    with _as_slices():
+        module.load_state_dict(state.rest, strict=False)
 
 
 def with_slices(module: nn.Module, *, keep_vars: bool = False) -> dict[str, Any]:
     """The module's own state_dict, in which sharded parameters are this rank's slices, or whole ones while their unit is gathered;
     `keep_vars` as for torch, whose own method is called then."""
-    token = _slices_wanted.set(True)
-    try:
+    with _as_slices():
         if not keep_vars:
             return module.state_dict()  # a method of the module's own need not take any argument
         return nn.Module.state_dict(module, keep_vars=True)
-    finally:
-        _slices_wanted.reset(token)
 
 
 def sharded_names(module: nn.Module, groups: Sequence[FlatGroup]) -> dict[str, PlacedParameter]:

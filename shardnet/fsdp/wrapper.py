@@ -158,7 +158,10 @@ class FSDP(nn.Module):
         if plans[0].parameters:
             self._hooks += attach_to_parts(self.units[0], parts_of(plans[0], plans), self._runtime, precision, self._known)
         watch_parameters(module, self.groups, self._runtime.computes_here)
-        self._hooks.append(module.register_state_dict_pre_hook(state.refuse_slices))  # type: ignore[no-untyped-call]  # torch has no annotation for it
+        self._hooks += [
+            module.register_state_dict_pre_hook(state.refuse_slices),  # type: ignore[no-untyped-call]  # torch has no annotation for it
+            module.register_load_state_dict_pre_hook(state.refuse_wholes),  # type: ignore[no-untyped-call]  # nor for this
+        ]
 
     @property
     def backend(self) -> Backend:

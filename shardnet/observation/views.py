@@ -118,6 +118,18 @@ class JobView:
     absent: int = 0  # members that have not come back since the rendezvous was started again
     first_lost: str = ""  # which member was lost first, in the last epoch that lost one, and why
 
+    @property
+    def waiting(self) -> int:
+        """The workers without a rank, while others have one."""
+        members = sum(worker.state != GONE for worker in self.workers)
+        return max(0, self.joined - members) if members else 0
+
+    @property
+    def headcount(self) -> str:
+        """For example `2 of 1 to 4 workers`: those with a rank, or, before anybody has one, those that have joined."""
+        least, most = self.min_world_size, self.max_world_size
+        return f"{self.joined - self.waiting} of {most if least == most else f'{least} to {most}'} workers"
+
 
 @dataclass(frozen=True, slots=True)
 class ClusterView:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from shardnet.collectives.reduction import dtype_name
 from shardnet.errors import DtypeError, UsageError
@@ -66,8 +67,10 @@ class ShardedParameters:
 
 
 def check_parameters(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise UsageError for parameters that FSDP has sharded, and for complex ones."""
+    """Raise UsageError for parameters that FSDP has sharded, for lazy ones without a shape, and for complex numbers and integers."""
     for name, parameter in named:
+        if is_lazy(parameter):
+            raise UsageError(f"{name} is a lazy parameter without a shape: call the module once on an example input before you shard it")
         if (unit := sharded_by(parameter)) is not None:
             raise UsageError(
                 f"{name} is sharded already, by FSDP in {unit}, and so is its optimizer state: use the optimizer class itself, without "
@@ -77,4 +80,8 @@ def check_parameters(named: Iterable[tuple[str, Tensor]]) -> None:
             raise DtypeError(
                 f"{name} is {dtype_name(parameter.dtype)}, and complex parameters cannot be sharded: store it as real numbers "
                 "(torch.view_as_real), or give it to an optimizer of its own"
+            )
+        if not parameter.is_floating_point():
+            raise DtypeError(
+                f"{name} is {dtype_name(parameter.dtype)}, which has no gradient: give the optimizer the other parameters only"
             )

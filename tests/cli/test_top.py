@@ -17,6 +17,7 @@ from rich.console import Console
 
 from shardnet.cli.main import main
 from shardnet.cli.screen import draw
+from shardnet.cli.table import as_text
 from shardnet.cli.top import watch
 from shardnet.config import Timeouts
 from shardnet.credentials import Security
@@ -25,7 +26,7 @@ from shardnet.loop import LoopThread
 from shardnet.observation.chronicle import Chronicle, Event
 from shardnet.observation.observer import Observer
 from shardnet.observation.rates import RateMeter
-from shardnet.observation.views import UNREACHABLE, ClusterView, Steps
+from shardnet.observation.views import GONE, UNREACHABLE, ClusterView, Steps, WorkerView
 from shardnet.rendezvous.server import RendezvousServer
 from shardnet.telemetry import Progress
 from shardnet.training import connect
@@ -64,6 +65,21 @@ def test_the_picture() -> None:
     assert lines[5].split() == ["0", "node-0", "serving", "30", "200.0", "ms", "34%", "-", "1.0", "MiB", "0", "B", "300.0", "MiB"]
     assert lines[6].split() == ["1", "node-1", "unreachable", "-", "-", "-", "40%", "-", "-", "-"], "of the last seconds"
     assert lines[-2:] == ["events", "03:04:05  rank 1 is unreachable"]
+
+
+@pytest.mark.parametrize(
+    ("state", "workers", "joined", "expected"),
+    [
+        ("forming", (), 1, "forming, epoch 1, 1 of 1 to 4 workers"),
+        ("running", (worker(0), worker(1, state=GONE)), 1, "running, epoch 1, 1 of 1 to 4 workers"),
+        ("running", (worker(0), worker(1)), 5, "running, epoch 1, 2 of 1 to 4 workers, 3 waiting to join"),
+        ("lost", (worker(0, state=GONE),), 0, "lost, epoch 1, 0 of 1 to 4 workers"),
+    ],
+)
+def test_how_many_there_are_is_told_as_status_does(state: str, workers: tuple[WorkerView, ...], joined: int, expected: str) -> None:
+    view = cluster(*workers, state=state, joined=joined)
+    assert text_of(view).splitlines()[2] == f"job lm: {expected}"
+    assert as_text(view).splitlines()[2] == f"job lm: {expected}"
 
 
 def test_waiting_that_was_not_measured_is_a_dash() -> None:

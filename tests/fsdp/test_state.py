@@ -289,6 +289,19 @@ def test_a_state_that_hooks_have_changed_is_loaded(make: Callable[[], nn.Module]
     run_ranks(3, work)
 
 
+def test_the_inner_module_does_not_load_wholes_into_slices() -> None:
+    expected = wrapped().state_dict()
+
+    def work(backend: Backend) -> None:
+        model = FSDP(wrapped(), backend)
+        for holder, prefix in ((model.module, ""), (nn.ModuleDict({"model": model.module}), "model.")):
+            with pytest.raises(StateError, match=r"of a sharded Sequential cannot .*: call load_state_dict\(\) of the FSDP model"):
+                holder.load_state_dict({f"{prefix}{name}": value for name, value in expected.items()})
+        model.unwrap().load_state_dict(expected)
+
+    run_ranks(2, work)
+
+
 def test_old_names_are_loaded_where_the_module_knows_them() -> None:
     def work(backend: Backend) -> None:
         model = FSDP(nn.Sequential(Renaming(3, 4), nn.Linear(4, 4)), backend)

@@ -261,11 +261,20 @@ def test_dcp_does_not_take_a_part_for_the_whole() -> None:
     run_ranks(2, work)
 
 
-def test_complex_parameters_are_refused_by_name() -> None:
+@pytest.mark.parametrize(
+    ("parameter", "error", "message"),
+    [
+        (nn.Parameter(torch.ones(3, dtype=torch.complex64)), DtypeError, "phase is complex64, and complex parameters cannot be sharded"),
+        (nn.Parameter(torch.ones(3, dtype=torch.int8), requires_grad=False), DtypeError, "phase is int8, which has no gradient"),
+        (nn.UninitializedParameter(), UsageError, "phase is a lazy parameter without a shape: call the module once"),
+    ],
+    ids=["complex", "integers", "lazy"],
+)
+def test_parameters_that_cannot_be_sharded_are_refused_by_name(parameter: nn.Parameter, error: type[UsageError], message: str) -> None:
     def work(backend: Backend) -> None:
         module = nn.Module()
-        module.phase = nn.Parameter(torch.ones(3, dtype=torch.complex64))
-        with pytest.raises(DtypeError, match="phase is complex64, and complex parameters cannot be sharded"):
+        module.phase = parameter
+        with pytest.raises(error, match=message):
             ZeroOptimizer(module.named_parameters(), optim.AdamW, backend)
 
     run_ranks(1, work)
