@@ -116,6 +116,10 @@ class Checkpoints:
         """Whether a save is under way."""
         return self._writing is not None and not self._writing.done()
 
+    def hurry(self) -> None:
+        """Have the save that is under way no longer leave the processor to the training."""
+        self._leisure.end()
+
     async def wait(self) -> None:
         """Wait until the save that is under way has ended; from now on it no longer leaves the processor to the training. Raises
         CheckpointError, once, if it failed, and CollectiveError if a rank was lost meanwhile. Cancelling it does not cancel the save."""

@@ -32,16 +32,18 @@ class _Row:
     payload_bytes: int
     joiners: int
     spares: int
+    is_saving: int
 
     def tensor(self) -> torch.Tensor:
-        return torch.tensor([[self.header_bytes, self.payload_bytes, self.joiners, self.spares]], device="cpu")
+        return torch.tensor([[self.header_bytes, self.payload_bytes, self.joiners, self.spares, self.is_saving]], device="cpu")
 
 
 class Waiting(NamedTuple):
-    """Whether any rank has heard of workers that wait for the next epoch, and of such that have no room there unless a rank leaves."""
+    """What may begin the next epoch, or put it off, as all ranks know it."""
 
-    joiners: bool = False
-    spares: bool = False
+    joiners: bool = False  # any rank has heard of workers that wait for it
+    spares: bool = False  # and of such that have no room there unless a rank leaves
+    is_saving: bool = False  # any rank is still writing a checkpoint
 
 
 class Copying:
@@ -55,13 +57,14 @@ class Copying:
         ranks = range(backend.world_size)
         self._entrusting = next(rank for rank in ranks if keeper(rank, backend.node_ranks) == backend.rank)
 
-    async def commit(self, generation: Generation, joiners: int, spares: int) -> Waiting:
+    async def commit(self, generation: Generation, joiners: int, spares: int, *, is_saving: bool) -> Waiting:
         """Complete a generation after its own snapshots were taken. `joiners` and `spares`: how many this rank has heard of.
+        `is_saving`: whether it is writing a checkpoint.
 
         Raises CollectiveMismatch on all ranks if they are not at the same step.
         """
         spread, entrusted, label = generation.spread, generation.entrusted, f"commit of step {generation.mark.step}"
-        mine = _Row(spread.header.numel(), spread.payload.numel(), joiners, spares)
+        mine = _Row(spread.header.numel(), spread.payload.numel(), joiners, spares, is_saving)
         rows = [_Row(*row) for row in (await self._backend.all_gather(mine.tensor(), label=label)).tolist()]
         generation.has_entrusted = self._backend.world_size > 1 and rows[self._entrusting].payload_bytes > 0
         theirs = rows[self._entrusting]
@@ -76,7 +79,7 @@ class Copying:
         await _all(pending)
         generation.complete = True
         await self._backend.barrier(label=label)
-        return Waiting(any(row.joiners for row in rows), any(row.spares for row in rows))
+        return Waiting(*(any(told) for told in zip(*((row.joiners, row.spares, row.is_saving) for row in rows), strict=True)))
 
     async def hand_over(self, generation: Generation, leaving: Collection[int]) -> None:
         """Copy what these ranks would take with them. When this returns on one rank, all have what they should. `generation` is the

@@ -93,6 +93,16 @@ class Saves:
             return "start the training again; give elastic.run() a folder for checkpoints, so that next time it can go on from the last one"
         return f"{self._saving.folder} has no checkpoint yet, so start the training again"
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return self._checkpoints is not None and self._checkpoints.is_saving
+
+    def hurry(self) -> None:
+        """Have the checkpoint that is being written, if any, done soon: somebody waits for it."""
+        if self._checkpoints is not None:
+            self._checkpoints.hurry()
+
     def is_due(self, before: int, step: int) -> bool:
         """Whether a checkpoint is due between the steps of two successive commits."""
         return self._saving is not None and passes(before, step, self._saving.every)
@@ -111,17 +121,24 @@ class Saves:
 
     async def make_good(self, step: int, values: Mapping[str, Any]) -> None:
         """Begin a checkpoint of the step after which an epoch goes on, if one has been due since the last complete one: the end of the
-        epoch before may have interrupted it."""
+        epoch before may have interrupted it, or have left it to this one."""
         if self._checkpoints is not None and self.is_due(await self._checkpoints.latest() or 0, step):
             await self.save(step, values)
 
-    async def settle(self) -> None:
-        """Wait for the checkpoint that is being written, whether it succeeds or not."""
+    async def settle(self, within_s: float | None = None) -> None:
+        """Wait for the checkpoint that is being written, whether it succeeds or not; or for `within_s` only, which may be over on some
+        ranks and not on others."""
         if self._checkpoints is not None:
             try:
-                await self._checkpoints.wait()
+                async with asyncio.timeout(within_s) as limit:
+                    await self._checkpoints.wait()
             except CheckpointError as error:
                 self._note(error)
+            except TimeoutError:
+                if not limit.expired():
+                    raise  # it is a CollectiveTimeout
+                if self._is_first:
+                    log.warning("the checkpoint of step %d has not been written within %g s: nobody waits for it", self._step, within_s)
 
     async def saved(self) -> None:
         """Wait until the checkpoint that was begun last, if any, is complete. Raises CheckpointError on all ranks if writing it failed."""

@@ -24,6 +24,7 @@ from shardnet.unbroken import unbroken
 from shardnet.whole import whole
 
 log = logging.getLogger(__name__)
+LEAVE_S = 20.0  # the longest wait for the checkpoint of workers that leave while others stay: who has sent SIGTERM may kill after 30 s
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +230,9 @@ class State:
         PeerLost, either all survivors go on after this step or none does. Waits for the copies to be exchanged. If checkpoints are wanted,
         one is begun at each multiple of `save_every`, or when a step passes one; it is written in the background, and errors are logged.
 
-        When workers were told to leave (SIGTERM) the step is committed and saved in any case, and they leave: their program is cancelled.
+        When workers were told to leave (SIGTERM) the step is committed in any case, a checkpoint of it begun, and they leave: their program
+        is cancelled. If others stay, which have the state in memory, nobody waits for that checkpoint longer than 20 s. Workers that
+        wait to join are taken in when no checkpoint is being written.
         Cancelling this call gives all ranks 0.25 s to complete it; then the step is committed, and `step` says so. If that is not enough,
         this rank leaves the epoch, and the others go on without it.
 
@@ -249,8 +252,10 @@ class State:
         waiting, leaving = await unbroken(reaching, f"the commit of step {done}", self._cluster.backend.abort)
         if leaving:
             await self._part(waiting)
+        elif waiting.joiners and waiting.is_saving:
+            self._saves.hurry()  # the next epoch has other members, which have no part in it
+            return
         if waiting.joiners:
-            await self._saves.settle()  # the next epoch has other members
             raise WorldChanges(f"step {done} is committed, and workers wait to join")
 
     async def _reach(self, done: int, values: dict[str, Any], is_due: bool) -> tuple[Waiting, bool]:
@@ -266,13 +271,13 @@ class State:
             raise
         self.step, self.settled = done, True
         self._cluster.telemetry.reach(done)
-        if is_due or leaving:
+        if is_due and not waiting.joiners:  # the next epoch would interrupt it, and begins it: `make_good`
             await self.save()
         return waiting, leaving
 
     async def _part(self, waiting: Waiting) -> None:
-        """Let ranks leave: all ranks know that some do, and the checkpoint is being written. See [Note: wishes to leave] in leavers.py.
-        Returns if nobody can leave before the joiners have the state."""
+        """Let ranks leave: all ranks know that some do. See [Note: wishes to leave] in leavers.py. Returns if nobody can leave before the
+        joiners have the state."""
         cluster, step = self._cluster, self.step
         assert self._leavers is not None
         assert self._copying is not None
@@ -283,12 +288,16 @@ class State:
             leavers = found
             if cluster.elastic:
                 await self._copying.hand_over(self._committed, leavers)  # before a slow disk has its turn: they may be killed meanwhile
-            await self._saves.settle()  # the leaving ranks write a part of it
+            others_stay = cluster.elastic and len(leavers) < cluster.world_size
+            if not (others_stay and waiting.is_saving):  # else the checkpoint of an earlier step is done sooner
+                await self.save()
+            await self._saves.settle(LEAVE_S if others_stay else None)  # the leaving ranks write a part of it
         self._brings_copies, self._leavers = cluster.elastic, None  # whoever is told from now on stays until the next epoch is safe
         if not leavers:
             return
         if cluster.rank in leavers or (self._departure.wanted and not cluster.elastic):
             log.warning("rank %d leaves, as it was told, after step %d", cluster.rank, step)
+            await self.abandon()
             await cluster.withdraw()
             await self._departure.leave()
         names = " and ".join(f"rank {rank} ({cluster.topology.members[rank].address})" for rank in leavers)
@@ -310,7 +319,8 @@ class State:
         generation = self._next
         generation.begin(mark)
         await asyncio.to_thread(self._take, generation)
-        waiting = await self._copying.commit(generation, self._cluster.joiners, self._cluster.spares)
+        joiners, spares = self._cluster.joiners, self._cluster.spares
+        waiting = await self._copying.commit(generation, joiners, spares, is_saving=self._saves.is_saving)
         self._committed, self._next = generation, self._committed
         self._next.taken_over.clear()  # not needed any more, and large
         self.commit_s = time.perf_counter() - begin_s

@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import os
+import threading
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,31 @@ async def test_a_checkpoint_is_finished_before_newcomers_are_taken_in(tmp_path: 
     (newcomer,) = newcomers
     assert newcomer.epochs[0][2:] == (3, SAVE_EVERY)
     check([*first, newcomer])
+    assert Folder(tmp_path, STEPS).steps() == list(range(STEPS, 0, -SAVE_EVERY))
+
+
+async def test_nobody_waits_for_a_disk_before_newcomers_are_taken_in(tmp_path: Path, disk: threading.Event) -> None:
+    """They come while the checkpoint of step 2 is written, and are taken in when it is there."""
+    newcomers: list[Life] = []
+
+    async def train(cluster: Cluster, state: State, life: Life) -> object:
+        async def before(step: int) -> None:
+            if (cluster.topology.epoch, step) == (1, 2):
+                if cluster.rank == 0:
+                    newcomers.append(members.hire(trainer(), least=2, most=3, keep=STEPS, **wanting(tmp_path)))
+                while not cluster.joiners:  # noqa: ASYNC110 - nobody else is told
+                    await asyncio.sleep(0)
+            if step == 3:
+                disk.set()
+
+        return await trainer(before=before)(cluster, state, life)
+
+    async with crew() as members:
+        first = [members.hire(train, least=2, most=3, keep=STEPS, **wanting(tmp_path)) for _ in range(2)]
+        await members.wait()
+        await members.wait()  # for the newcomer, too
+    assert {life.epochs[-1][2:] for life in (*first, *newcomers)} == {(3, 4)}
+    check([*first, *newcomers])
     assert Folder(tmp_path, STEPS).steps() == list(range(STEPS, 0, -SAVE_EVERY))
 
 

@@ -21,10 +21,10 @@ async def test_nobody_is_through_before_all_have_written(spread: bool, complete:
             generation.spread.take([("weight", rank, rank + 1, {"parameter": torch.ones(1)})] if spread else [])
             generation.local.take({})
         commits = [
-            asyncio.create_task(Copying(backend, []).commit(generation, 0, 0))
+            asyncio.create_task(Copying(backend, []).commit(generation, 0, 0, is_saving=False))
             for backend, generation in zip(backends[:3], generations[:3], strict=True)
         ]
-        sizes = [generations[3].spread.header.numel(), generations[3].spread.payload.numel(), 0, 0]
+        sizes = [generations[3].spread.header.numel(), generations[3].spread.payload.numel(), 0, 0, 0]
         await backends[3].all_gather(torch.tensor([sizes]), label="commit of step 1")  # and then nothing more
         while not commits[1].done() and backends[1].telemetry.flights.last(1)[0].op != "barrier":  # noqa: ASYNC110 - nobody says so
             await asyncio.sleep(0)

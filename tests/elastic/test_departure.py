@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import signal
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from shardnet import Cluster, ShardingStrategy
 from shardnet.checkpoint.folder import Folder
 from shardnet.elastic import State
+from shardnet.elastic import state as elastic_state
 from shardnet.elastic.copying import Copying, Waiting
 from shardnet.elastic.generation import Generation, Mark
 from shardnet.elastic.leavers import Leavers
@@ -135,7 +137,7 @@ async def test_what_a_worker_held_that_has_left_is_not_lost_with_another_one(
 async def test_who_is_killed_while_its_last_checkpoint_is_written_has_handed_over_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk may be slower than whoever has sent SIGTERM is patient. Rank 2 keeps the copy of what rank 1 held."""
 
-    async def killed() -> None:
+    async def killed(_: float | None = None) -> None:
         raise Died
 
     async def train(cluster: Cluster, state: State, life: Life) -> object:
@@ -149,6 +151,28 @@ async def test_who_is_killed_while_its_last_checkpoint_is_written_has_handed_ove
     stayed = [life for life in lives if not isinstance(life.error, Died)]
     assert [[(world, step) for _, _, world, step in life.epochs] for life in stayed] == [[(4, 0), (2, LEFT)]] * 2
     check(stayed)
+
+
+async def test_those_that_stay_do_not_wait_long_for_a_disk(
+    tmp_path: Path, disk: threading.Event, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They write the checkpoint that was due in the next epoch."""
+
+    async def train(cluster: Cluster, state: State, life: Life) -> object:
+        if cluster.topology.epoch == 2:
+            disk.set()
+        return await told(1)(cluster, state, life)
+
+    monkeypatch.setattr(elastic_state, "LEAVE_S", 0.1)
+    async with crew() as members:
+        lives = [members.hire(train, least=2, most=3, checkpoints=tmp_path, save_every=LEFT) for _ in range(3)]
+        await members.wait()
+    assert [life.left for life in sorted(lives, key=lambda life: life.epochs[0][1])] == [False, True, False]
+    stayed = [life for life in lives if not life.left]
+    assert [[(world, step) for _, _, world, step in life.epochs] for life in stayed] == [[(3, 0), (2, LEFT)]] * 2
+    check(stayed)
+    assert caplog.text.count(f"the checkpoint of step {LEFT} has not been written within 0.1 s: nobody waits for it") == 1
+    assert Folder(tmp_path, 2).steps() == [STEPS, LEFT]
 
 
 async def test_who_is_to_leave_stays_if_another_one_is_lost_before_all_is_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
