@@ -233,6 +233,7 @@ class State:
         When workers were told to leave (SIGTERM) the step is committed in any case, a checkpoint of it begun, and they leave: their program
         is cancelled. If others stay, which have the state in memory, nobody waits for that checkpoint longer than 20 s. Workers that
         wait to join are taken in when no checkpoint is being written.
+
         Cancelling this call gives all ranks 0.25 s to complete it; then the step is committed, and `step` says so. If that is not enough,
         this rank leaves the epoch, and the others go on without it.
 
