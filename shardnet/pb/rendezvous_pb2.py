@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cshardnet/pb/rendezvous.proto\x12\x0bshardnet.v1\"\xd2\x02\n\x0bJoinRequest\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0b\n\x03job\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x0c\n\x04node\x18\x06 \x01(\t\x12\x16\n\x0emin_world_size\x18\x07 \x01(\r\x12\x16\n\x0emax_world_size\x18\x08 \x01(\r\x12\x17\n\x0flocal_rank_hint\x18\t \x01(\r\x12\x0f\n\x07\x65lastic\x18\n \x01(\x08\x12\x10\n\x08previous\x18\x0b \x01(\t\x12\x12\n\nlast_epoch\x18\x0c \x01(\r\x12\x0f\n\x07missing\x18\x0f \x03(\r\x12\x18\n\x0bwished_rank\x18\x10 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x0breplacement\x18\x0e \x01(\x08\x12\x0f\n\x07resumes\x18\r \x01(\x08\x42\x0e\n\x0c_wished_rank\"\xe8\x01\n\x0fMembershipEvent\x12\'\n\x07waiting\x18\x01 \x01(\x0b\x32\x14.shardnet.v1.WaitingH\x00\x12-\n\nassignment\x18\x02 \x01(\x0b\x32\x17.shardnet.v1.AssignmentH\x00\x12\'\n\x04lost\x18\x03 \x01(\x0b\x32\x17.shardnet.v1.MemberLostH\x00\x12\'\n\x07joiners\x18\x04 \x01(\x0b\x32\x14.shardnet.v1.JoinersH\x00\x12#\n\x05\x65nded\x18\x05 \x01(\x0b\x32\x12.shardnet.v1.EndedH\x00\x42\x06\n\x04kind\"I\n\x07Waiting\x12\x0e\n\x06joined\x18\x01 \x01(\r\x12\x16\n\x0emin_world_size\x18\x02 \x01(\r\x12\x16\n\x0emax_world_size\x18\x03 \x01(\r\"O\n\nAssignment\x12\r\n\x05\x65poch\x18\x01 \x01(\r\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12$\n\x07members\x18\x03 \x03(\x0b\x32\x13.shardnet.v1.Member\"\x84\x01\n\x06Member\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x12\n\nlocal_rank\x18\x02 \x01(\r\x12\x12\n\nnode_group\x18\x03 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x0c\n\x04node\x18\x05 \x01(\t\x12\x13\n\x0bincarnation\x18\x06 \x01(\t\x12\x10\n\x08identity\x18\x07 \x01(\t\"G\n\nMemberLost\x12\r\n\x05\x65poch\x18\x01 \x01(\r\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0c\n\x04left\x18\x04 \x01(\x08\"(\n\x07Joiners\x12\r\n\x05\x63ount\x18\x01 \x01(\r\x12\x0e\n\x06spares\x18\x02 \x01(\r\"\x07\n\x05\x45nded\"0\n\x0cLeaveRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\"\x0c\n\nLeaveReply\"M\n\x0b\x46\x61ilRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0b\n\x03why\x18\x03 \x01(\t\x12\x0f\n\x07\x66ollows\x18\x04 \x01(\x08\"\x0b\n\tFailReply\"\x1c\n\rStatusRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"3\n\x0bStatusReply\x12$\n\x04jobs\x18\x01 \x03(\x0b\x32\x16.shardnet.v1.JobStatus\"\xc0\x01\n\tJobStatus\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\r\x12\x0e\n\x06joined\x18\x04 \x01(\r\x12\x16\n\x0emin_world_size\x18\x05 \x01(\r\x12\x16\n\x0emax_world_size\x18\x06 \x01(\r\x12$\n\x07members\x18\x07 \x03(\x0b\x32\x13.shardnet.v1.Member\x12\x0e\n\x06\x61\x62sent\x18\x08 \x01(\r\x12\x12\n\nfirst_lost\x18\t \x01(\t2\x85\x02\n\nRendezvous\x12@\n\x04Join\x12\x18.shardnet.v1.JoinRequest\x1a\x1c.shardnet.v1.MembershipEvent0\x01\x12;\n\x05Leave\x12\x19.shardnet.v1.LeaveRequest\x1a\x17.shardnet.v1.LeaveReply\x12\x38\n\x04\x46\x61il\x12\x18.shardnet.v1.FailRequest\x1a\x16.shardnet.v1.FailReply\x12>\n\x06Status\x12\x1a.shardnet.v1.StatusRequest\x1a\x18.shardnet.v1.StatusReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cshardnet/pb/rendezvous.proto\x12\x0bshardnet.v1\"\xd2\x02\n\x0bJoinRequest\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0b\n\x03job\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x0c\n\x04node\x18\x06 \x01(\t\x12\x16\n\x0emin_world_size\x18\x07 \x01(\r\x12\x16\n\x0emax_world_size\x18\x08 \x01(\r\x12\x17\n\x0flocal_rank_hint\x18\t \x01(\r\x12\x0f\n\x07\x65lastic\x18\n \x01(\x08\x12\x10\n\x08previous\x18\x0b \x01(\t\x12\x12\n\nlast_epoch\x18\x0c \x01(\r\x12\x0f\n\x07missing\x18\x0f \x03(\r\x12\x18\n\x0bwished_rank\x18\x10 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x0breplacement\x18\x0e \x01(\x08\x12\x0f\n\x07resumes\x18\r \x01(\x08\x42\x0e\n\x0c_wished_rank\"\xe8\x01\n\x0fMembershipEvent\x12\'\n\x07waiting\x18\x01 \x01(\x0b\x32\x14.shardnet.v1.WaitingH\x00\x12-\n\nassignment\x18\x02 \x01(\x0b\x32\x17.shardnet.v1.AssignmentH\x00\x12\'\n\x04lost\x18\x03 \x01(\x0b\x32\x17.shardnet.v1.MemberLostH\x00\x12\'\n\x07joiners\x18\x04 \x01(\x0b\x32\x14.shardnet.v1.JoinersH\x00\x12#\n\x05\x65nded\x18\x05 \x01(\x0b\x32\x12.shardnet.v1.EndedH\x00\x42\x06\n\x04kind\"]\n\x07Waiting\x12\x0e\n\x06joined\x18\x01 \x01(\r\x12\x16\n\x0emin_world_size\x18\x02 \x01(\r\x12\x16\n\x0emax_world_size\x18\x03 \x01(\r\x12\x12\n\nis_running\x18\x04 \x01(\x08\"O\n\nAssignment\x12\r\n\x05\x65poch\x18\x01 \x01(\r\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12$\n\x07members\x18\x03 \x03(\x0b\x32\x13.shardnet.v1.Member\"\x84\x01\n\x06Member\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x12\n\nlocal_rank\x18\x02 \x01(\r\x12\x12\n\nnode_group\x18\x03 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x0c\n\x04node\x18\x05 \x01(\t\x12\x13\n\x0bincarnation\x18\x06 \x01(\t\x12\x10\n\x08identity\x18\x07 \x01(\t\"G\n\nMemberLost\x12\r\n\x05\x65poch\x18\x01 \x01(\r\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0c\n\x04left\x18\x04 \x01(\x08\"(\n\x07Joiners\x12\r\n\x05\x63ount\x18\x01 \x01(\r\x12\x0e\n\x06spares\x18\x02 \x01(\r\"\x07\n\x05\x45nded\"0\n\x0cLeaveRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\"\x0c\n\nLeaveReply\"M\n\x0b\x46\x61ilRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0b\n\x03why\x18\x03 \x01(\t\x12\x0f\n\x07\x66ollows\x18\x04 \x01(\x08\"\x0b\n\tFailReply\"\x1c\n\rStatusRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"3\n\x0bStatusReply\x12$\n\x04jobs\x18\x01 \x03(\x0b\x32\x16.shardnet.v1.JobStatus\"\xc0\x01\n\tJobStatus\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\r\x12\x0e\n\x06joined\x18\x04 \x01(\r\x12\x16\n\x0emin_world_size\x18\x05 \x01(\r\x12\x16\n\x0emax_world_size\x18\x06 \x01(\r\x12$\n\x07members\x18\x07 \x03(\x0b\x32\x13.shardnet.v1.Member\x12\x0e\n\x06\x61\x62sent\x18\x08 \x01(\r\x12\x12\n\nfirst_lost\x18\t \x01(\t2\x85\x02\n\nRendezvous\x12@\n\x04Join\x12\x18.shardnet.v1.JoinRequest\x1a\x1c.shardnet.v1.MembershipEvent0\x01\x12;\n\x05Leave\x12\x19.shardnet.v1.LeaveRequest\x1a\x17.shardnet.v1.LeaveReply\x12\x38\n\x04\x46\x61il\x12\x18.shardnet.v1.FailRequest\x1a\x16.shardnet.v1.FailReply\x12>\n\x06Status\x12\x1a.shardnet.v1.StatusRequest\x1a\x18.shardnet.v1.StatusReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,31 +36,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_MEMBERSHIPEVENT']._serialized_start=387
   _globals['_MEMBERSHIPEVENT']._serialized_end=619
   _globals['_WAITING']._serialized_start=621
-  _globals['_WAITING']._serialized_end=694
-  _globals['_ASSIGNMENT']._serialized_start=696
-  _globals['_ASSIGNMENT']._serialized_end=775
-  _globals['_MEMBER']._serialized_start=778
-  _globals['_MEMBER']._serialized_end=910
-  _globals['_MEMBERLOST']._serialized_start=912
-  _globals['_MEMBERLOST']._serialized_end=983
-  _globals['_JOINERS']._serialized_start=985
-  _globals['_JOINERS']._serialized_end=1025
-  _globals['_ENDED']._serialized_start=1027
-  _globals['_ENDED']._serialized_end=1034
-  _globals['_LEAVEREQUEST']._serialized_start=1036
-  _globals['_LEAVEREQUEST']._serialized_end=1084
-  _globals['_LEAVEREPLY']._serialized_start=1086
-  _globals['_LEAVEREPLY']._serialized_end=1098
-  _globals['_FAILREQUEST']._serialized_start=1100
-  _globals['_FAILREQUEST']._serialized_end=1177
-  _globals['_FAILREPLY']._serialized_start=1179
-  _globals['_FAILREPLY']._serialized_end=1190
-  _globals['_STATUSREQUEST']._serialized_start=1192
-  _globals['_STATUSREQUEST']._serialized_end=1220
-  _globals['_STATUSREPLY']._serialized_start=1222
-  _globals['_STATUSREPLY']._serialized_end=1273
-  _globals['_JOBSTATUS']._serialized_start=1276
-  _globals['_JOBSTATUS']._serialized_end=1468
-  _globals['_RENDEZVOUS']._serialized_start=1471
-  _globals['_RENDEZVOUS']._serialized_end=1732
+  _globals['_WAITING']._serialized_end=714
+  _globals['_ASSIGNMENT']._serialized_start=716
+  _globals['_ASSIGNMENT']._serialized_end=795
+  _globals['_MEMBER']._serialized_start=798
+  _globals['_MEMBER']._serialized_end=930
+  _globals['_MEMBERLOST']._serialized_start=932
+  _globals['_MEMBERLOST']._serialized_end=1003
+  _globals['_JOINERS']._serialized_start=1005
+  _globals['_JOINERS']._serialized_end=1045
+  _globals['_ENDED']._serialized_start=1047
+  _globals['_ENDED']._serialized_end=1054
+  _globals['_LEAVEREQUEST']._serialized_start=1056
+  _globals['_LEAVEREQUEST']._serialized_end=1104
+  _globals['_LEAVEREPLY']._serialized_start=1106
+  _globals['_LEAVEREPLY']._serialized_end=1118
+  _globals['_FAILREQUEST']._serialized_start=1120
+  _globals['_FAILREQUEST']._serialized_end=1197
+  _globals['_FAILREPLY']._serialized_start=1199
+  _globals['_FAILREPLY']._serialized_end=1210
+  _globals['_STATUSREQUEST']._serialized_start=1212
+  _globals['_STATUSREQUEST']._serialized_end=1240
+  _globals['_STATUSREPLY']._serialized_start=1242
+  _globals['_STATUSREPLY']._serialized_end=1293
+  _globals['_JOBSTATUS']._serialized_start=1296
+  _globals['_JOBSTATUS']._serialized_end=1488
+  _globals['_RENDEZVOUS']._serialized_start=1491
+  _globals['_RENDEZVOUS']._serialized_end=1752
 # @@protoc_insertion_point(module_scope)

@@ -57,14 +57,16 @@ class MembershipEvent(_message.Message):
     def __init__(self, waiting: _Optional[_Union[Waiting, _Mapping]] = ..., assignment: _Optional[_Union[Assignment, _Mapping]] = ..., lost: _Optional[_Union[MemberLost, _Mapping]] = ..., joiners: _Optional[_Union[Joiners, _Mapping]] = ..., ended: _Optional[_Union[Ended, _Mapping]] = ...) -> None: ...
 
 class Waiting(_message.Message):
-    __slots__ = ("joined", "min_world_size", "max_world_size")
+    __slots__ = ("joined", "min_world_size", "max_world_size", "is_running")
     JOINED_FIELD_NUMBER: _ClassVar[int]
     MIN_WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    IS_RUNNING_FIELD_NUMBER: _ClassVar[int]
     joined: int
     min_world_size: int
     max_world_size: int
-    def __init__(self, joined: _Optional[int] = ..., min_world_size: _Optional[int] = ..., max_world_size: _Optional[int] = ...) -> None: ...
+    is_running: bool
+    def __init__(self, joined: _Optional[int] = ..., min_world_size: _Optional[int] = ..., max_world_size: _Optional[int] = ..., is_running: _Optional[bool] = ...) -> None: ...
 
 class Assignment(_message.Message):
     __slots__ = ("epoch", "rank", "members")

@@ -13,6 +13,7 @@ class Waiting:
     joined: int
     min_world_size: int
     max_world_size: int
+    is_running: bool = False  # whether there are workers with ranks, which must end their epoch first
 
     @property
     def is_full(self) -> bool:

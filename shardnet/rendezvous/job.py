@@ -294,7 +294,7 @@ class Job:
 
     def _tell_waiting(self, to: Iterable[str] | None = None) -> list[Notice]:
         assert self._wish is not None
-        waiting = Waiting(len(self._live), self._wish.min_world_size, self._wish.max_world_size)
+        waiting = Waiting(len(self._live), self._wish.min_world_size, self._wish.max_world_size, bool(self._members))
         return [Notice(incarnation, waiting) for incarnation in (self._live if to is None else to)]
 
     def _tell_lost(self, member: Member, reason: str, *, left: bool) -> list[Notice]:

@@ -154,6 +154,16 @@ class Joining:
             log.warning("job %r has all of its %s workers; this one waits for a place", self._request.job, self._request.wish)
         elif self._waiting is None:
             log.warning("no rendezvous answers at %s yet; trying for %g s", self._address, self._patience_s)
+        elif self._waiting.is_running and self._request.last_epoch:
+            log.warning(
+                "job %r: waiting up to %g s for others that are still in epoch %d",
+                *(self._request.job, self._timeouts.join_s, self._request.last_epoch),
+            )
+        elif self._waiting.is_running:
+            log.warning(
+                "job %r is running at %s; waiting up to %g s until it takes this worker in, after a step",
+                *(self._request.job, self._address, self._timeouts.join_s),
+            )
         else:
             log.warning(
                 "job %r: %d of %s workers have joined at %s; waiting up to %g s for the others",
@@ -176,6 +186,12 @@ class Joining:
             return JoinTimeout(
                 f"job {self._request.job!r} at {self._address} has all of its {self._request.wish} workers, and no place became free "
                 f"within {self._timeouts.join_s:g} s"
+            )
+        if waiting.is_running:
+            return JoinTimeout(
+                f"job {self._request.job!r} is running at {self._address}, and its workers did not end their epoch within "
+                f"{self._timeouts.join_s:g} s; they do so after the commit of a step, if no checkpoint is being written: "
+                f"`shardnet status {self._address}` shows what they do, and a larger join_s waits longer"
             )
         # all that wait give up at about the same time: the last one must not say that it was alone
         joined = self._most if self._most < self._request.min_world_size else waiting.joined

@@ -59,8 +59,9 @@ def read_request(message: pb.JoinRequest) -> JoinRequest:
 
 def write_event(event: Event) -> pb.MembershipEvent:
     match event:
-        case Waiting(joined, least, most):
-            return pb.MembershipEvent(waiting=pb.Waiting(joined=joined, min_world_size=least, max_world_size=most))
+        case Waiting(joined, least, most, is_running):
+            waiting = pb.Waiting(joined=joined, min_world_size=least, max_world_size=most, is_running=is_running)
+            return pb.MembershipEvent(waiting=waiting)
         case Assigned(topology):
             members = [_write_member(m) for m in topology.members]
             return pb.MembershipEvent(assignment=pb.Assignment(epoch=topology.epoch, rank=topology.rank, members=members))
@@ -77,7 +78,7 @@ def read_event(message: pb.MembershipEvent) -> Event:
     match message.WhichOneof("kind"):
         case "waiting":
             waiting = message.waiting
-            return Waiting(waiting.joined, waiting.min_world_size, waiting.max_world_size)
+            return Waiting(waiting.joined, waiting.min_world_size, waiting.max_world_size, waiting.is_running)
         case "assignment":
             return Assigned(_read_topology(message.assignment))
         case "lost":

@@ -163,7 +163,7 @@ def test_members_hear_of_joiners_that_there_is_room_for(registry: Registry) -> N
     formed(registry, 3)
     notices = registry.join(elastic(7), 10.0)
     assert joiners(notices) == {"w0": 1, "w1": 1, "w2": 1}
-    assert to(notices, 7) == [Waiting(4, 2, 4)]
+    assert to(notices, 7) == [Waiting(4, 2, 4, is_running=True)]
     assert set(joiners(registry.join(elastic(8), 10.0)).values()) == {1}
     assert joiners(registry.vanish("w1")) == {"w0": 2, "w2": 2}
     assert joiners(registry.vanish("w8")) == {"w0": 1, "w2": 1}
@@ -331,7 +331,7 @@ async def test_members_are_told_over_the_wire_that_somebody_waits() -> None:
         assert membership.joiners == 0
         waiting = Person(server.address, elastic(1, least=1, most=2))
         await waiting.arrived.wait()
-        assert await waiting.waiting.get() == Waiting(2, 1, 2)
+        assert await waiting.waiting.get() == Waiting(2, 1, 2, is_running=True)
         successor = Person(server.address, again(_request(membership)))
         worlds = [(await person.joined).topology for person in (successor, waiting)]
         assert [(world.epoch, world.rank) for world in worlds] == [(2, 0), (2, 1)]
@@ -351,7 +351,7 @@ async def test_a_restart_waits_until_the_rendezvous_has_seen_the_end_of_the_one_
         await first.die()
         assert await third.rank() == 0
         await second.arrived.wait()
-        assert await second.waiting.get() == Waiting(2, 1, 2)
+        assert await second.waiting.get() == Waiting(2, 1, 2, is_running=True)
         await third.die()
         assert await second.rank() == 0
         await second.leave()
@@ -387,6 +387,27 @@ async def test_a_spare_is_told_when_it_waits_for_workers_and_no_longer_for_a_pla
             pass
         assert caplog.messages[-1].startswith("job 'job': 1 of 2 elastic workers have joined at ")
         await spare.die()
+
+
+async def test_who_waits_for_the_end_of_an_epoch_is_told_so(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not that workers must be started, or that all have joined. First a newcomer, then a member that has left the epoch."""
+    monkeypatch.setattr("shardnet.rendezvous.joining.PATIENCE_S", 0.2)
+    timeouts = replace(Timeouts.for_tests(), join_s=1.0)
+    async with rendezvous(settle_s=SETTLE_S) as server:
+        members = [Person(server.address, elastic(number, least=1, most=3)) for number in range(2)]
+        memberships = [await member.joined for member in members]
+        caplog.clear()
+        with pytest.raises(JoinTimeout, match=rf"is running at {server.address}, and its workers did not end their epoch within 1 s"):
+            await join(server.address, elastic(2, least=1, most=3), timeouts=timeouts).__aenter__()
+        assert caplog.messages == [
+            f"job 'job' is running at {server.address}; waiting up to 1 s until it takes this worker in, after a step"
+        ]
+        caplog.clear()
+        with pytest.raises(JoinTimeout, match="did not end their epoch within 1 s"):
+            await join(server.address, again(_request(memberships[0])), timeouts=timeouts).__aenter__()
+        assert caplog.messages[0] == "job 'job': waiting up to 1 s for others that are still in epoch 1"
+        for member in members:
+            await member.die()
 
 
 @pytest.mark.parametrize("limit", ["connect_s", "join_s"])
