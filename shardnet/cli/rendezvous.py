@@ -50,8 +50,8 @@ def add_to(commands: arguments.Commands) -> None:
         "--state",
         type=Path,
         metavar="FILE",
-        help="keep all jobs and their members in this SQLite file, so that a rendezvous that died can be started again while jobs run; "
-        "their workers reconnect by themselves (default: keep nothing)",
+        help="keep all jobs and their members in this SQLite file, and in FILE-wal beside it while it is open, so that a rendezvous that "
+        "died can be started again while jobs run; their workers reconnect by themselves (default: keep nothing)",
     )
     parser.add_argument(
         "--metrics",

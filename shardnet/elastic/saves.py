@@ -83,8 +83,9 @@ class Saves:
             log.error("checkpoints cannot be written to %s: %s; the training goes on without them", self._saving.folder, error.strerror)
 
     def go_on_from(self, loaded: Loaded | None) -> None:
-        """From now on take what `load` has found for the last checkpoint: the same on all ranks, whenever they came."""
-        self._step = -1 if loaded is None else loaded.step
+        """From now on take what `load` has found for the last checkpoint, and forget how others have failed: the same on all ranks,
+        whenever they came."""
+        self._step, self._failure = -1 if loaded is None else loaded.step, None
 
     @property
     def without(self) -> str:

@@ -123,8 +123,10 @@ class State:
 
         A collective. Raises StateLost on all ranks if more workers are gone than there were copies and there is no checkpoint,
         CheckpointError if there are checkpoints but none can be used, and UsageError for a thing that cannot be kept or that was not there
-        in the epoch before.
+        in the epoch before, and for a value named `step`.
         """
+        if "step" in values:
+            raise UsageError("a value cannot be named 'step': State.step is the number of steps that are done; give it another name")
         self._inventory = inventory = Inventory(things)
         backend = self._cluster.backend
         everyone = backend.subgroup(range(backend.world_size))

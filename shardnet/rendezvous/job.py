@@ -1,5 +1,6 @@
 """`Job`: the membership of one job, as a pure state machine. No I/O, no clock: time comes in as an argument."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Self
@@ -68,6 +69,7 @@ class Job:
         self._former_ranks: dict[str, int] = {}  # of joiners that were members
         self._gone: dict[str, tuple[JoinRequest, Member]] = {}  # of this epoch, without a goodbye: vanished, or joined again
         self._missed: set[str] = set()  # see [Note: the stuck]
+        self._stuck_since_s: float | None = None  # when the others were seen to wait for nobody else
         self._ended = False  # see [Note: the end]
         self._was_lost = False  # its last epoch was over before the training had ended, and none followed
         self._losses: dict[str, Loss] = {}  # by incarnation, of the last epoch that had any, in the order in which they were heard of
@@ -90,6 +92,7 @@ class Job:
         notices = self._leave_epoch(request)
         self._live[request.incarnation] = request
         self._last_arrival_s = now
+        self._watch_the_stuck(now)
         return notices + self._welcome(request)
 
     def _welcome(self, request: JoinRequest) -> list[Notice]:
@@ -237,7 +240,14 @@ class Job:
 
     def overdue(self, now: float) -> list[str]:
         """Members that must be removed: see [Note: the stuck]."""
-        return list(self._members) if self._waits_for_the_stuck and now >= self._last_arrival_s + MISSED_S else []
+        self._watch_the_stuck(now)
+        return list(self._members) if self._stuck_since_s is not None and now >= self._stuck_since_s + MISSED_S else []
+
+    def _watch_the_stuck(self, now: float) -> None:
+        if not self._waits_for_the_stuck:
+            self._stuck_since_s = None
+        elif self._stuck_since_s is None:
+            self._stuck_since_s = now
 
     def tick(self, now: float) -> list[Notice]:
         """Form the world if enough workers are there and no further ones came for `settle_s`."""
@@ -248,7 +258,7 @@ class Job:
     def deadline(self) -> float | None:
         """The time when `tick` or `overdue` will have something to do, if nothing changes before."""
         if self._waits_for_the_stuck:
-            return self._last_arrival_s + MISSED_S
+            return -math.inf if self._stuck_since_s is None else self._stuck_since_s + MISSED_S
         if self.state is not JobState.FORMING or self._wish is None or len(self._live) < self._wish.min_world_size:
             return None
         if self._first_world_size and not self.ever_ran:

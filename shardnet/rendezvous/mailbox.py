@@ -3,14 +3,14 @@
 import asyncio
 from collections import deque
 
-from shardnet.rendezvous.events import Event, Waiting
+from shardnet.rendezvous.events import Event, Joiners, Waiting
 
 
 class Mailbox:
     """Events for one member, in order; lives as long as its Join stream.
 
-    Its length is bounded by what can happen: a `Waiting` replaces the one before it, there is one `Assigned`, and one `Lost` for each
-    other member. So a member that does not read holds up nobody and costs little.
+    Its length is bounded by what can happen: a `Waiting` or a `Joiners` replaces the one before it, there is one `Assigned`, and one `Lost`
+    for each other member. So a member that does not read holds up nobody and costs little.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class Mailbox:
         """Add an event; dropped if the mailbox is closed."""
         if self._closed:
             return
-        if self._events and isinstance(event, Waiting) and isinstance(self._events[-1], Waiting):
+        if self._events and isinstance(event, Waiting | Joiners) and type(event) is type(self._events[-1]):
             self._events.pop()
         self._events.append(event)
         self._changed.set()

@@ -43,7 +43,7 @@ class SavedJob:
 
 
 class Store(Protocol):
-    """Saves jobs. Called on the loop, whenever the members of an epoch change: the calls must be short, and are rare."""
+    """Saves jobs. Called on the loop, whenever the members of an epoch change, so the calls must be short."""
 
     def load(self) -> Sequence[SavedJob]:
         """All jobs that were saved and not dropped."""
@@ -116,6 +116,9 @@ class SqliteStore:
             self._connection.execute(statement)
         self._connection.execute(f"PRAGMA user_version = {VERSION}")
         self._connection.execute("COMMIT")
+        # A change costs no wait for the disk, but all changes survive the end of the process, and of the machine all but the last ones.
+        self._connection.execute("PRAGMA journal_mode = WAL")
+        self._connection.execute("PRAGMA synchronous = NORMAL")
 
     def load(self) -> Sequence[SavedJob]:
         try:

@@ -28,10 +28,11 @@ class Snapshot:
         outline = Outline.of(value)
         changed = outline.header != self._text
         if changed:
-            self._text = outline.header
+            self._text = b""  # if there is no memory for this value, the next one must not take what is here for its own
             self.prepare(len(outline.header), outline.payload_bytes)
             self.header.copy_(torch.frombuffer(bytearray(outline.header), dtype=torch.uint8))
             self._views = outline.views(self.payload)
+            self._text = outline.header
         for view, tensor in zip(self._views, outline.tensors, strict=True):
             view.copy_(tensor)
         return changed

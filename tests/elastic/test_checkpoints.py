@@ -93,6 +93,26 @@ async def test_one_that_was_due_is_made_once(tmp_path: Path) -> None:
     assert len(set(made)) == 1
 
 
+async def test_a_failure_of_an_earlier_epoch_is_not_told_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be told by those that were there, and others would end without an error."""
+
+    def fill_up(folder: Folder, found: Manifest) -> None:
+        raise OSError("the disk is full")
+
+    async with local_cluster(1) as (backend,), AsyncFSDP(nn.Linear(2, 2), backend) as model:
+        saves = Saves(Saving(tmp_path))
+        saves.begin_epoch(backend, model)
+        with monkeypatch.context() as context:
+            context.setattr(Folder, "commit", fill_up)
+            await saves.save(12, {})  # for workers that leave
+            await saves.settle()
+        assert await saves.end_error(12) is not None
+        saves.begin_epoch(backend, model)
+        saves.go_on_from(None)
+        await saves.make_good(12, {})
+        assert await saves.end_error(15) is None
+
+
 async def test_a_relative_folder_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An epoch may begin when the program has changed its directory."""
     monkeypatch.chdir(tmp_path)

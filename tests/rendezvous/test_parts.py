@@ -9,7 +9,7 @@ from shardnet.errors import ProtocolError
 from shardnet.pb import rendezvous_pb2 as pb
 from shardnet.rendezvous import messages
 from shardnet.rendezvous.backoff import FIRST_S, MOST_S, delays
-from shardnet.rendezvous.events import Assigned, Event, JobState, JobStatus, Lost, Waiting
+from shardnet.rendezvous.events import Assigned, Event, JobState, JobStatus, Joiners, Lost, Waiting
 from shardnet.rendezvous.identity import new_incarnation, node_identity
 from shardnet.rendezvous.mailbox import Mailbox
 from shardnet.rendezvous.placement import place
@@ -31,6 +31,14 @@ class TestMailbox:
         mailbox.close()
         mailbox.put(Waiting(8, 2, 1000))  # too late
         assert [await mailbox.take() for _ in range(4)] == [Waiting(999, 2, 1000), Lost(1, 0, "gone", False), Waiting(7, 2, 1000), None]
+
+    async def test_keeps_the_newest_number_of_joiners_only(self) -> None:
+        mailbox = Mailbox()
+        for count in range(1000):
+            mailbox.put(Joiners(count % 2, count))
+        mailbox.put(Waiting(7, 2, 1000))
+        mailbox.close()
+        assert [await mailbox.take() for _ in range(3)] == [Joiners(1, 999), Waiting(7, 2, 1000), None]
 
     async def test_wakes_a_taker_that_waits(self) -> None:
         mailbox = Mailbox()

@@ -98,6 +98,30 @@ def test_a_stuck_member_that_others_miss_is_given_up_when_nobody_else_is_waited_
     assert joiners(back) == {"w0+": 1, "w1+": 1, "w3+": 1}
 
 
+def test_newcomers_do_not_lengthen_the_time_that_a_stuck_member_has(registry: Registry) -> None:
+    workers = formed(registry, 3)
+    for number in (0, 1):
+        registry.join(replace(again(workers[number]), missing=(2,)), 10.0)
+    registry.join(elastic(7), 10.0 + MISSED_S - 0.1)
+    assert registry.deadline() == 10.0 + MISSED_S
+    assert assigned(registry.tick(10.0 + MISSED_S)).keys() == {"w0+", "w1+", "w7"}
+
+
+def test_a_member_that_is_missed_has_its_time_also_when_the_last_of_the_others_dies(registry: Registry) -> None:
+    """It may be as slow as that one was."""
+    workers = formed(registry, 3)
+    registry.join(replace(again(workers[0]), missing=(2,)), 10.0)
+    registry.vanish("w1")
+    deadline = registry.deadline()
+    assert deadline is not None
+    assert deadline <= 30.0, "somebody must look when it was"
+    assert registry.tick(30.0) == []
+    assert registry.deadline() == 30.0 + MISSED_S
+    assert not assigned(registry.tick(30.0 + MISSED_S - 0.1))
+    assert registry.is_member("w2")
+    assert assigned(registry.join(again(workers[2]), 30.0 + MISSED_S - 0.1)).keys() == {"w0+", "w2+"}
+
+
 def test_a_missed_member_that_comes_in_time_stays(registry: Registry) -> None:
     workers = formed(registry, 3, most=3)
     registry.join(replace(again(workers[0]), missing=(2,)), 10.0)
