@@ -70,16 +70,18 @@ async def _cards(store: Store, number: int, world_size: int, timeout_s: float) -
     gives_up_s = time.monotonic() + timeout_s
     cards: dict[int, _Card] = {}
     while True:
-        for rank in range(world_size):
-            if rank not in cards and await _ask(store.check, [_key(number, rank)]):
-                said = await _ask(store.get, _key(number, rank))
-                if said != _GONE.encode():
-                    cards[rank] = _Card.read(rank, said)
+        missing = [rank for rank in range(world_size) if rank not in cards]
+        keys = [_key(number, rank) for rank in missing]
+        if await _ask(store.check, keys):  # about all at once: one store serves the requests of all ranks
+            at_once = store.has_extended_api()  # type: ignore[attr-defined]  # missing in torch's stub
+            said = await _ask(store.multi_get, keys) if at_once else [await _ask(store.get, key) for key in keys]
+            cards |= {rank: _Card.read(rank, text) for rank, text in zip(missing, said, strict=True) if text != _GONE.encode()}
         if len(cards) == world_size:
             return [cards[rank] for rank in range(world_size)]
         if time.monotonic() >= gives_up_s:
-            missing = ", ".join(str(rank) for rank in range(world_size) if rank not in cards)
-            raise JoinTimeout(f"ranks {missing} of {world_size} have not joined within {timeout_s:g} s; check that their processes run")
+            there = [await _ask(store.check, [key]) and await _ask(store.get, key) != _GONE.encode() for key in keys]
+            names = ", ".join(str(rank) for rank, is_there in zip(missing, there, strict=True) if not is_there)
+            raise JoinTimeout(f"ranks {names} of {world_size} have not joined within {timeout_s:g} s; check that their processes run")
         await asyncio.sleep(_PAUSE_S)  # the store itself can wait, but such a wait cannot be cancelled
 
 

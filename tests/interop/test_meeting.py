@@ -2,10 +2,12 @@
 
 import asyncio
 import json
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, Store
+from torch._C._distributed_c10d import FileStore, HashStore, Store
 
 from shardnet.errors import HandshakeError, JoinTimeout, PeerLost, ProtocolError, StateError
 from shardnet.interop.meeting import meet
@@ -25,6 +27,30 @@ async def test_all_see_the_same() -> None:
     assert first.members == second.members
     me = first.me
     assert (me.address, me.node, me.incarnation, me.identity, me.local_rank) == ("10.0.0.0:7000", "here", "start 0", "identity 0", 0)
+
+
+class Counting:
+    """A store, and how often it was asked for what has been written."""
+
+    def __init__(self) -> None:
+        self._store = HashStore()
+        self.reads = 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.reads += name in ("get", "multi_get")
+        return getattr(self._store, name)
+
+
+async def test_a_store_is_read_once_by_each_rank() -> None:
+    """It serves all of them: ranks that ask about each other one by one would be too many for it."""
+    store, ranks = Counting(), 12
+    await asyncio.gather(*(come(cast("Store", store), rank, ranks) for rank in range(ranks)))
+    assert store.reads == ranks
+
+
+async def test_stores_that_give_one_value_at_a_time_will_do(tmp_path: Path) -> None:
+    store = FileStore(str(tmp_path / "store"), 3)
+    assert len({topology.members for topology in await asyncio.gather(*(come(store, rank, 3) for rank in range(3)))}) == 1
 
 
 async def test_nodes_whose_ranks_take_turns() -> None:
